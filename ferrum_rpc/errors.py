@@ -105,6 +105,11 @@ class InvalidRequest(ExecutorError):
     """The request is malformed; sending it again cannot help."""
 
 
+def above(limit: str, most: int, count: int, what: str, field: str, *, advice: str = "") -> InvalidRequest:
+    """The refusal of more of something than a limit of `GetInfo` allows, whose field there is ``limit``."""
+    return InvalidRequest(f"{count} {what} exceed the limit of {most}{advice}", field=field, metadata={limit: most})
+
+
 class RequestIdReused(ExecutorError):
     """The request id is known with other content."""
 

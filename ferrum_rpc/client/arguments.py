@@ -18,6 +18,7 @@ from ferrum_rpc.core import (
     FullLogits,
     Greedy,
     HiddenStates,
+    Limits,
     NextToken,
     OutputKind,
     OutputSpec,
@@ -29,7 +30,7 @@ from ferrum_rpc.core import (
     SelectedTokens,
     TopTokens,
 )
-from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.errors import InvalidRequest, above
 
 Tokens = Iterable[int] | npt.NDArray[np.integer]
 """Token ids: any iterable of ints, or an integer array [n]."""
@@ -80,6 +81,13 @@ def as_number(value: int, field: str, *, least: int = 0, most: int = MOST) -> in
     if number is None or not least <= number <= most:
         raise InvalidRequest(f"{field} is an integer from {least} to {most}, not {value!r}", field=field)
     return number
+
+
+def check_limit(limits: Limits | None, name: str, count: int, what: str, field: str) -> None:
+    """Raise `InvalidRequest` for more than the executor's limit ``name`` allows, where it has reported one."""
+    most = 0 if limits is None else getattr(limits, name)
+    if most and count > most:
+        raise above(name, most, count, what, field)
 
 
 def as_optional(value: int | None, field: str, *, least: int = 0) -> int | None:

@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from ferrum_rpc.client.answer import Answer
-from ferrum_rpc.client.arguments import as_number
+from ferrum_rpc.client.arguments import as_number, check_limit
 from ferrum_rpc.client.batches import Batches
 from ferrum_rpc.client.channel import (
     KEEPALIVE_TIME_S,
@@ -295,6 +295,10 @@ class ExecutorClient(Batches):
         the prompt, a lease, an adapter by name, a salt that keeps cached prefixes apart, and how to use them.
         """
         create = creation(reserve_tokens, lease_id, adapter, cache_salt, cache_mode)
+        info = self._context.known_info
+        limits = None if info is None else info.limits
+        check_limit(limits, "max_cache_salt_bytes", len(create.cache_salt), "bytes of a salt", "create.cache_salt")
+        check_limit(limits, "max_name_bytes", len(create.adapter.encode()), "bytes of a name", "create.adapter")
         state = SequenceState(create, tokens=[] if keep_tokens or rebuild else None)
         return Sequence(self._connection, state, rebuild=rebuild)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 from ferrum_rpc.client.answer import Answer
+from ferrum_rpc.client.arguments import check_limit
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.lease import LEASE_FIELD, Leases
@@ -71,7 +72,7 @@ class Connection:
                 if item.handle is None and item.parent is None:
                     await self.leases.assign(item, deadline)
                 if item.needs:  # each time: a lease is gone with its executor too, and another may offer less
-                    await self._check_offered(item.needs, deadline)
+                    await self._check_offered(item, deadline)
             if not self.transport.ready:
                 await self.transport.prepare(deadline)
             try:
@@ -129,12 +130,15 @@ class Connection:
         except ExecutorError as error:
             return [error] * len(items)
 
-    async def _check_offered(self, needs: Iterable[int], deadline: Deadline) -> None:
+    async def _check_offered(self, item: Item, deadline: Deadline) -> None:
         """Raise `NotSupported` where a capability is missing. An executor of an older revision would not: it does not
-        know the field that tells it."""
-        offered = (await self.context.info(deadline)).capabilities
-        for need in map(Capability, needs):
-            if need not in offered:
+        know the field that tells it. Raises `InvalidRequest` for a run with more stop ids than the executor takes."""
+        info = await self.context.info(deadline)
+        if item.run is not None:
+            stops = len(item.run.stop_token_ids)
+            check_limit(info.limits, "max_stop_tokens", stops, "stop ids", "run.stop_token_ids")
+        for need in map(Capability, item.needs):
+            if need not in info.capabilities:
                 field = _FIELDS.get(need, "output")
                 raise NotSupported(f"the executor does not offer this {field} (capability {need.name})", field=field)
 

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+from ferrum_rpc.client.arguments import check_limit
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.retry import LEASE_GONE, NEVER_RESEND, Deadline, SingleFlight
@@ -24,6 +25,8 @@ from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.info import duration, seconds
 
 MAX_CLIENT_NAME: Final = 128
+"""Bytes, which executors of every revision take."""
+
 FIRST_RETRY: Final = 1 / 16
 """Pause before a failed renewal's first retry, as a share of the period; doubled each time up to a whole one."""
 
@@ -93,7 +96,8 @@ class Leases:
         client_name: str = "",
         on_trouble: Callable[[LeaseTrouble], None] | None = None,
     ) -> None:
-        self.client_name = (client_name or f"{socket.gethostname()}:{os.getpid()}")[:MAX_CLIENT_NAME]
+        name = client_name or f"{socket.gethostname()}:{os.getpid()}"
+        self.client_name = name.encode()[:MAX_CLIENT_NAME].decode(errors="ignore")
         self.session_renewal: Callable[[str, Deadline], Awaitable[float | None]] | None = None
         self._context = context
         self._wanted = policy is not None
@@ -107,6 +111,9 @@ class Leases:
 
     async def acquire_lease(self, ttl_s: float | None, client_name: str, deadline: Deadline) -> Lease:
         """A new one. The call has no request id: a lease whose answer is lost holds nothing and runs out."""
+        info = self._context.known_info
+        limits = None if info is None else info.limits
+        check_limit(limits, "max_name_bytes", len(client_name.encode()), "bytes of a name", "client_name")
         request = model_executor_pb2.AcquireLeaseRequest(client_name=client_name)
         if ttl_s is not None:
             request.ttl.CopyFrom(duration(ttl_s))

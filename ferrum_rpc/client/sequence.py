@@ -38,10 +38,21 @@ from ferrum_rpc.client.state import (
     SequenceState,
 )
 from ferrum_rpc.client.transport import DECODE, VERIFY
-from ferrum_rpc.core import Accept, Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Run, Sample
+from ferrum_rpc.core import (
+    MAX_STOP_TOKENS,
+    Accept,
+    Greedy,
+    HandleRef,
+    NextToken,
+    OutputSpec,
+    Positions,
+    Pressure,
+    Run,
+    Sample,
+)
 from ferrum_rpc.errors import InvalidRequest, NotSupported, TruncateBeyondLength
 from ferrum_rpc.executor.v1 import kv_transfer_pb2, model_executor_pb2
-from ferrum_rpc.wire.items import MAX_STOP_IDS, handle_to_proto
+from ferrum_rpc.wire.items import handle_to_proto
 
 log = logging.getLogger("ferrum_rpc.client")
 
@@ -420,7 +431,8 @@ class Sequence(Movable):
         with self._state.claim("generate"):
             await self._find_owner(deadline := self._context.deadline(timeout_s), tokens)
         info = await self._info(deadline)
-        if Capability.RUN in info.capabilities and len(ends or info.model.eos_token_ids) <= MAX_STOP_IDS:
+        most_stops = info.limits.max_stop_tokens or MAX_STOP_TOKENS
+        if Capability.RUN in info.capabilities and len(ends or info.model.eos_token_ids) <= most_stops:
             try:
                 async with aclosing(
                     self._in_runs(tokens, most, output, ends, timeout_s=timeout_s, info=info)

@@ -111,7 +111,9 @@ class Transport:
                 return [error] * len(part)
 
         info = self._context.known_info
-        most = max(1, len(operations)) if info is None else info.limits.max_batch_items
+        most = max(1, len(operations))
+        if info is not None:
+            most = info.limits.max_operations or info.limits.max_batch_items
         parts = [sent(operations[first : first + most]) for first in range(0, len(operations), most)]
         outcomes = [await parts[0]] if len(parts) == 1 else await asyncio.gather(*parts)  # a task for each
         return list(itertools.chain(*outcomes))

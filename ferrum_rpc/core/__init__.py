@@ -8,6 +8,11 @@ Shapes use these letters: T tokens of a step, R rows that were asked for, V voca
 """
 
 from ferrum_rpc.core.info import (
+    MAX_BIASES,
+    MAX_CACHE_SALT_BYTES,
+    MAX_NAME_BYTES,
+    MAX_REQUEST_ID_BYTES,
+    MAX_STOP_TOKENS,
     NO_KERNELS,
     AdapterFacts,
     AttentionSpec,
@@ -54,6 +59,11 @@ from ferrum_rpc.core.steps import (
 
 __all__ = [
     "ANYBODY",
+    "MAX_BIASES",
+    "MAX_CACHE_SALT_BYTES",
+    "MAX_NAME_BYTES",
+    "MAX_REQUEST_ID_BYTES",
+    "MAX_STOP_TOKENS",
     "NO_KERNELS",
     "PREFIX",
     "Accept",

@@ -65,13 +65,22 @@ class DeviceInfo:
     exact_span_tokens: int = 0
 
 
+MAX_CACHE_SALT_BYTES: Final = 1024
+MAX_NAME_BYTES: Final = 256
+MAX_REQUEST_ID_BYTES: Final = 128
+MAX_STOP_TOKENS: Final = 256
+MAX_BIASES: Final = 512
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one call, and all calls together, may ask for. Reported by GetInfo, enforced by the service floor.
     ``caller_share``: the part of a table that one of several callers may hold; a limit per caller that is not 0 stands
     in its place. ``max_adapters`` 0: none are offered. GetInfo reports neither that nor ``adapter_memory``, nor the
     limits of parking and of the second tier (``kv_tier_bytes``; 0: there is none).
-    ``exact_span_tokens`` is no setting: the engine knows it (`DeviceInfo`), GetInfo reports it here."""
+    ``exact_span_tokens`` is no setting: the engine knows it (`DeviceInfo`), GetInfo reports it here. Nor are those from
+    ``max_cache_salt_bytes`` to ``max_biases``, which the wire floor enforces, and ``max_forks`` and ``max_operations``,
+    which are ``max_batch_items``. To a client 0 means that the executor does not report the limit."""
 
     max_batch_items: int
     max_batch_tokens: int
@@ -110,6 +119,13 @@ class Limits:
     adapter_memory: int = 0
     kv_tier_bytes: int = 0
     exact_span_tokens: int = 0
+    max_cache_salt_bytes: int = MAX_CACHE_SALT_BYTES
+    max_name_bytes: int = MAX_NAME_BYTES
+    max_request_id_bytes: int = MAX_REQUEST_ID_BYTES
+    max_stop_tokens: int = MAX_STOP_TOKENS
+    max_biases: int = MAX_BIASES
+    max_forks: int = 0
+    max_operations: int = 0
 
     @property
     def max_selected_tokens_of_a_call(self) -> int:

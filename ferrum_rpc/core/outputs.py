@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,11 @@ class Greedy:
     mask: bytes = b""
     row_masks: tuple[bytes, ...] = ()
 
+    @property
+    def listed(self) -> bool:
+        """Whether it holds lists, which may be long: every kind says so."""
+        return self.row_masks != () or (self.logprobs is not None and self.logprobs.token_ids != ())
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -84,6 +89,12 @@ class Sample:
     row_masks: tuple[bytes, ...] = ()
 
     @property
+    def listed(self) -> bool:
+        """As `Greedy.listed`."""
+        beside = self.logprobs
+        return self.bias != () or self.row_masks != () or (beside is not None and beside.token_ids != ())
+
+    @property
     def masks(self) -> tuple[bytes, ...]:
         """The masks that it names; those of rows without one are empty."""
         return (self.mask,) if self.mask else self.row_masks
@@ -98,6 +109,7 @@ class Sample:
 class TopTokens:
     """The ``k`` largest logits with their ids, by falling logit and rising id, and the row's logsumexp."""
 
+    listed: ClassVar[bool] = False
     k: int
 
 
@@ -105,6 +117,7 @@ class TopTokens:
 class SelectedTokens:
     """The logits of the given ids, in the given order, and the row's logsumexp."""
 
+    listed: ClassVar[bool] = True
     token_ids: tuple[int, ...]
 
 
@@ -112,6 +125,7 @@ class SelectedTokens:
 class FullLogits:
     """The whole row of V logits."""
 
+    listed: ClassVar[bool] = False
     dtype: RowDType = RowDType.F32
 
 
@@ -119,6 +133,7 @@ class FullLogits:
 class HiddenStates:
     """What the output head reads: the row after the final norm."""
 
+    listed: ClassVar[bool] = False
     dtype: RowDType = RowDType.F32
 
 
@@ -131,6 +146,11 @@ class NextToken:
     first_position: int = 0
     following_token: int | None = None
     logprobs: RowLogprobs | None = None
+
+    @property
+    def listed(self) -> bool:
+        """As `Greedy.listed`."""
+        return self.logprobs is not None and self.logprobs.token_ids != ()
 
     def row_count(self, tokens: int, start: int) -> int:
         """As `OutputSpec.row_count`."""
@@ -147,6 +167,7 @@ class Accept:
     Made of ``draft_token_ids`` uint32 [N, k] and ``draft_probabilities`` float32 [N, k], array-likes both; kept as
     bytes, so that outputs can be compared and hashed. Raises `InvalidRequest` for arrays that do not agree."""
 
+    listed: ClassVar[bool] = True
     sampling: Sample | None
     candidates: int
     token_ids: bytes

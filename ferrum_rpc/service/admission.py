@@ -42,13 +42,15 @@ from ferrum_rpc.errors import (
     OutputTooLarge,
     QueueFull,
     TruncateBeyondLength,
+    above,
     counted,
 )
 from ferrum_rpc.executor.v1 import forward_pb2
+from ferrum_rpc.service.fingerprints import item_fingerprint
 from ferrum_rpc.service.handles import stale
 from ferrum_rpc.service.masks import Registered
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Adapter, Resource, SequenceRecord
-from ferrum_rpc.service.replay import Entry, item_fingerprint, scope_of
+from ferrum_rpc.service.replay import Entry, scope_of
 from ferrum_rpc.service.state import ServerState
 
 ANSWER_OVERHEAD = 256
@@ -180,8 +182,7 @@ def too_large(tokens: int, size: int, limits: Limits, max_bytes: int) -> Executo
 
 def _above(limits: Limits, name: str, count: int, what: str, field: str, *, advice: str = "") -> InvalidRequest:
     """The refusal of more than a call may have; ``name`` is the field of the limits."""
-    most = getattr(limits, name)
-    return InvalidRequest(f"{count} {what} exceed the limit of {most}{advice}", field=field, metadata={name: most})
+    return above(name, getattr(limits, name), count, what, field, advice=advice)
 
 
 def _answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:

@@ -23,7 +23,7 @@ from ferrum_rpc.service.records import Adapter, Ending, SequenceRecord
 from ferrum_rpc.service.state import Lifecycle, ServerState
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.info import duration, seconds, to_proto
-from ferrum_rpc.wire.items import pressure_to_proto
+from ferrum_rpc.wire.items import name_from_proto, pressure_to_proto
 
 STATE_TO_PROTO: Final[dict[Lifecycle, Any]] = {
     each: info_pb2.ExecutorState.Value(f"EXECUTOR_STATE_{each.name}") for each in Lifecycle
@@ -156,13 +156,15 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
     ) -> pb.LoadAdapterResponse:
         """Answers when it can be used. One that is loaded already is answered at once."""
         _ = self._state.model
-        return pb.LoadAdapterResponse(adapter=_adapter_to_proto(await self._state.adapters.load(request.name)))
+        return pb.LoadAdapterResponse(
+            adapter=_adapter_to_proto(await self._state.adapters.load(name_from_proto(request.name, "name")))
+        )
 
     async def UnloadAdapter(  # noqa: N802
         self, request: pb.UnloadAdapterRequest, context: Context
     ) -> pb.UnloadAdapterResponse:
         _ = self._state.model
-        await self._state.adapters.unload(request.name)
+        await self._state.adapters.unload(name_from_proto(request.name, "name"))
         return pb.UnloadAdapterResponse()
 
     async def ListAdapters(  # noqa: N802

@@ -38,11 +38,11 @@ from ferrum_rpc.wire.items import (
     handle_to_proto,
     item_from_proto,
     items_from_proto,
+    name_from_proto,
     pressure_to_proto,
     request_id_from_proto,
 )
 from ferrum_rpc.wire.masks import id_of, words_from_proto
-from ferrum_rpc.wire.output import MAX_BIASES
 
 SERVICE: Final = "ferrum_rpc.executor.v1.ModelExecutor"
 
@@ -163,7 +163,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         """A lease; its time is what was asked for, within the limits."""
         _ = self.state.model
         ttl = seconds(request.ttl) if request.HasField("ttl") else None
-        lease = self.state.leases.acquire(CALLER.get(), ttl, request.client_name)
+        lease = self.state.leases.acquire(CALLER.get(), ttl, name_from_proto(request.client_name, "client_name"))
         return pb.AcquireLeaseResponse(
             lease_id=lease.id, ttl=duration(lease.ttl_s), renew_every=duration(lease.renew_every_s)
         )
@@ -202,7 +202,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
                 self.state.quotas.limits(self.state.limits, CALLER.get()),
                 exact_span_tokens=self.state.device.exact_span_tokens,
                 max_forks=self.state.limits.max_batch_items,
-                max_biases=MAX_BIASES,
+                max_operations=self.state.limits.max_batch_items,
             ),
             capabilities=self.state.capabilities,
             device=device_to_proto(self.state.device),

@@ -57,10 +57,11 @@ from ferrum_rpc.service.admission import (
     valid_items,
 )
 from ferrum_rpc.service.auth import ARRIVED
+from ferrum_rpc.service.fingerprints import item_fingerprint
 from ferrum_rpc.service.parking import bring_back
 from ferrum_rpc.service.quotas import UNCOUNTED_BYTES
 from ferrum_rpc.service.records import Account, Ending, Resource, SequenceRecord
-from ferrum_rpc.service.replay import Entry, Outcome, item_fingerprint, scope_of
+from ferrum_rpc.service.replay import Entry, Outcome, scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.transaction import FAILED, Transaction

@@ -15,6 +15,7 @@ from ferrum_rpc.errors import InvalidRequest, QueueFull, SequenceBusy
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.executor.v1 import kv_transfer_pb2_grpc
 from ferrum_rpc.service.auth import CALLER
+from ferrum_rpc.service.fingerprints import digest
 from ferrum_rpc.service.kv_events import KvEvents
 from ferrum_rpc.service.moving import layout_of
 from ferrum_rpc.service.nixl import ChunkReader
@@ -134,7 +135,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         if not request_id:
             raise InvalidRequest("an import needs a request id", field="header.request_id")
         content = blake2b(tokens.tobytes(), digest_size=16).digest()
-        fingerprint = (IMPORT, content, options)
+        fingerprint = (IMPORT, content, digest(options))
         scope = state.replay.scope(scope_of(caller.name, b"", request_id))
         known = scope.get(request_id)
         if known is None:

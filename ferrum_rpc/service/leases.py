@@ -25,7 +25,6 @@ from ferrum_rpc.service.records import Lease, Resource
 
 TOMBSTONES: Final = 4096
 SECRET_BYTES: Final = 16
-MAX_CLIENT_NAME: Final = 128
 
 
 class LeaseTable:
@@ -47,8 +46,6 @@ class LeaseTable:
         limits = self._limits
         if ttl_s is not None and ttl_s <= 0:
             raise InvalidRequest("the ttl of a lease must be positive", field="ttl")
-        if len(client_name) > MAX_CLIENT_NAME:
-            raise InvalidRequest(f"client_name is longer than {MAX_CLIENT_NAME} characters", field="client_name")
         if len(self._live) >= limits.max_leases:
             raise SequencesExhausted(
                 f"{len(self._live)} leases live and {limits.max_leases} may; revoke some",

@@ -99,7 +99,8 @@ class Metrics(Collector):
         yield _counter("adapter_tokens", "Tokens committed to such sequences.", counters.adapter_tokens)
         yield _counter("tokens_truncated", "Tokens that callers rolled back.", counters.tokens_truncated)
         yield _counter("replays", "Recorded answers given again to the same request id.", replay.replays)
-        yield from _bounded("replay_bytes", "Bytes of rows in recorded answers.", replay.bytes, limits.replay_bytes)
+        kept = "Bytes that recorded answers take: rows, request ids, digests of requests, handles, tokens that stay."
+        yield from _bounded("replay_bytes", kept, replay.bytes, replay.limit)
         unread = "Bytes of large answers that are not read yet."
         yield from _bounded("unread_bytes", unread, state.unread.bytes, state.unread.limit)
 

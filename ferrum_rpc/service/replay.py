@@ -5,31 +5,47 @@ Request ids are unique in a `Scope`: the calls on one sequence, or one creation 
 sequence ended; token ids that nothing can choose again stay with it. Refusals are not recorded: they changed nothing,
 and a retry may succeed.
 
-Three bounds: bytes of rows in all, where the oldest rows go first; answers in all, where the scope that was used least
-recently gives its oldest; and answers of one sequence. What exceeds the first two is taken from the caller that has
-most, so a caller loses nothing of its equal part to another. The third is small: calls on a sequence come one at a
-time, so a retry is of the latest answer, and a later duplicate carries an old version and is refused. It is not 1,
-because a fork changes no version, and because the network may delay a duplicate by some steps: it then gets its answer
-instead of a refusal. The bound is for cache misses as much as for memory: a decode step drops as many answers as it
-records, and answers of 65,536 answers ago are 1 kB of scattered memory each.
+Three bounds: bytes of rows in all, where the oldest rows go first; bytes of all else that answers keep, where the scope
+that was used least recently gives its oldest answer; and answers of one sequence. What exceeds the first two is taken
+from the caller that has most, so a caller loses nothing of its equal part to another. Both count the memory that Python
+takes for it, as measured: no content of requests makes the log larger than they say.
+
+The third bound is small: calls on a sequence come one at a time, so a retry is of the latest answer, and a later
+duplicate carries an old version and is refused. It is not 1, because a fork changes no version, and because the network
+may delay a duplicate by some steps: it then gets its answer instead of a refusal. It is for cache misses as much as for
+memory: a decode step drops as many answers as it records, and answers of 60,000 answers ago are scattered memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
-from ferrum_rpc.core import Accept, HandleRef, ItemAnswer, RowBlock, RowKind, Rows, WorkItem
+from ferrum_rpc.core import HandleRef, ItemAnswer, RowBlock, RowKind, Rows
 from ferrum_rpc.errors import ExecutorError, RequestIdReused
+from ferrum_rpc.service.fingerprints import OfADraft, holds_sample
 
-ENTRIES: Final = 65_536
+RECORDS: Final = 40 << 20
+"""Bytes of records, without rows: 60,000 of single steps, 38,000 of creations."""
+
 ENTRIES_PER_SEQUENCE: Final = 32
-DIGEST_BYTES: Final = 16
+PLAIN_BYTES: Final = 592
+"""What the record of a step takes besides its request id: entry, fingerprint, answer, handle."""
+
+CREATION_BYTES: Final = 416
+"""What a creation takes besides: it has a scope of its own."""
+
+SAMPLE_BYTES: Final = 448
+HANDLE_BYTES: Final = 192
+ROWS_BYTES: Final = 448
+"""What an answer's rows take besides their bytes: arrays, and what holds them."""
+
+TOKEN_BYTES: Final = 4
+
 SHARED_BYTES: Final = 256
 """A recorded answer may keep a step's block of so few bytes alive: a copy of its own rows would take as much, and 3 µs
 a sequence and step. A larger one is never kept, not even where all of it is the answer's: it may be a view of more."""
@@ -60,8 +76,8 @@ class Scope(dict[str, "Entry"]):
 @dataclass(slots=True, eq=False)
 class Entry:
     """One request id: a call in flight (``answer`` None) with the ``waiters`` that repeat it, or an answer.
-    ``rows_bytes`` is what its rows take of the budget, 0 where it has none. A call with waiters is not taken back when
-    its own caller is cancelled.
+    ``record_bytes`` is what it takes of the budget of records once it has an answer, ``rows_bytes`` what its rows take
+    of theirs, 0 where it has none. A call with waiters is not taken back when its own caller is cancelled.
 
     ``older`` and ``newer`` are set while it has rows: the answers with rows are a ring, which takes 100 bytes an answer
     less than an `OrderedDict` of them and 0.5 µs less.
@@ -72,6 +88,7 @@ class Entry:
     fingerprint: Hashable
     answer: Recorded | None = None
     rows_bytes: int = 0
+    record_bytes: int = 0
     waiters: tuple[Waiter, ...] = ()
     older: Entry = field(init=False)
     newer: Entry = field(init=False)
@@ -89,28 +106,39 @@ class Entry:
 
 class CallerAnswers:
     """One caller's part of the log: its scopes, the least recently used first; the ring of its answers with rows begins
-    and ends at ``rows``, and they take ``bytes``."""
+    and ends at ``rows``. ``records`` and ``bytes`` are what its records and its rows take."""
 
-    __slots__ = ("answers", "bytes", "rows", "scopes")
+    __slots__ = ("bytes", "records", "rows", "scopes")
 
     def __init__(self) -> None:
         self.scopes: OrderedDict[Key, Scope] = OrderedDict()
         self.rows = Entry(Scope(("", "")), "", None)
         self.rows.older = self.rows.newer = self.rows
-        self.answers = 0
+        self.records = 0
         self.bytes = 0
 
 
 class ReplayLog:
-    """Request ids and what was answered, within ``budget`` bytes of rows and ``entries`` answers in all."""
+    """Request ids and what was answered, within ``budget`` bytes of rows and ``records`` bytes of all else. The fields
+    ``rows`` and ``records`` are what they take now."""
 
-    def __init__(self, budget: int, entries: int = ENTRIES) -> None:
+    def __init__(self, budget: int, records: int = RECORDS) -> None:
         self._budget = budget
-        self._max_answers = entries
-        self._answers = 0
+        self._most_records = records
         self._owners: dict[str, CallerAnswers] = {}
-        self.bytes = 0
+        self.records = 0
+        self.rows = 0
         self.replays = 0
+
+    @property
+    def bytes(self) -> int:
+        """What recorded answers take: request ids, digests of what was asked, handles, tokens that stay, and rows."""
+        return self.records + self.rows
+
+    @property
+    def limit(self) -> int:
+        """The most that they take."""
+        return self._most_records + self._budget
 
     def scope(self, key: Key) -> Scope:
         """The scope of this name: an empty one, not in the log, where it has no entries. Not to be kept beyond the
@@ -155,19 +183,20 @@ class ReplayLog:
             if rows is not None and rows.block.nbytes > SHARED_BYTES:
                 answer = answer._replace(rows=rows.detached())
         entry.answer = answer
-        self._answers += 1
-        owner.answers += 1
+        entry.record_bytes = size = record_bytes(entry)
+        self.records += size
+        owner.records += size
         if rows is not None:
-            entry.rows_bytes = rows.nbytes
-            self.bytes += entry.rows_bytes
-            owner.bytes += entry.rows_bytes
+            entry.rows_bytes = size = ROWS_BYTES + rows.nbytes
+            self.rows += size
+            owner.bytes += size
             latest, end = owner.rows.older, owner.rows
             entry.older, entry.newer = latest, end
             latest.newer = end.older = entry
         scope = entry.scope
         if len(scope) > ENTRIES_PER_SEQUENCE:
             self._drop_oldest(scope)
-        if self._answers > self._max_answers or self.bytes > self._budget:
+        if self.records > self._most_records or self.rows > self._budget:
             self._evict()
 
     def forget_rows(self, key: Key) -> None:
@@ -182,12 +211,12 @@ class ReplayLog:
         return outcome._replace(replayed=True) if isinstance(outcome, ItemAnswer) else outcome
 
     def _evict(self) -> None:
-        while self._answers > self._max_answers:
-            owner = max(self._owners.values(), key=_answers)
+        while self.records > self._most_records:
+            owner = max(self._owners.values(), key=_records)
             scope = next(iter(owner.scopes.values()))
             if not self._drop_oldest(scope):  # all of it is in flight
                 owner.scopes.move_to_end(scope.key)
-        while self.bytes > self._budget:
+        while self.rows > self._budget:
             self._shed(max(self._owners.values(), key=_bytes).rows.newer)
 
     def _drop_oldest(self, scope: Scope) -> bool:
@@ -204,9 +233,8 @@ class ReplayLog:
         scope = entry.scope
         if scope.get(entry.request_id) is not entry:
             return
-        if entry.answer is not None:
-            self._answers -= 1
-            scope.owner.answers -= 1
+        self.records -= entry.record_bytes
+        scope.owner.records -= entry.record_bytes
         if entry.rows_bytes:
             self._unlink(entry)
         del scope[entry.request_id]
@@ -220,53 +248,47 @@ class ReplayLog:
         older, newer = entry.older, entry.newer
         older.newer, newer.older = newer, older
         del entry.older, entry.newer  # or what was dropped before would live as long
-        self.bytes -= entry.rows_bytes
+        self.rows -= entry.rows_bytes
         entry.scope.owner.bytes -= entry.rows_bytes
         entry.rows_bytes = 0
 
     def _shed(self, entry: Entry) -> None:
-        """Keep the answer, without its rows. Of a run or a draft the tokens stay, outside of the budget: nothing can
+        """Keep the answer, without its rows. Of a run or a draft the tokens stay, as part of the record: nothing can
         choose them again for a caller that has shown them."""
         self._unlink(entry)
         answer = entry.answer
         if isinstance(answer, ItemAnswer):
             rows = None
-            if answer.rows is not None and (answer.ended is not None or isinstance(entry.fingerprint, OfADraft)):
+            if answer.rows is not None and _keeps_tokens(entry, answer):
                 first, count = answer.rows.first, answer.rows.count
                 tokens = answer.rows.block["token_ids"][first : first + count].copy()
                 rows = Rows(RowBlock.of(RowKind.TOKENS, tokens), 0, count)
             entry.answer = answer._replace(rows=rows)
 
 
-_answers: Final = attrgetter("answers")
+def record_bytes(entry: Entry) -> int:
+    """What an answered entry takes without its rows; its tokens, where they stay when its rows go, are counted from the
+    beginning."""
+    answer = entry.answer
+    size = PLAIN_BYTES + entry.request_id.__sizeof__()
+    if type(entry.scope.key[1]) is str:
+        size += CREATION_BYTES
+    if type(answer) is ItemAnswer:
+        if answer.rows is not None and _keeps_tokens(entry, answer):
+            size += ROWS_BYTES + TOKEN_BYTES * answer.rows.count
+        if holds_sample(entry.fingerprint):
+            size += SAMPLE_BYTES
+    elif answer is not None:
+        size += HANDLE_BYTES * len(answer)
+    return size
+
+
+def _keeps_tokens(entry: Entry, answer: ItemAnswer) -> bool:
+    return answer.ended is not None or type(entry.fingerprint) is OfADraft
+
+
+_records: Final = attrgetter("records")
 _bytes: Final = attrgetter("bytes")
-
-
-class OfADraft(tuple[Hashable, ...]):
-    """The fingerprint of an item whose draft is verified: the token ids of its answer stay as long as the record."""
-
-    __slots__ = ()
-
-
-def item_fingerprint(item: WorkItem) -> Hashable:
-    """What makes two work items of one scope the same call. The item id is not part of it; the handle's
-    id is the scope's."""
-    _, handle, tokens, truncate_to, output, _, create, run, follow = item
-    content = tokens.tobytes()
-    if len(content) >= DIGEST_BYTES:
-        content = hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
-    if handle is None:
-        return (content, output, create, run)
-    _, length, version = handle
-    feeds_chosen = follow is not None and follow.feed_chosen
-    if isinstance(accept := output.kind, Accept):
-        draft = hashlib.blake2b(accept.token_ids + accept.probabilities, digest_size=DIGEST_BYTES).digest()
-        how = (accept.sampling, accept.candidates, draft)
-        where = handle if create.fork else (length, version)
-        return OfADraft((where, content, truncate_to, how, create, feeds_chosen))
-    if create.fork:
-        return (handle, content, truncate_to, output, create, run)
-    return (length, version, content, truncate_to, output, run, feeds_chosen)
 
 
 def scope_of(owner: str, handle_id: bytes, request_id: str = "") -> Key:

@@ -41,6 +41,7 @@ from ferrum_rpc.wire.items import (
     fill_results,
     fill_step,
     items_from_proto,
+    name_from_proto,
 )
 from ferrum_rpc.wire.rows import RowParts
 from ferrum_rpc.wire.status import status_from_error
@@ -164,6 +165,7 @@ class Session:
         if frame.WhichOneof("frame") != "hello":
             raise InvalidRequest("the first frame of a session is `hello`", field="frame")
         hello, limits, leases = frame.hello, self._state.limits, self._state.leases
+        client_name = name_from_proto(hello.client_name, "hello.client_name")
         self._last = frame.step_id
         self._wants_tokens = hello.tokens
         self._most = min(hello.steps_in_flight or DEFAULT_STEPS, limits.max_steps_in_flight)
@@ -173,7 +175,7 @@ class Session:
         if hello.lease_id:
             self._lease = leases.renew(hello.lease_id, self._account.caller.name)
         else:
-            self._lease = leases.acquire(self._account.caller, client_name=hello.client_name)
+            self._lease = leases.acquire(self._account.caller, client_name=client_name)
             self._own_lease = True
         welcome = session_pb2.SessionWelcome(
             schema_revision=SCHEMA_REVISION,

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ferrum_rpc.core import Caller, HandleRef
-from ferrum_rpc.errors import ExecutorError, InvalidRequest
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, above
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.kv_ops import OperationCall, fork, release, reserve, truncate
 from ferrum_rpc.service.state import ServerState
@@ -90,7 +90,7 @@ class SessionKv:
         if any(handle.id in own for handle in request.release):
             raise InvalidRequest("a frame cannot release a sequence that it feeds", field="release")
         if len(request.release) > (most := self.state.limits.max_batch_items):
-            raise InvalidRequest(f"{len(request.release)} handles exceed the limit of {most}", field="release")
+            raise above("max_operations", most, len(request.release), "handles", "release")
         for handle in map(handle_from_proto, request.release):
             call = release(self.state, handle, any_version=True, caller=self.caller)
             call.when_ended(partial(self._note, call))
@@ -102,7 +102,7 @@ class SessionKv:
     def _handles(self, request: session_pb2.SessionTruncate | session_pb2.SessionRelease) -> list[HandleRef]:
         count, most = len(request.handles), self.state.limits.max_batch_items
         if count > most:
-            raise InvalidRequest(f"{count} handles exceed the limit of {most}", field="handles")
+            raise above("max_operations", most, count, "handles", "handles")
         return [handle_from_proto(handle) for handle in request.handles]
 
     def _forked(self, call: OperationCall, response: session_pb2.SessionResponse) -> tuple[()]:

@@ -9,6 +9,10 @@ from typing import Any, Final
 import numpy as np
 
 from ferrum_rpc.core import (
+    MAX_CACHE_SALT_BYTES,
+    MAX_NAME_BYTES,
+    MAX_REQUEST_ID_BYTES,
+    MAX_STOP_TOKENS,
     Accept,
     CreateOptions,
     Follow,
@@ -27,18 +31,14 @@ from ferrum_rpc.core import (
     WorkItem,
     named,
 )
-from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported, above
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, model_executor_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.output import output_from_proto
 from ferrum_rpc.wire.rows import Extent
 from ferrum_rpc.wire.status import status_from_error
 
-MAX_REQUEST_ID_BYTES: Final = 128
 SHORT_REQUEST_ID: Final = MAX_REQUEST_ID_BYTES // 4
 """Characters, of at most four bytes each: such an id need not be encoded to know that it is short enough."""
-
-MAX_STOP_IDS: Final = 256
-"""Of one run."""
 
 RUN_END_TO_PROTO: Final[dict[RunEnd, Any]] = {each: forward_pb2.RunEnd.Value(f"RUN_END_{each.name}") for each in RunEnd}
 
@@ -75,9 +75,16 @@ def handle_from_proto(handle: types_pb2.KvHandle) -> HandleRef:
 
 def request_id_from_proto(request_id: str) -> str:
     """The id itself, or `InvalidRequest` where it is too long to be kept."""
-    if len(request_id.encode()) > MAX_REQUEST_ID_BYTES:
-        raise InvalidRequest(f"request_id is longer than {MAX_REQUEST_ID_BYTES} bytes", field="request_id")
+    if (size := len(request_id.encode())) > MAX_REQUEST_ID_BYTES:
+        raise above("max_request_id_bytes", MAX_REQUEST_ID_BYTES, size, "bytes of a request id", "request_id")
     return request_id
+
+
+def name_from_proto(name: str, field: str) -> str:
+    """A name that a caller gives, or `InvalidRequest` where it is too long."""
+    if (size := len(name.encode())) > MAX_NAME_BYTES:
+        raise above("max_name_bytes", MAX_NAME_BYTES, size, "bytes of a name", field)
+    return name
 
 
 def fork_from_proto(
@@ -158,12 +165,8 @@ def _run_from_proto(item: forward_pb2.ForwardItem, output: OutputSpec) -> Run:
         raise InvalidRequest("the steps of a run have one mask, or none", field="output.row_mask_ids")
     if run.max_tokens < 1:
         raise InvalidRequest("run.max_tokens must be at least 1", field="run.max_tokens")
-    if len(run.stop_token_ids) > MAX_STOP_IDS:
-        raise InvalidRequest(
-            f"{len(run.stop_token_ids)} stop ids exceed {MAX_STOP_IDS}",
-            field="run.stop_token_ids",
-            metadata={"max_stop_ids": MAX_STOP_IDS},
-        )
+    if (count := len(run.stop_token_ids)) > MAX_STOP_TOKENS:
+        raise above("max_stop_tokens", MAX_STOP_TOKENS, count, "stop ids", "run.stop_token_ids")
     return Run(run.max_tokens, tuple(run.stop_token_ids))
 
 
@@ -214,9 +217,12 @@ def options_from_proto(create: forward_pb2.CreateOptions, lease_id: str = "") ->
         raise InvalidRequest(f"{mode} is no mode of the prefix cache", field="create.cache_mode")
     if mode != forward_pb2.CACHE_MODE_BYPASS:
         prefix = PrefixUse(create.cache_salt, mode != forward_pb2.CACHE_MODE_READ_ONLY)
-    if create.fork and create.adapter:
+    if (size := len(create.cache_salt)) > MAX_CACHE_SALT_BYTES:
+        raise above("max_cache_salt_bytes", MAX_CACHE_SALT_BYTES, size, "bytes of a salt", "create.cache_salt")
+    adapter = name_from_proto(create.adapter, "create.adapter")
+    if create.fork and adapter:
         raise InvalidRequest("a fork has the adapter of its parent", field="create.adapter")
-    return CreateOptions(create.reserve_tokens, prefix, create.lease_id or lease_id, create.fork, create.adapter)
+    return CreateOptions(create.reserve_tokens, prefix, create.lease_id or lease_id, create.fork, adapter)
 
 
 def fill_results(

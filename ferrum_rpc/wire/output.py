@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrum_rpc.core import (
+    MAX_BIASES,
     Accept,
     FullLogits,
     Greedy,
@@ -24,13 +25,10 @@ from ferrum_rpc.core import (
     SelectedTokens,
     TopTokens,
 )
-from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.errors import InvalidRequest, NotSupported, above
 from ferrum_rpc.executor.v1 import info_pb2, output_pb2, types_pb2
 from ferrum_rpc.wire.masks import fill_masks, masks_from_proto
 from ferrum_rpc.wire.tensor import ROW_DTYPE_FROM_PROTO, ROW_DTYPE_TO_PROTO, fill_tensor, tensor_from_proto
-
-MAX_BIASES: Final = 512
-"""Of one item."""
 
 _POSITIONS_TO_PROTO: Final[dict[Positions, output_pb2.Positions]] = {
     Positions.LAST: output_pb2.POSITIONS_LAST,
@@ -204,11 +202,7 @@ def _sample_from_proto(message: output_pb2.SampleOutput, field: str) -> Sample:
         if not math.isfinite(value := getattr(message, name)):
             raise InvalidRequest(f"a {name} of {value}: a finite number is wanted", field=f"{field}.{name}")
     if len(message.bias) > MAX_BIASES:
-        raise InvalidRequest(
-            f"{len(message.bias)} biases exceed {MAX_BIASES}",
-            field=f"{field}.bias",
-            metadata={"max_biases": MAX_BIASES},
-        )
+        raise above("max_biases", MAX_BIASES, len(message.bias), "biases", f"{field}.bias")
     bias = tuple([(each.token_id, each.bias) for each in message.bias])
     if not all(math.isfinite(value) for _, value in bias):
         raise InvalidRequest("a bias is no finite number; masks forbid tokens", field=f"{field}.bias")

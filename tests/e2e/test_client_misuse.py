@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
-from ferrum_rpc.client import ExecutorClient, SelectedTokens, Sequence, TopTokens
+from ferrum_rpc.client import ExecutorClient, Run, SelectedTokens, Sequence, TopTokens
 from ferrum_rpc.errors import InvalidRequest
 from tests.serving import Served, serve_identity
+from tests.wiring import messages
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -118,3 +120,26 @@ async def test_a_client_and_a_sequence_print_where_they_stand_and_no_secret(serv
             assert "secret" not in shown
         await sequence.release()
         assert repr(sequence) == "<Sequence length=5 version=1: released>"
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_beyond_a_known_limit_is_refused_before_it_is_sent(served: Served) -> None:
+    """An executor before revision 6 reports 0: then it is asked."""
+    async with ExecutorClient(served.target, lease=None) as client:
+        info = await client.info()
+        sent = messages(client)
+        async with client.sequence() as sequence:
+            for mistake, field in (
+                (lambda: client.sequence(cache_salt=b"s" * 1025), "create.cache_salt"),
+                (lambda: client.sequence(adapter="é" * 129), "create.adapter"),
+                (lambda: client.acquire_lease(client_name="n" * 257), "client_name"),
+                (lambda: sequence.prefill([1], run=Run(2, tuple([2] * 257))), "run.stop_token_ids"),
+            ):
+                error = await refused(lambda c, s, mistake=mistake: mistake(), client, sequence)
+                assert error.field == field and len(error.metadata) == 1
+            assert not sent
+            client._context.known_info = replace(info, limits=replace(info.limits, max_cache_salt_bytes=0))
+            async with client.sequence(cache_salt=b"s" * 1025) as asked:
+                with pytest.raises(InvalidRequest):
+                    await asked.prefill([1])
+            assert sent

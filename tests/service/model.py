@@ -51,6 +51,9 @@ EXHAUSTED = "KV_BLOCKS_EXHAUSTED"
 TOO_MANY = "SEQUENCES_EXHAUSTED"
 ANSWERS_OF_A_SEQUENCE = 32
 """So many recorded answers of a sequence are known: the latest."""
+ROWS_BYTES = 448
+"""What recorded rows count besides their bytes."""
+
 PER_ITEM_OVERHEAD = 1024
 """No item's result takes more bytes besides its rows. An answer within so much of the limit may be refused."""
 
@@ -671,7 +674,7 @@ class Oracle:
             if item.request_id:
                 record = self.record(item.scope, item.request_id, item.meaning(verify))
                 if rows:
-                    record.row_bytes = rows * item.output.row_bytes(self.limits.vocab)
+                    record.row_bytes = ROWS_BYTES + rows * item.output.row_bytes(self.limits.vocab)
                     record.serial = len(self.row_bytes)
                     self.row_bytes.append(record.row_bytes)
                     while sum(self.row_bytes[self.oldest_rows :]) > self.limits.replay_bytes:

@@ -166,7 +166,7 @@ async def test_log_probabilities_are_those_of_the_emitted_tokens(served: Served)
 
 async def test_a_replay_emits_what_the_call_emitted_and_keeps_its_tokens() -> None:
     """Rows of others make room in the record; token ids that were chosen stay, beside a changed draft's refusal."""
-    async with serve_identity(kv_blocks=64, block_size=4, replay_bytes=64, positional=True) as served:
+    async with serve_identity(kv_blocks=64, block_size=4, replay_bytes=512, positional=True) as served:
         handle = await prefill(served, PROMPT)
         ids, odds = [[9, 8], [7, 9], [1, 5]], [[0.5, 0.25]] * 3
         spec = accept(ids, odds, logprob=True)

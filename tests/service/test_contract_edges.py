@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf import duration_pb2
 
-from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import executor_control_pb2, output_pb2, session_pb2, types_pb2
-from ferrum_rpc.wire.status import error_from_status
+from ferrum_rpc.errors import InvalidRequest, Reason
+from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, output_pb2, session_pb2, types_pb2
+from ferrum_rpc.wire.status import error_from_rpc, error_from_status
 from tests.service.test_session import Stream, opened
 from tests.serving import Served, serve_identity
 from tests.wiring import item, pb, prefill, refused, top
@@ -139,6 +141,78 @@ async def test_a_second_drain_can_shorten_the_grace_and_not_prolong_it(served: S
     await drain(0)
     async with asyncio.timeout(5):
         await served.server.draining.done.wait()
+
+
+def long_contents() -> dict[str, tuple[str, str, int, Callable[[Served, int], Any]]]:
+    """What a caller may make long: the limit of GetInfo, the field that a refusal names, what the limit is, and a call
+    with so much of it."""
+
+    def created(served: Served, **create: Any) -> Any:
+        return served.executor.Prefill(pb.PrefillRequest(item=item([1], create=forward_pb2.CreateOptions(**create))))
+
+    def stops(served: Served, count: int) -> Any:
+        run = forward_pb2.Run(max_tokens=1, stop_token_ids=[2] * count)
+        return served.executor.Prefill(pb.PrefillRequest(item=item([1], request_id="run", run=run)))
+
+    def biased(served: Served, count: int) -> Any:
+        sample = output_pb2.SampleOutput(bias=[output_pb2.TokenBias(token_id=1)] * count)
+        output = output_pb2.OutputSpec(sample=sample)
+        return served.executor.Prefill(pb.PrefillRequest(item=item([1], output=output)))
+
+    async def released(served: Served, count: int) -> Any:
+        handle = await prefill(served, [1])
+        async with opened(served) as stream:
+            frame = session_pb2.SessionRelease(handles=[handle] * count, any_version=True)
+            answer = await stream.ask(release=frame)
+            if answer.HasField("error"):
+                raise error_from_status(answer.error)
+
+    def leased(served: Served, count: int) -> Any:
+        return served.executor.AcquireLease(pb.AcquireLeaseRequest(client_name="n" * count))
+
+    def identified(served: Served, count: int) -> Any:
+        return served.executor.Prefill(
+            pb.PrefillRequest(item=item([1], request_id="é" * (count // 2) + "i" * (count % 2)))
+        )
+
+    return {
+        "salt": ("max_cache_salt_bytes", "create.cache_salt", 1024, lambda s, n: created(s, cache_salt=b"s" * n)),
+        "request id": ("max_request_id_bytes", "request_id", 128, identified),
+        "client name": ("max_name_bytes", "client_name", 256, leased),
+        "stop ids": ("max_stop_tokens", "run.stop_token_ids", 256, stops),
+        "biases": ("max_biases", "output.sample.bias", 512, biased),
+        "operations": ("max_operations", "handles", 128, released),
+    }
+
+
+@pytest.mark.parametrize("name", long_contents())
+async def test_what_a_caller_may_make_long_has_a_limit_that_getinfo_reports(served: Served, name: str) -> None:
+    limit, field, most, call = long_contents()[name]
+    assert getattr((await served.executor.GetInfo(pb.GetInfoRequest())).limits, limit) == most
+    await call(served, most)
+    with pytest.raises((grpc.aio.AioRpcError, InvalidRequest)) as refusal:
+        await call(served, most + 1)
+    error = refusal.value if isinstance(refusal.value, InvalidRequest) else error_from_rpc(refusal.value)
+    assert isinstance(error, InvalidRequest)
+    assert (error.field, error.metadata[limit]) == (field, str(most))
+
+
+async def test_a_name_that_is_too_long_is_refused_before_it_is_looked_for(served: Served) -> None:
+    """Of an adapter, and in `hello`: where names are looked for, one that is not there has another refusal."""
+    name = "a" * 257
+    create = forward_pb2.CreateOptions(adapter=name)
+    error = await refused(
+        served.executor.Prefill(pb.PrefillRequest(item=item([1], create=create))), Reason.INVALID_REQUEST, INVALID
+    )
+    assert error.field == "create.adapter"
+    for call in (
+        served.control.LoadAdapter(executor_control_pb2.LoadAdapterRequest(name=name)),
+        served.control.UnloadAdapter(executor_control_pb2.UnloadAdapterRequest(name=name)),
+    ):
+        assert (await refused(call, Reason.INVALID_REQUEST, INVALID)).field == "name"
+    stream = Stream(served)
+    await stream.send(hello=session_pb2.SessionHello(client_name=name))
+    assert await stream.call.code() is INVALID
 
 
 async def test_a_full_table_of_leases_says_that_it_is_the_leases() -> None:

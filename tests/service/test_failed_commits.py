@@ -20,7 +20,7 @@ from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.handles import HandleTable
 from ferrum_rpc.service.kv_ops import OperationCall, fork, release, reserve, truncate
 from ferrum_rpc.service.quotas import Quotas
-from ferrum_rpc.service.replay import ReplayLog
+from ferrum_rpc.service.replay import ReplayLog, record_bytes
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.wire.items import handle_from_proto
@@ -67,8 +67,8 @@ async def nothing_held(served: Served, failures: int = 1) -> None:
     scopes = [scope for owner in state.replay._owners.values() for scope in owner.scopes.values()]
     entries = [entry for scope in scopes for entry in scope.values()]
     assert all(entry.answer is not None and not entry.waiters for entry in entries)
-    assert sum(entry.rows_bytes for entry in entries) == state.replay.bytes
-    assert len(entries) == state.replay._answers
+    assert sum(entry.rows_bytes for entry in entries) == state.replay.rows
+    assert sum(map(record_bytes, entries)) == state.replay.records
     assert state.supervisor.failures[BackgroundTask.CALLBACK] == failures
 
 

@@ -34,6 +34,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ferrum_rpc.executor.v1 import executor_control_pb2 as control
 from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2, output_pb2, types_pb2
 from ferrum_rpc.executor.v1 import model_executor_pb2 as messages
+from ferrum_rpc.service.replay import record_bytes
 from tests.identity_oracle import _embeddings
 from tests.poison import poison
 from tests.service.model import (
@@ -242,7 +243,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         model=st.sampled_from(MODELS),
         blocks=st.sampled_from([24, 24, 9]),
         size=st.sampled_from([4, 4, 3, 1]),
-        replay_bytes=st.sampled_from([1 << 20, 400]),
+        replay_bytes=st.sampled_from([1 << 20, 4000]),
         seed=st.integers(0, 2**16),
     )
     def start(self, model, blocks, size, replay_bytes, seed):
@@ -480,8 +481,16 @@ class ExecutorMachine(RuleBasedStateMachine):
         assert counters.blocks_copied == counts["copied"]
         assert 0 <= counters.replays - counts["replays"] <= counts["echoes"]
         assert 0 <= counts["kv_exhausted"] - counters.kv_exhausted <= counts["echoes"]
-        assert status.replay_bytes <= self.limits.replay_bytes
-        assert status.replay_bytes == sum(each.row_bytes for each in oracle.records.values() if oracle.keeps_rows(each))
+        entries = [
+            entry
+            for owner in state.replay._owners.values()
+            for each in owner.scopes.values()
+            for entry in each.values()
+        ]
+        assert state.replay.rows <= self.limits.replay_bytes
+        assert state.replay.rows == sum(each.row_bytes for each in oracle.records.values() if oracle.keeps_rows(each))
+        assert state.replay.records == sum(map(record_bytes, entries))
+        assert status.replay_bytes == state.replay.rows + state.replay.records
         self.broken = False
 
     def check_content(self, runner: Any, number: int, sequence: Sequence) -> None:

@@ -1,21 +1,66 @@
-"""The replay log, rule by rule, and against a model that looks at all of it: what is known, whose rows, their bytes."""
+"""The replay log, rule by rule, and against a model that looks at all of it: what is known, whose rows, their
+bytes; and what a fingerprint tells apart, and that it is small."""
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrum_rpc.core import CreateOptions, HandleRef, ItemAnswer, OutputSpec, Rows, WorkItem
+from ferrum_rpc.core import (
+    Accept,
+    CreateOptions,
+    Follow,
+    FullLogits,
+    Greedy,
+    HandleRef,
+    HiddenStates,
+    ItemAnswer,
+    NextToken,
+    OutputKind,
+    OutputSpec,
+    Positions,
+    PrefixUse,
+    RowDType,
+    RowLogprobs,
+    Rows,
+    Run,
+    Sample,
+    SelectedTokens,
+    TopTokens,
+    WorkItem,
+)
 from ferrum_rpc.errors import RequestIdReused, StepFailed
-from ferrum_rpc.service.replay import ENTRIES_PER_SEQUENCE, Entry, Key, ReplayLog, item_fingerprint, scope_of
+from ferrum_rpc.service.fingerprints import digest, item_fingerprint
+from ferrum_rpc.service.replay import (
+    CREATION_BYTES,
+    ENTRIES_PER_SEQUENCE,
+    HANDLE_BYTES,
+    PLAIN_BYTES,
+    ROWS_BYTES,
+    SAMPLE_BYTES,
+    Entry,
+    Key,
+    ReplayLog,
+    scope_of,
+)
 from tests.rows import token_rows
 
 OWNER = "owner"
 HANDLE = HandleRef(b"handle", 5, 3)
+STEP = PLAIN_BYTES + len("00") + "".__sizeof__()
+"""What the record of a step with an id of two characters takes."""
+
+
+def rows_of(count: int) -> int:
+    """What so many rows of tokens take."""
+    return ROWS_BYTES + 4 * count
 
 
 def answer(rows: int = 0, handle: HandleRef = HANDLE) -> ItemAnswer:
@@ -40,7 +85,7 @@ def test_a_sequence_keeps_its_latest_answers_and_not_those_in_flight() -> None:
     latest = [str(number) for number in range(60 - ENTRIES_PER_SEQUENCE, 60)]
     assert known(log, key) == ["0", *latest[1:]]
     assert log.scope(key)["0"] is waiting
-    assert log.bytes == 8 * len(latest[1:])
+    assert log.rows == rows_of(2) * len(latest[1:])
     log.finish(waiting, ())
     assert known(log, key) == ["0", *latest[1:]]
     record(log, key, "60")
@@ -48,7 +93,7 @@ def test_a_sequence_keeps_its_latest_answers_and_not_those_in_flight() -> None:
 
 
 def test_creations_are_bounded_by_all_answers_alone() -> None:
-    log = ReplayLog(1 << 20, entries=50)
+    log = ReplayLog(1 << 20, 50 * (STEP + CREATION_BYTES))
     for number in range(60):
         record(log, scope_of(OWNER, b"", str(number)), str(number))
     assert [each for each in map(str, range(60)) if log.knows(scope_of(OWNER, b"", each), each)] == [
@@ -56,8 +101,18 @@ def test_creations_are_bounded_by_all_answers_alone() -> None:
     ]
 
 
+def test_an_answer_of_many_handles_counts_as_what_it_takes() -> None:
+    """A fork of 128 is 24 kB: as many of them as of steps would be gigabytes."""
+    log, key = ReplayLog(0, 100 * STEP), scope_of(OWNER, b"one")
+    for number in range(10):
+        log.finish(log.begin(log.scope(key), str(number), 0), (HANDLE,) * 128)
+        assert log.bytes <= 100 * STEP
+    assert known(log, key) == ["8", "9"]
+    assert log.bytes == log.records == 2 * (STEP - 1 + 128 * HANDLE_BYTES)
+
+
 def test_the_bound_over_all_takes_the_oldest_answer_of_the_scope_that_was_used_least_recently() -> None:
-    log, idle, busy = ReplayLog(1 << 20, entries=6), scope_of(OWNER, b"idle"), scope_of(OWNER, b"busy")
+    log, idle, busy = ReplayLog(1 << 20, 6 * STEP), scope_of(OWNER, b"idle"), scope_of(OWNER, b"busy")
     for number in range(3):
         record(log, busy, str(number))
     for number in range(3):
@@ -71,23 +126,23 @@ def test_the_bound_over_all_takes_the_oldest_answer_of_the_scope_that_was_used_l
 
 def test_a_caller_loses_nothing_to_one_that_has_more() -> None:
     """Rows and answers: what is too much is taken from the caller that has most, whoever came last."""
-    log, mine = ReplayLog(40, entries=10), scope_of("small", b"one")
+    log, mine = ReplayLog(5 * rows_of(2), 10 * STEP), scope_of("small", b"one")
     first = record(log, mine, "0", rows=2)
     for number in range(100):
-        record(log, scope_of("large", b"", str(number)), str(number), rows=2)
-    assert log.bytes == 40 and known(log, mine) == ["0"]
+        record(log, scope_of("large", b"%d" % number), str(number), rows=2)
+    assert log.rows == 5 * rows_of(2) and known(log, mine) == ["0"]
     assert isinstance(first.answer, ItemAnswer) and first.answer.rows is not None
-    assert [each for each in map(str, range(100)) if log.knows(scope_of("large", b"", each), each)] == [
+    assert [each for each in map(str, range(100)) if log.knows(scope_of("large", each.encode()), each)] == [
         str(number) for number in range(91, 100)
     ]
     for number in range(1, 5):
         record(log, mine, str(number), rows=2)
     assert known(log, mine) == ["0", "1", "2", "3", "4"], "half is everybody's where there are two"
-    assert log.bytes == 40
+    assert log.rows == 5 * rows_of(2)
 
 
 def test_a_scope_that_is_all_in_flight_is_passed_over() -> None:
-    log, waits, other = ReplayLog(1 << 20, entries=1), scope_of(OWNER, b"waits"), scope_of(OWNER, b"other")
+    log, waits, other = ReplayLog(1 << 20, STEP), scope_of(OWNER, b"waits"), scope_of(OWNER, b"other")
     entry = log.begin(log.scope(waits), "0", 0)
     record(log, other, "0")
     record(log, other, "1")
@@ -103,13 +158,13 @@ def test_a_refusal_leaves_nothing() -> None:
 
 
 def test_the_oldest_rows_go_first_whosever_they_are_and_the_answers_stay() -> None:
-    log, keys = ReplayLog(20), [scope_of(OWNER, bytes([number])) for number in range(3)]
+    log, keys = ReplayLog(2 * rows_of(2) + 4), [scope_of(OWNER, bytes([number])) for number in range(3)]
     entries = [record(log, key, str(number), rows=2) for number in range(2) for key in keys]
     with_rows = [isinstance(each.answer, ItemAnswer) and each.answer.rows is not None for each in entries]
-    assert with_rows == [False, False, False, False, True, True] and log.bytes == 16
+    assert with_rows == [False, False, False, False, True, True] and log.rows == 2 * rows_of(2)
     assert all(known(log, key) == ["0", "1"] for key in keys)
     log.forget_rows(keys[2])
-    assert log.bytes == 8 and known(log, keys[2]) == ["0", "1"]
+    assert log.rows == rows_of(2) and known(log, keys[2]) == ["0", "1"]
 
 
 def test_other_content_under_a_known_id_is_refused() -> None:
@@ -130,52 +185,170 @@ def test_scopes_are_those_of_one_owner_and_one_sequence_or_creation() -> None:
     assert scope_of("a", b"h", "r") == scope_of("a", b"h", "s") == scope_of("a", b"h")
 
 
-def test_a_fingerprint_tells_apart_all_that_may_differ_within_a_scope() -> None:
-    tokens, spec, plain = np.array([7], np.int32), OutputSpec(), CreateOptions()
-    item = WorkItem(1, HANDLE, tokens, None, spec, "id", plain)
-    others = [
-        item._replace(handle=HANDLE._replace(seq_len=4)),
-        item._replace(handle=HANDLE._replace(version=4)),
-        item._replace(tokens=np.array([8], np.int32)),
-        item._replace(tokens=np.array([7, 7], np.int32)),
-        item._replace(tokens=np.arange(100, dtype=np.int32)),
-        item._replace(truncate_to=5),
-        item._replace(output=OutputSpec(kind=spec.kind.__class__(logprob=True))),
-    ]
-    new = [
-        item._replace(handle=None),
-        item._replace(handle=None, tokens=np.array([8], np.int32)),
-        item._replace(handle=None, create=CreateOptions(reserve_tokens=1)),
-        item._replace(handle=None, create=CreateOptions(lease_id="lease")),
-    ]
-    assert len({item_fingerprint(each) for each in (item, *others, *new)}) == 1 + len(others) + len(new)
-    assert item_fingerprint(item._replace(item_id=2, tokens=tokens.copy())) == item_fingerprint(item)
+TOKENS, PLAIN = np.array([7], np.int32), CreateOptions()
+MASKS = (b"a" * 32, b"b" * 32)
+DRAWN = Accept(Sample(seed=1), [[1, 2]], [[0.5, 0.5]])
+
+
+def of(kind: OutputKind, **fields: Any) -> WorkItem:
+    return WorkItem(1, HANDLE, TOKENS, None, OutputSpec(kind=kind), "id", PLAIN, **fields)
+
+
+def new(**create: Any) -> WorkItem:
+    return of(Greedy())._replace(handle=None, create=CreateOptions(**create))
+
+
+def running(*stops: int) -> WorkItem:
+    return of(Greedy(), run=Run(8, stops))
+
+
+DIFFERENT: dict[str, list[WorkItem]] = {
+    "where it stands": [
+        of(Greedy()),
+        of(Greedy())._replace(handle=HANDLE._replace(seq_len=4)),
+        of(Greedy())._replace(handle=HANDLE._replace(version=4)),
+        of(Greedy())._replace(truncate_to=5),
+        of(Greedy())._replace(create=CreateOptions(fork=True)),
+        of(Greedy())._replace(create=CreateOptions(fork=True), handle=HANDLE._replace(id=b"another")),
+        of(Greedy(), follow=Follow(feed_chosen=True)),
+        of(Greedy())._replace(handle=None),
+    ],
+    "tokens": [of(Greedy())._replace(tokens=np.array(each, np.int32)) for each in ([7], [8], [7, 7], range(100))],
+    "outputs": [
+        *map(of, [Greedy(), Greedy(logprob=True), TopTokens(1), TopTokens(2), FullLogits(), HiddenStates()]),
+        *map(of, [FullLogits(RowDType.F16), HiddenStates(RowDType.F16), Sample(), Sample(seed=0), Sample(seed=1)]),
+        *map(of, [NextToken(), NextToken(1), NextToken(following_token=1), Sample(top_k=1), Sample(top_p=0.5)]),
+        of(Greedy())._replace(output=OutputSpec(Positions.ALL)),
+        of(SelectedTokens((1,)))._replace(output=OutputSpec(Positions.ALL, SelectedTokens((1,)))),
+    ],
+    "selected tokens": [of(SelectedTokens(each)) for each in ((1, 23), (12, 3), (1, 2, 3), (3, 2, 1), (123,))],
+    "log-probabilities": [
+        of(kind(logprobs=RowLogprobs(top_k, ids)))
+        for kind in (Greedy, Sample, NextToken)
+        for top_k in (0, 5)
+        for ids in ((), (5,), (5, 5), (5, 6))
+        if top_k or ids
+    ],
+    "biases": [
+        of(Sample(bias=each)) for each in ((), ((1, 0.5),), ((1, 0.5), (2, 0.5)), ((2, 0.5), (1, 0.5)), ((1, 1.0),))
+    ],
+    "masks": [
+        *[of(Sample(mask=each)) for each in (b"", *MASKS)],
+        *[
+            of(Sample(row_masks=each))
+            for each in (MASKS, MASKS[::-1], (*MASKS, b""), (b"", *MASKS), (b"".join(MASKS),))
+        ],
+    ],
+    "runs": [
+        of(Greedy()),
+        running(),
+        running(1),
+        running(*range(20)),
+        running(*range(1, 21)),
+        of(Greedy(), run=Run(9)),
+    ],
+    "drafts": [
+        *map(of, [Accept(), Accept(Sample()), Accept(Sample(seed=1)), Accept(Sample(bias=((1, 0.5),))), DRAWN]),
+        *map(of, [Accept(Sample(seed=1), [[2, 1]], [[0.5, 0.5]]), Accept(Sample(seed=1), [[1, 2]], [[0.25, 0.75]])]),
+        *map(of, [Accept(None, [[1], [2]], [[1.0], [1.0]]), Accept(None, [[1, 2]], [[1.0, 1.0]])]),
+    ],
+    "options": [
+        new(),
+        *[new(reserve_tokens=1), new(lease_id="lease"), new(adapter="lease"), new(prefix=None)],
+        *[new(prefix=PrefixUse(b"a"), adapter="b"), new(prefix=PrefixUse(b"ab")), new(prefix=PrefixUse(b"ab", False))],
+        *[new(prefix=PrefixUse(b"a" * 1024)), new(prefix=PrefixUse(b"a" * 1023 + b"b"))],
+    ],
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_fingerprint_tells_apart_all_that_may_differ_within_a_scope(name: str) -> None:
+    items = DIFFERENT[name]
+    assert len({item_fingerprint(each) for each in items}) == len(items)
+    for each in items:
+        again = copy.deepcopy(each)._replace(item_id=2, request_id="another")
+        assert item_fingerprint(again) == item_fingerprint(each)
+
+
+def size_of(value: object) -> int:
+    """Bytes of a value with all that it refers to."""
+    size = sys.getsizeof(value)
+    if isinstance(value, tuple):
+        return size + sum(map(size_of, value))
+    names = getattr(type(value), "__dataclass_fields__", ())
+    return size + sum(size_of(getattr(value, name)) for name in names)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        new(prefix=PrefixUse(b"s" * 900_000), adapter="a" * 256, lease_id="l" * 49),
+        of(SelectedTokens(tuple(range(1000, 5096)))),
+        of(Greedy(logprobs=RowLogprobs(256, tuple(range(1000, 5096))))),
+        of(NextToken(logprobs=RowLogprobs(256, tuple(range(1000, 5096))))),
+        of(Sample(bias=tuple((1000 + each, each / 3) for each in range(512)), row_masks=MASKS * 100)),
+        of(Accept(Sample(bias=((1, 0.5),) * 512, seed=1 << 63), np.ones((64, 64), np.uint32), np.ones((64, 64)))),
+        running(*range(1000, 1256)),
+        of(Greedy())._replace(tokens=np.arange(1 << 20, dtype=np.int32)),
+        of(Sample(0.7, 50, 0.9, 0.1, seed=1 << 63, presence_penalty=0.1, mask=MASKS[0])),
+    ],
+    ids=["salt", "selected", "logprobs", "scores", "biases and masks", "draft", "stop ids", "tokens", "sample"],
+)
+def test_a_fingerprint_is_small_whatever_the_item_holds(item: WorkItem) -> None:
+    assert size_of(item_fingerprint(item)) <= PLAIN_BYTES + SAMPLE_BYTES
+
+
+FLOATS = st.sampled_from([-0.0, 0.0, 0.5])
+IDS = st.lists(st.integers(0, 300), max_size=3).map(tuple)
+BESIDE = st.none() | st.builds(RowLogprobs, st.integers(0, 1), IDS)
+OUTPUTS = st.builds(
+    OutputSpec,
+    st.sampled_from(Positions),
+    st.builds(Greedy, st.booleans(), BESIDE)
+    | st.builds(SelectedTokens, IDS)
+    | st.builds(NextToken, st.integers(0, 1), st.none() | st.integers(0, 1), BESIDE)
+    | st.builds(
+        Sample,
+        temperature=FLOATS,
+        bias=st.lists(st.tuples(st.integers(0, 1), FLOATS), max_size=2).map(tuple),
+        seed=st.none() | st.integers(0, 1),
+        logprobs=BESIDE,
+        row_masks=st.lists(st.sampled_from([b"", *MASKS]), max_size=2).map(tuple),
+    ),
+)
+
+
+@settings(deadline=None)
+@given(one=OUTPUTS, other=OUTPUTS)
+def test_outputs_have_one_digest_exactly_where_they_are_equal(one: OutputSpec, other: OutputSpec) -> None:
+    assert (digest(one) == digest(other)) == (one == other)
+    assert digest(copy.deepcopy(one)) == digest(one)
 
 
 class Kept:
     """What the log should keep: a list of answers, oldest first, and rows as the serial number of their record."""
 
-    def __init__(self, budget: int, entries: int) -> None:
-        self.budget, self.entries, self.serial = budget, entries, 0
+    def __init__(self, budget: int, records: int) -> None:
+        self.budget, self.records, self.serial = budget, records, 0
         self.owners: dict[str, None] = {}  # by when their first call that is known came
-        self.scopes: dict[Key, dict[str, list[int]]] = {}  # the least recently used first; [serial, bytes of rows]
+        self.scopes: dict[Key, dict[str, list[int]]] = {}  # the least recently used first; [serial, rows, the rest]
 
     def record(self, key: Key, request_id: str, size: int) -> None:
         self.owners.setdefault(key[0])
         scope = self.scopes[key] = self.scopes.pop(key, {})
         self.serial += 1
-        scope[request_id] = [self.serial, size]
+        scope[request_id] = [self.serial, size, STEP - 2 + len(request_id)]
         if len(scope) > ENTRIES_PER_SEQUENCE:
             del scope[next(iter(scope))]
-        if sum(map(len, self.scopes.values())) > self.entries:
-            owner = self.largest(lambda each: 1)
+        while sum(each[2] for each in self.all()) > self.records:
+            owner = self.largest(lambda each: each[2])
             first = next(each for each in self.scopes if each[0] == owner)
             del self.scopes[first][next(iter(self.scopes[first]))]
             if not self.scopes[first]:
                 del self.scopes[first]
                 if not any(key[0] == owner for key in self.scopes):
                     del self.owners[owner]
-        while self.bytes > self.budget:
+        while self.rows > self.budget:
             owner = self.largest(lambda each: each[1])
             kept = [each for key, scope in self.scopes.items() if key[0] == owner for each in scope.values() if each[1]]
             min(kept)[1] = 0
@@ -192,7 +365,7 @@ class Kept:
             yield from scope.values()
 
     @property
-    def bytes(self) -> int:
+    def rows(self) -> int:
         return sum(each[1] for each in self.all())
 
 
@@ -203,9 +376,13 @@ CALLS = st.lists(
 
 
 @settings(deadline=None)
-@given(calls=CALLS, budget=st.sampled_from([0, 8, 40, 1 << 20]), entries=st.integers(1, 30))
-def test_any_history_keeps_what_the_model_keeps(calls: list[tuple[str, int, str]], budget: int, entries: int) -> None:
-    log, kept = ReplayLog(budget, entries), Kept(budget, entries)
+@given(
+    calls=CALLS,
+    budget=st.sampled_from([0, rows_of(2), 3 * rows_of(3), 1 << 20]),
+    records=st.integers(STEP, 30 * STEP),
+)
+def test_any_history_keeps_what_the_model_keeps(calls: list[tuple[str, int, str]], budget: int, records: int) -> None:
+    log, kept = ReplayLog(budget, records), Kept(budget, records)
     for number, (name, rows, ending) in enumerate(calls):
         key = scope_of(OWNERS[name], name.encode())
         if ending:
@@ -214,12 +391,12 @@ def test_any_history_keeps_what_the_model_keeps(calls: list[tuple[str, int, str]
                 each[1] = 0
             continue
         record(log, key, str(number), rows)
-        kept.record(key, str(number), 4 * rows)
-        assert log.bytes == kept.bytes
+        kept.record(key, str(number), rows_of(rows) if rows else 0)
+        assert (log.rows, log.bytes) == (kept.rows, kept.rows + sum(each[2] for each in kept.all()))
         for each in "abcd":
             here = kept.scopes.get(scope_of(OWNERS[each], each.encode()), {})
             found = log.scope(scope_of(OWNERS[each], each.encode()))
             assert list(found) == list(here)
-            for entry, (_, size) in zip(found.values(), here.values(), strict=True):
+            for entry, (_, size, _) in zip(found.values(), here.values(), strict=True):
                 assert entry.rows_bytes == size
                 assert isinstance(entry.answer, ItemAnswer) and (entry.answer.rows is not None) == (size > 0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.core import HandleRef, ItemAnswer, Rows
-from ferrum_rpc.service.replay import SHARED_BYTES, ReplayLog
+from ferrum_rpc.service.replay import ROWS_BYTES, SHARED_BYTES, ReplayLog
 from tests.rows import logit_rows, token_rows
 
 KEY = ("owner", b"handle")
@@ -35,7 +35,7 @@ def test_a_recorded_row_of_logits_does_not_keep_the_steps_rows_alive(of_the_step
     gc.collect()
     assert alive() is None
     assert kept.block["logits"].tobytes() == expected
-    assert log.bytes == len(expected)
+    assert log.rows == ROWS_BYTES + len(expected)
 
 
 @pytest.mark.parametrize("sequences", [1, 2, SHARED_BYTES // 4, SHARED_BYTES])
@@ -44,5 +44,5 @@ def test_a_recorded_token_is_the_sequences_own_and_counts_for_itself_alone(seque
     log = ReplayLog(1 << 30)
     kept = record(log, Rows(step, sequences - 1, 1))
     assert kept.block["token_ids"][kept.first : kept.first + kept.count].tolist() == [sequences - 1]
-    assert log.bytes == 4
+    assert log.rows == ROWS_BYTES + 4
     assert kept.block.nbytes <= SHARED_BYTES

@@ -1,0 +1,108 @@
+"""What makes two calls with one request id the same call, in a few bytes whatever they hold.
+
+A fingerprint is kept as long as the answer. Whatever of a call may be of any length (tokens, a salt, lists of ids,
+biases) stands in it as a digest. The rest are the values themselves: a decode has nothing else, and a digest of them
+would take ten times as long.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import marshal
+from collections.abc import Hashable
+from dataclasses import fields
+from functools import cache
+from typing import Any, Final
+
+from ferrum_rpc.core import Accept, OutputSpec, Sample, WorkItem
+
+DIGEST_BYTES: Final = 16
+FEW: Final = 8
+"""Stop ids that stay in a fingerprint as they are."""
+
+_HOW: Final = 4
+"""Where an item's fingerprint has its output."""
+
+
+class OfADraft(tuple[Hashable, ...]):
+    """The fingerprint of an item whose draft is verified: the token ids of its answer stay as long as the record."""
+
+    __slots__ = ()
+
+
+def item_fingerprint(item: WorkItem) -> Hashable:
+    """What makes two work items of one scope the same call: equal where they ask for the same. The item id is not part
+    of it; the handle's id is the scope's.
+
+    It is kept as long as the answer, so it is small whatever the item holds: what may be of any length stands there as
+    its digest, and only that, as most steps have nothing of the kind."""
+    _, handle, tokens, truncate_to, output, _, create, run, follow = item
+    content = tokens.tobytes()
+    if len(content) >= DIGEST_BYTES:
+        content = hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
+    kind = output.kind
+    how: Hashable = output
+    if drafted := type(kind) is Accept:
+        draft = hashlib.blake2b(kind.token_ids + kind.probabilities, digest_size=DIGEST_BYTES).digest()
+        how = (_short(kind.sampling), kind.candidates, draft)
+    elif kind.listed:
+        how = digest(output)
+    goes_on: Hashable = run if run is None or len(run.stop_token_ids) <= FEW else digest(run)
+    found: tuple[Hashable, ...]
+    if handle is None or create.fork:
+        prefix = None if create.prefix is None else tuple(create.prefix)
+        made = digest(create.reserve_tokens, prefix, create.lease_id, create.fork, create.adapter)
+        found = (handle, made, content, truncate_to, how, goes_on)
+    else:
+        _, length, version = handle
+        found = (length, version, content, truncate_to, how, goes_on, follow is not None and follow.feed_chosen)
+    return OfADraft(found) if drafted else found
+
+
+def holds_sample(fingerprint: Hashable) -> bool:
+    """Whether an item's fingerprint keeps a `Sample`, which is most of what it takes then."""
+    if type(fingerprint) is OfADraft:
+        return True
+    how = fingerprint[_HOW] if type(fingerprint) is tuple else None
+    return type(how) is OutputSpec and type(how.kind) is Sample
+
+
+def _short(sampling: Sample | None) -> Hashable:
+    return sampling if sampling is None or not sampling.listed else digest(sampling)
+
+
+def digest(*content: object) -> bytes:
+    """`DIGEST_BYTES` that stand for a call's content: scalars, bytes, enums, and tuples and dataclasses of them. Equal
+    contents have one digest, and different ones never but by a collision of BLAKE2b: every value is written with its
+    type and its length."""
+    written = marshal.dumps([each if type(each) in _AS_THEY_ARE else _plain(each) for each in content], 2)
+    return hashlib.blake2b(written, digest_size=DIGEST_BYTES).digest()
+
+
+def _plain(value: Any) -> Any:
+    """What `marshal` can write, and writes alike where values are equal: version 2 refers to nothing by identity."""
+    kind: Any = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if kind is float:
+        return value + 0.0  # -0.0 is 0.0
+    if isinstance(value, enum.Enum):
+        return value.name
+    if kind is tuple and value:
+        if type(value[0]) is tuple:  # biases
+            return tuple([(token, bias + 0.0) for token, bias in value])
+        if type(value[0]) in _AS_THEY_ARE:  # token ids, ids of masks
+            return value
+    if isinstance(value, tuple):
+        return tuple([_plain(each) for each in value])
+    return kind.__name__, *[_plain(getattr(value, name)) for name in _compared(kind)]
+
+
+_AS_THEY_ARE: Final = frozenset((int, bytes, str, bool, type(None)))
+
+
+@cache
+def _compared(kind: Any) -> tuple[str, ...]:
+    """The fields of a dataclass that make two of them equal."""
+    return tuple([each.name for each in fields(kind) if each.compare])
