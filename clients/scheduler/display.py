@@ -211,7 +211,7 @@ class LiveDisplay:
             there = [each for each in self._requests if each.executor == target]
             has = [each.index + 1 for each in there if each.stage in (Stage.RUNNING, Stage.MOVING)]
             ended = sum(each.stage is Stage.FINISHED for each in there)
-            colour = {"gone": "red", "draining": "yellow"}.get(how, "green")
+            colour = {"gone": "red", "hung": "red", "draining": "yellow"}.get(how, "green")
             table.add_row(target, f"[{colour}]{how}[/]", " ".join(map(str, has)), str(ended))
         return table
 

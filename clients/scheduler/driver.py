@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from collections.abc import Sequence as ListOf
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from clients.scheduler.board import Board, Observer
@@ -30,6 +30,7 @@ from ferrum_rpc.client import (
     Capability,
     ExecutorClient,
     ExecutorInfo,
+    ExecutorState,
     Greedy,
     Item,
     OutputSpec,
@@ -50,6 +51,9 @@ from ferrum_rpc.errors import (
 NO_ROWS = OutputSpec(Positions.NONE, Greedy())
 FAILURES_OF_A_REQUEST = 3
 LONGEST_DRAFT = 16
+HANGS = "the executor's device makes no progress"
+STATUS_S = 1.0
+"""Within this an executor says why it does not answer."""
 
 
 class Driver:
@@ -96,6 +100,7 @@ class Driver:
         self._steps_a_trip = 1
         self._run = RunCounts(())
         self._hands_over = False
+        self._hung = False  # as of the last look
         self.leaving = False  # what runs here is about to go on elsewhere: no long runs
 
     async def run(self, requests: ListOf[Request]) -> RunCounts:
@@ -158,8 +163,10 @@ class Driver:
         return True
 
     async def idle(self) -> None:
-        """Nothing of ours ends here soon: wait for blocks that are with other schedulers, or for what was refused."""
-        await self.patience.wait(self._refusal or "the cache is full of other schedulers' sequences")
+        """Nothing of ours ends here soon: wait for blocks that are with other schedulers, for what was refused, or for
+        an executor that hangs."""
+        full = "the cache is full of other schedulers' sequences"
+        await self.patience.wait(HANGS if self._hung else self._refusal or full)
         await self._look()
         self.resume()
 
@@ -194,7 +201,7 @@ class Driver:
         """See how full the executor is."""
         while True:
             try:
-                await self._client.status()
+                self._hung = (await self._client.status()).state is ExecutorState.HUNG
             except NOT_NOW + NO_ANSWER as error:
                 await self.patience.wait(error)
             else:
@@ -342,9 +349,14 @@ class Driver:
         while True:
             try:
                 return await self._client.forward(items)
-            except NOT_NOW + NO_ANSWER as error:
+            except NOT_NOW as error:
                 self._run.waits += 1
                 await self.patience.wait(error)
+            except NO_ANSWER as error:
+                self._run.waits += 1
+                with suppress(ExecutorError):
+                    self._hung = (await self._client.status(timeout_s=STATUS_S)).state is ExecutorState.HUNG
+                await self.patience.wait(HANGS if self._hung else error)
 
     # --- what an answer means ---------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ class Watcher(Protocol):
     """Who watches executors."""
 
     def executors(self, there: ListOf[tuple[str, str]]) -> None:
-        """Who is there (target) and how (serving, draining), each time that changes."""
+        """Who is there (target) and how (serving, draining, hung), each time that changes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -124,7 +124,7 @@ class Front:
             self._notify()
             if self._watcher is not None:
                 every = [each for some in (self._prefill, self._decode) if some is not None for each in some.there]
-                self._watcher.executors([(each.target, "draining" if each.draining else "serving") for each in every])
+                self._watcher.executors([(each.target, each.condition) for each in every])
             if there:
                 nobody_since = time.monotonic()
             left_s = None if there else nobody_since + self._patience_s - time.monotonic()
@@ -162,7 +162,7 @@ class Front:
             try:
                 while self._run.left:
                     changed = self._changed
-                    if worker.member.draining:
+                    if worker.member.draining and not worker.member.hung:
                         self._leave(worker)
                     if await driver.step():
                         self._notify()
@@ -245,6 +245,8 @@ class Front:
         board, takes = worker.driver.board, worker.first == (self._prefill is not None)
         if board.waiting:
             return not board.moving
+        if worker.member.hung and not board.running:
+            return takes and bool(self._waiting) and not any(each.member.serving for each in self._workers)
         if board.running or board.moving or not worker.member.serving:
             return False
         ready = not worker.first and not self._moves and any(each.driver.board.moving for each in self._workers)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -21,11 +20,18 @@ from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.lease import LEASE_FIELD, Leases
 from ferrum_rpc.client.masks import TokenMasks
 from ferrum_rpc.client.pace import RunPace
-from ferrum_rpc.client.retry import LEASE_GONE, SEQUENCE_GONE, Backoff, Deadline
+from ferrum_rpc.client.retry import LEASE_GONE, SEQUENCE_GONE, Backoff, Deadline, fate_unknown
 from ferrum_rpc.client.state import Item, SequenceState, UnknownOutcome, new_request_id, settled
 from ferrum_rpc.client.transport import FORWARD, Feed, Forwarded, Operated, Transport
 from ferrum_rpc.core import HandleRef, Positions, Pressure, RowKind, Rows
-from ferrum_rpc.errors import ExecutorError, NotSupported, SequenceBusy, TokenMaskUnknown
+from ferrum_rpc.errors import (
+    DeadlineExceeded,
+    ExecutorError,
+    NotSupported,
+    SequenceBusy,
+    TokenMaskUnknown,
+    TransportError,
+)
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.executor.v1.model_executor_pb2 import ForkKvRequest, ReleaseRequest, TruncateKvRequest
 from ferrum_rpc.wire.items import RUN_END_FROM_PROTO, handle_from_proto, handle_to_proto
@@ -39,8 +45,9 @@ _FIELDS: Final = {Capability.RUN: "run", Capability.FOLLOW: "follow", Capability
 
 class Connection:
     """What `ExecutorClient` and `Sequence` speak through. ``live``: the sequences that the executor holds, or may hold.
-    ``pace``: how fast runs are answered. ``release_timeout_s`` bounds each release. ``gone``: the executor is known to
-    be gone, and what it held with it."""
+    ``pace``: how fast runs are answered. ``release_timeout_s`` bounds each release; ``on_unreleased`` is called with a
+    sequence that was not released in that time. ``gone``: the executor is known to be gone, and what it held with it.
+    """
 
     def __init__(self, context: Context, leases: Leases, transport: Transport, release_timeout_s: float) -> None:
         self.context = context
@@ -51,6 +58,7 @@ class Connection:
         self.live: set[SequenceState] = set()
         self.pace = RunPace()
         self.gone = False
+        self.on_unreleased: Callable[[SequenceState], object] = lambda state: None
         self._releasing: set[asyncio.Task[list[ExecutorError | None]]] = set()
 
     # --- forwards ---------------------------------------------------------------------------------------------------
@@ -297,15 +305,22 @@ class Connection:
         if ending:  # what they have created is known when they have ended
             await asyncio.wait(ending, timeout=deadline.remaining())
         held = [(at, state.handle) for at, state in enumerate(states) if state.handle is not None]
+        unanswered = set[int]()
         for at, state in enumerate(states):
             for doubt in (state.creation, state.fork):
                 if doubt is not None and doubt.repeat is not None:
-                    with suppress(ExecutorError):  # it was refused: there is nothing to release
+                    try:
                         held += [(at, handle) for handle in await doubt.repeat(deadline)]
+                    except ExecutorError as error:  # refused: there is nothing to release
+                        if fate_unknown(error):
+                            unanswered.add(at)
         refusals: list[ExecutorError | None] = [None] * len(states)
         outcomes = await self.release_handles([handle for _, handle in held], deadline)
         for (at, _), refusal in zip(held, outcomes, strict=True):
             refusals[at] = refusals[at] or refusal
+        for at, refusal in enumerate(refusals):
+            if at in unanswered or isinstance(refusal, TransportError | DeadlineExceeded | SequenceBusy):
+                self.on_unreleased(states[at])
         return refusals
 
     async def release_handles(self, handles: Sequence[HandleRef], deadline: Deadline) -> list[ExecutorError | None]:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from ferrum_rpc.client.ahead import Ahead
 from ferrum_rpc.client.answer import Answer, joined
@@ -13,7 +14,7 @@ from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.info import ExecutorInfo
 from ferrum_rpc.client.masks import row_masks_of, with_masks
 from ferrum_rpc.client.recovery import Recovering, Result
-from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline, fate_unknown
+from ferrum_rpc.client.retry import Backoff, Deadline, fate_unknown
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import DECODE, PREFILL, Feed
 from ferrum_rpc.core import HandleRef, NextToken, OutputSpec, Positions, Run
@@ -34,6 +35,9 @@ class Prompt:
 class Feeding(Recovering):
     """The base of a sequence that is fed more than one call's worth, and may be left in the middle of it."""
 
+    _rebuilt_in_batches: ClassVar = False
+    """Whether what was lost is fed again before an item that was built on it goes out."""
+
     def __init__(self, connection: Connection, state: SequenceState, *, rebuild: bool) -> None:
         super().__init__(connection, state, rebuild=rebuild)
         self._prompt: Prompt | None = None
@@ -49,7 +53,7 @@ class Feeding(Recovering):
         """Refuse what is built on the sequence as it stands, where that is not known."""
         if self._state.released:
             raise SequenceMisuseError(f"{what}: this sequence was released")
-        if self._lost is not None:
+        if self._lost is not None and not (self._rebuilds and self._rebuilt_in_batches and what == "item"):
             raise SequenceMisuseError(f"{what}: this sequence was lost and is not rebuilt yet: await rebuild() first")
         if self._ahead is not None:
             raise SequenceMisuseError(
@@ -138,9 +142,9 @@ class Feeding(Recovering):
                 break
             if isinstance(refusal, SequenceVersionMismatch) and refusal.version and refusal.seq_len is not None:
                 handle = HandleRef(handle.id, refusal.seq_len, refusal.version)
-            elif isinstance(refusal, SEQUENCE_GONE) and self._rebuilds:
-                self._restart(self._held_tokens())
-            elif not isinstance(refusal, SequenceBusy) or not await backoff.wait():
+            elif not await self._lost_behind(refusal) and (
+                not isinstance(refusal, SequenceBusy) or not await backoff.wait()
+            ):
                 raise refusal
         if self._lost is not None:
             self._restart(self._held_tokens()[:length])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 from ferrum_rpc.client import ExecutorClient, Greedy, Sample
 from ferrum_rpc.client.fleet import FleetClient, FleetSequence, Member
-from tests.serving import Served, serve_identity
+from tests.serving import Gate, Served, serve_identity
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SAMPLED = Sample(0.9, seed=5)
@@ -42,6 +43,30 @@ async def alone(target: str, count: int = 24, output: Greedy | Sample = SAMPLED)
     """The text of one executor."""
     async with ExecutorClient(target) as client, client.sequence() as sequence:
         return [each async for each in sequence.generate(PROMPT, max_tokens=count, output=output, stop=())]
+
+
+@contextmanager
+def hanging(served: Served, gate: Gate) -> Iterator[None]:
+    """Its model thread stands still in its next step, and is known to hang at once."""
+    gate.closed = True
+    try:
+        with mock.patch.object(served.server.state.engine, "trouble", lambda now: "asleep"):
+            yield
+    finally:
+        gate.open()
+
+
+@asynccontextmanager
+async def two_that_may_hang(**options: Any) -> AsyncIterator[tuple[FleetClient, dict[str, tuple[Served, Gate]]]]:
+    """Two executors and what makes each hang, by their targets."""
+    gates = Gate("forward"), Gate("forward")
+    async with (
+        identity(stage=gates[0]) as first,
+        identity(stage=gates[1]) as second,
+        fleet_of(first.target, second.target, **options) as one,
+    ):
+        await until(one, lambda: len(one.members.serving) == 2)
+        yield one, {first.target: (first, gates[0]), second.target: (second, gates[1])}
 
 
 def owner(sequence: FleetSequence) -> Member:

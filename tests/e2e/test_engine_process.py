@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -90,9 +89,8 @@ async def play(dialled: Dialled) -> list[Any]:
 
 
 def engine_of(server: ServerProcess) -> int:
-    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    assert len(children) == 1
-    return int(children[0])
+    [engine] = server.children()
+    return engine
 
 
 async def test_every_answer_is_the_threads() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -10,9 +12,22 @@ from unittest import mock
 import pytest
 
 from ferrum_rpc.client import Answer, ExecutorClient, SequenceMisuseError
-from ferrum_rpc.client.fleet import Candidate
-from ferrum_rpc.errors import InvalidRequest, KvBlocksExhausted
-from tests.e2e.fleets import PROMPT, SAMPLED, alone, fleet, fleet_of, foreign, identity, of, owner, until
+from ferrum_rpc.client.fleet import Candidate, Member
+from ferrum_rpc.errors import DeadlineExceeded, InvalidRequest, KvBlocksExhausted
+from tests.e2e.fleets import (
+    PROMPT,
+    SAMPLED,
+    alone,
+    fleet,
+    fleet_of,
+    foreign,
+    hanging,
+    identity,
+    of,
+    owner,
+    two_that_may_hang,
+    until,
+)
 from tests.faults import waiting
 from tests.faults.proxy import proxied
 from tests.service.transfers import overflow
@@ -190,3 +205,111 @@ async def test_where_caches_cannot_move_a_draining_executors_sequences_are_compu
         assert sampled == expected and of(served, sequence) is not source
         await sequence.release()
         assert foreign(*served) == 0
+
+
+@pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
+@pytest.mark.parametrize("how", ["stream", "calls", "items"])
+async def test_who_hangs_for_too_long_loses_its_sequences_and_frees_them_before_it_is_used_again(
+    session: bool, how: str
+) -> None:
+    connect = partial(ExecutorClient, session=session)
+    async with two_that_may_hang(connect=connect, hung_patience_s=0.3) as (one, every):
+        hang = ExitStack()
+        expected = await alone(next(iter(every)))
+        sequence, found, hung = one.sequence(), list[int](), list[Member]()
+
+        def got(token: int) -> None:
+            found.append(token)
+            if len(found) == 6:
+                hung.append(owner(sequence))
+                hang.enter_context(hanging(*every[hung[0].target]))
+
+        if how == "stream":
+            async for token in sequence.generate(PROMPT, max_tokens=24, output=SAMPLED, stop=()):
+                got(token)
+        while len(found) < 24:
+            fed = found[-1:] or PROMPT
+            if how == "calls":
+                answer: Any = await sequence.prefill(fed, SAMPLED)
+            else:
+                [answer] = await one.forward([sequence.item(fed, SAMPLED)])
+            got(answer.token)
+        [old] = hung
+        assert found == expected and owner(sequence) is not old
+        served, _ = every[old.target]
+        assert len(served.server.state.handles) == 1
+        hang.close()
+        await until(one, lambda: len(one.members.serving) == 2)
+        assert len(served.server.state.handles) == 0
+        again = next(each for each in one.members.serving if each.target == old.target)
+        assert again is not old and again.info.instance_id == old.info.instance_id
+        await sequence.migrate(again)
+        await sequence.release()
+        await waiting.until(lambda: not any(len(each.server.state.handles) for each, _ in every.values()))
+        assert foreign(*(each for each, _ in every.values())) == 0
+
+
+@pytest.mark.parametrize("drains", [False, True])
+async def test_who_hangs_for_a_while_gets_nothing_new_and_keeps_what_it_has(drains: bool) -> None:
+    async with two_that_may_hang(hung_patience_s=60.0) as (one, every):
+        hang = ExitStack()
+        expected = await alone(next(iter(every)), 3)
+        sequence = one.sequence()
+        found = [(await sequence.prefill(PROMPT, SAMPLED)).token]
+        member = owner(sequence)
+        served, gate = every[member.target]
+        [other] = [each for each, _ in every.values() if each is not served]
+        before = other.server.state.counters.sequences_created
+        hang.enter_context(hanging(served, gate))
+        await until(one, lambda: len(one.members.serving) == 1)
+        assert member.hung and "hung" in repr(member)
+        if drains:
+            served.server.drain(60.0)
+        stays = asyncio.create_task(sequence.decode(found[0], SAMPLED))
+        async with one.sequence() as newcomer:
+            await newcomer.prefill(PROMPT)
+            assert owner(newcomer).target == other.target
+        assert not stays.done() and other.server.state.counters.sequences_imported == 0
+        hang.close()
+        found.append((await stays).token)
+        await until(one, lambda: not member.hung)
+        found.append((await sequence.decode(found[-1], SAMPLED)).token)
+        assert found == expected
+        assert other.server.state.counters.sequences_created == before + 1 + drains, (
+            "moved with its cache, or not at all"
+        )
+        assert other.server.state.counters.sequences_imported == drains
+        await sequence.release()
+
+
+@pytest.mark.parametrize("how", ["calls", "items"])
+async def test_a_call_whose_deadline_passes_at_one_that_hangs_goes_elsewhere_when_it_is_made_again(how: str) -> None:
+    async with two_that_may_hang(hung_patience_s=60.0) as (one, every):
+        hang = ExitStack()
+        expected = await alone(next(iter(every)), 3)
+        sequence = one.sequence()
+        found = [(await sequence.prefill(PROMPT, SAMPLED)).token]
+        hung = owner(sequence)
+        served, gate = every[hung.target]
+        hang.enter_context(hanging(served, gate))
+        await until(one, lambda: hung.hung)
+
+        async def decode(timeout_s: float | None = None) -> Answer:
+            if how == "calls":
+                return await sequence.decode(found[-1], SAMPLED, timeout_s=timeout_s)
+            [answer] = await one.forward([sequence.item(found[-1:], SAMPLED)], timeout_s=timeout_s)
+            if isinstance(answer, DeadlineExceeded):
+                raise answer
+            assert isinstance(answer, Answer)
+            return answer
+
+        with pytest.raises(DeadlineExceeded):
+            await decode(0.2)
+        assert sequence.length == len(PROMPT)
+        while len(found) < 3:
+            found.append((await decode()).token)
+        assert found == expected and owner(sequence) is not hung
+        hang.close()
+        await until(one, lambda: hung.serving)
+        assert len(served.server.state.handles) == 0
+        await sequence.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from clients.scheduler.refusals import ExecutorGone
 from clients.scheduler.request import Request, Stage
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.errors import NotSupported
+from tests.e2e.fleets import hanging
 from tests.e2e.test_scheduler_moves import fleet, texts
 from tests.e2e.test_scheduler_runs import (
     SAMPLED,
@@ -29,7 +30,7 @@ from tests.e2e.test_scheduler_runs import (
     schedule,
 )
 from tests.faults.proxy import TcpProxy, proxied
-from tests.serving import Served
+from tests.serving import Gate, Served
 
 NONE: frozenset[int] = frozenset()
 
@@ -188,6 +189,28 @@ async def test_an_executor_that_comes_is_used_and_a_small_one_gets_what_fits(
         await fleet([f"file:{listed}"], [], work, watcher=watcher, stop=NONE)
         assert texts(work) == texts_of_one
         assert there(work, large.target) > 0
+
+
+async def test_what_an_executor_that_hangs_had_is_computed_elsewhere(texts_of_one: list[Any]) -> None:
+    gate = Gate("forward")
+    async with identity(kv_blocks=512, stage=gate) as hangs, identity(kv_blocks=512) as other:
+        with ExitStack() as hang:
+            work = texts_to_write()
+            watcher = Once(work, [(hangs.target, lambda: hang.enter_context(hanging(hangs, gate)))])
+            run = await fleet(
+                [hangs.target, other.target], [], work, watcher=watcher, stop=NONE, hung_patience_s=0.2, timeout_s=5.0
+            )
+            assert texts(work) == texts_of_one and run.rebuilds > 0 and not run.failed
+        await assert_nothing_is_left(other)
+
+
+async def test_where_the_only_executor_hangs_the_run_ends_and_says_so() -> None:
+    gate = Gate("forward")
+    async with identity(kv_blocks=512, stage=gate) as hangs:
+        with ExitStack() as hang:
+            watcher = At({20: lambda: hang.enter_context(hanging(hangs, gate))})
+            with pytest.raises(ExecutorGone, match=r"no progress for 0.5 s: the executor's device makes no progress"):
+                await fleet([hangs.target], [], texts_to_write(), watcher=watcher, patience_s=0.5, timeout_s=0.4)
 
 
 async def test_where_everybody_is_gone_for_too_long_the_run_ends() -> None:

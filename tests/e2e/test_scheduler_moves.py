@@ -51,8 +51,10 @@ async def fleet(
     run_tokens: int = 0,
     session: bool = True,
     stop: frozenset[int] = STOP,
+    hung_patience_s: float = 10.0,
+    timeout_s: float = 60.0,
 ) -> RunCounts:
-    connect = partial(ExecutorClient, session=session)
+    connect = partial(ExecutorClient, session=session, timeout_s=timeout_s, release_timeout_s=min(5.0, timeout_s))
 
     def driver(member: Member, prompts: bool) -> Driver:
         return Driver(
@@ -68,7 +70,15 @@ async def fleet(
 
     async with AsyncExitStack() as stack:
         roles = [
-            await stack.enter_async_context(Members(targets, connect=connect, look_every_s=0.02, resolve_every_s=0.02))
+            await stack.enter_async_context(
+                Members(
+                    targets,
+                    connect=connect,
+                    look_every_s=0.02,
+                    resolve_every_s=0.02,
+                    hung_patience_s=hung_patience_s,
+                )
+            )
             for targets in (decode, prefill)
             if targets
         ]

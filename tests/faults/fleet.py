@@ -140,11 +140,14 @@ class Load:
 
 
 @asynccontextmanager
-async def executors(count: int) -> AsyncIterator[list[ServerProcess]]:
-    """Identity models that depend on the position, with metrics."""
+async def executors(count: int, *of_first: str) -> AsyncIterator[list[ServerProcess]]:
+    """Identity models that depend on the position, with metrics. ``of_first``: flags of the first alone."""
     flags = ("--identity-positional", "--metrics-port", "0", "--grace-s", "60")
     async with AsyncExitStack() as stack:
-        made = [stack.enter_async_context(serving(*flags, kv_blocks=16_384)) for _ in range(count)]
+        made = [
+            stack.enter_async_context(serving(*flags, *(() if number else of_first), kv_blocks=16_384))
+            for number in range(count)
+        ]
         yield list(await asyncio.gather(*made))
 
 

@@ -45,6 +45,10 @@ class ServerProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    def children(self) -> list[int]:
+        """The process ids of its children, of which an engine's process is one."""
+        return [int(each) for each in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
     @property
     def status(self) -> int | None:
         """How it ended, if it has."""

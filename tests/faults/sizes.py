@@ -88,7 +88,11 @@ class Size:
     rank_deaths: int
     """R29: ranks that are killed or stopped."""
     fleet_sequences: int
-    """R31: sequences over three executors."""
+    """R31 and R33: sequences over three executors."""
+    hung_patience_s: float
+    short_stop_s: float
+    long_stop_s: float
+    """R33: a fleet's patience with one that hangs, and stops for less and for more than that."""
     hostile_messages: int
     """R30: messages of each kind that unfold into much."""
     outsider_calls: int
@@ -143,6 +147,9 @@ CI: Final = Size(
     transfer_kills=10,
     rank_deaths=3,
     fleet_sequences=60,
+    hung_patience_s=2.0,
+    short_stop_s=2.4,
+    long_stop_s=5.0,
     hostile_messages=6,
     outsider_calls=60,
     configurations=40,
@@ -193,6 +200,9 @@ FULL: Final = Size(
     transfer_kills=100,
     rank_deaths=81,
     fleet_sequences=1_000,
+    hung_patience_s=10.0,
+    short_stop_s=3.0,
+    long_stop_s=30.0,
     hostile_messages=300,
     outsider_calls=1_000,
     configurations=5_000,

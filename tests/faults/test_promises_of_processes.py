@@ -13,6 +13,7 @@ from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_
 from tests.faults.figures import hold
 from tests.faults.fleet import r31_a_fleet_loses_no_token
 from tests.faults.hostile import r30_no_caller_stops_the_server
+from tests.faults.hung import r33_one_truth_about_a_hung_device
 from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.netns import missing
 from tests.faults.orphans import r3_orphans_are_freed
@@ -96,3 +97,7 @@ async def test_r30_a_neighbour_takes_its_share_alone() -> None:
 
 async def test_r31_a_fleet_loses_no_token() -> None:
     await hold(r31_a_fleet_loses_no_token)
+
+
+async def test_r33_one_truth_about_a_hung_device() -> None:
+    await hold(r33_one_truth_about_a_hung_device)

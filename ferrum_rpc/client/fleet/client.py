@@ -51,7 +51,8 @@ class FleetClient(Batches):
 
     A sequence stays with the executor that it was first fed at, its owner. Where that drains it is moved to another,
     and where it dies or forgets it, what it held is fed again at another before anything else is sent
-    (`Sequence.rebuild`).
+    (`Sequence.rebuild`). An owner that hangs, or does not answer, is waited for: for ``hung_patience_s`` in all, and
+    by each call until its deadline; then its sequences are fed elsewhere as if it had died, where others take them.
 
     Batches (`forward`, `batch_prefill`, `batch_decode`, `truncate`, `release`) go in one call for each owner, at the
     same time, and the error of an owner's whole call is that of each item that went there. ``all_or_nothing`` is for
@@ -68,6 +69,7 @@ class FleetClient(Batches):
         look_every_s: float = 0.5,
         resolve_every_s: float = 5.0,
         patience_s: float = 5.0,
+        hung_patience_s: float = 10.0,
     ) -> None:
         self._members = Members(
             targets,
@@ -76,6 +78,7 @@ class FleetClient(Batches):
             look_every_s=look_every_s,
             resolve_every_s=resolve_every_s,
             patience_s=patience_s,
+            hung_patience_s=hung_patience_s,
         )
         self._timeout_s = timeout_s
         self._home = Home(self._members)
@@ -214,7 +217,7 @@ class FleetClient(Batches):
         for at in ready if rebuilds else ():
             part, error = parts[at], told[at]
             if isinstance(error, ExecutorError) and not part.follows and await part.sequence._lost_behind(error):
-                lost.append(at)
+                lost += () if deadline.passed else (at,)
         if lost:
             again = await self._at_owners([parts[at] for at in lost], renewed, call, deadline, rebuilds - 1)
             told |= zip(lost, again, strict=True)

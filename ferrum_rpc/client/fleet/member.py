@@ -10,14 +10,18 @@ from collections.abc import Sequence as ListOf
 from contextlib import aclosing, suppress
 from typing import Final
 
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+
 from ferrum_rpc.client.client import ExecutorClient
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.fleet.placement import Candidate
 from ferrum_rpc.client.info import ExecutorInfo, ExecutorState
 from ferrum_rpc.client.prefixes import PrefixIndex
 from ferrum_rpc.client.retry import NEVER_RESEND, Deadline
+from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.core import Pressure
-from ferrum_rpc.errors import ExecutorError, InstanceMismatch
+from ferrum_rpc.errors import DeadlineExceeded, ExecutorError, InstanceMismatch
 
 PREFIX_BLOCKS: Final = 1 << 17
 """Blocks of an executor's prefix cache that are known here at most: some 13 MB."""
@@ -26,9 +30,10 @@ log = logging.getLogger("ferrum_rpc.client")
 
 
 class Member:
-    """One executor for one life of its process. ``draining``: it takes no new sequences. ``gone``: it has ended, or
-    nobody can reach it. ``listed``: its target is still one of the fleet's. ``leaving``: sequences that are being moved
-    away from it."""
+    """One executor for one life of its process, or until it has hung for too long. ``draining``: it takes no new
+    sequences. ``trouble``: why it makes no progress, or does not answer, while that is so. ``gone``: it has ended,
+    cannot be reached, or is given up. ``listed``: its target is still one of the fleet's. ``leaving``: sequences that
+    are being moved away from it. ``unreleased``: sequences that could not be released there."""
 
     def __init__(self, target: str, client: ExecutorClient, info: ExecutorInfo, notify: Callable[[], None]) -> None:
         self.target = target
@@ -38,7 +43,10 @@ class Member:
         self.index: PrefixIndex | None = None
         self.listed = True
         self.gone = False
+        self.trouble = ""
         self.leaving = 0
+        self.unreleased: list[SequenceState] = []
+        self.connection.on_unreleased = self.unreleased.append
         self._drains = False
         self._uptime_s = 0.0
         self._promised = 0
@@ -47,11 +55,15 @@ class Member:
         self._looking: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
-        self._heard = time.monotonic()
+        self._hung_since = 0.0
 
     def __repr__(self) -> str:
-        how = "gone" if self.gone else "draining" if self.draining else "serving"
-        return f"<Member {self.target} {self.info.instance_id}: {how}>"
+        return f"<Member {self.target} {self.info.instance_id}: {self.condition}>"
+
+    @property
+    def condition(self) -> str:
+        """How it is, for people: gone, hung, draining or serving."""
+        return "gone" if self.gone else "hung" if self.hung else "draining" if self.draining else "serving"
 
     @property
     def draining(self) -> bool:
@@ -59,9 +71,19 @@ class Member:
         return self._drains or self.connection.context.draining
 
     @property
+    def hung(self) -> bool:
+        """Whether it makes no progress, or does not answer. It may recover."""
+        return bool(self.trouble)
+
+    @property
+    def hung_s(self) -> float:
+        """For how many seconds it has been known to hang."""
+        return time.monotonic() - self._hung_since if self.hung else 0.0
+
+    @property
     def serving(self) -> bool:
         """Whether it takes new sequences."""
-        return self.listed and not self.gone and not self.draining
+        return self.listed and not self.gone and not self.hung and not self.draining
 
     @property
     def pressure(self) -> Pressure | None:
@@ -96,37 +118,54 @@ class Member:
 
     # --- how it is --------------------------------------------------------------------------------------------------
 
-    async def look(self, timeout_s: float, patience_s: float) -> None:
+    async def look(self, timeout_s: float) -> None:
         """Ask how it is; callers at the same time share the question, if it is asked after they came. It is gone where
-        nothing listens there any more, where another process does, or where it is silent for ``patience_s``."""
+        nothing listens there any more, or where another process does. It hangs where it says so, and where it does not
+        answer within ``timeout_s``. Before it is used again what could not be released there is."""
         if (under_way := self._looking) is not None and not under_way.done():
             await asyncio.wait({under_way})
         if self.gone:
             return
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._look(timeout_s, patience_s))
+            self._looking = asyncio.create_task(self._look(timeout_s))
         await asyncio.shield(self._looking)
 
-    async def _look(self, timeout_s: float, patience_s: float) -> None:
+    async def _look(self, timeout_s: float) -> None:
         try:
             status = await self.client._status(Deadline.after(timeout_s), NEVER_RESEND)
             if self.connection.context.known_info is None:  # somebody had reason to doubt it
                 await self.client.info(timeout_s=timeout_s)
         except ExecutorError as error:
-            silent_s = time.monotonic() - self._heard
-            refused = error.metadata.get("grpc_code") == "UNAVAILABLE"
-            if refused or isinstance(error, InstanceMismatch) or silent_s > patience_s:
+            if error.metadata.get("grpc_code") == "UNAVAILABLE" or isinstance(error, InstanceMismatch):
                 await self.end(error.message)
+            else:
+                self._hangs("it does not answer" if isinstance(error, DeadlineExceeded) else error.message)
             return
-        self._heard = time.monotonic()
         if status.uptime_s < self._uptime_s:
             await self.end("another process answers there")
             return
         self._uptime_s = status.uptime_s
         if status.state is ExecutorState.FAILED:
             await self.end("its model has failed")
-        elif (drains := status.state is ExecutorState.DRAINING) != self._drains:
-            self._drains = drains
+        elif status.state is ExecutorState.HUNG:
+            self._hangs("its device makes no progress")
+        else:
+            await self._works(drains=status.state is ExecutorState.DRAINING)
+
+    def _hangs(self, trouble: str) -> None:
+        if not self.hung:
+            self.trouble, self._hung_since = trouble, time.monotonic()
+            self._notify()
+
+    async def _works(self, *, drains: bool) -> None:
+        while self.unreleased and not self.gone:
+            states = list(self.unreleased)
+            self.unreleased.clear()
+            await self.connection.release(states)
+            if self.unreleased:  # it hangs once more, or is busy: the next look tries again
+                break
+        if self.hung or drains != self._drains:
+            self.trouble, self._drains = "", drains
             self._notify()
 
     async def end(self, why: str) -> None:
@@ -145,7 +184,7 @@ class Member:
 
     async def attend(self, every_s: float, look: Callable[[Member], Awaitable[None]]) -> None:
         """Until it is gone."""
-        events = asyncio.create_task(self._follow(every_s))
+        following = {asyncio.create_task(each(every_s)) for each in (self._follow, self._watch_health)}
         try:
             while not self.gone:
                 with suppress(TimeoutError):
@@ -154,8 +193,18 @@ class Member:
                 self._wake.clear()
                 await look(self)
         finally:
-            events.cancel()
-            await asyncio.wait({events})
+            for task in following:
+                task.cancel()
+            await asyncio.wait(following)
+
+    async def _watch_health(self, every_s: float) -> None:
+        """Where its health changes, that is looked into at once."""
+        context = self.connection.context
+        while not self.gone:
+            with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+                async for _ in context.health.Watch(HealthCheckRequest(), metadata=context.metadata):
+                    self._wake.set()
+            await asyncio.sleep(every_s)
 
     async def _follow(self, every_s: float) -> None:
         """Keep its prefixes. Where its events break off, that is looked into."""

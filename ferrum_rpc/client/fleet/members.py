@@ -19,8 +19,11 @@ from ferrum_rpc.client.fleet.placement import LongestPrefix, Placement
 from ferrum_rpc.client.fleet.resolving import NAMED, check, lookup
 from ferrum_rpc.client.info import ExecutorInfo
 from ferrum_rpc.client.masks import KnownMasks
-from ferrum_rpc.client.retry import Deadline
+from ferrum_rpc.client.retry import LEASE_GONE, Deadline
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, LayoutMismatch, TransportError
+
+SILENT_S: Final = 1.0
+"""An executor that does not say for so long how it is gets no new sequences until it does."""
 
 FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
@@ -34,9 +37,12 @@ class Members:
     the name resolves to, or ``file:PATH`` for those that it lists, one a line. An async context manager; ``connect``
     makes the client of one. All must serve the same model: what serves another is not used.
 
-    ``look_every_s``: how often each is asked how it is; ``resolve_every_s``: how often names are resolved, besides when
-    somebody is gone; ``patience_s``: for how long an executor may be silent. ``changes``: counts who came, began to
-    drain, and went, or could not be reached (``troubles``).
+    ``look_every_s``: how often each is asked how it is, besides when its health changes; ``resolve_every_s``: how often
+    names are resolved, besides when somebody is gone; ``patience_s``: for how long a new one may take to say what it
+    is. One that hangs, or is silent, gets nothing new; after ``hung_patience_s`` it is given up where others take
+    sequences, and its own go on there. When it answers again it is another member, once what it had is released.
+    ``changes``: counts who came, began to drain or to hang, recovered, and went, or could not be reached
+    (``troubles``).
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class Members:
         look_every_s: float = 0.5,
         resolve_every_s: float = 5.0,
         patience_s: float = 5.0,
+        hung_patience_s: float = 10.0,
     ) -> None:
         self.targets = (targets,) if isinstance(targets, str) else tuple(targets)
         if not self.targets:
@@ -65,7 +72,9 @@ class Members:
         self._connect = connect
         self._placement = placement
         self._look_every_s, self._resolve_every_s, self._patience_s = look_every_s, resolve_every_s, patience_s
+        self._hung_patience_s = hung_patience_s
         self._there: list[Member] = []
+        self._left: dict[str, tuple[str, str]] = {}  # by target: the instance that was given up, and the lease there
         self._addresses: dict[str, set[str]] = {}
         self._keeping: dict[str, asyncio.Task[None]] = {}
         self._resolving: list[asyncio.Task[None]] = []
@@ -106,8 +115,15 @@ class Members:
         return self.changes
 
     async def look(self, member: Member) -> None:
-        """See whether it is there."""
-        await member.look(min(2.0, self._patience_s), self._patience_s)
+        """See whether it is there, and whether it works. One that has hung for too long is given up."""
+        trouble = member.trouble
+        await member.look(SILENT_S)
+        if member.hung and not trouble and member in self._there:
+            log.warning("executor %s of the fleet hangs: %s", member.target, member.trouble)
+        elif trouble and not member.hung and not member.gone:
+            log.info("executor %s of the fleet goes on", member.target)
+        if member.hung_s > self._hung_patience_s and self.serving:
+            await member.end(f"{member.trouble} for {member.hung_s:.0f} s, and its sequences go on elsewhere")
 
     async def some(self, deadline: Deadline) -> list[Member]:
         """Those that take new sequences, when there is one. Raises `TransportError` where the time is over."""
@@ -116,7 +132,9 @@ class Members:
                 async with asyncio.timeout(deadline.remaining()):
                     await self.changed(self.changes)
             except TimeoutError:
-                why = "; ".join(f"{target}: {each.message}" for target, each in self.troubles.items())
+                known = {target: each.message for target, each in self.troubles.items()}
+                known |= {each.target: each.trouble for each in self._there if each.hung}
+                why = "; ".join(f"{target}: {each}" for target, each in known.items())
                 message = f"no executor of {', '.join(self.targets)} takes sequences ({why or 'none has answered'})"
                 raise TransportError(message) from None
         return found
@@ -198,6 +216,7 @@ class Members:
             finally:
                 if member is not None:
                     self._there.remove(member)
+                    self._left[target] = member.info.instance_id, member.connection.leases.lease_id
             await client._connection.abandon()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -210,17 +229,26 @@ class Members:
         client._connection.masks.known = self.masks
         member = Member(target, client, info, self._notify)
         await self.look(member)
-        if member.gone or member.pressure is None:
-            raise TransportError("it does not say how it is")
+        if member.gone or member.hung or member.pressure is None:
+            raise TransportError(member.trouble or "it does not say how it is")
         if any(each.info.instance_id == info.instance_id for each in self._there):
             raise InvalidRequest("another target of the fleet is the same executor", field="targets")
         known = self.first
         if known is not None and _model(known.info) != _model(info):
             raise LayoutMismatch(f"it serves {info.model.name}, and the fleet {known.info.model.name}")
+        await self._release_left(target, member)
         self._there.append(member)
         self.first = self.first or member
         self._notify()
         return member
+
+    async def _release_left(self, target: str, member: Member) -> None:
+        """Free what an executor still has for the member that it was before; its sequences are elsewhere."""
+        instance, lease_id = self._left.get(target, ("", ""))
+        if lease_id and instance == member.info.instance_id:
+            with suppress(*LEASE_GONE):
+                await member.client.revoke_lease(lease_id, timeout_s=self._patience_s)
+        self._left.pop(target, None)
 
 
 def _model(info: ExecutorInfo) -> tuple[object, ...]:

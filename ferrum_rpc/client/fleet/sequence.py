@@ -25,6 +25,7 @@ from ferrum_rpc.client.retry import SEQUENCE_GONE, Deadline
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.errors import (
+    DeadlineExceeded,
     DeviceLost,
     Draining,
     ExecutorError,
@@ -65,6 +66,7 @@ class FleetSequence(Sequence):
     """One sequence in the KV cache of one executor of a fleet. Made by `FleetClient.sequence`; used as a `Sequence`."""
 
     _rebuilds_of_a_call: ClassVar = 8
+    _rebuilt_in_batches: ClassVar = True
 
     def __init__(self, home: Home, member: Member, state: SequenceState, *, rebuild: bool) -> None:
         super().__init__(member.connection, state, rebuild=rebuild)
@@ -140,7 +142,7 @@ class FleetSequence(Sequence):
             if not self._rebuilds:
                 raise InstanceMismatch(f"the executor at {member.target} is gone, with what it held")
             self._lose()
-        elif not member.draining or not await self._leave(deadline):
+        elif member.hung or not member.draining or not await self._leave(deadline):
             return
         prompt = self._prompted if self._lost is None else self._lost.tokens
         self._go(self._choose(await self._home.members.some(deadline), prompt))
@@ -165,8 +167,9 @@ class FleetSequence(Sequence):
     def _restart(self, tokens: list[int]) -> None:
         """The owner has it no more, or is to have it no longer."""
         state = self._state
-        if self._member.draining and not self._member.gone and not self._unplaced:
-            self._home.let_go(self._member, replace(state))
+        member = self._member
+        if (member.draining or member.hung) and not member.gone and not self._unplaced:
+            self._home.let_go(member, replace(state))
         self._connection.live.discard(state)
         state.creation = state.fork = None
         self._chosen = False
@@ -177,9 +180,21 @@ class FleetSequence(Sequence):
     ) -> Result:
         try:
             return await super()._recover(send, deadline, truncate_to)
-        except BaseException:
+        except BaseException as error:
             self._chosen = False
+            self._leave_hung(error)
             raise
+
+    def _leave_hung(self, error: object) -> bool:
+        """Whether a call has ended by its deadline because the owner hangs, and what it held is fed elsewhere next."""
+        member = self._member
+        leaves = isinstance(error, DeadlineExceeded) and self._rebuilds and member.hung and not member.gone
+        if leaves := leaves and not self._unplaced and bool(self._home.members.serving):
+            self._lose()
+        return leaves
+
+    async def _lost_behind(self, error: ExecutorError) -> bool:
+        return self._leave_hung(error) or await super()._lost_behind(error)
 
     async def _info(self, deadline: Deadline) -> ExecutorInfo:
         return self._member.info
