@@ -15,6 +15,7 @@ from typing import Any
 from ferrum_rpc.client import LIVENESS, ExecutorClient, ExecutorState, Health, read_token, tls
 from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.errors import Draining, InvalidRequest, TransportError
+from ferrum_rpc.terminal import columns, hanging
 
 LOOK_EVERY_S = 0.2
 
@@ -202,34 +203,40 @@ def _plain(value: Any) -> Any:
 
 def _show(value: Any, *, as_json: bool) -> None:
     plain = _plain(value)
+    width = columns(sys.stdout)
     if as_json:
         print(json.dumps(plain))
     elif isinstance(plain, dict):
-        print("\n".join(_lines(plain)))
+        print("\n".join(_lines(plain, width)))
     else:
-        print("\n".join(_table(plain)) if plain else "none")
+        print("\n".join(_table(plain, width)) if plain else "none")
 
 
-def _lines(value: dict[str, Any], indent: str = "") -> list[str]:
-    """Nested facts, one a line."""
+def _lines(value: dict[str, Any], width: int | None, indent: str = "") -> list[str]:
+    """Nested facts, one a line; wrapped where there is a ``width``."""
     lines = []
+    deeper = f"{indent}  "
     for name, each in value.items():
         if isinstance(each, dict):
-            lines += [f"{indent}{name}", *_lines(each, indent + "  ")]
+            lines += [f"{indent}{name}", *_lines(each, width, deeper)]
         elif isinstance(each, list) and each and isinstance(each[0], dict):
-            lines += [f"{indent}{name}", *(f"{indent}  {row}" for row in _table(each))]
+            lines += [f"{indent}{name}", *_table(each, width, deeper)]
         elif isinstance(each, list) and each and isinstance(each[0], list):
-            lines += [f"{indent}{name}", *(f"{indent}  {': '.join(map(str, pair))}" for pair in each)]
+            pairs = (hanging(f"{deeper}{what}: ", ", ".join(map(str, rest)), width) for what, *rest in each)
+            lines += [f"{indent}{name}", *(line for pair in pairs for line in pair)]
         else:
-            lines.append(f"{indent}{name:<28} {_cell(each)}")
+            lines += hanging(f"{indent}{name:<28} ", _cell(each), width)
     return lines
 
 
-def _table(rows: list[dict[str, Any]]) -> list[str]:
-    """Facts of many alike, one of them a line below their names."""
+def _table(rows: list[dict[str, Any]], width: int | None, indent: str = "") -> list[str]:
+    """Facts of many alike, one of them a line below their names; where that is wider than ``width``, each by itself."""
     cells = [list(rows[0]), *([_cell(each) for each in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    if width is not None and len(indent) + sum(widths) + 2 * (len(widths) - 1) > width:
+        return [line for row in rows for line in ("", *_lines(row, width, indent))][1:]
+    aligned = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+    return [f"{indent}{line}".rstrip() for line in aligned]
 
 
 def _cell(value: Any) -> str:

@@ -109,4 +109,7 @@ class _Progress:
             sys.stderr.write(f"\rloading weights {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB")
             sys.stderr.flush()
         else:
+            if self._terminal:
+                sys.stderr.write("\r\x1b[2K")
+                sys.stderr.flush()
             log.info("loading", bytes=done, total_bytes=total, seconds=round(now - self._began, 2))

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import shlex
+import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +19,7 @@ from ferrum_rpc.building import found, model_folder
 from ferrum_rpc.config import SETTINGS, ModelSettings, ServeSettings
 from ferrum_rpc.engine.ranks.world import check_ranks
 from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.terminal import aligned, columns, wrap
 
 if TYPE_CHECKING:
     from ferrum_rpc.engine.choices import Parts
@@ -82,10 +84,9 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
         ("memory", f"{gib(memory)} free" if memory else "not known"),
         ("parity", compared),
     ]
-    width = max(len(name) for name, _ in lines)
-    for name, text in lines:
-        print(f"{name:<{width}}  {text}")
-    print(verdict)
+    width = columns(sys.stdout)
+    print(*aligned(lines, width), sep="\n")
+    print(verdict if status == EXIT_SERVES else "\n".join(wrap(verdict, width)))  # the command is to be copied
     return status
 
 

@@ -1,4 +1,5 @@
-"""structlog for the programs: a console on a terminal, one JSON object a line otherwise. Called once, by a program.
+"""structlog for the programs: for people (`console`) on a terminal, one JSON object a line otherwise. Called once, by a
+program.
 
 A log line is never a reason to stop, or to wait. Lines are written by a thread of its own, because a reader that stalls
 would otherwise hang the event loop as soon as its pipe is full; what does not fit into `HELD_CHARACTERS` meanwhile is
@@ -16,11 +17,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final, TextIO, cast
 
 import structlog
 
-from ferrum_rpc.terminal import colours
+from ferrum_rpc.console import Console
+from ferrum_rpc.terminal import colours, columns
 
 HELD_CHARACTERS: Final = 1 << 20
 """Of lines that wait for the reader."""
@@ -107,12 +110,11 @@ def configure_logging(log_format: str = "auto", level: str = "info") -> None:
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.TimeStamper(fmt="%H:%M:%S" if console else "iso", utc=not console),
     ]
     if console:
-        processors.append(
-            structlog.dev.ConsoleRenderer(colors=colours(sys.stderr), exception_formatter=structlog.dev.plain_traceback)
-        )
+        screen = Console(partial(columns, sys.stderr), colours=colours(sys.stderr))
+        processors += [structlog.processors.format_exc_info, screen]
     else:
         transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         processors += [structlog.processors.ExceptionRenderer(transformer), structlog.processors.JSONRenderer()]

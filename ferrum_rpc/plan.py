@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 
 from ferrum_rpc.building import found, model_folder
 from ferrum_rpc.config import ServeSettings
 from ferrum_rpc.engine.ranks.world import check_ranks
 from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.terminal import columns, hanging, wrap
 
 EXIT_FITS, EXIT_TOO_LARGE = 0, 2
 
@@ -66,8 +68,9 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
             facts[name] = getattr(made, name)
         print(json.dumps(facts))
     else:
+        width = columns(sys.stdout)
         for name, size, text in lines(made):
-            print(f"{name:<12} {size:>11}   {text}".rstrip())
+            print(*hanging(f"{name:<12} {size:>11}   ", text, width), sep="\n")
         if made.advice:
-            print(made.advice)
+            print(*wrap(made.advice, width), sep="\n")
     return EXIT_FITS if made.fits else EXIT_TOO_LARGE

@@ -43,6 +43,11 @@ SECOND_SIGNAL_S = 0.2
 def serve(settings: ServeSettings) -> int:
     """Serve until SIGTERM or SIGINT. Exit status: 0 after a graceful stop, 1 if it could not serve."""
     configure_logging(settings.log_format, settings.log_level)
+    try:
+        model_folder(settings.model.path)
+    except InvalidRequest as error:
+        log.error("cannot_serve", error=error.message)
+        return 1
     if settings.model.ranks == 1 and os.environ.get("WORLD_SIZE", "1") not in {"0", "1"}:
         action = "to share the model among them, give --tensor-parallel or --pipeline-parallel; else start one process"
         log.warning("world_ignored", world_size=os.environ["WORLD_SIZE"], action=action)
@@ -51,7 +56,6 @@ def serve(settings: ServeSettings) -> int:
     log.info("chosen", choice="allocator", reason=keep_freed_memory())
     log.info("chosen", choice="sockets", reason=f"read {polled()}")
     try:
-        model_folder(settings.model.path)
         check_ranks(settings.model)
         with asyncio.Runner(loop_factory=loop.make) as runner:
             return runner.run(_serve(settings))
@@ -181,6 +185,8 @@ def _drain_on_signals(server: ExecutorServer) -> None:
 
 def _banner(server: ExecutorServer, runner: Described) -> None:
     info, device = runner.info, runner.device
+    pressure = server.state.pressure()
+    kv_tokens = pressure.total_blocks * pressure.block_size
     log.info(
         "serving",
         version=__version__,
@@ -192,6 +198,11 @@ def _banner(server: ExecutorServer, runner: Described) -> None:
         max_context=info.max_context,
         device=device.name,
         threads=device.threads,
+        dtype=info.weight_dtype,
+        kv_dtype=info.kv_dtype,
+        kv_tokens=kv_tokens,
+        kv_bytes=kv_tokens * info.kv_bytes_per_token,
+        exact_span_tokens=device.exact_span_tokens,
     )
     for choice, reason in device.choices:
         say = log.warning if choice == NO_KERNELS else log.info

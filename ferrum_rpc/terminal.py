@@ -1,10 +1,19 @@
-"""What a program may write where people and programs read: colours and moving lines."""
+"""What a program may write where people and programs read: colours, moving lines, and how wide."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import TextIO
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, TextIO
+
+LEAST_COLUMNS: Final = 40
+"""Narrower terminals break lines by themselves."""
+
+PROGRAM: Final = "ferrum-rpc"
 
 
 def moves(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
@@ -15,3 +24,51 @@ def moves(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
 def colours(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether to use colours: where lines may move, unless NO_COLOR is set (https://no-color.org)."""
     return moves(stream, environment) and not environment.get("NO_COLOR")
+
+
+def columns(stream: TextIO) -> int | None:
+    """Columns of a terminal, at least `LEAST_COLUMNS`; None for a file or a pipe, whose lines are not wrapped."""
+    if not stream.isatty():
+        return None
+    try:
+        found = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):  # a terminal without a size, or a test's
+        found = 0
+    return max(LEAST_COLUMNS, found or 80)
+
+
+def wrap(text: str, width: int | None, indent: int = 0) -> list[str]:
+    """The lines of a text, those after the first ``indent`` further right. A word is never cut: paths can be copied."""
+    if width is None:
+        return [text]
+    further = " " * indent
+    return textwrap.wrap(text, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def hanging(before: str, text: str, width: int | None) -> list[str]:
+    """``before``, and after it a text that is wrapped below itself. Where too little of ``width`` is left for it, it
+    begins on a line of its own."""
+    if not text:
+        return [before.rstrip()]
+    longest = max(map(len, text.split()), default=0)
+    if width is None or len(before) + max(longest, LEAST_COLUMNS // 2) <= width:
+        return wrap(before + text, width, len(before))
+    head = before.rstrip()
+    margin = len(head) - len(head.lstrip()) + 4
+    return [*([head] if head else []), *wrap(" " * margin + text, width, margin)]
+
+
+def aligned(rows: Iterable[tuple[str, str]], width: int | None, indent: int = 0) -> list[str]:
+    """Names and texts in two columns."""
+    listed = list(rows)
+    size = max((len(name) for name, _ in listed), default=0)
+    return [line for name, text in listed for line in hanging(f"{' ' * indent}{name:<{size}}  ", text, width)]
+
+
+def program(arguments: Sequence[str] = sys.argv) -> str:
+    """How this program is started by hand: by its name where a shell finds that, else as it was started."""
+    name = arguments[0] if arguments else ""
+    if Path(name).name != PROGRAM:
+        return PROGRAM
+    found = shutil.which(PROGRAM)
+    return PROGRAM if found is not None and Path(found).samefile(name) else name

@@ -65,6 +65,17 @@ async def test_status_names_every_number_in_json_and_in_text(
     assert any(line[:2] == ["ferrum_rpc.executor.v1.ModelExecutor/Prefill", "1"] for line in lines)
 
 
+@pytest.mark.parametrize("width", [40, 200])
+async def test_answers_fit_the_terminal(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(ask, "columns", lambda _: width)
+    for command in ("info", "status"):
+        await run(served.target, command)
+        wide = [line for line in capsys.readouterr().out.splitlines() if len(line) > width]
+        assert all(len(line.split()) == 1 for line in wide), "no word is cut"
+
+
 async def test_sequences_lists_them_and_reset_releases_them(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     async with ExecutorClient(served.target, client_name="a scheduler") as client:
         assert await answer(capsys, served.target, "sequences") == []

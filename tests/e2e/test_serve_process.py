@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +115,54 @@ def test_a_model_that_cannot_be_served_says_why_and_exits_1(model: str, what: st
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     events = [json.loads(line) for line in done.stderr.splitlines()]
+    assert len(events) == 1, "what was chosen for nothing is not said"
     assert events[-1]["event"] == "cannot_serve" and what in events[-1]["error"] and str(path) in events[-1]["error"]
     assert "listening" not in {each["event"] for each in events}  # nothing was bound, and torch not loaded for it
     assert "Traceback" not in done.stderr
+
+
+def on_a_terminal(width: int, *arguments: str, until: str = "") -> tuple[int, str]:
+    """Exit status of a program whose standard streams are a terminal, and what it wrote; Ctrl-C once ``until`` was."""
+    reads, writes = os.openpty()
+    termios.tcsetwinsize(writes, (30, width))
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), writes)
+    environment = {**os.environ, "TERM": "dumb"}
+    command = (*SERVE, *arguments)
+    with (
+        subprocess.Popen(command, **streams, env=environment, start_new_session=True) as it,
+        open(reads, "rb") as screen,
+    ):  # type: ignore[call-overload]
+        os.close(writes)
+        wrote = b""
+        with suppress(OSError):  # the end of a terminal
+            while data := os.read(screen.fileno(), 4096):
+                wrote += data
+                if until and until.encode() in wrote:
+                    it.send_signal(signal.SIGINT)
+                    until = ""
+    return it.returncode, wrote.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("width", [60, 120])
+def test_on_a_terminal_it_says_on_one_screen_what_serves_and_what_to_type(width: int) -> None:
+    status, wrote = on_a_terminal(width, "identity", "--port", "0", "--kv-blocks", "64", until="stop it")
+    assert status == 0
+    begin, screen = wrote.split("\n", 1)
+    assert begin.startswith("listening on 127.0.0.1:") and begin.endswith(", loading the model ...")
+    screen, _, later = screen.partition("Ctrl-C")
+    assert len(screen.splitlines()) <= 24
+    target = begin.split()[2].rstrip(",")
+    for words in ("serves identity", f"  address  {target}", "cpu: ", "attention=", f" status --target {target}"):
+        assert words in screen
+    assert "draining: grace 30 s" in later and "stopped: " in later
+    assert all(len(line) <= width for line in wrote.splitlines() if "ferrum-rpc " not in line)
+    assert '{"' not in wrote
+
+
+def test_on_a_terminal_a_folder_that_is_not_there_is_all_that_is_said(tmp_path: Path) -> None:
+    status, wrote = on_a_terminal(200, str(tmp_path / "no" / "such" / "folder"))
+    why = f"model folder {tmp_path}/no/such/folder: No such file or directory"
+    assert (status, wrote) == (1, f"ferrum-rpc serve: {why}\n")
 
 
 async def ask(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ferrum_rpc import cli, doctor
+from ferrum_rpc import cli, doctor, plan
 from ferrum_rpc.engine import parity
 from tests.checkpoints import make_checkpoint
 
@@ -58,6 +58,17 @@ def test_a_rotation_that_is_frozen_for_a_context_is_compared_with_the_same(tmp_p
         and found["parity"]["error"]["largest"] < 1e-4
         and "rope=longrope" in found["choices"]
     )
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("command", ["doctor", "plan"])
+def test_lines_fit_the_terminal(folder, capsys, monkeypatch, command, width):
+    monkeypatch.setattr({"doctor": doctor, "plan": plan}[command], "columns", lambda _: width)
+    with pytest.raises(SystemExit):
+        cli.main([command, str(folder), "--kv-blocks", "16", "--device", "cpu"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if str(folder) not in line) <= width
+    assert command == "plan" or lines[-1].startswith("it can be served: ferrum-rpc serve "), "a line to be copied"
 
 
 def test_what_is_to_be_rounded_is_compared_without_that(folder, capsys):

@@ -36,7 +36,8 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.private_files": Floor(),
     "ferrum_rpc.selection": Floor("errors"),
     "ferrum_rpc.terminal": Floor(),
-    "ferrum_rpc.logs": Floor("terminal", "structlog"),
+    "ferrum_rpc.console": Floor("terminal", "structlog"),
+    "ferrum_rpc.logs": Floor("console terminal", "structlog"),
     "ferrum_rpc.failpoints": Floor("errors logs", "structlog"),
     "ferrum_rpc.usage": Floor(),
     "ferrum_rpc.config": Floor("core errors failpoints usage", "pydantic"),
@@ -86,13 +87,13 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor prefix_hash wire", "google grpc grpc_health numpy"),
     # programs
     "ferrum_rpc.runtime": Floor("usage", "uvloop"),
-    "ferrum_rpc.ask": Floor("ferrum_rpc core errors client", "tokenizers"),
+    "ferrum_rpc.ask": Floor("ferrum_rpc core errors client terminal", "tokenizers"),
     "ferrum_rpc.hub": Floor("errors terminal", "huggingface_hub structlog"),
     "ferrum_rpc.building": Floor(
         "errors failpoints models engine engine.api config usage terminal hub", "structlog torch"
     ),
-    "ferrum_rpc.plan": Floor("errors engine engine.ranks.world building config", "torch"),
-    "ferrum_rpc.doctor": Floor("errors models engine engine.parity engine.ranks.world building config"),
+    "ferrum_rpc.plan": Floor("errors engine engine.ranks.world building config terminal", "torch"),
+    "ferrum_rpc.doctor": Floor("errors models engine engine.parity engine.ranks.world building config terminal"),
     "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config runtime"),
     "ferrum_rpc.rank": Floor("errors engine engine.ranks.world runtime", "torch"),
     "ferrum_rpc.serve": Floor(

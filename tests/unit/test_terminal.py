@@ -1,19 +1,23 @@
-"""Colours and moving lines are for terminals that know them."""
+"""Colours and moving lines are for terminals that know them; the log is a screen and lines that fit there."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
+import termios
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 
 from ferrum_rpc.bench import display as bench_display
 from ferrum_rpc.bench.stats import Stats
+from ferrum_rpc.console import Console
 from ferrum_rpc.logs import configure_logging
-from ferrum_rpc.terminal import colours, moves
+from ferrum_rpc.terminal import aligned, colours, columns, moves, program
 
 
 class Screen(io.StringIO):
@@ -67,6 +71,103 @@ def test_the_console_log_is_coloured_where_it_may_be(
         monkeypatch.undo()
     assert "an_event" in written
     assert ("\x1b[" in written) is coloured
+
+
+EVENTS: list[tuple[str, dict[str, Any]]] = [
+    ("chosen", {"choice": "event loop uvloop", "reason": "it is installed"}),
+    ("listening", {"target": "127.0.0.1:50051", "tls": True, "credentials": False}),
+    ("plan", {"weights_bytes": 7_374_848, "kv_bytes": 4 << 30}),
+    ("metrics", {"url": "http://127.0.0.1:9464/metrics"}),
+    (
+        "serving",
+        {
+            "version": "1.2.3",
+            "model": "demo",
+            "architecture": "Qwen3ForCausalLM",
+            "parameters": 3_610_624,
+            "vocab_size": 264,
+            "max_context": 2048,
+            "device": "a CPU",
+            "threads": 2,
+            "kv_dtype": "bfloat16",
+            "kv_tokens": 1_398_096,
+            "kv_bytes": 4 << 30,
+        },
+    ),
+    ("chosen", {"choice": "device=cpu", "reason": "torch finds no CUDA device"}),
+    ("chosen", {"choice": "dtype=bfloat16", "reason": "the checkpoint is bfloat16 and the CPU has avx512_bf16"}),
+    ("chosen", {"choice": "linear=native", "reason": "weights in panels: 8 or 32 rows cost little more than one"}),
+    ("chosen", {"choice": "kv_blocks=87381 (4096 MiB)", "reason": "25% of the free memory, at most 4 GiB"}),
+    ("ready", {"target": "127.0.0.1:50051", "instance_id": "1"}),
+]
+
+
+def rendered(console: Console, name: str, level: str = "info", **facts: Any) -> str:
+    """What an event looks like; nothing where the screen will show it."""
+    try:
+        return console(None, name, {"event": name, "level": level, "timestamp": "12:34:56", **facts})
+    except structlog.DropEvent:
+        return ""
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_the_way_up_is_one_screen_and_what_follows_are_lines_that_fit(width: int) -> None:
+    console = Console(lambda: width, colours=False)
+    *before, screen = [rendered(console, name, **facts) for name, facts in EVENTS]
+    assert [each for each in before if each] == ["listening on 127.0.0.1:50051, loading the model ..."]
+    for words in ("1.2.3 serves demo", "3.61 million parameters", "7.03 MiB", "4 GiB in bfloat16", "linear=native"):
+        assert words in " ".join(screen.split())
+    assert "uvloop" not in screen and "kv_blocks" not in screen
+    command = 'ferrum-rpc generate "In the beginning" --tls-ca FILE'
+    assert any(line.endswith(command) for line in screen.splitlines()), "a command is copied from one line"
+    assert width < 80 or len(screen.splitlines()) <= 24
+    later = rendered(
+        console, "draining", grace_s=30.0, sequences=1234, held_bytes=3 << 30, action="let schedulers move on " * 4
+    )
+    assert later.startswith("12:34:56 draining: grace 30 s,")
+    assert " ".join(later.split()).startswith("12:34:56 draining: grace 30 s, sequences 1,234, held 3 GiB →")
+    assert "→ let schedulers move on" in later
+    lines = [line for line in [*screen.splitlines(), *later.splitlines()] if "ferrum-rpc " not in line]
+    assert all(len(line) <= width for line in lines), lines
+    assert rendered(console, "chosen", choice="NIXL agent", reason="later").startswith("12:34:56 chosen: choice NIXL")
+
+
+def test_what_stops_a_start_is_all_that_is_said_of_it() -> None:
+    console = Console(lambda: None, colours=False)
+    held = [rendered(console, name, **facts) for name, facts in EVENTS[:1]]
+    assert held == [""]
+    assert rendered(console, "cannot_serve", "error", error="no such folder") == "ferrum-rpc serve: no such folder"
+    warning = rendered(console, "chosen", "warning", choice="kernels=none", reason="slow", action="nothing")
+    assert warning == "12:34:56 warning: chosen: choice kernels=none, reason slow"
+    assert rendered(console, "failed", "error", exception="Traceback ...").endswith("error: failed\nTraceback ...")
+
+
+@pytest.mark.parametrize("width", range(40, 201, 20))
+def test_texts_are_wrapped_below_themselves_and_words_stay_whole(width: int) -> None:
+    path = "/a/" + "long/" * 40
+    lines = aligned([("name", "word " * 60), ("a longer name", path), ("last", "")], width)
+    assert " ".join(lines).split() == ["name", *["word"] * 60, "a", "longer", "name", path, "last"]
+    assert all(len(line) <= width for line in lines if path not in line)
+    assert lines[1].startswith(" " * len("a longer name  ") + "word")
+    assert aligned([("name", "word " * 60)], None) == ["name  " + "word " * 60]
+
+
+def test_only_a_terminal_has_a_width() -> None:
+    reads, writes = os.openpty()
+    with open(reads, "rb", buffering=0), open(writes, "w") as stream:
+        for given, expected in ((100, 100), (20, 40), (0, 80)):
+            termios.tcsetwinsize(stream.fileno(), (24, given))
+            assert columns(stream) == expected
+    assert columns(io.StringIO()) is None and columns(Screen()) == 80
+
+
+def test_the_program_is_named_as_it_must_be_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "ferrum-rpc"
+    script.touch(mode=0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert program([str(script), "serve"]) == str(script)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program([str(script), "serve"]) == program(["somewhere/cli.py"]) == "ferrum-rpc"
 
 
 async def test_a_dumb_terminal_gets_no_line_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
