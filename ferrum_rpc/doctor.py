@@ -44,6 +44,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
     parts = choose_parts(config)
     memory = free_memory(parts.device)
     plan = make_plan(parts, config, LargestStep(settings.max_batch_tokens, settings.max_batch_items), memory)
+    adapters = _adapters(config, parts)
     parity, compared = None, "not compared: it does not fit"
     if not memory or plan.fits:
         left = memory - plan.weights_bytes * plan.ranks if memory else 0  # the whole model is compared
@@ -66,6 +67,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
                 "fits": plan.fits,
                 "advice": plan.advice,
             },
+            "adapters": adapters,
             "parity": None if parity is None else _facts(parity),
             "compared": compared,
             "verdict": verdict,
@@ -82,12 +84,23 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
         ("kv cache", f"{gib(plan.kv_bytes)} in {plan.kv_dtype}: {plan.kv_tokens:,} tokens"),
         *([("all ranks", f"{gib(plan.all_bytes)} on this machine")] if plan.others.ranks else []),
         ("memory", f"{gib(memory)} free" if memory else "not known"),
+        *((f"adapter {name}", text) for name, text in adapters.items()),
         ("parity", compared),
     ]
     width = columns(sys.stdout)
     print(*aligned(lines, width), sep="\n")
     print(verdict if status == EXIT_SERVES else "\n".join(wrap(verdict, width)))  # the command is to be copied
     return status
+
+
+def _adapters(config: ModelSettings, parts: Parts) -> dict[str, str]:
+    """What is in the folder of adapters: each is loaded later, or refused, by `LoadAdapter`."""
+    from ferrum_rpc.engine.adapters import examine
+    from ferrum_rpc.models.identity import IdentityModel
+
+    if config.adapter_dir is None or isinstance(parts.model, IdentityModel):
+        return {}
+    return examine(config.adapter_dir, parts.model.modules, config.max_adapter_rank)
 
 
 def _facts(parity: Parity) -> dict[str, Any]:

@@ -6,7 +6,7 @@ brings the tensors of one layer. So steps go on meanwhile, in a thread or a proc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ferrum_rpc.core import AdapterFacts
 from ferrum_rpc.engine.loading import READABLE
-from ferrum_rpc.errors import NotSupported, SequencesExhausted
+from ferrum_rpc.errors import ExecutorError, NotSupported, SequencesExhausted, counted
 from ferrum_rpc.models.adapter_config import LowRank, read_adapter
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.weights.adapter import AdapterFiles
@@ -47,12 +47,7 @@ class Adapters:
     def open(self, number: int, name: str) -> AdapterFacts:
         """Begin to load the adapter in the folder ``name``. Raises `AdapterUnknown`, `SequencesExhausted` for want of
         memory, and InvalidRequest and NotSupported for files that are not right; then nothing was allocated."""
-        files = AdapterFiles.open(self._root, name)
-        shapes = {each: entry.shape for each, entry in files.entries.items()}
-        adapter = read_adapter(files.config, shapes, self._loras.modules, self._max_rank)
-        for each, entry in files.entries.items():
-            if entry.dtype not in READABLE:
-                raise NotSupported(f"the adapter's tensor {each[:120]!r} is of type {entry.dtype}", field="adapter")
+        files, adapter = _headers(self._root, name, self._loras.modules, self._max_rank)
         changes = self._loras.changes(adapter)
         wanted, held = self._loras.nbytes(changes), sum(self._bytes.values())
         if held + wanted > self._most_bytes:
@@ -93,6 +88,30 @@ class Adapters:
         self._loading.pop(number, None)
         self._bytes.pop(number, None)
         self._loras.drop(number)
+
+
+def examine(root: Path, modules: Mapping[str, tuple[int, int]], max_rank: int) -> dict[str, str]:
+    """What each adapter in the folders of ``root`` is to a model of these ``modules``, by the headers of its files: its
+    rank, or why `Adapters.open` refuses it."""
+    found = {}
+    for folder in sorted(each for each in root.iterdir() if each.is_dir()):
+        try:
+            _, adapter = _headers(root, folder.name, modules, max_rank)
+            found[folder.name] = f"rank {max(each.rank for each in adapter)}, of {counted(len(adapter), 'module')}"
+        except ExecutorError as error:
+            found[folder.name] = f"refused: {error.message}"
+    return found
+
+
+def _headers(
+    root: Path, name: str, modules: Mapping[str, tuple[int, int]], max_rank: int
+) -> tuple[AdapterFiles, list[LowRank]]:
+    files = AdapterFiles.open(root, name)
+    adapter = read_adapter(files.config, {key: each.shape for key, each in files.entries.items()}, modules, max_rank)
+    for key, entry in files.entries.items():
+        if entry.dtype not in READABLE:
+            raise NotSupported(f"the adapter's tensor {key[:120]!r} is of type {entry.dtype}", field="adapter")
+    return files, adapter
 
 
 def _bytes(tensor: Tensor) -> memoryview:

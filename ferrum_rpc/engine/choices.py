@@ -33,8 +33,10 @@ from ferrum_rpc.models.hf.describe import HfSpec
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.linear import LinearFactory, select_bytes, select_linear
+from ferrum_rpc.models.lora import modules_of
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.models.with_images import adapted_roots
 from ferrum_rpc.native import library
 from ferrum_rpc.weights.checkpoint import Checkpoint
 
@@ -73,6 +75,11 @@ class Pretrained(NamedTuple):
     def tensor_names(self) -> Collection[str]:
         """Those of the checkpoint that it is made of."""
         return layout(self.whole).keys()
+
+    @property
+    def modules(self) -> dict[str, tuple[int, int]]:
+        """The matrices that adapters can change, by name, with their sizes [out, in]."""
+        return modules_of(layout(replace(self.whole, roots=adapted_roots(self.whole.architecture))))
 
     def weight_bytes(self) -> int:
         """Of all weights once they are loaded. Raises InvalidRequest where they cannot be held so."""
@@ -185,7 +192,7 @@ def _copied(model: IdentityModel | Pretrained | Borrowed) -> tuple[int, ...]:
 def _check_adapters(folder: Path, model: IdentityModel | Pretrained | Borrowed) -> None:
     if not folder.is_dir():
         raise InvalidRequest(f"adapter_dir {folder} is no folder", field="adapter_dir")
-    if isinstance(model, IdentityModel) or (isinstance(model, Borrowed) and not model.spec.adaptable):
+    if isinstance(model, IdentityModel) or (isinstance(model, Borrowed) and not model.modules):
         name = IDENTITY if isinstance(model, IdentityModel) else model.architecture
         message = f"{name} takes no adapters, for it has no linear layers; serve it without --adapter-dir"
         raise NotSupported(message, field="adapter_dir")

@@ -6,7 +6,7 @@ Its own files are read by `weights`, which checks them first; transformers gets 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -49,6 +49,11 @@ class Borrowed(NamedTuple):
     def tensor_names(self) -> Collection[str]:
         """Those of the checkpoint that it is made of: all."""
         return self.checkpoint.entries.keys()
+
+    @property
+    def modules(self) -> Mapping[str, tuple[int, int]]:
+        """The matrices that adapters can change, by name, with their sizes [out, in]."""
+        return self.spec.modules
 
     def load(self, device: torch.device, progress: Progress | None) -> Model:
         """Read the weights."""

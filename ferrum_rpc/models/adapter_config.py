@@ -61,10 +61,13 @@ REMEDY: Final = (
     "(merge_and_unload) and serve that"
 )
 
+MERGED: Final = "train it without them, or merge the adapter into the model with PEFT (merge_and_unload) and serve that"
+
 CHANGING: Final = ("pissa", "olora", "loftq", "corda")
 """Ways to begin of adapters that are right over changed weights of the model only."""
 
 _PLAIN: Final = re.compile(r"\^?[\w.]+", re.ASCII)
+_EXPERTS: Final = re.compile(r"\.(experts|block_sparse_moe\.(input|output)_linear)\.")
 _LAYER: Final = re.compile(r".*?\.(?P<list>[^.]*)\.(?P<index>\d+)\.")
 
 
@@ -92,6 +95,7 @@ def read_adapter(
     kind = fields.text("peft_type")
     if kind != "LORA":
         raise NotSupported(f"{FILE}.peft_type is {kind[:80]!r}; LORA adapters are supported", field=f"{FILE}.peft_type")
+    _refuse_experts(config, shapes, modules)
     rank = fields.integer("r")
     alpha = fields.number("lora_alpha", 8.0, positive=False)
     rooted = fields.flag("use_rslora", default=False)
@@ -131,6 +135,22 @@ def read_adapter(
         scale = _matched(alphas, module, alpha) / (math.sqrt(own) if rooted else own)
         made.append(LowRank(module, own, scale, down, up))
     return made
+
+
+def _refuse_experts(
+    config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], modules: Mapping[str, tuple[int, int]]
+) -> None:
+    """Raise NotSupported where the adapter changes experts: by its tensors, or by its ``target_parameters``, into which
+    PEFT rewrites modules that transformers 5 has joined. What ends with ``weight`` there is a module's, a router's."""
+    name = f"{FILE}.target_parameters"
+    wanted = config.get("target_parameters")
+    named = [each for each in wanted if isinstance(each, str)] if isinstance(wanted, list) else []
+    if parameters := [each for each in named if not each.endswith("weight")]:
+        raise NotSupported(f"{name}: experts are not adapted: {_listed(parameters)}; {MERGED}", field=name)
+    found = [each for each in shapes if each.removeprefix(PREFIX).rpartition(".lora_")[0] not in modules]
+    if found := [each for each in found if _EXPERTS.search(each)]:
+        message = f"experts are not adapted, and the adapter has tensors of them: {_listed(found)}; {MERGED}"
+        raise NotSupported(message, field="adapter")
 
 
 def _modules(shapes: Mapping[str, tuple[int, ...]], modules: Mapping[str, tuple[int, int]]) -> set[str]:

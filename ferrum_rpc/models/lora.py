@@ -92,7 +92,7 @@ class Loras(ABC):
         self._parts: dict[str, shard.Part] = {}
         self._widths: dict[str, int] = {}
         for name, whole in table.items():
-            if _place(whole) is None or len(whole.shape) != 2:
+            if not _adaptable(whole):
                 continue
             module = name.removesuffix(".weight")
             self._placements[module] = whole
@@ -110,8 +110,8 @@ class Loras(ABC):
 
     @property
     def modules(self) -> dict[str, tuple[int, int]]:
-        """The matrices that can be adapted, by their checkpoint names, with their sizes [out, in]."""
-        return {name: (placement.shape[0], placement.shape[1]) for name, placement in self._placements.items()}
+        """See `modules_of`."""
+        return modules_of(self._placements)
 
     def changes(self, adapter: Sequence[LowRank]) -> list[Change]:
         """What an adapter changes of what is here, product by product in the order of the layers."""
@@ -190,6 +190,17 @@ class AdaptableModel(Model, Protocol):
 
     def take_adapters(self) -> tuple[str, Loras]:
         """Be ready for them: why as it is, and where they are put. Raises NotSupported."""
+
+
+def modules_of(table: Mapping[str, Placement]) -> dict[str, tuple[int, int]]:
+    """The matrices of a ``table`` that can be adapted, by their checkpoint names, with their sizes [out, in]."""
+    return {
+        name.removesuffix(".weight"): (each.shape[0], each.shape[1]) for name, each in table.items() if _adaptable(each)
+    }
+
+
+def _adaptable(placement: Placement) -> bool:
+    return _place(placement) is not None and len(placement.shape) == 2
 
 
 def _place(placement: Placement) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ import pytest
 import pytest_asyncio
 import torch
 
+from ferrum_rpc import cli
 from ferrum_rpc.client import Accept, ExecutorClient, FullLogits, OutputSpec, PrefixIndex
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.choices import choose_parts
@@ -25,7 +27,7 @@ from ferrum_rpc.wire.rows import rows_from_proto
 from tests.adapters import make_adapter, merge
 from tests.checkpoints import make_checkpoint, make_model
 from tests.numerics.harness import reference_logits, worst
-from tests.numerics.hf_families import make_family_checkpoint
+from tests.numerics.hf_families import make_family, make_family_checkpoint
 from tests.service.transfers import brought, chunks_of, exported, header, imported, row
 from tests.serving import Gate, Served, serve_model
 from tests.wiring import full, item, pb, prefill, refused, until
@@ -407,6 +409,31 @@ async def test_capability_and_metrics(served: Served) -> None:
     await load(served, "one")
     await rows(served, "one", "", tokens=PROMPT[:4])
     assert served.server.state.counters.adapter_tokens == before + 4
+
+
+async def test_experts_are_not_adapted_and_doctor_reports_that_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As PEFT writes an adapter of w1, w2 and w3 since transformers joins experts."""
+    folder, adapters = make_family_checkpoint(tmp_path / "model", "mixtral"), tmp_path / "adapters"
+    attention = ("q_proj", "v_proj")
+    make_adapter(adapters / "good", make_family("mixtral"), targets=attention)
+    rewritten = {"target_parameters": ["down_proj", "gate_up_proj"], "rank_pattern": {r".*\.gate_up_proj": 8}}
+    make_adapter(adapters / "experts", make_family("mixtral"), targets=attention, **rewritten)
+    with pytest.raises(SystemExit) as done:
+        cli.main(
+            ["doctor", str(folder), "--adapter-dir", str(adapters), "--device", "cpu", "--kv-blocks", "16", "--json"]
+        )
+    facts = json.loads(capsys.readouterr().out)
+    assert done.value.code == 0
+    assert facts["adapters"]["good"] == "rank 4, of 4 modules"
+    config = ModelSettings(str(folder), device="cpu", kv_blocks=16, adapter_dir=adapters)
+    async with serve_model(config, max_adapters=4) as served:
+        call = served.control.LoadAdapter(control_pb.LoadAdapterRequest(name="experts"))
+        error = await refused(call, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
+        assert "experts are not adapted: down_proj, gate_up_proj" in error.message
+        assert facts["adapters"]["experts"] == f"refused: {error.message}"
+        assert (await load(served, "good")).rank == 4
 
 
 async def test_a_model_without_products_takes_none(tmp_path: Path) -> None:

@@ -77,7 +77,13 @@ KEYS: dict[str, tuple[dict[str, Any], type[ExecutorError], str]] = {
     "turned matrices": ({"fan_in_fan_out": True}, NotSupported, "fan_in_fan_out"),
     "layers that are repeated": ({"layer_replication": [[0, 1]]}, NotSupported, "layer_replication"),
     "tokens": ({"trainable_token_indices": [3]}, NotSupported, "trainable_token_indices"),
-    "parameters": ({"target_parameters": ["experts"]}, NotSupported, "target_parameters"),
+    "experts": ({"target_parameters": ["mlp.experts.down_proj"]}, NotSupported, "parameters: experts are not adapted"),
+    "experts, as PEFT rewrites them": (
+        {"target_parameters": ["down_proj", "gate_up_proj"], "rank_pattern": {r".*\.gate_up_proj": 8}},
+        NotSupported,
+        "experts are not adapted: down_proj, gate_up_proj; .*merge_and_unload",
+    ),
+    "a router": ({"target_parameters": ["gate.weight"]}, NotSupported, "target_parameters: .* is not supported"),
     "a late adapter": ({"alora_invocation_tokens": [1]}, NotSupported, "alora_invocation_tokens"),
     "an unknown key": ({"swiglu_scale": 2}, NotSupported, "swiglu_scale"),
     "another method": ({"peft_type": "IA3"}, NotSupported, "peft_type"),
@@ -148,6 +154,21 @@ TENSORS_CASES: dict[str, tuple[Callable[[dict[str, Any]], object], type[Executor
         NotSupported,
         "lm_head",
     ),
+    **{
+        f"experts: {name}": (
+            lambda tensors, name=name: tensors.update(
+                {f"{PREFIX}model.layers.0.{name}.lora_A.weight": torch.zeros(4, 64)}
+            ),
+            NotSupported,
+            "experts are not adapted",
+        )
+        for name in (
+            "mlp.experts",
+            "mlp.experts.base_layer",
+            "block_sparse_moe.experts.3.w1",
+            "block_sparse_moe.input_linear",
+        )
+    },
     "a magnitude": (
         lambda tensors: tensors.update({f"{QUERY}.lora_magnitude_vector": torch.zeros(64)}),
         NotSupported,

@@ -62,8 +62,8 @@ class HfSpec:
     ``shapes`` are those of its own tensors, by its own names. ``max_context`` is its context, ``longest`` the one that
     it may be scaled to. ``scaling``: kinds of rotary scaling that are fixed by `rope.freeze`.
     ``sinks``: for each layer the name of the weight that has its attention sinks, or an empty one. ``copied``: the
-    layers that attend over keys and values of a layer before them. ``adaptable``: whether it has layers that adapters
-    can change."""
+    layers that attend over keys and values of a layer before them. ``modules``: the linear layers that adapters
+    can change, with their sizes [out, in]."""
 
     architecture: str
     kind: Any
@@ -80,7 +80,7 @@ class HfSpec:
     scaling: tuple[str, ...]
     sinks: tuple[str, ...]
     copied: tuple[int, ...]
-    adaptable: bool
+    modules: Mapping[str, tuple[int, int]]
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
@@ -212,7 +212,7 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
         scaling=scaling,
         sinks=_sinks(name, model, calls),
         copied=_copied(calls),
-        adaptable=bool(linear_layers(model, model.dtype)),
+        modules={key: (each.out_features, each.in_features) for key, each in linear_layers(model, model.dtype).items()},
         eos_token_ids=eos,
         bos_token_id=bos[0] if bos else None,
     )
