@@ -33,6 +33,7 @@ from ferrum_rpc.core import CacheState, RankState, SpanResult, Step, StepTiming
 from ferrum_rpc.engine.api import Cut, EngineCounters, Finished, Operation, Runner, Submission, ended, lost
 from ferrum_rpc.engine.backlog import Backlog
 from ferrum_rpc.engine.overlap import LOOK_S, Overlap
+from ferrum_rpc.engine.places import Places
 from ferrum_rpc.engine.runs import Running, Runs
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, ExecutorError, StepFailed
 
@@ -77,7 +78,8 @@ class EngineLoop(ABC):
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._backlog = Backlog(max_step_items, max_step_tokens)
-        self._runs = Runs(max_running)
+        self._places = Places(max_running)
+        self._runs = Runs(self._places)
         self._under_way: deque[tuple[list[Running], list[Submission], Any]] = deque()  # with what `begin` returned
         self._overlap = Overlap()
         self._failure: BaseException | None = None
@@ -122,12 +124,12 @@ class EngineLoop(ABC):
 
     def _serve(self, runner: Runner) -> None:
         stopping = False
-        while not stopping or self._backlog or self._under_way or self._runs.ready or self._runs.waiting:
+        while not stopping or self._backlog or self._under_way or self._runs.ready or self._places:
             if self._under_way and not self._next_is_due(runner):
                 self._deliver(self._finish(runner))
                 continue
             finished: Finished = []
-            idle = not (self._backlog or self._under_way or self._runs.ready or self._runs.waiting)
+            idle = not (self._backlog or self._under_way or self._runs.ready or self._places)
             stopping |= self._drain_inbox(runner, finished, wait=idle)
             going: list[Running] = []
             share = self._share(runner) if runner.in_stages else None
@@ -157,7 +159,7 @@ class EngineLoop(ABC):
 
     def _share(self, runner: Runner) -> int:
         """Tokens of the next step where as many as there are stages share what waits and what is under way."""
-        tokens = len(self._runs.ready) + self._backlog.tokens + sum([work.tokens for work in self._runs.waiting])
+        tokens = len(self._runs.ready) + self._backlog.tokens + self._places.tokens
         for going, claimed, _ in self._under_way:
             tokens += len(going) + sum([work.tokens for work in claimed])
         return max(1, -(-tokens // runner.depth))
@@ -220,37 +222,50 @@ class EngineLoop(ABC):
         claimed: list[Submission] = []
         items = tokens = 0
         now = time.monotonic()
-        runs, backlog = self._runs, self._backlog
+        places, backlog = self._places, self._backlog
+        is_over = partial(self._is_over, now, finished)
         with self._lock:
+            waiting = places.first(is_over) if places else None
             while share is None or tokens < share:
-                work = runs.first_waiting() if runs.waiting else None
-                waited = work is not None
-                if work is None and (work := backlog.first()) is None:
-                    break
-                take = runs.waiting.popleft if waited else partial(backlog.take, counted=False)
-                if self._cancelled(work):
-                    take()
-                    continue
-                if work.runs and not runs.has_room(work):
-                    runs.waiting.append(backlog.take())
-                    continue
+                if (work := waiting) is None:
+                    if (work := backlog.first()) is None:
+                        break
+                    if is_over(work):
+                        backlog.take(counted=False)
+                        continue
+                    if work.runs and not places.may_begin(work):
+                        places.add(backlog.take())
+                        waiting = places.first(is_over)
+                        continue
                 if claimed and (
                     items + len(work.spans) > self._max_step_items or tokens + work.tokens > self._max_step_tokens
                 ):
                     break
                 self._claimed(work)
-                late: ExecutorError | None = work.cuts.get(None)
-                if work.deadline is not None and now >= work.deadline:
-                    late = DeadlineExceeded("the deadline passed before the step began; nothing happened")
-                if late is not None:
-                    take()
-                    finished.append(partial(work.refuse, late))
-                    continue
                 items += len(work.spans)
                 tokens += work.tokens
-                runs.count += work.runs
-                claimed.append(take() if waited else backlog.take())
+                if work.runs:
+                    places.hold(work)
+                if waiting is None:
+                    claimed.append(backlog.take())
+                else:
+                    claimed.append(places.take(work))
+                    waiting = places.first(is_over)
         return claimed
+
+    def _is_over(self, now: float, finished: Finished, work: Submission) -> bool:
+        """Whether what waits was cancelled, or is refused: its deadline has passed, or all of it was cut. Called with
+        the lock held, once where it is."""
+        if self._cancelled(work):
+            return True
+        late: ExecutorError | None = work.cuts.get(None)
+        if work.deadline is not None and now >= work.deadline:
+            late = DeadlineExceeded("the deadline passed before the step began; nothing happened")
+        if late is None:
+            return False
+        self._claimed(work)
+        finished.append(partial(work.refuse, late))
+        return True
 
     def _begin(self, runner: Runner, going: list[Running], claimed: list[Submission]) -> None:
         """Begin their step; a step that cannot be begun is answered."""
@@ -341,7 +356,7 @@ class EngineLoop(ABC):
             runner.end_hold(ended)
             self.cache = runner.cache_state()
         finished += [partial(call.work.done, tuple(call.outcomes), call.timing) for call in over]
-        self.counters.running = self._runs.count
+        self.counters.running = self._places.count
 
     def _refused(
         self, runner: Runner, error: BaseException, going: Sequence[Running], claimed: Sequence[Submission]
@@ -349,7 +364,8 @@ class EngineLoop(ABC):
         """The answers of a step that was rolled back. Any other failure ends the loop."""
         if isinstance(error, StepFailed):
             finished: Finished = [partial(work.refuse, error) for work in claimed]
-            self._runs.count -= sum([work.runs for work in claimed])
+            for work in claimed:
+                self._places.give(work, work.runs)
             for each in going:
                 self._runs.stepped(each, error)
             self._end_runs(runner, finished)
@@ -375,8 +391,8 @@ class EngineLoop(ABC):
         try:
             while True:
                 work: Work
-                if self._runs.waiting:
-                    work = self._runs.waiting.popleft()
+                if self._places:
+                    work = self._places.pop()
                 else:
                     work = self._backlog.take(counted=False) if self._backlog else self._inbox.get(block=False)
                 if isinstance(work, Submission | Operation) and self._claim_one(work):

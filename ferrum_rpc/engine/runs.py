@@ -10,7 +10,6 @@ caller, the deadline, the lease. What it has chosen until then is its answer.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from ferrum_rpc.core import RowBlock, Rows, Run, RunEnd, RunEnded, Span, SpanOutcome, SpanResult, StepTiming
 from ferrum_rpc.engine.api import Submission
+from ferrum_rpc.engine.places import Places
 from ferrum_rpc.errors import DeadlineExceeded, ExecutorError
 
 
@@ -52,28 +52,15 @@ class Running:
 
 
 class Runs:
-    """The runs of a loop, at most ``most`` of them. ``ready``: those that no step under way has. ``count``: those that
-    have a place, those being begun included. ``calls``: whose they are. ``waiting``: submissions that wait for places.
-    """
+    """The runs of a loop. ``places``: what they hold. ``ready``: those that no step under way has. ``calls``: whose
+    they are."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, places: Places) -> None:
+        self._places = places
         self.ready: list[Running] = []
         self.calls: dict[RunCall, None] = {}
         self._over: list[RunCall] = []
         self._ended: list[int] = []
-        self.waiting: deque[Submission] = deque()
-        self.count = 0
-
-    def has_room(self, work: Submission) -> bool:
-        """Whether all its runs find a place. One that is alone always does."""
-        return not self.count or self.count + work.runs <= self._most
-
-    def first_waiting(self) -> Submission | None:
-        """The first that waits, where there is room for it."""
-        return self.waiting[0] if self.waiting and self.has_room(self.waiting[0]) else None
-
-    # --- a step -----------------------------------------------------------------------------------------------------
 
     def take(self, now: float, most: int | None = None) -> list[Running]:
         """The runs of the next step, at most so many. Those that are cut, or whose deadline has passed at ``now``, have
@@ -95,7 +82,7 @@ class Runs:
         """The first step of a submission with runs has ended, and with it those that were refused. False: none of them
         goes on, and the submission is to be answered."""
         going = [i for i, each in enumerate(outcomes) if work.spans[i].run and isinstance(each, SpanResult)]
-        self.count += len(going) - work.runs
+        self._places.give(work, work.runs - len(going))
         if not going or timing is None:
             return False
         call = RunCall(work, list(outcomes), timing, len(going))
@@ -133,7 +120,7 @@ class Runs:
         cached = begun.cached_tokens if isinstance(begun, SpanResult) else 0
         call.outcomes[each.index] = SpanResult(each.span.start, rows, RunEnded(end, cause), cached)
         call.left -= 1
-        self.count -= 1
+        self._places.give(call.work, 1)
         self._ended.append(each.span.sequence)
         if not call.left:
             self._over.append(call)

@@ -250,6 +250,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                 account.number,
                 ARRIVED.get(),
                 None if self._on_tokens is None else self._pass_tokens,
+                account.most[Resource.RUNS],
             )
             if not has_room(state, account, len(self._spans), submission.tokens):
                 self._refuse(queue_full(state, account))

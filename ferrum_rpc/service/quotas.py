@@ -52,6 +52,7 @@ class Quotas:
             Resource.TRANSFERS: limits.max_transfers,
             Resource.PARKED_BYTES: limits.kv_park_bytes,
             Resource.WATCHERS: limits.max_watchers,
+            Resource.RUNS: limits.max_running,  # those beyond wait, in the engine
         }
         # A call and an answer at the limits of their size must find room where nothing waits.
         self._least = {

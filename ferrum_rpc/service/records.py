@@ -36,6 +36,7 @@ class Resource(enum.IntEnum):
     TRANSFERS = 8
     PARKED_BYTES = 9
     WATCHERS = 10
+    RUNS = 11
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ as if alone.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +19,7 @@ from typing import Any, Final
 
 import grpc
 
-from ferrum_rpc.executor.v1 import session_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.info import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_rpc
 from tests.faults.figures import Figures, at_least, at_most, exactly, quantile
@@ -35,6 +36,13 @@ QUEUE: Final = 1024
 CALLS: Final = QUEUE // 2 // TOGETHER + 16
 """Calls of the large tenant at a time: its share of the queue, and some that are refused."""
 TURNS: Final = 4
+RUNNING: Final = 16
+RUN_CALLS: Final = 12
+"""Calls of the large tenant with `TOGETHER` runs each: its share of the places, over and over."""
+RUN_TOKENS: Final = 14
+"""With the token before them they fit into one block."""
+FEW_TOKENS: Final = 2
+"""Of a run of the other."""
 LEASES: Final = 32
 BLOCKS: Final = 4096
 REPLAY_BYTES: Final = 64 << 10
@@ -47,6 +55,7 @@ class Tenant:
         self._client = client
         self._metadata = (("authorization", f"Bearer secret-{name}"),)
         self.refusals: Counter[str] = Counter()
+        self._ids = itertools.count()
 
     async def call(self, method: str, request: Any) -> Any:
         """The answer, or None where it was refused, which is counted."""
@@ -58,6 +67,10 @@ class Tenant:
             if error.retry_after_s:
                 await asyncio.sleep(error.retry_after_s)
             return None
+
+    async def status(self) -> Any:
+        """`GetStatus`."""
+        return await self.call("GetStatus", pb.GetStatusRequest())
 
     async def session(self, lease_id: str) -> Any:
         """An open stream, or None where it was refused."""
@@ -78,24 +91,32 @@ class Tenant:
             handles += [each.output.handle for each in answer.results]
         return handles
 
-    async def latencies(self, count: int, handle: types_pb2.KvHandle) -> tuple[list[float], types_pb2.KvHandle]:
-        """Seconds of so many steps, one after the other; of fewer, where they take longer than any figure allows."""
+    async def latencies(
+        self, count: int, handle: types_pb2.KvHandle, run: forward_pb2.Run | None = None
+    ) -> tuple[list[float], types_pb2.KvHandle]:
+        """Seconds of so many steps or runs, one after the other; of fewer, where they take longer than any figure
+        allows."""
         seconds: list[float] = []
         while len(seconds) < count and sum(seconds) < count * HOPELESS_S:
             began = time.monotonic()
-            answer = await self.call("Prefill", pb.PrefillRequest(item=item([2], handle, truncate_to=1)))
+            request_id = f"run {next(self._ids)}" if run else ""
+            request = item([2], handle, truncate_to=1, run=run, request_id=request_id)
+            answer = await self.call("Prefill", pb.PrefillRequest(item=request))
             seconds.append(time.monotonic() - began)
             handle = answer.output.handle
         return seconds, handle
 
     @asynccontextmanager
-    async def flooding(self, handles: list[types_pb2.KvHandle]) -> AsyncIterator[None]:
-        """`CALLS` callers with `TOGETHER` sequences each, until the end."""
+    async def flooding(
+        self, handles: list[types_pb2.KvHandle], run: forward_pb2.Run | None = None
+    ) -> AsyncIterator[None]:
+        """Callers with `TOGETHER` sequences each, of which they feed a step or a ``run`` at a time, until the end."""
 
         async def flood(first: int) -> None:
             mine = handles[first : first + TOGETHER]
             while True:
-                items = [item([3], handle, truncate_to=1) for handle in mine]
+                ids = [f"flood {next(self._ids)}" if run else "" for _ in mine]
+                items = [item([3], each, truncate_to=1, run=run, request_id=ids[at]) for at, each in enumerate(mine)]
                 answer = await self.call("BatchPrefill", pb.BatchPrefillRequest(items=items))
                 if answer is not None:
                     mine = handles[first : first + TOGETHER] = [each.output.handle for each in answer.results]
@@ -121,7 +142,7 @@ async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
     """Hold everything, fill the queue, and ask for little beside it."""
     flags = ("--failpoints", f"before_forward=delay:{STEP_MS}", "--max-batch-items", str(TOGETHER))
     flags += ("--max-queued-items", str(QUEUE), "--max-sequences", str(4 * QUEUE), "--max-leases", str(LEASES))
-    flags += ("--max-sessions", str(LEASES), "--replay-bytes", str(REPLAY_BYTES))
+    flags += ("--max-sessions", str(LEASES), "--replay-bytes", str(REPLAY_BYTES), "--max-running", str(RUNNING))
     alone: list[float] = []
     beside: list[float] = []
     async with AsyncExitStack() as stack:
@@ -138,6 +159,7 @@ async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
         kept = pb.PrefillRequest(item=item([1], request_id="kept", output=full()))
         await small.call("Prefill", kept)
         many = await large.sequences(CALLS * TOGETHER)
+        runners = await large.sequences(RUN_CALLS * TOGETHER)
 
         # its share of everything, and beyond
         lease = pb.AcquireLeaseRequest()
@@ -161,27 +183,41 @@ async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
                 some, own = await small.latencies(size.neighbour_calls // TURNS, own)
                 beside += some
             large.refusals["QUEUE_FULL"] = 0
+        few, run = forward_pb2.Run(max_tokens=FEW_TOKENS), forward_pb2.Run(max_tokens=RUN_TOKENS)
+        runs_alone, own = await small.latencies(size.neighbour_runs, own, few)
+        async with large.flooding(runners, run):
+            async with asyncio.timeout(60):
+                while (await small.status()).pressure.running_items < RUNNING // 2:
+                    pass
+            runs_beside, own = await small.latencies(size.neighbour_runs, own, few)
         small_refusals = small.refusals.total()
         for each in (*sessions, *opened):
             with suppress(AttributeError):
                 each.cancel()
-    ratio = quantile(beside, 0.99) / max(quantile(alone, 0.99), size.p99_floor_s)
+    blocks = len(held) * 256 + len(many) + len(runners)
+    ratio, ratio_of_runs = [
+        quantile(one, 0.99) / max(quantile(other, 0.99), size.p99_floor_s)
+        for one, other in ((beside, alone), (runs_beside, runs_alone))
+    ]
     return Figures(
         "R30",
         "A neighbour takes its share alone",
         (
             at_most("p99 of a step beside a full queue, in those alone", ratio, 3, "x"),
+            at_most("p99 of a run alongside more runs than a caller's share, in those alone", ratio_of_runs, 3, "x"),
             exactly("refusals to the one that asks for little", small_refusals, 0),
             exactly("its recorded rows, after another recorded twice the budget", len(again.row_blocks), 1),
             at_most("leases of the large one", len(leases), LEASES // 2),
             at_most("sessions of the large one", len(sessions), LEASES // 2),
-            at_most("share of the cache's blocks of the large one", (len(held) * 256 + len(many)) / BLOCKS, 0.5),
+            at_most("share of the cache's blocks of the large one", blocks / BLOCKS, 0.5),
             at_least("kinds of refusals that the large one got", len(large.refusals), 2),
         ),
         {
             "steps": len(beside),
             "p50 and p99 alone, ms": [round(quantile(alone, q) * 1e3, 1) for q in (0.5, 0.99)],
             "p50 and p99 beside, ms": [round(quantile(beside, q) * 1e3, 1) for q in (0.5, 0.99)],
+            "p50 and p99 of runs alone, ms": [round(quantile(runs_alone, q) * 1e3, 1) for q in (0.5, 0.99)],
+            "p50 and p99 of runs beside, ms": [round(quantile(runs_beside, q) * 1e3, 1) for q in (0.5, 0.99)],
             "refusals to the large one": dict(large.refusals),
         },
     )

@@ -42,6 +42,7 @@ class Size:
     p99_floor_s: float
     """R10: a p99 below this counts as this: it is the scheduler's, where tests share two cores."""
     neighbour_calls: int
+    neighbour_runs: int
     """R30: steps beside another tenant's full queue, and as many alone."""
     weight_files: int
     """R13: mutated weight files."""
@@ -122,6 +123,7 @@ CI: Final = Size(
     abuse_s=0.8,
     p99_floor_s=0.1,
     neighbour_calls=80,
+    neighbour_runs=20,
     weight_files=800,
     fuzz_direct=800,
     fuzz_wire=40,
@@ -175,6 +177,7 @@ FULL: Final = Size(
     abuse_s=20.0,
     p99_floor_s=0.002,
     neighbour_calls=2_000,
+    neighbour_runs=400,
     weight_files=100_000,
     fuzz_direct=1_000_000,
     fuzz_wire=5_000,

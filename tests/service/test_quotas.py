@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from ferrum_rpc.core import ANYBODY, Caller, CreateOptions, HandleRef, ItemAnswer, OutputSpec, Positions, WorkItem
+from ferrum_rpc.core import ANYBODY, Caller, CreateOptions, HandleRef, ItemAnswer, OutputSpec, Positions, Run, WorkItem
 from ferrum_rpc.errors import ExecutorError, QueueFull, QuotaExceeded, Reason
 from ferrum_rpc.executor.v1 import kv_transfer_pb2, session_pb2
 from ferrum_rpc.service.auth import Security, parse
@@ -207,6 +207,43 @@ async def test_the_queue_has_a_share_per_caller_that_an_answer_and_a_cancel_give
         gate.open()
         await asyncio.gather(running, other, again)
         assert account.held[Resource.QUEUED_ITEMS] == account.held[Resource.QUEUED_TOKENS] == 0
+        await served.check()
+
+
+@pytest.mark.parametrize(("shares", "order"), [(True, ["b0", "a0", "a1"]), (False, ["a0", "b0", "a1"])])
+async def test_runs_have_a_share_per_caller_and_those_beyond_it_wait(shares: bool, order: list[str]) -> None:
+    """Without several callers one has all of the places, and others wait for them in their order."""
+    callers = {"a": replace(ALICE, shares=shares), "b": replace(BOB, shares=shares)}
+    gate, ended, most = Gate("forward"), list[str](), 0
+    async with serve_identity(stage=gate, max_running=4) as served:
+        state = served.server.state
+
+        async def call(name: str, count: int, tokens: int) -> None:
+            nonlocal most
+            items = [
+                WorkItem(
+                    at,
+                    None,
+                    np.ones(1, dtype=np.int32),
+                    None,
+                    OutputSpec(Positions.LAST),
+                    f"{name} {at}",
+                    CreateOptions(),
+                    Run(tokens),
+                )
+                for at in range(count)
+            ]
+            done = await ForwardCall(state, state.quotas.account(callers[name[0]]), items)
+            assert [each.rows.count for each in done.outcomes] == [tokens] * count
+            ended.append(name)
+            most = max(most, state.engine.counters.running)
+
+        first = await gate.hold(call("a0", 2, 9))
+        others = [asyncio.create_task(call(*each)) for each in (("a1", 2, 20), ("b0", 1, 5))]
+        await until(lambda: state.engine.queued_items == 3)
+        gate.open()
+        await asyncio.gather(first, *others)
+        assert ended == order and most <= 4
         await served.check()
 
 

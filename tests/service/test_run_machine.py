@@ -19,6 +19,7 @@ import os
 import random
 import signal
 import tempfile
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -34,13 +35,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Positions, Span, Step
-from ferrum_rpc.engine.api import Command, Operation
+from ferrum_rpc.engine.api import Command, Operation, Submission
 from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.places import Places
 from ferrum_rpc.engine.process.parent import EngineProcess, Program
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import ExecutorError, Reason
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
-from ferrum_rpc.service.records import Resource
+from ferrum_rpc.service.auth import Security
+from ferrum_rpc.service.records import Account, Resource
 from ferrum_rpc.wire.output import output_from_proto
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_rpc, error_from_status
@@ -50,6 +53,7 @@ from tests.wiring import item, pb, until
 
 ROUNDS = float(os.environ.get("FERRUM_FUZZ_ROUNDS", "1"))
 BLOCK, BLOCKS, CONTEXT = 4, 24, 40
+RUNNING = 3
 _drawn: Any = {"seed": 5, "temperature": 3.0, "repetition_penalty": 1.3}
 SAMPLE = output_pb2.OutputSpec(sample=output_pb2.SampleOutput(**_drawn))
 WORDS = np.array([0x6B2D94A7] * 8, np.uint32).tobytes()
@@ -65,6 +69,7 @@ BROKEN = {Reason.CHAIN_BROKEN, Reason.SEQUENCE_BUSY}
 HELD_BY_CALLS = (Resource.QUEUED_ITEMS, Resource.QUEUED_TOKENS, Resource.UNREAD_BYTES)
 
 forge = cache(Forge)
+Metadata = tuple[tuple[str, str], ...]
 
 
 # --- the oracle -------------------------------------------------------------------------------------------------------
@@ -160,12 +165,28 @@ class UnderWay:
     alone: tuple[Sent, asyncio.Future[Answered]] | None
 
 
+hold_places = Places.hold
+
+
+def checked_hold(places: Places, work: Submission) -> None:
+    """None has more than its part, nor all together more than there are: every call here has one run."""
+    hold_places(places, work)
+    assert places._held[work.caller] <= work.most_running and places.count <= RUNNING
+
+
 class RunMachine(RuleBasedStateMachine):
-    @initialize(process=st.booleans())
-    def start(self, process: bool) -> None:
+    @initialize(process=st.booleans(), several=st.booleans())
+    def start(self, process: bool, several: bool) -> None:
         self.loop = asyncio.new_event_loop()
         self.folder = tempfile.TemporaryDirectory()
         self.process, self.path = process, Path(self.folder.name) / "fault"
+        self.security, self.mine, self.neighbours = Security(), Metadata(), Metadata()
+        if several:
+            tokens = Path(self.folder.name) / "tokens"
+            tokens.touch(0o600)
+            tokens.write_text("mine secret-m\nneighbour secret-n\n")
+            self.security = Security(tokens=tokens)
+            self.mine, self.neighbours = [(("authorization", f"Bearer secret-{each}"),) for each in "mn"]
         self.fault = Fault(self.path, kills=False)
         self.numbers = itertools.count(1)
         self.known: list[Known] = []
@@ -174,6 +195,7 @@ class RunMachine(RuleBasedStateMachine):
     async def open(self) -> None:
         """A server, a lease, a stream."""
         self.life = AsyncExitStack()
+        self.life.enter_context(mock.patch.object(Places, "hold", checked_hold))
         instead = mock.patch("ferrum_rpc.engine.process.parent.subprocess.Popen", forge().popen)
         with instead if self.process else nullcontext():
             self.served: Served = await self.life.enter_async_context(
@@ -181,7 +203,9 @@ class RunMachine(RuleBasedStateMachine):
                     kv_blocks=BLOCKS,
                     block_size=BLOCK,
                     max_context=CONTEXT,
-                    max_running=3,
+                    max_running=RUNNING,
+                    max_blocks_per_caller=8 * BLOCKS,  # the pool refuses, and no quota
+                    security=self.security,
                     stage=self.fault,
                     program=self.engine,
                 )
@@ -189,7 +213,7 @@ class RunMachine(RuleBasedStateMachine):
         self.state = self.served.server.state
         self.raised: list[object] = []
         self.loop.set_exception_handler(self.note)
-        self.lease = (await self.served.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
+        self.lease = (await self.call("AcquireLease", pb.AcquireLeaseRequest())).lease_id
         await self.connect()
 
     def engine(self, config: ModelSettings) -> Program | None:
@@ -198,7 +222,7 @@ class RunMachine(RuleBasedStateMachine):
     async def connect(self) -> None:
         self.ended: Reason | None = None
         self.steps = itertools.count(1)
-        self.stream = self.served.executor.Session()
+        self.stream = self.served.executor.Session(metadata=self.mine)
         await self.send(hello=session_pb2.SessionHello(lease_id=self.lease, steps_in_flight=16, tokens=True))
         answer = await self.stream.read()
         assert answer is not grpc.aio.EOF and answer.WhichOneof("frame") == "welcome"
@@ -206,17 +230,24 @@ class RunMachine(RuleBasedStateMachine):
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work, 30))
 
-    async def call(self, method: str, request: Any) -> Any:
+    async def call(self, method: str, request: Any, metadata: Metadata | None = None) -> Any:
         """The answer, or the refusal."""
         try:
-            return await getattr(self.served.executor, method)(request)
+            return await getattr(self.served.executor, method)(request, metadata=metadata or self.mine)
         except grpc.aio.AioRpcError as error:
             return error_from_rpc(error)
 
+    def accounts(self) -> Iterable[Account]:
+        return self.state.quotas._accounts.values()
+
     async def held(self) -> None:
         """The engine stands where the fault holds it, or does not get there."""
+        await self.soon(lambda: self.fault.held)
+
+    async def soon(self, holds: Callable[[], bool]) -> None:
+        """It holds, or will not."""
         for _ in range(300):
-            if self.fault.held:
+            if holds():
                 return
             await asyncio.sleep(0)
 
@@ -397,6 +428,37 @@ class RunMachine(RuleBasedStateMachine):
                 else:
                     self.settle_follower(first, behind, other, Reason.STEP_FAILED)
 
+    @rule(seed=SEED, cancelled=st.booleans())
+    def a_neighbour_runs_too(self, seed: int, cancelled: bool) -> None:
+        """Another caller, where there is one: what it asks for while others of ours wait for their share."""
+        self.run(self._neighbour(random.Random(seed), cancelled))
+
+    async def _neighbour(self, rng: random.Random, cancelled: bool) -> None:
+        self.fault.arm(HOLD, 0)
+        under_way = await self.begin_some(rng, RUNNING)
+        await self.soon(lambda: sum(each.held[Resource.QUEUED_ITEMS] for each in self.accounts()) == RUNNING)
+        fed = [rng.randrange(256) for _ in range(rng.randint(1, 6))]
+        run = forward_pb2.Run(max_tokens=rng.randint(1, 9))
+        sent = item(fed, output=SAMPLE, run=run, request_id=f"r{next(self.numbers)}")
+        request = pb.UnifiedForwardRequest(items=[sent])
+        if cancelled:  # while it waits, or runs
+            first = asyncio.ensure_future(self.call("UnifiedForward", request, self.neighbours))
+            await asyncio.sleep(0)
+            first.cancel()
+        calling = asyncio.ensure_future(self.call("UnifiedForward", request, self.neighbours))
+        await asyncio.sleep(0)
+        self.fault.arm(0)
+        answer = await calling
+        await self.end_some(under_way)
+        found = answered(answer, answer.results[0])
+        if found.error is None:
+            expected, end = plain_loop(fed, sent)
+            assert (found.tokens, found.end) == (expected, end) or found.cause is Reason.CANCELLED
+            release = pb.ReleaseRequest(handle=found.handle)
+            assert not isinstance(await self.call("Release", release, self.neighbours), ExecutorError)
+        else:
+            assert found.reason is Reason.KV_BLOCKS_EXHAUSTED or (cancelled and found.reason is Reason.CANCELLED)
+
     @rule(seed=SEED, at=st.integers(0, 6))
     def a_stream_breaks(self, seed: int, at: int) -> None:
         """What was under way can be asked for again, whatever became of it."""
@@ -500,10 +562,10 @@ class RunMachine(RuleBasedStateMachine):
         self.nothing_is_under_way()
         await self.go_on(rng)
 
-    async def begin_some(self, rng: random.Random) -> UnderWay:
+    async def begin_some(self, rng: random.Random, count: int = 0) -> UnderWay:
         """Runs on different sequences, some with a follower behind, one perhaps by a call of its own."""
         firsts: list[Sent] = []
-        for _ in range(rng.randint(1, 3)):
+        for _ in range(count or rng.randint(1, 3)):
             firsts.append(self.draw(rng, *(each.known for each in firsts)))
         alone = None
         if len(firsts) > 1 and rng.random() < 0.4:
@@ -598,7 +660,7 @@ class RunMachine(RuleBasedStateMachine):
         assert (engine.counters.running, engine.queued_items, engine.queued_tokens) == (0, 0, 0)
         records = state.handles.records()
         assert not state._creating and not any(each.busy or each.cut or each.follower for each in records)
-        assert not any(account.held[each] for account in state.quotas._accounts.values() for each in HELD_BY_CALLS)
+        assert not any(account.held[each] for account in self.accounts() for each in HELD_BY_CALLS)
         assert not any(mask.uses for owner in state.masks._owners.values() for mask in owner.masks.values())
         assert not state.masks._on_way and not state.unread.bytes
         assert not any(state.supervisor.failures.values()), self.raised[:3]

@@ -1,4 +1,4 @@
-"""Whose turn it is in the engine's queue: the order of one caller, and what several have of the steps."""
+"""Whose turn it is in the engine's queue: the order of one caller, what several have of the steps, and of the runs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrum_rpc.core import OutputSpec, Span
+from ferrum_rpc.core import OutputSpec, Run, Span
 from ferrum_rpc.engine.api import State, Submission
 from ferrum_rpc.engine.backlog import Backlog
+from ferrum_rpc.engine.places import Places
 from tests.unit.test_loop_overlap import Fake, Loop, Script
 
 ITEMS, TOKENS = 8, 64
@@ -129,3 +130,129 @@ def test_the_loop_takes_its_steps_in_that_order_and_what_was_cancelled_counts_fo
     works[6].state = State.CANCELLED
     Loop(runner, Script(*works), items=ITEMS).run()
     assert order[0] == 0 and set(order[1:3]) == {7, 8} and order[3:] == [1, 2, 3, 4, 5]
+
+
+# --- places of runs ---------------------------------------------------------------------------------------------------
+
+PLACES, PART = 8, 4
+
+
+def runs(caller: int, count: int, part: int = PART) -> Submission:
+    """``count`` runs of a caller that may have ``part`` of the places."""
+    span = Span(caller, np.zeros(1, dtype=np.int32), 0, OutputSpec(), run=Run(2))
+    return Submission((span,) * count, lambda *_: None, caller=caller, most_running=part)
+
+
+class Board:
+    """Places as the loop uses them: what waits begins where it can, in ``begun``; and what must hold whenever it has.
+    ``parts``: how much of the places each caller may have."""
+
+    def __init__(self, *parts: int) -> None:
+        self.places, self.parts = Places(PLACES), parts
+        self.waiting = [deque[Submission]() for _ in parts]
+        self.under_way: list[Submission] = []
+        self.begun: list[Submission] = []
+
+    def ask(self, caller: int, count: int) -> Submission:
+        work = runs(caller, count, self.parts[caller])
+        if self.places.may_begin(work):
+            self.begin(work)
+        else:
+            self.places.add(work)
+            self.waiting[caller].append(work)
+            self.begin_all()
+        return work
+
+    def end(self, work: Submission) -> None:
+        self.under_way.remove(work)
+        self.places.give(work, work.runs)
+        self.begin_all()
+
+    def begin_all(self) -> None:
+        def is_over(work: Submission) -> bool:
+            if work.state is State.CANCELLED:
+                assert self.waiting[work.caller].popleft() is work, "dropped once"
+                return True
+            return False
+
+        while (work := self.places.first(is_over)) is not None:
+            assert self.places.take(work) is work is self.waiting[work.caller].popleft(), "in its caller's order"
+            self.begin(work)
+
+    def begin(self, work: Submission) -> None:
+        mine = self.held(work.caller)
+        assert not mine or mine + work.runs <= self.parts[work.caller]
+        self.places.hold(work)
+        self.under_way.append(work)
+        taken = [min(self.held(caller), part) for caller, part in enumerate(self.parts)]
+        assert sum(taken) <= PLACES or sum(taken) == taken[work.caller]
+        self.begun.append(work)
+        assert self.places.count == sum(each.runs for each in self.under_way)
+
+    def held(self, caller: int) -> int:
+        return sum(each.runs for each in self.under_way if each.caller == caller)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([2, PART, 2 * PLACES]), min_size=1, max_size=4),
+    st.lists(st.tuples(st.sampled_from(["ask", "ask", "end", "cancel"]), st.integers(0, 99), st.integers(1, PLACES))),
+)
+def test_runs_begin_in_each_callers_order_within_its_part_and_nothing_waits_for_ever(
+    parts: list[int], history: list[tuple[str, int, int]]
+) -> None:
+    board = Board(*parts)
+    asked: list[Submission] = []
+    for kind, which, count in history:
+        if kind == "ask":
+            asked.append(board.ask(which % len(parts), count))
+        elif kind == "end" and board.under_way:
+            board.end(board.under_way[which % len(board.under_way)])
+        elif kind == "cancel" and (waiting := [each for works in board.waiting for each in works]):
+            waiting[which % len(waiting)].state = State.CANCELLED
+    while board.under_way:
+        board.end(board.under_way[0])
+    places = board.places
+    assert not places and not places.count and not places.tokens and not any(board.waiting)
+    assert not places._held and not places._turns
+    assert {*board.begun} == {each for each in asked if each.state is not State.CANCELLED}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, PLACES), max_size=40), st.integers(1, PART))
+def test_a_run_within_its_callers_part_begins_at_once_whatever_one_other_asks_for(many: list[int], few: int) -> None:
+    board = Board(PART, PART)
+    for count in many:
+        board.ask(0, count)
+    assert board.ask(1, few) in board.begun
+
+
+def test_of_several_that_wait_the_one_with_fewest_places_is_next_and_a_large_one_is_not_passed_for_ever() -> None:
+    board = Board(PART, PART, PART)
+    first, _ = board.ask(0, PART), board.ask(1, PART)
+    for _ in range(20):
+        board.ask(0, 1)
+        board.ask(1, 1)
+    last = board.ask(2, PART)
+    board.end(first)
+    assert board.begun[2:] == [last], "it came last and has none"
+    alone = Board(2 * PLACES)
+    one, large = alone.ask(0, 1), alone.ask(0, PLACES)
+    small = alone.ask(0, 1)
+    assert alone.begun == [one], "there is room for the small one, which came later"
+    alone.end(one)
+    alone.end(large)
+    assert alone.begun == [one, large, small]
+
+
+def test_more_runs_than_a_part_begin_when_their_caller_has_none_and_keep_nobody_from_the_rest() -> None:
+    board = Board(PART, PART)
+    one, large, other = board.ask(0, 1), board.ask(0, PLACES), board.ask(1, 1)
+    assert board.begun == [one, other]
+    board.end(one)
+    assert board.begun[2:] == [large]
+    more = board.ask(1, PART - 1)
+    assert board.begun[3:] == [more] and board.places.count == PLACES + PART
+    later = board.ask(0, 1)
+    board.end(large)
+    assert board.begun[4:] == [later]

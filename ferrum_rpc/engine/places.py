@@ -1,0 +1,103 @@
+"""Who gets a place among the runs under way, and whose runs wait for one.
+
+Of several callers each may have a part of the places (`Submission.most_running`). What a caller asks for beyond it
+waits, in its order, and keeps nobody else from what is left. A submission is never split: one with more runs than its
+caller's part begins when its caller has none under way, and takes no more than that part from the others. Only then are
+more runs under way than there are places.
+
+The next to begin is of the caller that has the fewest places; of those, the one whose last turn is longest ago. Where
+the places that are left do not suffice for it nothing else begins before it, so nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from ferrum_rpc.engine.api import Submission
+
+
+class Places:
+    """``most`` places. ``count``: the runs that are under way or being begun. ``tokens``: what waits would feed. True:
+    something waits."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: dict[int, int] = {}  # runs, by caller that has any
+        self._parts: dict[int, int] = {}  # the places that such a caller may have
+        self._turns: dict[int, int] = {}  # when it had its last one, by caller that holds or waits
+        self._waiting: dict[int, deque[Submission]] = {}  # by caller, in the order in which they began to wait
+        self._turn = 0
+        self.count = 0
+        self.tokens = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def may_begin(self, work: Submission) -> bool:
+        """Whether one that came just now need not wait."""
+        return not self._waiting and self._within_part(work) and self._fits(work)
+
+    def add(self, work: Submission) -> None:
+        """It waits."""
+        self.tokens += work.tokens
+        self._waiting.setdefault(work.caller, deque()).append(work)
+
+    def first(self, is_over: Callable[[Submission], bool]) -> Submission | None:
+        """The next to begin, where there is room for it. Those that nobody waits for any more, as ``is_over`` says, are
+        dropped when they come first."""
+        best, stands = None, (0, 0)
+        for caller in list(self._waiting):
+            while (works := self._waiting.get(caller)) and is_over(works[0]):
+                self.take(works[0])
+            if works and self._within_part(works[0]):
+                held = self._held.get(caller, 0), self._turns.get(caller, 0)
+                if best is None or held < stands:
+                    best, stands = works[0], held
+        return best if best is not None and self._fits(best) else None
+
+    def take(self, work: Submission) -> Submission:
+        """It waits no longer. It is the first of its caller."""
+        works = self._waiting[work.caller]
+        works.popleft()
+        self.tokens -= work.tokens
+        if not works:
+            del self._waiting[work.caller]
+            self._forget(work.caller)
+        return work
+
+    def pop(self) -> Submission:
+        """Any one that waits: it will not begin."""
+        return self.take(next(iter(self._waiting.values()))[0])
+
+    def hold(self, work: Submission) -> None:
+        """Its runs have their places."""
+        self.count += work.runs
+        self._turn += 1
+        self._turns[work.caller] = self._turn
+        self._parts[work.caller] = work.most_running
+        self._held[work.caller] = self._held.get(work.caller, 0) + work.runs
+
+    def give(self, work: Submission, runs: int) -> None:
+        """So many of its runs need theirs no more."""
+        self.count -= runs
+        left = self._held.get(work.caller, 0) - runs
+        if left:
+            self._held[work.caller] = left
+        else:
+            self._held.pop(work.caller, None)
+            self._parts.pop(work.caller, None)
+            self._forget(work.caller)
+
+    def _forget(self, caller: int) -> None:
+        if caller not in self._held and caller not in self._waiting:
+            self._turns.pop(caller, None)
+
+    def _fits(self, work: Submission) -> bool:
+        """Whether there are places for all its runs. One that is alone always has them."""
+        taken = sum([min(held, self._parts[caller]) for caller, held in self._held.items()])
+        return not taken or taken + min(work.runs, work.most_running) <= self._most
+
+    def _within_part(self, work: Submission) -> bool:
+        held = self._held.get(work.caller, 0)
+        return not held or held + work.runs <= work.most_running
