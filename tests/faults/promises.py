@@ -10,6 +10,7 @@ from tests.faults.adapters import r15_adapters_come_and_go
 from tests.faults.any_bytes import r14_any_bytes_get_a_canonical_answer
 from tests.faults.background import r26_a_background_task_never_dies_silently
 from tests.faults.bad_items import r20_a_bad_item_harms_nobody
+from tests.faults.contents import r34_memory_by_content_is_bounded
 from tests.faults.crash_points import r16_a_crash_is_survivable
 from tests.faults.crowd import r23_no_caller_starves_another
 from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
@@ -77,6 +78,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r30_a_neighbour_takes_its_share_alone,
     r31_a_fleet_loses_no_token,
     r33_one_truth_about_a_hung_device,
+    r34_memory_by_content_is_bounded,
 )
 """In the order of their numbers."""
 

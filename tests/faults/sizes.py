@@ -96,6 +96,9 @@ class Size:
     """R33: a fleet's patience with one that hangs, and stops for less and for more than that."""
     hostile_messages: int
     """R30: messages of each kind that unfold into much."""
+    content_calls: int
+    content_mib: float
+    """R34: calls with the largest contents before memory is measured first, and what ten times as many may take."""
     outsider_calls: int
     """R23: calls of each kind beside a crowd."""
     configurations: int
@@ -153,6 +156,8 @@ CI: Final = Size(
     short_stop_s=2.4,
     long_stop_s=5.0,
     hostile_messages=6,
+    content_calls=24,
+    content_mib=16.0,
     outsider_calls=60,
     configurations=40,
     absolute=False,
@@ -207,6 +212,8 @@ FULL: Final = Size(
     short_stop_s=3.0,
     long_stop_s=30.0,
     hostile_messages=300,
+    content_calls=10_000,
+    content_mib=64.0,
     outsider_calls=1_000,
     configurations=5_000,
     absolute=True,

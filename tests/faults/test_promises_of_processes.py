@@ -6,6 +6,7 @@ import pytest
 
 from tests.faults.abuse import r10_abuse_does_not_hurt_others
 from tests.faults.adapters import r15_adapters_come_and_go
+from tests.faults.contents import r34_memory_by_content_is_bounded
 from tests.faults.crowd import r23_no_caller_starves_another
 from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
 from tests.faults.drain import r5_a_drain_loses_nothing
@@ -101,3 +102,7 @@ async def test_r31_a_fleet_loses_no_token() -> None:
 
 async def test_r33_one_truth_about_a_hung_device() -> None:
     await hold(r33_one_truth_about_a_hung_device)
+
+
+async def test_r34_memory_by_content_is_bounded() -> None:
+    await hold(r34_memory_by_content_is_bounded)
