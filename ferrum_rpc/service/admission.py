@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -56,8 +56,8 @@ from ferrum_rpc.service.state import ServerState
 ANSWER_OVERHEAD = 256
 """Bytes that an item's result takes besides its rows, generously."""
 
-MOST_OF_A_DRAFT = 1.001
-"""What a draft's probabilities may come to: rounded to 16 bits they are not exactly 1."""
+ROUNDED: Final = 1e-3
+"""How far from 1 the sum of a draft's probabilities may be: rounded to 16 bits it is not exactly 1."""
 
 Valid = tuple[int, WorkItem, int]
 """An item with its place in the call and the bytes that its answer takes at most. Nothing is wrong with it but perhaps
@@ -244,8 +244,16 @@ def _check_draft(accept: Accept, tokens: TokenArray, model: ModelInfo, limits: L
     if not found.any(axis=-1).all():
         raise InvalidRequest("a token of the draft is not among its candidates", field=field)
     field = "output.accept.draft_probabilities"
-    if not (probabilities >= 0).all() or (probabilities.sum(axis=-1, dtype=np.float64) > MOST_OF_A_DRAFT).any():
-        raise InvalidRequest("a draft's probabilities are 0 or more and come to 1 at most", field=field)
+    if not (probabilities >= 0).all():
+        raise InvalidRequest("a draft's probabilities must be 0 or more", field=field)
+    sums = probabilities.sum(axis=-1, dtype=np.float64)
+    worst = int(np.argmax(np.abs(sums - 1)))
+    if not abs(sums[worst] - 1) <= ROUNDED:
+        raise InvalidRequest(
+            f"the probabilities of draft token {worst} sum to {sums[worst]:.6g}, not to 1 within {ROUNDED:g}: divide "
+            "a q that was cut to its best candidates by its sum, and draw from that",
+            field=field,
+        )
     if not probabilities[found].all():
         raise InvalidRequest("a token of the draft has a probability of 0: it cannot have been drawn", field=field)
 

@@ -65,7 +65,7 @@ async def play(dialled: Dialled) -> list[Any]:
     for spec in (output_pb2.AcceptOutput(), output_pb2.AcceptOutput(sampling=output_pb2.SampleOutput(seed=7))):
         if spec.HasField("sampling"):
             fill_tensor(spec.draft_token_ids, np.array([[8, 9]] * 5, np.uint32))
-            fill_tensor(spec.draft_probabilities, np.full((5, 2), 0.01, np.float32))
+            fill_tensor(spec.draft_probabilities, np.full((5, 2), 0.5, np.float32))
         draft = item([1, 8, 8, 9, 8, 9], forked.handles[1], output=output_pb2.OutputSpec(accept=spec), truncate_to=50)
         accepted = await call.ForwardVerify(pb.ForwardVerifyRequest(item=draft))
         forked.handles[1].CopyFrom(accepted.output.handle)

@@ -168,7 +168,7 @@ async def test_a_replay_emits_what_the_call_emitted_and_keeps_its_tokens() -> No
     """Rows of others make room in the record; token ids that were chosen stay, beside a changed draft's refusal."""
     async with serve_identity(kv_blocks=64, block_size=4, replay_bytes=512, positional=True) as served:
         handle = await prefill(served, PROMPT)
-        ids, odds = [[9, 8], [7, 9], [1, 5]], [[0.5, 0.25]] * 3
+        ids, odds = [[9, 8], [7, 9], [1, 5]], [[0.75, 0.25]] * 3
         spec = accept(ids, odds, logprob=True)
         request = pb.ForwardVerifyRequest(item=item([LAST, 9, 7, 5], handle, output=spec, request_id="once"))
         first = await served.executor.ForwardVerify(request)
@@ -275,6 +275,10 @@ BAD: dict[str, list[output_pb2.OutputSpec]] = {
         accept(IDS, [[0.5, -0.1], [0.5, 0.5]], seed=1),
         accept(IDS, [[0.5, math.inf], [0.5, 0.5]], seed=1),
         accept(IDS, [[0.6, 0.6], [0.5, 0.5]], seed=1),
+        accept(IDS, [[0.5, 0.5], [0.25, 0.25]], seed=1),  # a q that was cut, and not divided by its sum
+        accept(IDS, [[0.5, 0.5], [1e-6, 1e-6]], seed=1),
+        accept(IDS, [[0.5, 0.4989], [0.5, 0.5]], seed=1),
+        accept(IDS, [[0.5, 0.5], [0.5, 0.49]]),
         accept(IDS, [[0.5, 0.5], [1.0, 0.0]], seed=1),  # it cannot have been drawn
         raw("draft_probabilities", tensor(F16, [2, 2], bytes(8))),
         raw("draft_probabilities", tensor(U32, [2, 2], bytes(16))),
@@ -294,9 +298,22 @@ async def test_a_bad_spec_is_refused_by_its_field_and_changes_nothing(served: Se
         call = served.executor.ForwardVerify(pb.ForwardVerifyRequest(item=item(DRAFT, handle, output=spec)))
         error = await refused(call, Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
         assert error.field == f"output.{field}", number
-    good = accept(IDS, [[0.5, 0.5004], [0.2, 0.1]], seed=1)  # rounded, and with tokens that are not named
+    good = accept(IDS, [[0.5, 0.5004], [0.6, 0.3995]], seed=1)  # rounded
     handle, _ = await verify(served, item(DRAFT, handle, output=good))
     await served.check()
+
+
+async def test_the_refusal_of_a_cut_draft_says_what_is_to_be_done(served: Served) -> None:
+    handle = await prefill(served, PROMPT)
+    cut = item(DRAFT, handle, output=accept(IDS, [[0.5, 0.5], [0.25, 0.25]], seed=1))
+    error = await refused(
+        served.executor.ForwardVerify(pb.ForwardVerifyRequest(item=cut)),
+        Reason.INVALID_REQUEST,
+        grpc.StatusCode.INVALID_ARGUMENT,
+    )
+    assert "draft token 1 sum to 0.5" in error.message and "by its sum" in error.message
+    tokens = accept(IDS, np.array([[0.5, 0.5], [0.25, 0.25]]) / [[1.0], [0.5]], seed=1)
+    await verify(served, item(DRAFT, handle, output=tokens))
 
 
 async def test_a_draft_goes_on_with_a_sequence_and_has_a_limit(served: Served) -> None:
