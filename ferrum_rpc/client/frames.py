@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ferrum_rpc.client.state import Item
-from ferrum_rpc.client.transport import Forwarded, outcomes_of
+from ferrum_rpc.client.transport import Forwarded, in_order, outcomes_of
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import forward_pb2, session_pb2
 from ferrum_rpc.wire.items import timing_from_proto
@@ -185,8 +185,9 @@ Parts = list[tuple[int, forward_pb2.ForwardOutput | ExecutorError]]
 def part_of(requests: Sequence[StreamRequest[Any]], answer: session_pb2.SessionForwardAnswer) -> Parts:
     """What one part of an answer says of the items of a frame. Raises `TransportError` for the results of others."""
     items = [item for request in requests for item in request.items]
-    places = [result.item_index for result in answer.results]
-    outcomes = outcomes_of(answer.results, [items[place] for place in places if place < len(items)])
+    results = in_order(answer.results)
+    places = [result.item_index for result in results]
+    outcomes = outcomes_of(results, [items[place] for place in places if place < len(items)])
     return list(zip(places, outcomes, strict=True))
 
 

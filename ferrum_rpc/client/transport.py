@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -140,10 +141,22 @@ class Transport:
         """End what is open; requests go as unary calls from now on. Does not raise."""
 
 
+def in_order(results: Sequence[forward_pb2.ItemResult]) -> Sequence[forward_pb2.ItemResult]:
+    """The results in the order of their items. Executors before revision 6 say an item's place only in the answer of a
+    frame whose items are apart, and keep the order in all others."""
+    places = [each.item_index for each in results]
+    return results if places == sorted(places) else sorted(results, key=_place)
+
+
+_place: Final = operator.attrgetter("item_index")
+
+
 def outcomes_of(
     results: Sequence[forward_pb2.ItemResult], items: Sequence[Item]
 ) -> list[forward_pb2.ForwardOutput | ExecutorError]:
-    """The outcome of each item. Raises `TransportError` for the results of other items."""
+    """The outcome of each item, whatever order the results have. Raises `TransportError` for the results of other
+    items."""
+    results = in_order(results)
     if [each.item_id for each in results] != [item.proto.item_id for item in items]:
         raise TransportError(
             f"the executor answered {len(results)} other items than the {len(items)} that it was sent",

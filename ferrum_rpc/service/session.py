@@ -331,11 +331,8 @@ class Session:
         outcomes = [_only_outcome(calls[index]) for index in ended]
         self._calls.refused_items(METHOD, outcomes, self._context)
         forward = response.forward
-        rows = RowParts(
-            forward.row_blocks, fill_results(forward, [request.items[index] for index in ended], outcomes), self._inline
-        )
-        for index, result in zip(ended, forward.results, strict=True):
-            result.item_index = index
+        items = [request.items[index] for index in ended]
+        rows = RowParts(forward.row_blocks, fill_results(forward, items, outcomes, ended), self._inline)
         forward.more = bool(step.waits)
         fill_step(forward, self._state.pressure(), calls[ended[-1]].timing)
         return rows.frames(response.step_id)

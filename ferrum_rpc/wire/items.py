@@ -226,15 +226,20 @@ def options_from_proto(create: forward_pb2.CreateOptions, lease_id: str = "") ->
 
 
 def fill_results(
-    response: Any, items: Sequence[forward_pb2.ForwardItem], outcomes: Sequence[ItemOutcome]
+    response: Any,
+    items: Sequence[forward_pb2.ForwardItem],
+    outcomes: Sequence[ItemOutcome],
+    places: Iterable[int] | None = None,
 ) -> list[Extent]:
-    """Write a batch's results, ``results[i]`` for ``items[i]``, into its answer, of any type. Returns the rows that
-    it still lacks, as `fill_outputs` does."""
+    """Write a batch's results, ``results[i]`` for ``items[i]``, into its answer, of any type. ``places``: where those
+    items stand in their call, for a part of its answer. Returns the rows that it still lacks, as `fill_outputs` does.
+    """
     answered: list[tuple[forward_pb2.ForwardOutput, ItemAnswer]] = []
     results = response.results
-    for item, outcome in zip(items, outcomes, strict=True):
+    for place, item, outcome in zip(range(len(items)) if places is None else places, items, outcomes, strict=True):
         result = results.add()
         result.item_id = item.item_id
+        result.item_index = place
         if isinstance(outcome, ExecutorError):
             result.error.CopyFrom(status_from_error(outcome))
         else:

@@ -456,3 +456,56 @@ async def test_a_client_that_does_not_read_holds_its_own_answers_only() -> None:
                     await served.executor.Release(pb.ReleaseRequest(handle=handle))
             assert len(served.server.state.handles) == 2
         await served.check()
+
+
+@pytest.mark.parametrize("order", [[0], [2, 0, 1]], ids=["one", "three"])
+async def test_every_result_says_which_item_it_answers(served: Served, order: list[int]) -> None:
+    """By every call that has results: good ones, refused ones, replayed ones."""
+    executor = served.executor
+    first = [await prefill(served, [each, 1]) for each in order]
+    new = [item([each, 2], item_id=7, request_id=f"new {order} {each}") for each in order]
+    fed = [item([each], handle, item_id=7, request_id="fed") for each, handle in zip(order, first, strict=True)]
+    bad = [item([1], types_pb2.KvHandle(id=b"none"), item_id=7) for _ in order]
+    mixed = [*bad[:1], *fed, *bad[:1], *new]
+    batches: list[tuple[Any, Any, list[forward_pb2.ForwardItem]]] = [
+        (executor.BatchPrefill, pb.BatchPrefillRequest, new),
+        (executor.BatchDecode, pb.BatchDecodeRequest, [*fed, *bad]),
+        (executor.UnifiedForward, pb.UnifiedForwardRequest, mixed),
+    ]
+    async with opened(served) as stream:
+        for call, request, items in batches:
+            for replayed in (False, True):
+                found = (await call(request(items=items))).results
+                assert [each.item_index for each in found] == list(range(len(items)))
+                if items is not mixed:
+                    assert found[0].output.replayed is replayed
+        for items, fields in ((mixed, {}), (fed, {"all_or_nothing": True})):
+            found = (await stream.forward(*items, **fields)).results
+            assert [each.item_index for each in found] == list(range(len(items)))
+            assert found[items.index(fed[0])].output.replayed
+
+
+async def test_only_items_that_are_apart_lose_their_order_also_in_one_part(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Items end one behind the other while an earlier answer is being written: the one that is refused at once first."""
+    write, blocked, sessions = Session._write, asyncio.Event(), list[Session]()
+
+    async def slow(self: Session, answer: session_pb2.SessionResponse, leaving: bool = False) -> None:
+        if answer.HasField("forward"):
+            sessions.append(self)
+            await blocked.wait()
+        await write(self, answer, leaving)
+
+    async with opened(served) as stream:
+        monkeypatch.setattr(Session, "_write", slow)
+        await stream.send(forward=session_pb2.SessionForward(items=[item([1])]))
+        await until(lambda: bool(sessions))
+        items = [item([1], item_id=5), item([999], item_id=6)]
+        step = await stream.send(forward=session_pb2.SessionForward(items=items, apart=True))
+        await until(lambda: step in sessions[0]._open and not sessions[0]._open[step].waits)
+        blocked.set()
+        await stream.read()
+        answer = (await stream.read()).forward
+        assert not answer.more
+        assert [(each.item_index, each.item_id) for each in answer.results] == [(1, 6), (0, 5)]

@@ -15,7 +15,7 @@ from ferrum_rpc.client.frames import FrameCapacity, StreamRequest
 from ferrum_rpc.client.retry import Deadline, fate_unknown
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.stream import METHOD, SessionStream
-from ferrum_rpc.client.transport import Forwarded
+from ferrum_rpc.client.transport import Forwarded, outcomes_of
 from ferrum_rpc.core import FullLogits, Greedy, HandleRef, OutputKind, OutputSpec, Positions
 from ferrum_rpc.errors import (
     Cancelled,
@@ -564,3 +564,19 @@ async def test_who_is_answered_asks_again_together_with_those_who_wait() -> None
         fake.answer(second)
         fake.answer((await fake.received("forward", 3))[2])
         assert await asyncio.gather(*early, *late) == [[each, each] for each in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+@pytest.mark.parametrize("named", [True, False], ids=["revision 6", "older"])
+def test_results_are_taken_by_the_place_that_they_name(order: tuple[int, ...], named: bool) -> None:
+    """An older executor names none, and keeps the order: results in another one are those of other items."""
+    items = [an_item(10 + place) for place in range(3)]
+    results = [forward_pb2.ItemResult(item_id=10 + place, item_index=place if named else 0) for place in order]
+    for place, result in zip(order, results, strict=True):
+        result.output.handle.seq_len = place
+    if not named and order != (0, 1, 2):
+        with pytest.raises(TransportError, match="other items"):
+            outcomes_of(results, items)
+        return
+    outcomes = outcomes_of(results, items)
+    assert [each.handle.seq_len for each in outcomes if isinstance(each, forward_pb2.ForwardOutput)] == [0, 1, 2]
