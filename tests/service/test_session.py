@@ -488,7 +488,7 @@ async def test_every_result_says_which_item_it_answers(served: Served, order: li
 async def test_only_items_that_are_apart_lose_their_order_also_in_one_part(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Items end one behind the other while an earlier answer is being written: the one that is refused at once first."""
+    """Items end while an earlier answer is being written; the one that is refused at once, first."""
     write, blocked, sessions = Session._write, asyncio.Event(), list[Session]()
 
     async def slow(self: Session, answer: session_pb2.SessionResponse, leaving: bool = False) -> None:
