@@ -9,7 +9,7 @@ help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
 .venv/.server: pyproject.toml constraints.txt $(wildcard ferrum_rpc_*/pyproject.toml ferrum_rpc_kernels/setup.py ferrum_rpc_kernels/src/*)
-	@echo "installing the executor (torch and friends) into .venv ..."
+	@echo "installing the executor (torch and friends) into .venv: minutes where they must be fetched ..."
 	@$(PYTHON) tools/environment.py server,uvloop
 	@touch $@
 

@@ -198,7 +198,7 @@ def _run(parsed: argparse.Namespace) -> int:
         return _follow(trusted=parsed.trust_rank_network)
     from ferrum_rpc import ask
     from ferrum_rpc.bench.program import bench
-    from ferrum_rpc.errors import ExecutorError, Unauthenticated
+    from ferrum_rpc.errors import ExecutorError, TransportError, Unauthenticated
 
     parsed.token = os.environ.get(TOKEN_VARIABLE)  # never a flag: `ps` shows those to every user
     command = bench if parsed.command == "bench" else getattr(ask, parsed.command)
@@ -206,7 +206,11 @@ def _run(parsed: argparse.Namespace) -> int:
         status: int = asyncio.run(command(parsed))
         return status
     except ExecutorError as error:
-        print(f"ferrum-rpc {parsed.command}: {error.reason}: {error.message}", file=sys.stderr)
+        message = error.message
+        if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "UNAVAILABLE":
+            # Of gRPC's chain of reasons the last is the reason.
+            message = f"cannot reach an executor at {parsed.target}: {message.rpartition(': ')[2]}"
+        print(f"ferrum-rpc {parsed.command}: {error.reason}: {message}", file=sys.stderr)
         if isinstance(error, Unauthenticated):
             print(f"name a file with a token: --token-file FILE, or set ${TOKEN_VARIABLE}", file=sys.stderr)
         return EXIT_FAILED

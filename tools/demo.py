@@ -13,6 +13,7 @@ INTERRUPTED = 130
 try:
     import contextlib
     import json
+    import os
     import signal
     import subprocess
     import threading
@@ -88,6 +89,11 @@ def main() -> None:
             print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     print(f"executor: stopped with status {executor.returncode}")
+    if not (status or executor.returncode):
+        program = os.path.relpath(Path(sys.executable).with_name("ferrum-rpc"))
+        print("\nnext: serve it, and ask it from another terminal")
+        print(f"    {program} serve demo")
+        print(f'    {program} generate "In the beginning"')
     sys.exit(status or executor.returncode)
 
 

@@ -66,7 +66,9 @@ def install(root: Path, extras: str) -> int:
     folder = root / ".venv"
     mark = folder / ".unfinished"
     mark.touch()
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
+    if not sys.stdout.isatty():  # where nobody watches the bars
+        pip.append("--quiet")
     packages = [part for each in (f".[{extras}]", *BESIDE) for part in ("-e", each)]
     with subprocess.Popen([*pip, "-c", "constraints.txt", *packages], cwd=root) as running:
         try:

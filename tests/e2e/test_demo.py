@@ -65,6 +65,16 @@ def ended(running: subprocess.Popen[str]) -> tuple[int, str, list[int]]:
     return running.returncode, errors, members(running.pid)
 
 
+def test_the_demo_ends_with_the_next_commands_as_they_must_be_typed() -> None:
+    with demo("tools/demo.py", "--plain", "--max-new-tokens", "2") as running:
+        output, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, errors
+    *_, heading, serve, generate = output.splitlines()
+    program = os.path.relpath(Path(sys.executable).with_name("ferrum-rpc"), ROOT)
+    assert heading.startswith("next: ")
+    assert [serve.strip(), generate.strip()] == [f"{program} serve demo", f'{program} generate "In the beginning"']
+
+
 async def test_ctrl_c_while_texts_are_written() -> None:
     with demo("tools/demo.py", "--plain", "--max-new-tokens", "3000") as running:
         assert running.stdout is not None

@@ -5,12 +5,15 @@ The Python here is a shell script that answers what is asked of it, so nothing i
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +32,7 @@ FAKE = """#!/bin/sh
 # -m venv --clear FOLDER; -m pip install ...; -c PROBE
 case "$1 $2" in
     "-m venv") rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
-    "-m pip") pwd >>pip; [ ! -p hold ] || { echo >hold; exec sleep 60; }; exit $(cat status) ;;
+    "-m pip") echo "$@" >>pip; [ ! -p hold ] || { echo >hold; exec sleep 60; }; exit $(cat status) ;;
     *) cat version ;;
 esac
 """
@@ -77,6 +80,37 @@ def test_another_python_is_named_and_nothing_is_left(root: Path, wrong: Path, ta
     assert "this is Python 3.10.12, and 3.11 to 3.13 are needed" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (root / ".venv").exists()
+
+
+def test_who_watches_sees_the_progress_of_pip_and_a_pipe_does_not(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, quiet in ((Screen(), False), (io.StringIO(), True)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        environment.main("server", root)
+        assert ("--quiet" in (root / "pip").read_text().splitlines()[-1].split()) is quiet
+
+
+def test_type_checkers_find_an_editable_installation(tmp_path: Path) -> None:
+    """It is a path and no import hook, which they could not follow."""
+    checkout, venv, elsewhere = (tmp_path / name for name in ("checkout", "venv", "elsewhere"))
+    shutil.copytree(ROOT / "ferrum_rpc", checkout / "ferrum_rpc", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_editable(sys.argv[1]))"
+    run = partial(subprocess.run, capture_output=True, text=True, check=True)
+    wheel = run([REAL, "-c", build, str(tmp_path)], cwd=checkout).stdout.split()[-1]
+    run([REAL, "-m", "venv", "--without-pip", str(venv)])
+    [packages] = venv.glob("lib/*/site-packages")
+    zipfile.ZipFile(tmp_path / wheel).extractall(packages)
+    elsewhere.mkdir()
+    (elsewhere / "program.py").write_text("from ferrum_rpc.client import ExecutorClient\nreveal_type(ExecutorClient)\n")
+    python = str(venv / "bin" / "python")
+    checker = [REAL, "-m", "mypy", "--python-executable", python, "--ignore-missing-imports", "--follow-imports=silent"]
+    said = run([*checker, "program.py"], cwd=elsewhere).stdout
+    assert "-> ferrum_rpc.client.client.ExecutorClient" in said and "Success" in said
 
 
 def test_the_right_python_installs_into_an_environment_of_its_own(root: Path) -> None:
