@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ferrum_rpc import __version__
 from ferrum_rpc.fleet.options import OWN_SETTINGS, add_fleet_flags
+from ferrum_rpc.install import install
 from ferrum_rpc.runtime import prepare
 from ferrum_rpc.usage import TOKEN_VARIABLE, ConfigError, hint
 
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if package == "ferrum_rpc":
             raise
         extra = "ray" if package == "ray" else "server"
-        sys.exit(f"ferrum-rpc: this needs {package}, which is not installed: pip install 'ferrum-rpc[{extra}]'")
+        sys.exit(f"ferrum-rpc: this needs {package}, which is not installed: {install(extra)}")
     except KeyboardInterrupt:  # also while the settings are imported
         sys.exit(EXIT_INTERRUPTED)
 

@@ -39,6 +39,7 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Final, Literal, NamedTuple
 
+from ferrum_rpc.install import install
 from ferrum_rpc.usage import ConfigError
 
 SPIN_VARIABLE: Final = "GOMP_SPINCOUNT"
@@ -112,7 +113,7 @@ def choose_loop(choice: Literal["auto", "asyncio", "uvloop"]) -> Loop:
     """Raises `ConfigError` where uvloop is asked for and not there."""
     there = importlib.util.find_spec(UVLOOP) is not None
     if choice == UVLOOP and not there:
-        raise ConfigError("event_loop: uvloop is not installed; pip install 'ferrum-rpc[uvloop]', or say auto")
+        raise ConfigError(f"event_loop: uvloop is not installed; say auto, or {install(UVLOOP)}")
     if choice == "asyncio" or not there:
         return Loop("asyncio", "uvloop is not installed" if choice == "auto" else "asked for", asyncio.new_event_loop)
     import uvloop

@@ -29,6 +29,7 @@ import structlog
 
 from ferrum_rpc.errors import Cancelled, ExecutorError, InvalidRequest, KvCorrupt, NotSupported, QueueFull
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
+from ferrum_rpc.install import install
 from ferrum_rpc.service.records import RETRY_AFTER_S
 
 log = structlog.get_logger("ferrum_rpc.nixl")
@@ -63,7 +64,7 @@ def make_agent(name: str) -> Any:
         api = importlib.import_module("nixl._api")
     except ImportError as error:
         raise InvalidRequest(
-            f"kv_transport nixl needs the nixl package: pip install 'ferrum-rpc[nixl]' ({error})", field="kv_transport"
+            f"kv_transport nixl needs the nixl package ({error}): {install('nixl')}", field="kv_transport"
         ) from None
     try:
         agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))

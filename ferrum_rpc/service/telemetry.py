@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from ferrum_rpc import __version__
+from ferrum_rpc.install import install
 from ferrum_rpc.service.trace_context import OWN_TRACE, TRACEPARENT_KEY, Context, traceparent_of
 
 if TYPE_CHECKING:
@@ -104,9 +105,7 @@ def connect(endpoint: str, instance_id: str) -> Tracing:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise TracingError(
-            "otel_endpoint is set and OpenTelemetry is not installed: pip install 'ferrum-rpc[otel]'"
-        ) from error
+        raise TracingError(f"otel_endpoint is set and OpenTelemetry is not installed: {install('otel')}") from error
     if parts.path in ("", "/"):
         endpoint = parts._replace(path=TRACES_PATH).geturl()
     _log_as_ours()

@@ -1,4 +1,4 @@
-"""`pip install ferrum-rpc` without extras: every command that asks a server works, and what needs more names the extra.
+"""The package without extras: every command that asks a server works, and what needs more names the extra.
 
 The commands run in a process that can import nothing but the standard library, this package and its base requirements.
 """
@@ -90,5 +90,5 @@ async def test_what_needs_the_extra_names_it_in_one_line(tmp_path: Path) -> None
         found = await asyncio.to_thread(run, *commands)
     for status, out, _ in found:
         assert isinstance(status, str)  # `sys.exit` writes it to stderr, and the exit status is 1
-        assert "ferrum-rpc[server]" in status and "\n" not in status
+        assert "pip install '.[server]' in a checkout" in status and "\n" not in status
         assert out == ""

@@ -14,7 +14,7 @@ import pytest
 
 from ferrum_rpc.client.sync import ExecutorClient
 
-cluster_utils = pytest.importorskip("ray.cluster_utils", reason="pip install 'ferrum-rpc[ray]'")
+cluster_utils = pytest.importorskip("ray.cluster_utils", reason="pip install '.[ray]'")
 
 ROOT = Path(__file__).parents[2]
 EXECUTOR = ("identity", "--insecure", "--kv-blocks", "64", "--no-warmup")

@@ -18,7 +18,7 @@ from tests.service.transfers import header, imported, kt, row
 from tests.wiring import pb, prefill
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("nixl") is None, reason="nixl is not installed: pip install 'ferrum-rpc[nixl]'"
+    importlib.util.find_spec("nixl") is None, reason="nixl is not installed: pip install '.[nixl]'"
 )
 
 PROMPT = [(7 * each + each // 250) % 256 for each in range(4000)]

@@ -162,7 +162,7 @@ def test_a_file_is_served_by_its_path_and_a_folder_by_its_one_file(tmp_path):
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(NotSupported, match=r"pip install 'ferrum-rpc\[gguf\]'"):
+    with pytest.raises(NotSupported, match=r"pip install '\.\[gguf\]' in a checkout"):
         Checkpoint.open(FILE)
 
 

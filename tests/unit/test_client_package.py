@@ -1,4 +1,4 @@
-"""`pip install ferrum-rpc` is the contract and the client: importing it loads no server and no torch."""
+"""The package without extras is the contract and the client: importing it loads no server and no torch."""
 
 from __future__ import annotations
 

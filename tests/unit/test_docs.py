@@ -91,6 +91,23 @@ def test_links_end_at_files_and_at_headings(path: Path) -> None:
             assert heading in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}, target
 
 
+TEXTS = [".md", ".py", ".toml", ".yaml"]
+
+
+def test_nothing_says_that_this_project_is_on_a_package_index() -> None:
+    """Whoever registers the name there would be installed."""
+    said = re.compile(r"pip3? install(?:\s+-\S+)*[\s\"'f]*ferrum[-_]rpc")
+    assert said.search("pip install -U 'ferrum-rpc[x]'") and said.search('"pip install "\n  f"\'ferrum-rpc[x]\'"')
+    assert not said.search("pip install '.[x]' ./ferrum_rpc_kernels")
+    folders = [ROOT / each for each in ("benchmarks", "clients", "deploy", "docs", "tests", "tools")]
+    files = [each for folder in (*folders, *ROOT.glob("ferrum_rpc*")) for each in folder.rglob("*")]
+    files = [
+        each for each in (*files, *ROOT.glob("*")) if each.suffix in TEXTS or each.name in {"Dockerfile", "Makefile"}
+    ]
+    assert len(files) > 400
+    assert [str(each) for each in files if each != Path(__file__) and said.search(each.read_text("utf-8"))] == []
+
+
 LEVELS = {"info", "warning", "error", "exception"}
 
 

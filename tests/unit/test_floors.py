@@ -40,6 +40,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.logs": Floor("console terminal", "structlog"),
     "ferrum_rpc.failpoints": Floor("errors logs", "structlog"),
     "ferrum_rpc.usage": Floor(),
+    "ferrum_rpc.install": Floor(),
     "ferrum_rpc.config": Floor("core errors failpoints usage", "pydantic"),
     # the contract
     "ferrum_rpc.executor": Floor("", "google grpc"),
@@ -53,12 +54,12 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.models.fields": Floor("errors"),
     "ferrum_rpc.models.config_keys": Floor("errors models.fields"),
     "ferrum_rpc.models": Floor(
-        "core errors native selection distributed.group models.fields models.config_keys",
+        "core errors install native selection distributed.group models.fields models.config_keys",
         "numpy torch transformers triton",
     ),
     "ferrum_rpc.attention": Floor("core errors native selection", "numpy torch triton flashinfer"),
     "ferrum_rpc.sampling": Floor("core errors native selection distributed.group", "numpy torch triton"),
-    "ferrum_rpc.weights": Floor("core errors models.fields models.config_keys", "gguf numpy torch safetensors"),
+    "ferrum_rpc.weights": Floor("core errors install models.fields models.config_keys", "gguf numpy torch safetensors"),
     "ferrum_rpc.distributed": Floor("core errors native distributed.group", "numpy torch"),
     # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them
     "ferrum_rpc.engine.liveness": Floor(),
@@ -81,13 +82,13 @@ FLOORS: dict[str, Floor] = {
     ),
     "ferrum_rpc.engine.parity": Floor("config core errors weights engine models", "numpy torch transformers"),
     "ferrum_rpc.service": Floor(
-        "ferrum_rpc core errors failpoints private_files executor wire engine.liveness engine.api engine.thread "
-        "engine.process.parent",
+        "ferrum_rpc core errors failpoints install private_files executor wire engine.liveness engine.api "
+        "engine.thread engine.process.parent",
         "crc32c google grpc grpc_health grpc_reflection nixl numpy opentelemetry prometheus_client structlog",
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor prefix_hash wire", "google grpc grpc_health numpy"),
     # programs
-    "ferrum_rpc.runtime": Floor("usage", "uvloop"),
+    "ferrum_rpc.runtime": Floor("install usage", "uvloop"),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client terminal", "tokenizers"),
     "ferrum_rpc.hub": Floor("errors terminal", "huggingface_hub structlog"),
     "ferrum_rpc.building": Floor(
@@ -108,7 +109,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.fleet": Floor(),
     "ferrum_rpc.fleet.cluster": Floor("fleet", "ray"),
     "ferrum_rpc.cli": Floor(
-        "ferrum_rpc errors config usage ask bench fleet fleet.cluster plan doctor rank serve runtime"
+        "ferrum_rpc errors config install usage ask bench fleet fleet.cluster plan doctor rank serve runtime"
     ),
     "clients": Floor("core errors client", "jsonschema llguidance numpy rich tokenizers"),
 }

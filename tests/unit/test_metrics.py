@@ -388,7 +388,7 @@ def test_a_request_id_is_short_printable_and_alone_or_ignored() -> None:
 
 def test_without_the_extra_an_endpoint_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(TracingError, match=r"pip install 'ferrum-rpc\[otel\]'"):
+    with pytest.raises(TracingError, match=r"pip install '\.\[otel\]'"):
         connect("http://127.0.0.1:4318", "instance")
 
 

@@ -93,7 +93,7 @@ def test_without_transformers_the_error_says_what_to_install(
     other_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(NotSupported, match=r"is not supported; .*; nor through .*pip install 'ferrum-rpc\[hf\]'"):
+    with pytest.raises(NotSupported, match=r"is not supported; .*; nor through .*pip install '\.\[hf\]'"):
         choose_parts(settings(other_folder))
     with pytest.raises(NotSupported, match=r"^transformers is not installed"):
         choose_parts(settings(other_folder, model_backend="hf"))

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from ferrum_rpc.errors import NotSupported
+from ferrum_rpc.install import install
 
-INSTALL: Final = "pip install 'ferrum-rpc[hf]'"
+INSTALL: Final = install("hf")
 OLDEST: Final = 5
 
 

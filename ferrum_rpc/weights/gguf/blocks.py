@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.errors import NotSupported
+from ferrum_rpc.install import install
 from ferrum_rpc.weights.entries import Encoding, TensorEntry, broken
 from ferrum_rpc.weights.gguf.header import Header, TensorInfo
 
@@ -30,8 +31,7 @@ def library() -> Any:
         import gguf
     except ImportError as error:
         raise NotSupported(
-            f"GGUF files are read with the package gguf, which cannot be imported ({error}): pip install "
-            "'ferrum-rpc[gguf]'",
+            f"GGUF files are read with the package gguf, which cannot be imported ({error}): {install('gguf')}",
             field="model",
         ) from None
     return gguf
