@@ -133,11 +133,23 @@ async def imported(
 
 
 async def _send(call: Any, header: pb.ImportKvHeader, frames: AsyncGenerator[bytes, None] | None) -> None:
+    """Send all of a stream; of one that is answered before its end, which its initial metadata tell, no more."""
     await call.write(pb.ImportKvRequest(header=header).SerializeToString())
     if frames is not None:
+        answered, coming = asyncio.ensure_future(call.initial_metadata()), None
         async with aclosing(frames):
-            async for frame in frames:
-                await call.write(frame)
+            try:
+                while not answered.done():
+                    coming = asyncio.ensure_future(anext(frames, None))
+                    await asyncio.wait({coming, answered}, return_when=asyncio.FIRST_COMPLETED)
+                    if not coming.done() or (frame := await coming) is None:
+                        break
+                    await call.write(frame)
+            finally:
+                for each in (answered, coming):
+                    if each is not None and not each.done():
+                        each.cancel()
+                        await asyncio.wait({each})
     await _close(call)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import aclosing, closing, contextmanager
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Final, cast
@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import grpc
 
 from ferrum_rpc.core import Caller, HandleRef
-from ferrum_rpc.errors import InvalidRequest, QueueFull, SequenceBusy
+from ferrum_rpc.errors import Cancelled, InvalidRequest, QueueFull, SequenceBusy
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.executor.v1 import kv_transfer_pb2_grpc
 from ferrum_rpc.service.auth import CALLER
@@ -20,6 +20,7 @@ from ferrum_rpc.service.kv_events import KvEvents
 from ferrum_rpc.service.moving import layout_of
 from ferrum_rpc.service.nixl import ChunkReader
 from ferrum_rpc.service.parking import park
+from ferrum_rpc.service.peers import PeerSilent, announce, read_on
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource
 from ferrum_rpc.service.replay import scope_of
 from ferrum_rpc.service.state import ServerState
@@ -42,43 +43,62 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         self._under_way = 0
         self._imports: dict[tuple[str, str], Import] = {}
 
-    async def ExportKv(  # noqa: N802
+    async def ExportKv(  # type: ignore[override] # noqa: N802 - no generator: it waits for its peer itself
         self, request: pb.ExportKvRequest, context: Context
-    ) -> AsyncIterator[Any]:
+    ) -> None:
         state, caller = self._state, CALLER.get()
         account, layout = state.quotas.account(caller), layout_of(state)
         with self._room(account):
             export = Export(state, account, layout)
             try:
-                async for frame in export.frames(request):
-                    yield frame
+                async with aclosing(export.frames(request)) as frames:
+                    async for frame in frames:
+                        await state.peers.owed("nothing of the export was read", context.write(frame))
             finally:
                 export.close()
 
     async def ImportKv(self, requests: Any, context: Context) -> pb.ImportKvResponse:  # noqa: N802
+        try:
+            answer, whole = await self._import(context)
+        except PeerSilent:
+            raise
+        except Exception:
+            await read_on(context)
+            raise
+        if not whole:
+            await read_on(context)
+        return answer
+
+    async def _import(self, context: Context) -> tuple[pb.ImportKvResponse, bool]:
+        """One stream of an import. Returns its answer, and whether all of the stream was read."""
         state, caller = self._state, CALLER.get()
         account = state.quotas.account(caller)
         _ = layout_of(state)  # raises where nothing can be moved
+
+        async def read() -> Any:
+            return await state.peers.owed("nothing of the import came", context.read())
+
         with self._room(account):
-            frame = await context.read()
+            frame = await read()
             if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "header":
                 raise InvalidRequest("an import begins with its header", field="header")
             answer, header = pb.ImportKvResponse(), frame.header
             found = await self._abandon(caller, header) if header.abandon else self._find(caller, header)
+            handle, streamed = None, isinstance(found, Import)
             if isinstance(found, Import):
                 with found.stream(), closing(ChunkReader(state.nixl)) as reader:
                     await found.begin()
-                    handle = await found.receive(context.read, reader)
+                    handle = await found.receive(read, reader)
+                    if handle is None and not await announce(context):
+                        raise Cancelled("the stream broke")
                 answer.next_token = found.next_token
             elif found:
                 (handle,), answer.replayed = found, True
                 answer.next_token = handle.seq_len
-            else:
-                handle = None
             if handle is not None:
                 answer.handle.CopyFrom(handle_to_proto(handle))
             answer.pressure.CopyFrom(pressure_to_proto(state.pressure()))
-            return answer
+            return answer, streamed
 
     async def ParkKv(self, request: pb.ParkKvRequest, context: Context) -> pb.ParkKvResponse:  # noqa: N802
         handle, freed = await park(self._state, handle_from_proto(request.handle), CALLER.get())

@@ -56,6 +56,7 @@ class Sweeper:
         self._state.leases.extend(seconds)
         for record in (*self._state.handles.records(), *self._state.unnamed):
             record.used += seconds
+        self._state.peers.extend(seconds)
 
     def sweep(self, now: float) -> None:
         """End the leases and the idle sequences whose time is over at ``now`` (monotonic seconds)."""
@@ -76,6 +77,7 @@ class Sweeper:
             for record in state.handles.records()
             if record.lease is None and not record.busy and record.used <= now - state.limits.idle_ttl_s
         ]
+        state.peers.sweep(now)
         state.end([each for each in state.unnamed if self._is_stale(each, now)], Ending.IDLE)
         if idle:
             state.end(idle, Ending.IDLE)

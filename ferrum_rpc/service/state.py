@@ -27,6 +27,7 @@ from ferrum_rpc.service.leases import LeaseTable
 from ferrum_rpc.service.masks import MaskTable
 from ferrum_rpc.service.nixl import Nixl
 from ferrum_rpc.service.parked import ParkedFiles
+from ferrum_rpc.service.peers import Peers
 from ferrum_rpc.service.quotas import Quotas, Unread
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Adapter, Ending, Lease, Resource, SequenceRecord
 from ferrum_rpc.service.replay import ReplayLog, scope_of
@@ -96,6 +97,7 @@ class ServerState:
         self.replay = ReplayLog(limits.replay_bytes)
         self.parked = ParkedFiles(park_dir, limits)
         self.nixl = nixl
+        self.peers = Peers()
         self.capabilities = (
             *CAPABILITIES,
             *((CAPABILITY_ADAPTERS,) if self.adapters.offered else ()),

@@ -11,9 +11,9 @@ Both are busy sequences in ``ServerState.unnamed``; ``cut`` ends them, whatever 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from ferrum_rpc.core import Caller, CreateOptions, HandleRef, TokenArray
 from ferrum_rpc.engine.api import Command
@@ -31,6 +31,8 @@ from ferrum_rpc.service.transaction import FAILED
 from ferrum_rpc.wire.items import handle_from_proto
 from ferrum_rpc.wire.transfer import CacheLayout
 
+NOTHING_KEPT: Final = "its stream was refused or broke, and nothing of it was kept"
+
 
 class Export(Moving):
     """One export: the copy that it reads, until it is closed."""
@@ -44,7 +46,7 @@ class Export(Moving):
         self.record = record = state.handles.mint(account.caller.name)
         record.account, record.busy, record.origin, record.cut = account, True, self, self._cut
 
-    async def frames(self, request: pb.ExportKvRequest) -> AsyncIterator[Any]:
+    async def frames(self, request: pb.ExportKvRequest) -> AsyncGenerator[Any, None]:
         """The frames of the stream."""
         state = self._state
         handle, first = handle_from_proto(request.handle), request.first_token
@@ -165,8 +167,8 @@ class Import(Incoming):
         except BaseException as error:
             if isinstance(error, KvCorrupt) and error.not_finite:
                 self._cut(error)
-            elif self._begun and self.next_token == self._cached:
-                self._cut(Cancelled("its stream was refused or broke, and nothing of it was kept"))
+            elif not self._asking and self.next_token == self._cached:
+                self._cut(Cancelled(NOTHING_KEPT))
             raise
         finally:
             self._streaming, self.record.origin = False, None
@@ -201,6 +203,8 @@ class Import(Incoming):
             self._end(result)
             return
         self._begun, self.next_token, self._cached = True, result, result
+        if not self._streaming:
+            self.ended = self.ended or Cancelled(NOTHING_KEPT)
         if self.ended is not None:
             self._end(self.ended)
 

@@ -241,7 +241,7 @@ async def test_values_that_are_not_finite_do_not_travel_and_the_tokens_are_fed_t
             else:
                 await source.export_to(path)
                 await target.import_from(path)
-        assert streams
+        assert [each is not None for each in streams] == [False, True], "once"
         assert not away.server.state.unnamed
         assert away.server.state.engine.counters.tokens - before == len(PROMPT)
         assert (target.length, target.tokens, source.released) == (len(PROMPT), PROMPT, by == "move")

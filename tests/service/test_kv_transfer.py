@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
 import pytest_asyncio
 
-from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, kv_transfer_pb2, types_pb2
+from ferrum_rpc.errors import QueueFull, Reason
+from ferrum_rpc.executor.v1 import (
+    executor_control_pb2,
+    forward_pb2,
+    kv_transfer_pb2,
+    kv_transfer_pb2_grpc,
+    types_pb2,
+)
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
+from ferrum_rpc.service import peers
 from ferrum_rpc.service.lifecycle import Sweeper
+from ferrum_rpc.wire.status import error_from_rpc
 from tests.service.transfers import Names, brought, chunks_of, exported, header, imported, kt, row, sealed
 from tests.serving import Gate, Served, serve_identity
 from tests.wiring import item, pb, prefill, refused, until
@@ -537,6 +547,179 @@ async def test_an_export_claims_its_sequence_as_every_call_does(source: Served) 
         await refused(exported(source, bad, **fields), reason, code)
     [layout, trailer] = await exported(source, handle, first_token=31)
     assert layout.layout.seq_len == 31 and trailer.HasField("trailer")
+
+
+# --- peers that go, or do nothing -------------------------------------------------------------------------------------
+
+
+async def silent(served: Served) -> None:
+    """A peer has done nothing for a while, and then for as long as it may."""
+    waits = served.server.state.peers._since
+    await until(lambda: bool(waits) and min(waits.values()) < time.monotonic() - 0.3)
+    [task] = waits
+    waits[task] = -1e9
+    await until(lambda: task not in waits)
+
+
+async def test_time_in_which_the_process_was_stopped_is_not_the_peers() -> None:
+    waits, answered = peers.Peers(), asyncio.get_running_loop().create_future()
+    task = asyncio.ensure_future(waits.owed("nothing came", answered))
+    await asyncio.sleep(0)
+    now = time.monotonic() + peers.PEER_S + 1
+    waits.extend(5.0)
+    waits.sweep(now)
+    await asyncio.sleep(0)
+    assert not task.done()
+    for _ in range(2):
+        waits.sweep(now + 5.0)
+    with pytest.raises(QueueFull, match="nothing came for 30 s"):
+        await task
+    task = asyncio.ensure_future(waits.owed("nothing came", asyncio.sleep(60)))
+    await asyncio.sleep(0)
+    waits.sweep(now + 5.0)
+    task.cancel()  # by its peer, at the same moment
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not waits._since and not waits._late
+
+
+@pytest.mark.parametrize("sent", [0, 1, 2, 4])
+async def test_an_import_whose_next_frame_does_not_come_gives_its_slot_back(sent: int) -> None:
+    async with serving(max_transfers=1) as served:
+        frames = await export_of(served)
+        layout, chunks = frames[0].layout, chunks_of(frames)
+        stream: Any = served.transfer.ImportKv()
+        for frame in [header(layout), *brought(chunks)][:sent]:
+            await stream.write(frame)
+        kept = 8 * (sent > 2)
+        if sent:
+            await until(lambda: [each for each in imports(served) if each._begun and each.next_token == kept])
+        await silent(served)
+        error = await refused(stream, Reason.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert error.retry_after_s and error.number("peer_s") == 30
+        assert len(served.server.state.unnamed) == (kept > 0), "what has come is kept"
+        assert (await imported(served, header(layout))).next_token == kept
+        rest = [chunk for chunk in chunks if chunk.first_token >= kept]
+        answer = await imported(served, header(layout), *brought(rest))
+        assert await row(served, answer.handle) == await expected_row(served)
+        await empty(served)
+
+
+async def test_an_export_that_is_not_read_gives_its_slot_back() -> None:
+    async with serving(max_transfers=1, kv_heads=8, heads=8, head_dim=64, max_context=2048, kv_blocks=512) as served:
+        handle = await prefill(served, [1] * 2000)
+        unread = served.transfer.ExportKv(kt.ExportKvRequest(handle=handle))
+        await silent(served)
+        await until(lambda: not served.server.state.unnamed)
+        frames = await exported(served, handle)
+        assert frames[-1].HasField("trailer"), "another one has its slot"
+
+        async def read() -> list[kt.ExportKvResponse]:
+            return [frame async for frame in unread]
+
+        await refused(read(), Reason.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        await empty(served)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed"])
+async def test_streams_that_break_behind_their_header_leave_nothing(source: Served, target: Served, how: str) -> None:
+    """At any moment: while the header comes, while blocks are taken, and behind that."""
+    layout, dice = (await export_of(source))[0].layout, random.Random(7)
+
+    async def broken(number: int) -> None:
+        async with grpc.aio.insecure_channel(target.target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            call = kv_transfer_pb2_grpc.KvTransferStub(channel).ImportKv()
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+                await call.write(header(layout, f" {number}"))
+                for _ in range(dice.randrange(30)):
+                    await asyncio.sleep(0)
+            if how == "cancelled":
+                call.cancel()
+
+    for first in range(0, 60, 4):
+        await asyncio.gather(*(broken(first + each) for each in range(4)))
+    await nothing_left(target)
+
+
+async def test_a_stream_that_is_cancelled_while_blocks_are_taken_leaves_nothing() -> None:
+    gate = Gate("import")
+    async with serving(stage=gate) as served:
+        layout = (await export_of(served))[0].layout
+        call = await gate.hold(imported(served, header(layout)))
+        assert len(served.server.state.unnamed) == 1
+        call.cancel()
+        await until(lambda: not imports(served)[0]._streaming)
+        gate.open()
+        await nothing_left(served)
+
+
+REFUSED_EARLY = {
+    "another layout": Reason.LAYOUT_MISMATCH,
+    "no header": Reason.INVALID_REQUEST,
+    "a chunk that is damaged": Reason.KV_CORRUPT,
+    "no slot": Reason.QUEUE_FULL,
+    "no message": Reason.INVALID_REQUEST,
+    "recorded": None,
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_EARLY)
+async def test_a_stream_that_is_answered_while_it_is_sent_has_the_whole_answer(what: str) -> None:
+    """Of grpc.aio, whose writes fail when a call ends, and then make of every status an INTERNAL."""
+    async with serving(
+        max_transfers=1, kv_heads=8, heads=8, head_dim=64, max_context=1024, kv_blocks=512, block_size=16
+    ) as served:
+        handle = await prefill(served, [1] * 1000)
+        frames = await exported(served, handle)
+        first, sent = header(frames[0].layout), brought(chunks_of(frames))
+        if what == "recorded":
+            await imported(served, first, *sent)
+        elif what == "another layout":
+            first.header.layout.layers = 3
+        elif what == "no header":
+            first = sent[0]
+        elif what == "a chunk that is damaged":
+            sent[0].chunk.crc32c ^= 1
+        elif what == "no slot":
+            other = served.transfer.ImportKv()
+            await until(lambda: bool(served.server.state.peers._since))
+        body = [each.SerializeToString() for each in (first, *sent)]
+        if what == "no message":
+            body[0] = b"\xff"
+        raw: Any = served.channel.stream_unary(
+            "/ferrum_rpc.executor.v1.KvTransfer/ImportKv", response_deserializer=kt.ImportKvResponse.FromString
+        )
+
+        async def each() -> AsyncIterator[bytes]:
+            for frame in body:
+                yield frame
+
+        for _ in range(10):
+            reason = REFUSED_EARLY[what]
+            if reason is None:
+                assert (await raw(each())).replayed
+            else:
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await raw(each())
+                error = error_from_rpc(caught.value)
+                assert error.reason is reason, caught.value.details()
+        if what == "no slot":
+            other.cancel()
+
+
+async def test_what_goes_on_behind_a_refusal_is_not_read_for_ever() -> None:
+    async with serving() as served:
+        stream = served.transfer.ImportKv()
+        with mock.patch.object(peers, "READ_ON_BYTES", 1 << 10):
+            await stream.write(kt.ImportKvRequest(chunk=kt.KvChunk(keys=types_pb2.Tensor(data=bytes(1 << 10)))))
+            assert await stream.initial_metadata() is not None  # the answer comes
+            with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+                for _ in range(3):
+                    await stream.write(kt.ImportKvRequest(chunk=kt.KvChunk(keys=types_pb2.Tensor(data=bytes(1 << 10)))))
+        assert await stream.code() in {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL}
+        waiting = served.transfer.ImportKv()
+        await waiting.write(kt.ImportKvRequest(trailer=kt.KvTrailer()))
+        await refused(waiting, Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
 
 
 # --- bounds, ends and failures ----------------------------------------------------------------------------------------

@@ -1,0 +1,105 @@
+"""What the peer of a transfer owes, and for how long: the next frame of an import, or to read an export's last one.
+
+A transfer holds one of a few slots. A peer that is silent for `PEER_S` seconds loses its slot; what came of an import
+stays, as where its stream breaks. Leases that expire and these waits are swept together: time in which this process did
+not run does not count.
+
+A peer that is answered while it still sends loses the status in grpc.aio: a write that fails by the end of the call
+overtakes it (INTERNAL, "Internal error from Core"). So what it sends is read on, and dropped, until it has seen the end
+coming: `read_on`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+import grpc
+
+from ferrum_rpc.errors import ExecutorError, QueueFull, Reason
+from ferrum_rpc.service.records import RETRY_AFTER_S
+from ferrum_rpc.service.trace_context import Context
+
+T = TypeVar("T")
+
+PEER_S: Final = 30.0
+"""How long the peer of a transfer may be silent while it owes something."""
+
+READ_ON_BYTES: Final = 256 << 20
+READ_ON_S: Final = 10.0
+SILENT_S: Final = 1.0
+"""What of an answered stream is read on at most, and how long without a frame."""
+
+
+class PeerSilent(QueueFull):
+    """The peer owed something and was silent; the slot is free."""
+
+    reason = Reason.QUEUE_FULL
+
+
+class Peers:
+    """Transfers that wait for their peers, and since when."""
+
+    def __init__(self) -> None:
+        self._since: dict[asyncio.Task[Any], float] = {}
+        self._late: set[asyncio.Task[Any]] = set()
+
+    async def owed(self, what: str, awaited: Awaitable[T]) -> T:
+        """Wait for what the peer owes. Raises `PeerSilent`."""
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - a coroutine runs in one
+        self._since[task] = time.monotonic()
+        try:
+            return await awaited
+        except asyncio.CancelledError:
+            if task not in self._late or task.uncancel():  # it is also cancelled by its peer, or by the server's end
+                raise
+            raise PeerSilent(
+                f"{what} for {PEER_S:.0f} s; the transfer's slot is free, and what came of an import was kept",
+                metadata={"peer_s": round(PEER_S)},
+                retry_after_s=RETRY_AFTER_S,
+            ) from None
+        finally:
+            self._late.discard(task)
+            del self._since[task]
+
+    def extend(self, seconds: float) -> None:
+        """This process received nothing for so long."""
+        for task in self._since:
+            self._since[task] += seconds
+
+    def sweep(self, now: float) -> None:
+        """End the waits whose time is over at ``now`` (monotonic seconds)."""
+        for task, since in self._since.items():
+            if since <= now - PEER_S and task not in self._late:
+                self._late.add(task)
+                task.cancel()
+
+
+async def announce(context: Context) -> bool:
+    """Tell the peer by initial metadata that its answer comes, whatever else it sends. False: it has gone."""
+    try:
+        await context.send_initial_metadata(())
+    except Exception:  # a batch of gRPC's core that failed, whose class is private to grpcio
+        return False
+    return True
+
+
+async def read_on(context: Context) -> None:
+    """A stream of requests is answered before all of it was read: read on until its peer has stopped, as the initial
+    metadata tell it to, or the bounds are reached."""
+    left = READ_ON_BYTES if await announce(context) else 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(READ_ON_S):
+            while left > 0:
+                async with asyncio.timeout(SILENT_S):
+                    try:
+                        frame = await context.read()
+                    except ExecutorError:  # not even a message
+                        continue
+                if frame is grpc.aio.EOF:
+                    return
+                left -= frame.ByteSize()
