@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from ferrum_rpc.cli import build_parser
-from ferrum_rpc.config import SETTINGS, ServeSettings, load_settings, read_file
+from ferrum_rpc.config import SETTINGS, ServeSettings, load_settings, read_bytes, read_file
 from ferrum_rpc.engine.ranks.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -226,6 +227,37 @@ def test_the_overlay_of_the_docs_arrives(tmp_path: Path) -> None:
         check_kind(each)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_components_are_added_to_either_way(way: str, tmp_path: Path) -> None:
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    (tmp_path / "mine").mkdir()
+    components = ["../deploy/gpu", "../deploy/alerts"]
+    mine = {"namespace": "qwen3", "resources": [f"../deploy/{way}"], "components": components}
+    images = [{"name": "ferrum-rpc/executor", "newName": "registry.example/executor"}]
+    (tmp_path / "mine" / "kustomization.yaml").write_text(json.dumps(mine | {"images": images}))
+    rendered = render(tmp_path / "mine")
+    kinds = [each["kind"] for each in rendered]
+    assert kinds.count("PrometheusRule") == 1 and not any(each["kind"] == "PrometheusRule" for each in objects(way))
+    [found] = [each for each in rendered if each["kind"] in {"StatefulSet", "LeaderWorkerSet"}]
+    if way == "leaderworkerset":
+        check_set(found)
+    for each in rendered:
+        if each["kind"] != "PrometheusRule":
+            check_kind(each)
+    for who, pod in templates(found).items():
+        limits, before = pod.container["resources"]["limits"], PODS[who].container["resources"]["limits"]
+        assert limits == pod.container["resources"]["requests"]
+        assert limits == before | {"nvidia.com/gpu": "1", "ephemeral-storage": "3Gi"}
+        assert pod.container["image"] == "registry.example/executor:local-gpu"
+        assert pod.variables["TRITON_CACHE_DIR"]["value"].startswith("/tmp/")
+        if who != "worker":  # rank 0 tells it the device
+            assert (
+                load_settings("demo", {"device": pod.variables["FERRUM_DEVICE"]["value"]}, None).model.device == "cuda"
+            )
+        assert pod.spec["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        assert [each["emptyDir"]["sizeLimit"] for each in pod.spec["volumes"] if "emptyDir" in each] == ["2Gi"]
+
+
 # --- the code's own words -----------------------------------------------------------------------------------------
 
 
@@ -265,6 +297,26 @@ def test_probes_ask_the_health_of_the_port_that_is_served_with_the_ca_that_is_mo
         assert str(asked.tls_ca.parent) in {each["mountPath"] for each in pod.container["volumeMounts"]}
     starting = pod.container["startupProbe"]
     assert starting["periodSeconds"] * starting["failureThreshold"] >= 600  # a large model on a slow volume
+
+
+@SERVING
+def test_readiness_takes_one_late_probe_and_no_hang_for_long(who: str) -> None:
+    readiness, liveness = PODS[who].container["readinessProbe"], PODS[who].container["livenessProbe"]
+    assert readiness["failureThreshold"] == 2
+    unready, ended = (
+        each["failureThreshold"] * each["periodSeconds"] + each["timeoutSeconds"] for each in (readiness, liveness)
+    )
+    assert unready <= 25 < ended, "it leaves the Service before it is ended"
+
+
+@ALL
+def test_the_nodes_disk_has_room_for_what_a_pod_writes(who: str) -> None:
+    pod = PODS[who]
+    [tmp] = [each["emptyDir"]["sizeLimit"] for each in pod.spec["volumes"] if "emptyDir" in each]
+    logs = 50 * 2**20  # five files of 10 MiB, as the kubelet keeps them
+    assert read_bytes("tmp", tmp) + logs <= read_bytes(
+        "disk", pod.container["resources"]["limits"]["ephemeral-storage"]
+    )
 
 
 @SERVING
@@ -341,6 +393,14 @@ def test_schedulers_reach_leaders_and_never_ranks() -> None:
     assert RANKS["metadata"]["name"] != one("leaderworkerset", "Service")["metadata"]["name"]
     own = one("leaderworkerset", "NetworkPolicy", "ferrum-ranks")["spec"]["podSelector"]["matchLabels"]
     assert own == {"leaderworkerset.sigs.k8s.io/name": RANKS["metadata"]["name"]}
+
+
+def test_a_rank_may_ask_for_names_wherever_the_cluster_has_them() -> None:
+    egress = one("leaderworkerset", "NetworkPolicy", "ferrum-ranks")["spec"]["egress"]
+    [names] = [rule for rule in egress if "ports" in rule]
+    assert {(each["port"], each["protocol"]) for each in names["ports"]} == {(53, "UDP"), (53, "TCP")}
+    assert [each["ipBlock"]["cidr"] for each in names["to"] if "ipBlock" in each] == ["169.254.20.10/32"]
+    assert any("namespaceSelector" in each for each in names["to"])
 
 
 def test_ranks_meet_by_what_the_controller_says() -> None:
