@@ -102,14 +102,14 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         return response
 
     async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:  # noqa: N802
-        """Release every sequence, those with a call in flight when it ends, and empty the prefix cache; answers when
-        the blocks are free."""
+        """Release every sequence, those with a call in flight when it ends and those that are being created too, and
+        empty the prefix cache; answers when the blocks are free."""
         state = self._state
         _ = state.model
         if request.instance_id and request.instance_id != state.handles.instance_id:
             raise InstanceMismatch("another process lifetime was meant; nothing was released")
-        unnamed = list(state.unnamed)
-        released = await state.ended([*state.handles.records(), *unnamed], Ending.RESET) - len(unnamed)
+        transfers = len(state.unnamed)
+        released = await state.ended(state.sequences(), Ending.RESET) - transfers
         await between_steps(state.engine, Command("forget_prefixes", ()))
         return pb.ResetResponse(released_sequences=released, pressure=pressure_to_proto(self._state.pressure()))
 

@@ -228,7 +228,9 @@ def fork(
                 child.length, child.version = length, 1
                 state.publish(child)
                 state.quotas.settle(child)
-            state.release([child for child in children if child.pending_end is not None], Ending.REVOKED)
+            for child in children:
+                if child.pending_end is not None:
+                    state.release([child], child.pending_end)
         except Exception:  # their handles cannot be answered
             state.supervisor.attempt(state.give_up, children)
             raise

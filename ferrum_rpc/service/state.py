@@ -332,9 +332,13 @@ class ServerState:
                 record.cut(gone(ending))
         self.release([record for record in records if not record.busy], ending)
 
+    def sequences(self) -> list[SequenceRecord]:
+        """All of them: live ones, those that are being created, and those of transfers."""
+        return list({**self.unnamed, **dict.fromkeys(self._creating), **dict.fromkeys(self.handles.records())})
+
     def cut_runs(self, error: ExecutorError) -> None:
         """End all runs at their next step, and all transfers."""
-        for record in (*self.unnamed, *self._creating, *self.handles.records()):
+        for record in self.sequences():
             if record.cut is not None:
                 record.cut(error)
 

@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import duration_pb2
 
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
+from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.service.records import Ending
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_status
@@ -325,6 +325,30 @@ async def test_the_end_of_a_lease_cuts_a_run_and_frees_the_sequence() -> None:
         assert (len(chosen(answer)), answer.output.run_end, cause(answer)) == (3, CUT, Reason.LEASE_EXPIRED)
         gone = served.executor.Decode(pb.DecodeRequest(item=item([1], answer.output.handle)))
         await refused(gone, Reason.LEASE_EXPIRED, grpc.StatusCode.NOT_FOUND)
+        await served.check()
+        assert served.server.state.engine.cache.sequences == 0
+
+
+async def test_a_reset_ends_sequences_that_are_being_created() -> None:
+    """A run under way, and a plain creation and a fork that wait for the step behind it."""
+    steps = Steps(3)
+    async with serve_identity(stage=steps) as served:
+        parent = await prefill(served, PROMPT)
+        run = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=10))))
+        await steps.held()
+        plain = asyncio.ensure_future(prefill(served, PROMPT))
+        fork = asyncio.ensure_future(served.executor.ForkKv(pb.ForkKvRequest(handle=parent, count=2)))
+        await until(lambda: len(served.server.state._creating) == 4)
+        reset = asyncio.ensure_future(served.control.Reset(executor_control_pb2.ResetRequest()))
+        await until(lambda: all(each.pending_end for each in served.server.state.sequences()))
+        steps.free()
+        answer = await run
+        assert (len(chosen(answer)), answer.output.run_end, cause(answer)) == (3, CUT, Reason.HANDLE_RELEASED)
+        for handle in (answer.output.handle, await plain, parent, *(await fork).handles):
+            decode = served.executor.Decode(pb.DecodeRequest(item=item([1], handle)))
+            error = await refused(decode, Reason.HANDLE_RELEASED, grpc.StatusCode.NOT_FOUND)
+            assert "reset" in error.message
+        assert (await reset).released_sequences == 5
         await served.check()
         assert served.server.state.engine.cache.sequences == 0
 

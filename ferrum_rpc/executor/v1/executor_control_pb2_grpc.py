@@ -84,7 +84,8 @@ class ExecutorControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Reset(self, request, context):
-        """Releases every sequence. Their handles answer HANDLE_RELEASED.
+        """Releases every sequence, those that are being created too, and gives up imports of which not all has come; runs under
+        way are cut. Their handles answer HANDLE_RELEASED. Empties the prefix cache.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,9 @@ class ExecutorControlStub:
     Warmup: _grpc.UnaryUnaryMultiCallable[_executor_control_pb2.WarmupRequest, _executor_control_pb2.WarmupResponse]
     """Runs steps of typical shapes, so that the first caller does not pay for them."""
     Reset: _grpc.UnaryUnaryMultiCallable[_executor_control_pb2.ResetRequest, _executor_control_pb2.ResetResponse]
-    """Releases every sequence. Their handles answer HANDLE_RELEASED."""
+    """Releases every sequence, those that are being created too, and gives up imports of which not all has come; runs under
+    way are cut. Their handles answer HANDLE_RELEASED. Empties the prefix cache.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_executor_control_pb2.DrainRequest, _executor_control_pb2.DrainResponse]
     """Stops taking new sequences and serves the owned ones until they are released or the grace is over; then the process
     ends. The same as SIGTERM.
@@ -58,7 +60,9 @@ class ExecutorControlAsyncStub(ExecutorControlStub):
     Warmup: _aio.UnaryUnaryMultiCallable[_executor_control_pb2.WarmupRequest, _executor_control_pb2.WarmupResponse]  # type: ignore[assignment]
     """Runs steps of typical shapes, so that the first caller does not pay for them."""
     Reset: _aio.UnaryUnaryMultiCallable[_executor_control_pb2.ResetRequest, _executor_control_pb2.ResetResponse]  # type: ignore[assignment]
-    """Releases every sequence. Their handles answer HANDLE_RELEASED."""
+    """Releases every sequence, those that are being created too, and gives up imports of which not all has come; runs under
+    way are cut. Their handles answer HANDLE_RELEASED. Empties the prefix cache.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_executor_control_pb2.DrainRequest, _executor_control_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops taking new sequences and serves the owned ones until they are released or the grace is over; then the process
     ends. The same as SIGTERM.
@@ -89,7 +93,9 @@ class ExecutorControlServicer(metaclass=_abc_1.ABCMeta):
         request: _executor_control_pb2.ResetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_executor_control_pb2.ResetResponse, _abc.Awaitable[_executor_control_pb2.ResetResponse]]:
-        """Releases every sequence. Their handles answer HANDLE_RELEASED."""
+        """Releases every sequence, those that are being created too, and gives up imports of which not all has come; runs under
+        way are cut. Their handles answer HANDLE_RELEASED. Empties the prefix cache.
+        """
 
     @_abc_1.abstractmethod
     def Drain(
