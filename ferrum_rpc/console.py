@@ -23,6 +23,9 @@ BOLD, DIM, RED, YELLOW, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m", "\
 COLOURS: Final = {"warning": YELLOW, "error": RED, "critical": RED}
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 UNITS: Final = ("KiB", "MiB", "GiB", "TiB")
+NUMBERS: Final = ("pid", "port", "rank")
+"""Fields whose numbers count nothing."""
+
 NOTHING: Final = ("", "nothing", "none")
 
 Event = Mapping[str, Any]
@@ -76,7 +79,7 @@ class Console:
             ("model", f"{serving.get('model')}: {_model(serving)}"),
             ("device", f"{device[0]}: {serving.get('device')}, {serving.get('threads')} threads; {device[1]}"),
             ("dtype", "; ".join(filter(None, dtype))),
-            *([("weights", size(plan["weights_bytes"]))] if "weights_bytes" in plan else []),
+            *([("weights", _weights(plan))] if "weights_bytes" in plan else []),
             ("cache", f"{_cache(serving)}; {cache[1]}"),
             *([("metrics", self._facts["metrics"]["url"])] if "metrics" in self._facts else []),
         ]
@@ -88,16 +91,16 @@ class Console:
         return "\n".join([*lines, ""])
 
     def _refusal(self, event: Event) -> str:
-        lines = wrap(f"ferrum-rpc serve: {event['error']}", self._width())
-        if event.get("action"):
-            lines += wrap(str(event["action"]), self._width())
-        return "\n".join(lines)
+        """The error alone, which says what is wrong and mostly what to do."""
+        return "\n".join(wrap(f"ferrum-rpc serve: {event['error']}", self._width()))
 
     def _lines(self, event: Event) -> str:
         """Time, level, the event's name and facts; below it, what to do."""
         given = dict(event)
         name, level, when = (str(given.pop(key, "")) for key in ("event", "level", "timestamp"))
         action, trace = str(given.pop("action", "")), given.pop("exception", "")
+        if name == "chosen":
+            name, given = given.pop("choice"), {"because": given["reason"]}
         begin = f"{when} " + ("" if level == "info" else f"{level}: ")
         facts = ", ".join(fact(key, value) for key, value in given.items())
         indent = len(when) + 1
@@ -135,8 +138,9 @@ def fact(key: str, value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and (key.endswith("_bytes") or key == "bytes"):
         return f"{key.removesuffix('_bytes').replace('_', ' ')} {size(value)}"
     if isinstance(value, (int, float)) and not isinstance(value, bool) and (key.endswith("_s") or key == "seconds"):
-        return f"{key.removesuffix('_s').replace('_', ' ')} {value:g} s"
-    shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
+        return f"{key.removesuffix('_s').replace('_', ' ')} {value:g} s".removeprefix("seconds ")
+    counts = isinstance(value, int) and not isinstance(value, bool) and key not in NUMBERS
+    shown = f"{value:,}" if counts else value
     return f"{key.replace('_', ' ')} {shown}"
 
 
@@ -149,6 +153,11 @@ def _model(serving: Event) -> str:
         f"context of {serving.get('max_context', 0):,} tokens",
     ]
     return ", ".join(what)
+
+
+def _weights(plan: Event) -> str:
+    ranks = f", of the first of {plan['ranks_here']} ranks" if "ranks_here" in plan else ""
+    return f"{size(plan['weights_bytes'])}{ranks}"
 
 
 def _cache(serving: Event) -> str:

@@ -129,16 +129,22 @@ def test_the_way_up_is_one_screen_and_what_follows_are_lines_that_fit(width: int
     assert "→ let schedulers move on" in later
     lines = [line for line in [*screen.splitlines(), *later.splitlines()] if "ferrum-rpc " not in line]
     assert all(len(line) <= width for line in lines), lines
-    assert rendered(console, "chosen", choice="NIXL agent", reason="later").startswith("12:34:56 chosen: choice NIXL")
+    assert rendered(console, "chosen", choice="NIXL agent", reason="later") == "12:34:56 NIXL agent: because later"
 
 
 def test_what_stops_a_start_is_all_that_is_said_of_it() -> None:
     console = Console(lambda: None, colours=False)
     held = [rendered(console, name, **facts) for name, facts in EVENTS[:1]]
     assert held == [""]
-    assert rendered(console, "cannot_serve", "error", error="no such folder") == "ferrum-rpc serve: no such folder"
+    assert (
+        rendered(console, "cannot_serve", "error", error="no such folder", action="any")
+        == "ferrum-rpc serve: no such folder"
+    )
     warning = rendered(console, "chosen", "warning", choice="kernels=none", reason="slow", action="nothing")
-    assert warning == "12:34:56 warning: chosen: choice kernels=none, reason slow"
+    assert warning == "12:34:56 warning: kernels=none: because slow"
+    assert rendered(console, "rank_joined", pid=12345, seconds=1.5, lines=12345).endswith(
+        "rank_joined: pid 12345, 1.5 s, lines 12,345"
+    )
     assert rendered(console, "failed", "error", exception="Traceback ...").endswith("error: failed\nTraceback ...")
 
 
