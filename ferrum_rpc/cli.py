@@ -29,6 +29,12 @@ EXIT_USAGE = 2
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
+TLS_FLAGS = {
+    "expected": "the port expects TLS; add --tls, or --tls-ca FILE",
+    "absent": "the port has no TLS; leave out --tls and --tls-ca, --tls-cert and --tls-key",
+}
+"""What `TransportError.metadata["tls"]` asks for."""
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that answers a wrong flag or command with the nearest right one."""
@@ -210,7 +216,8 @@ def _run(parsed: argparse.Namespace) -> int:
         message = error.message
         if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "UNAVAILABLE":
             # Of gRPC's chain of reasons the last is the reason.
-            message = f"cannot reach an executor at {parsed.target}: {message.rpartition(': ')[2]}"
+            why = TLS_FLAGS.get(str(error.metadata.get("tls")), message.rpartition(": ")[2])
+            message = f"cannot reach an executor at {parsed.target}: {why}"
         print(f"ferrum-rpc {parsed.command}: {error.reason}: {message}", file=sys.stderr)
         if isinstance(error, Unauthenticated):
             print(f"name a file with a token: --token-file FILE, or set ${TOKEN_VARIABLE}", file=sys.stderr)

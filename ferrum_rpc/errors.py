@@ -257,7 +257,10 @@ class InternalError(ExecutorError):
 
 
 class TransportError(ExecutorError):
-    """Client only: the connection failed, and no answer says what happened. Retry with the same request id."""
+    """Client only: the connection failed, and no answer says what happened. Retry with the same request id.
+
+    ``metadata["tls"]``, where it is there: the port has TLS (``expected``) or none (``absent``), unlike the client.
+    """
 
     reason = Reason.TRANSPORT
 

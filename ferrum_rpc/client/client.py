@@ -118,7 +118,8 @@ class ExecutorClient(Batches):
 
         def connect() -> Connection:
             channel = open_channel(target, credentials, options)
-            context = Context(channel, metadata=metadata, resend=resend, timeout_s=timeout_s)
+            encrypted = credentials is not None
+            context = Context(channel, metadata=metadata, resend=resend, timeout_s=timeout_s, encrypted=encrypted)
             leases = Leases(context, lease, client_name=client_name, on_trouble=on_lease_trouble)
             transport = SessionTransport(context, leases, steps_in_flight) if session else Transport(context)
             return Connection(context, leases, transport, release_timeout_s)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+import trustme
 
-from ferrum_rpc.client import ExecutorClient, Run, SelectedTokens, Sequence, TopTokens
-from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc import cli
+from ferrum_rpc.client import ExecutorClient, Run, SelectedTokens, Sequence, TopTokens, sync, tls
+from ferrum_rpc.client.encryption import with_hint
+from ferrum_rpc.client.retry import Deadline
+from ferrum_rpc.errors import InvalidRequest, TransportError
+from tests.faults.security import Authority
 from tests.serving import Served, serve_identity
 from tests.wiring import messages
 
@@ -143,3 +150,89 @@ async def test_what_is_beyond_a_known_limit_is_refused_before_it_is_sent(served:
                 with pytest.raises(InvalidRequest):
                     await asked.prefill([1])
             assert sent
+
+
+# --- TLS on one side only ---------------------------------------------------------------------------------------------
+
+
+def typed(*words: str) -> object:
+    """The exit status of a command, in a thread without an event loop."""
+    try:
+        cli.main(words)
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.mark.parametrize("expected", [True, False], ids=["a port with TLS", "a port without"])
+async def test_tls_on_one_side_only_is_said_by_name(
+    expected: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority = Authority(trustme.CA())
+    security = replace(authority.server(tmp_path, "127.0.0.1"), tls_client_ca=None)
+    wrong, right = (None, tls(tmp_path / "ca.pem")) if expected else (tls(tmp_path / "ca.pem"), None)
+    async with serve_identity(security=security if expected else None) as served:
+        async with ExecutorClient(served.target, credentials=right) as client:
+            assert (await client.info()).model.name == "identity"
+        async with ExecutorClient(served.target, credentials=wrong) as client:
+            for ask in (client.info, client.status, client.health):
+                with pytest.raises(TransportError, match=r"TLS .* credentials") as caught:
+                    await ask()
+                assert caught.value.metadata == {
+                    "grpc_code": "UNAVAILABLE",
+                    "tls": "expected" if expected else "absent",
+                }
+
+        def in_a_thread() -> None:
+            raises = pytest.raises(TransportError, match=r"TLS .* credentials")
+            with sync.ExecutorClient(served.target, credentials=wrong) as client, raises:
+                client.status()
+
+        await asyncio.to_thread(in_a_thread)
+        for command in ("info", "status", "health"):
+            flags = () if expected else ("--tls",)
+            assert await asyncio.to_thread(typed, command, "--target", served.target, *flags) == 1
+            assert ("expects TLS; add --tls" if expected else "no TLS; leave out --tls") in capsys.readouterr().err
+
+
+async def test_what_else_closes_a_connection_is_not_taken_for_tls() -> None:
+    """A port that nobody listens at, one that closes at once, one that speaks something else."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"220 ready\r\n")
+        await close(reader, writer)
+
+    async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    for answers in (close, greet):
+        async with await asyncio.start_server(answers, "127.0.0.1") as server:
+            port = server.sockets[0].getsockname()[1]
+            async with ExecutorClient(f"127.0.0.1:{port}") as client:
+                with pytest.raises(TransportError) as caught:
+                    await client.health()
+                assert "TLS" not in caught.value.message and "tls" not in caught.value.metadata
+    async with ExecutorClient(f"127.0.0.1:{port}") as client:
+        with pytest.raises(TransportError) as caught:
+            await client.health()
+        assert "tls" not in caught.value.metadata
+
+
+@pytest.mark.parametrize("says", [b"\x15\x03\x03\x00\x02\x02\x28", b"\x16\x03\x03\x00\x7a"])
+async def test_an_alert_is_an_answer_of_tls_too(says: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = await reader.read(1 << 10)
+        assert hello[:2] == b"\x16\x03"
+        writer.write(says)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        closed = TransportError(f"failed to connect to all addresses; last error: ipv4:127.0.0.1:{port}: Socket closed")
+        assert (await with_hint(closed, Deadline.after(20), encrypted=False)).metadata == {"tls": "expected"}
+        for untouched in (
+            await with_hint(closed, Deadline.after(20), encrypted=True),
+            await with_hint(closed, Deadline.after(0), encrypted=False),
+        ):
+            assert untouched is closed
