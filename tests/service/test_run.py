@@ -596,6 +596,19 @@ async def test_a_chain_that_is_not_as_foreseen_is_broken_and_changes_nothing(ser
         await served.check()
 
 
+async def test_a_follower_whose_chain_broke_is_sent_again(served: Served) -> None:
+    """The executor does not feed it later; and its refusal is not recorded, so the same bytes are decided anew."""
+    async with opened(served) as stream:
+        handle = await stream.prefill(PROMPT, output=SAMPLE)
+        sent = following(ahead(handle, 1))
+        await broken(stream, sent)
+        handle = (await stream.forward(item([1], handle, output=SAMPLE))).results[0].output.handle
+        assert (handle.seq_len, handle.version) == (6, 2), "nothing of it was fed"
+        again = (await stream.ask(forward=frame(sent))).forward.results[0].output
+        assert not again.replayed and again.handle.version == 3
+        assert (await stream.ask(forward=frame(sent))).forward.results[0].output.replayed
+
+
 async def test_a_follower_of_what_is_refused_is_refused_and_one_is_enough() -> None:
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served, opened(served) as stream:

@@ -6,9 +6,10 @@ import grpc
 import pytest
 
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.status import error_from_status
-from tests.service.test_run import SAMPLE, chosen, running, single_decodes
+from tests.service.test_run import SAMPLE, Steps, chosen, read_parts, running, single_decodes
+from tests.service.test_session import opened
 from tests.serving import Gate, Served, serve_identity
 from tests.wiring import item, pb, prefill, refused
 
@@ -135,3 +136,22 @@ async def test_a_bad_fork_is_refused_by_its_field(served: Served) -> None:
     other = item([1], parent, create=forward_pb2.CreateOptions(reserve_tokens=1), output=output_pb2.OutputSpec())
     assert error_from_status((await forward(served, other)).results[0].error).field == "create"
     await forward(served, item([1], parent))  # it is free again
+
+
+async def test_of_forks_that_are_apart_the_first_passes() -> None:
+    """Each is a call of its own, and the parent is busy until the first is over: its run too."""
+    steps = Steps(2)
+    async with serve_identity(stage=steps) as served, opened(served) as stream:
+        parent = await stream.prefill(PROMPT)
+        forks = [running([number], parent, most=5, create=FORK) for number in range(3)]
+        await stream.send(forward=session_pb2.SessionForward(items=forks, apart=True))
+        await steps.held()
+        decode = served.executor.Decode(pb.DecodeRequest(item=item([1], parent)))
+        await refused(decode, Reason.SEQUENCE_BUSY, grpc.StatusCode.ABORTED)
+        steps.free()
+        found = {result.item_index: result for part in (await read_parts(stream))[0] for result in part.results}
+        assert [error_from_status(found[each].error).reason for each in (1, 2)] == [Reason.SEQUENCE_BUSY] * 2
+        assert found[0].output.handle.seq_len == len(PROMPT) + 5
+        together = await stream.forward(*[running([number], parent, most=5, create=FORK) for number in range(3)])
+        assert [each.output.handle.seq_len for each in together.results] == [len(PROMPT) + 5] * 3
+        await served.check()

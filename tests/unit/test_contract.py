@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 from google.protobuf import descriptor_pb2
 
+from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import (
     executor_control_pb2,
     forward_pb2,
@@ -17,6 +22,11 @@ from ferrum_rpc.executor.v1 import (
     types_pb2,
 )
 from ferrum_rpc.wire.info import SCHEMA_REVISION, SCHEMA_SHA256
+from ferrum_rpc.wire.status import CODE_BY_REASON
+
+ROOT = Path(__file__).parents[2]
+CODES = {reason.value: code.name for reason, code in CODE_BY_REASON.items() if reason is not Reason.TRANSPORT}
+"""What the executor sends."""
 
 FILES = (
     types_pb2,
@@ -52,3 +62,31 @@ def test_every_rpc_has_its_own_request_and_response() -> None:
                 assert method.input_type.name == f"{method.name}Request"
                 assert method.output_type.name == f"{method.name}Response"
     assert len(seen) == 2 * (17 + 4 + 7)
+
+
+def reasons_of_the_proto() -> dict[str, str]:
+    """The comment at the head of the service's file: its codes, and the reasons in each line and those that go on."""
+    text = (ROOT / "protos/ferrum_rpc/executor/v1/model_executor.proto").read_text(encoding="utf-8")
+    found: dict[str, str] = {}
+    code = ""
+    for line in re.findall(r"^//   (.*)$", text.partition("syntax =")[0], re.M):
+        code = line[:20].strip() or code
+        for reason in re.findall(r"\b[A-Z]+(?:_[A-Z]+)*\b", re.sub(r"\([^)]*\)", "", line[20:])):
+            found[reason] = code
+    return found
+
+
+def reasons_of_the_page() -> dict[str, str]:
+    """The table of errors of docs/contract.md: a row without a code goes on with the one above."""
+    text = (ROOT / "docs/contract.md").read_text(encoding="utf-8")
+    found: dict[str, str] = {}
+    code = ""
+    for first, reason in re.findall(r"^\| ([A-Z_]*) ?\| `([A-Z_]+)` \|", text, re.M):
+        code = first or code
+        found[reason] = code
+    return found
+
+
+@pytest.mark.parametrize("source", [reasons_of_the_proto, reasons_of_the_page])
+def test_the_reasons_that_are_documented_are_those_that_are_sent(source: Callable[[], dict[str, str]]) -> None:
+    assert source() == CODES

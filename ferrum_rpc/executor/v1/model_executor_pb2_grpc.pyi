@@ -6,14 +6,16 @@ The scheduler's side of the contract.
 The caller owns every decision: what to batch, what to sample, whom to preempt. The executor owns weights and cache.
 
 Every non-OK status carries google.rpc.ErrorInfo with domain "ferrum_rpc" and one of these reasons. A non-OK answer
-means that the sequence is unchanged, unless the reason says otherwise.
+means that the sequence is unchanged, but for INTERNAL_ERROR, DEVICE_LOST and KV_CORRUPT.
 
   INVALID_ARGUMENT     INVALID_REQUEST, REQUEST_ID_REUSED
-  NOT_FOUND            HANDLE_UNKNOWN, HANDLE_RELEASED, LEASE_EXPIRED, LEASE_UNKNOWN
-  FAILED_PRECONDITION  INSTANCE_MISMATCH (the handle is of another process lifetime: prefill again)
-  ABORTED              SEQUENCE_VERSION_MISMATCH (metadata: version, seq_len), SEQUENCE_BUSY
+  NOT_FOUND            HANDLE_UNKNOWN, HANDLE_RELEASED, LEASE_EXPIRED, LEASE_UNKNOWN, TOKEN_MASK_UNKNOWN, ADAPTER_UNKNOWN
+  FAILED_PRECONDITION  INSTANCE_MISMATCH (the handle is of another process lifetime: prefill again), LAYOUT_MISMATCH,
+                       ADAPTER_IN_USE
+  ABORTED              SEQUENCE_VERSION_MISMATCH (metadata: version, seq_len), SEQUENCE_BUSY, CHAIN_BROKEN
   OUT_OF_RANGE         CONTEXT_LENGTH_EXCEEDED, TRUNCATE_BEYOND_LENGTH
   RESOURCE_EXHAUSTED   KV_BLOCKS_EXHAUSTED, SEQUENCES_EXHAUSTED, QUOTA_EXCEEDED, QUEUE_FULL, OUTPUT_TOO_LARGE
+  DATA_LOSS            KV_CORRUPT (of a parked sequence: it has ended)
   UNAVAILABLE          STARTING, DRAINING (nothing was started: the one code to retry without thought)
   DEADLINE_EXCEEDED    DEADLINE_EXCEEDED (dropped before its step)
   CANCELLED            CANCELLED (taken back before its step)
