@@ -51,9 +51,10 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         with self._room(account):
             export = Export(state, account, layout)
             try:
-                async with aclosing(export.frames(request)) as frames:
-                    async for frame in frames:
-                        await state.peers.owed("nothing of the export was read", context.write(frame))
+                with export.metered():
+                    async with aclosing(export.frames(request)) as frames:
+                        async for frame in frames:
+                            await state.peers.owed("nothing of the export was read", context.write(frame))
             finally:
                 export.close()
 

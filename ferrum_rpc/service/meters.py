@@ -7,8 +7,12 @@ Their names are in `metrics.py`.
 
 from __future__ import annotations
 
+import enum
+import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
 
@@ -49,6 +53,42 @@ class Histogram:
         counts, total = self.counts.copy(), self.total
         labels = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
         return list(zip(labels, accumulate(counts), strict=True)), total
+
+
+class Direction(enum.Enum):
+    """Where a cache goes. The value is the word of metrics."""
+
+    EXPORT = "export"
+    IMPORT = "import"
+    PARK = "park"
+    UNPARK = "unpark"
+
+
+@dataclass(slots=True, eq=False)
+class TransferMeter:
+    """Caches that move in one direction: how many ``now``, how many ``bytes`` of K and V have, how many transfers ended
+    early (``failures``), and the seconds of those that moved something."""
+
+    now: int = 0
+    bytes: int = 0
+    failures: int = 0
+    seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
+
+    @contextmanager
+    def transfer(self, moved: Callable[[], int], intended: type[Exception]) -> Iterator[None]:
+        """One is under way; ``moved()``: the bytes of it. One that ends with an error of the class ``intended`` was
+        ended by its caller and is no failure."""
+        began, before = time.perf_counter(), moved()
+        self.now += 1
+        try:
+            yield
+        except BaseException as error:
+            self.failures += not isinstance(error, intended)
+            raise
+        finally:
+            self.now -= 1
+            if moved() > before:
+                self.seconds.observe(time.perf_counter() - began)
 
 
 class StepMeter:

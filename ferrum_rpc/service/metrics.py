@@ -56,6 +56,7 @@ class Metrics(Collector):
         yield from self._life()
         yield from self._sequences()
         yield from self._cache()
+        yield from self._transfers()
         yield from self._steps()
         yield from self._rpcs()
         yield from self._ranks()
@@ -153,6 +154,25 @@ class Metrics(Collector):
         yield _gauge("unfinished_imports", "Imports of which not all has come.", imports)
         yield _gauge("unfinished_import_blocks", "Blocks that they hold.", blocks_of_imports)
         yield _gauge("kv_block_tokens", "Tokens that a block holds.", pressure.block_size)
+
+    def _transfers(self) -> Iterator[Metric]:
+        meters = {direction.value: meter for direction, meter in self.state.transfers.items()}
+        label, seconds = (
+            "direction",
+            HistogramMetricFamily(
+                f"{PREFIX}transfer_seconds", "Duration of transfers that moved something.", labels=("direction",)
+            ),
+        )
+        for direction, meter in meters.items():
+            seconds.add_metric((direction,), *meter.seconds.snapshot())
+        yield seconds
+        now = {direction: meter.now for direction, meter in meters.items()}
+        yield _gauge("transfers", "Caches that are being moved.", now, label)
+        yield _gauge("transfers_limit", "The most, either way.", self.state.limits.max_transfers)
+        moved = {direction: meter.bytes for direction, meter in meters.items()}
+        yield _counter("transfer_bytes", "Bytes of K and V that were moved.", moved, label)
+        failures = {direction: meter.failures for direction, meter in meters.items()}
+        yield _counter("transfer_failures", "Transfers that ended early.", failures, label)
 
     def _rpcs(self) -> Iterator[Metric]:
         methods = list(self.calls.methods.items())

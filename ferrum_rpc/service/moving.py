@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from hashlib import sha256
 from typing import Any, ClassVar, Final
 
@@ -15,8 +16,9 @@ import grpc
 
 from ferrum_rpc.core import HandleRef, PrefixUse, TokenArray
 from ferrum_rpc.engine.api import Command, Operation
-from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, KvCorrupt
+from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest, KvCorrupt
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
+from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.nixl import ChunkReader, StagedChunks
 from ferrum_rpc.service.records import Adapter, SequenceRecord
 from ferrum_rpc.service.state import ServerState
@@ -43,17 +45,28 @@ def layout_of(state: ServerState, adapter: Adapter | None = None) -> CacheLayout
 
 class Moving:
     """The cache of ``record`` on its way. ``ended``: what ended it too early. ``renews``: while it goes on the sequence
-    counts as used. ``foreign``: it goes to or comes from somewhere else, so chunks have checksums, the trailer has the
-    digest of all of them, and what comes must be finite."""
+    counts as used. ``direction``: what it is counted as. ``foreign``: it goes to or comes from somewhere else, so
+    chunks have checksums, the trailer has the digest of all of them, and what comes must be finite."""
 
     renews: ClassVar[bool] = True
     foreign: ClassVar[bool] = True
+    direction: ClassVar[Direction]
     record: SequenceRecord
     ended: ExecutorError | None = None
 
     def __init__(self, state: ServerState, layout: CacheLayout) -> None:
         self._state = state
         self._layout = layout
+        self._meter = state.transfers[self.direction]
+        self._bytes = 0
+
+    def metered(self) -> AbstractContextManager[None]:
+        """It is under way, or one of its streams is. Ending it is no failure where its caller does."""
+        return self._meter.transfer(lambda: self._bytes, Cancelled)
+
+    def _moved(self, size: int) -> None:
+        self._bytes += size
+        self._meter.bytes += size
 
     async def _ask(self, command: Command, take: Callable[[Any], object] | None = None) -> Any:
         """Have the engine do it. ``take`` is called with the answer, also where nothing waits for it any more. Raises
@@ -98,7 +111,8 @@ class Moving:
             for layer in range(0, layout.layers, step):
                 layers = range(layer, min(layer + step, layout.layers))
                 pieces = await self._ask(Command("read_kv", (number, start, end, layers)))
-                large = layout.chunk_bytes(end - start) * len(layers) > INLINE_BYTES
+                self._moved(found := layout.chunk_bytes(end - start) * len(layers))
+                large = found > INLINE_BYTES
                 if staging is None:
                     args = (layout, digest, layers, start, end, pieces)
                     yield start, await asyncio.to_thread(_chunks, *args) if large else _chunks(*args)
@@ -182,6 +196,7 @@ class Incoming(Moving, ABC):
             raise InvalidRequest(f"the sequence has {len(self._tokens)} tokens, not {end}", field="chunk")
         if chunk.HasField("remote"):
             parts = await self._read(reader, chunk.remote, tokens)
+        self._moved(sum(map(len, parts)))
         if digest is not None:
             await self._check(digest, parts, layer, chunk)
         await self._write(layer, start, end, parts)

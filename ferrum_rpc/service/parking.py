@@ -37,6 +37,7 @@ from ferrum_rpc.errors import (
 )
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.private_files import NotPrivateError
+from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.moving import READ_BYTES, Incoming, Moving, layout_of
 from ferrum_rpc.service.records import Ending, Parked, SequenceRecord
 from ferrum_rpc.service.state import ServerState
@@ -101,6 +102,7 @@ def bring_back(state: ServerState, record: SequenceRecord, then: Callable[[Execu
 class Park(Moving):
     """One sequence on its way to its file. Where it is not ``claimed``, a call that claims it ends this."""
 
+    direction: ClassVar[Direction] = Direction.PARK
     renews: ClassVar[bool] = False
     foreign: ClassVar[bool] = False
 
@@ -120,7 +122,8 @@ class Park(Moving):
         state, record = self._state, self.record
         try:
             async with state.parked.slots:
-                return await self._park()
+                with self.metered():
+                    return await self._park()
         except ExecutorError as error:
             return error
         except Exception as error:
@@ -198,6 +201,7 @@ class Park(Moving):
 class _Return(Incoming):
     """One sequence on its way back. Its call has claimed it."""
 
+    direction: ClassVar[Direction] = Direction.UNPARK
     renews: ClassVar[bool] = False
     foreign: ClassVar[bool] = False  # its values return to the bit, infinities too
     _begun = False
@@ -210,8 +214,9 @@ class _Return(Incoming):
         state, record, refusal = self._state, self.record, None
         try:
             async with state.parked.slots:
-                state.quotas.charge(record, record.length)
-                await self._bring_back()
+                with self.metered():
+                    state.quotas.charge(record, record.length)
+                    await self._bring_back()
         except Exception as error:
             refusal = self._refusal(error)
             if self._begun:

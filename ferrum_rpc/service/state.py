@@ -25,6 +25,7 @@ from ferrum_rpc.service.adapters import AdapterTable
 from ferrum_rpc.service.handles import HandleTable, gone
 from ferrum_rpc.service.leases import LeaseTable
 from ferrum_rpc.service.masks import MaskTable
+from ferrum_rpc.service.meters import Direction, TransferMeter
 from ferrum_rpc.service.nixl import Nixl
 from ferrum_rpc.service.parked import ParkedFiles
 from ferrum_rpc.service.peers import Peers
@@ -98,6 +99,7 @@ class ServerState:
         self.parked = ParkedFiles(park_dir, limits)
         self.nixl = nixl
         self.peers = Peers()
+        self.transfers = {each: TransferMeter() for each in Direction}
         self.capabilities = (
             *CAPABILITIES,
             *((CAPABILITY_ADAPTERS,) if self.adapters.offered else ()),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from ferrum_rpc.core import Caller, CreateOptions, HandleRef, TokenArray
 from ferrum_rpc.engine.api import Command
@@ -22,6 +22,7 @@ from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.admission import check_length, with_adapter
 from ferrum_rpc.service.handles import gone
 from ferrum_rpc.service.kv_ops import OperationCall, Work
+from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.moving import Incoming, Moving, layout_of
 from ferrum_rpc.service.nixl import StagedChunks, offered
 from ferrum_rpc.service.records import Account, Adapter, Resource, SequenceRecord
@@ -37,6 +38,7 @@ NOTHING_KEPT: Final = "its stream was refused or broke, and nothing of it was ke
 class Export(Moving):
     """One export: the copy that it reads, until it is closed."""
 
+    direction: ClassVar[Direction] = Direction.EXPORT
     _copied = False
     _closed = False
     _staging: StagedChunks | None = None
@@ -108,6 +110,7 @@ class Import(Incoming):
     """One import, over all of its streams: ``next_token`` is the first that is missing. Made when its first header is
     there. ``forget`` is called when it is over. Raises what `ServerState.mint` does."""
 
+    direction: ClassVar[Direction] = Direction.IMPORT
     _begun = False
     _over = False
     _streaming = False
@@ -163,7 +166,8 @@ class Import(Incoming):
         finite."""
         self._streaming, self.record.origin = True, self
         try:
-            yield
+            with self.metered():
+                yield
         except BaseException as error:
             if isinstance(error, KvCorrupt) and error.not_finite:
                 self._cut(error)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,8 @@ from ferrum_rpc.executor.v1 import (
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.service import peers
 from ferrum_rpc.service.lifecycle import Sweeper
+from ferrum_rpc.service.meters import Direction
+from ferrum_rpc.service.metrics import Metrics, registry_of
 from ferrum_rpc.wire.status import error_from_rpc
 from tests.service.transfers import Names, brought, chunks_of, exported, header, imported, kt, row, sealed
 from tests.serving import Gate, Served, serve_identity
@@ -268,6 +270,19 @@ async def test_what_names_no_import_is_not_given_up(target: Served) -> None:
     assert not (await given_up(target)).HasField("handle")
 
 
+@contextmanager
+def metered(served: Served, direction: Direction) -> Iterator[list[int]]:
+    """Bytes, transfers that moved something, and failures, of what is done here."""
+    meter = served.server.state.transfers[direction]
+
+    def numbers() -> list[int]:
+        return [meter.bytes, sum(meter.seconds.counts), meter.failures]
+
+    before, found = numbers(), list[int]()
+    yield found
+    found += [after - each for after, each in zip(numbers(), before, strict=True)]
+
+
 async def test_transfers_are_counted(source: Served, target: Served) -> None:
     async def counts(served: Served) -> tuple[int, int]:
         counters = (await served.executor.GetStatus(pb.GetStatusRequest())).counters
@@ -275,8 +290,30 @@ async def test_transfers_are_counted(source: Served, target: Served) -> None:
 
     out, arrived = await counts(source), await counts(target)
     frames = await export_of(source)
-    await imported(target, header(frames[0].layout), *brought(chunks_of(frames)))
-    assert await counts(source) == (out[0] + 1, out[1]) and await counts(target) == (arrived[0], arrived[1] + 1)
+    layout, chunks = frames[0].layout, chunks_of(frames)
+    with metered(source, Direction.EXPORT) as failed, metered(source, Direction.IMPORT) as unused:
+        await export_of(source)
+    assert (failed, unused) == ([len(PROMPT) * 512, 1, 0], [0, 0, 0])
+    with metered(target, Direction.IMPORT) as found:
+        await imported(target, header(layout), *brought(chunks))
+        await imported(target, header(layout), *brought(chunks))  # recorded: nothing moves
+    assert found == [len(PROMPT) * 512, 1, 0]
+    with metered(target, Direction.IMPORT) as found:
+        stream = target.transfer.ImportKv()
+        for frame in (header(layout, "breaks"), *brought(chunks[:2])[:-1]):
+            await stream.write(frame)
+        await until(lambda: [each for each in imports(target) if each.next_token == 8])
+        assert target.server.state.transfers[Direction.IMPORT].now == 1
+        stream.cancel()
+        await until(lambda: not target.server.state.transfers[Direction.IMPORT].now)
+        await given_up(target, "breaks")
+    assert found == [8 * 512, 1, 1]
+    numbers = registry_of(Metrics(target.server.state, target.server.calls, target.server.steps))
+    meter = target.server.state.transfers[Direction.IMPORT]
+    for name, value in (("bytes_total", meter.bytes), ("failures_total", meter.failures), ("seconds_count", 2)):
+        assert numbers.get_sample_value(f"ferrum_transfer_{name}", {"direction": "import"}) >= value > 0
+    assert numbers.get_sample_value("ferrum_transfers", {"direction": "park"}) == 0
+    assert await counts(source) == (out[0] + 2, out[1]) and await counts(target) == (arrived[0], arrived[1] + 1)
 
 
 @pytest.mark.parametrize("ending", ["reset", "lease", "idle", "idle, with a lease"])

@@ -20,6 +20,7 @@ from ferrum_rpc.errors import InvalidRequest, Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, info_pb2, kv_transfer_pb2, session_pb2, types_pb2
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.private_files import PrivateFolder
+from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.metrics import Metrics, registry_of
 from ferrum_rpc.service.parked import ParkedFile, ParkedFiles
 from ferrum_rpc.service.records import Resource
@@ -95,6 +96,8 @@ async def status(served: Served) -> pb.GetStatusResponse:
 async def test_a_parked_sequence_goes_on_bit_for_bit_under_its_handle(served: Served) -> None:
     handle, twin = [await prefill(served, PROMPT, create=BYPASS) for _ in range(2)]
     before = (await status(served)).counters.sequences_parked
+    meters = served.server.state.transfers
+    moved = {each: meters[each].bytes for each in (Direction.PARK, Direction.UNPARK)}
     answer = await park(served, handle)
     assert (answer.handle, answer.freed_blocks, answer.pressure.free_blocks) == (handle, 8, 56)
     [file] = await files(served)
@@ -111,6 +114,7 @@ async def test_a_parked_sequence_goes_on_bit_for_bit_under_its_handle(served: Se
     assert (again.handle, again.freed_blocks, await files(served)) == (handle, 0, [file])
     await served.check()
     assert await row(served, handle) == await row(served, twin)
+    assert {meters[each].bytes - bytes_ for each, bytes_ in moved.items()} == {len(PROMPT) * 512}
     assert (await files(served), (await status(served)).blocks.parked_bytes) == ([], 0)
     labels = [
         each.label
@@ -426,6 +430,7 @@ async def test_a_bad_file_ends_its_sequence_and_no_other(served: Served, harm: s
         each.label
         for each in (await served.control.ListSequences(executor_control_pb2.ListSequencesRequest())).sequences
     ]
+    failures = served.server.state.transfers[Direction.UNPARK].failures
     with capture_logs() as logs:
         if call == "step_fork":
             create = forward_pb2.CreateOptions(fork=True)
@@ -438,6 +443,7 @@ async def test_a_bad_file_ends_its_sequence_and_no_other(served: Served, harm: s
             error = await refused(NEXT[call](served, handle), Reason.KV_CORRUPT, LOST)
         await refused(decode(served, handle), Reason.HANDLE_RELEASED, grpc.StatusCode.NOT_FOUND)
     assert ("is gone" if harm == "missing" else "is not what was written") in error.message
+    assert served.server.state.transfers[Direction.UNPARK].failures > failures
     [told] = [each for each in logs if each["event"] == "parked_sequence_lost"]
     assert (told["sequence"], told["path"]) == (label, str(file)) and "(" not in told["error"]
     await decode(served, other)
@@ -462,7 +468,10 @@ async def test_a_claim_and_what_cannot_be_parked_is_refused(served: Served) -> N
     await refused(park(served, stale), Reason.SEQUENCE_VERSION_MISMATCH, grpc.StatusCode.ABORTED)
     await refused(park(served, types_pb2.KvHandle(id=b"x")), Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
     nothing = (await served.executor.TruncateKv(pb.TruncateKvRequest(handle=handle, length=0))).handle
-    await refused(park(served, nothing), Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
+    for call in (park(served, nothing), exported(served, nothing)):
+        error = await refused(call, Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
+        assert error.field == "handle" and "empty" in error.message
+    assert (await served.executor.Decode(pb.DecodeRequest(item=item([5], nothing)))).output.handle.seq_len == 1
     handle = await parked(served)
     stale = types_pb2.KvHandle(id=handle.id, seq_len=handle.seq_len - 1, version=handle.version)
     for call in (park(served, stale), decode(served, stale)):
