@@ -363,7 +363,7 @@ async def test_a_server_does_not_start_with_what_is_not_installed(monkeypatch: p
             async with serve_identity(nixl_agent=nixl.make_agent):
                 pass
 
-    await start(missing, r"ferrum-rpc\[nixl\]")
+    await start(missing, r"needs the nixl package .* pip install .*\[nixl\]")
 
     class Api:
         nixl_agent_config = dict
