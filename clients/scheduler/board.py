@@ -90,6 +90,13 @@ class Board:
         request.stage = Stage.MOVING
         self._observer.changed(request)
 
+    def stay(self, request: Request) -> None:
+        """It was to go on elsewhere, where nobody has room for it any more: it goes on here."""
+        self.moving.remove(request)
+        self.running.append(request)
+        request.stage = Stage.RUNNING
+        self._observer.changed(request)
+
     def sequence(self, request: Request) -> Sequence:
         """That of a request that moves."""
         return self._sequences[request.index]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -79,7 +79,7 @@ class Driver:
         cache_mode: CacheMode = CacheMode.DEFAULT,
     ) -> None:
         self._client, self.cache_mode = client, cache_mode
-        self._max_context = info.model.max_context
+        self.max_context = info.model.max_context
         self._most_blocks = info.limits.max_blocks_per_caller
         self._budget = replace(budget, exact=info.limits.exact_span_tokens)
         self._sampling = sampling
@@ -99,9 +99,11 @@ class Driver:
         self._single = False  # for a step: blocks were short
         self._steps_a_trip = 1
         self._run = RunCounts(())
-        self._hands_over = False
+        self.hands_over = False
         self._hung = False  # as of the last look
         self.leaving = False  # what runs here is about to go on elsewhere: no long runs
+        self.goes_on: Callable[[Request], bool] = lambda request: False
+        """Whether a request whose text fills the context here is to be handed over to an executor with a longer one."""
 
     async def run(self, requests: ListOf[Request]) -> RunCounts:
         """Every request to its end. Raises `ExecutorGone`; whatever happens, no sequence is left behind."""
@@ -118,7 +120,7 @@ class Driver:
     ) -> AsyncIterator[None]:
         """Around the steps of a run, of which no sequence is left behind here. ``waiting`` and ``back`` as in `Board`.
         ``hands_over``: requests go on elsewhere after their first token."""
-        self._run, self._hands_over, began = run, hands_over, time.monotonic()
+        self._run, self.hands_over, began = run, hands_over, time.monotonic()
         board = self.board = Board(self._client, run, self._observer, self.cache_mode, waiting=waiting, back=back)
         for request in list(waiting):
             request.arrived = began
@@ -139,7 +141,7 @@ class Driver:
         if speculation is not None:
             drafts, limit = speculation.turn()
             if drafts:
-                await speculation.draft([each for each in board.running if each.owed == 1], self._max_context)
+                await speculation.draft([each for each in board.running if each.owed == 1], self.max_context)
         places = self._budget.at_once - len(board.running) - len(board.moving) if self._refusal is None else 0
         board.arrived = False
         step = plan(board.running, list(board.waiting)[: max(0, places)], pool, self._budget)
@@ -180,10 +182,14 @@ class Driver:
 
     def admissible(self, request: Request) -> bool:
         """Whether its prompt can be served at all; otherwise it has failed now."""
-        fits = 1 <= request.known <= self._max_context
+        fits = 1 <= request.known <= self.max_context
         if not fits:
-            self.board.fail(request, f"the prompt has {request.known} tokens; 1 to {self._max_context} can be served")
+            self.board.fail(request, f"the prompt has {request.known} tokens; 1 to {self.max_context} can be served")
         return fits
+
+    def holds(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens could be here, if it were alone."""
+        return tokens <= self.max_context and self.pool.blocks(tokens) <= self.pool.total
 
     def arrivals(self, ready: Iterable[Request], coming: Collection[Request]) -> list[Request]:
         """Which of the ``ready`` may come here now, beside those that are ``coming``."""
@@ -213,7 +219,7 @@ class Driver:
         self.board.admit(step.admitted)
         runs = dict[Request, Run]()
         if pool is not None:
-            chain = Chain(pool, min(self._run_tokens, SHORT, self._steps_a_trip), self._max_context)
+            chain = Chain(pool, min(self._run_tokens, SHORT, self._steps_a_trip), self.max_context)
             chain.fed([feed for feed in step.feeds if feed.drafted])
             found = chain.extend([feed.request for feed in step.feeds if not feed.drafted])
             runs = {request: Run(count, self._stops) for request, count in found.items()}
@@ -248,7 +254,7 @@ class Driver:
         or there is something else to plan. In a session each request goes its own way: its next run waits for nobody
         else's. Sequences leave when nothing of theirs is in flight. False: there are no blocks for runs."""
         most = min(self._run_tokens, SHORT) if self.board.joining else self._run_tokens
-        chain = Chain(pool, most, self._max_context, limit)
+        chain = Chain(pool, most, self.max_context, limit)
         ways = [deque([flight]) for flight in self._launch(chain, [feed.request for feed in step.feeds])]
         if not ways:
             return False
@@ -369,7 +375,7 @@ class Driver:
         if feed.drafted and self._speculation is not None:
             self._speculation.verified(request, feed.drafted, len(answer.tokens) - 1)
         self._chosen(request, answer)
-        if self._hands_over and request.stage is Stage.RUNNING:
+        if self.hands_over and request.stage is Stage.RUNNING:
             self.board.hand_over(request)
 
     def _chosen(self, request: Request, answer: Answer) -> None:
@@ -381,8 +387,8 @@ class Driver:
             self.board.token(request, token)
         if len(request.generated) >= request.max_new_tokens:
             self._finish(request, Ending.LENGTH)
-        elif request.known > self._max_context:
-            self._finish(request, Ending.CONTEXT)
+        elif request.known > self.max_context:
+            self._outgrown(request)
 
     def refused(self, request: Request, error: ExecutorError) -> None:
         """Gone or out of step: computed anew. A failed step: tried again. Else it ends."""
@@ -391,7 +397,7 @@ class Driver:
             self._run.rebuilds += 1
             board.requeue(request)
         elif isinstance(error, ContextLengthExceeded):
-            self._finish(request, Ending.CONTEXT)
+            self._outgrown(request)
         elif isinstance(error, DeviceLost):
             raise ExecutorGone(error.message)
         elif isinstance(error, StepFailed | DeadlineExceeded | KvCorrupt) and request.failures < FAILURES_OF_A_REQUEST:
@@ -406,13 +412,19 @@ class Driver:
         if isinstance(error, NO_ROOM) and self.board.running:
             await self.board.preempt(max(self.board.running, key=lambda each: each.index))
 
+    def _outgrown(self, request: Request) -> None:
+        if request.cached and self.goes_on(request):
+            self.board.hand_over(request)
+        else:
+            self._finish(request, Ending.CONTEXT)
+
     def _finish(self, request: Request, ending: Ending) -> None:
         self.resume()
         self.board.finish(request, ending)
 
     def give_up(self, request: Request, pool: Pool) -> None:
         if request.generated:
-            self._finish(request, Ending.POOL)
+            self._finish(request, Ending.CONTEXT if request.known > self.max_context else Ending.POOL)
         else:
             need = pool.blocks(request.known)
             self.board.fail(request, f"the prompt needs {need} blocks of {pool.block_size} tokens; {pool.total} exist")

@@ -137,6 +137,7 @@ class Front:
     async def _run_worker(self, worker: Worker, members: Members) -> None:
         """Drive until everything is done or the executor is gone."""
         worker.driver.patience = self._patience
+        worker.driver.goes_on = self._goes_on
         self._patience.renew()
         driving = asyncio.create_task(self._drive(worker))
         gone = asyncio.create_task(worker.member.ended())
@@ -185,14 +186,15 @@ class Front:
 
     def _leave(self, worker: Worker) -> None:
         """The executor drains: what has not begun waits for another one, and what has goes on elsewhere, few at a time;
-        the others are served here meanwhile. Where there is nobody else, all are."""
+        the others are served here meanwhile, and so is what has room nowhere else for all that it may become."""
         board = worker.driver.board
         if any(each.member.serving for each in self._workers if each.first == worker.first):
             for request in list(board.waiting):
                 board.requeue(request)
-        if not worker.first and any(each.member.serving for each in self._workers if not each.first):
+        if not worker.first:
             room = MOVES_AT_ONCE - len(board.moving)
-            for request in sorted(board.running, key=lambda each: each.index)[: max(0, room)]:
+            going = [each for each in board.running if _with_room_for_all(self._takers(first=False), each)]
+            for request in sorted(going, key=lambda each: each.index)[: max(0, room)]:
                 if request.cached:
                     board.hand_over(request)
                 else:
@@ -205,16 +207,17 @@ class Front:
         """Of those that wait, the oldest first, while there is room. The first ones when all have begun, so that not
         the first driver has them all."""
         first, members = self._prefill is not None, self._prefill or self._decode
-        takers = [each for each in self._workers if each.first == first and each.member.serving]
+        takers = self._takers(first=first)
         if not self._placed and len(takers) < len(members.serving):
             return
         self._placed = True
         while self._waiting and takers:
             request = self._waiting[0]
-            if not takers[0].driver.admissible(request):
+            longest = max((each.driver for each in takers), key=lambda each: each.max_context)
+            if not longest.admissible(request):
                 self._waiting.popleft()
                 continue
-            fit = self._fitting(takers, takers[0].driver, request)
+            fit = self._fitting(takers, longest, request)
             free = [each for each in fit if each.driver.arrivals([request], each.driver.board.waiting)]
             if fit and not free:
                 return
@@ -222,15 +225,37 @@ class Front:
                 self._waiting.popleft()
                 self._chosen(members, free, request).driver.board.waiting.append(request)
 
+    def _takers(self, *, first: bool) -> list[Worker]:
+        """Those that take sequences: prompts that are computed ``first``, or texts."""
+        return [each for each in self._workers if each.first == first and each.member.serving]
+
+    @staticmethod
+    def _fit(workers: ListOf[Worker], request: Request) -> list[Worker]:
+        """Those whose context and whole cache have room for all that it may become, or if there is none, those of the
+        longest context that have room for what it is."""
+        if fit := _with_room_for_all(workers, request):
+            return fit
+        fit = [each for each in workers if each.driver.holds(request.known)]
+        longest = max((each.driver.max_context for each in fit), default=0)
+        return [each for each in fit if each.driver.max_context == longest]
+
+    def _goes_on(self, request: Request) -> bool:
+        """Whether somebody else has room for a request whose context is full."""
+        return bool(self._fit(self._takers(first=False), request))
+
     def _fitting(self, workers: list[Worker], holder: Driver, request: Request) -> list[Worker]:
-        """Those whose whole cache has room for all that it may become, or if there is none, for what it is. Where there
-        is none of these either it ends, at the driver that has it or would have had it."""
-        for length in (len(request.prompt) + request.max_new_tokens, request.known):
-            fit = [each for each in workers if each.driver.pool.blocks(length) <= each.driver.pool.total]
-            if fit or not workers:
-                return fit
+        """As `_fit`. Where there is none a request that moves goes on where it is, if it can; else it ends, at the
+        driver that has it or would have had it."""
+        fit = self._fit(workers, request)
+        if fit or not workers:
+            return fit
         if request in self._waiting:
             self._waiting.remove(request)
+        elif request in holder.board.moving and holder.holds(request.known) and not holder.hands_over:
+            holder.board.stay(request)
+            if (begun := self._targets.pop(request, None)) is not None:
+                self._tasks.create_task(_released(begun[1]))
+            return []
         holder.give_up(request, max((each.driver.pool for each in workers), key=lambda each: each.total))
         return []
 
@@ -256,7 +281,7 @@ class Front:
 
     def _begin_moves(self) -> None:
         """Those that there is room for, the oldest requests first."""
-        takers = [each for each in self._workers if not each.first and each.member.serving]
+        takers = self._takers(first=False)
         for source in list(self._workers):
             board, under_way = source.driver.board, sum(each is source for each in self._moves.values())
             for request in sorted(board.moving, key=lambda each: each.index):
@@ -329,6 +354,11 @@ class Front:
             else:
                 here.driver.refused(request, error)
             await _released(target)
+
+
+def _with_room_for_all(workers: ListOf[Worker], request: Request) -> list[Worker]:
+    """Those that have room for all that it may become."""
+    return [each for each in workers if each.driver.holds(len(request.prompt) + request.max_new_tokens)]
 
 
 async def _released(sequence: Sequence) -> None:

@@ -213,6 +213,12 @@ class Feeding(Recovering):
                             ahead, at, unfed = begin(), self._length(), [token]
                             ahead.fill(unfed, at, left, info)
                         break
+                if not ahead.flights and left != 0 and unfed[0] not in ends:  # the context is full
+                    with self._state.claim("generate"):
+                        there = await self._more_context(self._context.deadline(timeout_s))
+                        if there is not None:
+                            info, ahead = there, begin()
+                            ahead.fill(unfed, at, left, info)
         except BaseException as error:
             ahead.failed = not isinstance(error, GeneratorExit) and fate_unknown(error)
             raise

@@ -166,10 +166,13 @@ class Leases:
 
     async def assign(self, item: Item, deadline: Deadline) -> None:
         """A sequence that begins gets the client's lease, unless the program named another. A creation of unknown fate
-        keeps the one that it went out with: under another it would be another call."""
-        if not item.proto.create.lease_id:
+        keeps the one that it went out with: under another it would be another call. One that was refused may go out
+        again at another executor of a fleet, or when the client has another lease."""
+        known = item.proto.create.lease_id
+        stale = bool(known) and known == item.state.lease_id != self.lease_id and not item.repeats
+        if not known or stale:
             lease_id = (item.state.lease_id if item.repeats else "") or await self.current(deadline)
-            if lease_id:
+            if lease_id or stale:
                 item.proto.create.lease_id = item.state.lease_id = lease_id
 
     def unassign(self, item: Item, error: ExecutorError) -> bool:

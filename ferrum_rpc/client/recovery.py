@@ -17,13 +17,23 @@ from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline, fate_unkno
 from ferrum_rpc.client.state import SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import PREFILL, Feed
 from ferrum_rpc.core import HandleRef, OutputSpec, Positions, Pressure, Run
-from ferrum_rpc.errors import ExecutorError, SequenceBusy
+from ferrum_rpc.errors import (
+    ContextLengthExceeded,
+    ExecutorError,
+    QuotaExceeded,
+    SequenceBusy,
+    SequencesExhausted,
+)
 
 Result = TypeVar("Result")
 
 NO_ROWS = OutputSpec(Positions.NONE, GREEDY)
 MESSAGE_OVERHEAD: Final = 64 << 10
 """Bytes of an answer beside its rows: generous, for one item's worth of messages."""
+
+
+FULL: Final = (ContextLengthExceeded, SequencesExhausted, QuotaExceeded)
+"""Refusals for want of room that another executor may have."""
 
 
 @dataclass(slots=True)
@@ -77,6 +87,8 @@ class Recovering:
                 if not (made or may_run) or not await backoff.wait():
                     raise
             except BaseException as error:
+                if isinstance(error, FULL) and await self._finds_room(error, deadline):
+                    continue
                 if not rebuilds or not isinstance(error, ExecutorError) or not await self._is_gone(error):
                     self._left = self._left or fate_unknown(error)
                     raise
@@ -86,6 +98,18 @@ class Recovering:
     async def _find_owner(self, deadline: Deadline, tokens: list[int] | None = None) -> None:
         """Before a call, which feeds ``tokens`` if that is known: be where the sequence is, or is to be. There is one
         executor here; a fleet has several."""
+
+    def _expect(self, tokens: int | None) -> None:
+        """So many tokens at most are fed from here on; None: any number."""
+
+    async def _finds_room(self, error: ExecutorError, deadline: Deadline) -> bool:
+        """Whether another executor may have the room for which a call was refused, and the sequence is there, or is
+        placed there with the call made again."""
+        return False
+
+    async def _more_context(self, deadline: Deadline) -> ExecutorInfo | None:
+        """The context is full: go where there is a longer one. Returns what the executor there is; None: nowhere."""
+        return None
 
     async def _info(self, deadline: Deadline) -> ExecutorInfo:
         """What the executor is that has it."""

@@ -429,6 +429,7 @@ class Sequence(Movable):
         timeout_s: float | None,
     ) -> AsyncGenerator[int, None]:
         with self._state.claim("generate"):
+            self._expect(None if most is None else len(tokens) + most - 1)
             await self._find_owner(deadline := self._context.deadline(timeout_s), tokens)
         info = await self._info(deadline)
         most_stops = info.limits.max_stop_tokens or MAX_STOP_TOKENS
@@ -453,8 +454,14 @@ class Sequence(Movable):
             if token in ends:
                 return
             yield token
-            if count == most or self.length >= info.model.max_context:
+            if count == most:
                 return
+            if self.length >= info.model.max_context:
+                with self._state.claim("generate"):
+                    there = await self._more_context(self._context.deadline(timeout_s))
+                if there is None:
+                    return
+                info = there
             answer = await self.decode(token, output, timeout_s=timeout_s)
 
     async def _reserve(self, tokens: int, deadline: Deadline) -> Pressure:

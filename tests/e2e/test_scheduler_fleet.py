@@ -15,7 +15,7 @@ import pytest
 from clients.scheduler.options import parse
 from clients.scheduler.program import serve
 from clients.scheduler.refusals import ExecutorGone
-from clients.scheduler.request import Request, Stage
+from clients.scheduler.request import Ending, Request, Stage
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.errors import NotSupported
 from tests.e2e.fleets import hanging
@@ -29,6 +29,7 @@ from tests.e2e.test_scheduler_runs import (
     requests,
     schedule,
 )
+from tests.faults import waiting
 from tests.faults.proxy import TcpProxy, proxied
 from tests.serving import Gate, Served
 
@@ -189,6 +190,52 @@ async def test_an_executor_that_comes_is_used_and_a_small_one_gets_what_fits(
         await fleet([f"file:{listed}"], [], work, watcher=watcher, stop=NONE)
         assert texts(work) == texts_of_one
         assert there(work, large.target) > 0
+
+
+def asked(served: Served) -> int:
+    """How often a client wanted to know how it is."""
+    return sum(count.calls for name, count in served.server.calls.methods.items() if name.endswith("/GetStatus"))
+
+
+async def test_texts_outgrow_a_short_context_and_go_on_where_there_is_a_longer_one(
+    tmp_path: Path, texts_of_one: list[Any]
+) -> None:
+    gate = Gate("forward")
+    async with identity(kv_blocks=512, max_context=64, stage=gate) as short, identity(kv_blocks=512) as long:
+        listed = tmp_path / "targets"
+        listed.write_text(f"{short.target}\n")
+
+        async def come() -> None:
+            gate.closed = True
+            listed.write_text(f"{short.target}\n{long.target}\n")
+            await waiting.until(lambda: asked(long) > 1)
+            gate.open()
+
+        work = texts_to_write()
+        watcher = At({10: come})
+        run = await fleet([f"file:{listed}"], [], work, watcher=watcher, stop=NONE)
+        await asyncio.gather(*watcher.doing)
+        assert texts(work) == texts_of_one and not run.failed
+        assert len(run.moves) == long.server.state.counters.sequences_imported > 0 and not run.rebuilds
+        for each in (short, long):
+            await assert_nothing_is_left(each)
+
+
+async def test_a_text_goes_where_all_that_it_may_become_has_room_and_stays_there() -> None:
+    async with identity(kv_blocks=512, max_context=32) as short, identity(kv_blocks=512, max_context=64) as long:
+        work = requests([[1], [2] * 40, [3] * 64, [4] * 65], 40)
+        run = await fleet([short.target, long.target], [], work, stop=NONE)
+        assert [(each.executor, each.ending, len(each.generated)) for each in work[:3]] == [
+            (long.target, Ending.LENGTH, 40),
+            (long.target, Ending.CONTEXT, 25),
+            (long.target, Ending.CONTEXT, 1),
+        ]
+        assert [each.index for each in run.failed] == [3] and "1 to 64 can be served" in work[3].error
+        work = requests(prompts(6, longest=8), 40)
+        await fleet(
+            [short.target, long.target], [], work, watcher=Once(work, [(long.target, lambda: drain(long))]), stop=NONE
+        )
+        assert all(each.executor == long.target and each.ending is Ending.LENGTH for each in work)
 
 
 async def test_what_an_executor_that_hangs_had_is_computed_elsewhere(texts_of_one: list[Any]) -> None:

@@ -17,6 +17,7 @@ from ferrum_rpc.client.fleet.placement import LongestPrefix, Placement
 from ferrum_rpc.client.fleet.sequence import FleetSequence, Home
 from ferrum_rpc.client.info import ExecutorInfo
 from ferrum_rpc.client.masks import Mask
+from ferrum_rpc.client.recovery import FULL
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item, SequenceState
@@ -216,10 +217,20 @@ class FleetClient(Batches):
         lost = list[int]()
         for at in ready if rebuilds else ():
             part, error = parts[at], told[at]
-            if isinstance(error, ExecutorError) and not part.follows and await part.sequence._lost_behind(error):
+            if not isinstance(error, ExecutorError) or part.follows:
+                continue
+            sequence = part.sequence
+            if (isinstance(error, FULL) and await sequence._finds_room(error, deadline)) or (
+                await sequence._lost_behind(error)
+            ):
                 lost += () if deadline.passed else (at,)
         if lost:
-            again = await self._at_owners([parts[at] for at in lost], renewed, call, deadline, rebuilds - 1)
+            moved = [parts[at] for at in lost]
+            moved = [
+                part._replace(thing=renewed(part.sequence, part.thing)) if part.sequence._ready else part
+                for part in moved
+            ]
+            again = await self._at_owners(moved, renewed, call, deadline, rebuilds - 1)
             told |= zip(lost, again, strict=True)
         return [told[at] for at in range(len(parts))]
 

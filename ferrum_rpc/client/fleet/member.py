@@ -21,10 +21,13 @@ from ferrum_rpc.client.prefixes import PrefixIndex
 from ferrum_rpc.client.retry import NEVER_RESEND, Deadline
 from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.core import Pressure
-from ferrum_rpc.errors import DeadlineExceeded, ExecutorError, InstanceMismatch
+from ferrum_rpc.errors import DeadlineExceeded, ExecutorError, InstanceMismatch, QuotaExceeded, SequencesExhausted
 
 PREFIX_BLOCKS: Final = 1 << 17
 """Blocks of an executor's prefix cache that are known here at most: some 13 MB."""
+
+FULL_S: Final = 1.0
+"""For so long an executor that refused a sequence for want of room is passed over, where others are there."""
 
 log = logging.getLogger("ferrum_rpc.client")
 
@@ -56,6 +59,7 @@ class Member:
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
         self._hung_since = 0.0
+        self._full_until = 0.0
 
     def __repr__(self) -> str:
         return f"<Member {self.target} {self.info.instance_id}: {self.condition}>"
@@ -84,6 +88,23 @@ class Member:
     def serving(self) -> bool:
         """Whether it takes new sequences."""
         return self.listed and not self.gone and not self.hung and not self.draining
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a sequence can hold there."""
+        return self.info.model.max_context
+
+    @property
+    def full(self) -> bool:
+        """Whether it has just refused a sequence for their number or the caller's share, or has as many as may live.
+        Its free blocks do not show that."""
+        most, pressure = self.info.limits.max_sequences, self.pressure
+        return time.monotonic() < self._full_until or (pressure is not None and pressure.sequences >= most > 0)
+
+    def refused(self, error: ExecutorError) -> None:
+        """Pass it over for a while after `SequencesExhausted` and `QuotaExceeded`."""
+        if isinstance(error, SequencesExhausted | QuotaExceeded):
+            self._full_until = time.monotonic() + max(FULL_S, error.retry_after_s or 0.0)
 
     @property
     def pressure(self) -> Pressure | None:

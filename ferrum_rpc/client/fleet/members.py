@@ -20,7 +20,7 @@ from ferrum_rpc.client.fleet.resolving import NAMED, check, lookup
 from ferrum_rpc.client.info import ExecutorInfo
 from ferrum_rpc.client.masks import KnownMasks
 from ferrum_rpc.client.retry import LEASE_GONE, Deadline
-from ferrum_rpc.errors import ExecutorError, InvalidRequest, LayoutMismatch, TransportError
+from ferrum_rpc.errors import ContextLengthExceeded, ExecutorError, InvalidRequest, LayoutMismatch, TransportError
 
 SILENT_S: Final = 1.0
 """An executor that does not say for so long how it is gets no new sequences until it does."""
@@ -139,9 +139,21 @@ class Members:
                 raise TransportError(message) from None
         return found
 
-    def choose(self, members: ListOf[Member], prompt: ListOf[int], salt: bytes | None = b"") -> Member:
+    def choose(
+        self,
+        members: ListOf[Member],
+        prompt: ListOf[int],
+        salt: bytes | None = b"",
+        *,
+        length: int = 0,
+        becomes: int = 0,
+    ) -> Member:
         """One of ``members``, of which there is at least one, for a new sequence that begins with ``prompt``. ``salt``:
-        that of the sequence; None for one that finds nothing in a prefix cache of which this client knows."""
+        that of the sequence; None for one that finds nothing in a prefix cache of which this client knows.
+        ``length``: of the sequence, where its tokens are not known; ``becomes``: how long it may be at last. Its
+        context must hold that, or where none does, be the longest. One that is full is passed over. Raises
+        `ContextLengthExceeded` where none holds the sequence as it is."""
+        members = _roomy(members, max(length, len(prompt)), becomes)
         hashes: dict[int, list[bytes]] = {}
         if prompt and salt is not None:
             for index in {each.info.block_size: each.index for each in members if each.index is not None}.values():
@@ -249,6 +261,19 @@ class Members:
             with suppress(*LEASE_GONE):
                 await member.client.revoke_lease(lease_id, timeout_s=self._patience_s)
         self._left.pop(target, None)
+
+
+def _roomy(members: ListOf[Member], length: int, becomes: int) -> ListOf[Member]:
+    """Those to choose from."""
+    longest = max(each.max_context for each in members)
+    if length > longest:
+        raise ContextLengthExceeded(
+            f"the sequence has {length} tokens, and no executor that takes it a context of more than {longest}",
+            metadata={"max_context": longest, "seq_len": length},
+        )
+    wanted = min(max(length, becomes), longest)
+    fit = [each for each in members if each.max_context >= wanted]
+    return [each for each in fit if not each.full] or fit
 
 
 def _model(info: ExecutorInfo) -> tuple[object, ...]:

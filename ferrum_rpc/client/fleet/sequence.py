@@ -25,6 +25,7 @@ from ferrum_rpc.client.retry import SEQUENCE_GONE, Deadline
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.errors import (
+    ContextLengthExceeded,
     DeadlineExceeded,
     DeviceLost,
     Draining,
@@ -75,6 +76,8 @@ class FleetSequence(Sequence):
         self._prompted: ListOf[int] = ()
         self._chosen = False  # where it is to be fed first, until that is refused
         self._wanted: Member | None = None  # where a migration is to end
+        self._becomes = 0  # how long it may be at last, where that is known
+        self._had = 0  # the longest context of its owners
         home.sequences[state] = self
 
     @property
@@ -88,10 +91,16 @@ class FleetSequence(Sequence):
         """Go on at another executor of the fleet, one of `Members.serving`, with the cache; nothing is computed. What
         was lost with its owner is fed there instead. Between two tokens of a stream the stream goes on there.
 
-        After an error it is where it was, as it was. Raises `InvalidRequest` for who takes no sequences, and as
-        `Sequence.move_to`, which also says what ``transport`` is."""
+        After an error it is where it was, as it was. Raises `InvalidRequest` for who takes no sequences,
+        `ContextLengthExceeded` where the context there is too short, and as `Sequence.move_to`, which also says what
+        ``transport`` is."""
         if to not in self._home.members.serving:
             raise InvalidRequest(f"{to!r} takes no sequences of this fleet", field="to")
+        if self.length > to.max_context:
+            raise ContextLengthExceeded(
+                f"the sequence has {self.length} tokens, and the context there is {to.max_context}",
+                metadata={"max_context": to.max_context, "seq_len": self.length},
+            )
         deadline = self._context.deadline(timeout_s)
         with self._claim("migrate", keeps_prompt=True):
             self._wanted, self._chosen = to, False
@@ -152,7 +161,11 @@ class FleetSequence(Sequence):
         wanted = self._wanted
         if wanted is not None and wanted in others:
             return wanted
-        return self._home.members.choose(others, prompt, self._salt)
+        length = self._length()
+        becomes = max(self._becomes, len(prompt) + self._state.create.reserve_tokens)
+        if length and not self._becomes:  # it may have become as long as it could where it was
+            becomes = max(becomes, self._member.max_context)
+        return self._home.members.choose(others, prompt, self._salt, length=length, becomes=becomes)
 
     @property
     def _salt(self) -> bytes | None:
@@ -161,7 +174,7 @@ class FleetSequence(Sequence):
         return None if create.adapter or create.cache_mode == CACHE_MODE_BYPASS else create.cache_salt
 
     def _go(self, member: Member) -> None:
-        self._member = member
+        self._member, self._had = member, max(self._had, member.max_context)
         self._be_at(member.connection)
 
     def _restart(self, tokens: list[int]) -> None:
@@ -208,11 +221,54 @@ class FleetSequence(Sequence):
             return True
         return member.gone or isinstance(error, Draining)
 
+    def _expect(self, tokens: int | None) -> None:
+        self._becomes = 0 if tokens is None else self._length() + tokens
+
+    async def _finds_room(self, error: ExecutorError, deadline: Deadline) -> bool:
+        if isinstance(error, ContextLengthExceeded):
+            return await self._more_context(deadline) is not None
+        self._member.refused(error)
+        self._chosen = False
+        return self._unplaced and any(not each.full for each in self._home.members.serving)
+
+    async def _more_context(self, deadline: Deadline) -> ExecutorInfo | None:
+        member = self._member
+        longer = [each for each in self._home.members.serving if each.max_context > member.max_context]
+        if not longer and self._had > member.max_context:
+            raise ContextLengthExceeded(
+                f"the sequence has {self._length()} tokens, no executor that takes it a context of more than "
+                f"{member.max_context}, and the one of {self._had} that it began with is gone",
+                metadata={"max_context": member.max_context, "seq_len": self._length()},
+            )
+        if not longer or self._unplaced or not (self._rebuilds or self._state.handle):
+            return None
+        self._becomes = max(self._becomes, member.max_context + 1)
+        there = self._choose(longer, self._state.tokens or ())
+        if self._state.handle is None or not await self._moved(there, deadline):
+            if not self._rebuilds:
+                return None
+            self._home.let_go(member, replace(self._state))
+            self._lose()
+        return there.info
+
+    async def _moved(self, there: Member, deadline: Deadline) -> bool:
+        """Whether it could be moved there."""
+        try:
+            await self._carry(there, "grpc", deadline)
+        except ExecutorError as error:
+            there.refused(error)
+            log.info("a sequence could not be moved from %s to %s: %s", self._member.target, there.target, error)
+            return False
+        return True
+
     async def _leave(self, deadline: Deadline) -> bool:
         """The owner drains: move to another, or be fed there. False: it is served here a little longer, because others
-        are being moved, there is nobody else, or what is in flight must end first."""
+        are being moved, nobody else's context holds it with all that it may become, or what is in flight must end
+        first."""
         member, state = self._member, self._state
-        if self._ahead is not None or self.in_doubt or not (others := self._home.members.serving):
+        length = max(self._length(), self._becomes)
+        others = [each for each in self._home.members.serving if each.max_context >= length]
+        if self._ahead is not None or self.in_doubt or not others:
             return False
         if state.handle is None or self._lost is not None:
             if self._rebuilds:
@@ -220,14 +276,10 @@ class FleetSequence(Sequence):
             return self._rebuilds
         if member.leaving >= MOVES_AT_ONCE:
             return False
-        try:
-            await self._carry(there := self._choose(others, state.tokens or ()), "grpc", deadline)
-        except ExecutorError as error:
-            log.info("a sequence could not be moved from %s to %s: %s", member.target, there.target, error)
-            if self._rebuilds:
-                self._lose()
-            return self._rebuilds
-        return False
+        if await self._moved(self._choose(others, state.tokens or ()), deadline) or not self._rebuilds:
+            return False
+        self._lose()
+        return True
 
     async def _carry(self, there: Member, transport: transfer.Transport, deadline: Deadline) -> None:
         """Move the cache, and go on there. After an error it is here as it was."""

@@ -42,8 +42,9 @@ class FleetSequence(Sequence):
         """Go on at another executor of the fleet, one of `Members.serving`, with the cache; nothing is computed. What
         was lost with its owner is fed there instead. Between two tokens of a stream the stream goes on there.
 
-        After an error it is where it was, as it was. Raises `InvalidRequest` for who takes no sequences, and as
-        `Sequence.move_to`, which also says what ``transport`` is."""
+        After an error it is where it was, as it was. Raises `InvalidRequest` for who takes no sequences,
+        `ContextLengthExceeded` where the context there is too short, and as `Sequence.move_to`, which also says what
+        ``transport`` is."""
         return self._background.run(self._async.migrate(to, transport=transport, timeout_s=timeout_s))
 
 
