@@ -78,7 +78,8 @@ def connected(options: argparse.Namespace) -> Iterator[None]:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    """In place of Ray's own handler, which prints a native stack as of a crash."""
+    """In place of Ray's own handler, which prints a native stack as of a crash. Raised in a wait of Ray's, it
+    becomes status 1."""
     sys.exit(128 + number)
 
 
