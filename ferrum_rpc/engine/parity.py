@@ -67,7 +67,8 @@ class Parity:
 
 def compare(config: ModelSettings) -> Parity:
     """Raises ModuleNotFoundError without transformers, and whatever it raises where it cannot load the model."""
-    runner = build_runner(replace(config, kv_blocks=2 * (TOKENS // config.block_size + 2), kv_memory=None))
+    blocks = 2 * (TOKENS // config.block_size + 2)
+    runner = build_runner(replace(config, kv_blocks=blocks, kv_memory=None, kv_tier_dir=None))
     vocab, dtype = runner.info.vocab_size, runner.compute.model.dtype
     count = min(TOKENS, runner.info.max_context)
     tokens = np.random.default_rng(0).integers(0, vocab, count).astype(np.int32)

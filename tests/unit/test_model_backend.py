@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import sys
 import weakref
 from dataclasses import replace
@@ -151,6 +152,65 @@ def test_a_configuration_that_is_wrong_is_refused_before_anything_is_allocated(
     configure(folder, **changes)
     with pytest.raises(kind, match=error):
         choose_parts(settings(folder, model_backend="hf"))
+
+
+ODD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "fewer KV heads than latent attention has": (
+        "deepseek_v2",
+        {"num_key_value_heads": 2},
+        {},
+        "DeepseekV2ForCausalLM cannot be run by transformers: .* must match",
+    ),
+    "the same of MiniCPM": ("minicpm3", {"num_key_value_heads": 2}, {}, "MiniCPM3.* cannot be run"),
+    "values wider than keys": ("deepseek_v3", {"v_head_dim": 24}, {}, "keys and values .* wide"),
+    "more experts than there are": ("qwen3_moe", {"num_experts_per_tok": 8}, {}, "k not in range"),
+    "experts of an odd width": ("qwen3_moe", {"moe_intermediate_size": 3}, {}, ""),
+    "odd heads": ("gpt_oss", {"head_dim": 6}, {}, ""),
+    "KV heads that do not divide": ("qwen3", {}, {"num_key_value_heads": 3}, "no multiple"),
+    "an odd head": ("qwen3", {}, {"head_dim": 7}, "head_dim"),
+    "a rotation that nobody has": ("olmo", {}, {"rope_parameters": {"rope_type": "spiral"}}, "spiral"),
+    "a rotation of a length": ("olmo", {}, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ""),
+    "a rotation that lacks a list": ("olmo", {}, {"rope_parameters": {"rope_type": "longrope"}}, "short_factor"),
+    "layers of another kind": ("olmo3", {}, {"layer_types": ["full_attention", "linear_attention"]}, "linear_att"),
+    "too few layers listed": ("olmo3", {}, {"layer_types": ["full_attention"]}, "num_hidden_layers"),
+    "no context": ("olmo", {}, {"max_position_embeddings": 0}, "max_position_embeddings"),
+    "an unknown quantization": ("qwen3", {}, {"quantization_config": {"quant_method": "hqq"}}, "quant_method: 'hqq'"),
+    "half a quantization": (
+        "qwen3",
+        {},
+        {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}},
+        "config_groups",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_serve_refuses_plan_and_doctor_refuse_in_the_same_words(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family, options, changes, match = ODD[case]
+    make_family_checkpoint(tmp_path, family, **options)
+    configure(tmp_path, **changes)
+    said, codes = [], []
+    for command in ("plan", "doctor"):
+        with pytest.raises(SystemExit) as done:
+            cli.main([command, str(tmp_path), "--device", "cpu", "--kv-blocks", "16", "--block-size", "4"])
+        codes.append(done.value.code)
+        said.append(capsys.readouterr().err.strip().rpartition(f"ferrum-rpc {command}: ")[2])
+    try:
+        build_runner(settings(tmp_path))
+    except (InvalidRequest, NotSupported) as refusal:
+        assert codes == [1, 1] and said == [f"{refusal.reason}: {refusal.message}"] * 2
+        assert match and re.search(match, refusal.message)
+    else:
+        assert codes == [0, 0] and not match
+
+
+def test_plan_and_doctor_leave_folders_for_caches_to_serve(native_folder: Path, tmp_path: Path) -> None:
+    for command in ("plan", "doctor"):
+        with pytest.raises(SystemExit) as done:
+            cli.main([command, str(native_folder), "--device", "cpu", "--kv-tier-dir", str(tmp_path / "tier")])
+        assert done.value.code == 0 and not (tmp_path / "tier").exists()
 
 
 @pytest.mark.parametrize("wrong", ["missing", "unexpected", "misshapen"])

@@ -86,6 +86,17 @@ def attending(attend: Attend) -> Iterator[None]:
 
 
 @contextmanager
+def plain(config: Any) -> Iterator[None]:
+    """Layers of a model with this ``config`` that are run within attend as transformers does."""
+    ours = config._attn_implementation
+    config._attn_implementation = EAGER
+    try:
+        yield
+    finally:
+        config._attn_implementation = ours
+
+
+@contextmanager
 def recording() -> Iterator[list[Call]]:
     """What the layers ask for that are run within."""
     calls: list[Call] = []

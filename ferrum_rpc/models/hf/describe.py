@@ -219,7 +219,8 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
 
 
 def _dry_run(model: Any, name: str) -> tuple[list[attention.Call], int, int]:
-    """What the layers of a model on the meta device ask for, and the widths of its hidden rows and of its logits."""
+    """What the layers of a model on the meta device ask for, and the widths of its hidden rows and of its logits. Then
+    the whole is run with transformers' own attention, which `serve` compares with: sizes that fail there fail here."""
     from transformers import DynamicCache
 
     ids = torch.zeros(1, DRY_TOKENS, dtype=torch.int64, device="meta")
@@ -243,6 +244,13 @@ def _dry_run(model: Any, name: str) -> tuple[list[attention.Call], int, int]:
         raise _refusal(name, f"a dry run of three tokens failed: {first_line(error)}") from error
     if len(calls) != seen:
         raise _refusal(name, "its output head attends")
+    try:
+        with torch.inference_mode(), attention.plain(model.config):
+            model(input_ids=ids, position_ids=positions, **{**given, "past_key_values": None})
+    except Exception as error:
+        if "meta" not in str(error):  # else it wants numbers, which are not there yet
+            message = f"config.json: {name} cannot be run by transformers: {first_line(error)}"
+            raise InvalidRequest(message, field="config.json") from error
     return calls, hidden.shape[-1], logits.shape[-1]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from ferrum_rpc.models.hf.library import quiet, reading_one_by_one
 from ferrum_rpc.models.hf.lora import LinearHooks
 from ferrum_rpc.models.hf.rope import freeze
 from ferrum_rpc.models.lora import Loras
+
+ALIGNED: Final = 16
+"""Bytes."""
 
 
 class Stored(Protocol):
@@ -71,12 +74,8 @@ class HfModel:
     def plain_logits(self, inputs: StepInputs) -> Tensor:
         """float32 [T, vocab] of one sequence from its start on, with transformers' own attention: what ours is compared
         with."""
-        config, ours = self._model.config, self._model.config._attn_implementation
-        config._attn_implementation = attention.EAGER
-        try:
+        with attention.plain(self._model.config):
             return self._run(self._model, inputs).logits[0].float()  # type: ignore[no-any-return]
-        finally:
-            config._attn_implementation = ours
 
     @staticmethod
     def _run(module: Any, inputs: StepInputs) -> Any:
@@ -142,7 +141,7 @@ def _with_weights(spec: HfSpec, stored: Mapping[str, Stored], dtype: torch.dtype
                 state_dict=dict(stored),
                 dtype=dtype,
                 attn_implementation=attention.NAME,
-                experts_implementation=None,
+                experts_implementation=_experts(spec, dtype),
                 ignore_mismatched_sizes=True,  # they are told below
                 output_loading_info=True,
                 local_files_only=True,
@@ -170,6 +169,13 @@ def _with_weights(spec: HfSpec, stored: Mapping[str, Stored], dtype: torch.dtype
     if problems:
         raise InvalidRequest(f"the weights do not fit {spec.architecture}: {'; '.join(problems)}", field="model")
     return model
+
+
+def _experts(spec: HfSpec, dtype: torch.dtype) -> str | None:
+    """How experts are computed. None: as transformers finds best, by a grouped product, whose rows must begin at
+    multiples of 16 bytes."""
+    widths = {width for shape in spec.shapes.values() if len(shape) == 3 for width in shape[1:]}
+    return None if all(width * dtype.itemsize % ALIGNED == 0 for width in widths) else attention.EAGER
 
 
 class _Nowhere(TorchFunctionMode):
