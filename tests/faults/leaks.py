@@ -19,7 +19,7 @@ import grpc
 
 from ferrum_rpc.executor.v1 import executor_control_pb2, session_pb2
 from ferrum_rpc.service.handles import TOMBSTONES
-from ferrum_rpc.service.replay import ENTRIES
+from ferrum_rpc.service.replay import PLAIN_BYTES, RECORDS
 from tests.faults.endings import ENDINGS, World
 from tests.faults.figures import Figures, at_least, at_most, exactly
 from tests.faults.gate import StepGate
@@ -35,6 +35,9 @@ SETTLED_S: Final = 5.0
 """For the short lease, a sweep, and a machine that is busy elsewhere."""
 FILL_BATCH: Final = 256
 CALLS_OF_A_LIFE: Final = 4
+ENTRIES: Final = RECORDS // PLAIN_BYTES
+"""More answers than are recorded."""
+
 WARM_LIVES: Final = ENTRIES * 11 // 20
 """Each leaves two recorded answers. Only when the last answer of the quick filling has made room for one of a life does
 memory stand still: measured, 300 bytes a life until then and none after it."""
