@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final
 
 import grpc
 import numpy as np
 
+from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2, types_pb2
 from ferrum_rpc.wire.rows import float_rows, rows_from_proto
 from ferrum_rpc.wire.status import error_from_rpc
@@ -40,11 +41,19 @@ class Tally:
         self.kills = {"source": 0, "target": 0}
         self.resumed = 0
         self.flips = 0
+        self.half_open = 0
+        self.unexplained = 0
+        self.answered_early = 0
         self.rows = 0
 
     def refusal(self, error: grpc.aio.AioRpcError) -> None:
         reason = str(error_from_rpc(error).reason)
         self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    def explained(self, error: grpc.aio.AioRpcError) -> None:
+        """A refusal of a target that lives."""
+        self.refusal(error)
+        self.unexplained += error_from_rpc(error).reason is Reason.TRANSPORT
 
     async def row(self, client: Dialled, handle: types_pb2.KvHandle, tokens: list[int]) -> None:
         """The next row is that of these tokens; then the sequence is released."""
@@ -95,12 +104,13 @@ async def victim(engine: str) -> AsyncIterator[tuple[ServerProcess, Dialled]]:
 
 
 async def r28_a_transfer_is_whole_or_nothing(size: Size, seed: int = 0) -> Figures:
-    """Kill the source, and the target, in the middle of a transfer, as often as the size says; then flip bits of
-    chunks, and fill the pool of the target."""
+    """Kill the source, and the target, in the middle of a transfer, as often as the size says; then break streams
+    behind their header, refuse streams that are still being sent, flip bits of chunks, and fill the pool of the
+    target."""
     dice, tally = random.Random(seed), Tally()
     async with AsyncExitStack() as stack:
         _, source = await stack.enter_async_context(victim("thread"))
-        _, target = await stack.enter_async_context(victim("thread"))
+        server, target = await stack.enter_async_context(victim("thread"))
         for number in range(size.transfer_kills):
             engine = ("thread", "process")[number % 10 == 4]
             await asyncio.gather(
@@ -108,6 +118,8 @@ async def r28_a_transfer_is_whole_or_nothing(size: Size, seed: int = 0) -> Figur
             )
             await tally.empty(target, "target")
             await tally.empty(source, "source")
+        await _half_open(source, target, server.target, 15 * size.transfer_kills, dice, tally)
+        await _refused_early(target, 10 * size.transfer_kills, tally)
         await _bits_flip(source, target, 8 * size.transfer_kills, dice, tally)
         await _no_room(source, target, dice, tally)
     return Figures(
@@ -118,12 +130,15 @@ async def r28_a_transfer_is_whole_or_nothing(size: Size, seed: int = 0) -> Figur
             exactly("blocks leaked, by place", len(tally.leaked), 0),
             exactly("kills of the source in mid-transfer", tally.kills["source"], size.transfer_kills),
             exactly("kills of the target in mid-transfer", tally.kills["target"], size.transfer_kills),
+            exactly("refusals of a living target without ErrorInfo", tally.unexplained, 0),
             at_least("transfers that went on behind what had come", tally.resumed, 1),
         ),
         {
             "kills": sum(tally.kills.values()),
             "resumed": tally.resumed,
             "flips": tally.flips,
+            "half-open imports": tally.half_open,
+            "refused while they were sent": tally.answered_early,
             "rows compared": tally.rows,
             "refusals": tally.refused,
             "wrong": tally.wrong[:10],
@@ -184,6 +199,49 @@ async def _target_dies(source: Dialled, engine: str, dice: random.Random, tally:
     await tally.row(source, handle, tokens)
 
 
+async def _half_open(  # noqa: PLR0917
+    source: Dialled, target: Dialled, address: str, count: int, dice: random.Random, tally: Tally
+) -> None:
+    """Imports that break at any moment before anything of them was kept."""
+    handle = await prefilled(source, _tokens(dice))
+    [first, *_] = await exported(source, handle)
+    await source.executor.Release(pb.ReleaseRequest(handle=handle))
+
+    async def broken(number: int) -> None:
+        async with dial(address) as client:
+            call = client.transfer.ImportKv()
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
+                await call.write(header(first.layout, f"half-open {number}", ""))
+                await asyncio.sleep(dice.random() * 0.004)
+            if number % 2:
+                call.cancel()
+        tally.half_open += 1
+
+    for each in range(0, count, 3):
+        await asyncio.gather(*map(broken, range(each, each + 3)))
+    await tally.empty(target, "target, after half-open imports")
+
+
+async def _refused_early(target: Dialled, count: int, tally: Tally) -> None:
+    """Streams that are refused at their header, and go on."""
+    first = header(kt.KvLayout(layers=1, seq_len=1, token_ids=[1]), "refused", "").SerializeToString()
+    rest = kt.ImportKvRequest(chunk=kt.KvChunk(keys=types_pb2.Tensor(data=bytes(256 << 10)))).SerializeToString()
+    raw: Any = target.channel.stream_unary("/ferrum_rpc.executor.v1.KvTransfer/ImportKv")
+
+    async def frames() -> AsyncIterator[bytes]:
+        yield first
+        for _ in range(32):
+            yield rest
+
+    for _ in range(count):
+        try:
+            await raw(frames())
+            tally.wrong.append("a cache of another layout was taken")
+        except grpc.aio.AioRpcError as error:
+            tally.answered_early += 1
+            tally.explained(error)
+
+
 async def _bits_flip(source: Dialled, target: Dialled, flips: int, dice: random.Random, tally: Tally) -> None:
     """One bit of all that follows the header. Where the sequence comes to be all the same, it is the right one."""
     tokens = _tokens(dice)
@@ -206,7 +264,7 @@ async def _bits_flip(source: Dialled, target: Dialled, flips: int, dice: random.
         try:
             answer = await raw(iter([first, *changed]))
         except grpc.aio.AioRpcError as error:
-            tally.refusal(error)
+            tally.explained(error)
         else:
             if answer.HasField("handle"):
                 await tally.row(target, answer.handle, tokens)

@@ -17,7 +17,7 @@ from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, info_pb2, 
 from ferrum_rpc.service import nixl
 from ferrum_rpc.wire.transfer import CacheLayout
 from tests.service.nixl import Fabric
-from tests.service.transfers import Names, brought, chunks_of, exported, header, imported, kt, row
+from tests.service.transfers import Names, brought, chunks_of, exported, header, imported, kt, overflow, row
 from tests.serving import Served, serve_identity
 from tests.wiring import pb, prefill, refused, until
 
@@ -315,6 +315,18 @@ async def test_a_read_that_does_not_end_is_given_up_and_its_slot_when_it_is_free
     export.cancel()
     answer, _ = await relayed(source, target)
     assert await row(target, answer.handle) == await expected_row(target)
+
+
+async def test_values_that_are_not_finite_are_refused_here_too(source: Served, target: Served) -> None:
+    async def spoilt(served: Served) -> types_pb2.KvHandle:
+        handle = await prefill(served, PROMPT, create=BYPASS)
+        [record] = served.server.state.handles.records()
+        await overflow(served, record)
+        return handle
+
+    with mock.patch(f"{__name__}.fed", spoilt):
+        error = await refused(relayed(source, target), Reason.KV_CORRUPT, LOSS)
+    assert error.metadata["not_finite"] == "values" and not target.server.state.unnamed
 
 
 async def test_without_a_free_slot_nothing_is_started(source: Served, target: Served) -> None:
