@@ -291,7 +291,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         return bool(fetching)
 
     def _fetch_piece(self, command: Command, record: SequenceRecord, left: int) -> None:
-        self._state.read_piece(command, partial(self.settle, self._on_piece, command, record, left))
+        self._state.read_piece(self._account, command, partial(self.settle, self._on_piece, command, record, left))
 
     def _on_piece(self, command: Command, record: SequenceRecord, left: int, fetched: object) -> None:
         """Of ``left`` blocks so many were ``fetched``; a tier that cannot be read has none."""

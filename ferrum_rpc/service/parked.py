@@ -30,6 +30,7 @@ from ferrum_rpc.core import Limits
 from ferrum_rpc.errors import InvalidRequest, KvCorrupt, SequencesExhausted
 from ferrum_rpc.private_files import PrivateFolder
 from ferrum_rpc.service.records import Account, Parked, Resource, SequenceRecord
+from ferrum_rpc.service.slots import Slots
 
 log = structlog.get_logger("ferrum_rpc.parking")
 
@@ -56,7 +57,7 @@ class ParkedFiles:
         self._folder: PrivateFolder | None = None
         self._mac = hmac.new(os.urandom(DIGEST_BYTES), digestmod="sha256")
         self._jobs = set[asyncio.Task[Any]]()
-        self.slots = asyncio.Semaphore(limits.max_transfers)
+        self.slots = Slots(limits.max_transfers, Resource.TRANSFERS)
         """Sequences that are parked or brought back at a time."""
         self.bytes = self.sequences = 0
 

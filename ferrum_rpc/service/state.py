@@ -120,7 +120,8 @@ class ServerState:
         self.started = time.monotonic()
         self.empty.set()
         self._creating: set[SequenceRecord] = set()
-        self._pieces = deque[Operation]()
+        self._pieces: dict[Account, deque[Operation]] = {}  # that wait to be read, whose turn is next first
+        self._reading_piece = False
         self._closed = False
         self._model: ModelInfo | None = None
         self._device: DeviceInfo | None = None
@@ -313,18 +314,28 @@ class ServerState:
         else:
             then(result)
 
-    def read_piece(self, command: Command, done: Callable[[object], object]) -> None:
-        """Have the engine read a piece of the second tier: one at a time of all calls, so that a step waits for one."""
+    def read_piece(self, account: Account, command: Command, done: Callable[[object], object]) -> None:
+        """Have the engine read a piece of the second tier: one at a time of all calls, so that a step waits for one.
+        Callers take turns."""
 
         def read(result: object) -> None:
-            self._pieces.popleft()
-            if self._pieces:
-                self.engine.submit(self._pieces[0])
+            self._reading_piece = False
+            self._read_next_piece()
             done(result)
 
-        self._pieces.append(Operation(command, read))
-        if len(self._pieces) == 1:
-            self.engine.submit(self._pieces[0])
+        self._pieces.setdefault(account, deque()).append(Operation(command, read))
+        self._read_next_piece()
+
+    def _read_next_piece(self) -> None:
+        if self._reading_piece or not self._pieces:
+            return
+        account, pieces = next(iter(self._pieces.items()))
+        del self._pieces[account]
+        piece = pieces.popleft()
+        if pieces:
+            self._pieces[account] = pieces  # behind the others
+        self._reading_piece = True
+        self.engine.submit(piece)
 
     def end(self, records: Sequence[SequenceRecord], ending: Ending) -> None:
         """Release sequences: idle ones now, those with a call in flight when it ends. Runs are cut."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -12,13 +14,18 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.core import ANYBODY, Caller, CreateOptions, HandleRef, ItemAnswer, OutputSpec, Positions, Run, WorkItem
+from ferrum_rpc.engine.api import Command
 from ferrum_rpc.errors import ExecutorError, QueueFull, QuotaExceeded, Reason
 from ferrum_rpc.executor.v1 import kv_transfer_pb2, session_pb2
 from ferrum_rpc.service.auth import Security, parse
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.kv_ops import fork, release, reserve, truncate
+from ferrum_rpc.service.parked import ParkedFiles
+from ferrum_rpc.service.parking import park
 from ferrum_rpc.service.quotas import EMPTY_ACCOUNTS, Quotas
-from ferrum_rpc.service.records import Ending, Resource
+from ferrum_rpc.service.records import Account, Ending, Resource
+from ferrum_rpc.service.slots import Slots
+from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.wire.info import SCHEMA_REVISION
 from tests.serving import LIMITS, Gate, Served, serve_identity
 from tests.wiring import pb, refused, until
@@ -244,6 +251,86 @@ async def test_runs_have_a_share_per_caller_and_those_beyond_it_wait(shares: boo
         gate.open()
         await asyncio.gather(first, *others)
         assert ended == order and most <= 4
+        await served.check()
+
+
+async def test_pieces_of_the_second_tier_are_read_one_at_a_time_and_turn_by_turn_of_callers() -> None:
+    state, submitted, read = ServerState(LIMITS), list[Any](), list[str]()
+    state.engine = SimpleNamespace(submit=submitted.append)  # type: ignore[assignment]
+    alice, bob = state.quotas.account(ALICE), state.quotas.account(BOB)
+    for account, name in [(alice, f"a{number}") for number in range(5)] + [(bob, "b0"), (bob, "b1")]:
+        state.read_piece(account, Command(name, ()), lambda _, name=name: read.append(name))  # type: ignore[misc]
+    while submitted:
+        [piece] = submitted
+        submitted.clear()
+        piece.done(None)
+    assert read == ["a0", "a1", "b0", "a2", "b1", "a3", "a4"]
+
+
+async def test_slots_go_to_whoever_has_fewest_within_its_share_and_a_cancelled_wait_takes_none() -> None:
+    quotas = Quotas(replace(LIMITS, max_transfers=4))
+    alice, bob, lone = map(quotas.account, (ALICE, BOB, ANYBODY))
+    slots, began = Slots(4, Resource.TRANSFERS), list[str]()
+    ends = {name: asyncio.Event() for name in ("a0", "a1", "a2", "a3", "a4", "b0", "b1", "b2", "z0", "z1", "z2")}
+
+    async def work(account: Account, name: str) -> None:
+        async with slots.held(account):
+            began.append(name)
+            await ends[name].wait()
+
+    tasks = {}
+    for account, first, count in ((alice, "a", 5), (bob, "b", 3), (lone, "z", 3)):
+        for number in range(count):
+            tasks[f"{first}{number}"] = asyncio.create_task(work(account, f"{first}{number}"))
+    await until(lambda: len(began) == 4)
+    assert began == ["a0", "a1", "b0", "b1"], "each its share, though others came before"
+    tasks["a2"].cancel()
+    ends["b0"].set()
+    await until(lambda: len(began) == 5)
+    assert began[4] == "z0", "it has none yet"
+    ends["a0"].set()
+    await until(lambda: len(began) == 6)
+    assert began[5] in {"a3", "b2", "z1"}
+    for each in ends.values():
+        each.set()
+    await asyncio.wait(tasks.values())
+    assert set(began) == ends.keys() - {"a2"}
+    assert [each for each in began if each[0] == "a"] == ["a0", "a1", "a3", "a4"], "in their order"
+    assert (slots._free, len(slots._waiting), slots._taken.total()) == (4, 0, 0)
+    every = [asyncio.create_task(work(lone, "z0")) for _ in range(4)]
+    began.clear()
+    ends["z0"].clear()
+    await until(lambda: len(began) == 4)  # who does not share has all
+    ends["z0"].set()
+    await asyncio.wait(every)
+
+
+async def test_one_that_parks_much_does_not_keep_another_from_parking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, entered, create = threading.Event(), threading.Semaphore(0), ParkedFiles.create
+    held = True
+
+    def slow(files: ParkedFiles, path: Path) -> Any:
+        if held:
+            entered.release()
+            assert go_on.wait(30)
+        return create(files, path)
+
+    monkeypatch.setattr(ParkedFiles, "create", slow)
+    async with serve_identity(positional=True, max_context=64, park_dir=tmp_path) as served:
+        alice, bob = Side(served, ALICE), Side(served, BOB)
+        many = [asyncio.create_task(park(alice.state, await alice.feed(9), ALICE)) for _ in range(6)]
+        try:
+            for _ in range(2):
+                assert await asyncio.to_thread(entered.acquire, timeout=30)
+            held = False
+            handle, _ = await asyncio.wait_for(park(bob.state, await bob.feed(9), BOB), 30)
+            await asyncio.wait_for(bob.feed(1, handle), 30)
+            assert not any(each.done() for each in many)
+        finally:
+            go_on.set()
+        await asyncio.gather(*many)
         await served.check()
 
 
