@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -86,6 +87,16 @@ async def test_a_text_that_outgrows_its_executors_context_goes_on_where_there_is
         await sequence.release()
         await waiting.until(lambda: not len(short.server.state.handles) and not len(long.server.state.handles))
         assert foreign(short, long) == 0
+
+
+async def test_texts_that_outgrow_a_context_at_the_same_time_all_move() -> None:
+    async with unlike(SHORT, LONG) as (one, (_, long)):
+        expected = await alone(long.target)
+        sequences = [one.sequence() for _ in range(12)]
+        found = await asyncio.gather(*(text(one, each, "stream") for each in sequences))
+        assert found == [expected] * len(sequences)
+        assert long.server.state.counters.sequences_imported == len(sequences)
+        await one.release(sequences)
 
 
 async def test_a_sequence_goes_where_all_that_it_may_become_has_room() -> None:

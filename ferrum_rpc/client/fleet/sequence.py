@@ -21,7 +21,7 @@ from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.members import Members
 from ferrum_rpc.client.info import ExecutorInfo
 from ferrum_rpc.client.recovery import Result
-from ferrum_rpc.client.retry import SEQUENCE_GONE, Deadline
+from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.errors import (
@@ -202,7 +202,8 @@ class FleetSequence(Sequence):
         """Whether a call has ended by its deadline because the owner hangs, and what it held is fed elsewhere next."""
         member = self._member
         leaves = isinstance(error, DeadlineExceeded) and self._rebuilds and member.hung and not member.gone
-        if leaves := leaves and not self._unplaced and bool(self._home.members.serving):
+        others = self._home.members.serving if leaves and not self._unplaced else ()
+        if leaves := any(each.max_context >= self._length() for each in others):
             self._lose()
         return leaves
 
@@ -244,6 +245,9 @@ class FleetSequence(Sequence):
             return None
         self._becomes = max(self._becomes, member.max_context + 1)
         there = self._choose(longer, self._state.tokens or ())
+        backoff = Backoff(deadline, first_s=0.005, longest_s=0.1)
+        while member.leaving >= MOVES_AT_ONCE and await backoff.wait():
+            pass
         if self._state.handle is None or not await self._moved(there, deadline):
             if not self._rebuilds:
                 return None
