@@ -98,6 +98,8 @@ with ExecutorClient("127.0.0.1:50051", lease=None) as client:
 """Waits until an executor has computed some tokens of its texts."""
 FLEET = ("fleet-1", "fleet-2", "fleet-3")
 IN_FLOAT32 = {"FERRUM_DTYPE": "float32"}
+NO_KERNELS = "kernels=none"
+"""What an executor chose whose image was built without a C compiler."""
 NO_CAPABILITIES = "0" * 16
 FAULTS = 6
 """Kinds of fault that `violations` knows."""
@@ -176,6 +178,7 @@ class Stack:
         self.env.pop("COMPOSE_FILE", None)
         self.env.pop("COMPOSE_PROFILES", None)
         self.base = base
+        self.has_kernels = False
 
     def compose(self, *arguments: str, timeout: float = 120, on_top: Sequence[str | Path] = ()) -> str:
         """Run `docker compose` on the project. ``on_top``: override files."""
@@ -215,7 +218,10 @@ class Stack:
         found = self.inspect()
         state = found["State"]
         require(state["Health"]["Status"] == "healthy" and state["Running"], f"state of the executor: {state}")
-        return f"healthy by its own `{' '.join(found['Config']['Healthcheck']['Test'][1:3])}`"
+        choices = dict(self._info("executor")["device"]["choices"])
+        self.has_kernels = NO_KERNELS not in choices
+        health = " ".join(found["Config"]["Healthcheck"]["Test"][1:3])
+        return f"healthy by its own `{health}`, {'with' if self.has_kernels else 'without'} C kernels"
 
     def job(self, service: str = "scheduler") -> str:
         """Run the scheduler to its end against the executor."""
@@ -244,8 +250,12 @@ class Stack:
 
     def _fleet_is_exact(self) -> bool:
         self._up([], FLEET[0])
-        info = json.loads(self.compose("exec", "-T", FLEET[0], "ferrum-rpc", "info", "--json"))
-        return bool(info["limits"]["exact_span_tokens"])
+        return bool(self._info(FLEET[0])["limits"]["exact_span_tokens"])
+
+    def _info(self, service: str) -> dict[str, Any]:
+        """What an executor reports of itself."""
+        found: dict[str, Any] = json.loads(self.compose("exec", "-T", service, "ferrum-rpc", "info", "--json"))
+        return found
 
     def _fleet(self, on_top: Sequence[Path]) -> str:
         compose = partial(self.compose, on_top=on_top)
@@ -336,10 +346,14 @@ class Stack:
         require(ended, f"after SIGTERM: {state}")
         lines = self.logs().splitlines()
         try:
-            events = {json.loads(line).get("event") for line in lines}
+            events = [json.loads(line) for line in lines]
         except ValueError:
             raise Failed(f"the log is not JSON alone:\n{tail(chr(10).join(lines))}") from None
-        require({"serving", "stopping"} <= events, f"events in the log: {sorted(map(str, events))}")
+        names = {event.get("event") for event in events}
+        require({"serving", "stopping"} <= names, f"events in the log: {sorted(map(str, names))}")
+        warned = [event["level"] for event in events if event.get("choice") == NO_KERNELS]
+        once = [] if self.has_kernels else ["warning"]
+        require(warned == once, f"of {NO_KERNELS} the log has {warned}, and should have {once}")
         return f"SIGTERM, exit 0 in {took:.1f} s, {len(lines)} log lines, all JSON"
 
     def down(self) -> str:
