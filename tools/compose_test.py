@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.commands import Failed, indent, run, tail
+from tools.commands import ROOT, Failed, indent, run, tail
 from tools.wheels import collect_wheels
 
 PROJECT = "ferrum-compose-test"
@@ -92,10 +92,12 @@ from ferrum_rpc.client.sync import ExecutorClient
 
 with ExecutorClient("127.0.0.1:50051", lease=None) as client:
     before = client.status().counters.tokens
+    print("watching")
     while client.status().counters.tokens < before + 100:
         time.sleep(0.01)
+    print("begun")
 """
-"""Waits until an executor has computed some tokens of its texts."""
+"""Says when an executor has computed some tokens of its texts. It watches before the job starts, which may be short."""
 FLEET = ("fleet-1", "fleet-2", "fleet-3")
 IN_FLOAT32 = {"FERRUM_DTYPE": "float32"}
 NO_KERNELS = "kernels=none"
@@ -170,6 +172,12 @@ def _has_image(name: str) -> bool:
     return subprocess.run(["docker", "image", "inspect", name], capture_output=True, check=False).returncode == 0
 
 
+def _compose(on_top: Sequence[str | Path] = ()) -> list[str]:
+    """`docker compose` on the project of this run. ``on_top``: override files."""
+    files = ["docker-compose.yml", *map(str, on_top)]
+    return ["docker", "compose", "--project-name", PROJECT, *(part for file in files for part in ("-f", file))]
+
+
 class Stack:
     """The compose project of this run, and the checks on it."""
 
@@ -182,9 +190,7 @@ class Stack:
 
     def compose(self, *arguments: str, timeout: float = 120, on_top: Sequence[str | Path] = ()) -> str:
         """Run `docker compose` on the project. ``on_top``: override files."""
-        files = ["docker-compose.yml", *map(str, on_top)]
-        command = ["docker", "compose", "--project-name", PROJECT, *(part for file in files for part in ("-f", file))]
-        return run([*command, *arguments], env=self.env, timeout=timeout)
+        return run([*_compose(on_top), *arguments], env=self.env, timeout=timeout)
 
     def inspect(self) -> dict[str, Any]:
         """The executor's container, as the engine sees it."""
@@ -264,16 +270,20 @@ class Stack:
         _, _, *flags = described["services"]["fleet"]["command"]
         job = ["run", "--rm", "--no-TTY", "fleet"]
         alone = texts_of(compose(*job, "--target", f"{FLEET[0]}:50051", *flags, timeout=300))
-
-        def kill_one() -> None:
-            compose("exec", "-T", FLEET[1], "python", "-c", HAS_BEGUN, timeout=300)
+        watch = [*_compose(on_top), "exec", "-T", FLEET[1], "python", "-uc", HAS_BEGUN]
+        with (
+            subprocess.Popen(watch, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, text=True) as watching,
+            ThreadPoolExecutor(1) as threads,
+        ):
+            assert watching.stdout is not None
+            require(watching.stdout.readline() == "watching\n", f"{FLEET[1]} cannot be watched")
+            running = threads.submit(compose, *job, timeout=300)
+            running.add_done_callback(lambda _: watching.terminate())
+            begun = watching.stdout.readline()
             compose("kill", "--signal", "SIGKILL", FLEET[1])
-
-        with ThreadPoolExecutor(1) as threads:
-            killing = threads.submit(kill_one)
-            output = compose(*job, timeout=300)
+            output = running.result()
             print(tail(output, 30))
-            killing.result()
+        require(begun == "begun\n", f"{FLEET[1]} had no part in the job")
         lost = re.search(r"^lost executors +(\d+)$", output, re.MULTILINE)
         rebuilt = re.search(r"^rebuilt sequences +(\d+)$", output, re.MULTILINE)
         require(lost is not None and lost[1] == "1", "one executor is killed in the middle of the job")
