@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, closing, contextmanager
 from functools import partial
@@ -17,7 +18,7 @@ from ferrum_rpc.executor.v1 import kv_transfer_pb2_grpc
 from ferrum_rpc.service.auth import CALLER
 from ferrum_rpc.service.fingerprints import digest
 from ferrum_rpc.service.kv_events import KvEvents
-from ferrum_rpc.service.moving import layout_of
+from ferrum_rpc.service.moving import CHUNK_BYTES, layout_of
 from ferrum_rpc.service.nixl import ChunkReader
 from ferrum_rpc.service.parking import park
 from ferrum_rpc.service.peers import PeerSilent, announce, read_on
@@ -27,7 +28,7 @@ from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.service.transfers import Export, Import
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto, pressure_to_proto, request_id_from_proto
-from ferrum_rpc.wire.transfer import import_options, tokens_from_proto
+from ferrum_rpc.wire.transfer import CacheLayout, import_options, tokens_from_proto
 
 IMPORT: Final = "import"
 
@@ -48,6 +49,23 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
     ) -> None:
         state, caller = self._state, CALLER.get()
         account, layout = state.quotas.account(caller), layout_of(state)
+        unread = state.unread.take(context.peer(), account, min(2 * CHUNK_BYTES, state.unread.limit // 8))
+        try:
+            await self._export(request, context, account, layout)
+        except PeerSilent:  # until it reads, or goes, gRPC has what was written, and the status
+            task = asyncio.current_task()
+            assert task is not None  # noqa: S101 - a coroutine runs in one
+            task.add_done_callback(lambda _: unread())
+            raise
+        except BaseException:
+            unread()
+            raise
+        unread()
+
+    async def _export(
+        self, request: pb.ExportKvRequest, context: Context, account: Account, layout: CacheLayout
+    ) -> None:
+        state = self._state
         with self._room(account):
             export = Export(state, account, layout)
             try:

@@ -144,7 +144,12 @@ async def refuse(context: Context, error: ExecutorError) -> None:
         metadata.append((PUSHBACK_METADATA_KEY, "-1"))  # no retry here: another executor has to be asked
     elif error.retry_after_s is not None:
         metadata.append((PUSHBACK_METADATA_KEY, str(round(error.retry_after_s * 1000))))
-    await context.abort(CODE_BY_REASON[error.reason], error.message, tuple(metadata))
+    try:
+        await context.abort(CODE_BY_REASON[error.reason], error.message, tuple(metadata))
+    except grpc.aio.AbortError:
+        raise
+    except Exception:  # the peer has gone before it read that: gRPC would log a stack trace
+        raise asyncio.CancelledError from None
 
 
 def _drop_frames(error: BaseException) -> None:

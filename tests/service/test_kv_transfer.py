@@ -27,6 +27,7 @@ from ferrum_rpc.service import peers
 from ferrum_rpc.service.lifecycle import Sweeper
 from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.metrics import Metrics, registry_of
+from ferrum_rpc.service.moving import CHUNK_BYTES
 from ferrum_rpc.wire.status import error_from_rpc
 from tests.service.transfers import Names, brought, chunks_of, exported, header, imported, kt, row, sealed
 from tests.serving import Gate, Served, serve_identity
@@ -654,7 +655,33 @@ async def test_an_export_that_is_not_read_gives_its_slot_back() -> None:
         async def read() -> list[kt.ExportKvResponse]:
             return [frame async for frame in unread]
 
+        held = served.server.state.unread
+        assert held.bytes > 0, "what was written, until it is read"
         await refused(read(), Reason.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        await until(lambda: not held.bytes)
+        await empty(served)
+
+
+async def test_exports_that_nobody_reads_are_bounded_also_when_they_hold_no_slot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(max_transfers=1, kv_heads=8, heads=8, head_dim=64, max_context=2048, kv_blocks=512) as served:
+        handle = await prefill(served, [1] * 2000)
+        held = served.server.state.unread
+        unread: list[Any] = []
+        with mock.patch.object(held, "_most_of_one", 3 * 2 * CHUNK_BYTES):
+            for _ in range(3):
+                unread.append(served.transfer.ExportKv(kt.ExportKvRequest(handle=handle)))
+                await silent(served)
+            call = exported(served, handle)
+            error = await refused(call, Reason.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            assert error.number("unread_bytes") == held.bytes
+            caplog.clear()
+            for each in unread:
+                each.cancel()
+            await until(lambda: not held.bytes and not served.server.calls.streams)
+            await exported(served, handle)
+            assert not caplog.records, "gRPC logs no stack traces"
         await empty(served)
 
 
