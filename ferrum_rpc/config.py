@@ -175,7 +175,9 @@ class ServeSettings:
     model: ModelSettings
     host: str = Field(default="127.0.0.1", description="address to listen on, or unix:PATH")
     port: int = Field(default=50051, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    tokens: File | None = Field(default=None, description="file of bearer tokens, `name token [operator]` a line")
+    tokens: File | None = Field(
+        default=None, description="file of bearer tokens, `name token [operator] [trusted]` a line"
+    )
     tls_cert: File | None = Field(default=None, description="PEM file of the server's certificate chain")
     tls_key: File | None = Field(default=None, description="PEM file of its key")
     tls_client_ca: File | None = Field(
@@ -183,6 +185,9 @@ class ServeSettings:
     )
     operators: str = Field(
         default="", description="names of client certificates that may use ExecutorControl, with commas"
+    )
+    trusted: str = Field(
+        default="", description="names of client certificates whose imports all callers may find, with commas"
     )
     insecure: bool = Field(default=False, description="listen beyond this machine without TLS and without tokens")
     max_batch_items: int = Field(default=256, ge=1, description="items of a call, and sequences of a step")

@@ -16,6 +16,11 @@ from ferrum_rpc.core import TokenArray
 HASH_BYTES: Final = 16
 
 
+def caller_digest(name: str) -> bytes:
+    """What stands behind the hash in the key of a block that only the caller of this name may find."""
+    return blake2b(name.encode(), digest_size=HASH_BYTES, person=b"ferrum-rpc owner").digest()
+
+
 def root_of(fingerprint: bytes, salt: bytes, adapter: str = "") -> bytes:
     """Where the chains of sequences with ``salt`` begin: ``fingerprint`` is the model's, 32 bytes, or that of the model
     with the ``adapter`` of this name."""

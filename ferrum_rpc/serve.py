@@ -162,9 +162,14 @@ def _security(settings: ServeSettings) -> Security:
         tls_cert=settings.tls_cert,
         tls_key=settings.tls_key,
         tls_client_ca=settings.tls_client_ca,
-        operators=frozenset(name.strip() for name in settings.operators.split(",") if name.strip()),
+        operators=_names(settings.operators),
+        trusted=_names(settings.trusted),
         insecure=settings.insecure,
     )
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(name.strip() for name in text.split(",") if name.strip())
 
 
 def _drain_on_signals(server: ExecutorServer) -> None:

@@ -38,6 +38,17 @@ LIMITS = Limits(
 )
 
 
+@dataclass(frozen=True)
+class Bearing:
+    """A stub whose calls have a token."""
+
+    stub: Any
+    token: str
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(getattr(self.stub, name), metadata=(("authorization", f"Bearer {self.token}"),))
+
+
 @dataclass(slots=True)
 class Served:
     """A running server and ways to it. Touch ``runner`` only while nothing is in flight."""
@@ -52,6 +63,11 @@ class Served:
     @property
     def target(self) -> str:
         return self.server.target
+
+    def by(self, token: str) -> Served:
+        """The same, for the caller of this token."""
+        stubs = (Bearing(each, token) for each in (self.executor, self.control, self.transfer))
+        return Served(self.server, self.runner, self.channel, *stubs)
 
     async def between_steps(self, run: Any) -> None:
         """Call ``run(runner)`` in the model thread."""

@@ -136,7 +136,7 @@ class Limits:
 class CacheState(NamedTuple):
     """A snapshot of the block pool. Of the free blocks ``cached_blocks`` are published in the prefix cache. So far
     ``blocks_evicted`` left it for want of room, after ``evicted_s`` seconds there in all; ``tier_bytes`` of them are in
-    the second tier."""
+    the second tier. ``prefix_changes``: another number whenever there is another `BlockChange`."""
 
     block_size: int
     total_blocks: int
@@ -146,6 +146,7 @@ class CacheState(NamedTuple):
     blocks_evicted: int = 0
     evicted_s: float = 0.0
     tier_bytes: int = 0
+    prefix_changes: int = 0
 
 
 class RankState(NamedTuple):
@@ -160,12 +161,14 @@ class RankState(NamedTuple):
 class BlockChange(NamedTuple):
     """A block was published in the prefix cache under ``hash``, behind the block ``parent`` (b"": it is the first of
     its chain), as computed with ``adapter``; or, without a parent, its hash is there no more, or in the second tier
-    alone (``parked``). An empty hash: none is."""
+    alone (``parked``). An empty hash: none is. ``caller``: the digest of the one who imported its content, or what it
+    was computed from; empty: it was computed here, and is for everybody."""
 
     hash: bytes
     parent: bytes | None
     parked: bool = False
     adapter: str = ""
+    caller: bytes = b""
 
 
 class AdapterFacts(NamedTuple):

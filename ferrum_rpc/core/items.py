@@ -92,11 +92,13 @@ class Caller:
 
     Handles, leases and request ids belong to the name; another name's read as unknown. ``operator``: may use
     ExecutorControl. ``shares``: others may call beside it, so it has a share of each table and not all of it.
+    ``trusted``: what it imports is for all callers, as if it had been computed here.
     """
 
     name: str = ""
     operator: bool = True
     shares: bool = False
+    trusted: bool = False
 
 
 ANYBODY: Final = Caller()

@@ -53,12 +53,16 @@ class RunEnded(NamedTuple):
 
 class PrefixUse(NamedTuple):
     """How a sequence uses the prefix cache: it finds blocks of sequences with the same ``salt`` and ``adapter``, and
-    ``publishes`` its own for them. ``fingerprint``: of the model with the adapter, where there is one."""
+    ``publishes`` its own for them. ``fingerprint``: of the model with the adapter, where there is one. ``caller``: the
+    digest of its caller's name (`prefix_hash.caller_digest`), whose imported content it finds as well; empty: of none.
+    ``imported_from``: the position from which on the content of a new sequence is imported; None: it is computed."""
 
     salt: bytes = b""
     publishes: bool = True
     adapter: str = ""
     fingerprint: bytes = b""
+    caller: bytes = b""
+    imported_from: int | None = None
 
 
 PREFIX: Final = PrefixUse()

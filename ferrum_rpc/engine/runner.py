@@ -146,7 +146,7 @@ class TorchRunner:
             yield
             if self._tier is not None:
                 blocks = self.kv.prefix_blocks()
-                self._tier.end([(hashed, partial(self.store.read_block, block)) for block, hashed in blocks], FLUSH_S)
+                self._tier.end([(key, partial(self.store.read_block, block)) for block, key in blocks], FLUSH_S)
 
     def close(self) -> None:
         """No step will follow."""
@@ -178,11 +178,13 @@ class TorchRunner:
         if self._under_way:
             self._make_way(step)
         refused, reservations = self._reserve(step)
-        if self._under_way and any(isinstance(each, KvBlocksExhausted) for each in refused.values()):
-            for reservation in reservations.values():
-                self.kv.rollback(reservation)
+        if self._under_way and _short(refused):
+            self._give_up(reservations)
             self._settle()
             refused, reservations = self._reserve(step)
+        if _short(refused) and any(each.kept for each in reservations.values()):  # what need not be copied is not
+            self._give_up(reservations)
+            refused, reservations = self._reserve(step, keep=False)
         pending = Pending(began, step.spans, refused, reservations)
         if reservations:
             self._queue(pending)
@@ -261,12 +263,17 @@ class TorchRunner:
         pending.ended = StepResult(tuple(outcomes), forward_s, copied, searched)
         self._ended_at = now
 
-    def _reserve(self, step: Step) -> tuple[dict[int, ExecutorError], dict[int, Reservation]]:
+    def _give_up(self, reservations: dict[int, Reservation]) -> None:
+        for reservation in reservations.values():
+            self.kv.rollback(reservation)
+
+    def _reserve(self, step: Step, *, keep: bool = True) -> tuple[dict[int, ExecutorError], dict[int, Reservation]]:
         """Reserve span by span: those that were refused and those that were not, by index. A refused member takes its
-        atomic group back at once, so that the group's blocks are there for the spans that follow."""
+        atomic group back at once, so that the group's blocks are there for the spans that follow. ``keep``: see
+        `KvManager.reserve`."""
         refused: dict[int, ExecutorError] = {}
         reservations: dict[int, Reservation] = {}
-        stage, reserve = self._stage, self.kv.reserve
+        stage, reserve = self._stage, self.kv.reserve if keep else partial(self.kv.reserve, keep=False)
         spans = list(enumerate(step.spans))
         forks = [each for each in spans if each[1].parent is not None]
         if forks:  # first: their parents may be fed in the same step
@@ -359,9 +366,9 @@ class TorchRunner:
 
     def _save_leaving(self) -> None:
         assert self._tier is not None  # noqa: S101 - the callers looked
-        for block, hashed in self.kv.take_leaving():
-            if self._tier.write(hashed, partial(self.store.read_block, block)):
-                self.kv.note_tier(hashed, there=True)
+        for block, key in self.kv.take_leaving():
+            if self._tier.write(key, partial(self.store.read_block, block)):
+                self.kv.note_tier(key, there=True)
 
     def _failure(self, pending: Pending, error: BaseException) -> ExecutorError:
         """Undo a step that was reserved, and say what its callers get. Raises what is no failure of a step."""
@@ -528,6 +535,10 @@ class TorchRunner:
         """The tokens of ``sequence``, int32 [length]."""
         return self.kv.tokens(sequence).copy()
 
+    def imported_from(self, sequence: int) -> int | None:
+        """See `KvManager.imported_from`."""
+        return self.kv.imported_from(sequence)
+
     def read_kv(
         self, sequence: int, start: int, end: int, layers: Sequence[int]
     ) -> list[tuple[npt.NDArray[np.uint8], ...]]:
@@ -592,6 +603,11 @@ class TorchRunner:
         """How full the cache is."""
         state = self.kv.state()
         return state if self._tier is None else state._replace(tier_bytes=self._tier.held_bytes)
+
+
+def _short(refused: dict[int, ExecutorError]) -> bool:
+    """Whether a span was refused for want of blocks."""
+    return bool(refused) and any(isinstance(each, KvBlocksExhausted) for each in refused.values())
 
 
 def _accept(pending: Pending) -> None:

@@ -14,7 +14,7 @@ from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool, CacheCorrupt
 from ferrum_rpc.kv.prefix import PrefixCache
 from ferrum_rpc.kv.sequence import SequenceBlocks
 from ferrum_rpc.kv.table import blocks_for
-from ferrum_rpc.prefix_hash import chained
+from ferrum_rpc.prefix_hash import HASH_BYTES, chained
 
 
 def check(pool: BlockPool, sequences: Mapping[int, SequenceBlocks], prefixes: PrefixCache, block_size: int) -> None:
@@ -25,7 +25,8 @@ def check(pool: BlockPool, sequences: Mapping[int, SequenceBlocks], prefixes: Pr
     - every table fits its sequence's length, or the open reservation on it;
     - spares, and all blocks that an open reservation writes, have one holder;
     - an idle sequence has the spares that it was promised;
-    - the pool keeps what is published, and the hash of every published block of a sequence is that of its tokens.
+    - the pool keeps what is published, and the hash of every published block of a sequence is that of its tokens;
+    - what is published for one caller is in sequences of that caller only, where their content was imported.
     """
     holders = np.zeros(pool.num_blocks, dtype=np.int32)
     for sequence, state in sequences.items():
@@ -70,12 +71,15 @@ def _check_private(sequence: int, state: SequenceBlocks, pool: BlockPool, block_
 def _check_published(sequence: int, state: SequenceBlocks, prefixes: PrefixCache, block_size: int) -> None:
     table = state.table.view(len(state.table)).tolist()
     if state.root is None:
-        if any(prefixes.hash_of(block) is not None for block in table):
+        if any(prefixes.key_of(block) is not None for block in table):
             raise CacheCorrupt(f"sequence {sequence} does not use the prefix cache and has a published block")
         return
     hashes = list(chained(state.root, state.history.upto(state.length), block_size))
     for place, hashed in enumerate(hashes):
-        if prefixes.hash_of(table[place]) not in (None, hashed):
+        key = prefixes.key_of(table[place]) or hashed
+        if key[:HASH_BYTES] != hashed:
             raise CacheCorrupt(f"block {table[place]} of sequence {sequence} is published under another hash")
+        if (caller := key[HASH_BYTES:]) and (caller != state.caller or place < state.imported_from // block_size):
+            raise CacheCorrupt(f"block {table[place]} of sequence {sequence} has what another caller may have imported")
     if state.chained > len(hashes) or state.chain != [state.root, *hashes][state.chained]:
         raise CacheCorrupt(f"the chain of sequence {sequence} is not that of its first {state.chained} blocks")

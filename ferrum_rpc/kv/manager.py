@@ -16,10 +16,10 @@ Nothing on the way of a decode step grows with the length of a sequence or with 
 edits the table in place and remembers the few entries that it replaced.
 
 Blocks that are full of committed tokens are published (`kv.prefix`), and later spans that begin with the same tokens
-find them. The pool holds a published block as a sequence does, so it is replaced like any shared one; where only one
-sequence holds it, it is published no more and written in place. What is promised to a sequence is not published before
-the promise ends: nobody then takes from the promise by finding it. What a fork published of it is withdrawn when the
-fork is gone.
+find them. The pool holds a published block as a sequence does, so it is replaced like any shared one. Where only one
+sequence holds it and no block is free for the copy, it is published no more and written in place: no block is needed
+for it, and none is promised. What is promised to a sequence is not published before the promise ends: nobody then takes
+from the promise by finding it. What a fork published of it is withdrawn when the fork is gone.
 
 This file has integers only: no tensors, no handles, no wire. It belongs to the model thread; only `state` may be
 called from elsewhere. Paged blocks with reference counts and copy-on-write are from vLLM (Kwon et al., SOSP 2023).
@@ -38,11 +38,12 @@ from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
 from ferrum_rpc.kv import audit
 from ferrum_rpc.kv.capacity import Capacity
 from ferrum_rpc.kv.pool import BlockPool
-from ferrum_rpc.kv.prefix import PrefixCache, Tier
+from ferrum_rpc.kv.prefix import Found, PrefixCache, Tier
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation, SequenceBlocks
 from ferrum_rpc.kv.table import BlockTable, blocks_for, slots_for
 
 _NO_SLOTS: Final = np.zeros(0, dtype=np.int64)
+_NOTHING: Final = Found([], [])
 
 
 class KvManager:
@@ -82,6 +83,7 @@ class KvManager:
         parent: int | None = None,
         prefix: PrefixUse | None = None,
         prompt: TokenArray | None = None,
+        keep: bool = True,
     ) -> Reservation:
         """Prepare to write ``tokens`` (1 or more) tokens at the positions ``start ..`` of ``sequence``.
 
@@ -93,7 +95,8 @@ class KvManager:
 
         ``prefix``: how a new sequence uses the prefix cache (None: not at all); a fork does as its parent does.
         ``prompt``: the first of the tokens, those that need no row and may be found there: then only what follows is
-        written (`Reservation.cached`).
+        written (`Reservation.cached`). To ``keep`` what is published, blocks are copied that could be written in place,
+        as long as others are free (`Reservation.kept`).
         """
         state = self._made(sequence, parent, start, prefix) if create else self._idle(sequence)
         if not 0 <= start <= state.length or tokens < 1 or min(ahead, hold) < 0 or (ahead and not create):
@@ -108,12 +111,11 @@ class KvManager:
                 overwritten = np.arange(slot, slot + min(end, state.length) - start)
             state.open = reservation = Reservation(sequence, start, end, whole[:after], overwritten)
             return reservation
-        found, loaded = list[int](), list[bytes]()
-        searched = 0
+        found, searched = _NOTHING, 0
         if state.root is not None and prompt is not None and start == state.length and (create or not hold):
-            (found, loaded), searched = self._prefixes.find(state, prompt), len(prompt)
+            found, searched = self._prefixes.find(state, prompt), len(prompt)
         try:
-            state.open = opened = self._open(sequence, state, start, end, found, loaded, create, ahead, hold)
+            state.open = opened = self._open(sequence, state, start, end, found, create, ahead, hold, keep)
         except KvBlocksExhausted:
             if parent is not None:
                 self.release(sequence, publish=False)
@@ -121,7 +123,11 @@ class KvManager:
         opened.searched = searched
         if prompt is not None and opened.cached:
             state.history.write(start, prompt[: opened.cached])
-            state.shared = max(state.shared, start // size + len(found))
+            state.shared = max(state.shared, start // size + len(found.blocks))
+            if not start and state.imported_from < opened.cached:
+                state.imported_from = opened.cached  # what was found is not imported
+            if found.imported_from < state.imported_from:
+                opened.imported_before, state.imported_from = state.imported_from, found.imported_from
         if create:
             self._capacity.begin(state, end, ahead)
             self._sequences[sequence] = state
@@ -135,14 +141,15 @@ class KvManager:
         state: SequenceBlocks,
         start: int,
         end: int,
-        found: Sequence[int],
-        loaded: Sequence[bytes],
+        cached: Found,
         create: bool,
         ahead: int,
         hold: int,
+        keep: bool,
     ) -> Reservation:
         """Take the blocks of a reservation that needs any, all or none, and put them into the table."""
         size, table, pool = self.block_size, state.table, self._pool
+        found, loaded, _ = cached
         displaced: list[tuple[int, int]] = []
         idle = pool.free_blocks
         place = start // size
@@ -155,12 +162,8 @@ class KvManager:
         idle -= pool.free_blocks  # of those that were found, nobody else held so many
         first, before, after = place + len(found), len(table), blocks_for(end, size)
         touched = [(index, table[index]) for index in range(first, min(before, after))]
-        published = [block for _, block in touched if pool.has_one_holder(block)]
-        replaced = [each for each in touched if not pool.is_writable(each[1]) and each[1] not in published]
-        overwritten = _NO_SLOTS
-        if start < state.length:
-            skip = [index for index, _ in replaced]
-            overwritten = slots_for(table.view(before), start, min(end, state.length), size, skip)
+        published = [each for each in touched if pool.has_one_holder(each[1])]
+        replaced = [each for each in touched if not pool.is_writable(each[1]) and each not in published]
         table.make_room(after)
         needed = len(replaced) + max(0, after - before)
         promised = blocks_for(state.promised_end, size)  # what is written beyond must not use up what was promised
@@ -169,6 +172,14 @@ class KvManager:
         extra = blocks_for(end + max(ahead, hold), size) - after if create else 0
         if hold and not create:
             extra = self._capacity.lacking_to_hold(state, start, after, end + hold, len(state.spares) - spared)
+        room = pool.free_blocks - (needed - spared + extra)
+        kept = min(len(published), room) if keep and room > 0 else 0
+        replaced = sorted(replaced + published[:kept])
+        needed += kept
+        overwritten = _NO_SLOTS
+        if start < state.length:
+            skip = [index for index, _ in replaced]
+            overwritten = slots_for(table.view(before), start, min(end, state.length), size, skip)
         try:
             taken = self._capacity.take(needed - spared + extra)
         except KvBlocksExhausted:
@@ -180,7 +191,7 @@ class KvManager:
                 self._capacity.take(needed - spared + extra + idle)
             raise
         # From here on nothing fails.
-        for block in published:
+        for _, block in published[kept:]:
             self._prefixes.withdraw(block)
         unspared = len(state.spares) - spared
         fresh = state.spares[unspared:] + taken[: needed - spared]
@@ -206,6 +217,7 @@ class KvManager:
             found,
             max(0, (first + len(loaded)) * size - start),
             [(table[first + place], content) for place, content in enumerate(loaded)],
+            kept=kept,
         )
 
     def commit(self, reservation: Reservation, tokens: TokenArray) -> int:
@@ -244,6 +256,8 @@ class KvManager:
             self._pool.release([block for _, block in reservation.replaced])
             self.release(reservation.sequence, publish=False)
             return
+        if reservation.imported_before is not None:
+            state.imported_from = reservation.imported_before
         if reservation.held is not None:
             self._capacity.undo_hold(state, reservation.held)
         for index, block in reservation.replaced:
@@ -291,6 +305,8 @@ class KvManager:
             chained=state.chained,
             publish_at=state.publish_at,
             adapter=state.adapter,
+            caller=state.caller,
+            imported_from=state.imported_from,
         )
         self._prefixes.went_back(forked, at)
         before = state.shared
@@ -395,16 +411,16 @@ class KvManager:
         self._prefixes.tier = tier
 
     def take_leaving(self) -> list[tuple[int, bytes]]:
-        """Blocks whose content is to be saved before anything is written, with their hashes."""
+        """Blocks whose content is to be saved before anything is written, with their keys."""
         leaving, self._prefixes.leaving = self._prefixes.leaving, []
         return leaving
 
-    def note_tier(self, hashed: bytes, *, there: bool) -> None:
+    def note_tier(self, key: bytes, *, there: bool) -> None:
         """The tier has a block now, or no more."""
-        self._prefixes.note_tier(hashed, there=there)
+        self._prefixes.note_tier(key, there=there)
 
     def prefix_blocks(self) -> list[tuple[int, bytes]]:
-        """The published blocks with their hashes."""
+        """The published blocks with their keys."""
         return self._prefixes.blocks()
 
     def watch_prefixes(self) -> list[BlockChange]:
@@ -414,6 +430,12 @@ class KvManager:
     def prefix_changes(self) -> list[BlockChange] | None:
         """What has changed since it was asked last, in its order. None: that is not known, watch again."""
         return self._prefixes.take_changes()
+
+    def imported_from(self, sequence: int) -> int | None:
+        """The position from which on the content of ``sequence`` was imported, or computed from what was; None: none
+        was."""
+        state = self._known(sequence)
+        return state.imported_from if state.imported_from < state.length else None
 
     def length(self, sequence: int) -> int:
         """Committed tokens of ``sequence``."""
@@ -448,8 +470,8 @@ class KvManager:
         """A snapshot of how full the cache is."""
         pool = self._pool
         blocks = pool.total_blocks, pool.free_blocks
-        evicted = self._prefixes.evicted, self._prefixes.evicted_s
-        return CacheState(self.block_size, *blocks, len(self._sequences), pool.idle_blocks, *evicted)
+        evicted, changed = (self._prefixes.evicted, self._prefixes.evicted_s), self._prefixes.changed
+        return CacheState(self.block_size, *blocks, len(self._sequences), pool.idle_blocks, *evicted, 0, changed)
 
     def check(self) -> None:
         """Raise `CacheCorrupt`, naming the fault, unless all books agree. O(blocks): for tests and idle moments."""

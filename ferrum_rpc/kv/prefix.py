@@ -4,6 +4,11 @@ A block is found by a hash of its tokens and of all before them (`prefix_hash`).
 each other's blocks. The hash has 128 bits and is cryptographic, so that no prompt can be made whose hash is another's:
 a hit is not checked against the tokens.
 
+Content that a caller imported cannot be verified, nor can what is computed from it. Such a block is published for that
+caller alone: the digest of its name stands behind the hash in the block's key, in memory and in the tier. So one hash
+may have several blocks, a computed one and one for each caller that imported; a sequence takes the computed one where
+it is there.
+
 `KvManager` says when a sequence has grown, gone back, or is promised nothing any more; `BlockPool` keeps a published
 block until its place is needed. Blocks found by their chained hashes are from vLLM's automatic prefix caching.
 """
@@ -11,14 +16,14 @@ block until its place is needed. Blocks found by their chained hashes are from v
 from __future__ import annotations
 
 import time
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from ferrum_rpc.core import BlockChange, PrefixUse, TokenArray
 from ferrum_rpc.kv.pool import BlockPool, Int32Array
-from ferrum_rpc.kv.sequence import NEVER, SequenceBlocks
-from ferrum_rpc.prefix_hash import chained, root_of
+from ferrum_rpc.kv.sequence import NEVER, KvMisuse, SequenceBlocks
+from ferrum_rpc.prefix_hash import HASH_BYTES, chained, root_of
 
 MOST_CHANGES: Final = 1 << 16
 """Changes that wait to be taken; beyond, they are forgotten, and there is nothing to take."""
@@ -27,30 +32,41 @@ MOST_CHANGES: Final = 1 << 16
 class Tier(Protocol):
     """Where blocks go that must leave, and come from; see `tiers.BlockFiles`."""
 
-    def read(self, hashed: bytes) -> bytes | None:
+    def read(self, key: bytes) -> bytes | None:
         """The content of a block, or None."""
 
     def hashes(self) -> list[bytes]:
-        """Of all blocks that are there."""
+        """The keys of all blocks that are there."""
+
+
+class Found(NamedTuple):
+    """What the cache has of a prompt: ``blocks``, and behind them the content of ``loaded`` ones, which the tier has.
+    From the position ``imported_from`` on their content was imported, or computed from what was."""
+
+    blocks: list[int]
+    loaded: list[bytes]
+    imported_from: int = NEVER
 
 
 class PrefixCache:
-    """The published blocks of ``pool``, of ``block_size`` tokens of the model ``fingerprint``: by hash, and their
-    hashes. A block is published once, and a hash has one block. ``evicted`` blocks were given away, after ``evicted_s``
-    seconds here in all; with a ``tier`` they wait in ``leaving``, with their hashes, until they are saved: before
-    anything is written."""
+    """The published blocks of ``pool``, of ``block_size`` tokens of the model ``fingerprint``: by key, and their keys.
+    A block is published once, and a key has one block. A key is a hash, or for what one caller alone may find, the hash
+    and the caller's digest. ``evicted`` blocks were given away, after ``evicted_s`` seconds here in all; with a
+    ``tier`` they wait in ``leaving``, with their keys, until they are saved: before anything is written. ``changed``
+    is another number whenever something was published, or is no more."""
 
     def __init__(self, pool: BlockPool, block_size: int, fingerprint: bytes) -> None:
         self._pool = pool
         self._size = block_size
         self._fingerprint = fingerprint
         self._blocks: dict[bytes, int] = {}
-        self._hashes: dict[int, bytes] = {}
+        self._keys: dict[int, bytes] = {}
         self._parents: dict[int, bytes] = {}
         self._adapters: dict[int, str] = {}  # of blocks that were computed with one
         self._changes: list[BlockChange] | None = None  # nobody watches
         self.tier: Tier | None = None
         self.leaving: list[tuple[int, bytes]] = []
+        self.changed = 0
         self._since = [0.0] * pool.num_blocks
         self.evicted = 0
         self.evicted_s = 0.0
@@ -63,12 +79,17 @@ class PrefixCache:
         state.root = state.chain = root_of(use.fingerprint or self._fingerprint, use.salt, use.adapter)
         state.adapter = use.adapter
         state.publish_at = self._size if use.publishes else NEVER
+        state.caller = use.caller
+        if use.imported_from is not None:
+            if not use.caller:
+                raise KvMisuse("imported content needs a caller: it would be published for everybody")
+            state.imported_from = use.imported_from
 
-    def find(self, state: SequenceBlocks, prompt: TokenArray) -> tuple[list[int], list[bytes]]:
+    def find(self, state: SequenceBlocks, prompt: TokenArray) -> Found:
         """The published blocks with the tokens that the sequence has of its last block, where that is not full, and
         those of ``prompt`` behind them; and the content of what the tier has behind those. For a sequence that uses the
         cache."""
-        size, length = self._size, state.length
+        size, length, imported_from = self._size, state.length, NEVER
         first = length // size
         chain = state.chain
         for hashed in chained(chain, state.history.upto(length)[state.chained * size :], size):
@@ -78,16 +99,22 @@ class PrefixCache:
         loaded: list[bytes] = []
         for hashed in chained(chain, np.concatenate([rest, prompt]) if len(rest) else prompt, size):
             block = None if loaded else self._blocks.get(hashed)
-            if block is not None:
+            if block is not None:  # most of them
                 found.append(block)
                 continue
-            if self.tier is None or not (found or loaded or not len(rest)) or len(loaded) == self._pool.free_blocks:
-                break
-            content = self.tier.read(hashed)
-            if content is None:
-                break
-            loaded.append(content)
-        return found, loaded
+            key, block = (hashed, None) if loaded else self._look(state, hashed)
+            if block is not None:
+                found.append(block)
+            else:
+                if self.tier is None or not (found or loaded or not len(rest)) or len(loaded) == self._pool.free_blocks:
+                    break
+                key, content = self._read(state, hashed)
+                if content is None:
+                    break
+                loaded.append(content)
+            if key is not hashed and imported_from == NEVER:
+                imported_from = (first + len(found) + len(loaded) - 1) * size
+        return Found(found, loaded, imported_from)
 
     def fetch(self, state: SequenceBlocks, prompt: TokenArray, most: int) -> list[tuple[int, bytes]]:
         """Publish blocks for what the tier has of ``prompt`` behind what is published: up to ``most``, of those that
@@ -97,23 +124,26 @@ class PrefixCache:
         held, fetched = list[int](), list[tuple[int, bytes]]()
         tokens = np.concatenate([state.history.upto(length)[state.chained * size :], prompt])
         for place, hashed in enumerate(chained(state.chain, tokens, size), state.chained):
-            block = self._blocks.get(hashed)
             if place < length // size:  # the sequence's own
                 parent = hashed
                 continue
+            key, block = self._look(state, hashed)
             if block is not None:
                 pool.reuse([block])
             else:
-                content = None if self.tier is None or len(fetched) == most else self.tier.read(hashed)
+                content = None
+                if self.tier is not None and len(fetched) < most:
+                    key, content = self._read(state, hashed)
                 taken = None if content is None else pool.allocate(1)
                 if content is None or taken is None:
                     break
                 [block] = taken
-                self._blocks[hashed], self._hashes[block], self._parents[block] = block, hashed, parent
+                self._blocks[key], self._keys[block], self._parents[block] = block, key, parent
                 self._since[block] = time.monotonic()
                 if state.adapter:
                     self._adapters[block] = state.adapter
                 pool.keep(taken)
+                self.changed += 1
                 fetched.append((block, content))
                 if self._changes is not None:
                     self._note([self._stored(block)])
@@ -122,15 +152,40 @@ class PrefixCache:
         pool.release(held)
         return fetched
 
+    def _look(self, state: SequenceBlocks, hashed: bytes) -> tuple[bytes, int | None]:
+        """The published block that a sequence may find under a hash, and its key."""
+        block = self._blocks.get(hashed)
+        if block is None and state.caller:
+            key = hashed + state.caller
+            block = self._blocks.get(key)
+            if block is not None:
+                return key, block
+        return hashed, block
+
+    def _read(self, state: SequenceBlocks, hashed: bytes) -> tuple[bytes, bytes | None]:
+        """What the tier has for a sequence under a hash, and its key."""
+        assert self.tier is not None  # noqa: S101 - the callers looked
+        content = self.tier.read(hashed)
+        if content is None and state.caller:
+            key = hashed + state.caller
+            content = self.tier.read(key)
+            if content is not None:
+                return key, content
+        return hashed, content
+
     def publish(self, state: SequenceBlocks) -> None:
-        """Publish the blocks that are full and not promised. For a sequence that has reached ``publish_at``."""
+        """Publish the blocks that are full and not promised. For a sequence that has reached ``publish_at``. What was
+        imported, or computed from that, is published for its caller, unless a computed block of the same tokens is
+        there."""
         size = self._size
+        blocks_for_all = state.imported_from // size
         blocks = (state.promised_from if state.promised_tokens else state.length) // size
         added = []
         for hashed in chained(state.chain, state.history.upto(blocks * size)[state.chained * size :], size):
             block = state.table[state.chained]
-            if hashed not in self._blocks and block not in self._hashes:
-                self._blocks[hashed], self._hashes[block] = block, hashed
+            key = hashed if state.chained < blocks_for_all else hashed + state.caller
+            if hashed not in self._blocks and block not in self._keys and (key is hashed or key not in self._blocks):
+                self._blocks[key], self._keys[block] = block, key
                 self._parents[block] = state.chain if state.chained else b""
                 added.append(block)
             state.chain, state.chained = hashed, state.chained + 1
@@ -141,21 +196,25 @@ class PrefixCache:
             if state.adapter:
                 self._adapters.update(dict.fromkeys(added, state.adapter))
             self._pool.keep(added)
+            self.changed += 1
             if self._changes is not None:
                 self._note(list(map(self._stored, added)))
         state.shared = max(state.shared, state.chained)
         state.publish_at = (state.chained + 1) * size
 
     def went_back(self, state: SequenceBlocks, length: int) -> None:
-        """The sequence had ``length`` tokens, or has them now: its chain is no longer."""
+        """The sequence had ``length`` tokens, or has them now: its chain is no longer. Without anything that was
+        imported, what it computes from now on is for everybody."""
+        if length <= state.imported_from:
+            state.imported_from = NEVER
         first = length // self._size
         if state.root is None or first >= state.chained:
             return
         state.chained, state.chain = 0, state.root
         for count in range(first, 0, -1):
-            hashed = self._hashes.get(state.table[count - 1])
-            if hashed is not None:
-                state.chained, state.chain = count, hashed
+            key = self._keys.get(state.table[count - 1])
+            if key is not None:
+                state.chained, state.chain = count, key[:HASH_BYTES]
                 break
         state.publish_at = (state.chained + 1) * self._size
 
@@ -166,25 +225,26 @@ class PrefixCache:
         self._forget(block)
         self._pool.let_go(block)
 
-    def hash_of(self, block: int) -> bytes | None:
-        """The hash of a published block."""
-        return self._hashes.get(block)
+    def key_of(self, block: int) -> bytes | None:
+        """The key of a published block."""
+        return self._keys.get(block)
 
     def published(self) -> Int32Array:
         """All published blocks, in no order, int32 [n]."""
-        return np.fromiter(self._hashes, np.int32, len(self._hashes))
+        return np.fromiter(self._keys, np.int32, len(self._keys))
 
     def blocks(self) -> list[tuple[int, bytes]]:
-        """The published blocks with their hashes."""
-        return list(self._hashes.items())
+        """The published blocks with their keys."""
+        return list(self._keys.items())
 
     def clear(self) -> None:
         """Forget all; the pool forgets them too."""
         self._blocks.clear()
-        self._hashes.clear()
+        self._keys.clear()
         self._parents.clear()
         self._adapters.clear()
         self.leaving.clear()
+        self.changed += 1
         if self._changes is not None:
             self._note([BlockChange(b"", None)])
 
@@ -193,9 +253,9 @@ class PrefixCache:
     def watch(self) -> list[BlockChange]:
         """What is published. From now on changes are kept, for `take_changes`."""
         self._changes = []
-        there = list(map(self._stored, self._hashes))
+        there = list(map(self._stored, self._keys))
         parked = [] if self.tier is None else [each for each in self.tier.hashes() if each not in self._blocks]
-        return there + [BlockChange(hashed, None, parked=True) for hashed in parked]
+        return there + [_gone(key, parked=True) for key in parked]
 
     def take_changes(self) -> list[BlockChange] | None:
         """What has changed since it was asked last, in its order. None: that is not known, `watch` again."""
@@ -204,13 +264,15 @@ class PrefixCache:
             self._changes = []
         return changes
 
-    def note_tier(self, hashed: bytes, *, there: bool) -> None:
+    def note_tier(self, key: bytes, *, there: bool) -> None:
         """The tier has a block now, or no more."""
-        if self._changes is not None and hashed not in self._blocks:
-            self._note([BlockChange(hashed, None, there)])
+        self.changed += 1
+        if self._changes is not None and key not in self._blocks:
+            self._note([_gone(key, parked=there)])
 
     def _stored(self, block: int) -> BlockChange:
-        return BlockChange(self._hashes[block], self._parents[block], adapter=self._adapters.get(block, ""))
+        key, adapter = self._keys[block], self._adapters.get(block, "")
+        return BlockChange(key[:HASH_BYTES], self._parents[block], adapter=adapter, caller=key[HASH_BYTES:])
 
     def _note(self, changes: list[BlockChange]) -> None:
         assert self._changes is not None  # noqa: S101 - somebody watches
@@ -222,12 +284,18 @@ class PrefixCache:
         self.evicted += 1
         self.evicted_s += time.monotonic() - self._since[block]
         if self.tier is not None:
-            self.leaving.append((block, self._hashes[block]))
+            self.leaving.append((block, self._keys[block]))
         self._forget(block)
 
     def _forget(self, block: int) -> None:
-        hashed = self._hashes.pop(block)
-        del self._blocks[hashed], self._parents[block]
+        key = self._keys.pop(block)
+        del self._blocks[key], self._parents[block]
         self._adapters.pop(block, None)
+        self.changed += 1
         if self._changes is not None:
-            self._note([BlockChange(hashed, None)])
+            self._note([_gone(key)])
+
+
+def _gone(key: bytes, *, parked: bool = False) -> BlockChange:
+    """The block of a key is published no more."""
+    return BlockChange(key[:HASH_BYTES], None, parked, caller=key[HASH_BYTES:])

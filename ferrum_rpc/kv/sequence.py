@@ -62,6 +62,11 @@ class Reservation:
     cached: int = 0
     loaded: Sequence[tuple[int, bytes]] = ()
     searched: int = 0
+    kept: int = 0
+    """How many of ``replaced`` only this sequence holds: it could have written them in place, as it does where blocks
+    are short, and others would find no more what is published there."""
+    imported_before: int | None = None
+    """What ``imported_from`` of the sequence was, where ``found`` or ``loaded`` has changed it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +80,8 @@ class SequenceBlocks:
 
     ``root`` is where the chain of its blocks' hashes begins (None: it does not use the prefix cache), and ``chain`` the
     hash of the first ``chained`` blocks, which were published. From ``publish_at`` tokens on there are more to publish.
-    ``adapter``: what they are computed with, by name.
+    ``adapter``: what they are computed with, by name. ``caller``: the digest of its caller's name. From the position
+    ``imported_from`` on its content was imported, or computed from what was: it is published for this caller alone.
     """
 
     table: BlockTable = field(default_factory=BlockTable)
@@ -91,6 +97,8 @@ class SequenceBlocks:
     chained: int = 0
     publish_at: int = NEVER
     adapter: str = ""
+    caller: bytes = b""
+    imported_from: int = NEVER
     open: Reservation | None = None
 
     @property

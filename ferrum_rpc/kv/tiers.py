@@ -1,8 +1,9 @@
-"""The second tier of the prefix cache: blocks on disk, under their hashes.
+"""The second tier of the prefix cache: blocks on disk, under their keys (`prefix`).
 
 A block whose place is needed is written to a file of its own, beside the steps, and read again when a prompt asks for
 it: that costs what a disk costs, and the tokens are not computed. The hash covers the model, the salt and all tokens
-before, so a folder may be used again by the next process of the same model, and nobody finds more here than in memory.
+before, and the key of what one caller imported has its digest, so a folder may be used again by the next process of the
+same model, and nobody finds more here than in memory.
 
 It is a cache: a write that the disk is too slow for is dropped, and a file that is missing or wrong is a miss. A file
 has a digest with a key that lies in the folder (HMAC-SHA-256: with the processor's instructions it takes no longer than
@@ -33,10 +34,14 @@ import structlog
 from ferrum_rpc.prefix_hash import HASH_BYTES
 from ferrum_rpc.private_files import PrivateFolder
 
+KEY_BYTES: Final = (HASH_BYTES, 2 * HASH_BYTES)
+"""Of a key: for everybody, and for one caller."""
+
 log = structlog.get_logger("ferrum_rpc.engine")
 
-ABOUT: Final = Struct("<8s16sQ")
-"""What a file begins with: `MAGIC`, the hash, and how many bytes of content it has."""
+ABOUT: Final = Struct("<8s32sQ")
+"""What a file begins with: `MAGIC`, the key (a hash, then the caller's digest or zeros), and how many bytes of content
+it has."""
 
 HEAD_BYTES: Final = ABOUT.size + 32
 """Behind that follows the keyed digest of it and of the content, and the content."""
@@ -59,7 +64,8 @@ ACTIONS: Final = {
 
 class BlockFiles:
     """Blocks of ``block_bytes`` bytes in ``folder``, ``most_bytes`` in all: those that were not used for longest go
-    first. What another process left there is there. ``on_gone`` is called with the hash of each that goes.
+    first. What another process left there is there. ``on_gone`` is called with the key of each that goes. A block is
+    ``hashed`` here by its key.
 
     Raises OSError where the folder cannot be made or listed, or is not this user's alone, and ValueError where it may
     not hold a block. One thread calls all of it.
@@ -184,7 +190,7 @@ class BlockFiles:
                 self._folder.unlink(name)
                 continue
             with suppress(ValueError):
-                if len(hashed := bytes.fromhex(name)) == HASH_BYTES and hashed not in self._there:
+                if len(hashed := bytes.fromhex(name)) in KEY_BYTES and hashed not in self._there:
                     (found if status.st_size == self._size else others).append((status.st_mtime, hashed))
         if others:
             log.warning(

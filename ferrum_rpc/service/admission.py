@@ -381,11 +381,11 @@ def _new_span(  # noqa: PLR0917 - as `admit`
     if create.lease_id:
         lease = state.leases.find(create.lease_id, owner, field="create.lease_id")
     held_to = end + create.reserve_tokens if create.reserve_tokens else 0
-    ahead, prefix = create.reserve_tokens, create.prefix
+    ahead = create.reserve_tokens
     adapter = None if parent is None else parent.adapter
     if create.adapter:
         adapter = state.adapters.find(create.adapter, "create.adapter")
-        prefix = with_adapter(prefix, adapter)
+    prefix = prefix_use(create.prefix, account, adapter)
     own = prefix if parent is None else parent.prefix
     [record] = state.mint(1, account, lease, room, origin, held_to, own, adapter)
     record.creation = request_id
@@ -413,9 +413,14 @@ def claimed_span(
     return named(Span, (record.sequence, tokens, start, output, False, 0, run, None, None, adapter))
 
 
-def with_adapter(prefix: PrefixUse | None, adapter: Adapter) -> PrefixUse | None:
-    """How a sequence with an adapter uses the prefix cache."""
-    return None if prefix is None else prefix._replace(adapter=adapter.name, fingerprint=adapter.fingerprint)
+def prefix_use(
+    asked: PrefixUse | None, account: Account, adapter: Adapter | None, imported_from: int | None = None
+) -> PrefixUse | None:
+    """How a new sequence of this caller, with an adapter or without, uses the prefix cache."""
+    if asked is None:
+        return None
+    name, fingerprint = ("", b"") if adapter is None else (adapter.name, adapter.fingerprint)
+    return PrefixUse(asked.salt, asked.publishes, name, fingerprint, account.digest, imported_from)
 
 
 def _fitted(run: Run, output: OutputSpec, length: int, model: ModelInfo) -> tuple[Run, OutputSpec]:

@@ -30,8 +30,9 @@ class Security:
 
     ``tokens``: a file of bearer tokens. ``tls_cert``, ``tls_key``: PEM files, the server's certificate chain and its
     key. ``tls_client_ca``: PEM, who signs the certificates that clients must then show. ``operators``: names of
-    certificates that may use ExecutorControl; with tokens, their file has the operators instead. ``insecure``: listen
-    beyond this machine without any of these. Raises `SecurityError` where one needs another.
+    certificates that may use ExecutorControl; ``trusted``: of those whose imports all callers may find; with tokens,
+    their file has both instead. ``insecure``: listen beyond this machine without any of these. Raises `SecurityError`
+    where one needs another.
     """
 
     tokens: Path | None = None
@@ -39,6 +40,7 @@ class Security:
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     operators: frozenset[str] = frozenset()
+    trusted: frozenset[str] = frozenset()
     insecure: bool = False
 
     def __post_init__(self) -> None:
@@ -46,11 +48,12 @@ class Security:
             raise SecurityError("tls_cert and tls_key belong together; only one of them is set")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise SecurityError("tls_client_ca needs tls_cert and tls_key: there is no mutual TLS without TLS")
-        if self.operators and (self.tls_client_ca is None or self.tokens is not None):
-            raise SecurityError(
-                "operators names certificates, and here they identify no caller: it needs tls_client_ca and no tokens, "
-                "whose file names the operators"
-            )
+        for role, names in (("operators", self.operators), ("trusted", self.trusted)):
+            if names and (self.tls_client_ca is None or self.tokens is not None):
+                raise SecurityError(
+                    f"{role} names certificates, and here they identify no caller: it needs tls_client_ca and no "
+                    "tokens, whose file has the roles"
+                )
 
     @property
     def encrypted(self) -> bool:
@@ -72,6 +75,7 @@ CALLER: Final[ContextVar[Caller]] = ContextVar("ferrum_caller", default=ANYBODY)
 
 
 OPERATOR: Final = "operator"
+TRUSTED: Final = "trusted"
 
 
 class TokenFile(WatchedFiles[dict[bytes, Caller]]):
@@ -109,14 +113,15 @@ def parse(text: str, where: str) -> dict[bytes, Caller]:
         parts = line.split()
         if not parts or parts[0].startswith("#"):
             continue
-        if len(parts) not in (2, 3) or parts[2:] not in ([], [OPERATOR]):
-            raise SecurityError(f"tokens: {where}, line {number}: write `name token`, or `name token {OPERATOR}`")
-        name, token = parts[:2]
+        name, token, roles = parts[0], "".join(parts[1:2]), parts[2:]
+        if not token or len(set(roles)) < len(roles) or not {OPERATOR, TRUSTED}.issuperset(roles):
+            usage = f"`name token`, and behind it {OPERATOR}, {TRUSTED}, or both"
+            raise SecurityError(f"tokens: {where}, line {number}: write {usage}")
         if not (token.isascii() and token.isprintable()):
             raise SecurityError(f"tokens: {where}, line {number}: a token is printable ASCII; it travels in a header")
         if _digest(token) in callers:
             raise SecurityError(f"tokens: {where}, line {number}: the token stands in an earlier line too")
-        callers[_digest(token)] = Caller(name, operator=len(parts) == 3)
+        callers[_digest(token)] = Caller(name, operator=OPERATOR in roles, trusted=TRUSTED in roles)
     if not callers:
         raise SecurityError(f"tokens: {where} holds no token; no caller would be admitted")
     if len({each.name for each in callers.values() if not each.operator}) > 1:
@@ -143,9 +148,15 @@ class Guard:
     that its connection showed. Where both are asked for, TLS itself has checked the certificate, and the token has the
     name."""
 
-    def __init__(self, tokens: TokenFile | None, operators: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        tokens: TokenFile | None,
+        operators: frozenset[str] = frozenset(),
+        trusted: frozenset[str] = frozenset(),
+    ) -> None:
         self._tokens = tokens
         self._operators = operators
+        self._trusted = trusted
 
     def admit(self, service: str, context: Context) -> None:
         """Make the call's caller known to its handler. Raises `Unauthenticated` or `PermissionDenied`."""
@@ -182,4 +193,4 @@ class Guard:
                 "the client's certificate has no subject alternative name and no common name in UTF-8"
             )
         operator = name in self._operators
-        return Caller(name, operator=operator, shares=not operator)
+        return Caller(name, operator=operator, shares=not operator, trusted=name in self._trusted)

@@ -3,15 +3,18 @@
 The engine keeps changes while somebody watches. One task asks for them, between steps, when something has run; the
 watchers wait for what it learns, so those that wait cost nothing. Here the changes are numbered and kept for a while,
 for readers that are slow or come again, together with what they add up to, for those that begin.
+
+A hash may have a block for everybody and one for each caller that imported it. A watcher sees the first and its own,
+and the two are one to it: an event says that what it can find under the hash has changed.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from ferrum_rpc.core import BlockChange
 from ferrum_rpc.engine.api import Command
@@ -39,15 +42,27 @@ class News(asyncio.Event):
     error: ExecutorError | None = None
 
 
+class _Event(NamedTuple):
+    """A change, as the caller ``only`` sees it, or as all do but those in ``hidden``."""
+
+    change: BlockChange
+    only: bytes | None = None
+    hidden: Collection[bytes] = ()
+
+    def visible(self, caller: bytes) -> bool:
+        return caller not in self.hidden if self.only is None else self.only == caller
+
+
 class KvEvents:
     """The events of one server, to its watchers. ``last`` is the number of the newest; the first is 1."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self._there: dict[bytes, BlockChange] | None = None  # by hash; as of `last`
-        self._kept: deque[BlockChange] = deque(maxlen=KEPT)
+        self._there: dict[bytes, BlockChange] | None = None  # by hash, of what is for everybody; as of `last`
+        self._own: dict[bytes, dict[bytes, BlockChange]] = {}  # by hash and caller: of what is for one
+        self._kept: deque[_Event] = deque(maxlen=KEPT)
         self.last = 0
-        self._seen: object = None  # what the engine had done when it was asked last
+        self._seen = -1  # `CacheState.prefix_changes`, when the engine was asked last
         self._asking: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
         self._news = News()
@@ -74,13 +89,13 @@ class KvEvents:
         if self._polling is None or self._polling.done():
             self._polling = self._state.supervisor.start(BackgroundTask.EVENTS, self._poll)
         try:
-            async for each in self._answers(after, instance_id):
+            async for each in self._answers(after, instance_id, account.digest):
                 yield each
         finally:
             self._state.watchers -= 1
             account.give(Resource.WATCHERS)
 
-    async def _answers(self, after: int, instance_id: str) -> AsyncIterator[pb.WatchKvEventsResponse]:
+    async def _answers(self, after: int, instance_id: str, caller: bytes) -> AsyncIterator[pb.WatchKvEventsResponse]:
         own = self._state.handles.instance_id
         await self._look()
         at: int | None = None
@@ -89,8 +104,7 @@ class KvEvents:
             at, gap = (after, False) if self._knows(after) else (None, True)
         while not self._closed:
             if at is None:
-                assert self._there is not None  # noqa: S101 - it has been looked
-                there, at = list(self._there.values()), self.last
+                there, at = self._all(caller), self.last
                 for first in range(0, len(there) or 1, BATCH):
                     part = there[first : first + BATCH]
                     events = list(map(_event, part))
@@ -103,9 +117,10 @@ class KvEvents:
                 at, gap = None, True
             elif at < self.last:
                 oldest = self.last - len(self._kept)
-                events = [_event(each) for each in islice(self._kept, at - oldest, at - oldest + BATCH)]
-                at += len(events)
-                yield pb.WatchKvEventsResponse(event=at, events=events, instance_id=own)
+                kept = list(islice(self._kept, at - oldest, at - oldest + BATCH))
+                at += len(kept)
+                if events := [_event(each.change) for each in kept if each.visible(caller)]:
+                    yield pb.WatchKvEventsResponse(event=at, events=events, instance_id=own)
             else:
                 news = self._news
                 await news.wait()
@@ -135,14 +150,13 @@ class KvEvents:
     async def _look(self) -> None:
         """Learn what has changed. All who ask meanwhile get one answer."""
         if self._asking is None or self._asking.done():
-            engine = self._state.engine
-            done = engine.cache, engine.counters.tokens, self._state.counters.tokens_truncated
+            done = self._state.engine.cache.prefix_changes
             if self._there is not None and done == self._seen:
                 return
             self._asking = asyncio.create_task(self._ask(done))
         await asyncio.shield(self._asking)
 
-    async def _ask(self, done: object) -> None:
+    async def _ask(self, done: int) -> None:
         engine = self._state.engine
         if self._there is not None:
             changes = await between_steps(engine, Command("prefix_changes", ()))
@@ -153,27 +167,70 @@ class KvEvents:
                 if changes:
                     self._wake()
                 return
-        there = await between_steps(engine, Command("watch_prefixes", ()))
+        there: list[BlockChange] = await between_steps(engine, Command("watch_prefixes", ()))
         if self._there is not None:  # some changes are lost: whoever stands before them begins anew
             self._kept.clear()
             self.last += 1
             self._wake()
-        self._there, self._seen = {each.hash: each for each in there}, done
+        self._there, self._own, self._seen = {each.hash: each for each in there if not each.caller}, {}, done
+        for each in there:
+            if each.caller:
+                self._own.setdefault(each.hash, {})[each.caller] = each
 
     def _note(self, change: BlockChange) -> None:
         assert self._there is not None  # noqa: S101 - it has been looked
-        if not change.hash:
+        hashed, caller = change.hash, change.caller
+        if not hashed:
             self._there.clear()
-        elif change.parent is None and not change.parked:
-            self._there.pop(change.hash, None)
+            self._own.clear()
+            self._keep(_Event(change))
+            return
+        owners = {caller} if caller else {*self._own.get(hashed, ())}  # who may see it otherwise than all others
+        before = {each: self._visible(hashed, each) for each in owners}
+        blocks, key = (self._own.setdefault(hashed, {}), caller) if caller else (self._there, hashed)
+        if _is_gone(change):
+            blocks.pop(key, None)
         else:
-            self._there[change.hash] = change
-        self._kept.append(change)
+            blocks[key] = change
+        if not self._own.get(hashed, True):
+            del self._own[hashed]
+        if not caller:
+            self._keep(_Event(change, hidden=owners))
+        for owner in owners:
+            seen = self._visible(hashed, owner)
+            if _rank(seen) != _rank(before[owner]):
+                self._keep(_Event(seen or BlockChange(hashed, None), only=owner))
+
+    def _keep(self, event: _Event) -> None:
+        self._kept.append(event)
         self.last += 1
+
+    def _visible(self, hashed: bytes, caller: bytes) -> BlockChange | None:
+        """What a caller may find under a hash: the better one of two blocks."""
+        assert self._there is not None  # noqa: S101 - it has been looked
+        return max(self._there.get(hashed), self._own.get(hashed, {}).get(caller), key=_rank)
+
+    def _all(self, caller: bytes) -> list[BlockChange]:
+        """All that a caller may find."""
+        assert self._there is not None  # noqa: S101 - it has been looked
+        own = [hashed for hashed, blocks in self._own.items() if caller in blocks]
+        if not own:
+            return list(self._there.values())
+        seen = self._there | {hashed: self._visible(hashed, caller) for hashed in own}
+        return [each for each in seen.values() if each is not None]
+
+
+def _is_gone(change: BlockChange) -> bool:
+    return change.parent is None and not change.parked
+
+
+def _rank(change: BlockChange | None) -> int:
+    """How good it is to find: not at all, in the second tier, in memory."""
+    return 0 if change is None else 1 if change.parked else 2
 
 
 def _event(change: BlockChange) -> pb.KvEvent:
-    hashed, parent, parked, adapter = change
+    hashed, parent, parked, adapter, _ = change
     if not hashed:
         return pb.KvEvent(cleared=pb.KvCacheCleared())
     if parked:

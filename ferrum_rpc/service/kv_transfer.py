@@ -174,7 +174,8 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         if not request_id:
             raise InvalidRequest("an import needs a request id", field="header.request_id")
         content = blake2b(tokens.tobytes(), digest_size=16).digest()
-        fingerprint = (IMPORT, content, digest(options))
+        # a stream of a caller that is not trusted must not go on with what a trusted one began
+        fingerprint = (IMPORT, content, digest(options), caller.trusted)
         scope = state.replay.scope(scope_of(caller.name, b"", request_id))
         known = scope.get(request_id)
         if known is None:

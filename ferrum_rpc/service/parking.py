@@ -169,6 +169,7 @@ class Park(Moving):
         layout, record, block_size = self._layout, self.record, self._state.engine.cache.block_size
         self._check()
         tokens = await self._ask(Command("token_ids", (record.sequence,)))
+        imported_from = await self._ask(Command("imported_from", (record.sequence,)))
         self._check()
         first = pb.ExportKvResponse(layout=layout.to_proto(tokens, block_size)).SerializeToString()
         starts: dict[int, int] = {}
@@ -185,7 +186,7 @@ class Park(Moving):
             action = "make room on the disk of --kv-park-dir; the sequence stays in the cache"
             log.warning("parking_failed", path=str(path), error=error.strerror or str(error), action=action)
             raise StepFailed(f"the cache could not be written ({error.strerror}); nothing changed") from error
-        return Parked(path, written, starts)
+        return Parked(path, written, starts, imported_from)
 
     def _check(self) -> None:
         """Raise what has ended this."""
@@ -235,8 +236,9 @@ class _Return(Incoming):
             layout = pb.ExportKvResponse.FromString(frames[0]).layout
             self._tokens = np.fromiter(layout.token_ids, np.int32, len(layout.token_ids))
             ahead = max(0, record.held_to - record.length)
-            await self._fetch(record.prefix)
-            arguments = (record.sequence, self._tokens, ahead, record.prefix)
+            prefix = record.prefix and record.prefix._replace(imported_from=parked.imported_from)
+            await self._fetch(prefix)
+            arguments = (record.sequence, self._tokens, ahead, prefix)
             self.next_token = await self._ask(Command("begin_import", arguments))
             self._begun = True
             file.seek(parked.starts[max(each for each in parked.starts if each <= self.next_token)])

@@ -15,6 +15,7 @@ from typing import Final
 
 from ferrum_rpc.core import Caller, HandleRef, PrefixUse, named
 from ferrum_rpc.errors import ExecutorError, QuotaExceeded
+from ferrum_rpc.prefix_hash import caller_digest
 
 RENEWALS_PER_TTL: Final = 6
 
@@ -41,12 +42,17 @@ class Resource(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One caller's. ``held`` and ``most`` are indexed by `Resource`; ``number`` names the account in the engine."""
+    """One caller's. ``held`` and ``most`` are indexed by `Resource`; ``number`` names the account in the engine, and
+    ``digest`` the caller in keys of the prefix cache."""
 
     caller: Caller
     number: int
     most: Sequence[int]
     held: list[int] = field(default_factory=lambda: [0] * len(Resource))
+    digest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.digest = caller_digest(self.caller.name)
 
     def take(self, resource: Resource, amount: int = 1) -> None:
         """``amount`` more are the caller's until `give`. Raises `QuotaExceeded`, having changed nothing."""
@@ -108,11 +114,13 @@ class Ending(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Parked:
     """A sequence's cache, out of the engine: the file ``path`` of ``size`` bytes. ``starts``: where the chunks from a
-    token on begin, and the trailer."""
+    token on begin, and the trailer. ``imported_from``: from which token on it was imported, or computed from what was;
+    None: none of it."""
 
     path: Path
     size: int
     starts: Mapping[int, int]
+    imported_from: int | None
 
 
 @dataclass(slots=True, eq=False)

@@ -247,7 +247,7 @@ class ExecutorServer:
             tokens = TokenFile(security.tokens, failed=partial(supervisor.count, BackgroundTask.TOKENS))
             # a file that cannot be used is logged at once, and not at the next call
             supervisor.every(BackgroundTask.TOKENS, FILES_EVERY_S, tokens.refresh)
-        return Guard(tokens, security.operators) if security.asks else None
+        return Guard(tokens, security.operators, security.trusted) if security.asks else None
 
     async def ready(self) -> Described:
         """Wait until the model is loaded and the executor serves; raises what loading raised."""

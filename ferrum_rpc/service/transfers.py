@@ -19,7 +19,7 @@ from ferrum_rpc.core import Caller, CreateOptions, HandleRef, TokenArray
 from ferrum_rpc.engine.api import Command
 from ferrum_rpc.errors import Cancelled, Draining, ExecutorError, InternalError, InvalidRequest, KvCorrupt, SequenceBusy
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
-from ferrum_rpc.service.admission import check_length, with_adapter
+from ferrum_rpc.service.admission import check_length, prefix_use
 from ferrum_rpc.service.handles import gone
 from ferrum_rpc.service.kv_ops import OperationCall, Work
 from ferrum_rpc.service.meters import Direction
@@ -134,9 +134,8 @@ class Import(Incoming):
         check_length(length, None, 0, state.model, ahead)
         lease = state.leases.find(options.lease_id, caller.name) if options.lease_id else None
         account = state.quotas.account(caller)
-        held_to, prefix = length + ahead, options.prefix
-        if adapter is not None:
-            prefix = with_adapter(prefix, adapter)
+        held_to = length + ahead
+        prefix = prefix_use(options.prefix, account, adapter, imported_from=None if caller.trusted else 0)
         [self.record] = state.mint(1, account, lease, length, None, held_to, prefix, adapter)
         self.record.cut = self._cut
         state.unnamed[self.record] = None

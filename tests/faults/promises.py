@@ -25,6 +25,7 @@ from tests.faults.handles import r1_handles_cannot_be_forged
 from tests.faults.health import r19_health_tells_the_truth
 from tests.faults.hostile import r30_no_caller_stops_the_server
 from tests.faults.hung import r33_one_truth_about_a_hung_device
+from tests.faults.imports import r32_an_import_harms_nobody_else
 from tests.faults.leaks import r15_nothing_leaks
 from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.one_port import r18_one_server_per_port
@@ -77,6 +78,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r30_no_caller_stops_the_server,
     r30_a_neighbour_takes_its_share_alone,
     r31_a_fleet_loses_no_token,
+    r32_an_import_harms_nobody_else,
     r33_one_truth_about_a_hung_device,
     r34_memory_by_content_is_bounded,
 )

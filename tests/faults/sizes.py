@@ -86,6 +86,8 @@ class Size:
     """R27: prompts with each model, and prompts whose time is taken."""
     transfer_kills: int
     """R28: kills of each side of a transfer."""
+    poisoned_imports: int
+    """R32: forged caches with each model, each through all that may carry them."""
     rank_deaths: int
     """R29: ranks that are killed or stopped."""
     fleet_sequences: int
@@ -150,6 +152,7 @@ CI: Final = Size(
     shared_prompts=12,
     timed_prompts=5,
     transfer_kills=10,
+    poisoned_imports=2,
     rank_deaths=3,
     fleet_sequences=60,
     hung_patience_s=2.0,
@@ -206,6 +209,7 @@ FULL: Final = Size(
     shared_prompts=500,
     timed_prompts=400,
     transfer_kills=100,
+    poisoned_imports=100,
     rank_deaths=81,
     fleet_sequences=1_000,
     hung_patience_s=10.0,

@@ -9,6 +9,7 @@ from tests.faults.error_contract import r17_the_error_contract_is_true
 from tests.faults.figures import hold
 from tests.faults.frame_order import r21_frames_keep_their_order
 from tests.faults.handles import r1_handles_cannot_be_forged
+from tests.faults.imports import r32_an_import_harms_nobody_else
 from tests.faults.leaks import r15_nothing_leaks
 from tests.faults.prefixes import r27_a_prefix_is_shared_by_those_who_may
 from tests.faults.retries import r7_retries_are_safe
@@ -48,3 +49,7 @@ async def test_r21_frames_keep_their_order() -> None:
 
 async def test_r27_a_prefix_is_shared_only_by_those_who_may() -> None:
     await hold(r27_a_prefix_is_shared_by_those_who_may)
+
+
+async def test_r32_an_import_harms_nobody_else() -> None:
+    await hold(r32_an_import_harms_nobody_else)

@@ -4,11 +4,14 @@ What a slot holds is another number for each salt and each row of tokens up to t
 wrong place is always noticed; sequences that do not use the prefix cache have each a salt of their own. Each token is
 another one too, unless a world has an ``alphabet``. Free blocks are filled with garbage as often as a test likes:
 whatever reads them is noticed too.
+
+What a caller imports are numbers that nobody computes, and what is computed behind them is another number than the
+computed one of the same tokens: no sequence of another caller may ever have it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +26,14 @@ GARBAGE = -1
 
 @dataclass(eq=False)
 class Write:
-    """A reservation, the tokens to be written, and what the forward pass has done so far."""
+    """A reservation, the tokens to be written, and what the forward pass has done so far. ``content``: of all
+    positions, once it has run; ``imported``: what it writes is no forward pass's."""
 
     reservation: Reservation
     tokens: list[int]
     base: list[int]
+    imported: bool = False
+    content: list[int] = field(default_factory=list)
     saved: np.ndarray | None = None
 
     @property
@@ -81,7 +87,11 @@ class World:
         self._next_token = 0
         self._alphabet = alphabet
         self.salts: dict[int, object] = {}
+        self.callers: dict[int, bytes] = {}
+        self._contents: dict[int, list[int]] = {}
         self._numbers: dict[object, int] = {}
+        self._made: list[tuple[bytes, object, tuple[int, ...]]] = []
+        """By number: the caller that imported it or what it was computed from (b"": none), the salt, and the tokens."""
         self.cached = 0
         """Tokens that were found in the prefix cache."""
 
@@ -104,7 +114,8 @@ class World:
         are to be written; None: others."""
         base = self.tokens.get(sequence if parent is None else parent, [])[:start]
         tokens = self._draw(count) if tokens is None else tokens
-        most = count - 1 if findable is None else findable
+        imported = create and prefix is not None and prefix.imported_from is not None
+        most = count if imported else count - 1 if findable is None else findable
         reservation = self.kv.reserve(
             sequence,
             start,
@@ -119,11 +130,15 @@ class World:
         if create:
             own = ("own", sequence) if prefix is None else prefix.salt
             self.salts[sequence] = own if parent is None else self.salts[parent]
+            self.callers[sequence] = b"" if prefix is None else prefix.caller
+            if parent is not None:
+                self.callers[sequence] = self.callers[parent]
+                self._contents[sequence] = self._contents[parent][:start]
         assert 0 <= reservation.cached <= max(0, most)
         self.cached += reservation.cached
         assert (reservation.sequence, reservation.start, reservation.end) == (sequence, start, start + count)
         assert reservation.table.dtype == np.int32 and len(reservation.table) == -(-(start + count) // self.size)
-        return Write(reservation, tokens, base)
+        return Write(reservation, tokens, base, imported)
 
     def fetch(self, sequence: int, tokens: list[int], prefix: PrefixUse | None, most: int) -> None:
         """What the runner does before a step that is to write ``tokens`` behind what is there."""
@@ -156,9 +171,13 @@ class World:
             write.saved = self.content[write.reservation.overwritten]
         for write in writes:
             r = write.reservation
-            content = self._content(r.sequence, write.base + write.tokens)
-            written = r.start + r.cached
-            self.content[slots_for(r.table, written, r.end, self.size)] = content[written:]
+            written, whole = r.start + r.cached, r.start // self.size * self.size
+            content = self._read(r.table, written)
+            before = self._contents.get(r.sequence, [])[: r.start]
+            assert content[:whole] == before[:whole] and (r.cached or content == before)
+            self._check_allowed(r.sequence, (write.base + write.tokens)[:written], content)
+            write.content = self._followed(r.sequence, content, write)
+            self.content[slots_for(r.table, written, r.end, self.size)] = write.content[written:]
         for write in writes:
             self.check_forward(write)
 
@@ -171,13 +190,14 @@ class World:
     def check_forward(self, write: Write) -> None:
         """The forward pass reads the old tokens below ``start``, then the new ones."""
         r = write.reservation
-        assert self._read(r.table, r.end) == self._content(r.sequence, write.base + write.tokens)
+        assert self._read(r.table, r.end) == write.content
 
     def commit(self, write: Write, kept: int | None = None) -> None:
         """Of what was written the first ``kept`` tokens stay."""
         r, tokens = write.reservation, write.tokens[:kept]
         assert self.kv.commit(r, np.array(tokens, np.int32)) == r.start + len(tokens)
         self.tokens[r.sequence] = write.base + tokens
+        self._contents[r.sequence] = write.content[: r.start + len(tokens)]
 
     def rollback(self, write: Write) -> None:
         if write.saved is not None:
@@ -205,10 +225,11 @@ class World:
     def fork(self, parent: int, child: int, at: int | None = None) -> None:
         self.kv.fork(parent, child, at)
         self.tokens[child], self.salts[child] = self.tokens[parent][:at], self.salts[parent]
+        self._contents[child], self.callers[child] = self._contents[parent][:at], self.callers[parent]
 
     def truncate(self, sequence: int, length: int) -> None:
         self.kv.truncate(sequence, length)
-        del self.tokens[sequence][length:]
+        del self.tokens[sequence][length:], self._contents[sequence][length:]
 
     def release(self, sequence: int) -> None:
         self.kv.release(sequence)
@@ -244,15 +265,31 @@ class World:
             assert self.kv.length(sequence) == len(tokens)
             assert self.kv.tokens(sequence).tolist() == tokens
             found = self._read(np.array(self.blocks(sequence), dtype=np.int32), len(tokens))
-            assert found == self._content(sequence, tokens)
+            assert found == self._contents[sequence]
+            self._check_allowed(sequence, tokens, found)
 
-    def _content(self, sequence: int, tokens: list[int]) -> list[int]:
-        """A number for each position: the same where salt and all tokens up to there are the same."""
-        numbers, before, found = self._numbers, self.salts[sequence], []
-        for token in tokens:
-            before = numbers.setdefault((before, token), len(numbers))
-            found.append(before)
-        return found
+    def _check_allowed(self, sequence: int, tokens: list[int], content: list[int]) -> None:
+        """All of it was made for these tokens, here or by the sequence's own caller."""
+        for place, number in enumerate(content):
+            assert number != GARBAGE
+            caller, salt, made_for = self._made[number]
+            assert (salt, made_for) == (self.salts[sequence], tuple(tokens[: place + 1]))
+            assert caller in (b"", self.callers[sequence]), "what another caller imported"
+
+    def _followed(self, sequence: int, content: list[int], write: Write) -> list[int]:
+        """``content``, and a number for each position that follows: the same where salt and all before are the same,
+        but for what is imported."""
+        content, tokens, salt = list(content), write.base + write.tokens, self.salts[sequence]
+        imported = write.imported or any(self._made[number][0] for number in content)
+        caller = self.callers[sequence] if imported else b""
+        for place in range(len(content), len(tokens)):
+            before = (salt, *content) if imported else content[-1] if content else ("first", salt)
+            key = object() if write.imported else (before, tokens[place])
+            number = self._numbers.setdefault(key, len(self._made))
+            if number == len(self._made):
+                self._made.append((caller, salt, tuple(tokens[: place + 1])))
+            content.append(number)
+        return content
 
     def _block(self, block: int) -> slice:
         return slice(block * self.size, (block + 1) * self.size)
@@ -272,6 +309,7 @@ def everything(kv: KvManager, *, ordered: bool = True) -> dict[str, object]:
                 state.table.view(len(state.table)).tolist(),
                 state.length,
                 list(state.spares),
+                state.imported_from,
                 state.promised_from,
                 state.promised_tokens,
                 state.open is None,

@@ -17,7 +17,14 @@ from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
 from ferrum_rpc.kv.sequence import KvMisuse
 from tests.kv.kv_world import World, Write, everything
 
-USES = (*4 * (PrefixUse(),), PrefixUse(b"salt"), PrefixUse(publishes=False), None)
+CALLERS = (b"one", b"other")
+USES = (
+    *4 * (PrefixUse(),),
+    *(PrefixUse(caller=each) for each in CALLERS),
+    PrefixUse(b"salt"),
+    PrefixUse(publishes=False),
+    None,
+)
 
 
 def blocks_of(tokens: int, size: int) -> int:
@@ -218,15 +225,31 @@ class KvMachine(RuleBasedStateMachine):
             assert after == before
 
     @precondition(lambda self: self.alphabet)
+    @rule(
+        data=st.data(),
+        caller=st.sampled_from(CALLERS),
+        publishes=st.booleans(),
+        blocks=st.integers(1, 4),
+        more=st.integers(0, 3),
+    )
+    def import_a_prompt(self, data, caller, publishes, blocks, more):
+        """Its content is nothing that anybody computes."""
+        use = PrefixUse(publishes=publishes, caller=caller, imported_from=0)
+        self.begin_prompt(data, self.new(), use, blocks * self.kv.block_size + more)
+
+    @precondition(lambda self: self.alphabet)
     @rule(data=st.data(), use=st.sampled_from(USES), blocks=st.integers(1, 4), more=st.integers(0, 3))
     def feed_a_prompt(self, data, use, blocks, more):
         """A new one, or what follows of one: a part of it may be found."""
         idle = sorted(set(self.world.tokens) - self.pinned - set(self.held))
         sequence = data.draw(st.sampled_from([0, *idle]), label="sequence (0: a new one)")
-        create = sequence == 0
-        sequence = sequence or self.new()
+        new = use if sequence == 0 else None
+        self.begin_prompt(data, sequence or self.new(), new, blocks * self.kv.block_size + more)
+
+    def begin_prompt(self, data, sequence, prefix, count):
+        create = sequence not in self.world.tokens
         start = 0 if create else self.length(sequence)
-        tokens, prefix = self.world._draw(blocks * self.kv.block_size + more), use if create else None
+        tokens = self.world._draw(count)
         self.world.fetch(sequence, tokens, prefix, data.draw(st.integers(0, 3), label="blocks of the tier"))
         try:
             write = self.world.reserve(sequence, start, len(tokens), create, prefix=prefix, tokens=tokens)

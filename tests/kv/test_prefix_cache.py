@@ -6,6 +6,7 @@ import pytest
 
 from ferrum_rpc.core import PrefixUse
 from ferrum_rpc.errors import KvBlocksExhausted
+from ferrum_rpc.kv.sequence import KvMisuse
 from tests.kv.kv_world import World, everything
 
 SIZE = 4
@@ -26,9 +27,9 @@ def test_the_block_that_was_released_longest_ago_goes_first_and_ends_before_begi
         there.release(sequence)
     assert (there.kv.free_blocks, there.kv.state().cached_blocks) == (6, 6)
     for gone in (*older[::-1], *newer[::-1]):
-        assert there.kv._prefixes.hash_of(gone) is not None
+        assert there.kv._prefixes.key_of(gone) is not None
         there.write(10, SIZE)
-        assert there.kv._prefixes.hash_of(gone) is None and there.blocks(10)[-1] == gone
+        assert there.kv._prefixes.key_of(gone) is None and there.blocks(10)[-1] == gone
         there.check()
 
 
@@ -137,9 +138,10 @@ def test_blocks_of_the_pool_are_not_put_behind_those_of_the_tier() -> None:
     there = World(9, SIZE, alphabet=1, tier=True)
     there.write(0, 3 * SIZE + 1, prefix=USE)
     first = there.blocks(0)[0]
-    content, hashed = there.content[there._block(first)].tobytes(), there.kv._prefixes.hash_of(first)
+    content, hashed = there.content[there._block(first)].tobytes(), there.kv._prefixes.key_of(first)
     there.truncate(0, 1)
-    there.write(0, 1)  # the first block is withdrawn, and those behind it are not
+    there.kv.ensure_capacity(0, 1)  # the first block is withdrawn, and those behind it are not
+    there.write(0, 1)
     assert there.kv.state().cached_blocks == 2 and there.tier is not None and hashed is not None
     there.tier.there[hashed] = content
     there.write(1, 3 * SIZE + 1, prefix=USE)
@@ -196,3 +198,123 @@ def test_a_fork_that_never_was_publishes_nothing_of_what_its_parent_was_promised
         there.rollback(there.reserve(1, 2 * SIZE, 1, create=True, parent=0))
     assert everything(there.kv) == before
     assert there.kv.state().cached_blocks == 0
+
+
+@pytest.mark.parametrize(("hog", "found"), [(3, 3), (5, 2), (6, 1), (7, 0)])
+def test_what_is_overwritten_after_a_roll_back_stays_findable_while_there_is_room(hog: int, found: int) -> None:
+    there = World(9, SIZE)
+    there.write(0, 3 * SIZE, prefix=USE)
+    old, [first, *_] = list(there.tokens[0]), there.blocks(0)
+    there.truncate(0, 2)
+    there.write(1, hog * SIZE)
+    before, free = everything(there.kv, ordered=False), there.kv.free_blocks
+    with pytest.raises(KvBlocksExhausted) as refusal:
+        there.reserve(0, 2, 8 * SIZE)
+    assert (refusal.value.number("needed_blocks"), refusal.value.number("free_blocks")) == (8, free)
+    write = there.reserve(0, 2, 1)
+    assert write.reservation.kept == (hog < 7) and (there.blocks(0) == [first]) is (hog == 7)
+    there.run(write)
+    there.rollback(write)
+    assert everything(there.kv, ordered=False) == before
+    there.check()
+    there.write(0, 1)
+    assert there.kv.free_blocks == free, "the old block counts as free"
+    there.check()
+    there.release(1)
+    write = there.reserve(2, 0, 3 * SIZE + 1, create=True, prefix=USE, tokens=[*old, 0])
+    assert write.reservation.cached == found * SIZE
+    there.rollback(write)
+
+
+def test_nothing_that_was_promised_or_is_needed_goes_into_a_copy() -> None:
+    there = World(9, SIZE)
+    there.write(0, 3 * SIZE, prefix=USE)
+    there.truncate(0, 2)
+    there.write(1, 1, ahead=3 * SIZE)
+    there.write(2, (there.kv.free_blocks - 1) * SIZE)
+    write = there.reserve(0, 2, SIZE)
+    assert write.reservation.kept == 0, "its second block takes the last one"
+    there.rollback(write)
+    there.kv.ensure_capacity(0, SIZE)
+    write = there.reserve(0, 2, 1)
+    assert (write.reservation.kept, write.reservation.spares_used) == (0, 0)
+    there.run(write)
+    there.commit(write)
+    there.check()
+
+
+ONE, OTHER = (PrefixUse(caller=each) for each in (b"one", b"other"))
+IMPORTED = ONE._replace(imported_from=0)
+
+
+def cached(there: World, use: PrefixUse, tokens: list[int]) -> int:
+    write = there.reserve(99, 0, len(tokens) + 1, create=True, prefix=use, tokens=[*tokens, 0])
+    found = write.reservation.cached
+    there.run(write)
+    there.rollback(write)
+    there.check()
+    return found
+
+
+def test_what_a_caller_imported_and_what_follows_is_found_by_that_caller_alone() -> None:
+    there = World(30, SIZE, alphabet=1)
+    there.write(0, 2 * SIZE, prefix=IMPORTED)
+    there.fork(0, 1)
+    there.write(1, SIZE)
+    whole = there.tokens[1]
+    for sequence in range(2):
+        there.release(sequence)
+    assert [cached(there, each, whole) for each in (ONE, OTHER, USE)] == [3 * SIZE, 0, 0]
+    there.write(2, 5 * SIZE, prefix=ONE)  # a hit, and two blocks more
+    whole = there.tokens[2]
+    assert [cached(there, each, whole) for each in (ONE, OTHER)] == [5 * SIZE, 0]
+    there.write(3, 5 * SIZE, prefix=OTHER)
+    assert there.cached == 3 * SIZE + (3 + 5) * SIZE, "the other caller computed all of it"
+    there.write(4, 6 * SIZE, prefix=ONE)  # what was computed comes first
+    assert not there._made[there._contents[4][-1]][0] and there.kv.imported_from(4) is None
+    assert cached(there, USE, there.tokens[4]) == 6 * SIZE
+    with pytest.raises(KvMisuse):
+        there.reserve(5, 0, 1, create=True, prefix=PrefixUse(imported_from=0))
+
+
+def test_a_sequence_is_for_everybody_again_without_what_was_imported() -> None:
+    there = World(30, SIZE)
+    there.write(0, 2 * SIZE, prefix=USE)
+    write = there.reserve(1, 0, 4 * SIZE, create=True, prefix=IMPORTED, tokens=[*there.tokens[0], *range(90, 98)])
+    there.run(write)
+    there.commit(write)
+    assert there.kv.imported_from(1) == 2 * SIZE, "what was there was not imported"
+    there.truncate(1, 2 * SIZE + 1)
+    there.write(1, 2 * SIZE)
+    assert cached(there, USE, there.tokens[1]) == 2 * SIZE
+    there.fork(1, 2, 2 * SIZE)
+    there.truncate(1, 2 * SIZE)
+    for sequence in (1, 2):
+        there.write(sequence, 2 * SIZE)
+        assert cached(there, USE, there.tokens[sequence]) == 4 * SIZE
+
+
+@pytest.mark.parametrize("tier", [False, True])
+def test_a_step_that_found_what_was_imported_and_failed_leaves_no_trace(tier: bool) -> None:
+    there = World(13, SIZE, alphabet=1, tier=tier)
+    there.write(0, 2 * SIZE, prefix=USE)
+    write = there.reserve(1, 0, 4 * SIZE, create=True, prefix=IMPORTED)
+    there.run(write)
+    there.commit(write)
+    there.release(1)
+    if tier:
+        there.write(2, there.kv.free_blocks * SIZE)
+        there.release(2)
+    there.write(3, SIZE, prefix=ONE)
+    before = everything(there.kv, ordered=False)
+    for kept in (0, 3 * SIZE + 1):
+        write = there.reserve(3, SIZE, 4 * SIZE)
+        assert write.reservation.cached == 3 * SIZE and write.reservation.imported_before is not None
+        there.run(write)
+        if kept:
+            there.commit(write, kept)
+            assert there.kv.imported_from(3) == 2 * SIZE
+        else:
+            there.rollback(write)
+            assert everything(there.kv, ordered=False) == before and there.kv.imported_from(3) is None
+        there.check()

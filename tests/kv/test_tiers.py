@@ -96,6 +96,15 @@ def of_another_key(path: Path) -> None:
     (other / path.name).rename(path)
 
 
+def of_one_caller(path: Path) -> None:
+    """What only the caller who imported it may find, under the name of what everybody may."""
+    files, key = opened(path.parent), hashed(0) + b"c" * 16
+    files.write(key, lambda: content(0))
+    files.end([], 10)
+    assert opened(path.parent).read(key) == content(0)
+    path.with_name(key.hex()).rename(path)
+
+
 def longer(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
 
@@ -115,7 +124,7 @@ def writable(path: Path) -> None:
 
 
 HARM = (
-    *(os.unlink, cut, longer, of_another, of_another_key, linked, a_pipe, writable),
+    *(os.unlink, cut, longer, of_another, of_another_key, of_one_caller, linked, a_pipe, writable),
     *map(flip, (0, 8, 24, ABOUT.size, HEAD_BYTES - 1, HEAD_BYTES, -1)),
 )
 

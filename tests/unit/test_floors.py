@@ -82,7 +82,7 @@ FLOORS: dict[str, Floor] = {
     ),
     "ferrum_rpc.engine.parity": Floor("config core errors weights engine models", "numpy torch transformers"),
     "ferrum_rpc.service": Floor(
-        "ferrum_rpc core errors failpoints install private_files executor wire engine.liveness engine.api "
+        "ferrum_rpc core errors failpoints install prefix_hash private_files executor wire engine.liveness engine.api "
         "engine.thread engine.process.parent",
         "crc32c google grpc grpc_health grpc_reflection nixl numpy opentelemetry prometheus_client structlog",
     ),

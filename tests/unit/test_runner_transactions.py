@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import (
+    PREFIX,
     Accept,
     FullLogits,
     OutputSpec,
@@ -655,6 +656,25 @@ def test_what_a_refused_group_had_reserved_is_free_for_the_spans_that_follow() -
     twins.release(4)
     assert isinstance(twins.step(twins.span(3, 30)).outcomes[0], SpanResult)
     twins.finish()
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_what_is_copied_only_to_stay_findable_costs_no_other_span_its_blocks(spare: int) -> None:
+    runner = build_runner(IDENTITY)
+
+    def step(*spans: Span) -> None:
+        assert all(isinstance(each, SpanResult) for each in runner.forward(Step(spans)).outcomes)
+
+    def tokens(count: int) -> np.ndarray:
+        return np.arange(count, dtype=np.int32) % 64
+
+    with runner.context():
+        step(Span(1, tokens(SIZE), 0, LAST, create=True, prefix=PREFIX))
+        runner.truncate(1, 2)
+        step(Span(2, tokens((runner.kv.free_blocks - 1 - spare) * SIZE), 0, LAST, create=True))
+        step(Span(1, tokens(1), 2, LAST), Span(3, tokens(SIZE), 0, LAST, create=True))
+    assert runner.cache_state().cached_blocks == spare
+    runner.check()
 
 
 def test_a_failure_after_a_group_was_refused_is_undone_too() -> None:

@@ -44,6 +44,7 @@ from tests.wiring import until
         {"tls_key": Path("k")},
         {"tls_client_ca": Path("a")},
         {"operators": frozenset({"root"})},
+        {"trusted": frozenset({"mover"})},
         {
             "operators": frozenset({"root"}),
             "tokens": Path("t"),
@@ -61,12 +62,21 @@ def test_half_a_setting_is_an_error_and_not_no_security(settings: dict[str, Any]
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_token_file_has_names_comments_operators_and_several_tokens_of_one_name(tmp_path: Path) -> None:
+def test_a_token_file_has_names_comments_roles_and_several_tokens_of_one_name(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
-    file.write_text("# schedulers\n\nalice first-token\nalice second-token\n  root third-token operator\n")
+    roles = {
+        "": (False, False),
+        " operator": (True, False),
+        " trusted": (False, True),
+        " trusted operator": (True, True),
+    }
+    rooted = "".join(f"  root token-{number}{each}\n" for number, each in enumerate(roles))
+    file.write_text(f"# schedulers\n\nalice first-token\nalice second-token\n{rooted}")
     tokens = TokenFile(file)
-    assert tokens.caller("first-token") == tokens.caller("second-token") == Caller("alice", operator=False)
-    assert tokens.caller("third-token") == Caller("root", operator=True)
+    assert tokens.caller("first-token") == tokens.caller("second-token") == Caller("alice", operator=False, shares=True)
+    for number, (operator, trusted) in enumerate(roles.values()):
+        found = tokens.caller(f"token-{number}")
+        assert found == Caller("root", operator=operator, shares=not operator, trusted=trusted)
     for wrong in ("", "first", "first-token ", "alice", "#", "\udcff", "operator"):
         assert tokens.caller(wrong) is None
 
@@ -77,6 +87,7 @@ def test_a_token_file_has_names_comments_operators_and_several_tokens_of_one_nam
         ("alice", 1),
         ("# x\nalice secret-token admin", 2),
         ("alice secret-token operator twice", 1),
+        ("alice secret-token trusted operator trusted", 1),
         ("a secret-token\nb secret-token", 2),
         ("alice secret-tokén", 1),
         ("alice secret-token\x07", 1),
@@ -434,6 +445,9 @@ def test_a_certificates_first_name_is_the_identity_and_one_without_is_nobody() -
     spiffe = b"spiffe://cluster/alice"
     assert guard.caller(Connection(spiffe, b"root")) == Caller(spiffe.decode(), operator=False, shares=True)
     assert guard.caller(Connection(b"root")) == Caller("root", operator=True)
+    guard = Guard(None, trusted=frozenset({"mover"}))
+    assert guard.caller(Connection(b"mover")) == Caller("mover", operator=False, shares=True, trusted=True)
+    assert not guard.caller(Connection(b"another")).trusted
     for names in ((), (b"",), (b"", b"root"), (b"\xff",), (b"root\xff",)):
         with pytest.raises(Unauthenticated, match="certificate"):
             guard.caller(Connection(*names))
@@ -496,7 +510,6 @@ def test_the_variable_of_clients_does_not_pass_for_the_setting_of_servers(monkey
         )
     assert logs == []
     monkeypatch.delenv("FERRUM_TOKENS")
-    settings = load_settings(
-        "identity", {"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a", "operators": "root, ops ,"}
-    )
-    assert _security(settings).operators == {"root", "ops"}
+    tls = {"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}
+    settings = load_settings("identity", tls | {"operators": "root, ops ,", "trusted": "a,b"})
+    assert (_security(settings).operators, _security(settings).trusted) == ({"root", "ops"}, {"a", "b"})
