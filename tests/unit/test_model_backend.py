@@ -165,6 +165,13 @@ ODD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "values wider than keys": ("deepseek_v3", {"v_head_dim": 24}, {}, "keys and values .* wide"),
     "more experts than there are": ("qwen3_moe", {"num_experts_per_tok": 8}, {}, "k not in range"),
     "experts of an odd width": ("qwen3_moe", {"moe_intermediate_size": 3}, {}, ""),
+    "a table of fewer rows than tokens": (
+        "gemma4_text",
+        {"vocab_size_per_layer_input": 50},
+        {},
+        "128 tokens, and looks them up in model.embed_tokens_per_layer, which has 50 rows",
+    ),
+    "a table that is not asked for the others": ("gemma3n_text", {"vocab_size_per_layer_input": 50}, {}, ""),
     "odd heads": ("gpt_oss", {"head_dim": 6}, {}, ""),
     "KV heads that do not divide": ("qwen3", {}, {"num_key_value_heads": 3}, "no multiple"),
     "an odd head": ("qwen3", {}, {"head_dim": 7}, "head_dim"),

@@ -9,8 +9,10 @@ masks or attention of its own, or looks ahead, would give wrong answers without 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -183,7 +185,12 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
     with torch.device("meta"):
         model = kind(config).eval()
     scaling = tuple(dict.fromkeys(freeze(model, 1)))
-    calls, hidden, logits = _dry_run(model, name)
+    with _looked_up(model) as looked_up:
+        calls, hidden, logits = _dry_run(model, name)
+    for table, rows in looked_up.items():
+        if rows < logits:  # a token without a row would fail a step, and on a GPU end the device
+            message = f"config.json: {name} has {logits} tokens, and looks them up in {table}, which has {rows} rows"
+            raise InvalidRequest(message, field="config.json")
     context = getattr(text, "max_position_embeddings", None)
     if not isinstance(context, int) or not 1 <= context <= LARGEST:
         message = f"max_position_embeddings is missing, or not within 1 .. {LARGEST}"
@@ -216,6 +223,30 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
         eos_token_ids=eos,
         bos_token_id=bos[0] if bos else None,
     )
+
+
+@contextmanager
+def _looked_up(model: Any) -> Iterator[dict[str, int]]:
+    """The embeddings that the model looks its token ids up in while it is run within, with their rows."""
+    found: dict[str, int] = {}
+    ids: list[Any] = []
+
+    def begins(_: Any, args: Any, given: dict[str, Any]) -> None:
+        ids[:] = [given.get("input_ids")]
+
+    def looks(name: str, module: Any, args: Any) -> None:
+        if ids and args and args[0] is ids[0]:
+            found[name] = module.num_embeddings
+
+    hooks = [model.base_model.register_forward_pre_hook(begins, with_kwargs=True)]
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding):
+            hooks.append(module.register_forward_pre_hook(partial(looks, name)))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _dry_run(model: Any, name: str) -> tuple[list[attention.Call], int, int]:
