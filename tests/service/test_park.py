@@ -20,13 +20,14 @@ from ferrum_rpc.errors import InvalidRequest, Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, info_pb2, kv_transfer_pb2, session_pb2, types_pb2
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.private_files import PrivateFolder
+from ferrum_rpc.service.auth import Security
 from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.metrics import Metrics, registry_of
 from ferrum_rpc.service.parked import ParkedFile, ParkedFiles
 from ferrum_rpc.service.records import Resource
 from ferrum_rpc.wire.status import error_from_status
 from tests.service.test_session import opened
-from tests.service.transfers import chunks_of, exported, overflow, row
+from tests.service.transfers import brought, chunks_of, exported, header, imported, overflow, row
 from tests.serving import LIMITS, Gate, Served, serve_identity
 from tests.wiring import full, item, pb, prefill, refused, until
 
@@ -820,3 +821,24 @@ async def test_a_call_on_a_sequence_that_is_being_parked_for_idleness_goes_ahead
             assert not await files(served) and not served.server.state.parked.bytes
             gate.reached.clear(), gate.opened.clear()
             await served.check()
+
+
+@pytest.mark.parametrize("role", ["", " trusted"])
+async def test_what_was_imported_is_its_callers_after_it_was_parked(tmp_path: Path, role: str) -> None:
+    """Nothing of it is in the cache when it comes back: what it is, its file's record alone says."""
+    (tokens := tmp_path / "tokens").write_text(f"one one{role}\nother other\n")
+    async with serving(tmp_path, kv_blocks=20, security=Security(tokens=tokens), caller_share=1.0) as served:
+        one, other = served.by("one"), served.by("other")
+        source = await prefill(one, PROMPT, create=BYPASS)
+        frames = await exported(one, source)
+        await one.executor.Release(pb.ReleaseRequest(handle=source))
+        begin = header(frames[0].layout, cache_mode=forward_pb2.CACHE_MODE_UNSPECIFIED)
+        handle = (await imported(one, begin, *brought(chunks_of(frames)))).handle
+        handle = (await park(one, handle)).handle
+        hog = await prefill(other, [7] * 80, create=BYPASS)
+        await other.executor.Release(pb.ReleaseRequest(handle=hog))
+        handle = (await one.executor.Decode(pb.DecodeRequest(item=item([9], handle)))).output.handle
+        for side, found in ((one, True), (other, bool(role))):
+            answer = await side.executor.Prefill(pb.PrefillRequest(item=item([*PROMPT, 9, 9])))
+            assert answer.output.cached_tokens == 32 * found
+            await side.executor.Release(pb.ReleaseRequest(handle=answer.output.handle))
