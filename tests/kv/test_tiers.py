@@ -157,7 +157,6 @@ def test_the_key_is_made_once_and_what_another_one_wrote_is_a_miss(tmp_path: Pat
     assert [each.read(hashed(0)) for each in files] == [content(0) if key == "key" else None] * 4
     files[1].write(hashed(1), lambda: content(1))
     files[1].end([], 10)
-    files[2].clear()
     assert opened(tmp_path).read(hashed(1)) == content(1), "they have the same key"
 
 
