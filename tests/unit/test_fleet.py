@@ -80,7 +80,7 @@ def test_executors_get_the_arguments_of_serve_as_they_were_written(ranks: int, m
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
 @pytest.mark.parametrize("arguments", [["up", "identity"], ["down"], ["status"], ["targets", "file"]])
 def test_without_ray_it_says_which_extra_has_it(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match=r"this needs ray, .*ferrum-rpc\[ray\]"):
+    with pytest.raises(SystemExit, match=r"this needs ray, .*\[ray\]"):
         cli.main(["fleet", *arguments])
 
 
