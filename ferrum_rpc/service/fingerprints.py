@@ -15,13 +15,13 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, Final
 
-from ferrum_rpc.core import Accept, OutputSpec, Sample, WorkItem
+from ferrum_rpc.core import Accept, Sample, WorkItem
 
 DIGEST_BYTES: Final = 16
 FEW: Final = 8
 """Stop ids that stay in a fingerprint as they are."""
 
-_HOW: Final = 4
+HOW: Final = 4
 """Where an item's fingerprint has its output."""
 
 
@@ -58,14 +58,6 @@ def item_fingerprint(item: WorkItem) -> Hashable:
         _, length, version = handle
         found = (length, version, content, truncate_to, how, goes_on, follow is not None and follow.feed_chosen)
     return OfADraft(found) if drafted else found
-
-
-def holds_sample(fingerprint: Hashable) -> bool:
-    """Whether an item's fingerprint keeps a `Sample`, which is most of what it takes then."""
-    if type(fingerprint) is OfADraft:
-        return True
-    how = fingerprint[_HOW] if type(fingerprint) is tuple else None
-    return type(how) is OutputSpec and type(how.kind) is Sample
 
 
 def _short(sampling: Sample | None) -> Hashable:

@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
-from ferrum_rpc.core import HandleRef, ItemAnswer, RowBlock, RowKind, Rows
+from ferrum_rpc.core import HandleRef, ItemAnswer, OutputSpec, RowBlock, RowKind, Rows, Sample
 from ferrum_rpc.errors import ExecutorError, RequestIdReused
-from ferrum_rpc.service.fingerprints import OfADraft, holds_sample
+from ferrum_rpc.service.fingerprints import HOW, OfADraft
 
 RECORDS: Final = 40 << 20
 """Bytes of records, without rows: 60,000 of single steps, 38,000 of creations."""
@@ -269,17 +269,20 @@ class ReplayLog:
 def record_bytes(entry: Entry) -> int:
     """What an answered entry takes without its rows; its tokens, where they stay when its rows go, are counted from the
     beginning."""
-    answer = entry.answer
+    answer, known = entry.answer, entry.fingerprint
     size = PLAIN_BYTES + entry.request_id.__sizeof__()
-    if type(entry.scope.key[1]) is str:
+    if entry.scope.key[1].__class__ is str:
         size += CREATION_BYTES
-    if type(answer) is ItemAnswer:
-        if answer.rows is not None and _keeps_tokens(entry, answer):
-            size += ROWS_BYTES + TOKEN_BYTES * answer.rows.count
-        if holds_sample(entry.fingerprint):
+    if answer.__class__ is not ItemAnswer:
+        return size + HANDLE_BYTES * len(answer or ())
+    if known.__class__ is tuple:
+        how = known[HOW]
+        if how.__class__ is OutputSpec and how.kind.__class__ is Sample:
             size += SAMPLE_BYTES
-    elif answer is not None:
-        size += HANDLE_BYTES * len(answer)
+    elif known.__class__ is OfADraft:
+        size += SAMPLE_BYTES
+    if (answer.ended is not None or known.__class__ is OfADraft) and answer.rows is not None:
+        size += ROWS_BYTES + TOKEN_BYTES * answer.rows.count
     return size
 
 
