@@ -199,8 +199,8 @@ async def _round(
         try:
             await each.forged(prompt, other, not_a_number, f"{name} nan")
         except grpc.aio.AioRpcError as refusal:
-            lost = refusal.code() is grpc.StatusCode.INTERNAL  # of a stream that is refused while frames are sent
-            tally.refused += lost or error_from_rpc(refusal).reason is Reason.KV_CORRUPT
+            error = error_from_rpc(refusal)
+            tally.refused += error.reason is Reason.KV_CORRUPT and "not_finite" in error.metadata
         await each.hold(texts)
         attacker = each.attacker
         handle = await each.forged(prompt, other, forge, name)
