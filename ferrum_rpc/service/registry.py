@@ -8,6 +8,7 @@ at, and parse it before the handler runs, answering UNKNOWN where that fails.
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -18,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from ferrum_rpc.core import Limits
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
-from ferrum_rpc.service.auth import ARRIVED, OPEN_SERVICES, Guard
+from ferrum_rpc.service.auth import ARRIVED, CALLER, OPEN_SERVICES, Guard
 from ferrum_rpc.service.bodies import Bodies
 from ferrum_rpc.service.rpc import UNKNOWN_METHOD, Call, CallLog, refuse
 from ferrum_rpc.service.trace_context import Context
@@ -43,9 +44,11 @@ OPEN_SHARE: Final = 32
 """The same where no credentials are asked for. A prober needs one; 31 others that dribble do not delay it."""
 
 
-def _bodies(in_all: int, share: int) -> Bodies:
-    """``in_all`` bodies at once, a ``share``-th of that for a connection, and at least one."""
-    return Bodies(max(share, in_all), max(share, in_all) // share)
+def _bodies(in_all: int, share: int, caller_share: float = 1.0) -> Bodies:
+    """``in_all`` bodies at once, a ``share``-th of that for a connection, and at least one; of several callers each has
+    ``caller_share``."""
+    in_all = max(share, in_all)
+    return Bodies(in_all, in_all // share, math.ceil(in_all * caller_share))
 
 
 class Registry(grpc.GenericRpcHandler):
@@ -63,7 +66,7 @@ class Registry(grpc.GenericRpcHandler):
         self._budget = UnfoldingBudget.of(limits)
         self.budgets: dict[Any, UnfoldingBudget] = {}
         longest = limits.max_request_bytes  # what gRPC takes, whatever the method
-        self._guarded = longest, _bodies(BODY_BYTES // longest, BODY_SHARE)
+        self._guarded = longest, _bodies(BODY_BYTES // longest, BODY_SHARE, limits.caller_share)
         self._open = min(longest, OPEN_BYTES), _bodies(OPEN_BODY_BYTES // longest, OPEN_SHARE)
         self.handlers: dict[str, Handler] = {}
         self._unknown = self._received(  # whatever kind of call it is
@@ -106,7 +109,7 @@ class Registry(grpc.GenericRpcHandler):
                 try:
                     if guard is not None:
                         guard.admit(service, context)
-                    request = requests if streams else parse(await bodies.read(context))
+                    request = requests if streams else parse(await bodies.read(context, CALLER.get()))
                     reached = True
                     if counted:
                         call = Call(calls, method, context, answers_stream)

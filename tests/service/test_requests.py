@@ -140,9 +140,9 @@ async def test_the_time_before_a_call_is_queued_counts_as_queueing(monkeypatch: 
     """From when the event loop took the call: here its body comes late."""
     read, taken = Bodies.read, asyncio.Event()
 
-    async def noted(self: Bodies, context: Any) -> bytes:
+    async def noted(self: Bodies, context: Any, *caller: Any) -> bytes:
         taken.set()
-        return await read(self, context)
+        return await read(self, context, *caller)
 
     async with serve_identity() as served:
         handle = await prefill(served, [1, 2])

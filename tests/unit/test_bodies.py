@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import InvalidRequest, QueueFull
 from ferrum_rpc.service import bodies as bodies_module
 from ferrum_rpc.service.bodies import Bodies
@@ -16,11 +17,11 @@ from ferrum_rpc.service.bodies import Bodies
 class Call:
     """A call of a connection, whose body comes when it is told to."""
 
-    def __init__(self, bodies: Bodies, peer: str) -> None:
+    def __init__(self, bodies: Bodies, peer: str, caller: Caller = ANYBODY) -> None:
         self._peer = peer
         self.body: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.reading = asyncio.Event()
-        self.task = asyncio.create_task(bodies.read(self))  # type: ignore[arg-type]
+        self.task = asyncio.create_task(bodies.read(self, caller))  # type: ignore[arg-type]
 
     def peer(self) -> str:
         return self._peer
@@ -108,6 +109,50 @@ async def test_a_body_that_has_come_is_not_late_however_long_the_loop_is_away(mo
     assert await first.task == b"x"
     second.body.set_result(b"y")
     assert await second.task == b"y"
+
+
+ALICE, BOB = Caller("alice", operator=False, shares=True), Caller("bob", operator=False, shares=True)
+
+
+async def test_one_of_several_callers_has_its_share_however_many_connections_it_has() -> None:
+    bodies = Bodies(4, 1, 2)
+    many = [Call(bodies, f"a{number}", ALICE) for number in range(6)]
+    await settled()
+    assert [call.reading.is_set() for call in many] == [True, True, *[False] * 4]
+    few = [Call(bodies, f"b{number}", BOB) for number in range(3)]
+    await settled()
+    assert [call.reading.is_set() for call in few] == [True, True, False]
+    bodies._refuse_late()  # nobody has had its time
+    many[0].body.set_result(b"")
+    await settled()
+    assert many[2].reading.is_set() and not few[2].reading.is_set(), "bob is at his share"
+    few[0].body.set_result(b"")
+    await settled()
+    assert few[2].reading.is_set() and not many[3].reading.is_set()
+    for call in (*many, *few):
+        if not call.body.done():
+            call.body.set_result(b"")
+    await asyncio.gather(*(call.task for call in (*many, *few)))
+    assert not bodies._taken and not bodies._of_caller and not bodies._waiting
+    await fresh(bodies, 4)
+
+
+async def test_who_waits_for_its_own_share_has_no_others_body_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies_module, "TIMEOUT_S", 0.0)
+    bodies = Bodies(4, 1, 2)
+    slow = Call(bodies, "b", BOB)
+    first = [Call(bodies, f"a{number}", ALICE) for number in range(2)]
+    await settled()
+    waits = Call(bodies, "a2", ALICE)
+    for call in first:
+        with pytest.raises(QueueFull):
+            await call.task
+    await waits.reading.wait()
+    assert not slow.task.done(), "it is slow, and in nobody's way"
+    for call in (slow, waits):
+        call.body.set_result(b"x")
+        assert await call.task == b"x"
+    await fresh(bodies, 4)
 
 
 async def test_a_call_without_a_body_is_refused() -> None:
