@@ -34,7 +34,10 @@ class PrivateFolder:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except NotADirectoryError as error:  # a link to a folder too
+            raise NotPrivateError(error.errno, f"{path} is no folder") from None
         try:
             _check(os.fstat(self._descriptor), path, WRITABLE)
         except OSError:
@@ -63,7 +66,11 @@ class PrivateFolder:
         try:
             file = os.open(name, flags | safe, 0o600, dir_fd=self._descriptor)
         except OSError as error:
-            if error.errno not in {errno.ELOOP, errno.ENXIO}:  # a link; a pipe or a socket that nobody reads
+            if error.errno not in {
+                errno.ELOOP,
+                errno.ENXIO,
+                errno.EISDIR,
+            }:  # a link, a pipe, a folder
                 raise
             raise NotPrivateError(error.errno, f"{self.path / name} is no regular file") from None
         try:

@@ -181,10 +181,16 @@ def a_key_of_somebody_else(folder: Path) -> None:
     os.chown(folder / "key", 12345, -1)
 
 
+def a_folder_for_a_key(folder: Path) -> None:
+    (folder / "key").unlink()
+    (folder / "key").mkdir()
+
+
 REFUSED = {
     a_folder_for_all: r"others can write .*/tier, whose mode is 0770: chmod",
     of_somebody_else: r"/tier belongs to user 12345, and this process is user 0",
-    elsewhere: "Not a directory",
+    elsewhere: "/tier is no folder",
+    a_folder_for_a_key: "/key is no regular file",
     a_key_for_all: r"others can read or write .*/key, whose mode is 0640",
     a_key_of_somebody_else: "/key belongs to user 12345",
 }
@@ -199,7 +205,7 @@ def test_a_folder_that_is_not_this_user_s_alone_is_refused(tmp_path: Path, harm:
     harm(tmp_path / "tier")
     with pytest.raises(OSError, match=REFUSED[harm]) as caught:
         opened(tmp_path / "tier")
-    assert isinstance(caught.value, NotPrivateError) is (harm is not elsewhere)
+    assert isinstance(caught.value, NotPrivateError)
 
 
 def test_what_an_earlier_version_left_goes(tmp_path: Path) -> None:

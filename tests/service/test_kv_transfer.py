@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from ferrum_rpc.executor.v1 import (
 )
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.service import peers
+from ferrum_rpc.service.auth import Security
 from ferrum_rpc.service.lifecycle import Sweeper
 from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.metrics import Metrics, registry_of
@@ -35,6 +37,7 @@ from tests.wiring import item, pb, prefill, refused, until
 
 PROMPT = [*range(100, 131)]
 BYPASS, DEFAULT = forward_pb2.CACHE_MODE_BYPASS, forward_pb2.CACHE_MODE_UNSPECIFIED
+READ_ONLY = forward_pb2.CreateOptions(cache_mode=forward_pb2.CACHE_MODE_READ_ONLY)
 
 
 @asynccontextmanager
@@ -537,6 +540,21 @@ async def test_values_that_are_not_finite_are_refused_and_nothing_is_kept(
         answer = await imported(target, header(layout), *brought(chunks))
         assert not answer.replayed
         assert await row(target, answer.handle) == await expected_row(target)
+
+
+async def test_a_trusted_import_takes_nothing_that_its_name_alone_may_find(tmp_path: Path) -> None:
+    (tokens := tmp_path / "tokens").write_text("one plain\none high trusted\nother other\n")
+    async with serve_identity(kv_blocks=64, security=Security(tokens=tokens), caller_share=1.0) as served:
+        plain, other = served.by("plain"), served.by("other")
+        frames = await export_of(plain)
+        for token, found in (("plain", False), ("high", True)):
+            begin = header(frames[0].layout, f"by {token}", cache_mode=DEFAULT)
+            handle = (await imported(served.by(token), begin, *brought(chunks_of(frames)))).handle
+            await plain.executor.Release(pb.ReleaseRequest(handle=handle))
+            answer = await other.executor.Prefill(pb.PrefillRequest(item=item([*PROMPT, 9], create=READ_ONLY)))
+            assert bool(answer.output.cached_tokens) is found
+            await other.executor.Release(pb.ReleaseRequest(handle=answer.output.handle))
+        await served.check()
 
 
 async def test_a_request_id_names_one_import_and_one_stream_at_a_time(source: Served, target: Served) -> None:
