@@ -29,12 +29,6 @@ EXIT_USAGE = 2
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
-TLS_FLAGS = {
-    "expected": "the port expects TLS; add --tls, or --tls-ca FILE",
-    "absent": "the port has no TLS; leave out --tls and --tls-ca, --tls-cert and --tls-key",
-}
-"""What `TransportError.metadata["tls"]` asks for."""
-
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that answers a wrong flag or command with the nearest right one."""
@@ -205,7 +199,8 @@ def _run(parsed: argparse.Namespace) -> int:
         return _follow(trusted=parsed.trust_rank_network)
     from ferrum_rpc import ask
     from ferrum_rpc.bench.program import bench
-    from ferrum_rpc.errors import ExecutorError, TransportError, Unauthenticated
+    from ferrum_rpc.client.encryption import explained
+    from ferrum_rpc.errors import ExecutorError, Unauthenticated
 
     parsed.token = os.environ.get(TOKEN_VARIABLE)  # never a flag: `ps` shows those to every user
     command = bench if parsed.command == "bench" else getattr(ask, parsed.command)
@@ -213,12 +208,7 @@ def _run(parsed: argparse.Namespace) -> int:
         status: int = asyncio.run(command(parsed))
         return status
     except ExecutorError as error:
-        message = error.message
-        if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "UNAVAILABLE":
-            # Of gRPC's chain of reasons the last is the reason.
-            why = TLS_FLAGS.get(str(error.metadata.get("tls")), message.rpartition(": ")[2])
-            message = f"cannot reach an executor at {parsed.target}: {why}"
-        print(f"ferrum-rpc {parsed.command}: {error.reason}: {message}", file=sys.stderr)
+        print(f"ferrum-rpc {parsed.command}: {error.reason}: {explained(error, parsed.target)}", file=sys.stderr)
         if isinstance(error, Unauthenticated):
             print(f"name a file with a token: --token-file FILE, or set ${TOKEN_VARIABLE}", file=sys.stderr)
         return EXIT_FAILED

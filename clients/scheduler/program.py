@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ from clients.scheduler.request import Request
 from clients.scheduler.speculation import Drafter, DraftModel, Lookup
 from clients.scheduler.text import Tokenizer, TokenizerError, tokenizer_for
 from ferrum_rpc.client import CacheMode, ExecutorClient, ExecutorInfo, ExecutorStatus
+from ferrum_rpc.client.encryption import explained, unreachable
 from ferrum_rpc.client.fleet import Member, Members
 from ferrum_rpc.client.fleet.resolving import host_and_port
-from ferrum_rpc.errors import ExecutorError, LayoutMismatch, TransportError, Unauthenticated
+from ferrum_rpc.errors import ExecutorError, LayoutMismatch, Unauthenticated
 
 OTHERS_S: Final = 1.0
 
@@ -33,6 +35,8 @@ OTHERS_S: Final = 1.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 when every prompt was served, 1 when something failed, 130 when interrupted."""
     options = parse(arguments)
+    # The display shows who comes and goes: without a handler these warnings would be written over it.
+    logging.getLogger("ferrum_rpc.client.fleet").addHandler(logging.NullHandler())
     try:
         run = asyncio.run(serve(options))
     except KeyboardInterrupt:
@@ -204,8 +208,8 @@ async def _connect(clients: AsyncExitStack, options: Options, target: str) -> tu
 
 
 def _explained(error: ExecutorError, target: str) -> str:
-    """One line. Of gRPC's own long chains of reasons only the last is the reason."""
-    if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "UNAVAILABLE":
-        return f"cannot reach an executor at {target}: {error.message.rpartition(': ')[2]}"
+    """One line."""
+    if unreachable(error):
+        return explained(error, target)
     how = "; name a file with a token, --token-file FILE" if isinstance(error, Unauthenticated) else ""
     return f"{target} answers {error.reason}: {error.message}{how}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from ferrum_rpc.client.encryption import FLAGS, in_words, unreachable
 from ferrum_rpc.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -49,6 +50,7 @@ class Patience:
     async def wait(self, trouble: ExecutorError | str) -> None:
         """Pause, longer each time, or as the executor says. Raises `ExecutorGone` at the end of it."""
         if time.monotonic() >= self._until:
-            raise ExecutorGone(f"no progress for {self._seconds:g} s: {trouble}")
+            why = in_words(trouble, FLAGS) if isinstance(trouble, ExecutorError) and unreachable(trouble) else trouble
+            raise ExecutorGone(f"no progress for {self._seconds:g} s: {why}")
         await asyncio.sleep((isinstance(trouble, ExecutorError) and trouble.retry_after_s) or self._pause)
         self._pause = min(2 * self._pause, LONGEST_PAUSE_S)

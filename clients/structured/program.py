@@ -25,6 +25,7 @@ import jsonschema
 
 from clients.structured.schema import Schema
 from ferrum_rpc.client import Accept, ExecutorClient, Greedy, Sample
+from ferrum_rpc.client.encryption import explained
 from ferrum_rpc.errors import ExecutorError
 
 SCHEMA: Final[dict[str, Any]] = {
@@ -132,8 +133,12 @@ def main() -> int:
     parser.add_argument("--draft-tokens", type=int, default=0, help="of a draft; 0: no speculation")
     parser.add_argument("--show", type=int, default=5, help="texts that are printed")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a step may take")
+    arguments = parser.parse_args()
     try:
-        return asyncio.run(run(parser.parse_args()))
-    except (ExecutorError, OSError, ValueError) as error:
+        return asyncio.run(run(arguments))
+    except ExecutorError as error:
+        print(f"error: {error.reason}: {explained(error, arguments.target)}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -20,6 +20,7 @@ from ferrum_rpc.bench.options import workload_from
 from ferrum_rpc.bench.report import report
 from ferrum_rpc.bench.stats import Stats
 from ferrum_rpc.client import NEVER_RESEND
+from ferrum_rpc.client.encryption import METADATA, explained
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, Reason
 
 INTERRUPTED: Final = 130
@@ -99,6 +100,6 @@ def _writable(path: Path) -> None:
 
 def _say(error: ExecutorError, target: str) -> None:
     advice = ADVICE.get(error.reason, "")
-    sys.stderr.write(f"ferrum-rpc bench: {error.reason}: {error.message}\n")
-    if advice:
+    sys.stderr.write(f"ferrum-rpc bench: {error.reason}: {explained(error, target)}\n")
+    if advice and METADATA not in error.metadata:
         sys.stderr.write(f"{advice.format(target=target)}\n")

@@ -119,6 +119,13 @@ def check_target(target: str, field: str = "target") -> None:
             raise InvalidRequest(message, field=field)
 
 
+def host_and_port_of(target: str) -> tuple[str, int]:
+    """What is looked up for a target ``name:port`` or ``dns:///name:port``; no host where nothing is, as of a path."""
+    looked_up = target.partition(":")[0] not in (*_WITHOUT_PORTS, "ipv4", "ipv6")
+    found = _ADDRESS.fullmatch(_DNS.sub("", target)) if looked_up else None
+    return ("", 0) if found is None else (found[1].strip("[]"), int(found["port"]))
+
+
 def open_channel(
     target: str, credentials: grpc.ChannelCredentials | None, overrides: Iterable[ChannelOption] = ()
 ) -> grpc.aio.Channel:

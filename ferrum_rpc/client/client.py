@@ -6,6 +6,7 @@ import enum
 from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as ListOf
 from contextlib import AsyncExitStack
+from functools import partial
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
@@ -22,6 +23,7 @@ from ferrum_rpc.client.channel import (
 )
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.context import Context
+from ferrum_rpc.client.encryption import ask_who_accepts
 from ferrum_rpc.client.info import (
     AdapterInfo,
     ExecutorInfo,
@@ -118,8 +120,14 @@ class ExecutorClient(Batches):
 
         def connect() -> Connection:
             channel = open_channel(target, credentials, options)
-            encrypted = credentials is not None
-            context = Context(channel, metadata=metadata, resend=resend, timeout_s=timeout_s, encrypted=encrypted)
+            context = Context(
+                channel,
+                metadata=metadata,
+                resend=resend,
+                timeout_s=timeout_s,
+                encrypted=credentials is not None,
+                again=partial(ask_who_accepts, target, credentials, options),
+            )
             leases = Leases(context, lease, client_name=client_name, on_trouble=on_lease_trouble)
             transport = SessionTransport(context, leases, steps_in_flight) if session else Transport(context)
             return Connection(context, leases, transport, release_timeout_s)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from ferrum_rpc.client.encryption import with_hint
+from ferrum_rpc.client.encryption import Again, with_hint
 from ferrum_rpc.client.info import ExecutorInfo, info_from_proto
 from ferrum_rpc.client.retry import (
     LONGEST_PAUSE_S,
@@ -57,7 +57,8 @@ up after ``timeout`` seconds. It raises gRPC's errors or an `ExecutorError`."""
 
 class Context:
     """One channel to one executor. ``metadata``: credentials, sent with every call. ``timeout_s``: of calls that are
-    given none. ``encrypted``: the channel has TLS.
+    given none. ``encrypted``: the channel has TLS. ``again``: finds why the address that accepts connections refuses
+    this client, where gRPC reports another address.
 
     ``draining``: the executor has reported that it is draining, which explains a connection that is lost later.
     ``only_instance``: the one process that it may speak to, where that is set; what another would get is refused here.
@@ -74,6 +75,7 @@ class Context:
         resend: ResendPolicy,
         timeout_s: float | None,
         encrypted: bool = False,
+        again: Again | None = None,
     ) -> None:
         self.channel = channel
         self.executor = model_executor_pb2_grpc.ModelExecutorStub(channel)
@@ -90,7 +92,7 @@ class Context:
         self._pressure: types_pb2.KvPressure | None = None
         self._resend = resend
         self._timeout_s = timeout_s
-        self._encrypted = encrypted
+        self._encrypted, self._again = encrypted, again
         self._getting_info = SingleFlight("asking what the executor is")
 
     def deadline(self, timeout_s: float | None) -> Deadline:
@@ -136,7 +138,8 @@ class Context:
             backoff, resend = backoff or Backoff(deadline, policy.backoff_s, LONGEST_PAUSE_S), resend + 1
             if resend > policy.times or not await backoff.wait():
                 # only the last attempt may have learned that it is draining
-                raise await with_hint(self.note_error(unknown), deadline, encrypted=self._encrypted)
+                unknown = self.note_error(unknown)
+                raise await with_hint(unknown, deadline, encrypted=self._encrypted, again=self._again)
 
     def error_of(self, failure: BaseException) -> ExecutorError:
         """The error that a failed attempt stands for. Raises the cancellation of the caller."""

@@ -1,20 +1,30 @@
-"""Whether a call failed because one side speaks TLS and the other does not.
+"""Why no connection was made, where that is about TLS: one side speaks it and the other does not, or the certificate of
+the server is refused.
 
 gRPC does not say so. To a client without TLS a port with TLS closes the connection, as a process does that ends: so the
-port is asked, once, with the first message of a TLS handshake. A client with TLS reads the other case in OpenSSL's
-error: what came back is no TLS record.
+port is asked, once, with the first message of a TLS handshake. A client with TLS finds the reason in OpenSSL's error.
+Where a name has several addresses gRPC reports the one that failed last, which may be one where nobody listens: then
+the address that accepts a connection is called by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import socket
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Final
 from urllib.parse import unquote
 
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from ferrum_rpc.client.channel import ChannelCredentials, ChannelOption, host_and_port_of, open_channel
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.errors import ExecutorError, TransportError
+from ferrum_rpc.wire.status import error_from_rpc
 
 METADATA: Final = "tls"
 """Set in the metadata of a `TransportError` to one of `HINTS`."""
@@ -22,24 +32,72 @@ METADATA: Final = "tls"
 HINTS: Final = {
     "expected": "the port expects TLS and this client has none: pass credentials=tls(...)",
     "absent": "the port has no TLS and this client asks for it: leave out credentials",
+    "expired": "the server's certificate has expired: renew it on the server",
+    "name": "the server's certificate is for another name than the target's: use a name that is in it, or set the "
+    "channel option grpc.ssl_target_name_override",
+    "untrusted": "the server's certificate is not trusted: pass credentials=tls(ca) with the authority that signed it",
 }
+
+FLAGS: Final = {
+    "expected": "the port expects TLS; add --tls, or --tls-ca FILE",
+    "absent": "the port has no TLS; leave out --tls and --tls-ca, --tls-cert and --tls-key",
+    "expired": HINTS["expired"],
+    "name": "the server's certificate is for another name; give a target with a name that is in it",
+    "untrusted": "the server's certificate is not trusted; give --tls-ca FILE, the authority that signed it",
+}
+"""The same for those who type a command."""
 
 ANSWERS_WITHIN_S: Final = 1.0
 _CLOSED: Final = re.compile(
     r"failed to connect .*\bipv[46]:(?P<host>\S+):(?P<port>\d+): .*(closed|reset by peer)$", re.I
 )
-_NO_TLS: Final = "WRONG_VERSION_NUMBER"
+_REFUSED: Final = "Failed to connect to remote host"
+_HANDSHAKE: Final = {
+    "WRONG_VERSION_NUMBER": "absent",
+    "certificate has expired": "expired",
+    "CERTIFICATE_VERIFY_FAILED": "untrusted",
+    "Hostname Verification Check failed": "name",
+}
+"""What gRPC's message of a failed handshake has in it, the first that fits."""
 _RECORDS: Final = {b"\x15\x03", b"\x16\x03"}
 """How an alert and a handshake message begin."""
 
+Again = Callable[[float | None], Awaitable[ExecutorError | None]]
+"""Call the address that accepts connections, within so many seconds: `ask_who_accepts`."""
 
-async def with_hint(error: ExecutorError, deadline: Deadline, *, encrypted: bool) -> ExecutorError:
+
+def in_words(error: ExecutorError, hints: dict[str, str] = HINTS) -> str:
+    """Why a call failed, in a few words: one of ``hints``, or of gRPC's chain of reasons the last, which is the
+    reason."""
+    if not unreachable(error):
+        return error.message
+    found = error.metadata.get(METADATA)
+    return hints[found] if found in hints else error.message.removesuffix(": OK").rpartition(": ")[2]
+
+
+def explained(error: ExecutorError, target: str) -> str:
+    """What a program prints of a failed call to ``target``: one line, with the options of the command line."""
+    if unreachable(error):
+        return f"cannot reach an executor at {target}: {in_words(error, FLAGS)}"
+    return error.message
+
+
+def unreachable(error: ExecutorError) -> bool:
+    """Whether gRPC said that there is no connection."""
+    return isinstance(error, TransportError) and error.metadata.get("grpc_code") == "UNAVAILABLE"
+
+
+async def with_hint(
+    error: ExecutorError, deadline: Deadline, *, encrypted: bool, again: Again | None = None
+) -> ExecutorError:
     """The error, with one of `HINTS` where that is why. ``encrypted``: the client has TLS."""
     if not isinstance(error, TransportError):
         return error
+    if again is not None and _REFUSED in error.message:
+        error = await again(deadline.remaining(ANSWERS_WITHIN_S)) or error
     found = None
     if encrypted:
-        found = "absent" if _NO_TLS in error.message else None
+        found = next((hint for words, hint in _HANDSHAKE.items() if words in error.message), None)
     elif (closed := _CLOSED.search(error.message)) is not None:
         host = unquote(closed["host"]).strip("[]")
         if await speaks_tls(host, int(closed["port"]), deadline.remaining(ANSWERS_WITHIN_S)):
@@ -47,6 +105,34 @@ async def with_hint(error: ExecutorError, deadline: Deadline, *, encrypted: bool
     if found is None:
         return error
     return TransportError(f"{error.message} ({HINTS[found]})", metadata={**error.metadata, METADATA: found})
+
+
+async def ask_who_accepts(
+    target: str,
+    credentials: ChannelCredentials | None,
+    options: Iterable[ChannelOption],
+    timeout_s: float | None,
+) -> ExecutorError | None:
+    """Why a call fails at the first address of ``target`` that accepts connections. None where none
+    accepts, or the call is answered."""
+    host, port = host_and_port_of(target)
+    if not host:
+        return None
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host, port)
+            family, peer = writer.get_extra_info("socket").family, writer.get_extra_info("peername")[0]
+            writer.close()
+            address = f"ipv6:[{peer}]:{port}" if family == socket.AF_INET6 else f"ipv4:{peer}:{port}"
+            named = [("grpc.ssl_target_name_override", host), *options, ("grpc.enable_retries", 0)]
+            async with open_channel(address, credentials, named) as channel:
+                await HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout_s)
+    except grpc.aio.AioRpcError as failure:
+        error = error_from_rpc(failure)
+        return error if unreachable(error) else None
+    except (OSError, TimeoutError):
+        pass
+    return None
 
 
 async def speaks_tls(host: str, port: int, timeout_s: float | None) -> bool:

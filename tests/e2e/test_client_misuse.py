@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 import pytest_asyncio
 import trustme
 
+from clients.scheduler import program as scheduler
 from ferrum_rpc import cli
+from ferrum_rpc.bench import program as bench
 from ferrum_rpc.client import ExecutorClient, Run, SelectedTokens, Sequence, TopTokens, sync, tls
-from ferrum_rpc.client.encryption import with_hint
+from ferrum_rpc.client.encryption import FLAGS, HINTS, ask_who_accepts, explained, with_hint
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.errors import InvalidRequest, TransportError
 from tests.faults.security import Authority
@@ -193,6 +196,61 @@ async def test_tls_on_one_side_only_is_said_by_name(
             flags = () if expected else ("--tls",)
             assert await asyncio.to_thread(typed, command, "--target", served.target, *flags) == 1
             assert ("expects TLS; add --tls" if expected else "no TLS; leave out --tls") in capsys.readouterr().err
+
+
+REFUSED = "failed to connect to all addresses; last error: UNKNOWN: ipv6:%5B::1%5D:{}: Failed to connect to remote host"
+
+
+@pytest.mark.parametrize("why", ["untrusted", "name", "expected", "absent"])
+async def test_of_a_name_with_several_addresses_the_one_that_accepts_says_why(
+    why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gRPC tries ::1 of localhost too, where nobody listens, and often reports that refusal. Here always."""
+    name = "another" if why == "name" else "localhost"
+    authority, other = Authority(trustme.CA()), tmp_path / "other"
+    other.mkdir()
+    security = replace(authority.server(tmp_path, name), tls_client_ca=None)
+    Authority(trustme.CA()).server(other, name)
+    ca = (other if why == "untrusted" else tmp_path) / "ca.pem"
+    credentials = None if why == "expected" else tls(ca)
+    async with serve_identity(security=None if why == "absent" else security) as served:
+        target = f"localhost:{served.target.rpartition(':')[2]}"
+        refused = TransportError(f"{REFUSED.format(1)}: Connection refused", metadata={"grpc_code": "UNAVAILABLE"})
+        again = partial(ask_who_accepts, target, credentials, ())
+        found = await with_hint(refused, Deadline.after(20), encrypted=credentials is not None, again=again)
+        assert found.metadata == {"grpc_code": "UNAVAILABLE", "tls": why} and HINTS[why] in found.message
+        if why in {"untrusted", "expected"}:  # the one with and the one without TLS, as programs say it
+            flags = () if credentials is None else ("--tls-ca", str(ca))
+            said = f"cannot reach an executor at {target}: {FLAGS[why]}\n"
+            assert await asyncio.to_thread(typed, "status", "--target", target, *flags) == 1
+            assert capsys.readouterr().err == f"ferrum-rpc status: TRANSPORT: {said}"
+            bench._say(found, target)
+            assert capsys.readouterr().err == f"ferrum-rpc bench: TRANSPORT: {said}"
+            words = ["--target", target, *flags, "--demo", "--patience", "1", "--plain"]
+            assert await asyncio.to_thread(scheduler.main, words) == 1
+            assert capsys.readouterr().err == f"error: {said}"
+
+
+@pytest.mark.parametrize(
+    ("of_grpc", "hint", "words"),
+    [
+        ("x: SSL routines:CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", "expired", "renew it"),
+        ("x: SSL routines:CERTIFICATE_VERIFY_FAILED: self signed certificate: OK", "untrusted", "give --tls-ca FILE"),
+        ("x: Tls handshake failed: no shared cipher: OK", None, "at here: no shared cipher"),
+        ("x: ipv4:1.2.3.4:5: Connection refused (111)", None, "at here: Connection refused (111)"),
+    ],
+)
+async def test_a_failed_handshake_is_said_in_a_few_words(of_grpc: str, hint: str | None, words: str) -> None:
+    error = TransportError(of_grpc, metadata={"grpc_code": "UNAVAILABLE"})
+    found = await with_hint(error, Deadline.after(20), encrypted=True)
+    assert found.metadata.get("tls") == hint
+    assert words in explained(found, "here") and "\n" not in explained(found, "here")
+
+
+async def test_an_address_that_works_by_now_adds_nothing(served: Served) -> None:
+    assert await ask_who_accepts(served.target, None, (), 20) is None
+    for nobody in ("localhost:1", "unix:/no/such", "ipv4:127.0.0.1:1"):
+        assert await ask_who_accepts(nobody, None, (), 20) is None
 
 
 async def test_what_else_closes_a_connection_is_not_taken_for_tls() -> None:

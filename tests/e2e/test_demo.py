@@ -101,6 +101,7 @@ def test_a_fleet_writes_the_texts_of_one_executor_though_one_is_killed(
         output, errors = running.communicate(timeout=120)
         assert ("In float32:" in output) is float32
         assert running.returncode == 0, output + errors
+        assert "of the fleet" not in errors, "the board says who is gone"
         before, killed, verdict = output.rstrip().rsplit("\n", 2)
         assert killed.endswith("was killed") and verdict.startswith("texts: 8, ")
         assert verdict.endswith("rebuilt elsewhere; the same as by one executor")

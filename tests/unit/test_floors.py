@@ -109,7 +109,7 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.fleet": Floor(),
     "ferrum_rpc.fleet.cluster": Floor("fleet", "ray"),
     "ferrum_rpc.cli": Floor(
-        "ferrum_rpc errors config install usage ask bench fleet fleet.cluster plan doctor rank serve runtime"
+        "ferrum_rpc errors config install usage client ask bench fleet fleet.cluster plan doctor rank serve runtime"
     ),
     "clients": Floor("core errors client", "jsonschema llguidance numpy rich tokenizers"),
 }

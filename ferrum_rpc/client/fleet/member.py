@@ -15,6 +15,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from ferrum_rpc.client.client import ExecutorClient
 from ferrum_rpc.client.connection import Connection
+from ferrum_rpc.client.encryption import in_words
 from ferrum_rpc.client.fleet.placement import Candidate
 from ferrum_rpc.client.info import ExecutorInfo, ExecutorState
 from ferrum_rpc.client.prefixes import PrefixIndex
@@ -29,7 +30,7 @@ PREFIX_BLOCKS: Final = 1 << 17
 FULL_S: Final = 1.0
 """For so long an executor that refused a sequence for want of room is passed over, where others are there."""
 
-log = logging.getLogger("ferrum_rpc.client")
+log = logging.getLogger("ferrum_rpc.client.fleet")
 
 
 class Member:
@@ -158,9 +159,9 @@ class Member:
                 await self.client.info(timeout_s=timeout_s)
         except ExecutorError as error:
             if error.metadata.get("grpc_code") == "UNAVAILABLE" or isinstance(error, InstanceMismatch):
-                await self.end(error.message)
+                await self.end(in_words(error))
             else:
-                self._hangs("it does not answer" if isinstance(error, DeadlineExceeded) else error.message)
+                self._hangs("it does not answer" if isinstance(error, DeadlineExceeded) else in_words(error))
             return
         if status.uptime_s < self._uptime_s:
             await self.end("another process answers there")

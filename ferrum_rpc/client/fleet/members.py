@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Final
 
 from ferrum_rpc.client.client import ExecutorClient
+from ferrum_rpc.client.encryption import in_words
 from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.placement import LongestPrefix, Placement
 from ferrum_rpc.client.fleet.resolving import NAMED, check, lookup
@@ -29,7 +30,7 @@ FIRST_PAUSE_S: Final = 0.1
 LONGEST_PAUSE_S: Final = 2.0
 """Between attempts to reach what does not answer."""
 
-log = logging.getLogger("ferrum_rpc.client")
+log = logging.getLogger("ferrum_rpc.client.fleet")
 
 
 class Members:
@@ -132,7 +133,7 @@ class Members:
                 async with asyncio.timeout(deadline.remaining()):
                     await self.changed(self.changes)
             except TimeoutError:
-                known = {target: each.message for target, each in self.troubles.items()}
+                known = {target: in_words(each) for target, each in self.troubles.items()}
                 known |= {each.target: each.trouble for each in self._there if each.hung}
                 why = "; ".join(f"{target}: {each}" for target, each in known.items())
                 message = f"no executor of {', '.join(self.targets)} takes sequences ({why or 'none has answered'})"

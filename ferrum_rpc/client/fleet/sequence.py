@@ -40,7 +40,7 @@ from ferrum_rpc.executor.v1.forward_pb2 import CACHE_MODE_BYPASS
 MOVES_AT_ONCE: Final = 2
 """Away from one executor, which takes part in 4 transfers by default (`max_transfers`)."""
 
-log = logging.getLogger("ferrum_rpc.client")
+log = logging.getLogger("ferrum_rpc.client.fleet")
 
 
 class Home:
