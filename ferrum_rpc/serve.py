@@ -46,7 +46,8 @@ def serve(settings: ServeSettings) -> int:
     try:
         model_folder(settings.model.path)
     except InvalidRequest as error:
-        log.error("cannot_serve", error=error.message)
+        action = "name a model folder, a GGUF file, a name on the hub or a built-in model, then start again"
+        log.error("cannot_serve", error=error.message, action=action)
         return 1
     if settings.model.ranks == 1 and os.environ.get("WORLD_SIZE", "1") not in {"0", "1"}:
         action = "to share the model among them, give --tensor-parallel or --pipeline-parallel; else start one process"

@@ -212,10 +212,11 @@ class ServerState:
         """
         if self.lifecycle is Lifecycle.DRAINING:
             raise Draining("the executor takes no new sequences; nothing was started", retry_after_s=RETRY_ELSEWHERE_S)
-        if len(self.handles) + len(self._creating) + count > self.limits.max_sequences:
+        live, creating, most = len(self.handles), len(self._creating), self.limits.max_sequences
+        if live + creating + count > most:
             raise SequencesExhausted(
-                f"{counted(self.limits.max_sequences, 'sequence')} may live: {len(self.handles)} do, and "
-                f"{count} more are asked for; release some",
+                f"{counted(most, 'sequence')} may live: {live} live, {creating} are being created, and "
+                f"{count} more are asked for; release some" + (", or wait" if creating else ""),
                 metadata={"max_sequences": self.limits.max_sequences},
                 retry_after_s=RETRY_AFTER_S,
             )

@@ -202,6 +202,23 @@ async def test_too_many_sequences_are_refused_before_memory_is(served: Served) -
         fork = small.executor.ForkKv(pb.ForkKvRequest(handle=handle))
         error = await refused(fork, Reason.SEQUENCES_EXHAUSTED, code)
         assert error.number("max_sequences") == 3
+        assert error.message.startswith("3 sequences may live: 3 live, 0 are being created, and 1 more")
+
+
+async def test_sequences_that_are_being_created_are_counted_in_the_refusal() -> None:
+    gate = Gate("forward")
+    async with serve_identity(max_sequences=3, stage=gate) as small:
+        creations = [pb.PrefillRequest(item=item([1])) for _ in range(4)]
+        first = await gate.hold(small.executor.Prefill(creations[0]))
+        others = [asyncio.ensure_future(prefill(small, [each])) for each in (2, 3)]
+        await until(lambda: len(small.server.state._creating) == 3)
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        error = await refused(small.executor.Prefill(creations[3]), Reason.SEQUENCES_EXHAUSTED, code)
+        assert error.message == (
+            "3 sequences may live: 0 live, 3 are being created, and 1 more are asked for; release some, or wait"
+        )
+        gate.open()
+        await asyncio.gather(first, *others)
 
 
 async def test_an_answer_too_large_is_refused_before_the_forward() -> None:
