@@ -68,7 +68,13 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     source.add_argument("--prompts-file", type=Path, metavar="FILE", help="a prompt per line")
     source.add_argument("--demo", action="store_true", help="eight built-in prompts (the default)")
     parser.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="per prompt (%(default)s)")
-    parser.add_argument("--token-budget", type=_positive, default=256, metavar="N", help="tokens a step (%(default)s)")
+    parser.add_argument(
+        "--token-budget",
+        type=_positive,
+        default=256,
+        metavar="N",
+        help="tokens a step (%(default)s): longer prompts go in pieces, cut by what else is in the step",
+    )
     parser.add_argument("--max-running", type=_positive, default=16, metavar="N", help="prompts at once (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.6, help="0 is greedy (%(default)s)")
     parser.add_argument("--top-k", type=int, default=40, metavar="K", help="0 keeps all (%(default)s)")
@@ -87,7 +93,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--run-tokens", type=int, default=16, metavar="N", help="tokens a trip, at most; 0: single steps (%(default)s)"
     )
-    parser.add_argument("--bypass", action="store_true", help="use no prefix cache: what is computed again is exact")
+    parser.add_argument(
+        "--bypass",
+        action="store_true",
+        help="use no prefix cache: what is computed again in the same pieces is exact",
+    )
     parser.add_argument("--plain", action="store_true", help="no panels, only lines")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="write the texts there too, a JSON object a line")
     parser.add_argument("--patience", type=float, default=30.0, metavar="S", help="give up after S s without progress")

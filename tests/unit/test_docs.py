@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ferrum_rpc import cli
+
 ROOT = Path(__file__).parents[2]
 LAYOUT = ("architecture.md", "kernels.md")
 """The docs that name files and what is in them."""
@@ -141,6 +143,19 @@ def test_every_event_of_the_log_is_explained() -> None:
     assert len(events) > 40
     assert sorted(events - told) == []
     assert sorted(each for each in told - events if not each.endswith(tuple(ends))) == []
+
+
+def test_every_flag_of_serve_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """By its name, or that of its setting; what has a ``--no-`` in front is explained with the flag."""
+    with pytest.raises(SystemExit):
+        cli.main(("serve", "--help"))
+    flags = set(re.findall(r"^ +(--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert len(flags) > 70
+    text = "".join((ROOT / "docs" / name).read_text("utf-8") for name in ("operations.md", "fleet.md"))
+    named = set(re.findall(r"--[a-z0-9-]+", text))
+    named |= {f"--{each.replace('_', '-')}" for each in re.findall(r"`([a-z_]+)`", text)}
+    named |= {f"--{each.replace('_', '-')}" for each in re.findall(r"^([a-z_]+) = ", text, re.MULTILINE)}
+    assert sorted(flags - named) == []
 
 
 def test_what_is_not_there_is_found() -> None:
