@@ -113,12 +113,12 @@ class Backoff:
         self._pause_s = first_s
         self._longest_s = longest_s
 
-    async def wait(self) -> bool:
-        """Pause. False, at once: the deadline comes first."""
-        left = self._deadline.remaining()
-        if left is not None and left <= self._pause_s:
+    async def wait(self, least_s: float | None = None) -> bool:
+        """Pause, for ``least_s`` at least. False, at once: the deadline comes first."""
+        left, pause_s = self._deadline.remaining(), max(self._pause_s, least_s or 0.0)
+        if left is not None and left <= pause_s:
             return False
-        await asyncio.sleep(self._pause_s)
+        await asyncio.sleep(pause_s)
         self._pause_s = min(2 * self._pause_s, self._longest_s)
         return True
 

@@ -112,7 +112,12 @@ def candidate(target: str, **known: int) -> Candidate:
     [
         ({}, {}, "left"),
         ({}, {"cached_tokens": 20}, "right"),
-        ({"free_blocks": 99}, {}, "right"),
+        ({"free_blocks": 95}, {}, "right"),
+        ({"own_sequences": 1}, {"free_blocks": 97}, "right"),
+        ({"own_sequences": 1}, {"free_blocks": 95}, "left"),
+        ({"own_sequences": 1, "cached_tokens": 4}, {}, "left"),
+        ({"turn": 7}, {"turn": 6}, "right"),
+        ({"turn": 7}, {"own_sequences": 1}, "left"),
         ({"queued_items": 3}, {}, "right"),
         ({}, {"cached_tokens": 20, "free_blocks": 40}, "left"),
         ({}, {"cached_tokens": 40, "free_blocks": 15, "queued_items": 40}, "left"),

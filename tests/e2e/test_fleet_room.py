@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -12,11 +13,19 @@ from unittest import mock
 import pytest
 
 from ferrum_rpc.client import Answer, ExecutorClient
-from ferrum_rpc.client.fleet import Candidate, FleetClient, FleetSequence
-from ferrum_rpc.errors import ContextLengthExceeded, NotSupported, QuotaExceeded, SequencesExhausted
-from tests.e2e.fleets import PROMPT, SAMPLED, alone, fleet_of, foreign, identity, of, owner, until
+from ferrum_rpc.client.fleet import Candidate, FleetClient, FleetSequence, Member, Members
+from ferrum_rpc.errors import (
+    ContextLengthExceeded,
+    ExecutorError,
+    NotSupported,
+    QuotaExceeded,
+    SequencesExhausted,
+    TransportError,
+)
+from tests.e2e.fleets import PROMPT, SAMPLED, alone, fleet_of, foreign, hanging, identity, of, owner, until
 from tests.faults import waiting
-from tests.serving import Served
+from tests.faults.proxy import TcpProxy, proxied
+from tests.serving import Gate, Served
 
 SHORT, LONG = 16, 64
 WAYS = pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
@@ -156,6 +165,9 @@ async def test_who_drains_or_dies_leaves_its_sequences_to_those_whose_context_ho
             assert another.server.state.counters.sequences_imported == 1
             await owner(sequence).end("as if it were")
             one.members._listed("", [each.target for each in served])
+            with pytest.raises(TransportError, match=f"takes a sequence of 21 tokens .{long.target}: it drains"):
+                await sequence.decode(found[-1], SAMPLED, timeout_s=0.2)
+            one.members._listed("", [short.target])
             with pytest.raises(ContextLengthExceeded, match="has 21 tokens"):
                 await sequence.decode(found[-1], SAMPLED)
         assert found == expected[:14]
@@ -206,4 +218,184 @@ async def test_who_is_full_by_number_is_passed_over(
                 if refusal is SequencesExhausted:
                     with pytest.raises(refusal):
                         await another.prefill(PROMPT)
+        await one.release(sequences)
+
+
+@contextmanager
+def refusals() -> Iterator[asyncio.Queue[tuple[str, ExecutorError]]]:
+    """Who refused what, as it happens."""
+    seen: asyncio.Queue[tuple[str, ExecutorError]] = asyncio.Queue()
+    refused = Member.refused
+
+    def note(member: Member, error: ExecutorError) -> None:
+        seen.put_nowait((member.target, error))
+        refused(member, error)
+
+    with mock.patch.object(Member, "refused", note):
+        yield seen
+
+
+@WAYS
+@pytest.mark.parametrize("how", ["stream", "calls", "items"])
+async def test_each_that_could_hold_a_sequence_is_asked_once_and_the_refusal_is_raised(how: str, session: bool) -> None:
+    connect = partial(ExecutorClient, session=session)
+    async with (
+        identity(max_context=SHORT) as short,
+        identity(max_context=LONG, max_sequences=1) as first,
+        identity(max_context=LONG, max_sequences=1) as second,
+        fleet_of(short.target, first.target, second.target, placement=Lowest(), connect=connect) as one,
+        ExecutorClient(first.target) as other,
+        ExecutorClient(second.target) as another,
+    ):
+        held = [each.sequence() for each in (other, another)]
+        for each in held:
+            await each.prefill(PROMPT)
+        prompt = [1] * (SHORT + 1)
+        # As where others fill them between two answers: nothing that is known says that they are full.
+        with mock.patch.object(Member, "full", property(lambda member: False)), refusals() as seen:
+            sequence = one.sequence()
+            if how == "items":
+                [refusal] = await one.forward([sequence.item(prompt, SAMPLED)])
+            else:
+                with pytest.raises(SequencesExhausted) as raised:
+                    if how == "calls":
+                        await sequence.prefill(prompt)
+                    else:
+                        await anext(sequence.generate(prompt, max_tokens=4))
+                refusal = raised.value
+            assert isinstance(refusal, SequencesExhausted) and refusal.retry_after_s
+            asked = Counter(seen.get_nowait()[0] for _ in range(seen.qsize()))
+            assert asked == {first.target: 1, second.target: 1}
+            await held[1].release()
+            await sequence.prefill(prompt)
+            assert owner(sequence).target == second.target
+            await sequence.release()
+        await held[0].release()
+
+
+@WAYS
+async def test_a_text_that_must_move_stays_until_there_is_a_place_for_it(session: bool) -> None:
+    connect = partial(ExecutorClient, session=session)
+    async with (
+        identity(max_context=SHORT) as short,
+        identity(max_context=LONG, max_sequences=1) as long,
+        fleet_of(short.target, long.target, placement=Lowest(), connect=connect) as one,
+        ExecutorClient(long.target) as other,
+    ):
+        await until(one, lambda: len(one.members.serving) == 2)
+        expected = await alone(long.target)
+        await (held := other.sequence()).prefill(PROMPT)
+        sequence, found = one.sequence(), list[int]()
+        with pytest.raises(SequencesExhausted):
+            async for token in sequence.generate(PROMPT, output=SAMPLED, stop=(), timeout_s=1.0):
+                found.append(token)
+        assert found == expected[: SHORT - len(PROMPT) + 1]
+        assert owner(sequence).target == short.target and sequence.length == SHORT
+        with refusals() as seen:
+            stream = sequence.generate(found[-1:], max_tokens=24 - len(found), output=SAMPLED, stop=())
+            rest = asyncio.ensure_future(anext(stream))
+            assert (await seen.get())[0] == long.target
+            await held.release()
+            found += [await rest, *[token async for token in stream]]
+        assert found == expected and owner(sequence).target == long.target
+        assert long.server.state.counters.sequences_imported == 1
+        await sequence.release()
+
+
+def restart(proxy: TcpProxy, upstream: str) -> None:
+    proxy.upstream = upstream
+    proxy.reset_all()
+
+
+@pytest.mark.parametrize(
+    ("away", "how"),
+    [
+        *(("hangs", how) for how in ("prompt", "stream", "stream of single steps", "calls", "items")),
+        ("is gone", "prompt"),
+        ("is gone", "stream"),
+        ("has not come", "prompt"),
+    ],
+)
+async def test_a_longer_context_that_is_away_for_a_while_is_waited_for(away: str, how: str) -> None:
+    gate, waits, change = Gate("forward"), asyncio.Event(), Members._change
+
+    async def waiting_for(members: Members, *args: Any) -> None:
+        waits.set()
+        await change(members, *args)
+
+    async with AsyncExitStack() as stack:
+        short = await stack.enter_async_context(identity(max_context=SHORT))
+        long = await stack.enter_async_context(identity(max_context=LONG, stage=gate))
+        proxy = await stack.enter_async_context(proxied(long.target))
+        expected = await alone(long.target)
+        if away == "has not come":
+            restart(proxy, "127.0.0.1:1")
+        one = await stack.enter_async_context(fleet_of(short.target, proxy.target, placement=Lowest()))
+        hang = stack.enter_context(ExitStack()) if away == "hangs" else None
+        if hang is not None:
+            await until(one, lambda: len(one.members.serving) == 2)
+            hang.enter_context(hanging(long, gate))
+        if away == "is gone":
+            await until(one, lambda: len(one.members.serving) == 2)
+            restart(proxy, "127.0.0.1:1")
+        await until(one, lambda: [each.target for each in one.members.serving] == [short.target])
+        sequence = one.sequence()
+        with pytest.raises(TransportError, match=f"takes a sequence of {SHORT + 1} tokens .{proxy.target}: "):
+            await one.sequence().prefill([1] * (SHORT + 1), timeout_s=0.05)
+        with mock.patch.object(Members, "_change", waiting_for):
+            if how == "prompt":
+                work = asyncio.ensure_future(_length(sequence, SHORT + 1))
+            else:
+                work = asyncio.ensure_future(text(one, sequence, how))
+            first = asyncio.ensure_future(waits.wait())
+            await asyncio.wait({work, first}, return_when=asyncio.FIRST_COMPLETED)
+            assert waits.is_set() and not work.done(), work
+            if hang is not None:
+                hang.close()
+            else:
+                restart(proxy, long.target)
+            assert await work == (SHORT + 1 if how == "prompt" else expected)
+        assert owner(sequence).target == proxy.target
+        await sequence.release()
+        await waiting.until(lambda: not len(short.server.state.handles) and not len(long.server.state.handles))
+
+
+async def _length(sequence: FleetSequence, tokens: int) -> int:
+    return (await sequence.prefill([1] * tokens)).length
+
+
+async def test_a_text_raises_where_the_longer_context_stays_away_and_a_known_short_one_is_not_waited_for() -> None:
+    async with (
+        identity(max_context=SHORT) as short,
+        identity(max_context=LONG) as long,
+        proxied(long.target) as proxy,
+        fleet_of(short.target, proxy.target, placement=Lowest()) as one,
+    ):
+        await until(one, lambda: len(one.members.serving) == 2)
+        expected = await alone(long.target)
+        restart(proxy, "127.0.0.1:1")
+        await until(one, lambda: len(one.members.serving) == 1)
+        sequence, found = one.sequence(), list[int]()
+        with pytest.raises(TransportError, match=f"takes a sequence of {SHORT + 1} tokens"):
+            async for token in sequence.generate(PROMPT, output=SAMPLED, stop=(), timeout_s=1.0):
+                found.append(token)
+        assert found == expected[: SHORT - len(PROMPT) + 1] and sequence.length == SHORT
+        with pytest.raises(ContextLengthExceeded):
+            await one.sequence().prefill([1] * (LONG + 1))
+        await sequence.release()
+
+
+@pytest.mark.parametrize("count", [8, 3])
+async def test_sequences_that_begin_together_are_shared_out_evenly(count: int) -> None:
+    async with (
+        identity() as first,
+        identity() as second,
+        identity() as third,
+        fleet_of(first.target, second.target, third.target) as one,
+    ):
+        sequences = [one.sequence() for _ in range(count)]  # at once: entering it has waited for all three
+        await asyncio.gather(*(each.prefill([at, 1]) for at, each in enumerate(sequences)))
+        shares = Counter(owner(each).target for each in sequences)
+        assert sorted(shares.values()) == ([2, 3, 3] if count == 8 else [1, 1, 1])
+        await one.release(sequences[:-1])
         await one.release(sequences)

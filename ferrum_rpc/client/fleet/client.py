@@ -12,7 +12,7 @@ from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.batches import Batches
 from ferrum_rpc.client.client import CacheMode, ExecutorClient, creation
 from ferrum_rpc.client.fleet.member import Member
-from ferrum_rpc.client.fleet.members import Members
+from ferrum_rpc.client.fleet.members import SILENT_S, Members
 from ferrum_rpc.client.fleet.placement import LongestPrefix, Placement
 from ferrum_rpc.client.fleet.sequence import FleetSequence, Home
 from ferrum_rpc.client.info import ExecutorInfo
@@ -43,7 +43,8 @@ class Part(NamedTuple, Generic[Thing]):
 
 class FleetClient(Batches):
     """The executors of one model, for one scheduler. An async context manager: entering it waits until one of them
-    takes sequences, for ``timeout_s``, which is also the deadline of every batch that is not given one of its own.
+    takes sequences, for ``timeout_s``, which is also the deadline of every batch that is not given one of its own, and
+    then up to 1 s for the first answers of the others.
 
     ``targets``: ``host:port`` and ``unix:path``, or ``dns:///name:port`` for each address that the name has, or
     ``file:PATH`` for each line of that file, looked up again every few seconds. ``connect`` makes the
@@ -89,6 +90,7 @@ class FleetClient(Batches):
         await self._stack.enter_async_context(self.members)
         try:
             await self.members.some(Deadline.after(self._timeout_s))
+            await self.members.all_known(SILENT_S)
         except BaseException:
             await self._stack.aclose()
             raise
@@ -220,9 +222,12 @@ class FleetClient(Batches):
             if not isinstance(error, ExecutorError) or part.follows:
                 continue
             sequence = part.sequence
-            if (isinstance(error, FULL) and await sequence._finds_room(error, deadline)) or (
-                await sequence._lost_behind(error)
-            ):
+            try:
+                again = isinstance(error, FULL) and await sequence._finds_room(error, deadline)
+            except ExecutorError as refusal:
+                told[at] = refusal
+                continue
+            if again or await sequence._lost_behind(error):
                 lost += () if deadline.passed else (at,)
         if lost:
             moved = [parts[at] for at in lost]
@@ -230,8 +235,8 @@ class FleetClient(Batches):
                 part._replace(thing=renewed(part.sequence, part.thing)) if part.sequence._ready else part
                 for part in moved
             ]
-            again = await self._at_owners(moved, renewed, call, deadline, rebuilds - 1)
-            told |= zip(lost, again, strict=True)
+            answers = await self._at_owners(moved, renewed, call, deadline, rebuilds - 1)
+            told |= zip(lost, answers, strict=True)
         return [told[at] for at in range(len(parts))]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as ListOf
 from contextlib import aclosing, suppress
 from typing import Final
+from weakref import WeakSet
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
@@ -19,6 +20,7 @@ from ferrum_rpc.client.encryption import in_words
 from ferrum_rpc.client.fleet.placement import Candidate
 from ferrum_rpc.client.info import ExecutorInfo, ExecutorState
 from ferrum_rpc.client.prefixes import PrefixIndex
+from ferrum_rpc.client.recovery import Recovering
 from ferrum_rpc.client.retry import NEVER_RESEND, Deadline
 from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.core import Pressure
@@ -37,7 +39,8 @@ class Member:
     """One executor for one life of its process, or until it has hung for too long. ``draining``: it takes no new
     sequences. ``trouble``: why it makes no progress, or does not answer, while that is so. ``gone``: it has ended,
     cannot be reached, or is given up. ``listed``: its target is still one of the fleet's. ``leaving``: sequences that
-    are being moved away from it. ``unreleased``: sequences that could not be released there."""
+    are being moved away from it. ``unreleased``: sequences that could not be released there. ``coming``: those that
+    were placed there and may not exist yet. ``turn``: when it was chosen last, as a number that grows."""
 
     def __init__(self, target: str, client: ExecutorClient, info: ExecutorInfo, notify: Callable[[], None]) -> None:
         self.target = target
@@ -49,6 +52,8 @@ class Member:
         self.gone = False
         self.trouble = ""
         self.leaving = 0
+        self.coming: WeakSet[Recovering] = WeakSet()
+        self.turn = 0
         self.unreleased: list[SequenceState] = []
         self.connection.on_unreleased = self.unreleased.append
         self._drains = False
@@ -126,7 +131,18 @@ class Member:
             queued_items=pressure.queued_items,
             queued_tokens=pressure.queued_tokens,
             max_batch_items=self.info.limits.max_batch_items,
+            own_sequences=self.own_sequences,
+            turn=self.turn,
         )
+
+    @property
+    def own_sequences(self) -> int:
+        """How many sequences this client has there, with those that are being made."""
+        live = self.connection.live
+        for each in list(self.coming):
+            if each._state in live or each._state.released:
+                self.coming.discard(each)
+        return len(live) + len(self.coming)
 
     def promise(self, blocks: int) -> None:
         """A sequence goes there that will take so many: not yet in what it tells."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as ListOf
 from contextlib import suppress
+from itertools import count
 from typing import Final
 
 from ferrum_rpc.client.client import ExecutorClient
@@ -76,6 +77,8 @@ class Members:
         self._hung_patience_s = hung_patience_s
         self._there: list[Member] = []
         self._left: dict[str, tuple[str, str]] = {}  # by target: the instance that was given up, and the lease there
+        self._contexts: dict[str, int] = {}  # by target: the context that it had last
+        self._turns = count(1)
         self._addresses: dict[str, set[str]] = {}
         self._keeping: dict[str, asyncio.Task[None]] = {}
         self._resolving: list[asyncio.Task[None]] = []
@@ -126,19 +129,58 @@ class Members:
         if member.hung_s > self._hung_patience_s and self.serving:
             await member.end(f"{member.trouble} for {member.hung_s:.0f} s, and its sequences go on elsewhere")
 
-    async def some(self, deadline: Deadline) -> list[Member]:
-        """Those that take new sequences, when there is one. Raises `TransportError` where the time is over."""
-        while not (found := self.serving):
-            try:
-                async with asyncio.timeout(deadline.remaining()):
-                    await self.changed(self.changes)
-            except TimeoutError:
-                known = {target: in_words(each) for target, each in self.troubles.items()}
-                known |= {each.target: each.trouble for each in self._there if each.hung}
-                why = "; ".join(f"{target}: {each}" for target, each in known.items())
-                message = f"no executor of {', '.join(self.targets)} takes sequences ({why or 'none has answered'})"
-                raise TransportError(message) from None
+    async def some(self, deadline: Deadline, tokens: int = 0) -> list[Member]:
+        """Those that take new sequences, when there is one. Where none of them has a context of so many ``tokens``, one
+        that is `away` is waited for, if it may. Raises `TransportError` where the time is over."""
+        while not (found := self.serving) or (
+            max(each.max_context for each in found) < tokens and self.away(tokens, found)
+        ):
+            await self._change(deadline, tokens)
         return found
+
+    async def longer(self, context: int, deadline: Deadline) -> list[Member]:
+        """Those that take new sequences and have more than this ``context``, when there is one, or none may come back
+        that has. Raises as `some`."""
+        while not (found := [each for each in self.serving if each.max_context > context]):
+            if not self.away(context + 1, self.serving):
+                break
+            await self._change(deadline, context + 1)
+        return found
+
+    def away(self, tokens: int, there: Iterable[Member]) -> set[str]:
+        """The targets that are listed, are not used now as those ``there`` are, and may have a context of so many
+        ``tokens``: by what they had last, or because they have not answered yet. Whatever answers there and is not of
+        this fleet is not one of them."""
+        away = self.named | ({each for each in self.targets if each.startswith(NAMED)} - self._addresses.keys())
+        away -= {each.target for each in there}
+        return {
+            each
+            for each in away
+            if self._contexts.get(each, tokens) >= tokens
+            and not isinstance(self.troubles.get(each), InvalidRequest | LayoutMismatch)
+        }
+
+    async def all_known(self, timeout_s: float) -> None:
+        """Wait until each target is there, or it is known why it is not, for so long at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.away(0, self._there) - self.troubles.keys():
+                    await self.changed(self.changes)
+
+    async def _change(self, deadline: Deadline, tokens: int) -> None:
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                await self.changed(self.changes)
+        except TimeoutError:
+            known = {target: in_words(each) for target, each in self.troubles.items()}
+            known |= {each.target: "it drains" for each in self._there if each.draining}
+            known |= {each.target: each.trouble for each in self._there if each.hung}
+            if self.serving:
+                known |= dict.fromkeys(self.away(tokens, self._there) - known.keys(), "it has not answered")
+            why = "; ".join(f"{target}: {each}" for target, each in known.items())
+            what = f"a sequence of {tokens} tokens" if self.serving else "sequences"
+            message = f"no executor of {', '.join(self.targets)} takes {what} ({why or 'none has answered'})"
+            raise TransportError(message) from None
 
     def choose(
         self,
@@ -148,13 +190,16 @@ class Members:
         *,
         length: int = 0,
         becomes: int = 0,
+        refused: Container[Member] = (),
     ) -> Member:
         """One of ``members``, of which there is at least one, for a new sequence that begins with ``prompt``. ``salt``:
         that of the sequence; None for one that finds nothing in a prefix cache of which this client knows.
         ``length``: of the sequence, where its tokens are not known; ``becomes``: how long it may be at last. Its
-        context must hold that, or where none does, be the longest. One that is full is passed over. Raises
-        `ContextLengthExceeded` where none holds the sequence as it is."""
-        members = _roomy(members, max(length, len(prompt)), becomes)
+        context must hold that, or where none does, be the longest. One that is full is passed over, and one that has
+        ``refused`` the sequence. Raises `ContextLengthExceeded` where none holds the sequence as it is."""
+        fit = fitting(members, max(length, len(prompt)), becomes)
+        untried = [each for each in fit if each not in refused]
+        members = [each for each in untried if not each.full] or untried or fit
         hashes: dict[int, list[bytes]] = {}
         if prompt and salt is not None:
             for index in {each.info.block_size: each.index for each in members if each.index is not None}.values():
@@ -163,6 +208,7 @@ class Members:
         chosen = self._placement.choose(prompt, candidates)
         member = members[candidates.index(chosen)]
         member.promise(chosen.blocks(len(prompt) - chosen.cached_tokens))
+        member.turn = next(self._turns)
         return member
 
     # --- who is there -----------------------------------------------------------------------------------------------
@@ -195,8 +241,11 @@ class Members:
 
     def _listed(self, name: str, found: Iterable[str]) -> None:
         """These are a name's addresses now. One that is not named any more is used while it answers."""
+        before = self._addresses.get(name)
         self._addresses[name] = set(found)
         named = self.named
+        if before != self._addresses[name]:  # one that somebody waits for may not be among them any more
+            self._notify()
         for member in self._there:
             if member.listed != (member.target in named):
                 member.listed = not member.listed
@@ -250,6 +299,7 @@ class Members:
         if known is not None and _model(known.info) != _model(info):
             raise LayoutMismatch(f"it serves {info.model.name}, and the fleet {known.info.model.name}")
         await self._release_left(target, member)
+        self._contexts[target] = member.max_context
         self._there.append(member)
         self.first = self.first or member
         self._notify()
@@ -264,8 +314,8 @@ class Members:
         self._left.pop(target, None)
 
 
-def _roomy(members: ListOf[Member], length: int, becomes: int) -> ListOf[Member]:
-    """Those to choose from."""
+def fitting(members: ListOf[Member], length: int, becomes: int) -> list[Member]:
+    """Those whose context holds all that a sequence may become, or else the longest, for one of this ``length`` now."""
     longest = max(each.max_context for each in members)
     if length > longest:
         raise ContextLengthExceeded(
@@ -273,8 +323,7 @@ def _roomy(members: ListOf[Member], length: int, becomes: int) -> ListOf[Member]
             metadata={"max_context": longest, "seq_len": length},
         )
     wanted = min(max(length, becomes), longest)
-    fit = [each for each in members if each.max_context >= wanted]
-    return [each for each in fit if not each.full] or fit
+    return [each for each in members if each.max_context >= wanted]
 
 
 def _model(info: ExecutorInfo) -> tuple[object, ...]:

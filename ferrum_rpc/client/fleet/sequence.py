@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from ferrum_rpc.client import transfer
 from ferrum_rpc.client.fleet.member import Member
-from ferrum_rpc.client.fleet.members import Members
+from ferrum_rpc.client.fleet.members import Members, fitting
 from ferrum_rpc.client.info import ExecutorInfo
 from ferrum_rpc.client.recovery import Result
 from ferrum_rpc.client.retry import SEQUENCE_GONE, Backoff, Deadline
@@ -32,6 +32,8 @@ from ferrum_rpc.errors import (
     ExecutorError,
     InstanceMismatch,
     InvalidRequest,
+    QuotaExceeded,
+    SequencesExhausted,
     Starting,
     TransportError,
 )
@@ -39,6 +41,10 @@ from ferrum_rpc.executor.v1.forward_pb2 import CACHE_MODE_BYPASS
 
 MOVES_AT_ONCE: Final = 2
 """Away from one executor, which takes part in 4 transfers by default (`max_transfers`)."""
+
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 1.0
+"""Between attempts to move to an executor that is full, where it does not say how long to wait."""
 
 log = logging.getLogger("ferrum_rpc.client.fleet")
 
@@ -78,6 +84,7 @@ class FleetSequence(Sequence):
         self._wanted: Member | None = None  # where a migration is to end
         self._becomes = 0  # how long it may be at last, where that is known
         self._had = 0  # the longest context of its owners
+        self._asked: tuple[Deadline | None, set[Member]] = None, set()  # who has refused it in the call of a deadline
         home.sequences[state] = self
 
     @property
@@ -154,18 +161,28 @@ class FleetSequence(Sequence):
         elif member.hung or not member.draining or not await self._leave(deadline):
             return
         prompt = self._prompted if self._lost is None else self._lost.tokens
-        self._go(self._choose(await self._home.members.some(deadline), prompt))
+        if self._asked[0] is not deadline:
+            self._asked = None, set()
+        least = max(self._length(), len(prompt) + self._state.create.reserve_tokens)
+        self._go(self._choose(await self._home.members.some(deadline, least), prompt))
         self._chosen = True
 
     def _choose(self, others: ListOf[Member], prompt: ListOf[int]) -> Member:
         wanted = self._wanted
         if wanted is not None and wanted in others:
             return wanted
+        length, becomes = self._lengths(prompt)
+        return self._home.members.choose(
+            others, prompt, self._salt, length=length, becomes=becomes, refused=self._asked[1]
+        )
+
+    def _lengths(self, prompt: ListOf[int]) -> tuple[int, int]:
+        """How long it is, and how long it may be at last."""
         length = self._length()
         becomes = max(self._becomes, len(prompt) + self._state.create.reserve_tokens)
         if length and not self._becomes:  # it may have become as long as it could where it was
             becomes = max(becomes, self._member.max_context)
-        return self._home.members.choose(others, prompt, self._salt, length=length, becomes=becomes)
+        return length, becomes
 
     @property
     def _salt(self) -> bytes | None:
@@ -174,7 +191,9 @@ class FleetSequence(Sequence):
         return None if create.adapter or create.cache_mode == CACHE_MODE_BYPASS else create.cache_salt
 
     def _go(self, member: Member) -> None:
+        self._member.coming.discard(self)
         self._member, self._had = member, max(self._had, member.max_context)
+        member.coming.add(self)
         self._be_at(member.connection)
 
     def _restart(self, tokens: list[int]) -> None:
@@ -230,48 +249,70 @@ class FleetSequence(Sequence):
             return await self._more_context(deadline) is not None
         self._member.refused(error)
         self._chosen = False
-        return self._unplaced and any(not each.full for each in self._home.members.serving)
+        if not self._unplaced or self._wanted is not None or not (others := self._home.members.serving):
+            return False
+        if self._asked[0] is not deadline:
+            self._asked = deadline, set()
+        refused = self._asked[1]
+        refused.add(self._member)
+        prompt = self._prompted if self._lost is None else self._lost.tokens
+        length, becomes = self._lengths(prompt)
+        length = max(length, len(prompt))
+        if length > max(each.max_context for each in others):
+            return False
+        return any(each not in refused and not each.full for each in fitting(others, length, becomes))
 
     async def _more_context(self, deadline: Deadline) -> ExecutorInfo | None:
-        member = self._member
-        longer = [each for each in self._home.members.serving if each.max_context > member.max_context]
+        member, pause = self._member, Backoff(deadline, FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        if self._unplaced or not (self._rebuilds or self._state.handle):
+            return None
+        longer = await self._home.members.longer(member.max_context, deadline)
         if not longer and self._had > member.max_context:
             raise ContextLengthExceeded(
                 f"the sequence has {self._length()} tokens, no executor that takes it a context of more than "
                 f"{member.max_context}, and the one of {self._had} that it began with is gone",
                 metadata={"max_context": member.max_context, "seq_len": self._length()},
             )
-        if not longer or self._unplaced or not (self._rebuilds or self._state.handle):
+        if not longer:
             return None
-        self._becomes = max(self._becomes, member.max_context + 1)
-        there = self._choose(longer, self._state.tokens or ())
-        backoff = Backoff(deadline, first_s=0.005, longest_s=0.1)
-        while member.leaving >= MOVES_AT_ONCE and await backoff.wait():
-            pass
-        if self._state.handle is None or not await self._moved(there, deadline):
-            if not self._rebuilds:
-                return None
-            self._home.let_go(member, replace(self._state))
-            self._lose()
+        self._becomes, self._asked = max(self._becomes, member.max_context + 1), (None, set())
+        while True:
+            there = self._choose(longer, self._state.tokens or ())
+            backoff = Backoff(deadline, first_s=0.005, longest_s=0.1)
+            while member.leaving >= MOVES_AT_ONCE and await backoff.wait():
+                pass
+            refusal = None if self._state.handle is None else await self._moved(there, deadline)
+            if self._state.handle is not None and refusal is None:
+                return there.info
+            if not isinstance(refusal, SequencesExhausted | QuotaExceeded):
+                break
+            others = await self._home.members.longer(member.max_context, deadline)
+            if all(each.full for each in others) and not await pause.wait(refusal.retry_after_s):
+                raise refusal  # it stays where it is, as it was
+            longer = await self._home.members.longer(member.max_context, deadline) or longer
+        if not self._rebuilds:
+            return None
+        self._home.let_go(member, replace(self._state))
+        self._lose()
         return there.info
 
-    async def _moved(self, there: Member, deadline: Deadline) -> bool:
-        """Whether it could be moved there."""
+    async def _moved(self, there: Member, deadline: Deadline) -> ExecutorError | None:
+        """Move it there; returns why it could not be moved."""
         try:
             await self._carry(there, "grpc", deadline)
         except ExecutorError as error:
             there.refused(error)
             log.info("a sequence could not be moved from %s to %s: %s", self._member.target, there.target, error)
-            return False
-        return True
+            return error
+        return None
 
     async def _leave(self, deadline: Deadline) -> bool:
         """The owner drains: move to another, or be fed there. False: it is served here a little longer, because others
-        are being moved, nobody else's context holds it with all that it may become, or what is in flight must end
+        are being moved, no executor that holds all that it may become has a place for it, or what is in flight must end
         first."""
         member, state = self._member, self._state
         length = max(self._length(), self._becomes)
-        others = [each for each in self._home.members.serving if each.max_context >= length]
+        others = [each for each in self._home.members.serving if each.max_context >= length and not each.full]
         if self._ahead is not None or self.in_doubt or not others:
             return False
         if state.handle is None or self._lost is not None:
@@ -280,7 +321,8 @@ class FleetSequence(Sequence):
             return self._rebuilds
         if member.leaving >= MOVES_AT_ONCE:
             return False
-        if await self._moved(self._choose(others, state.tokens or ()), deadline) or not self._rebuilds:
+        refusal = await self._moved(self._choose(others, state.tokens or ()), deadline)
+        if refusal is None or not self._rebuilds or isinstance(refusal, SequencesExhausted | QuotaExceeded):
             return False
         self._lose()
         return True
