@@ -29,6 +29,9 @@ from ferrum_rpc.errors import ExecutorError, LayoutMismatch, NotSupported
 MOVES_AT_ONCE: Final = 2
 """An executor takes part in 4 transfers by default (`max_transfers`), those of other schedulers among them."""
 
+PATIENCE_OVER_S: Final = 0.01
+"""So long after the end of a patience it is looked at."""
+
 CANNOT: Final = (LayoutMismatch, NotSupported)
 
 
@@ -74,12 +77,14 @@ class Front:
         self._placed = False
         self._moves: dict[Request, Worker] = {}
         self._targets: dict[Request, tuple[Worker, Sequence]] = {}
+        self._awaited: dict[Request, float] = {}  # until when an executor with a longer context is waited for
         self._changed = asyncio.Event()
 
     async def run(self, requests: ListOf[Request]) -> RunCounts:
         """Every request to its end. Raises `ExecutorGone`, and `LayoutMismatch` or `NotSupported` where prompts cannot
         move; whatever happens, no sequence is left behind."""
         self._run, self._waiting, began = RunCounts(requests), deque(requests), time.monotonic()
+        self._awaited.clear()
         for request in requests:
             request.arrived = began
         try:
@@ -192,7 +197,7 @@ class Front:
             for request in list(board.waiting):
                 board.requeue(request)
         if not worker.first:
-            room = MOVES_AT_ONCE - len(board.moving)
+            room = MOVES_AT_ONCE - sum(each not in self._awaited for each in board.moving)
             going = [each for each in board.running if _with_room_for_all(self._takers(first=False), each)]
             for request in sorted(going, key=lambda each: each.index)[: max(0, room)]:
                 if request.cached:
@@ -211,18 +216,19 @@ class Front:
         if not self._placed and len(takers) < len(members.serving):
             return
         self._placed = True
-        while self._waiting and takers:
-            request = self._waiting[0]
+        for request in list(self._waiting) if takers else ():
             longest = max((each.driver for each in takers), key=lambda each: each.max_context)
-            if not longest.admissible(request):
-                self._waiting.popleft()
+            if self._awaits(members, takers, request):
+                continue
+            if not request.generated and not longest.admissible(request):
+                self._waiting.remove(request)
                 continue
             fit = self._fitting(takers, longest, request)
             free = [each for each in fit if each.driver.arrivals([request], each.driver.board.waiting)]
             if fit and not free:
                 return
             if fit:
-                self._waiting.popleft()
+                self._waiting.remove(request)
                 self._chosen(members, free, request).driver.board.waiting.append(request)
 
     def _takers(self, *, first: bool) -> list[Worker]:
@@ -240,8 +246,20 @@ class Front:
         return [each for each in fit if each.driver.max_context == longest]
 
     def _goes_on(self, request: Request) -> bool:
-        """Whether somebody else has room for a request whose context is full."""
-        return bool(self._fit(self._takers(first=False), request))
+        """Whether another executor has room for a request whose context is full, or may come back that has."""
+        takers = self._takers(first=False)
+        return bool(self._fit(takers, request)) or self._awaits(self._decode, takers, request)
+
+    def _awaits(self, members: Members, takers: ListOf[Worker], request: Request) -> bool:
+        """Whether no context holds a request, and one that is away may; for as long as the scheduler's patience."""
+        longer = any(each.driver.max_context >= request.known for each in takers)
+        if longer or not members.away(request.known, [each.member for each in takers]):
+            self._awaited.pop(request, None)
+            return False
+        if request not in self._awaited:
+            self._awaited[request] = time.monotonic() + self._patience_s
+            asyncio.get_running_loop().call_later(self._patience_s + PATIENCE_OVER_S, self._notify)
+        return time.monotonic() < self._awaited[request]
 
     def _fitting(self, workers: list[Worker], holder: Driver, request: Request) -> list[Worker]:
         """As `_fit`. Where there is none a request that moves goes on where it is, if it can; else it ends, at the
@@ -274,8 +292,9 @@ class Front:
             return takes and bool(self._waiting) and not any(each.member.serving for each in self._workers)
         if board.running or board.moving or not worker.member.serving:
             return False
-        ready = not worker.first and not self._moves and any(each.driver.board.moving for each in self._workers)
-        return ready or (takes and bool(self._waiting))
+        moving = (request for each in self._workers for request in each.driver.board.moving)
+        ready = not worker.first and not self._moves and any(each not in self._awaited for each in moving)
+        return ready or (takes and any(each not in self._awaited for each in self._waiting))
 
     # --- moves ------------------------------------------------------------------------------------------------------
 
@@ -285,7 +304,10 @@ class Front:
         for source in list(self._workers):
             board, under_way = source.driver.board, sum(each is source for each in self._moves.values())
             for request in sorted(board.moving, key=lambda each: each.index):
-                if request in self._moves or not (fit := self._fitting(takers, source.driver, request)):
+                stays = source.driver.holds(request.known) and not source.driver.hands_over
+                if request in self._moves or (not stays and self._awaits(self._decode, takers, request)):
+                    continue
+                if not (fit := self._fitting(takers, source.driver, request)):
                     continue
                 if (begun := self._targets.get(request)) is not None and begun[0] in fit:
                     fit = [begun[0]]  # the same move again goes on where this one stopped

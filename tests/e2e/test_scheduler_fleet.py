@@ -221,6 +221,44 @@ async def test_texts_outgrow_a_short_context_and_go_on_where_there_is_a_longer_o
             await assert_nothing_is_left(each)
 
 
+@pytest.mark.parametrize("comes", [True, False])
+async def test_a_text_that_fills_its_context_waits_for_a_longer_one_that_is_away(tmp_path: Path, comes: bool) -> None:
+    gate = Gate("forward")
+    async with (
+        identity(kv_blocks=512, max_context=32, stage=gate) as short,
+        identity(kv_blocks=512) as long,
+        proxied(long.target) as away,
+    ):
+        kill(away)
+        listed = tmp_path / "targets"
+        listed.write_text(f"{short.target}\n")
+
+        async def listed_too() -> None:
+            gate.closed = True
+            listed.write_text(f"{short.target}\n{away.target}\n")
+            await waiting.until(lambda: away.connections)
+            gate.open()
+
+        class Moving(At):
+            def changed(self, request: Request) -> None:
+                super().changed(request)
+                if comes and request.stage is Stage.MOVING:
+                    away.upstream = long.target
+
+        work = requests([[1], [2]], 40)
+        watcher = Moving({4: listed_too})
+        patience_s = 30.0 if comes else 0.5
+        run = await fleet([f"file:{listed}"], [], work, watcher=watcher, stop=NONE, patience_s=patience_s)
+        await asyncio.gather(*watcher.doing)
+        assert (0, Stage.MOVING) in watcher.stages
+        if comes:
+            assert [(each.executor, each.ending) for each in work] == [(away.target, Ending.LENGTH)] * 2
+            assert len(run.moves) == 2 and not run.failed and not run.rebuilds
+        else:
+            assert [(each.ending, each.known) for each in work] == [(Ending.CONTEXT, 33)] * 2
+        await assert_nothing_is_left(short)
+
+
 async def test_a_text_goes_where_all_that_it_may_become_has_room_and_stays_there() -> None:
     async with identity(kv_blocks=512, max_context=32) as short, identity(kv_blocks=512, max_context=64) as long:
         work = requests([[1], [2] * 40, [3] * 64, [4] * 65], 40)
