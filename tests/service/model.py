@@ -153,10 +153,12 @@ class Limits:
 
 
 class Block:
-    """``holders`` sequences refer to it. It is read-only unless there is one."""
+    """``holders`` sequences refer to it. It is read-only unless there is one. ``full``: it was
+    once, and may be published."""
 
     def __init__(self):
         self.holders = 1
+        self.full = False
 
 
 @dataclass(eq=False)
@@ -194,7 +196,8 @@ class Sequence:
 
 @dataclass(eq=False)
 class Write:
-    """Blocks taken for ``count`` tokens from ``start`` on, until it is committed or rolled back."""
+    """Blocks taken for ``count`` tokens from ``start`` on, until it is committed or rolled back. ``kept``: one more may
+    be copied, so that what is published there stays findable."""
 
     sequence: Sequence
     start: int
@@ -204,6 +207,7 @@ class Write:
     from_spares: int
     ahead: int
     copied: int
+    kept: int
 
 
 class Blocks:
@@ -218,6 +222,7 @@ class Blocks:
 
     def write(self, sequence: Sequence, start: int, count: int, ahead: int = 0) -> Write | None:
         """Take the blocks, or None where there are too few."""
+        self._note_full(sequence)
         end, held = start + count, len(sequence.blocks)
         after = self.blocks_for(end)
         shared = [i for i in range(start // self.size, min(held, after)) if sequence.blocks[i].holders > 1]
@@ -232,13 +237,15 @@ class Blocks:
         self.free -= from_pool
         sequence.spares += beyond - from_spares
         replaced = [(i, sequence.blocks[i]) for i in shared]
+        first = sequence.blocks[start // self.size : held][:1] if start % self.size else []
+        kept = sum(block.full and block.holders == 1 and sequence.family is not None for block in first)
         for i in shared:
             sequence.blocks[i] = Block()
         sequence.blocks += [Block() for _ in range(added)]
         if ahead:
             sequence.promised_from, sequence.promised = end, ahead
         copied = int(bool(shared) and shared[0] == start // self.size and start % self.size != 0)
-        return Write(sequence, start, count, replaced, added, from_spares, ahead, copied)
+        return Write(sequence, start, count, replaced, added, from_spares, ahead, copied, kept)
 
     def commit(self, write: Write, tokens: tuple[int, ...]) -> None:
         sequence = write.sequence
@@ -265,12 +272,18 @@ class Blocks:
         sequence.spares += write.from_spares
 
     def truncate(self, sequence: Sequence, length: int) -> None:
+        self._note_full(sequence)
         self._cut(sequence, length)
         del sequence.tokens[length:]
         self._fit_spares(sequence, length)
 
+    def _note_full(self, sequence: Sequence) -> None:
+        for block in sequence.blocks[: sequence.length // self.size]:
+            block.full = True
+
     def fork(self, parent: Sequence, child: Sequence, at: int) -> bool:
         """False: the parent's promise needs more blocks than there are, for what it now shares."""
+        self._note_full(parent)
         shared = parent.blocks[: self.blocks_for(at)]
         for block in shared:
             block.holders += 1
@@ -664,6 +677,7 @@ class Oracle:
             self.counts["created"] += item.handle is None
             self.counts["tokens"] += len(item.tokens)
             self.counts["copied"] += write.copied
+            self.counts["kept"] += write.kept
             self.blocks.commit(write, item.tokens)
             if write.ahead:
                 sequence.held_to = sequence.length + write.ahead

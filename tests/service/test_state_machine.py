@@ -478,7 +478,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         assert counters.tokens == counts["tokens"]
         assert counters.rows == counts["rows"]
         assert counters.tokens_truncated == counts["truncated"]
-        assert counters.blocks_copied == counts["copied"]
+        assert 0 <= counters.blocks_copied - counts["copied"] <= counts["kept"]
         assert 0 <= counters.replays - counts["replays"] <= counts["echoes"]
         assert 0 <= counts["kv_exhausted"] - counters.kv_exhausted <= counts["echoes"]
         entries = [

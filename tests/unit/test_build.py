@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from ferrum_rpc import building
 from ferrum_rpc.building import model_folder
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import NO_KERNELS, FullLogits, OutputSpec, Positions, RowDType, Span, Step
+from ferrum_rpc.core import NO_KERNELS, FullLogits, OutputSpec, Positions, Pressure, RowDType, Span, Step
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.choices import NO_MORE
 from ferrum_rpc.errors import InvalidRequest
@@ -24,7 +24,9 @@ from ferrum_rpc.native import library
 from ferrum_rpc.serve import _action, _banner
 from tests.checkpoints import make_checkpoint
 
-SERVER: Any = SimpleNamespace(target="here", state=SimpleNamespace(handles=SimpleNamespace(instance_id="1")))
+PRESSURE = Pressure(8, 8, 16, 0, 0, 0)
+STATE = SimpleNamespace(handles=SimpleNamespace(instance_id="1"), pressure=lambda: PRESSURE)
+SERVER: Any = SimpleNamespace(target="here", state=STATE)
 
 
 def logits(runner, tokens):
