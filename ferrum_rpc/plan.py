@@ -28,10 +28,10 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
 
     from ferrum_rpc.engine.choices import choose_parts
     from ferrum_rpc.engine.memory import free_memory
-    from ferrum_rpc.engine.plan import Plan, gib
+    from ferrum_rpc.engine.plan import MemoryPlan, gib
     from ferrum_rpc.engine.sizing import LargestStep, make_plan
 
-    def lines(made: Plan) -> list[tuple[str, str, str]]:
+    def lines(made: MemoryPlan) -> list[tuple[str, str, str]]:
         sequences = f"{made.full_sequences:,.1f} sequences of {made.max_context:,} tokens"
         estimate = ", an estimate" if made.estimated else ""
         weights = made.dtype if made.quantize == "none" else f"{made.quantize}, the rest {made.dtype}"

@@ -17,7 +17,7 @@ from ferrum_rpc.errors import InvalidRequest
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from ferrum_rpc.engine.ranks.messages import Line
+    from ferrum_rpc.engine.ranks.messages import Channel
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
@@ -53,7 +53,7 @@ def _stop_waiting(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _serve(number: int, line: Line, store: Store) -> str:
+def _serve(number: int, line: Channel, store: Store) -> str:
     """What `Follower.run` returns."""
     from ferrum_rpc.engine.ranks.follower import Follower
     from ferrum_rpc.engine.ranks.links import machine

@@ -18,7 +18,7 @@ class Unsuited(Exception):
     """What stands against a candidate."""
 
 
-class Candidate(NamedTuple):
+class BackendCandidate(NamedTuple):
     """``make`` returns it, small steps of it tried, or raises what is in the way, `Unsuited` or anything else.
     ``reason``: what it is good for; ``{}`` in it is what was made."""
 
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
     made: Any
 
 
-def select(*candidates: Candidate, what: str, field: str, requested: str = AUTO) -> Choice:
+def select(*candidates: BackendCandidate, what: str, field: str, requested: str = AUTO) -> Choice:
     """The first candidate that is made, or the one that is ``requested`` by name. Raises `InvalidRequest` (of
     ``field``) where there is none of that name, or where it cannot be made."""
     names = [AUTO, *(each.name for each in candidates)]

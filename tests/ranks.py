@@ -15,9 +15,9 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.build import build_shared
 from ferrum_rpc.engine.choices import choose_parts
 from ferrum_rpc.engine.ranks.follower import Follower
-from ferrum_rpc.engine.ranks.leader import Member, Ranks
+from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank
 from ferrum_rpc.engine.ranks.links import machine, set_up
-from ferrum_rpc.engine.ranks.messages import Line
+from ferrum_rpc.engine.ranks.messages import Channel
 from ferrum_rpc.engine.ranks.setup import Setup
 
 Stage = Callable[[str], None]
@@ -43,11 +43,11 @@ class World:
         members = []
         for number in range(1, settings.ranks):
             ours, theirs = multiprocessing.Pipe()
-            follower = Follower(Line(theirs), FileStore(self._place), self._stages.get(number))
+            follower = Follower(Channel(theirs), FileStore(self._place), self._stages.get(number))
             self.followers.append(follower)
             self._threads.append(threading.Thread(target=follower.run, daemon=True))
             self._threads[-1].start()
-            members.append(Member(number, Line(ours), f"thread {number}", machine=machine()))
+            members.append(RemoteRank(number, Channel(ours), f"thread {number}", machine=machine()))
         return set_up(settings, members, "", FileStore(self._place))
 
     def close(self) -> None:

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
-from clients.scheduler.policy import Feed
+from clients.scheduler.policy import PlannedFeed
 from clients.scheduler.report import RunCounts
-from clients.scheduler.request import Ending, Request, Stage
+from clients.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.client import CacheMode, ExecutorClient, Item, OutputSpec, Run, Sequence
 
 
@@ -64,7 +64,7 @@ class Board:
         """One that is empty."""
         return self._client.sequence(cache_mode=self._cache_mode)
 
-    def item(self, feed: Feed, output: OutputSpec, run: Run | None = None, follows: Item | None = None) -> Item:
+    def item(self, feed: PlannedFeed, output: OutputSpec, run: Run | None = None, follows: Item | None = None) -> Item:
         """The work item of a feed, on the request's sequence; a new one where it has none. It ``follows`` the request's
         item in flight, and feeds what that chooses."""
         request = feed.request
@@ -136,14 +136,14 @@ class Board:
         self._back.insert(at, request)
         self._observer.changed(request)
 
-    def finish(self, request: Request, ending: Ending) -> None:
+    def finish(self, request: Request, ending: RequestEnd) -> None:
         """The text is complete."""
         self._end(request, Stage.FINISHED, ending)
 
     def fail(self, request: Request, error: str) -> None:
         """The request cannot be served."""
         request.error = error
-        self._end(request, Stage.FAILED, Ending.ERROR)
+        self._end(request, Stage.FAILED, RequestEnd.ERROR)
 
     async def let_go(self) -> None:
         """Release what is leaving. What cannot be released now is found by the executor's idle time-out."""
@@ -156,7 +156,7 @@ class Board:
         self._sequences.clear()
         await self.let_go()
 
-    def _end(self, request: Request, stage: Stage, ending: Ending) -> None:
+    def _end(self, request: Request, stage: Stage, ending: RequestEnd) -> None:
         self._leave(request)
         self.run.left -= 1
         request.stage, request.ending, request.finished = stage, ending, time.monotonic()

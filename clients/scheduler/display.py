@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from clients.scheduler.report import Summary
-from clients.scheduler.request import Ending, Request, Stage
+from clients.scheduler.request import Request, RequestEnd, Stage
 from clients.scheduler.text import TextStream, Tokenizer, printable
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class LiveDisplay:
 def _ending(request: Request) -> str:
     """Where it stands, in a few words."""
     tokens = f"{len(request.generated)} tokens"
-    if request.ending is Ending.ERROR:
+    if request.ending is RequestEnd.ERROR:
         return f"{tokens}, failed"
     if request.ending is not None:
         anew = f", rebuilt {request.rebuilds}×" if request.rebuilds else ""

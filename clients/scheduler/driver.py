@@ -16,10 +16,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from clients.scheduler.board import Board, Observer
-from clients.scheduler.policy import Budget, Feed, Plan, Pool, arrivals, plan
+from clients.scheduler.policy import Budget, PlannedFeed, Pool, StepPlan, arrivals, plan
 from clients.scheduler.refusals import NO_ANSWER, NO_ROOM, NOT_NOW, OUT_OF_STEP, ExecutorGone, Patience
 from clients.scheduler.report import RunCounts
-from clients.scheduler.request import Ending, Request, Stage
+from clients.scheduler.request import Request, RequestEnd, Stage
 from clients.scheduler.runs import MAX_STOPS, SHORT, Chain, Flight
 from clients.scheduler.speculation import Drafter, Speculation
 from ferrum_rpc.client import (
@@ -213,7 +213,7 @@ class Driver:
             else:
                 return
 
-    async def _forward(self, step: Plan, pool: Pool | None) -> None:
+    async def _forward(self, step: StepPlan, pool: Pool | None) -> None:
         """One step. With a ``pool``, short runs of the requests that have no draft beside those that have: not longer
         than a trip, which all wait for."""
         self.board.admit(step.admitted)
@@ -244,12 +244,12 @@ class Driver:
 
     # --- several tokens a trip --------------------------------------------------------------------------------------
 
-    def _may_run(self, step: Plan) -> bool:
+    def _may_run(self, step: StepPlan) -> bool:
         """Whether all that runs is decoded, and nothing else is to be done meanwhile."""
         decodes = all(feed.request.generated and feed.request.owed == 1 for feed in step.feeds)
         return self._run_tokens > 0 and decodes and len(step.feeds) == len(self.board.running)
 
-    async def _decode(self, step: Plan, pool: Pool, limit: int | None) -> bool:
+    async def _decode(self, step: StepPlan, pool: Pool, limit: int | None) -> bool:
         """Decode by runs, each with its follower behind it, until all texts are complete, or ``limit`` tokens longer,
         or there is something else to plan. In a session each request goes its own way: its next run waits for nobody
         else's. Sequences leave when nothing of theirs is in flight. False: there are no blocks for runs."""
@@ -295,7 +295,7 @@ class Driver:
         """Send the next runs of requests, ``behind`` their items in flight, if there are any."""
         items = dict[Request, Item]()
         for request, count in chain.extend(requests).items():
-            feed, run = Feed(request, 1), Run(count, self._stops)
+            feed, run = PlannedFeed(request, 1), Run(count, self._stops)
             follows = None if behind is None else behind[request]
             items[request] = self.board.item(feed, self._output(feed, last=True), run, follows)
         ways = [{request: item} for request, item in items.items()] if self._chains else [items] if items else []
@@ -337,7 +337,7 @@ class Driver:
                 self.refused(request, result)
         return now
 
-    def _output(self, feed: Feed, *, last: bool = False) -> OutputSpec:
+    def _output(self, feed: PlannedFeed, *, last: bool = False) -> OutputSpec:
         """A token of what is known completely. Each request has a seed of its own, so that a text depends neither on
         its neighbours nor on whether it was preempted."""
         if not (feed.completes or last):
@@ -366,7 +366,7 @@ class Driver:
 
     # --- what an answer means ---------------------------------------------------------------------------------------
 
-    def _fed(self, feed: Feed, answer: Answer) -> None:
+    def _fed(self, feed: PlannedFeed, answer: Answer) -> None:
         request, completes = feed.request, feed.completes
         request.fed(feed.count, answer.length, self._budget.exact)
         request.failures = 0
@@ -382,11 +382,11 @@ class Driver:
         """Its next tokens."""
         for token in answer.tokens.tolist():
             if token in self._stop:
-                self._finish(request, Ending.STOP)
+                self._finish(request, RequestEnd.STOP)
                 return
             self.board.token(request, token)
         if len(request.generated) >= request.max_new_tokens:
-            self._finish(request, Ending.LENGTH)
+            self._finish(request, RequestEnd.LENGTH)
         elif request.known > self.max_context:
             self._outgrown(request)
 
@@ -416,22 +416,22 @@ class Driver:
         if request.cached and self.goes_on(request):
             self.board.hand_over(request)
         else:
-            self._finish(request, Ending.CONTEXT)
+            self._finish(request, RequestEnd.CONTEXT)
 
-    def _finish(self, request: Request, ending: Ending) -> None:
+    def _finish(self, request: Request, ending: RequestEnd) -> None:
         self.resume()
         self.board.finish(request, ending)
 
     def give_up(self, request: Request, pool: Pool) -> None:
         if request.generated:
-            self._finish(request, Ending.CONTEXT if request.known > self.max_context else Ending.POOL)
+            self._finish(request, RequestEnd.CONTEXT if request.known > self.max_context else RequestEnd.POOL)
         else:
             need = pool.blocks(request.known)
             self.board.fail(request, f"the prompt needs {need} blocks of {pool.block_size} tokens; {pool.total} exist")
 
     def _count(
         self,
-        feeds: ListOf[Feed],
+        feeds: ListOf[PlannedFeed],
         results: ListOf[Answer | ExecutorError],
         seconds: float,
         runs: Collection[Request],

@@ -67,7 +67,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class PlannedFeed:
     """The next ``count`` owed tokens of a request, and the first ``drafted`` tokens of its draft."""
 
     request: Request
@@ -81,17 +81,17 @@ class Feed:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """``preempt`` first (release, to be waited for again), then ``feeds`` in one forward pass. ``admitted`` are those
     of the feeds that were waiting. ``unservable`` can never run: their tokens exceed the whole pool."""
 
     preempt: tuple[Request, ...] = ()
-    feeds: tuple[Feed, ...] = ()
+    feeds: tuple[PlannedFeed, ...] = ()
     admitted: tuple[Request, ...] = ()
     unservable: tuple[Request, ...] = ()
 
 
-def plan(running: Iterable[Request], waiting: Sequence[Request], pool: Pool, budget: Budget) -> Plan:
+def plan(running: Iterable[Request], waiting: Sequence[Request], pool: Pool, budget: Budget) -> StepPlan:
     """The next step. ``running`` in any order, ``waiting`` in the order of admission."""
     step = _Planner(pool, budget, sorted(running, key=lambda each: each.index))
     step.decodes()
@@ -100,7 +100,7 @@ def plan(running: Iterable[Request], waiting: Sequence[Request], pool: Pool, bud
     if not step.victims:
         step.admit(waiting)
     step.drafts()
-    return Plan(tuple(step.victims), tuple(step.feeds), tuple(step.admitted), tuple(step.unservable))
+    return StepPlan(tuple(step.victims), tuple(step.feeds), tuple(step.admitted), tuple(step.unservable))
 
 
 def arrivals(
@@ -129,7 +129,7 @@ class _Planner:
     kept: list[Request]
     free: int = field(init=False)
     tokens: int = field(init=False)
-    feeds: list[Feed] = field(default_factory=list)
+    feeds: list[PlannedFeed] = field(default_factory=list)
     victims: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     unservable: list[Request] = field(default_factory=list)
@@ -219,7 +219,7 @@ class _Planner:
     def _feed(self, request: Request, count: int) -> None:
         self.free -= self.pool.growth(request.cached, count)
         self.tokens -= count
-        self.feeds.append(Feed(request, count))
+        self.feeds.append(PlannedFeed(request, count))
 
     def _preempt(self, request: Request) -> None:
         self.kept.remove(request)

@@ -21,7 +21,7 @@ class Stage(enum.Enum):
     FAILED = "failed"
 
 
-class Ending(enum.Enum):
+class RequestEnd(enum.Enum):
     """Why a request's text ended."""
 
     STOP = "end of text"
@@ -55,7 +55,7 @@ class Request:
     computed: int = 0
     long: list[tuple[int, int]] = field(default_factory=list)
     stage: Stage = Stage.WAITING
-    ending: Ending | None = None
+    ending: RequestEnd | None = None
     error: str = ""
     executor: str = ""
     preemptions: int = 0

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from clients.scheduler.policy import Feed, Pool
+from clients.scheduler.policy import PlannedFeed, Pool
 from clients.scheduler.request import Request
 from ferrum_rpc.client import Answer, Item
 from ferrum_rpc.errors import ExecutorError
@@ -47,7 +47,7 @@ class Chain:
     ends: dict[Request, int] = field(default_factory=dict)
     broken: bool = False
 
-    def fed(self, feeds: Iterable[Feed]) -> None:
+    def fed(self, feeds: Iterable[PlannedFeed]) -> None:
         """What is fed beside the runs takes its blocks first."""
         for feed in feeds:
             length = feed.request.cached

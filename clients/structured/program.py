@@ -47,7 +47,7 @@ AT_ONCE: Final = 32
 
 
 @dataclass(slots=True)
-class Text:
+class StructuredText:
     """A text, and what it took: ``trips``, and of ``drafted`` tokens those that were ``accepted``."""
 
     tokens: list[int] = field(default_factory=list)
@@ -58,10 +58,10 @@ class Text:
 
 async def complete(
     client: ExecutorClient, schema: Schema, prompt: Sequence[int], output: Greedy | Sample, most: int = 0
-) -> Text:
+) -> StructuredText:
     """The text behind a prompt: the executor chooses each token as ``output`` says, of those that the schema leaves.
     ``most``: tokens of a draft."""
-    state, text = schema.begin(), Text()
+    state, text = schema.begin(), StructuredText()
     async with client.sequence() as sequence:
         while not state.complete:
             draft, words = state.ahead([*prompt, *text.tokens], most if text.tokens else 0)
@@ -102,7 +102,7 @@ async def run(options: argparse.Namespace) -> int:
         if limits.exact_span_tokens:  # a draft within it gives the very bits of single steps
             most = min(most, limits.exact_span_tokens - 1)
 
-        async def text_of(number: int) -> Text:
+        async def text_of(number: int) -> StructuredText:
             prompt = schema.encode(f"{options.prompt} {number}: ")
             output = output_of(options.temperature, options.seed + number)
             async with slots:

@@ -22,9 +22,9 @@ class Schema:
         # without spaces and newlines between the parts: a model that may write them may do so for ever
         self._grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_flexible": False})
 
-    def begin(self) -> State:
+    def begin(self) -> SchemaState:
         """The state of a text without any token."""
-        return State(LLMatcher(self._tokenizer, self._grammar))
+        return SchemaState(LLMatcher(self._tokenizer, self._grammar))
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt."""
@@ -37,7 +37,7 @@ class Schema:
         return text
 
 
-class State:
+class SchemaState:
     """Where a text stands in its schema."""
 
     def __init__(self, matcher: Any) -> None:

@@ -22,7 +22,7 @@ from ferrum_rpc.attention.sinks import Sinks
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.native import library
-from ferrum_rpc.selection import AUTO, Candidate, select
+from ferrum_rpc.selection import AUTO, BackendCandidate, select
 
 
 class AttentionBackend(Protocol):
@@ -111,13 +111,13 @@ def select_backend(
 
     cached = cached or dtype
     rounded = cached in LARGEST
-    native = Candidate(NATIVE, lambda: probe(specs, device, dtype, rounded), "K and V are read in place with {}")
-    triton = Candidate(
+    native = BackendCandidate(NATIVE, lambda: probe(specs, device, dtype, rounded), "K and V are read in place with {}")
+    triton = BackendCandidate(
         TRITON,
         lambda: triton_probe.probe(device, specs, dtype, cached),
         "one kernel for every span, K and V read in place",
     )
-    plain = Candidate(TORCH, lambda: TorchPagedAttention, f"exact block gather and SDPA on {device.type}")
+    plain = BackendCandidate(TORCH, lambda: TorchPagedAttention, f"exact block gather and SDPA on {device.type}")
     fast = (native, triton) if requested != AUTO else (triton,) if device.type == "cuda" else (native,)
     name, reason, made = select(*fast, plain, what="attention backend", field="attention_backend", requested=requested)
     factory = NativePagedAttention if name == NATIVE else made

@@ -89,7 +89,7 @@ class Runner(Protocol):
         """How full the cache is."""
 
 
-class State(enum.IntEnum):
+class WorkState(enum.IntEnum):
     """The life of a submission or an operation."""
 
     QUEUED = 0
@@ -118,7 +118,7 @@ class Submission:
     tokens: int = field(init=False)
     runs: int = field(init=False)
     cuts: dict[int | None, ExecutorError] = field(default_factory=dict)
-    state: State = State.QUEUED
+    state: WorkState = WorkState.QUEUED
     slot: int = -1
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class Submission:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class Interrupt:
     """End the runs of a submission at the next step, or the run of the span ``index``; ``error`` says why. Without
     effect where they are over. What has not begun is refused, where all of it is cut."""
 
@@ -152,7 +152,7 @@ class Operation:
 
     run: Callable[[Any], object]
     done: Callable[[object], None]
-    state: State = State.QUEUED
+    state: WorkState = WorkState.QUEUED
     slot: int = -1
     spans: ClassVar[tuple[Span, ...]] = ()
     tokens: ClassVar[int] = 0
@@ -221,7 +221,7 @@ class Engine(Protocol):
         return."""
 
     def cut(self, work: Submission, index: int | None, error: ExecutorError) -> None:
-        """End its runs at the next step, or one of them: see `Cut`."""
+        """End its runs at the next step, or one of them: see `Interrupt`."""
 
     def trouble(self, now: float) -> str | None:
         """Why the engine does not do its work, or None; ``now`` is on `time.monotonic`."""

@@ -47,7 +47,7 @@ from ferrum_rpc.models.identity import IdentityModel
 from ferrum_rpc.models.lora import AdaptableModel, Loras
 from ferrum_rpc.models.native_linear import ByteFactory
 from ferrum_rpc.native import library
-from ferrum_rpc.sampling.parted import Part
+from ferrum_rpc.sampling.parted import VocabShard
 
 
 def build_runner(
@@ -97,7 +97,7 @@ class Sharing(NamedTuple):
     ranks: Ranks
     setup: Setup
 
-    def part(self, vocabulary: int) -> Part | None:
+    def part(self, vocabulary: int) -> VocabShard | None:
         """See `Groups.part`."""
         assert self.ranks.groups is not None  # noqa: S101 - made before the model
         return self.ranks.groups.part(self.setup, vocabulary)

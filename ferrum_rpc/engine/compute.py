@@ -23,8 +23,8 @@ from ferrum_rpc.models.base import Model, NativeModel, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.masks import Masks
-from ferrum_rpc.sampling.parted import Part, select_sampler
-from ferrum_rpc.sampling.rows import Request, select_rows
+from ferrum_rpc.sampling.parted import VocabShard, select_sampler
+from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.sampling.transfer import Mark
 
 AdaptedRows = tuple[int, int, int]
@@ -45,7 +45,7 @@ class Compute:
     """Whether nothing here waits for the device: what is returned is on its way then, and there at the next `mark`."""
 
     def __init__(
-        self, model: Model, attention: AttentionBackend, loras: Loras | None = None, part: Part | None = None
+        self, model: Model, attention: AttentionBackend, loras: Loras | None = None, part: VocabShard | None = None
     ) -> None:
         self.loras = loras
         self.part = part
@@ -125,7 +125,7 @@ class Compute:
 
     def requests(
         self, spans: Sequence[Span], tokens_of: Callable[[int], TokenArray]
-    ) -> tuple[list[Request], list[int], list[int]]:
+    ) -> tuple[list[RowRequest], list[int], list[int]]:
         """What is wanted of a step, which spans want it, and which of them are drafts; see `select`."""
         requests, wanted, drafts, end = [], [], [], 0
         for index, span in enumerate(spans):
@@ -150,10 +150,10 @@ class Compute:
                         scored = np.append(span.tokens[1:], following)[-count:]
                     case NextToken():
                         scored, first = span.tokens[-count:], first - 1
-                requests.append(Request(first, count, kind, span.end - count + 1, history, scored, draft, masks))
+                requests.append(RowRequest(first, count, kind, span.end - count + 1, history, scored, draft, masks))
         return requests, wanted, drafts
 
-    def rows(self, hidden: Tensor, requests: Sequence[Request]) -> list[Rows]:
+    def rows(self, hidden: Tensor, requests: Sequence[RowRequest]) -> list[Rows]:
         """What is wanted of ``hidden`` rows, in the order of the requests."""
         largest = self.model.largest if self._whole_rows else None
         return select_rows(hidden, requests, self.model.logits, largest, self.sampler.made)

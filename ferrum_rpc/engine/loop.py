@@ -30,14 +30,14 @@ from queue import Empty
 from typing import Any, Protocol
 
 from ferrum_rpc.core import CacheState, RankState, SpanResult, Step, StepTiming
-from ferrum_rpc.engine.api import Cut, EngineCounters, Finished, Operation, Runner, Submission, ended, lost
+from ferrum_rpc.engine.api import EngineCounters, Finished, Interrupt, Operation, Runner, Submission, ended, lost
 from ferrum_rpc.engine.backlog import Backlog
 from ferrum_rpc.engine.overlap import LOOK_S, Overlap
 from ferrum_rpc.engine.places import Places
 from ferrum_rpc.engine.runs import Running, Runs
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, ExecutorError, StepFailed
 
-Work = Submission | Operation | Cut | None
+Work = Submission | Operation | Interrupt | None
 """What an inbox holds; None asks the loop to end when it has done what came before."""
 
 
@@ -179,7 +179,7 @@ class EngineLoop(ABC):
                     stopping = True
                 elif isinstance(work, Submission):
                     self._backlog.add(work)
-                elif isinstance(work, Cut):
+                elif isinstance(work, Interrupt):
                     if work.work is not None:
                         work.work.cuts.setdefault(work.index, work.error)
                 elif self._claim_one(work):

@@ -26,7 +26,7 @@ ALONE: Final = Others()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """Bytes, blocks and tokens. ``memory_bytes``: what is free before anything is loaded. ``adapters_bytes``: what is
     kept for them. ``step_tokens``: of the largest step that the cache can hold. ``kv_dtype``: what keys and values are
     kept as. ``reason``: of the cache's size, or why it holds no block. ``alternative``: flags that fit, where these do
@@ -123,7 +123,7 @@ def mib(count: int) -> str:
     return f"{count / 2**20:.0f} MiB" if count >= 10 << 20 else f"{count / 2**10:.0f} KiB"
 
 
-def announce(plan: Plan) -> None:
+def announce(plan: MemoryPlan) -> None:
     """Log the plan of a server that is about to load. Raises InvalidRequest where the weights alone do not fit."""
     if 0 < plan.memory_bytes < plan.weights_bytes + plan.others.weights_bytes:  # 0: it is not known
         raise InvalidRequest(plan.advice, field="model")

@@ -18,7 +18,7 @@ from ferrum_rpc.attention.torch_paged import scratch_bytes
 from ferrum_rpc.config import IDENTITY, SETTINGS, ModelSettings
 from ferrum_rpc.engine.choices import QUANTIZE_INT8, Parts, Pretrained, choose_parts
 from ferrum_rpc.engine.hf_model import Borrowed
-from ferrum_rpc.engine.plan import Others, Plan, mib
+from ferrum_rpc.engine.plan import MemoryPlan, Others, mib
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, counted
 from ferrum_rpc.models.footprint import THREAD_BYTES
 from ferrum_rpc.models.identity import IdentityModel
@@ -74,7 +74,9 @@ def adapter_bytes(config: ModelSettings) -> int:
     return 0 if config.adapter_dir is None else config.adapter_memory
 
 
-def make_plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int, here: int | None = None) -> Plan:
+def make_plan(
+    parts: Parts, config: ModelSettings, largest: LargestStep, memory: int, here: int | None = None
+) -> MemoryPlan:
     """What ``parts``, the first rank's, take of ``memory`` free bytes, and settings that fit where these do not.
     ``here``: how many ranks take of it; None: all, of the memory of a CPU, and on GPUs each of its own."""
     if here is None:
@@ -88,7 +90,7 @@ def make_plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory:
     return plan
 
 
-def _plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int, here: int) -> Plan:
+def _plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int, here: int) -> MemoryPlan:
     model, others = parts.model, _others(parts, config, here)
     weights, architecture = _weight_bytes(parts), IDENTITY
     if not isinstance(model, IdentityModel):
@@ -103,7 +105,7 @@ def _plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int
     held = blocks * config.block_size or parts.max_context
     tokens = min(largest.tokens, held)
     step = tokens, min(tokens, largest.sequences), min(parts.max_context, held)
-    return Plan(
+    return MemoryPlan(
         architecture=architecture,
         device=parts.device.type,
         dtype=str(parts.dtype).removeprefix("torch."),
@@ -168,7 +170,7 @@ def _activations(parts: Parts, tokens: int, sequences: int, context: int) -> int
 
 def _alternatives(
     parts: Parts, config: ModelSettings, largest: LargestStep, memory: int, here: int
-) -> Iterator[tuple[str, Plan]]:
+) -> Iterator[tuple[str, MemoryPlan]]:
     """Flags that take less, and their plans: a smaller cache, then smaller steps, then smaller weights."""
     for dtype, other in (
         ("", config),

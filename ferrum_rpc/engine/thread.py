@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from ferrum_rpc.core import RankState, StepTiming
-from ferrum_rpc.engine.api import LOOK_EVERY_S, Cut, Finished, Operation, Runner, State, Submission, deliver
+from ferrum_rpc.engine.api import LOOK_EVERY_S, Finished, Interrupt, Operation, Runner, Submission, WorkState, deliver
 from ferrum_rpc.engine.liveness import Liveness, own_clock
 from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.errors import ExecutorError
@@ -81,13 +81,13 @@ class ModelThread(EngineLoop):
 
     def cancel(self, work: Submission | Operation) -> bool:
         with self._lock:
-            if work.state is not State.QUEUED:
+            if work.state is not WorkState.QUEUED:
                 return False
-            self._claimed(work, State.CANCELLED)
+            self._claimed(work, WorkState.CANCELLED)
             return True
 
     def cut(self, work: Submission, index: int | None, error: ExecutorError) -> None:
-        self._arrived.put(Cut(work, index, error))
+        self._arrived.put(Interrupt(work, index, error))
 
     def trouble(self, now: float) -> str | None:
         """Never waits."""
@@ -118,9 +118,9 @@ class ModelThread(EngineLoop):
             self._refuse_rest()
 
     def _cancelled(self, work: Submission | Operation) -> bool:
-        return work.state is State.CANCELLED
+        return work.state is WorkState.CANCELLED
 
-    def _claimed(self, work: Submission | Operation, state: State = State.CLAIMED) -> None:
+    def _claimed(self, work: Submission | Operation, state: WorkState = WorkState.CLAIMED) -> None:
         work.state = state
         self.queued_items -= len(work.spans)
         self.queued_tokens -= work.tokens

@@ -38,12 +38,12 @@ from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
 from ferrum_rpc.kv import audit
 from ferrum_rpc.kv.capacity import Capacity
 from ferrum_rpc.kv.pool import BlockPool
-from ferrum_rpc.kv.prefix import Found, PrefixCache, Tier
+from ferrum_rpc.kv.prefix import PrefixCache, PrefixHit, Tier
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation, SequenceBlocks
 from ferrum_rpc.kv.table import BlockTable, blocks_for, slots_for
 
 _NO_SLOTS: Final = np.zeros(0, dtype=np.int64)
-_NOTHING: Final = Found([], [])
+_NOTHING: Final = PrefixHit([], [])
 
 
 class KvManager:
@@ -141,7 +141,7 @@ class KvManager:
         state: SequenceBlocks,
         start: int,
         end: int,
-        cached: Found,
+        cached: PrefixHit,
         create: bool,
         ahead: int,
         hold: int,

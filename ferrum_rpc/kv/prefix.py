@@ -39,7 +39,7 @@ class Tier(Protocol):
         """The keys of all blocks that are there."""
 
 
-class Found(NamedTuple):
+class PrefixHit(NamedTuple):
     """What the cache has of a prompt: ``blocks``, and behind them the content of ``loaded`` ones, which the tier has.
     From the position ``imported_from`` on their content was imported, or computed from what was."""
 
@@ -85,7 +85,7 @@ class PrefixCache:
                 raise KvMisuse("imported content needs a caller: it would be published for everybody")
             state.imported_from = use.imported_from
 
-    def find(self, state: SequenceBlocks, prompt: TokenArray) -> Found:
+    def find(self, state: SequenceBlocks, prompt: TokenArray) -> PrefixHit:
         """The published blocks with the tokens that the sequence has of its last block, where that is not full, and
         those of ``prompt`` behind them; and the content of what the tier has behind those. For a sequence that uses the
         cache."""
@@ -114,7 +114,7 @@ class PrefixCache:
                 loaded.append(content)
             if key is not hashed and imported_from == NEVER:
                 imported_from = (first + len(found) + len(loaded) - 1) * size
-        return Found(found, loaded, imported_from)
+        return PrefixHit(found, loaded, imported_from)
 
     def fetch(self, state: SequenceBlocks, prompt: TokenArray, most: int) -> list[tuple[int, bytes]]:
         """Publish blocks for what the tier has of ``prompt`` behind what is published: up to ``most``, of those that

@@ -128,7 +128,7 @@ class NativeFusedOps:
         self.lanes = self._library.ferrum_rows_lanes(widths if lanes is None else math.gcd(widths, lanes))
         if not self.lanes or lanes not in (None, self.lanes):
             raise OSError(f"rows of {widths} are no multiple of a vector of this machine")
-        self.kind = library.RowKind(
+        self.kind = library.RowKindStruct(
             spec.norm == "layer",
             spec.norm_bias,
             NATIVE[spec.activation],

@@ -17,7 +17,7 @@ from torch import Tensor
 from ferrum_rpc.models.fused_ops import NATIVE, FusedOps, NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import cpu
-from ferrum_rpc.selection import Candidate, Unsuited, select
+from ferrum_rpc.selection import BackendCandidate, Unsuited, select
 
 WIDEST: Final = 16384
 """Numbers of a row that one program of the CUDA kernels holds in its registers."""
@@ -36,11 +36,11 @@ def select_fused_ops(
     torch's. ``interpreted``: the CUDA kernels on a CPU, through Triton's interpreter."""
     if device.type == "cuda" or interpreted:
         reason = "one launch each, every row read and written once"
-        kernels = Candidate("triton", lambda: _triton(spec, dtype, device), reason)
+        kernels = BackendCandidate("triton", lambda: _triton(spec, dtype, device), reason)
     else:
         reason = "each row is read and written once"
-        kernels = Candidate(NativeFusedOps.name, lambda: _native(spec, dtype, device), reason)
-    plain = Candidate(TorchFusedOps.name, lambda: TorchFusedOps(spec, dtype))
+        kernels = BackendCandidate(NativeFusedOps.name, lambda: _native(spec, dtype, device), reason)
+    plain = BackendCandidate(TorchFusedOps.name, lambda: TorchFusedOps(spec, dtype))
     return select(kernels, plain, what="row operations", field="rows")[1:]
 
 

@@ -27,7 +27,7 @@ EMBEDDING: Final = "embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class TensorPlacement:
     """A checkpoint tensor of ``shape`` fills ``rows`` rows from ``first`` on of ``parameter``; row by row, or all of it
     in every row (``spread``: a head norm's weight serves all heads). ``norm``: it belongs to a norm. ``turned``: so
     many first rows of each ``head_dim`` are neighbours that a rotation pairs, and go where `half_split` says."""
@@ -49,7 +49,7 @@ class Placement:
         return self.shape if self.shape[0] == self.rows else (self.rows, self.shape[0] // self.rows)
 
 
-def layout(spec: ModelSpec) -> dict[str, Placement]:
+def layout(spec: ModelSpec) -> dict[str, TensorPlacement]:
     """Every tensor that the decoder needs, by its checkpoint name."""
     hidden = spec.hidden_size
     table = {
@@ -74,7 +74,7 @@ def head_name(spec: ModelSpec) -> str:
     return f"{spec.roots.head}weight"
 
 
-def parameter_shapes(placements: Iterable[Placement]) -> dict[str, Shape]:
+def parameter_shapes(placements: Iterable[TensorPlacement]) -> dict[str, Shape]:
     """The shape of every parameter that the placements fill."""
     shapes: dict[str, Shape] = {}
     for placement in placements:
@@ -89,11 +89,11 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(math.prod(placement.shape) for placement in layout(spec).values())
 
 
-def _whole(parameter: str, *shape: int) -> Placement:
-    return Placement(parameter, 0, shape[0], shape)
+def _whole(parameter: str, *shape: int) -> TensorPlacement:
+    return TensorPlacement(parameter, 0, shape[0], shape)
 
 
-def half_split(tensor: Tensor, placement: Placement) -> Tensor:
+def half_split(tensor: Tensor, placement: TensorPlacement) -> Tensor:
     """``tensor`` with the channels 0, 1, 2, 3 .. of each head that its placement says are pairs as 0, 2 .. 1, 3 ..: the
     kernels pair channel i with i + half."""
     heads = tensor.view(-1, placement.head_dim, *tensor.shape[1:])
@@ -101,15 +101,15 @@ def half_split(tensor: Tensor, placement: Placement) -> Tensor:
     return torch.cat(parts, 1).view(tensor.shape)
 
 
-def _norm(spec: ModelSpec, parameter: str, name: str) -> Iterator[tuple[str, Placement]]:
+def _norm(spec: ModelSpec, parameter: str, name: str) -> Iterator[tuple[str, TensorPlacement]]:
     """One row of weights, and one of biases."""
     shape = (spec.hidden_size,)
-    yield f"{name}.weight", Placement(parameter, 0, 1, shape, spread=True, norm=True)
+    yield f"{name}.weight", TensorPlacement(parameter, 0, 1, shape, spread=True, norm=True)
     if spec.norm_bias:
-        yield f"{name}.bias", Placement(parameter, 1, 1, shape, spread=True, norm=True)
+        yield f"{name}.bias", TensorPlacement(parameter, 1, 1, shape, spread=True, norm=True)
 
 
-def _layer(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Placement]]:
+def _layer(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, TensorPlacement]]:
     hidden, inner, names = spec.hidden_size, spec.intermediate_size, spec.names
     query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     for role in NORMS:
@@ -129,7 +129,7 @@ def _layer(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, Placement]]:
         if spec.qk_norm is not None:
             spread = spec.qk_norm == "head"
             shape = (spec.head_dim if spread else heads * spec.head_dim,)
-            placement = Placement(prefix + "qk_norm", first, heads, shape, spread=spread, norm=True)
+            placement = TensorPlacement(prefix + "qk_norm", first, heads, shape, spread=spread, norm=True)
             yield f"self_attn.{name}.weight", replace(placement, turned=turned, head_dim=spec.head_dim)
 
 
@@ -138,10 +138,12 @@ def _rotates(spec: ModelSpec, index: int) -> bool:
     return spec.pairs and index < 2 * (1 + spec.qkv_bias)
 
 
-def _fused(parameter: str, parts: Iterable[tuple[str, int]], width: int, bias: bool) -> Iterator[tuple[str, Placement]]:
+def _fused(
+    parameter: str, parts: Iterable[tuple[str, int]], width: int, bias: bool
+) -> Iterator[tuple[str, TensorPlacement]]:
     first = 0
     for name, rows in parts:
-        yield f"{name}.weight", Placement(f"{parameter}.weight", first, rows, (rows, width))
+        yield f"{name}.weight", TensorPlacement(f"{parameter}.weight", first, rows, (rows, width))
         if bias:
-            yield f"{name}.bias", Placement(f"{parameter}.bias", first, rows, (rows,))
+            yield f"{name}.bias", TensorPlacement(f"{parameter}.bias", first, rows, (rows,))
         first += rows

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from ferrum_rpc.native import cpu
-from ferrum_rpc.selection import AUTO, Candidate, Choice, Unsuited, select
+from ferrum_rpc.selection import AUTO, BackendCandidate, Choice, Unsuited, select
 
 
 class Linear(Protocol):
@@ -133,9 +133,9 @@ def select_linear(device: torch.device, dtype: torch.dtype, requested: str = AUT
         return _agreeing(PackedLinear, dtype)
 
     return select(
-        Candidate(PairFactory.name, pairs, "weights in panels: 8 or 32 rows cost little more than reading them"),
-        Candidate(PackedLinear.name, packed, "oneDNN packs this dtype and the packed product agrees"),
-        Candidate(PlainLinear.name, lambda: PlainLinear),
+        BackendCandidate(PairFactory.name, pairs, "weights in panels: 8 or 32 rows cost little more than reading them"),
+        BackendCandidate(PackedLinear.name, packed, "oneDNN packs this dtype and the packed product agrees"),
+        BackendCandidate(PlainLinear.name, lambda: PlainLinear),
         what="linear backend",
         field="linear_backend",
         requested=requested,
@@ -152,7 +152,9 @@ def select_bytes(device: torch.device, dtype: torch.dtype) -> ByteFactory:
         _agreeing(ByteFactory(), torch.bfloat16, 0.02)
         return ByteFactory()
 
-    made: ByteFactory = select(Candidate("int8", rounded), what="quantize", field="quantize", requested="int8").made
+    made: ByteFactory = select(
+        BackendCandidate("int8", rounded), what="quantize", field="quantize", requested="int8"
+    ).made
     return made
 
 

@@ -27,7 +27,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models import shard
 from ferrum_rpc.models.adapter_config import LowRank
 from ferrum_rpc.models.base import Model, StepAdapters
-from ferrum_rpc.models.layout import Placement, half_split
+from ferrum_rpc.models.layout import TensorPlacement, half_split
 
 PRODUCTS: Final = ("qkv", "output", "gate_up", "down")
 """The products of a layer, by the names of their parameters."""
@@ -35,7 +35,7 @@ PRODUCTS: Final = ("qkv", "output", "gate_up", "down")
 QKV, OUTPUT, GATE_UP, DOWN = range(len(PRODUCTS))
 
 
-class Part(NamedTuple):
+class AdapterMatrix(NamedTuple):
     """One matrix of a fused product, as an adapter changes it: the rows ``first .. first + rows`` of the product, and
     the columns ``start .. start + rank`` of D x. Ranks are even."""
 
@@ -53,7 +53,7 @@ class Change(NamedTuple):
     product: int
     size_in: int
     size_out: int
-    parts: tuple[Part, ...]
+    parts: tuple[AdapterMatrix, ...]
 
     @property
     def rank(self) -> int:
@@ -67,7 +67,7 @@ class Adapted(ABC):
     nbytes: int
 
     @abstractmethod
-    def put(self, part: Part, down: Tensor, up: Tensor) -> None:
+    def put(self, part: AdapterMatrix, down: Tensor, up: Tensor) -> None:
         """Copy D and the scaled U of a part into place."""
 
 
@@ -82,27 +82,27 @@ class Loras(ABC):
 
     def __init__(
         self,
-        table: Mapping[str, Placement],
+        table: Mapping[str, TensorPlacement],
         layers: int,
         dtype: torch.dtype,
-        parts: Mapping[str, shard.Part] | None = None,
+        parts: Mapping[str, shard.ShardedTensor] | None = None,
     ) -> None:
         self._layers, self._dtype = layers, dtype
-        self._placements: dict[str, Placement] = {}
-        self._parts: dict[str, shard.Part] = {}
+        self._placements: dict[str, TensorPlacement] = {}
+        self._parts: dict[str, shard.ShardedTensor] = {}
         self._widths: dict[str, int] = {}
         for name, whole in table.items():
             if not _adaptable(whole):
                 continue
             module = name.removesuffix(".weight")
             self._placements[module] = whole
-            part = shard.Part(whole.shape, whole) if parts is None else parts.get(name)
+            part = shard.ShardedTensor(whole.shape, whole) if parts is None else parts.get(name)
             if part is not None:
                 self._parts[module] = part
                 parameter, last = part.placement.parameter, part.placement.first + part.placement.rows
                 self._widths[parameter] = max(last, self._widths.get(parameter, 0))
         self._adapters: dict[int, list[Adapted | None]] = {}
-        self._places: dict[int, dict[str, tuple[Adapted, Part]]] = {}
+        self._places: dict[int, dict[str, tuple[Adapted, AdapterMatrix]]] = {}
 
     def __len__(self) -> int:
         """Adapters that there are."""
@@ -115,14 +115,14 @@ class Loras(ABC):
 
     def changes(self, adapter: Sequence[LowRank]) -> list[Change]:
         """What an adapter changes of what is here, product by product in the order of the layers."""
-        products: dict[str, list[Part]] = {}
+        products: dict[str, list[AdapterMatrix]] = {}
         for each in adapter:
             if each.module not in self._parts:
                 continue
             placement = self._parts[each.module].placement
             parts = products.setdefault(placement.parameter, [])
             start = parts[-1].start + parts[-1].rank if parts else 0
-            parts.append(Part(each, placement.first, placement.rows, start, each.rank + each.rank % 2))
+            parts.append(AdapterMatrix(each, placement.first, placement.rows, start, each.rank + each.rank % 2))
         found = []
         for parameter, parts in products.items():
             placement = self._parts[parts[0].change.module].placement
@@ -140,7 +140,7 @@ class Loras(ABC):
     def add(self, number: int, changes: Sequence[Change]) -> int:
         """Make room for an adapter, which is to be `put`. Returns its bytes."""
         adapted: list[Adapted | None] = [None] * (self._layers * len(PRODUCTS))
-        places: dict[str, tuple[Adapted, Part]] = {}
+        places: dict[str, tuple[Adapted, AdapterMatrix]] = {}
         for each, made in zip(changes, self._adapted(changes), strict=True):
             adapted[each.layer * len(PRODUCTS) + each.product] = made
             places.update({part.change.module: (made, part) for part in each.parts})
@@ -192,18 +192,18 @@ class AdaptableModel(Model, Protocol):
         """Be ready for them: why as it is, and where they are put. Raises NotSupported."""
 
 
-def modules_of(table: Mapping[str, Placement]) -> dict[str, tuple[int, int]]:
+def modules_of(table: Mapping[str, TensorPlacement]) -> dict[str, tuple[int, int]]:
     """The matrices of a ``table`` that can be adapted, by their checkpoint names, with their sizes [out, in]."""
     return {
         name.removesuffix(".weight"): (each.shape[0], each.shape[1]) for name, each in table.items() if _adaptable(each)
     }
 
 
-def _adaptable(placement: Placement) -> bool:
+def _adaptable(placement: TensorPlacement) -> bool:
     return _place(placement) is not None and len(placement.shape) == 2
 
 
-def _place(placement: Placement) -> tuple[int, int] | None:
+def _place(placement: TensorPlacement) -> tuple[int, int] | None:
     """Layer and product of a parameter that can be adapted."""
     match placement.parameter.split("."):
         case ["layers", layer, product, "weight"] if product in PRODUCTS:
@@ -211,7 +211,7 @@ def _place(placement: Placement) -> tuple[int, int] | None:
     return None
 
 
-def _placed(placement: Placement) -> tuple[int, int]:
+def _placed(placement: TensorPlacement) -> tuple[int, int]:
     """The same, of one that was found to be."""
     place = _place(placement)
     assert place is not None  # noqa: S101
@@ -229,7 +229,7 @@ class TorchAdapted(Adapted):
         self.up = torch.zeros((change.rank, change.size_out), dtype=dtype, device=device)
         self.nbytes = self.down.nbytes + self.up.nbytes
 
-    def put(self, part: Part, down: Tensor, up: Tensor) -> None:
+    def put(self, part: AdapterMatrix, down: Tensor, up: Tensor) -> None:
         change, first, rows, start, _ = part
         self.down[start : start + change.rank].copy_(down)
         self.up[start : start + change.rank, first : first + rows].copy_(up.T)
@@ -243,11 +243,11 @@ class TorchLoras(Loras):
 
     def __init__(
         self,
-        table: Mapping[str, Placement],
+        table: Mapping[str, TensorPlacement],
         layers: int,
         dtype: torch.dtype,
         device: torch.device,
-        parts: Mapping[str, shard.Part] | None = None,
+        parts: Mapping[str, shard.ShardedTensor] | None = None,
     ) -> None:
         super().__init__(table, layers, dtype, parts)
         self._device = device

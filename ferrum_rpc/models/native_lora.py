@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ferrum_rpc.models import shard
 from ferrum_rpc.models.base import StepAdapters
-from ferrum_rpc.models.layout import Placement
-from ferrum_rpc.models.lora import PRODUCTS, Adapted, Change, Loras, Part
+from ferrum_rpc.models.layout import TensorPlacement
+from ferrum_rpc.models.lora import PRODUCTS, Adapted, AdapterMatrix, Change, Loras
 from ferrum_rpc.models.native_linear import COLUMNS
 from ferrum_rpc.native import cpu, library
 
@@ -49,7 +49,7 @@ class NativeAdapted(Adapted):
         for place, (part, up) in enumerate(zip(change.parts, ups, strict=True)):
             self.struct.part[place] = library.LoraPart(up.data_ptr(), part.first, part.rows, part.start, part.rank)
 
-    def put(self, part: Part, down: Tensor, up: Tensor) -> None:
+    def put(self, part: AdapterMatrix, down: Tensor, up: Tensor) -> None:
         rank, size = part.change.rank, LOT * COLUMNS
         pairs, columns = down.to(torch.bfloat16).view(rank, -1, 2), torch.arange(part.start, part.start + rank)
         for number, lot in enumerate(self._down):
@@ -70,11 +70,11 @@ class NativeLoras(Loras):
 
     def __init__(
         self,
-        table: Mapping[str, Placement],
+        table: Mapping[str, TensorPlacement],
         layers: int,
         dtype: torch.dtype,
         device: torch.device,
-        parts: Mapping[str, shard.Part] | None = None,
+        parts: Mapping[str, shard.ShardedTensor] | None = None,
     ) -> None:
         cpu.require(device, dtype, torch.bfloat16)
         super().__init__(table, layers, dtype, parts)

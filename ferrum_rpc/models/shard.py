@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.errors import NotSupported, counted
-from ferrum_rpc.models.layout import Placement, layout
+from ferrum_rpc.models.layout import TensorPlacement, layout
 from ferrum_rpc.models.spec import ModelSpec
 
 VOCABULARY_STEP: Final = 64
@@ -28,7 +28,7 @@ weights are summed (sample.c)."""
 Ranges = list[tuple[int, int]]
 
 
-class Cut(NamedTuple):
+class TensorSlice(NamedTuple):
     """The ``ranges`` of a checkpoint tensor's ``axis`` that a rank has. ``absent``: another rank adds it, and here
     zeros do."""
 
@@ -44,12 +44,12 @@ class Cut(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
 
 
-class Part(NamedTuple):
+class ShardedTensor(NamedTuple):
     """Where a checkpoint tensor of ``shape`` goes on a rank. ``cut``: what it has of it; None: all."""
 
     shape: tuple[int, ...]
-    placement: Placement
-    cut: Cut | None = None
+    placement: TensorPlacement
+    cut: TensorSlice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +108,18 @@ class Shard:
             layer_ropes=spec.layer_ropes[layers.start : layers.stop],
         )
 
-    def parts(self, spec: ModelSpec) -> dict[str, Part]:
+    def parts(self, spec: ModelSpec) -> dict[str, ShardedTensor]:
         """By checkpoint name, what it has of the model ``spec``."""
         whole = layout(spec)
         if self.ranks == self.stages == 1:
-            return {name: Part(placement.shape, placement) for name, placement in whole.items()}
-        layers, parts = self.layers(spec.layers), dict[str, Part]()
+            return {name: ShardedTensor(placement.shape, placement) for name, placement in whole.items()}
+        layers, parts = self.layers(spec.layers), dict[str, ShardedTensor]()
         for name, placement in layout(self.of(spec)).items():
             if not self.has(placement.parameter, spec):
                 continue
             source = _of_layer(name, f"{spec.roots.body}layers.", layers.start)
             of_whole = whole[source]
-            parts[source] = Part(of_whole.shape, placement, self._cut(spec, of_whole))
+            parts[source] = ShardedTensor(of_whole.shape, placement, self._cut(spec, of_whole))
         return parts
 
     def _check(self, spec: ModelSpec) -> None:
@@ -137,7 +137,7 @@ class Shard:
             return self.first or (self.last and spec.tied_embeddings)
         return self.last or parameter.startswith("layers.")
 
-    def _cut(self, spec: ModelSpec, source: Placement) -> Cut | None:
+    def _cut(self, spec: ModelSpec, source: TensorPlacement) -> TensorSlice | None:
         """Of a tensor of the whole model."""
         if self.ranks == 1:
             return None
@@ -148,18 +148,18 @@ class Shard:
         first, end = kv_head * spec.head_dim, (kv_head + max(1, spec.kv_heads // self.ranks)) * spec.head_dim
         match role:
             case "output.bias" | "down.bias":
-                return Cut(0, (), absent=True) if self.rank else None
+                return TensorSlice(0, (), absent=True) if self.rank else None
             case "embedding" | "head.weight":
-                return Cut(0, (self.tokens(spec.vocab_size),))
+                return TensorSlice(0, (self.tokens(spec.vocab_size),))
             case "output.weight":
-                return Cut(1, (self._share(query),))
+                return TensorSlice(1, (self._share(query),))
             case "down.weight":
-                return Cut(1, (self._share(inner),))
+                return TensorSlice(1, (self._share(inner),))
             case "qkv.weight" | "qkv.bias":
                 rows = [self._share(query), (query + first, query + end), (query + key + first, query + key + end)]
                 return _within(source, rows)
             case "qk_norm" if not source.spread:
-                return Cut(0, (self._share(query) if source.first == 0 else (first, end),))
+                return TensorSlice(0, (self._share(query) if source.first == 0 else (first, end),))
             case "gate_up.weight" | "gate_up.bias":
                 first, end = self._share(inner)
                 return _within(source, [(first, end), (inner + first, inner + end)] if spec.gated else [(first, end)])
@@ -186,10 +186,10 @@ def _obstacle(spec: ModelSpec, ranks: int) -> str:
     return ""
 
 
-def _within(source: Placement, rows: Ranges) -> Cut:
+def _within(source: TensorPlacement, rows: Ranges) -> TensorSlice:
     """Those of a fused parameter's ``rows`` that a tensor of it has, as rows of that tensor."""
     low, high = source.first, source.first + source.rows
-    return Cut(
+    return TensorSlice(
         0, tuple((max(first, low) - low, min(end, high) - low) for first, end in rows if first < high and end > low)
     )
 

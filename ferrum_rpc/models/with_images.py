@@ -53,15 +53,15 @@ ROOTS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextPart:
     """A text part: the class that it is alone, and what sizes mean that its section leaves out."""
 
     name: str
     absent: Mapping[str, int]
 
 
-TEXTS: Final[dict[str, Text]] = {
-    "gemma3_text": Text(
+TEXTS: Final[dict[str, TextPart]] = {
+    "gemma3_text": TextPart(
         "Gemma3ForCausalLM",
         {
             "vocab_size": 262_208,
@@ -72,7 +72,7 @@ TEXTS: Final[dict[str, Text]] = {
             "max_position_embeddings": 131_072,
         },
     ),
-    "llama": Text(
+    "llama": TextPart(
         "LlamaForCausalLM",
         {
             "vocab_size": 32_000,
@@ -83,7 +83,7 @@ TEXTS: Final[dict[str, Text]] = {
             "max_position_embeddings": 2048,
         },
     ),
-    "mistral": Text(
+    "mistral": TextPart(
         "MistralForCausalLM",
         {
             "vocab_size": 32_000,

@@ -32,7 +32,7 @@ class SpanArrays(ctypes.Structure):
     )
 
 
-class RowKind(ctypes.Structure):
+class RowKindStruct(ctypes.Structure):
     """``struct row_kind`` of norm_rope_gate.h: what a model does to its rows."""
 
     _fields_ = (
@@ -43,8 +43,8 @@ class RowKind(ctypes.Structure):
 
 
 class RowTask(ctypes.Structure):
-    """``struct row_task`` of norm_rope_gate.h: one task for every row. Pointers are to a `RowKind`, and to the tensors'
-    elements."""
+    """``struct row_task`` of norm_rope_gate.h: one task for every row. Pointers are to a `RowKindStruct`, and to the
+    tensors' elements."""
 
     _fields_ = (
         ("kind", ctypes.c_void_p),
@@ -71,7 +71,7 @@ class LayerWeights(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
         ("head_norms", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("rope", "lanes", "parallel")),
-        ("kind", RowKind),
+        ("kind", RowKindStruct),
     )
 
 
@@ -102,7 +102,7 @@ class Draw(ctypes.Structure):
     )
 
 
-class Penalty(ctypes.Structure):
+class PenaltyStruct(ctypes.Structure):
     """``struct penalty`` of sample.h: what a row's logits lose by the tokens before it, a pointer to int32."""
 
     _fields_ = (
@@ -112,13 +112,13 @@ class Penalty(ctypes.Structure):
     )
 
 
-class RowMask(ctypes.Structure):
+class RowMaskStruct(ctypes.Structure):
     """``struct row_mask`` of sample.h: which tokens a row may yield, a pointer to int32."""
 
     _fields_ = (("words", ctypes.c_void_p), ("row", ctypes.c_int64))
 
 
-class Limits(ctypes.Structure):
+class LimitsStruct(ctypes.Structure):
     """``struct limits`` of sample.h: what filters leave of a part of a row."""
 
     _fields_ = (
@@ -154,8 +154,19 @@ class LoraStep(ctypes.Structure):
 
 
 STRUCTS: Final = (
-    *(SpanArrays, RowKind, RowTask, Matrix, LayerWeights, AttentionLayer, AttentionStep, Draw, Penalty, RowMask),
-    *(Limits, LoraPart, LoraChange, LoraStep),
+    *(
+        SpanArrays,
+        RowKindStruct,
+        RowTask,
+        Matrix,
+        LayerWeights,
+        AttentionLayer,
+        AttentionStep,
+        Draw,
+        PenaltyStruct,
+        RowMaskStruct,
+    ),
+    *(LimitsStruct, LoraPart, LoraChange, LoraStep),
 )
 ABI_VERSION: Final = 15
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""

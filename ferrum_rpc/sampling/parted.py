@@ -26,7 +26,7 @@ from ferrum_rpc.sampling.draw import FINITE, SORTED, Best, Draws, FloatArray, In
 from ferrum_rpc.sampling.draw import filtered as filtered_whole
 from ferrum_rpc.sampling.masks import WORD, RowMask
 from ferrum_rpc.sampling.samplers import ALL_TIES, LIMITS, Limits, NativeSampler, PartSampler, TorchSampler
-from ferrum_rpc.selection import Candidate, Choice, Unsuited, select
+from ferrum_rpc.selection import BackendCandidate, Choice, Unsuited, select
 
 FEW: Final = 128
 """Candidates of a rank for top-p at first: mostly they are enough, and a third of the time that `SORTED` take."""
@@ -34,7 +34,7 @@ FEW: Final = 128
 _TORCH: Final = TorchSampler()
 
 
-class Part(NamedTuple):
+class VocabShard(NamedTuple):
     """Of a ``vocabulary`` of so many tokens those that this rank of the ``group`` (on the CPU) has: a row is cut every
     ``width`` tokens, a multiple of `WORD`."""
 
@@ -53,7 +53,7 @@ class Part(NamedTuple):
         return min(self.vocabulary, self.first + self.width)
 
 
-class Cut(NamedTuple):
+class RowFilters(NamedTuple):
     """How rows are cut, on the host: the ``limits`` of this rank's part; which are drawn from at all (``plain``, bool
     [R]), and the rank that has the arg-max, ``best`` (int64 [R]). ``doubt``, float64 [R], is added to what a part comes
     to, so that every rank hears of it: 0, NaN where more candidates may tell the limits, infinity where only the row
@@ -65,10 +65,10 @@ class Cut(NamedTuple):
     best: Tensor
 
 
-class PartedSampler:
+class VocabParallelSampler:
     """A `Sampler` of this rank's ``part``, for which ``own`` computes."""
 
-    def __init__(self, own: PartSampler, part: Part) -> None:
+    def __init__(self, own: PartSampler, part: VocabShard) -> None:
         self._own, self._part, self._group = own, part, part.group
 
     # --- a token for each row ---------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class PartedSampler:
             found[there] = self._own.draw(self.whole(logits[there]), draws[rows.numpy()])
         return found
 
-    def _cut(self, logits: Tensor, draws: Draws, candidates: int, own: PartSampler) -> Cut:
+    def _cut(self, logits: Tensor, draws: Draws, candidates: int, own: PartSampler) -> RowFilters:
         """What the filters leave, where so many ``candidates`` of each rank tell."""
         vocabulary, width = self._part.vocabulary, self._part.width
         warm = draws["temperature"] > 0
@@ -120,7 +120,7 @@ class PartedSampler:
                 doubt[by_k & (top_k > SORTED)] = np.inf
         limits["least_weight"] = draws["min_p"]
         plain = torch.from_numpy(warm) & (largest.abs() < FINITE)
-        return Cut(limits, torch.from_numpy(doubt), plain, gathered[:, :, 0].argmax(0))
+        return RowFilters(limits, torch.from_numpy(doubt), plain, gathered[:, :, 0].argmax(0))
 
     def _cut_nuclei(
         self, logits: Tensor, draws: Draws, limits: Limits, candidates: tuple[Tensor, Tensor], own: PartSampler
@@ -242,7 +242,7 @@ class PartedSampler:
         return self._of_owner(tokens, owner).where(total > 0, otherwise.cpu()).to(weights.device)
 
 
-def select_sampler(device: torch.device, part: Part | None = None) -> Choice:
+def select_sampler(device: torch.device, part: VocabShard | None = None) -> Choice:
     """The sampler for ``device``, of whole rows or of a ``part`` of them."""
 
     def native() -> PartSampler:
@@ -251,9 +251,9 @@ def select_sampler(device: torch.device, part: Part | None = None) -> Choice:
         return NativeSampler()
 
     choice = select(
-        Candidate("native", native, "a row is read a few times and not sorted"),
-        Candidate("torch", TorchSampler),
+        BackendCandidate("native", native, "a row is read a few times and not sorted"),
+        BackendCandidate("torch", TorchSampler),
         what="sampler",
         field="sampling",
     )
-    return choice if part is None else choice._replace(made=PartedSampler(choice.made, part))
+    return choice if part is None else choice._replace(made=VocabParallelSampler(choice.made, part))

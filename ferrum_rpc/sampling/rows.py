@@ -47,7 +47,7 @@ HEAD_ROWS: Final = 256
 """Rows of one head product: 156 MB of float32 logits at a 152k vocabulary."""
 
 
-class Request(NamedTuple):
+class RowRequest(NamedTuple):
     """Rows ``first .. first + rows`` of the step's packed tokens, and what is wanted of them. ``position``: tokens of
     the sequence before the one that the first row chooses. ``history``: those of all rows, where penalties count them.
     ``scored``: the rows' tokens, where these are given. ``draft``: what a draft was drawn from. ``masks``: the words of
@@ -81,7 +81,7 @@ _TORCH_DTYPE: Final = {RowDType.F32: torch.float32, RowDType.BF16: torch.bfloat1
 
 def select_rows(
     hidden: Tensor,
-    requests: Sequence[Request],
+    requests: Sequence[RowRequest],
     head: Callable[[Tensor], Tensor],
     largest: Callable[[Tensor], Tensor] | None = None,
     sampler: Sampler = _TORCH,
@@ -140,7 +140,7 @@ def _any_sample(logprob: bool, logprobs: RowLogprobs | None) -> Sample:
 
 def _reduced(
     hidden: Tensor,
-    requests: Sequence[Request],
+    requests: Sequence[RowRequest],
     groups: dict[OutputKind, list[int]],
     *,
     head: Callable[[Tensor], Tensor],
@@ -178,7 +178,7 @@ def _reduced(
     return parts
 
 
-def _is_all(hidden: Tensor, order: Sequence[int], requests: Sequence[Request]) -> bool:
+def _is_all(hidden: Tensor, order: Sequence[int], requests: Sequence[RowRequest]) -> bool:
     """Whether the rows are all that there are, in their order: those of decode steps of one kind."""
     end = 0
     for index in order:
@@ -189,14 +189,14 @@ def _is_all(hidden: Tensor, order: Sequence[int], requests: Sequence[Request]) -
     return end == hidden.shape[0]
 
 
-def _packed(order: Sequence[int], requests: Sequence[Request]) -> Tensor:
+def _packed(order: Sequence[int], requests: Sequence[RowRequest]) -> Tensor:
     """The rows' indices, kind by kind."""
     ranges = [np.arange(first, first + count) for first, count, *_ in (requests[index] for index in order)]
     return torch.from_numpy(np.concatenate(ranges))
 
 
 def _extents(
-    groups: dict[OutputKind, list[int]], requests: Sequence[Request]
+    groups: dict[OutputKind, list[int]], requests: Sequence[RowRequest]
 ) -> tuple[dict[OutputKind, tuple[int, int]], int]:
     """Where each kind's rows stand, and how many there are of all kinds."""
     extents, first = {}, 0
@@ -212,7 +212,7 @@ class Drawn:
 
     __slots__ = ("_bias", "_draws", "_keep", "_masks", "_penalties", "_proposals", "_sampler")
 
-    def __init__(self, requests: Iterable[Request], sampler: Sampler, *, keep: bool) -> None:
+    def __init__(self, requests: Iterable[RowRequest], sampler: Sampler, *, keep: bool) -> None:
         rows: list[tuple[int | float, ...]] = []
         self._bias: list[tuple[int, int, float]] = []  # row, token, what is added
         self._penalties: list[Penalty] = []

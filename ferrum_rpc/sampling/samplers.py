@@ -30,7 +30,7 @@ from ferrum_rpc.sampling.masks import RowMask
 from ferrum_rpc.sampling.top import top_tokens
 from ferrum_rpc.sampling.transfer import to_device
 
-LIMITS: Final = np.dtype(library.Limits)
+LIMITS: Final = np.dtype(library.LimitsStruct)
 """What is left of a part of a row once the filters are known (``struct limits`` of sample.h): the logits that are not
 below ``least``, of those that equal it the first ``ties``, and of these what weighs ``least_weight`` at least. Weights
 are those of ``largest``. What is left passes ``target``, added up
@@ -160,9 +160,9 @@ class NativeSampler(WholeRows):
 
     def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
         held = [np.ascontiguousarray(each.tokens, np.int32) for each in penalties]
-        array = (library.Penalty * len(held))(
+        array = (library.PenaltyStruct * len(held))(
             *(
-                library.Penalty(tokens.ctypes.data, row, len(tokens), *rest)
+                library.PenaltyStruct(tokens.ctypes.data, row, len(tokens), *rest)
                 for tokens, (row, _, *rest) in zip(held, penalties, strict=True)
             )
         )
@@ -175,7 +175,9 @@ class NativeSampler(WholeRows):
             raise MemoryError("no memory for penalties")
 
     def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:
-        array = (library.RowMask * len(masks))(*(library.RowMask(words.data_ptr(), row) for row, words in masks))
+        array = (library.RowMaskStruct * len(masks))(
+            *(library.RowMaskStruct(words.data_ptr(), row) for row, words in masks)
+        )
         if not logits.is_contiguous():
             raise ValueError("masks change rows that lie one behind the other")
         vocabulary, threads = logits.shape[-1], torch.get_num_threads()

@@ -25,7 +25,7 @@ TURNS: Final = 4
 body that has come is seen within three turns, however long those are."""
 
 
-class Line(NamedTuple):
+class BodySource(NamedTuple):
     """Calls of one caller on one connection: they come in their order."""
 
     peer: str
@@ -41,10 +41,10 @@ class Bodies:
         self._free = in_all
         self._per_connection = per_connection
         self._per_caller = in_all if per_caller is None else per_caller
-        self._taken: Counter[Line] = Counter()
+        self._taken: Counter[BodySource] = Counter()
         self._of_caller: Counter[str] = Counter()
-        self._waiting: dict[Line, deque[asyncio.Future[None]]] = {}  # whose turn is next first
-        self._reading: dict[asyncio.Task[Any], tuple[float, Line]] = {}  # since when, the oldest first
+        self._waiting: dict[BodySource, deque[asyncio.Future[None]]] = {}  # whose turn is next first
+        self._reading: dict[asyncio.Task[Any], tuple[float, BodySource]] = {}  # since when, the oldest first
         self._late: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -56,7 +56,7 @@ class Bodies:
     async def read(self, context: Context, caller: Caller = ANYBODY) -> bytes:
         """The body of a call of one request. Raises `QueueFull` where it took too long while others waited, and
         `InvalidRequest` where the call ended without one."""
-        line = Line(context.peer(), caller.name, caller.shares)
+        line = BodySource(context.peer(), caller.name, caller.shares)
         if self._free and self._may_have_one(line):
             self._enter(line)
         else:
@@ -79,17 +79,17 @@ class Bodies:
             raise InvalidRequest("the call ended without a request")
         return body  # type: ignore[no-any-return] # nothing parses it before
 
-    def _may_have_one(self, line: Line) -> bool:
+    def _may_have_one(self, line: BodySource) -> bool:
         """Whether one more slot would be within its limits."""
         within = self._taken.get(line, 0) < self._per_connection
         return within and not (line.shares and self._of_caller.get(line.caller, 0) >= self._per_caller)
 
-    def _enter(self, line: Line) -> None:
+    def _enter(self, line: BodySource) -> None:
         self._free -= 1
         self._taken[line] += 1
         self._of_caller[line.caller] += 1
 
-    def _leave(self, line: Line) -> None:
+    def _leave(self, line: BodySource) -> None:
         """A slot is free. Of the lines that wait and may have it, the next of the caller with the fewest gets it."""
         self._free += 1
         _one_less(self._taken, line)
@@ -108,7 +108,7 @@ class Bodies:
                     self._waiting[other] = turns  # behind the others
                 return
 
-    async def _turn(self, line: Line) -> None:
+    async def _turn(self, line: BodySource) -> None:
         """Wait until it has a slot."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(line, deque()).append(turn)

@@ -19,7 +19,7 @@ from ferrum_rpc.engine.api import Command, Engine, Operation, Submission
 from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest
 from ferrum_rpc.executor.v1 import executor_control_pb2 as pb
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, info_pb2
-from ferrum_rpc.service.records import Adapter, Ending, SequenceRecord
+from ferrum_rpc.service.records import Adapter, SequenceEnd, SequenceRecord
 from ferrum_rpc.service.state import Lifecycle, ServerState
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.info import duration, seconds, to_proto
@@ -109,7 +109,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         if request.instance_id and request.instance_id != state.handles.instance_id:
             raise InstanceMismatch("another process lifetime was meant; nothing was released")
         transfers = len(state.unnamed)
-        released = await state.ended(state.sequences(), Ending.RESET) - transfers
+        released = await state.ended(state.sequences(), SequenceEnd.RESET) - transfers
         await between_steps(state.engine, Command("forget_prefixes", ()))
         return pb.ResetResponse(released_sequences=released, pressure=pressure_to_proto(self._state.pressure()))
 

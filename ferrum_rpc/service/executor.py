@@ -14,7 +14,7 @@ from ferrum_rpc.service.admission import check_room
 from ferrum_rpc.service.auth import CALLER
 from ferrum_rpc.service.control import STATE_TO_PROTO
 from ferrum_rpc.service.forward import ForwardCall
-from ferrum_rpc.service.records import Ending
+from ferrum_rpc.service.records import SequenceEnd
 from ferrum_rpc.service.rpc import CallLog, deadline_of
 from ferrum_rpc.service.session import Session
 from ferrum_rpc.service.state import ServerState
@@ -29,7 +29,7 @@ from ferrum_rpc.wire.info import (
     to_proto,
 )
 from ferrum_rpc.wire.items import (
-    Shape,
+    CallShape,
     fill_outputs,
     fill_results,
     fill_step,
@@ -47,7 +47,7 @@ from ferrum_rpc.wire.masks import id_of, words_from_proto
 SERVICE: Final = "ferrum_rpc.executor.v1.ModelExecutor"
 
 
-def _forward(name: str, response_class: type[Any], shape: Shape, *, one: bool = False) -> Any:
+def _forward(name: str, response_class: type[Any], shape: CallShape, *, one: bool = False) -> Any:
     """The handler of a forward call: of several items, each with an outcome of its own, or of ``one``, whose refusal is
     the call's."""
     method = f"{SERVICE}/{name}"
@@ -98,12 +98,12 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    Prefill = _forward("Prefill", pb.PrefillResponse, Shape.PREFILL, one=True)
-    Decode = _forward("Decode", pb.DecodeResponse, Shape.DECODE, one=True)
-    ForwardVerify = _forward("ForwardVerify", pb.ForwardVerifyResponse, Shape.VERIFY, one=True)
-    BatchPrefill = _forward("BatchPrefill", pb.BatchPrefillResponse, Shape.PREFILL)
-    BatchDecode = _forward("BatchDecode", pb.BatchDecodeResponse, Shape.DECODE)
-    UnifiedForward = _forward("UnifiedForward", pb.UnifiedForwardResponse, Shape.ANY)
+    Prefill = _forward("Prefill", pb.PrefillResponse, CallShape.PREFILL, one=True)
+    Decode = _forward("Decode", pb.DecodeResponse, CallShape.DECODE, one=True)
+    ForwardVerify = _forward("ForwardVerify", pb.ForwardVerifyResponse, CallShape.VERIFY, one=True)
+    BatchPrefill = _forward("BatchPrefill", pb.BatchPrefillResponse, CallShape.PREFILL)
+    BatchDecode = _forward("BatchDecode", pb.BatchDecodeResponse, CallShape.DECODE)
+    UnifiedForward = _forward("UnifiedForward", pb.UnifiedForwardResponse, CallShape.ANY)
 
     # --- the cache --------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         """The end of a lease and of its sequences; answers when their blocks are free."""
         state = self.state
         lease = state.leases.find(request.lease_id, CALLER.get().name)
-        released = await state.ended(state.end_lease(lease, expired=False), Ending.REVOKED)
+        released = await state.ended(state.end_lease(lease, expired=False), SequenceEnd.REVOKED)
         return pb.RevokeLeaseResponse(released_sequences=released, pressure=self._pressure())
 
     async def Session(self, _: Any, context: Context) -> None:  # type: ignore[override] # noqa: N802 - no generator

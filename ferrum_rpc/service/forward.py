@@ -60,7 +60,7 @@ from ferrum_rpc.service.auth import ARRIVED
 from ferrum_rpc.service.fingerprints import item_fingerprint
 from ferrum_rpc.service.parking import bring_back
 from ferrum_rpc.service.quotas import UNCOUNTED_BYTES
-from ferrum_rpc.service.records import Account, Ending, Resource, SequenceRecord
+from ferrum_rpc.service.records import Account, Resource, SequenceEnd, SequenceRecord
 from ferrum_rpc.service.replay import Entry, Outcome, scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
@@ -406,7 +406,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                     record.chosen = record.version, token, ended is not None and ended.end is RunEnd.STOP_ID
                 if span.create and self._abandoned and entry is None:
                     # Cancelled, and no request id to ask again with: its handle will never be known.
-                    record.pending_end = record.pending_end or Ending.ABANDONED
+                    record.pending_end = record.pending_end or SequenceEnd.ABANDONED
                 answer = named(ItemAnswer, (record.handle, rows, False, cached, ended))
             answers[place] = end_item(state, each, answer, now, present=present)
             followed = followed or record.follower is not None

@@ -24,26 +24,26 @@ from ferrum_rpc.errors import (
     SequenceBusy,
     SequenceVersionMismatch,
 )
-from ferrum_rpc.service.records import Ending, SequenceRecord
+from ferrum_rpc.service.records import SequenceEnd, SequenceRecord
 
 INSTANCE_BYTES: Final = 8
 SECRET_BYTES: Final = 16
 TOMBSTONES: Final = 65_536
 
 
-ANSWERS: Final[dict[Ending, tuple[type[ExecutorError], str]]] = {
-    Ending.RELEASED: (HandleReleased, "the sequence of this handle was released"),
-    Ending.REVOKED: (HandleReleased, "the sequence of this handle was released with its lease"),
-    Ending.EXPIRED: (LeaseExpired, "the lease of this sequence ran out; prefill it again under a new one"),
-    Ending.IDLE: (LeaseExpired, "this sequence was idle for too long and has no lease; prefill it again"),
-    Ending.RESET: (HandleReleased, "the executor was reset; prefill the sequence again"),
-    Ending.ABANDONED: (HandleReleased, "the call that created this sequence was given up"),
-    Ending.LOST: (HandleReleased, "what was parked of this sequence could not be read back; prefill it again"),
+ANSWERS: Final[dict[SequenceEnd, tuple[type[ExecutorError], str]]] = {
+    SequenceEnd.RELEASED: (HandleReleased, "the sequence of this handle was released"),
+    SequenceEnd.REVOKED: (HandleReleased, "the sequence of this handle was released with its lease"),
+    SequenceEnd.EXPIRED: (LeaseExpired, "the lease of this sequence ran out; prefill it again under a new one"),
+    SequenceEnd.IDLE: (LeaseExpired, "this sequence was idle for too long and has no lease; prefill it again"),
+    SequenceEnd.RESET: (HandleReleased, "the executor was reset; prefill the sequence again"),
+    SequenceEnd.ABANDONED: (HandleReleased, "the call that created this sequence was given up"),
+    SequenceEnd.LOST: (HandleReleased, "what was parked of this sequence could not be read back; prefill it again"),
 }
 """The answer to the handle of a sequence that is gone."""
 
 
-def gone(ending: Ending) -> ExecutorError:
+def gone(ending: SequenceEnd) -> ExecutorError:
     """The refusal of a handle whose sequence has ended so."""
     error, message = ANSWERS[ending]
     return error(message)
@@ -56,7 +56,7 @@ class HandleTable:
     def __init__(self, tombstones: int = TOMBSTONES) -> None:
         self.instance = secrets.token_bytes(INSTANCE_BYTES)
         self.live: dict[bytes, SequenceRecord] = {}
-        self._gone: OrderedDict[bytes, tuple[Ending, str]] = OrderedDict()
+        self._gone: OrderedDict[bytes, tuple[SequenceEnd, str]] = OrderedDict()
         self._tombstones = tombstones
         self._next_sequence = 0
         self.foreign = 0
@@ -82,7 +82,7 @@ class HandleTable:
     def insert(self, record: SequenceRecord) -> None:
         self.live[record.id] = record
 
-    def remove(self, record: SequenceRecord, ending: Ending = Ending.RELEASED) -> bool:
+    def remove(self, record: SequenceRecord, ending: SequenceEnd = SequenceEnd.RELEASED) -> bool:
         """The sequence is gone, which is remembered for a while. False: it was not live."""
         if self.live.pop(record.id, None) is None:
             return False

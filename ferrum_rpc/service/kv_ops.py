@@ -16,7 +16,7 @@ from ferrum_rpc.engine.api import Command, Operation
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest
 from ferrum_rpc.service.admission import check_length
 from ferrum_rpc.service.parking import bring_back
-from ferrum_rpc.service.records import Ending, SequenceRecord
+from ferrum_rpc.service.records import SequenceEnd, SequenceRecord
 from ferrum_rpc.service.replay import Entry, scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.transaction import FAILED, Transaction
@@ -249,7 +249,7 @@ def release(
     def claim() -> SequenceRecord:
         record = state.handles.find(handle, caller.name)
         if record.busy:
-            state.end([record], Ending.RELEASED)
+            state.end([record], SequenceEnd.RELEASED)
             return record
         return state.handles.claim(handle, caller.name, any_version=True)
 

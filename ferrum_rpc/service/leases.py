@@ -21,7 +21,7 @@ from ferrum_rpc.errors import (
     SequencesExhausted,
 )
 from ferrum_rpc.service.quotas import Quotas
-from ferrum_rpc.service.records import Lease, Resource
+from ferrum_rpc.service.records import LeaseRecord, Resource
 
 TOMBSTONES: Final = 4096
 SECRET_BYTES: Final = 16
@@ -34,13 +34,13 @@ class LeaseTable:
         self._limits = limits
         self._quotas = quotas
         self._instance = instance_id
-        self._live: dict[str, Lease] = {}
+        self._live: dict[str, LeaseRecord] = {}
         self._expired: OrderedDict[str, str] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def acquire(self, caller: Caller, ttl_s: float | None = None, client_name: str = "") -> Lease:
+    def acquire(self, caller: Caller, ttl_s: float | None = None, client_name: str = "") -> LeaseRecord:
         """A new lease of ``ttl_s`` seconds, the default or the nearest allowed. Raises `InvalidRequest`,
         `SequencesExhausted` and `QuotaExceeded`."""
         limits = self._limits
@@ -55,13 +55,13 @@ class LeaseTable:
         account = self._quotas.account(caller)
         account.take(Resource.LEASES)
         ttl = limits.lease_ttl_s if ttl_s is None else min(max(ttl_s, limits.min_lease_ttl_s), limits.max_lease_ttl_s)
-        lease = Lease(
+        lease = LeaseRecord(
             f"{self._instance}-{secrets.token_hex(SECRET_BYTES)}", account, client_name, ttl, time.monotonic() + ttl
         )
         self._live[lease.id] = lease
         return lease
 
-    def find(self, lease_id: str, owner: str, *, field: str = "lease_id") -> Lease:
+    def find(self, lease_id: str, owner: str, *, field: str = "lease_id") -> LeaseRecord:
         """The owner's lease. Raises `LeaseExpired`, `LeaseUnknown`, or `InstanceMismatch` (another process's)."""
         lease = self._live.get(lease_id)
         if lease is not None and lease.owner == owner:
@@ -72,17 +72,17 @@ class LeaseTable:
             raise InstanceMismatch("the lease is of another process lifetime; acquire a new one", field=field)
         raise LeaseUnknown("no such lease", field=field)
 
-    def renew(self, lease_id: str, owner: str) -> Lease:
+    def renew(self, lease_id: str, owner: str) -> LeaseRecord:
         """Renew the owner's lease. Raises what `find` raises."""
         lease = self.find(lease_id, owner)
         lease.renew(time.monotonic())
         return lease
 
-    def due(self, now: float) -> list[Lease]:
+    def due(self, now: float) -> list[LeaseRecord]:
         """The leases whose time is over and that no call in flight pins. A full sweep: leases are few."""
         return [lease for lease in self._live.values() if lease.expires <= now and not lease.pinned]
 
-    def remove(self, lease: Lease, *, expired: bool) -> bool:
+    def remove(self, lease: LeaseRecord, *, expired: bool) -> bool:
         """Remove it; the caller ends its sequences. False: it was removed already."""
         if self._live.pop(lease.id, None) is None:
             return False

@@ -17,7 +17,7 @@ import structlog
 
 from ferrum_rpc.errors import Draining
 from ferrum_rpc.service.health import HealthService
-from ferrum_rpc.service.records import Ending, SequenceRecord
+from ferrum_rpc.service.records import SequenceEnd, SequenceRecord
 from ferrum_rpc.service.session import Session, end_sessions
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
@@ -63,7 +63,7 @@ class Sweeper:
         state = self._state
         for lease in state.leases.due(now):
             members = state.end_lease(lease, expired=True)
-            state.end(members, Ending.EXPIRED)
+            state.end(members, SequenceEnd.EXPIRED)
             log.info(
                 "lease_expired",
                 client=lease.client_name,
@@ -78,9 +78,9 @@ class Sweeper:
             if record.lease is None and not record.busy and record.used <= now - state.limits.idle_ttl_s
         ]
         state.peers.sweep(now)
-        state.end([each for each in state.unnamed if self._is_stale(each, now)], Ending.IDLE)
+        state.end([each for each in state.unnamed if self._is_stale(each, now)], SequenceEnd.IDLE)
         if idle:
-            state.end(idle, Ending.IDLE)
+            state.end(idle, SequenceEnd.IDLE)
             log.info(
                 "idle_sequences_expired",
                 sequences=len(idle),
@@ -116,7 +116,7 @@ class Drain:
             return
         self.begun.set()
         self._state.drain()
-        self._state.end([each for each in self._state.unnamed if each.origin is None], Ending.ABANDONED)
+        self._state.end([each for each in self._state.unnamed if each.origin is None], SequenceEnd.ABANDONED)
         self._health.update()
         log.info(
             "draining",

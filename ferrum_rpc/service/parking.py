@@ -39,7 +39,7 @@ from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.private_files import NotPrivateError
 from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.moving import READ_BYTES, Incoming, Moving, layout_of
-from ferrum_rpc.service.records import Ending, Parked, SequenceRecord
+from ferrum_rpc.service.records import Parked, SequenceEnd, SequenceRecord
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.transaction import FAILED
@@ -279,7 +279,7 @@ class _Return(Incoming):
             action = "look at the disk of --kv-park-dir, and whether anything else writes there"
             what = (error.strerror if isinstance(error, OSError) else None) or str(error)
             log.error("parked_sequence_lost", **about, reason=f"the file {why}", error=what, action=action)
-            record.pending_end = record.pending_end or Ending.LOST
+            record.pending_end = record.pending_end or SequenceEnd.LOST
             return KvCorrupt(f"what was parked of this sequence {why}; it has ended, prefill it again")
         if isinstance(error, ExecutorError):
             state.counters.kv_exhausted += isinstance(error, KvBlocksExhausted)

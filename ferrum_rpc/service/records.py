@@ -70,7 +70,7 @@ class Account:
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class LeaseRecord:
     """A renewal is due before ``expires`` (monotonic seconds). ``account``: its owner's, which it counts in.
     ``members``: the sequences that end with it, those being created included."""
 
@@ -99,7 +99,7 @@ class Lease:
         return any(record.busy and record.cut is None for record in self.members)
 
 
-class Ending(enum.Enum):
+class SequenceEnd(enum.Enum):
     """Why a sequence is gone. The value is the word of metrics and logs."""
 
     RELEASED = "released"
@@ -161,8 +161,8 @@ class SequenceRecord:
     length: int = 0
     version: int = 0
     busy: bool = False
-    pending_end: Ending | None = None
-    lease: Lease | None = None
+    pending_end: SequenceEnd | None = None
+    lease: LeaseRecord | None = None
     used: float = 0.0
     account: Account = field(init=False, repr=False)
     charged: int = 0

@@ -37,7 +37,7 @@ _CODE_NAMES: Final[dict[int, str]] = {code.value[0]: code.name for code in grpc.
 
 
 @dataclass(slots=True)
-class MethodCount:
+class MethodStats:
     """How often a method was called and how it ended, by name of the status code. ``seconds`` is of unary calls: a
     stream lasts as long as its client."""
 
@@ -56,7 +56,7 @@ class CallLog:
     of its items was answered."""
 
     def __init__(self, tracer: Tracing | None = None) -> None:
-        self.methods: defaultdict[str, MethodCount] = defaultdict(MethodCount)
+        self.methods: defaultdict[str, MethodStats] = defaultdict(MethodStats)
         self.refusals = ErrorLog()
         self.tracer = tracer
         self.session_items = Histogram(SECONDS)

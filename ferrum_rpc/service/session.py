@@ -27,7 +27,7 @@ from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.admission import check_room
 from ferrum_rpc.service.auth import ARRIVED, CALLER
 from ferrum_rpc.service.forward import ForwardCall
-from ferrum_rpc.service.records import RETRY_AFTER_S, Ending, Lease, Resource
+from ferrum_rpc.service.records import RETRY_AFTER_S, LeaseRecord, Resource, SequenceEnd
 from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.session_kv import PendingFrame, SessionKv
 from ferrum_rpc.service.state import ServerState
@@ -36,7 +36,7 @@ from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.service.transaction import FAILED
 from ferrum_rpc.wire.info import SCHEMA_REVISION, duration, seconds
 from ferrum_rpc.wire.items import (
-    Shape,
+    CallShape,
     fill_pressure,
     fill_results,
     fill_step,
@@ -85,7 +85,7 @@ class Session:
         self._last = 0
         self._most = self._inline = 0
         self._max_bytes = state.limits.max_session_response_bytes
-        self._lease: Lease
+        self._lease: LeaseRecord
         self._own_lease = False
         self._task: asyncio.Task[Any] | None = None
         self._ending: ExecutorError | None = None
@@ -285,7 +285,7 @@ class Session:
         self._calls.methods[METHOD].items += len(messages)
         step.items, step.began = len(messages), ARRIVED.get()
         check_room(self._state, self._account, messages)
-        items = items_from_proto(messages, Shape.FRAME, self._state.capabilities, self._lease.id)
+        items = items_from_proto(messages, CallShape.FRAME, self._state.capabilities, self._lease.id)
         call = partial(
             ForwardCall,
             self._state,
@@ -347,7 +347,7 @@ class Session:
         state, released = self._state, 0
         if request.release_sequences:
             mine = [record for record in state.handles.records() if record.origin is self._origin]
-            released = await state.ended(mine, Ending.RELEASED)
+            released = await state.ended(mine, SequenceEnd.RELEASED)
         if self._own_lease and not self._lease.members:
             state.leases.remove(self._lease, expired=False)
         return Answer(step_id=step, goodbye=session_pb2.SessionGoodbye(released_sequences=released))

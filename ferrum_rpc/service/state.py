@@ -30,7 +30,15 @@ from ferrum_rpc.service.nixl import Nixl
 from ferrum_rpc.service.parked import ParkedFiles
 from ferrum_rpc.service.peers import Peers
 from ferrum_rpc.service.quotas import Quotas, Unread
-from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Adapter, Ending, Lease, Resource, SequenceRecord
+from ferrum_rpc.service.records import (
+    RETRY_AFTER_S,
+    Account,
+    Adapter,
+    LeaseRecord,
+    Resource,
+    SequenceEnd,
+    SequenceRecord,
+)
 from ferrum_rpc.service.replay import ReplayLog, scope_of
 from ferrum_rpc.service.supervisor import Supervisor
 from ferrum_rpc.wire.info import CAPABILITIES
@@ -65,12 +73,12 @@ class ServiceCounters:
     tokens_truncated: int = 0
     adapter_tokens: int = 0
     leases_expired: int = 0
-    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys((ending.value for ending in Ending), 0))
+    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys((ending.value for ending in SequenceEnd), 0))
 
     @property
     def sequences_expired(self) -> int:
         """Sequences that ended with their lease, or because they were not used."""
-        return self.ended[Ending.EXPIRED.value] + self.ended[Ending.IDLE.value]
+        return self.ended[SequenceEnd.EXPIRED.value] + self.ended[SequenceEnd.IDLE.value]
 
 
 class ServerState:
@@ -200,7 +208,7 @@ class ServerState:
         self,
         count: int,
         account: Account,
-        lease: Lease | None,
+        lease: LeaseRecord | None,
         length: int,
         origin: object | None = None,
         held_to: int = 0,
@@ -279,9 +287,9 @@ class ServerState:
         for record in records:
             if record in self._creating:
                 self.publish(record)
-        self.release(records, Ending.ABANDONED)
+        self.release(records, SequenceEnd.ABANDONED)
 
-    def remove(self, record: SequenceRecord, ending: Ending = Ending.RELEASED) -> bool:
+    def remove(self, record: SequenceRecord, ending: SequenceEnd = SequenceEnd.RELEASED) -> bool:
         """Take a sequence out of the table; its blocks are the caller's to free. False: it was not there."""
         if not self.handles.remove(record, ending):
             return False
@@ -292,7 +300,7 @@ class ServerState:
         self._uncharge(record)
         return True
 
-    def release(self, records: Sequence[SequenceRecord], ending: Ending = Ending.RELEASED) -> None:
+    def release(self, records: Sequence[SequenceRecord], ending: SequenceEnd = SequenceEnd.RELEASED) -> None:
         """Take idle sequences out of the table and have their blocks freed; those that are gone are free already."""
         numbers = []
         for record in records:
@@ -338,7 +346,7 @@ class ServerState:
         self._reading_piece = True
         self.engine.submit(piece)
 
-    def end(self, records: Sequence[SequenceRecord], ending: Ending) -> None:
+    def end(self, records: Sequence[SequenceRecord], ending: SequenceEnd) -> None:
         """Release sequences: idle ones now, those with a call in flight when it ends. Runs are cut."""
         for record in records:
             record.pending_end = record.pending_end or ending
@@ -361,7 +369,7 @@ class ServerState:
         found = (each for each in self._creating if each.creation == request_id and each.owner == owner)
         return next(found, None)
 
-    async def ended(self, records: Sequence[SequenceRecord], ending: Ending) -> int:
+    async def ended(self, records: Sequence[SequenceRecord], ending: SequenceEnd) -> int:
         """`end`, and wait until their blocks are free. Returns how many there were."""
         freed: asyncio.Queue[None] = asyncio.Queue()
         for record in records:
@@ -371,7 +379,7 @@ class ServerState:
             await freed.get()
         return len(records)
 
-    def end_lease(self, lease: Lease, *, expired: bool) -> list[SequenceRecord]:
+    def end_lease(self, lease: LeaseRecord, *, expired: bool) -> list[SequenceRecord]:
         """The lease is gone. Returns its sequences, which the caller must `end`; those that are being created too."""
         self.leases.remove(lease, expired=expired)
         self.counters.leases_expired += expired

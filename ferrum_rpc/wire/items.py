@@ -49,7 +49,7 @@ _U32_MAX: Final = 0xFFFFFFFF
 _ONE_TOKEN: Final = np.zeros(1, np.int32)
 
 
-class Shape(enum.Enum):
+class CallShape(enum.Enum):
     """What a call's name demands of its items."""
 
     PREFILL = "Prefill"
@@ -59,7 +59,7 @@ class Shape(enum.Enum):
     FRAME = "Session"
 
 
-_DECODE, _VERIFY = Shape.DECODE, Shape.VERIFY  # a member costs 0.1 µs to look up, and every item asks for it
+_DECODE, _VERIFY = CallShape.DECODE, CallShape.VERIFY  # a member costs 0.1 µs to look up, and every item asks for it
 _ALL, _LAST = Positions.ALL, Positions.LAST
 
 
@@ -96,7 +96,7 @@ def fork_from_proto(
 
 
 def item_from_proto(
-    item: forward_pb2.ForwardItem, shape: Shape, capabilities: Container[int], lease_id: str = ""
+    item: forward_pb2.ForwardItem, shape: CallShape, capabilities: Container[int], lease_id: str = ""
 ) -> WorkItem:
     """Wire to domain. ``capabilities``: what it may need. ``lease_id``: the lease of a new sequence that names none.
     Raises `InvalidRequest` or `NotSupported`; the item's state is checked by the service floor."""
@@ -170,9 +170,9 @@ def _run_from_proto(item: forward_pb2.ForwardItem, output: OutputSpec) -> Run:
     return Run(run.max_tokens, tuple(run.stop_token_ids))
 
 
-def _follow_from_proto(item: forward_pb2.ForwardItem, shape: Shape) -> Follow:
+def _follow_from_proto(item: forward_pb2.ForwardItem, shape: CallShape) -> Follow:
     follow, handle = item.follow, item.handle
-    if shape is not Shape.FRAME:
+    if shape is not CallShape.FRAME:
         raise InvalidRequest("items follow each other in sessions only", field="follow")
     if not item.request_id:
         raise InvalidRequest("an item that follows needs a request id", field="request_id")
@@ -198,7 +198,7 @@ def _check_needs(needs: Iterable[int], capabilities: Container[int]) -> None:
 
 
 def items_from_proto(
-    messages: Sequence[forward_pb2.ForwardItem], shape: Shape, capabilities: Container[int], lease_id: str = ""
+    messages: Sequence[forward_pb2.ForwardItem], shape: CallShape, capabilities: Container[int], lease_id: str = ""
 ) -> list[WorkItem | ExecutorError]:
     """A batch's items: a malformed one becomes the error in its place."""
     items: list[WorkItem | ExecutorError] = []

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from clients.scheduler.driver import Driver
-from clients.scheduler.policy import Budget, Feed
+from clients.scheduler.policy import Budget, PlannedFeed
 from ferrum_rpc.client import Answer, CacheMode, ExecutorClient, FullLogits, Greedy
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.models import linear
@@ -80,7 +80,7 @@ async def test_the_rows_of_a_rebuilding_are_those_of_its_tokens(monkeypatch: pyt
 class Recorder(Driver):
     """Remembers the bits of every chosen token's log-probability, which has the whole row in it."""
 
-    def _fed(self, feed: Feed, answer: Answer) -> None:
+    def _fed(self, feed: PlannedFeed, answer: Answer) -> None:
         if feed.completes:
             self.rows[feed.request.index, answer.length] = answer.logprobs.tobytes()
         super()._fed(feed, answer)

@@ -14,7 +14,7 @@ from clients.scheduler.options import parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.program import serve
 from clients.scheduler.report import RunCounts
-from clients.scheduler.request import Ending, Request
+from clients.scheduler.request import Request, RequestEnd
 from clients.scheduler.speculation import AGAIN, REST, Drafter, DraftModel, Lookup, Speculation, looked_up
 from clients.scheduler.text import TokenizerError
 from ferrum_rpc.client import Capability, ExecutorClient, Greedy, Sample
@@ -207,7 +207,7 @@ async def test_a_stop_within_a_draft_ends_the_text_there(expected: list[list[int
         stop = expected[0][7]
         work = requests(prompts(1), NEW_TOKENS)
         await speculate(served.target, work, Fortune(expected, 1.0), stop=frozenset({stop}))
-        assert work[0].generated == expected[0][: expected[0].index(stop)] and work[0].ending is Ending.STOP
+        assert work[0].generated == expected[0][: expected[0].index(stop)] and work[0].ending is RequestEnd.STOP
         await assert_nothing_is_left(served)
 
 

@@ -15,7 +15,7 @@ import pytest
 from clients.scheduler.options import parse
 from clients.scheduler.program import serve
 from clients.scheduler.refusals import ExecutorGone
-from clients.scheduler.request import Ending, Request, Stage
+from clients.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.errors import NotSupported
 from tests.e2e.fleets import hanging
@@ -252,10 +252,10 @@ async def test_a_text_that_fills_its_context_waits_for_a_longer_one_that_is_away
         await asyncio.gather(*watcher.doing)
         assert (0, Stage.MOVING) in watcher.stages
         if comes:
-            assert [(each.executor, each.ending) for each in work] == [(away.target, Ending.LENGTH)] * 2
+            assert [(each.executor, each.ending) for each in work] == [(away.target, RequestEnd.LENGTH)] * 2
             assert len(run.moves) == 2 and not run.failed and not run.rebuilds
         else:
-            assert [(each.ending, each.known) for each in work] == [(Ending.CONTEXT, 33)] * 2
+            assert [(each.ending, each.known) for each in work] == [(RequestEnd.CONTEXT, 33)] * 2
         await assert_nothing_is_left(short)
 
 
@@ -264,16 +264,16 @@ async def test_a_text_goes_where_all_that_it_may_become_has_room_and_stays_there
         work = requests([[1], [2] * 40, [3] * 64, [4] * 65], 40)
         run = await fleet([short.target, long.target], [], work, stop=NONE)
         assert [(each.executor, each.ending, len(each.generated)) for each in work[:3]] == [
-            (long.target, Ending.LENGTH, 40),
-            (long.target, Ending.CONTEXT, 25),
-            (long.target, Ending.CONTEXT, 1),
+            (long.target, RequestEnd.LENGTH, 40),
+            (long.target, RequestEnd.CONTEXT, 25),
+            (long.target, RequestEnd.CONTEXT, 1),
         ]
         assert [each.index for each in run.failed] == [3] and "1 to 64 can be served" in work[3].error
         work = requests(prompts(6, longest=8), 40)
         await fleet(
             [short.target, long.target], [], work, watcher=Once(work, [(long.target, lambda: drain(long))]), stop=NONE
         )
-        assert all(each.executor == long.target and each.ending is Ending.LENGTH for each in work)
+        assert all(each.executor == long.target and each.ending is RequestEnd.LENGTH for each in work)
 
 
 async def test_what_an_executor_that_hangs_had_is_computed_elsewhere(texts_of_one: list[Any]) -> None:

@@ -17,7 +17,7 @@ from clients.scheduler.options import parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.program import main, serve
 from clients.scheduler.report import RunCounts
-from clients.scheduler.request import Ending, Request, Stage
+from clients.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.client import ExecutorClient, Greedy, Sample, transfer
 from ferrum_rpc.client.fleet import Member, Members
 from tests.e2e.test_scheduler_runs import (
@@ -36,7 +36,7 @@ from tests.faults.process import ServerProcess, serving
 from tests.faults.proxy import proxied
 
 GREEDY = Greedy()
-Texts = list[tuple[list[int], Ending | None]]
+Texts = list[tuple[list[int], RequestEnd | None]]
 
 
 async def fleet(

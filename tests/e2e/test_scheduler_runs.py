@@ -21,7 +21,7 @@ from clients.scheduler.policy import Budget
 from clients.scheduler.program import main, serve
 from clients.scheduler.refusals import ExecutorGone
 from clients.scheduler.report import RunCounts
-from clients.scheduler.request import Ending, Request, Stage
+from clients.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, Greedy, ResendPolicy, Sample
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.build import build_runner
@@ -152,7 +152,7 @@ async def test_greedy_tokens_do_not_depend_on_budget_pool_or_company(
         work = requests(prompts(12))
         run = await schedule(served.target, work, budget=budget, session=session)
         assert [each.generated for each in work] == expected
-        assert all((each.stage, each.ending) == (Stage.FINISHED, Ending.LENGTH) for each in work)
+        assert all((each.stage, each.ending) == (Stage.FINISHED, RequestEnd.LENGTH) for each in work)
         assert run.preemptions == sum(each.preemptions for each in work)
         assert blocks < 512 or run.preemptions == 0
         assert run.decode_tokens + run.prompt_tokens >= sum(len(each.prompt) + NEW_TOKENS - 1 for each in work)
@@ -235,10 +235,10 @@ STOP = frozenset({7, 99, 200})
 
 
 @pytest.fixture(scope="module")
-def sampled() -> list[tuple[list[int], Ending | None]]:
+def sampled() -> list[tuple[list[int], RequestEnd | None]]:
     """Twelve texts by single steps, and what ended them."""
 
-    async def generate() -> list[tuple[list[int], Ending | None]]:
+    async def generate() -> list[tuple[list[int], RequestEnd | None]]:
         async with identity(kv_blocks=512) as served:
             work = requests(prompts(12))
             await schedule(served.target, work, sampling=SAMPLED, stop=STOP)
@@ -253,10 +253,10 @@ def sampled() -> list[tuple[list[int], Ending | None]]:
     + [(shape, *way) for shape in SHAPES for way in ((5, True), (32, True), (5, False))],
 )
 async def test_texts_are_the_same_with_runs_whatever_the_budget_and_the_pool(
-    shape: str, run_tokens: int, sampled: list[tuple[list[int], Ending | None]], session: bool
+    shape: str, run_tokens: int, sampled: list[tuple[list[int], RequestEnd | None]], session: bool
 ) -> None:
     blocks, budget = SHAPES[shape]
-    assert {ending for _, ending in sampled} == {Ending.LENGTH, Ending.STOP}
+    assert {ending for _, ending in sampled} == {RequestEnd.LENGTH, RequestEnd.STOP}
     async with identity(kv_blocks=blocks) as served:
         work = requests(prompts(12))
         run = await schedule(
@@ -443,7 +443,7 @@ async def test_a_draining_executor_finishes_what_runs_and_the_rest_is_given_up(s
         budget = Budget(tokens=64, items=32, running=4)
         with pytest.raises(ExecutorGone, match="no new sequences"):
             await schedule(served.target, work, budget=budget, watcher=watcher, patience_s=0.1, session=session)
-        assert [each.ending for each in work[:4]] == [Ending.LENGTH] * 4
+        assert [each.ending for each in work[:4]] == [RequestEnd.LENGTH] * 4
         assert {each.stage for each in work[4:]} == {Stage.WAITING}
 
 
@@ -515,9 +515,9 @@ async def test_each_text_ends_for_the_right_reason(session: bool) -> None:
             Request(4, (999,), 5),
         ]
         await schedule(served.target, work, stop=frozenset({stop}), session=session)
-        assert (work[0].ending, work[0].generated) == (Ending.STOP, tokens[: tokens.index(stop)])
-        assert work[1].ending in (Ending.CONTEXT, Ending.STOP)
-        assert work[1].ending is Ending.STOP or work[1].known == 61
+        assert (work[0].ending, work[0].generated) == (RequestEnd.STOP, tokens[: tokens.index(stop)])
+        assert work[1].ending in (RequestEnd.CONTEXT, RequestEnd.STOP)
+        assert work[1].ending is RequestEnd.STOP or work[1].known == 61
         assert [each.stage for each in work[2:]] == [Stage.FAILED] * 3
         assert "61 tokens; 1 to 60" in work[2].error
         assert "vocabulary" in work[4].error
@@ -529,11 +529,11 @@ async def test_a_text_that_outgrows_the_whole_pool_ends_there_and_a_prompt_that_
     async with identity(kv_blocks=8) as served:
         work = [Request(0, tuple(range(20)), 100), Request(1, tuple(range(40)), 5), Request(2, (1, 2), 5)]
         await schedule(served.target, work, session=session)
-        assert work[0].ending is Ending.POOL
+        assert work[0].ending is RequestEnd.POOL
         assert work[0].known == 33, "32 tokens in the cache, and the last one that they gave"
         assert work[1].stage is Stage.FAILED
         assert "needs 10 blocks of 4 tokens; 8 exist" in work[1].error
-        assert work[2].ending is Ending.LENGTH
+        assert work[2].ending is RequestEnd.LENGTH
 
 
 # --- sampling -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from ferrum_rpc.client import CacheMode, ExecutorClient, FullLogits, Sequence
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.models import linear
 from ferrum_rpc.native import cpu
-from ferrum_rpc.service.records import Ending
+from ferrum_rpc.service.records import SequenceEnd
 from tests.faults.figures import Figures, at_least, exactly
 from tests.faults.process import serving
 from tests.faults.sizes import Size
@@ -110,7 +110,7 @@ async def _forget(served: Served, dice: random.Random) -> None:
     state = served.server.state
     if dice.random() < 0.5:
         for lease in state.leases.due(math.inf):
-            await state.ended(state.end_lease(lease, expired=True), Ending.EXPIRED)
+            await state.ended(state.end_lease(lease, expired=True), SequenceEnd.EXPIRED)
     else:
         async with ExecutorClient(served.target) as operator:
             await operator.reset()

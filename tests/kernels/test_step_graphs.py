@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
-from ferrum_rpc.engine.cuda.graphs import WORTH_RECORDING, CaptureFailed, CudaCapture, Graphs, Shape, buckets
+from ferrum_rpc.engine.cuda.graphs import WORTH_RECORDING, CaptureFailed, CudaCapture, Graphs, GraphShape, buckets
 from tests.kernels.fixtures import PER_SEQUENCE, PagedModel, PlannedTorch
 from tests.kernels.rerun import Rerun
 
@@ -59,7 +59,7 @@ def test_replayed_steps_are_the_eager_ones_whatever_their_number_and_lengths(dev
     for count in (5, 1, 3, 5, 1):  # a bucket's own number, and fewer: what a longer step left is padding now
         chosen = random.permutation(5)[:count]
         same(replayed, eager, *((int(sequence), random.integers(0, 64, 1)) for sequence in chosen))
-    assert set(replayed.compute.graphs.recorded) == {Shape(1, spans) for spans in (1, 4, 8)}
+    assert set(replayed.compute.graphs.recorded) == {GraphShape(1, spans) for spans in (1, 4, 8)}
 
 
 @BACKENDS
@@ -72,7 +72,7 @@ def test_a_verify_is_replayed_once_its_shape_came_often_and_rolls_back_as_before
                 world.truncate(sequence, world.lengths.get(sequence, 0) - (3 - min(step, 3) if step else 0))
         drafts = [random.integers(0, 64, 5) for _ in range(3)]
         same(replayed, eager, *enumerate(drafts))
-        assert (Shape(5, 4) in replayed.compute.graphs.recorded) == (step + 1 >= WORTH_RECORDING)
+        assert (GraphShape(5, 4) in replayed.compute.graphs.recorded) == (step + 1 >= WORTH_RECORDING)
 
 
 @BACKENDS
@@ -120,9 +120,9 @@ def test_where_recording_fails_steps_run_as_before_and_it_is_not_tried_again(dev
     for count in (2, 1, 1, 2, 4):
         same(replayed, eager, *((sequence, [count]) for sequence in range(count)))
     graphs = replayed.compute.graphs
-    assert graphs.recorded == [Shape(1, 2)] and capture.recordings == 2 and capture.replays == 2
+    assert graphs.recorded == [GraphShape(1, 2)] and capture.recordings == 2 and capture.replays == 2
     assert graphs.closed == f"{type(error).__name__}: {error}"
-    assert replayed.failures == [(Shape(1, 1), error)]
+    assert replayed.failures == [(GraphShape(1, 1), error)]
 
 
 def test_a_lost_device_is_no_failed_recording(device):

@@ -10,7 +10,7 @@ import torch
 
 from ferrum_rpc.core import Accept, Greedy, RowBlock, RowKind, Rows, Sample
 from ferrum_rpc.sampling.accept import Draft, accepted
-from ferrum_rpc.sampling.rows import Request, select_rows
+from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from tests.numerics.test_draws import logits, probabilities
 
 VOCABULARY = 24
@@ -35,7 +35,7 @@ def verified(rows, kinds, drafts, sampler, *, start=3, history=None):
         tokens = np.array([1, *draft], np.int32)
         fed.append(tokens)
         past = None if history is None else np.array([*history, *draft], np.int32)
-        requests.append(Request(index * width, width, kind.choice, start + 1, past, draft=Draft.of(kind, tokens)))
+        requests.append(RowRequest(index * width, width, kind.choice, start + 1, past, draft=Draft.of(kind, tokens)))
     table = rows.repeat(len(kinds), 1)
     found = select_rows(hidden, requests, lambda each: table[each[:, 0].long()].clone(), None, sampler)
     kept, left = accepted(fed, found, range(len(kinds)))
@@ -126,7 +126,7 @@ def test_a_guessed_draft_changes_no_token_of_a_seed(sampler):
     rows = logits(5, VOCABULARY, seed=9)
     plain = [
         select_rows(
-            torch.arange(5.0)[:, None], [Request(0, 5, Sample(seed=seed), 4)], lambda each: rows, None, sampler
+            torch.arange(5.0)[:, None], [RowRequest(0, 5, Sample(seed=seed), 4)], lambda each: rows, None, sampler
         )[0]
         .block["token_ids"]
         .tolist()
@@ -144,7 +144,7 @@ def test_the_token_behind_an_accepted_draft_is_the_plain_one(sampler):
     rows = logits(2, VOCABULARY, seed=9)
     for seed in range(50):
         [plain] = select_rows(
-            torch.zeros(1, 1), [Request(0, 1, Sample(seed=seed), 5)], lambda _: rows[1:], None, sampler
+            torch.zeros(1, 1), [RowRequest(0, 1, Sample(seed=seed), 5)], lambda _: rows[1:], None, sampler
         )
         best = int(rows[0].argmax())
         kind = Accept(Sample(seed=seed), [[best]], [[1e-3]])  # accepted whenever p is larger
@@ -170,7 +170,7 @@ def test_what_is_beside_a_draft_changes_nothing(sampler):
     def answers(chosen):
         at = torch.cat([torch.arange(5 * index, 5 * index + 5) for index in chosen])
         requests = [
-            Request(5 * place, 5, kinds[index].choice, 7, draft=Draft.of(kinds[index], fed[index]))
+            RowRequest(5 * place, 5, kinds[index].choice, 7, draft=Draft.of(kinds[index], fed[index]))
             for place, index in enumerate(chosen)
         ]
         found = select_rows(at[:, None].float(), requests, lambda each: table[each[:, 0].long()], None, sampler)

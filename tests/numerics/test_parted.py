@@ -31,8 +31,8 @@ from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.sampling import rows as sampling_rows
 from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.draw import DRAW, SORTED, Draws, Sampler
-from ferrum_rpc.sampling.parted import Part, PartedSampler
-from ferrum_rpc.sampling.rows import Request, select_rows
+from ferrum_rpc.sampling.parted import VocabParallelSampler, VocabShard
+from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.sampling.samplers import NativeSampler, PartSampler, TorchSampler
 from tests.fake_device import fake_device
 from tests.numerics.test_draws import draws, logits
@@ -74,10 +74,10 @@ class World:
         width = Shard(0, self.size).token_width(vocabulary)
 
         def on(rank: int) -> Any:
-            part: Any = Part(self.groups[rank], width, vocabulary)  # type: ignore[arg-type]
+            part: Any = VocabShard(self.groups[rank], width, vocabulary)  # type: ignore[arg-type]
             first, end = Shard(rank, self.size).tokens(vocabulary)
             assert (part.first, part.end) == (first, end)
-            sampler, own = PartedSampler(self._own[rank], part), rows[:, first:end].contiguous()
+            sampler, own = VocabParallelSampler(self._own[rank], part), rows[:, first:end].contiguous()
             with torch.inference_mode():
                 if not self._on_device:
                     return call(sampler, own)
@@ -250,7 +250,7 @@ KINDS: list[OutputKind] = [
 ]
 
 
-def requests_of(count: int, vocabulary: int, rng: np.random.Generator) -> list[Request]:
+def requests_of(count: int, vocabulary: int, rng: np.random.Generator) -> list[RowRequest]:
     """Each kind with so many rows, and drafts."""
     made, first = [], 0
     only_last = np.zeros(vocabulary, bool)
@@ -264,7 +264,7 @@ def requests_of(count: int, vocabulary: int, rng: np.random.Generator) -> list[R
             history = rng.integers(0, vocabulary, 30 + count).astype(np.int32)
         if isinstance(kind, Sample) and kind.mask:
             words = [[*masks, None][row % 4] for row in range(count)]
-        made.append(Request(first, count, kind, 30, history, scored, None, words))
+        made.append(RowRequest(first, count, kind, 30, history, scored, None, words))
         first += count
     for seed, how in enumerate(({}, {"top_p": 0.8}, {"top_k": 12, "min_p": 0.02}, {"temperature": 0.0})):
         width = 8
@@ -272,12 +272,12 @@ def requests_of(count: int, vocabulary: int, rng: np.random.Generator) -> list[R
         odds = rng.random((count - 1, width)).astype(np.float32)
         tokens = np.array([1, *ids[:, 0]], np.int32)
         kind = Accept(Sample(seed=seed, **how), ids, odds / odds.sum(-1, keepdims=True))
-        made.append(Request(first, count, kind.choice, 40, draft=Draft.of(kind, tokens)))
+        made.append(RowRequest(first, count, kind.choice, 40, draft=Draft.of(kind, tokens)))
         first += count
     return made
 
 
-def rows_of(requests: list[Request], hidden: Tensor, part: Tensor, sampler: Sampler) -> list[Rows]:
+def rows_of(requests: list[RowRequest], hidden: Tensor, part: Tensor, sampler: Sampler) -> list[Rows]:
     """Of ``part`` of the logits, whose rows ``hidden`` counts; on the device of the part."""
     device = part.device
     there = [
@@ -345,6 +345,8 @@ def test_a_rank_tells_a_few_bytes_of_a_row(world: World, kind: OutputKind, told:
     """What docs/fleet.md has of it."""
     vocabulary = 2048 * world.size
     table = logits(3, vocabulary, 1, 8.0)
-    world.each(table, lambda sampler, part: select_rows(part, [Request(0, 3, kind)], lambda each: part, None, sampler))
+    world.each(
+        table, lambda sampler, part: select_rows(part, [RowRequest(0, 3, kind)], lambda each: part, None, sampler)
+    )
     assert [each / 3 for each in world.groups[0].told] == told
     assert DRAW.itemsize == 32

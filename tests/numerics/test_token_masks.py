@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 
 from ferrum_rpc.core import Greedy, Sample
 from ferrum_rpc.sampling.masks import LEAST, Masks, RowMask
-from ferrum_rpc.sampling.rows import Request, select_rows
+from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.sampling.samplers import NativeSampler, TorchSampler
 from ferrum_rpc.wire.masks import id_of, pack_mask
 
@@ -81,7 +81,7 @@ def by_transformers(row, allowed, sample, history):
 def drawn(row, count, sample, allowed, sampler, *, history=None):
     """``count`` draws from one row, at as many positions, through what a step runs."""
     kind = Sample(**{name: getattr(sample, name) for name in sample.__dataclass_fields__} | {"mask": b"m" * 32})
-    requests = [Request(each, 1, kind, each, history, masks=[words_of(allowed)]) for each in range(count)]
+    requests = [RowRequest(each, 1, kind, each, history, masks=[words_of(allowed)]) for each in range(count)]
     if history is not None:  # positions are what the history is cut at
         requests = [each._replace(position=len(history)) for each in requests]
     hidden = torch.zeros(count, 1)
@@ -175,7 +175,7 @@ def test_rows_of_others_and_their_log_probabilities_do_not_change(sampler):
     def rows(kinds):
         requests, first = [], 0
         for kind, count, words in kinds:
-            requests.append(Request(first, count, kind, first, masks=words))
+            requests.append(RowRequest(first, count, kind, first, masks=words))
             first += count
         hidden = torch.arange(9, dtype=torch.float32)[:, None]
         head = lambda hidden: table.index_select(0, hidden[:, 0].to(torch.int64))  # noqa: E731

@@ -272,13 +272,13 @@ async def test_handles_request_ids_and_leases_belong_to_their_caller(served: Ser
     from ferrum_rpc.errors import ExecutorError
     from ferrum_rpc.service.forward import ForwardCall
     from ferrum_rpc.service.kv_ops import fork, release, reserve, truncate
-    from ferrum_rpc.wire.items import Shape, item_from_proto
+    from ferrum_rpc.wire.items import CallShape, item_from_proto
 
     alice, bob = Caller("alice", operator=False), Caller("bob", operator=False)
     state = served.server.state
 
     async def feed(caller: Caller, message: forward_pb2.ForwardItem) -> object:
-        work = item_from_proto(message, Shape.ANY, state.capabilities)
+        work = item_from_proto(message, CallShape.ANY, state.capabilities)
         return (await ForwardCall(state, state.quotas.account(caller), [work])).outcomes[0]
 
     first = await feed(alice, item([1, 2, 3], request_id="same"))

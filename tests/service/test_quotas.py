@@ -23,7 +23,7 @@ from ferrum_rpc.service.kv_ops import fork, release, reserve, truncate
 from ferrum_rpc.service.parked import ParkedFiles
 from ferrum_rpc.service.parking import park
 from ferrum_rpc.service.quotas import EMPTY_ACCOUNTS, Quotas
-from ferrum_rpc.service.records import Account, Ending, Resource
+from ferrum_rpc.service.records import Account, Resource, SequenceEnd
 from ferrum_rpc.service.slots import Slots
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.wire.info import SCHEMA_REVISION
@@ -137,7 +137,7 @@ async def test_one_of_several_callers_has_a_share_of_sequences_and_blocks_and_on
             await alice.feed(4, handles[1])
         assert refusal.value.number("max_blocks_per_caller") == 4 + served.runner.kv.state().total_blocks % 2
         await bob.feed(4)
-        await served.server.state.ended(served.server.state.handles.records(), Ending.RESET)
+        await served.server.state.ended(served.server.state.handles.records(), SequenceEnd.RESET)
         assert alice.held == bob.held == (0, 0)
         assert [(await lone.feed(8)).seq_len for _ in range(4)] == [8] * 4
 

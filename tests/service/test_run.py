@@ -14,7 +14,7 @@ from google.protobuf import duration_pb2
 
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, output_pb2, session_pb2, types_pb2
-from ferrum_rpc.service.records import Ending
+from ferrum_rpc.service.records import SequenceEnd
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_status
 from tests.service.test_session import Stream, opened
@@ -319,7 +319,7 @@ async def test_the_end_of_a_lease_cuts_a_run_and_frees_the_sequence() -> None:
         await steps.held()
         [found] = served.server.state.leases.due(float("inf"))  # a run does not keep it alive
         state = served.server.state
-        state.end(state.end_lease(found, expired=True), Ending.EXPIRED)
+        state.end(state.end_lease(found, expired=True), SequenceEnd.EXPIRED)
         steps.free()
         answer = await call
         assert (len(chosen(answer)), answer.output.run_end, cause(answer)) == (3, CUT, Reason.LEASE_EXPIRED)

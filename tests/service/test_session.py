@@ -396,9 +396,9 @@ async def test_every_frame_renews_the_lease_and_an_expired_one_is_told(served: S
 
 
 def _expired() -> Any:
-    from ferrum_rpc.service.records import Ending
+    from ferrum_rpc.service.records import SequenceEnd
 
-    return Ending.EXPIRED
+    return SequenceEnd.EXPIRED
 
 
 @pytest.mark.parametrize("wrong", ["no hello", "two hellos", "step id", "empty frame", "lease", "other lease"])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrum_rpc.core import OutputSpec, Run, Span
-from ferrum_rpc.engine.api import State, Submission
+from ferrum_rpc.engine.api import Submission, WorkState
 from ferrum_rpc.engine.backlog import Backlog
 from ferrum_rpc.engine.places import Places
 from tests.unit.test_loop_overlap import Fake, Loop, Script
@@ -127,7 +127,7 @@ def test_the_loop_takes_its_steps_in_that_order_and_what_was_cancelled_counts_fo
     works = [work(1, ITEMS) for _ in range(6)] + [work(2) for _ in range(3)]
     for number, each in enumerate(works):
         each.done = lambda outcomes, timing, number=number: order.append(number)  # type: ignore[misc]
-    works[6].state = State.CANCELLED
+    works[6].state = WorkState.CANCELLED
     Loop(runner, Script(*works), items=ITEMS).run()
     assert order[0] == 0 and set(order[1:3]) == {7, 8} and order[3:] == [1, 2, 3, 4, 5]
 
@@ -170,7 +170,7 @@ class Board:
 
     def begin_all(self) -> None:
         def is_over(work: Submission) -> bool:
-            if work.state is State.CANCELLED:
+            if work.state is WorkState.CANCELLED:
                 assert self.waiting[work.caller].popleft() is work, "dropped once"
                 return True
             return False
@@ -209,13 +209,13 @@ def test_runs_begin_in_each_callers_order_within_its_part_and_nothing_waits_for_
         elif kind == "end" and board.under_way:
             board.end(board.under_way[which % len(board.under_way)])
         elif kind == "cancel" and (waiting := [each for works in board.waiting for each in works]):
-            waiting[which % len(waiting)].state = State.CANCELLED
+            waiting[which % len(waiting)].state = WorkState.CANCELLED
     while board.under_way:
         board.end(board.under_way[0])
     places = board.places
     assert not places and not places.count and not places.tokens and not any(board.waiting)
     assert not places._held and not places._turns
-    assert {*board.begun} == {each for each in asked if each.state is not State.CANCELLED}
+    assert {*board.begun} == {each for each in asked if each.state is not WorkState.CANCELLED}
 
 
 @settings(max_examples=60, deadline=None)

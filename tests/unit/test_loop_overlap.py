@@ -34,7 +34,7 @@ from ferrum_rpc.core import (
     StepResult,
 )
 from ferrum_rpc.engine import loop as engine_loop
-from ferrum_rpc.engine.api import Finished, Operation, Runner, State, Submission
+from ferrum_rpc.engine.api import Finished, Operation, Runner, Submission, WorkState
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.loop import EngineLoop, Work
@@ -91,12 +91,12 @@ class Loop(EngineLoop):
             each()
 
     def _cancelled(self, work: Submission | Operation) -> bool:
-        if work.state is State.CANCELLED:
+        if work.state is WorkState.CANCELLED:
             self.told.append(("dropped", work))
-        return work.state is State.CANCELLED
+        return work.state is WorkState.CANCELLED
 
     def _claimed(self, work: Submission | Operation) -> None:
-        work.state = State.CLAIMED
+        work.state = WorkState.CLAIMED
 
     def _on_step_done(self, step: Any, waits: Sequence[float]) -> None:
         pass
@@ -267,7 +267,7 @@ def test_an_operation_that_loses_the_device_answers_what_is_under_way() -> None:
 def test_what_is_cancelled_while_a_step_is_under_way_never_begins() -> None:
     runner, loop = Fake(), []
     two = submission(loop, runner, 2)
-    runner.acts["begin 1"] = lambda: setattr(two, "state", State.CANCELLED)
+    runner.acts["begin 1"] = lambda: setattr(two, "state", WorkState.CANCELLED)
     script = Script(submission(loop, runner, 1), None, two, submission(loop, runner, 3))
     loop.append(Loop(runner, script))
     told = loop[0].run().told

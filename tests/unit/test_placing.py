@@ -16,11 +16,11 @@ from ferrum_rpc.distributed import nccl, shared_memory
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.ranks import placing, setup
 from ferrum_rpc.engine.ranks.compute import RankedStore, at_hand
-from ferrum_rpc.engine.ranks.placing import Found, place
+from ferrum_rpc.engine.ranks.placing import RankHost, place
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import CacheSpec
 from ferrum_rpc.models.shard import Shard
-from ferrum_rpc.sampling.rows import Request
+from ferrum_rpc.sampling.rows import RowRequest
 from tests.fake_device import OnFakeDevice, fake_device
 
 NO_NCCL = "no NCCL here"
@@ -33,10 +33,10 @@ def as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "available", lambda: None)
 
 
-def found(*ranks: str) -> list[Found]:
+def found(*ranks: str) -> list[RankHost]:
     """``machine:device,device`` of each rank."""
     pairs = [rank.partition(":") for rank in ranks]
-    return [Found(machine, f"at {machine}", devices.split(",") if devices else ()) for machine, _, devices in pairs]
+    return [RankHost(machine, f"at {machine}", devices.split(",") if devices else ()) for machine, _, devices in pairs]
 
 
 def setups(requested: str, kind: str, *ranks: str) -> list[Any]:
@@ -163,9 +163,9 @@ def test_what_is_told_of_blocks_on_a_device_lies_on_the_host() -> None:
 def test_masks_that_were_told_are_brought_to_the_device_once() -> None:
     words = torch.zeros(3, dtype=torch.int32)
     requests = [
-        Request(0, 2, Greedy(), masks=[words, None]),
-        Request(2, 1, Greedy(), masks=[words]),
-        Request(3, 1, Greedy()),
+        RowRequest(0, 2, Greedy(), masks=[words, None]),
+        RowRequest(2, 1, Greedy(), masks=[words]),
+        RowRequest(3, 1, Greedy()),
     ]
     with fake_device() as device:
         compute: Any = SimpleNamespace(model=SimpleNamespace(device=device))

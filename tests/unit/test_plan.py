@@ -24,7 +24,7 @@ from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, S
 from ferrum_rpc.engine import build
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.choices import choose_parts
-from ferrum_rpc.engine.plan import Plan
+from ferrum_rpc.engine.plan import MemoryPlan
 from ferrum_rpc.engine.sizing import CPU_MOST, PROCESS_BYTES, LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.linear import LinearFactory, PackedLinear, PlainLinear
@@ -106,7 +106,7 @@ def settings(folder: Path, kind: str = "bfloat16", **others: Any) -> ModelSettin
     return ModelSettings(str(folder), device="cpu", **{"kv_blocks": BLOCKS, **DTYPES[kind], **others})
 
 
-def planned(config: ModelSettings, tokens: int = TOKENS, memory: int = 1 << 30) -> Plan:
+def planned(config: ModelSettings, tokens: int = TOKENS, memory: int = 1 << 30) -> MemoryPlan:
     return make_plan(choose_parts(config), config, LargestStep(tokens, 1), memory)
 
 

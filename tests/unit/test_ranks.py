@@ -36,9 +36,9 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.engine.build import build_runner
 from ferrum_rpc.engine.ranks import links
-from ferrum_rpc.engine.ranks.leader import Member, Ranks
+from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank
 from ferrum_rpc.engine.ranks.links import machine
-from ferrum_rpc.engine.ranks.messages import Line
+from ferrum_rpc.engine.ranks.messages import Channel
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import DeviceLost, NotSupported, StepFailed
 from ferrum_rpc.kv.table import slots_for
@@ -258,7 +258,7 @@ def test_who_connects_and_says_nothing_keeps_no_rank_away(monkeypatch: pytest.Mo
 def test_what_waits_for_a_rank_inside_a_library_ends_with_it() -> None:
     """As the store of torch does, by which groups are joined: for two minutes."""
     ours, theirs = multiprocessing.Pipe()
-    ranks, never = Ranks([Member(1, Line(ours), "there")]), threading.Event()
+    ranks, never = Ranks([RemoteRank(1, Channel(ours), "there")]), threading.Event()
     assert ranks.unless_lost(lambda: 7) == 7
     with pytest.raises(DeviceLost, match="rank 1 on there is gone"):
         ranks.unless_lost(lambda: theirs.close() or never.wait())
@@ -268,9 +268,9 @@ def test_what_waits_for_a_rank_inside_a_library_ends_with_it() -> None:
 
 def test_what_a_rank_reports_of_itself_is_known_until_it_is_lost() -> None:
     ours, theirs = multiprocessing.Pipe()
-    ranks = Ranks([Member(1, Line(ours), "there")])
+    ranks = Ranks([RemoteRank(1, Channel(ours), "there")])
     assert ranks.states() == [RankState(alive=True, resident_bytes=0)]
-    other = Line(theirs)
+    other = Channel(theirs)
     for resident in (1, 2):
         other.send("beat", resident, 3)
     other.send("answer", 7, None)

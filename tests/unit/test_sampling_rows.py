@@ -28,7 +28,7 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.sampling import rows as sampling_rows
 from ferrum_rpc.sampling.draw import DRAW
-from ferrum_rpc.sampling.rows import HEAD_ROWS, Request
+from ferrum_rpc.sampling.rows import HEAD_ROWS, RowRequest
 from ferrum_rpc.sampling.samplers import TorchSampler
 from ferrum_rpc.sampling.top import top_tokens, top_tokens_queued
 
@@ -36,7 +36,7 @@ INF = math.inf
 
 
 def select_rows(hidden, requests, head, largest=None) -> list[Rows]:
-    return sampling_rows.select_rows(hidden, [Request(*each) for each in requests], head, largest)
+    return sampling_rows.select_rows(hidden, [RowRequest(*each) for each in requests], head, largest)
 
 
 def expected_order(row: np.ndarray) -> list[int]:
@@ -332,7 +332,7 @@ def scores(table: torch.Tensor, asked: list[tuple[int, int, NextToken]]) -> list
     """Answers to requests that score token (5 · row) mod V of each row; each head call sees `HEAD_ROWS` at most."""
     head, vocab = Head(table), table.shape[1]
     requests = [
-        Request(first, count, kind, scored=5 * np.arange(first, first + count, dtype=np.int32) % vocab)
+        RowRequest(first, count, kind, scored=5 * np.arange(first, first + count, dtype=np.int32) % vocab)
         for first, count, kind in asked
     ]
     answers = sampling_rows.select_rows(head.hidden, requests, head)

@@ -13,7 +13,7 @@ from clients.scheduler import prompts
 from clients.scheduler.display import LiveDisplay, PlainDisplay, display_for
 from clients.scheduler.options import parse
 from clients.scheduler.report import RunCounts, Summary, method_rows, summarise
-from clients.scheduler.request import Ending, Request, Stage
+from clients.scheduler.request import Request, RequestEnd, Stage
 from clients.scheduler.text import ByteTokenizer
 from ferrum_rpc.client import Greedy, MethodCount, Pressure, Sample
 
@@ -30,7 +30,7 @@ def write(display: PlainDisplay | LiveDisplay, request: Request, text: str) -> N
         display.token(request, token)
 
 
-def finish(display: PlainDisplay | LiveDisplay, request: Request, ending: Ending = Ending.LENGTH) -> None:
+def finish(display: PlainDisplay | LiveDisplay, request: Request, ending: RequestEnd = RequestEnd.LENGTH) -> None:
     request.stage, request.ending = Stage.FINISHED, ending
     display.changed(request)
 
@@ -43,7 +43,7 @@ def test_several_prompts_print_their_texts_as_they_end() -> None:
         write(display, two, " sécond")
         assert out.getvalue() == ""
         finish(display, two)
-        finish(display, one, Ending.STOP)
+        finish(display, one, RequestEnd.STOP)
     assert out.getvalue() == "[2] 8 tokens, length: prompt 2, sécond\n[1] 6 tokens, end of text: prompt 1, first\n"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.scheduler.policy import Budget, Feed, Plan, Pool, arrivals, plan
+from clients.scheduler.policy import Budget, PlannedFeed, Pool, StepPlan, arrivals, plan
 from clients.scheduler.request import Request
 
 ROOMY = Pool(free=1000, total=1000, block_size=4)
@@ -23,11 +23,11 @@ def decoding(index: int, cached: int) -> Request:
     return request(index, cached + 1, cached, 1)
 
 
-def fed(step: Plan) -> list[tuple[int, int]]:
+def fed(step: StepPlan) -> list[tuple[int, int]]:
     return [(feed.request.index, feed.count) for feed in step.feeds]
 
 
-def victims(step: Plan) -> list[int]:
+def victims(step: StepPlan) -> list[int]:
     return [each.index for each in step.preempt]
 
 
@@ -285,7 +285,7 @@ def test_every_request_comes_to_its_end_in_whatever_pool(data: st.DataObject) ->
         assert each not in cut or -(-(each.known + 1) // size) > total
 
 
-def _run(feed: Feed, running: list[Request], exact: int) -> None:
+def _run(feed: PlannedFeed, running: list[Request], exact: int) -> None:
     request = feed.request
     completes = feed.completes
     request.fed(feed.count, request.cached + feed.count, exact)

@@ -10,7 +10,7 @@ import pytest
 from ferrum_rpc.core import FullLogits, Greedy, HandleRef, OutputSpec, Positions, TopTokens, WorkItem
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, types_pb2
-from ferrum_rpc.wire.items import Shape, item_from_proto
+from ferrum_rpc.wire.items import CallShape, item_from_proto
 from ferrum_rpc.wire.output import output_from_proto
 
 POSITIONS = {
@@ -42,23 +42,23 @@ def test_a_decode_is_read_whole() -> None:
     message = forward_pb2.ForwardItem(
         item_id=1 << 63, handle=handle, token_ids=[70_000], truncate_to=0, output=spec, request_id="id"
     )
-    item = item_from_proto(message, Shape.DECODE, ())
+    item = item_from_proto(message, CallShape.DECODE, ())
     assert type(item) is WorkItem and type(item.handle) is HandleRef
     assert item.tokens.dtype == np.int32 and item.tokens.tolist() == [70_000]
     assert (item.item_id, item.truncate_to, item.request_id) == (1 << 63, 0, "id")
     assert item.handle == HandleRef(b"h" * 24, 300, 7) and item.output == OutputSpec()
-    other = item_from_proto(message, Shape.DECODE, ())
+    other = item_from_proto(message, CallShape.DECODE, ())
     other.tokens[0] = 1
     assert item.tokens.tolist() == [70_000], "no two items share their tokens"
 
 
 def test_a_handle_without_an_id_is_a_handle() -> None:
     message = forward_pb2.ForwardItem(handle=types_pb2.KvHandle(), token_ids=[1])
-    assert item_from_proto(message, Shape.DECODE, ()).handle == HandleRef(b"", 0, 0)
-    assert item_from_proto(forward_pb2.ForwardItem(token_ids=[1]), Shape.ANY, ()).handle is None
+    assert item_from_proto(message, CallShape.DECODE, ()).handle == HandleRef(b"", 0, 0)
+    assert item_from_proto(forward_pb2.ForwardItem(token_ids=[1]), CallShape.ANY, ()).handle is None
 
 
 @pytest.mark.parametrize("tokens", [[1 << 31], [1, (1 << 32) - 1]])
 def test_a_token_that_is_none_of_32_bits_is_refused(tokens) -> None:
     with pytest.raises(InvalidRequest):
-        item_from_proto(forward_pb2.ForwardItem(token_ids=tokens), Shape.ANY, ())
+        item_from_proto(forward_pb2.ForwardItem(token_ids=tokens), CallShape.ANY, ())

@@ -31,7 +31,7 @@ REBUILDS_OF_A_BATCH = 4
 """Times that what a batch finds lost is fed elsewhere, in one call."""
 
 
-class Part(NamedTuple, Generic[Thing]):
+class BatchEntry(NamedTuple, Generic[Thing]):
     """What a batch has for one sequence. ``tokens``: what it feeds. ``follows``: it goes with what is in flight, and is
     lost with that."""
 
@@ -163,7 +163,10 @@ class FleetClient(Batches):
             return sequence.item(item.tokens, item.output, truncate_to=item.truncate_to, run=item.run)
 
         return await self._at_owners(
-            [Part(self._home.sequences[item.state], item, item.tokens, item.follows is not None) for item in items],
+            [
+                BatchEntry(self._home.sequences[item.state], item, item.tokens, item.follows is not None)
+                for item in items
+            ],
             renewed,
             lambda member, some: member.client._batch(feed, some, False, deadline.remaining()),
             deadline,
@@ -174,7 +177,7 @@ class FleetClient(Batches):
     ) -> list[ExecutorError | None]:
         deadline = self._deadline(timeout_s)
         return await self._at_owners(
-            [Part(self._own(pair[0]), pair) for pair in pairs],
+            [BatchEntry(self._own(pair[0]), pair) for pair in pairs],
             lambda _, pair: pair,
             lambda member, some: member.client._truncate(some, deadline.remaining()),
             deadline,
@@ -196,7 +199,7 @@ class FleetClient(Batches):
 
     async def _at_owners(
         self,
-        parts: ListOf[Part[Thing]],
+        parts: ListOf[BatchEntry[Thing]],
         renewed: Callable[[FleetSequence, Thing], Thing],
         call: Callable[[Member, list[Thing]], Awaitable[ListOf[Outcome]]],
         deadline: Deadline,

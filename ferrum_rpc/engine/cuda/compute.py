@@ -24,7 +24,7 @@ from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.graphs import STEP_INPUTS, Graphs
 from ferrum_rpc.models.base import Model, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras
-from ferrum_rpc.sampling.parted import Part
+from ferrum_rpc.sampling.parted import VocabShard
 from ferrum_rpc.sampling.transfer import to_device
 
 
@@ -33,7 +33,7 @@ class StagedCompute(Compute):
     it has recorded; set by the caller, as it is made of `run_layers`."""
 
     def __init__(
-        self, model: Model, attention: StagedAttention, loras: Loras | None = None, part: Part | None = None
+        self, model: Model, attention: StagedAttention, loras: Loras | None = None, part: VocabShard | None = None
     ) -> None:
         super().__init__(model, attention, loras, part)
         self.late = model.device.type == "cuda"

@@ -86,7 +86,7 @@ class CudaCapture:
         return graph.replay, output
 
 
-class Shape(NamedTuple):
+class GraphShape(NamedTuple):
     """Spans of ``tokens`` tokens each."""
 
     tokens: int
@@ -125,20 +125,20 @@ class Graphs:
         most_spans: int,
         blocks_per_span: int,
         most_tokens: int = MOST_TOKENS,
-        on_failure: Callable[[Shape, Exception], None] = lambda shape, error: None,
+        on_failure: Callable[[GraphShape, Exception], None] = lambda shape, error: None,
     ) -> None:
         self.closed: str | None = None
         self._run, self._attention, self._capture = run, attention, capture
         self._buckets = buckets(most_spans)
         self._blocks, self._most_tokens = blocks_per_span, most_tokens
         self._on_failure = on_failure
-        self._graphs: dict[Shape, Graph] = {}
-        self._seen: Counter[Shape] = Counter()
-        largest = [self._layout(Shape(tokens, self._buckets[-1]))[1] for tokens in range(1, most_tokens + 1)]
+        self._graphs: dict[GraphShape, Graph] = {}
+        self._seen: Counter[GraphShape] = Counter()
+        largest = [self._layout(GraphShape(tokens, self._buckets[-1]))[1] for tokens in range(1, most_tokens + 1)]
         self._staging = Staging(device, max(layout.nbytes for layout in largest))
 
     @property
-    def recorded(self) -> list[Shape]:
+    def recorded(self) -> list[GraphShape]:
         """The shapes that are replayed."""
         return list(self._graphs)
 
@@ -146,7 +146,7 @@ class Graphs:
         """Record every bucket of spans of ``tokens`` tokens, the largest first. Stops where one fails; see ``closed``.
         Whatever means that the device is gone is raised."""
         for spans in reversed(self._buckets):
-            self._record(Shape(tokens, spans))
+            self._record(GraphShape(tokens, spans))
 
     def forward(self, token_ids: Integers, geometry: BatchGeometry) -> Tensor | None:
         """Hidden rows [T, hidden] of a step by replaying its shape, or None where it has none. They are valid until the
@@ -165,23 +165,23 @@ class Graphs:
         graph.replay()
         return graph.output[: geometry.tokens]
 
-    def shape(self, geometry: BatchGeometry) -> Shape | None:
+    def shape(self, geometry: BatchGeometry) -> GraphShape | None:
         """The shape that ``geometry`` is padded to; None: its spans differ, or are too many or too long."""
         tokens = geometry.tokens // max(geometry.spans, 1)
         if not 1 <= tokens <= self._most_tokens or geometry.spans > self._buckets[-1]:
             return None
         if not np.array_equal(geometry.query_start, np.arange(geometry.spans + 1) * tokens):
             return None
-        return Shape(tokens, next(each for each in self._buckets if each >= geometry.spans))
+        return GraphShape(tokens, next(each for each in self._buckets if each >= geometry.spans))
 
-    def _record_if_worth_it(self, shape: Shape) -> Graph | None:
+    def _record_if_worth_it(self, shape: GraphShape) -> Graph | None:
         if shape.tokens > 1:
             self._seen[shape] += 1
             if self._seen[shape] < WORTH_RECORDING:
                 return None
         return self._record(shape)
 
-    def _record(self, shape: Shape) -> Graph | None:
+    def _record(self, shape: GraphShape) -> Graph | None:
         if self.closed is not None:
             return None
         capacity, layout = self._layout(shape)
@@ -201,7 +201,7 @@ class Graphs:
         self._graphs[shape] = graph = Graph(capacity, layout, replay, output)
         return graph
 
-    def _layout(self, shape: Shape) -> tuple[Any, Layout]:
+    def _layout(self, shape: GraphShape) -> tuple[Any, Layout]:
         capacity = self._attention.reserve(shape.spans, shape.tokens, shape.spans * self._blocks)
         rows = shape.spans * shape.tokens
         inputs = ((np.int64, rows),) * STEP_INPUTS

@@ -11,12 +11,12 @@ from ferrum_rpc.attention.backend import AttentionBackend, StagedAttention
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
-from ferrum_rpc.engine.cuda.graphs import MOST_SPANS, Capture, CudaCapture, Graphs, Shape
+from ferrum_rpc.engine.cuda.graphs import MOST_SPANS, Capture, CudaCapture, Graphs, GraphShape
 from ferrum_rpc.errors import InvalidRequest, counted
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.hf.model import HfModel
 from ferrum_rpc.models.lora import Loras
-from ferrum_rpc.sampling.parted import Part
+from ferrum_rpc.sampling.parted import VocabShard
 
 OFF = "off"
 
@@ -55,7 +55,7 @@ def select_compute(
 
 
 def stage_compute(
-    model: Model, attention: AttentionBackend, loras: Loras | None = None, part: Part | None = None
+    model: Model, attention: AttentionBackend, loras: Loras | None = None, part: VocabShard | None = None
 ) -> Compute:
     """What computes over ``attention``, without any graph yet."""
     if not isinstance(attention, StagedAttention):
@@ -113,7 +113,7 @@ def graphs_chosen(graphs: Graphs, *, adapters: bool) -> tuple[str, str]:
     return f"cuda_graphs={len(spans)}", reason
 
 
-def _refuse(shape: Shape, error: Exception) -> None:
+def _refuse(shape: GraphShape, error: Exception) -> None:
     if isinstance(error, GroupAborted):
         raise error
     raise InvalidRequest(
@@ -123,7 +123,7 @@ def _refuse(shape: Shape, error: Exception) -> None:
     ) from error
 
 
-def _warn(shape: Shape, error: Exception) -> None:
+def _warn(shape: GraphShape, error: Exception) -> None:
     log.warning(
         "graph_not_recorded",
         sequences=shape.spans,

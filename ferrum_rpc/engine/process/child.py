@@ -23,7 +23,16 @@ from queue import Empty
 from typing import Any, Final
 
 from ferrum_rpc.core import StepTiming
-from ferrum_rpc.engine.api import Cut, Described, EngineCounters, Finished, Operation, Runner, State, Submission
+from ferrum_rpc.engine.api import (
+    Described,
+    EngineCounters,
+    Finished,
+    Interrupt,
+    Operation,
+    Runner,
+    Submission,
+    WorkState,
+)
 from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, dump, make_span
 
@@ -99,7 +108,7 @@ class ChildLoop(EngineLoop):
         slot, what, *rest = message
         done = partial(self._answer, slot)
         work: Submission | Operation
-        if isinstance(what, Cut):
+        if isinstance(what, Interrupt):
             return replace(what, work=self._with_runs.get(slot))
         if rest:
             spans = tuple([make_span(*span) for span in what])
@@ -114,13 +123,13 @@ class ChildLoop(EngineLoop):
         return work
 
     def _cancelled(self, work: Submission | Operation) -> bool:
-        cancelled = self._shared.states[work.slot] == State.CANCELLED
+        cancelled = self._shared.states[work.slot] == WorkState.CANCELLED
         if cancelled:
             self._answer(work.slot)
         return cancelled
 
     def _claimed(self, work: Submission | Operation) -> None:
-        self._shared.states[work.slot] = State.CLAIMED
+        self._shared.states[work.slot] = WorkState.CLAIMED
         self._shared.claimed += (len(work.spans), work.tokens)
 
     # --- answers ----------------------------------------------------------------------------------------------------

@@ -21,13 +21,13 @@ from typing import Any, Final
 from ferrum_rpc.core import CacheState, RankState, StepTiming
 from ferrum_rpc.engine.api import (
     LOOK_EVERY_S,
-    Cut,
     Described,
     EngineCounters,
     Finished,
+    Interrupt,
     Operation,
-    State,
     Submission,
+    WorkState,
     deliver,
     ended,
 )
@@ -133,7 +133,7 @@ class EngineProcess:
             self._loop.call_soon(work.refuse, ended(self._failure))
             return
         work.slot = slot = self._slots.popleft()
-        self._shared.states[slot] = State.QUEUED
+        self._shared.states[slot] = WorkState.QUEUED
         if not self._open:
             self._progress_at = time.monotonic()
         self._open[slot] = work
@@ -148,19 +148,19 @@ class EngineProcess:
 
     def cancel(self, work: Submission | Operation) -> bool:
         """Never waits: while the engine claims its next step it is too late."""
-        if work.state is not State.QUEUED or not self._shared.try_enter():
+        if work.state is not WorkState.QUEUED or not self._shared.try_enter():
             return False
         with self._shared:  # taken by `try_enter`
-            if self._shared.states[work.slot] != State.QUEUED:
+            if self._shared.states[work.slot] != WorkState.QUEUED:
                 return False
-            self._shared.states[work.slot] = work.state = State.CANCELLED
+            self._shared.states[work.slot] = work.state = WorkState.CANCELLED
         self._submitted[0] -= len(work.spans)
         self._submitted[1] -= work.tokens
         return True
 
     def cut(self, work: Submission, index: int | None, error: ExecutorError) -> None:
         if self._open.get(work.slot) is work:
-            self._send((work.slot, Cut(None, index, error)))
+            self._send((work.slot, Interrupt(None, index, error)))
 
     def trouble(self, now: float) -> str | None:
         if self._ended.is_set():
@@ -259,8 +259,8 @@ class EngineProcess:
         for slot, answer in answers:
             work = self._open.pop(slot)
             self._slots.append(slot)
-            if work.state is not State.CANCELLED:
-                work.state = State.CLAIMED
+            if work.state is not WorkState.CANCELLED:
+                work.state = WorkState.CLAIMED
                 finished.append(partial(work.done, *answer))
         deliver(self._loop, finished)
         for step in steps:  # behind whatever the answers wake: callers do not wait for the meters
@@ -287,8 +287,8 @@ class EngineProcess:
         self.counters.running = 0
         finished: Finished = []
         for work in self._open.values():
-            if work.state is not State.CANCELLED:
-                work.state = State.CLAIMED
+            if work.state is not WorkState.CANCELLED:
+                work.state = WorkState.CLAIMED
                 finished.append(partial(work.refuse, ended(self._failure)))
         self._open.clear()
         deliver(self._loop, finished)

@@ -29,7 +29,7 @@ from ferrum_rpc.kv.store import CacheSpec, KvStore, Saved
 from ferrum_rpc.models.base import StepAdapters
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.sampling.masks import Masks
-from ferrum_rpc.sampling.rows import Request
+from ferrum_rpc.sampling.rows import RowRequest
 from ferrum_rpc.sampling.transfer import Mark, to_device
 
 Bytes = npt.NDArray[np.uint8]
@@ -54,7 +54,7 @@ class RankedCompute(Compute):
         self._own, self._ranks, self._tokens_of = own, ranks, tokens_of
         self._recorded: tuple[int, int] | None = None
         self._others = range(1, shard.ranks * shard.stages)
-        self._wanted: tuple[list[Request], list[int], list[int]] = [], [], []
+        self._wanted: tuple[list[RowRequest], list[int], list[int]] = [], [], []
         self._serial = 0
         first = (shard.stages - 1) * shard.ranks
         self._last_stage = range(max(1, first), first + shard.ranks)
@@ -143,7 +143,7 @@ class RankedCompute(Compute):
         self._ranks.close()
 
 
-def at_hand(requests: Sequence[Request], compute: Compute) -> Sequence[Request]:
+def at_hand(requests: Sequence[RowRequest], compute: Compute) -> Sequence[RowRequest]:
     """Requests as they were told, with masks where ``compute`` has its rows."""
     device = compute.model.device
     if device.type == "cpu":
@@ -163,7 +163,7 @@ def at_hand(requests: Sequence[Request], compute: Compute) -> Sequence[Request]:
     ]
 
 
-def _seeded(request: Request) -> Request:
+def _seeded(request: RowRequest) -> RowRequest:
     """Where any seed will do, all ranks have the same."""
     kind = request.kind
     if not isinstance(kind, Sample) or kind.seed is not None:

@@ -26,14 +26,14 @@ from ferrum_rpc.engine.compute import AdaptedRows, Compute
 from ferrum_rpc.engine.cuda.select import record_on_ranks, stage_compute
 from ferrum_rpc.engine.memory import used_memory
 from ferrum_rpc.engine.ranks.compute import at_hand
-from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, END_S, Line
+from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, END_S, Channel
 from ferrum_rpc.engine.ranks.placing import CUDA, cuda_devices
 from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
 from ferrum_rpc.errors import ExecutorError, StepFailed
 from ferrum_rpc.kv.store import KvStore, Saved
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.lora import AdaptableModel
-from ferrum_rpc.sampling.rows import Request
+from ferrum_rpc.sampling.rows import RowRequest
 
 Stage = Callable[[str], None]
 
@@ -46,7 +46,7 @@ class Follower:
     """Its methods without an underscore are what rank 0 may ask for. ``stage`` is called with ``plan``, ``forward`` and
     ``select`` before it does that, and may raise, for tests and failpoints. ``store`` is where groups are joined."""
 
-    def __init__(self, line: Line, store: Store, stage: Stage | None = None) -> None:
+    def __init__(self, line: Channel, store: Store, stage: Stage | None = None) -> None:
         self._line, self._rendezvous, self._stage = line, store, stage
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._failed = False
@@ -153,7 +153,7 @@ class Follower:
         self,
         packed: Int64Array,
         geometry: BatchGeometry,
-        requests: Sequence[Request],
+        requests: Sequence[RowRequest],
         adapted: Sequence[AdaptedRows],
     ) -> list[Rows] | None:
         """Its part of a step, and of the rows that are wanted of it; these, where its stage has them."""

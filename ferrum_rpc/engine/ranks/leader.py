@@ -17,7 +17,7 @@ import structlog
 
 from ferrum_rpc.core import RankState
 from ferrum_rpc.distributed.group import GroupAborted
-from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, END_S, SILENT_S, Line
+from ferrum_rpc.engine.ranks.messages import ABORT, BEAT_S, END, END_S, SILENT_S, Channel
 from ferrum_rpc.engine.ranks.setup import Groups
 from ferrum_rpc.engine.ranks.waiting import in_a_thread
 from ferrum_rpc.errors import DeviceLost, ExecutorError
@@ -33,13 +33,13 @@ ALIVE: Final = RankState(alive=True, resident_bytes=0)
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class RemoteRank:
     """Another rank, a process ``pid`` of ``host``. ``machine``: the same for all that may share memory; ``address``:
     where others find it, if it is elsewhere. ``heard``: when something came from it last, on `time.monotonic`.
     ``state``: alive until it is lost, with the memory that it reported last."""
 
     number: int
-    line: Line
+    line: Channel
     host: str
     pid: int = 0
     machine: str = ""
@@ -55,7 +55,9 @@ class Ranks:
     """All ranks but this one, in their order. ``on_close`` ends what was started for them, after so many seconds by
     force."""
 
-    def __init__(self, members: Sequence[Member], on_close: Callable[[float], object] = lambda seconds: None) -> None:
+    def __init__(
+        self, members: Sequence[RemoteRank], on_close: Callable[[float], object] = lambda seconds: None
+    ) -> None:
         self.groups: Groups | None = None
         self._members, self._on_close = list(members), on_close
         self._changed = threading.Condition()
@@ -188,16 +190,16 @@ class Ranks:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _to(self, numbers: Iterable[int] | None) -> list[Member]:
+    def _to(self, numbers: Iterable[int] | None) -> list[RemoteRank]:
         return self._members if numbers is None else [self._members[each - 1] for each in numbers]
 
-    def _send(self, member: Member, serial: int, method: str, arguments: tuple[Any, ...]) -> None:
+    def _send(self, member: RemoteRank, serial: int, method: str, arguments: tuple[Any, ...]) -> None:
         try:
             member.line.send(serial, method, arguments)
         except OSError as error:
             self._lose(member, f"{error.strerror or error}")
 
-    def _listen(self, member: Member) -> None:
+    def _listen(self, member: RemoteRank) -> None:
         try:
             while True:
                 kind, *rest = member.line.receive()
@@ -215,7 +217,7 @@ class Ranks:
         except (EOFError, OSError):
             self._lose(member, "its process has ended")
 
-    def _note_failure(self, member: Member, method: str, error: str, epoch: int) -> None:
+    def _note_failure(self, member: RemoteRank, method: str, error: str, epoch: int) -> None:
         with self._changed:
             if epoch != self._epoch:
                 return  # `recover` was faster
@@ -223,7 +225,7 @@ class Ranks:
             if self.groups is not None:
                 self.groups.abort()
 
-    def _lose(self, member: Member, why: str) -> None:
+    def _lose(self, member: RemoteRank, why: str) -> None:
         member.state = member.state._replace(alive=False)
         with self._changed:
             if self._closed.is_set() or self._lost is not None:
@@ -255,7 +257,7 @@ class Ranks:
                     self._lose(member, f"nothing was heard of it for {now - member.heard:.1f} s")
 
 
-def _named(member: Member, answer: Any) -> Any:
+def _named(member: RemoteRank, answer: Any) -> Any:
     """An error says whose it is."""
     if isinstance(answer, ExecutorError):
         answer.message = f"{member}: {answer.message}"

@@ -29,9 +29,9 @@ import structlog
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.ranks.leader import Member, Ranks
-from ferrum_rpc.engine.ranks.messages import END, JOIN_S, Line
-from ferrum_rpc.engine.ranks.placing import CUDA, Found, choose_kind, cuda_devices, place
+from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank
+from ferrum_rpc.engine.ranks.messages import END, JOIN_S, Channel
+from ferrum_rpc.engine.ranks.placing import CUDA, RankHost, choose_kind, cuda_devices, place
 from ferrum_rpc.engine.ranks.setup import Setup
 from ferrum_rpc.engine.ranks.waiting import in_a_thread
 from ferrum_rpc.engine.ranks.world import World, is_loopback
@@ -58,9 +58,9 @@ class Listener:
     socket: socket.socket
     key: bytes
 
-    def gather(self, count: int) -> list[Member]:
+    def gather(self, count: int) -> list[RemoteRank]:
         """So many others, in their order. Raises InvalidRequest where not all come."""
-        members, until = dict[int, Member](), time.monotonic() + JOIN_S
+        members, until = dict[int, RemoteRank](), time.monotonic() + JOIN_S
         while len(members) < count:
             self.socket.settimeout(max(0.001, until - time.monotonic()))
             try:
@@ -84,13 +84,13 @@ class Listener:
         return [members[number] for number in sorted(members)]
 
 
-def _greet(line: Line, reached: str = "") -> Member:
+def _greet(line: Channel, reached: str = "") -> RemoteRank:
     """Who speaks, at the address ``reached``."""
     _, number, host, pid, machine = line.receive()
-    return Member(number, line, host, pid, machine, reached)
+    return RemoteRank(number, line, host, pid, machine, reached)
 
 
-def _say_joined(member: Member, count: int) -> None:
+def _say_joined(member: RemoteRank, count: int) -> None:
     log.info("rank_joined", rank=member.number, host=member.host, pid=member.pid, ranks=count + 1)
 
 
@@ -109,7 +109,7 @@ def assemble(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
     return set_up(settings, members, world.address, store)
 
 
-def join(world: World) -> tuple[Line, Store]:
+def join(world: World) -> tuple[Channel, Store]:
     """Another rank: the line to rank 0, which somebody else has started too. Nothing that it waits for keeps a signal
     from its handler."""
     store, until = _meet(world), time.monotonic() + JOIN_S
@@ -130,9 +130,9 @@ def join(world: World) -> tuple[Line, Store]:
         ) from None
 
 
-def accept(line: int, store: int) -> tuple[Line, Store]:
+def accept(line: int, store: int) -> tuple[Channel, Store]:
     """Another rank: the line to rank 0, which has started this process with these descriptors."""
-    return Line(Connection(line)), _store_in(store)
+    return Channel(Connection(line)), _store_in(store)
 
 
 def machine() -> str:
@@ -207,7 +207,7 @@ def _start(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
             if not lines[number].poll(max(0.0, until - time.monotonic())):
                 raise _missing(f"after {JOIN_S:.0f} s rank {number} has not begun")
             try:
-                members.append(_greet(Line(lines[number])))
+                members.append(_greet(Channel(lines[number])))
             except (EOFError, OSError):
                 raise _missing(f"rank {number} ended with status {process.wait()}") from None
             _say_joined(members[-1], len(processes))
@@ -234,7 +234,7 @@ def _end(processes: Mapping[int, subprocess.Popen[bytes]], patience_s: float) ->
 
 def set_up(
     settings: ModelSettings,
-    members: Sequence[Member],
+    members: Sequence[RemoteRank],
     address: str,
     store: Store,
     on_close: Callable[[float], object] = lambda seconds: None,
@@ -246,7 +246,7 @@ def set_up(
         if choose_kind(settings.device) == CUDA:
             devices = [cuda_devices(), *ranks.ask("devices")]
         places = [(machine(), address), *((each.machine, each.address) for each in members)]
-        setup, *others = place(settings, [Found(*each, its) for each, its in zip(places, devices, strict=True)])
+        setup, *others = place(settings, [RankHost(*each, its) for each, its in zip(places, devices, strict=True)])
         ranks.collect([serial for each in others for serial in ranks.order("prepare", each, to=[each.number])])
     except BaseException:
         ranks.close()
@@ -254,7 +254,7 @@ def set_up(
     return ranks, setup, store
 
 
-def _line(connected: socket.socket, key: bytes, *, asked: bool) -> Line:
+def _line(connected: socket.socket, key: bytes, *, asked: bool) -> Channel:
     """Over a connection whose other end has shown that it knows the key, as this one has."""
     connected.settimeout(None)
     _notice_a_cut(connected)
@@ -265,7 +265,7 @@ def _line(connected: socket.socket, key: bytes, *, asked: bool) -> Line:
         step(connection, key)
     _wait_at_most(connected, 0.0)
     connected.close()
-    return Line(connection)
+    return Channel(connection)
 
 
 def _notice_a_cut(connected: socket.socket) -> None:

@@ -29,7 +29,7 @@ END_S: Final = 5.0
 """What an end may take before it is forced."""
 
 
-class Line:
+class Channel:
     """One end. Any thread may send, one receives."""
 
     def __init__(self, connection: Connection) -> None:

@@ -23,7 +23,7 @@ CPU: Final[Literal["cpu"]] = "cpu"
 CUDA: Final[Literal["cuda"]] = "cuda"
 
 
-class Found(NamedTuple):
+class RankHost(NamedTuple):
     """What a rank found: its machine, the address by which others reach it, and its CUDA devices (none are asked for
     where ranks compute on CPUs)."""
 
@@ -44,7 +44,7 @@ def cuda_devices() -> list[str]:
     return [str(torch.cuda.get_device_properties(each).uuid) for each in range(torch.cuda.device_count())]
 
 
-def place(settings: ModelSettings, ranks: Sequence[Found]) -> list[Setup]:
+def place(settings: ModelSettings, ranks: Sequence[RankHost]) -> list[Setup]:
     """What each of the ``ranks`` is told. Raises InvalidRequest where they cannot compute or talk as requested."""
     kind = choose_kind(settings.device)
     settings = replace(settings, device=kind)

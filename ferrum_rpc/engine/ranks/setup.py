@@ -24,7 +24,7 @@ from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Pipe, Place
 from ferrum_rpc.models.shard import Shard
-from ferrum_rpc.sampling.parted import Part
+from ferrum_rpc.sampling.parted import VocabShard
 
 SHARED_MEMORY: Final = "shared-memory"
 GLOO: Final = "gloo"
@@ -93,12 +93,12 @@ class Groups:
             pipe = Pipe(self.all, None if shard.first else before, None if shard.last else behind)
         return Place(shard, self.stage, pipe)
 
-    def part(self, setup: Setup, vocabulary: int) -> Part | None:
+    def part(self, setup: Setup, vocabulary: int) -> VocabShard | None:
         """Which of so many tokens the rank has; None: all, or no head."""
         shard = setup.shard
         if self._host is None or shard.ranks == 1 or not shard.last:
             return None
-        return Part(self._host, shard.token_width(vocabulary), vocabulary)
+        return VocabShard(self._host, shard.token_width(vocabulary), vocabulary)
 
     def each(self) -> list[Group]:
         """Every one once."""

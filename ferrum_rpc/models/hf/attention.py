@@ -31,11 +31,11 @@ MaskRule = Callable[[int, int, Tensor, Tensor], Tensor]
 """``rule(batch, head, query position, key position)``: whether the query sees the key."""
 
 _attend_of: ContextVar[Attend] = ContextVar("attend")
-_calls_of: ContextVar[list[Call]] = ContextVar("calls")
+_calls_of: ContextVar[list[DryRunCall]] = ContextVar("calls")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class DryRunCall:
     """What a layer asked for in the dry run. ``heads``: of queries, ``widths``: of a head's key and value. ``rule``: of
     the mask that it came with, None: with none of ours. ``kept``: the key and the value themselves."""
 
@@ -97,9 +97,9 @@ def plain(config: Any) -> Iterator[None]:
 
 
 @contextmanager
-def recording() -> Iterator[list[Call]]:
+def recording() -> Iterator[list[DryRunCall]]:
     """What the layers ask for that are run within."""
-    calls: list[Call] = []
+    calls: list[DryRunCall] = []
     token = _calls_of.set(calls)
     try:
         yield calls
@@ -128,7 +128,7 @@ def _record(
 ) -> tuple[Tensor, None]:
     causal, scaling = given.get("is_causal"), given.get("scaling")
     _calls_of.get().append(
-        Call(
+        DryRunCall(
             layer=getattr(module, "layer_idx", None),
             heads=query.shape[1],
             kv_heads=key.shape[1],

@@ -249,7 +249,7 @@ def _looked_up(model: Any) -> Iterator[dict[str, int]]:
             hook.remove()
 
 
-def _dry_run(model: Any, name: str) -> tuple[list[attention.Call], int, int]:
+def _dry_run(model: Any, name: str) -> tuple[list[attention.DryRunCall], int, int]:
     """What the layers of a model on the meta device ask for, and the widths of its hidden rows and of its logits. Then
     the whole is run with transformers' own attention, which `serve` compares with: sizes that fail there fail here."""
     from transformers import DynamicCache
@@ -286,7 +286,7 @@ def _dry_run(model: Any, name: str) -> tuple[list[attention.Call], int, int]:
 
 
 def _layers(
-    name: str, calls: list[attention.Call], layers: int, context: int, window: int | None
+    name: str, calls: list[attention.DryRunCall], layers: int, context: int, window: int | None
 ) -> tuple[AttentionSpec, ...]:
     seen = [each.layer for each in calls]
     if sorted(seen, key=str) != sorted(range(layers), key=str):
@@ -298,7 +298,7 @@ def _layers(
     return tuple(_layer(name, each, context, window) for each in sorted(calls, key=lambda each: each.layer or 0))
 
 
-def _layer(name: str, call: attention.Call, context: int, window: int | None) -> AttentionSpec:
+def _layer(name: str, call: attention.DryRunCall, context: int, window: int | None) -> AttentionSpec:
     if call.rule is None:
         raise _refusal(name, f"layer {call.layer} makes its own mask")
     if not call.causal:
@@ -313,7 +313,7 @@ def _layer(name: str, call: attention.Call, context: int, window: int | None) ->
     raise _refusal(name, f"the mask of layer {call.layer} is neither causal nor a window")
 
 
-def _sinks(name: str, model: Any, calls: list[attention.Call]) -> tuple[str, ...]:
+def _sinks(name: str, model: Any, calls: list[attention.DryRunCall]) -> tuple[str, ...]:
     names = {id(each): key for key, each in model.named_parameters()}
     wanted = {each.layer: each.sinks for each in calls if each.sinks is not None}
     if any(id(each) not in names for each in wanted.values()):
@@ -321,7 +321,7 @@ def _sinks(name: str, model: Any, calls: list[attention.Call]) -> tuple[str, ...
     return tuple(names[id(wanted[layer])] if layer in wanted else "" for layer in range(len(calls)))
 
 
-def _copied(calls: list[attention.Call]) -> tuple[int, ...]:
+def _copied(calls: list[attention.DryRunCall]) -> tuple[int, ...]:
     """The layers whose key and value are those of an earlier call."""
     return tuple(
         call.layer or 0

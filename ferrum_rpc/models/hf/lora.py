@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Linear
 
 from ferrum_rpc.models.base import StepAdapters, StepInputs
-from ferrum_rpc.models.layout import Placement
+from ferrum_rpc.models.layout import TensorPlacement
 from ferrum_rpc.models.lora import PRODUCTS, TorchLoras
 
 
@@ -42,7 +42,7 @@ class LinearHooks:
         table = {}
         for place, (name, linear) in enumerate(linear_layers(model, dtype).items()):
             shape = linear.out_features, linear.in_features
-            table[f"{name}.weight"] = Placement(f"layers.{place}.{PRODUCTS[0]}.weight", 0, shape[0], shape)
+            table[f"{name}.weight"] = TensorPlacement(f"layers.{place}.{PRODUCTS[0]}.weight", 0, shape[0], shape)
             linear.register_forward_hook(partial(self._add, place))
         self.loras = TorchLoras(table, len(table), dtype, device)
 

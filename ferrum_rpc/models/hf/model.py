@@ -31,7 +31,7 @@ ALIGNED: Final = 16
 """Bytes."""
 
 
-class Stored(Protocol):
+class StoredTensor(Protocol):
     """A tensor that is still in its file. transformers asks for it from several threads."""
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -104,7 +104,7 @@ class HfModel:
 
 
 def load(
-    spec: HfSpec, stored: Mapping[str, Stored], dtype: torch.dtype, device: torch.device, max_context: int
+    spec: HfSpec, stored: Mapping[str, StoredTensor], dtype: torch.dtype, device: torch.device, max_context: int
 ) -> HfModel:
     """The model with the weights of a checkpoint, ``stored`` by their names there. ``max_context``: of the longest
     sequence, for scalings that depend on it. Raises what `check_fit` does, and InvalidRequest for weights that are not
@@ -131,7 +131,7 @@ def check_fit(spec: HfSpec, entries: Mapping[str, tuple[int, ...]]) -> None:
         _with_weights(spec, stored, torch.float32)
 
 
-def _with_weights(spec: HfSpec, stored: Mapping[str, Stored], dtype: torch.dtype) -> Any:
+def _with_weights(spec: HfSpec, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> Any:
     """transformers' model of ``stored``. Raises InvalidRequest where they do not fit."""
     try:
         with quiet():

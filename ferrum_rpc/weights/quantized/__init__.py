@@ -15,12 +15,12 @@ from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.weights.entries import TensorEntry
 from ferrum_rpc.weights.quantized import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
-from ferrum_rpc.weights.quantized.stored import Stored
+from ferrum_rpc.weights.quantized.stored import QuantizedTensors
 
 SECTION: Final = "quantization_config"
 
-Scheme = Callable[[Fields, Stored], None]
-"""Reads its section of the configuration, and tells `Stored` what the parts of each matrix are."""
+Scheme = Callable[[Fields, QuantizedTensors], None]
+"""Reads its section of the configuration, and adds the parts of each matrix to `QuantizedTensors`."""
 
 SCHEMES: Final[dict[str, Scheme]] = {
     "awq": awq.read,
@@ -47,6 +47,6 @@ def decoded_entries(config: Mapping[str, object], entries: dict[str, TensorEntry
             "take such a file of the model, or one in bfloat16",
             field=SECTION,
         )
-    stored = Stored(entries)
+    stored = QuantizedTensors(entries)
     SCHEMES[method](section, stored)
     return stored.decoded()

@@ -16,7 +16,7 @@ from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.weights.entries import Decode
 from ferrum_rpc.weights.quantized.groups import group_count, rescaled, unpacked
-from ferrum_rpc.weights.quantized.stored import FLOATS, Stored, not_read
+from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_read
 
 PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where column 0, 1, ... of eight stands in its word."""
@@ -28,7 +28,7 @@ IRRELEVANT: Final = (
 )
 
 
-def read(config: Fields, stored: Stored) -> None:
+def read(config: Fields, stored: QuantizedTensors) -> None:
     """Tell ``stored`` of every matrix. Raises NotSupported for a variant that is not read."""
     bits = config.integer("bits", config.integer("w_bit", 4))
     size = config.integer("group_size", config.integer("q_group_size", 128, low=-1), low=-1)

@@ -21,7 +21,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.weights.entries import Decode
-from ferrum_rpc.weights.quantized.stored import Stored, not_read, wrong
+from ferrum_rpc.weights.quantized.stored import QuantizedTensors, not_read, wrong
 
 TYPES: Final = ("nf4", "fp4")
 STATE: Final = "weight.quant_state.bitsandbytes__"
@@ -39,7 +39,7 @@ IRRELEVANT: Final = (
 )
 
 
-def read(config: Fields, stored: Stored) -> None:
+def read(config: Fields, stored: QuantizedTensors) -> None:
     """Tell ``stored`` of every matrix. Raises NotSupported for a variant that is not read."""
     storage = config.text("bnb_4bit_quant_storage", "uint8")
     if storage != "uint8":
@@ -60,7 +60,7 @@ def read(config: Fields, stored: Stored) -> None:
         stored.make(module, parts, (rows, width), _eight_bits)
 
 
-def _four_bits(stored: Stored, module: str, kind: str) -> None:
+def _four_bits(stored: QuantizedTensors, module: str, kind: str) -> None:
     state = _state(stored, module, kind)
     shape = state.value("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(each) is int and each > 0 for each in shape):
@@ -86,7 +86,7 @@ def _four_bits(stored: Stored, module: str, kind: str) -> None:
     stored.make(module, parts, (rows, width), _decode(width, block, outer, offset), multiple)
 
 
-def _state(stored: Stored, module: str, kind: str) -> Fields:
+def _state(stored: QuantizedTensors, module: str, kind: str) -> Fields:
     name = f"{module[:160]}.{STATE}{kind}"
     entry = stored.get(module, STATE + kind)
     if entry is None or entry.dtype not in BYTES:

@@ -22,7 +22,7 @@ from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.weights.entries import Decode
 from ferrum_rpc.weights.quantized.fp8 import ACTIVATIONS, block_size, by_blocks
 from ferrum_rpc.weights.quantized.groups import checked_columns, rescaled, unpacked
-from ferrum_rpc.weights.quantized.stored import FLOATS, Stored, not_read, wrong
+from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_read, wrong
 
 FORMATS: Final = (
     *("int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
@@ -66,7 +66,7 @@ class Rounding:
         return [(-(-rows // high), -(-width // wide))]
 
 
-def read(config: Fields, stored: Stored) -> None:
+def read(config: Fields, stored: QuantizedTensors) -> None:
     """Tell ``stored`` of every matrix. Raises NotSupported for a variant that is not read."""
     _check_format(config)
     sparsity = config.table("sparsity_config")
@@ -125,7 +125,7 @@ def _rounding(groups: Fields, name: str) -> Rounding | None:
     return Rounding(name, bits, dtype, strategy, size, block, order in (True, "group", "dynamic"))
 
 
-def _plain(stored: Stored, module: str, roundings: list[Rounding]) -> None:
+def _plain(stored: QuantizedTensors, module: str, roundings: list[Rounding]) -> None:
     weight, scale = stored.get(module, "weight"), stored.get(module, "weight_scale")
     assert weight is not None and scale is not None  # noqa: S101 - the caller looked
     rows, width = stored.matrix(module, "weight", (torch.int8, torch.float8_e4m3fn))
@@ -148,7 +148,7 @@ def _plain(stored: Stored, module: str, roundings: list[Rounding]) -> None:
     stored.make(module, parts, (rows, width), _decode(module, size, 0, width))
 
 
-def _add_order(stored: Stored, module: str, each: Rounding, parts: list[str], width: int) -> None:
+def _add_order(stored: QuantizedTensors, module: str, each: Rounding, parts: list[str], width: int) -> None:
     """Which group each column is of, where the file says so."""
     if stored.get(module, "weight_g_idx") is not None:
         stored.expect(module, "weight_g_idx", INT, [(width,)])
@@ -157,7 +157,7 @@ def _add_order(stored: Stored, module: str, each: Rounding, parts: list[str], wi
         raise wrong(module, "weight_g_idx is missing, and actorder is group")
 
 
-def _packed(stored: Stored, module: str, roundings: list[Rounding]) -> None:
+def _packed(stored: QuantizedTensors, module: str, roundings: list[Rounding]) -> None:
     rows, words = stored.matrix(module, "weight_packed", INT)
     stored.expect(module, "weight_shape", (torch.int64, torch.int32), [(2,)])
     shape = tuple(stored.small(module, "weight_shape").tolist())

@@ -17,7 +17,7 @@ from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import LARGEST, Fields
 from ferrum_rpc.weights.entries import Decode
 from ferrum_rpc.weights.quantized.groups import as_float32, rescaled
-from ferrum_rpc.weights.quantized.stored import FLOATS, Stored, not_read
+from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_read
 
 FP8: Final = (torch.float8_e4m3fn,)
 SCALES: Final = (*FLOATS, torch.float8_e8m0fnu)
@@ -30,7 +30,7 @@ IRRELEVANT: Final = (
 )
 
 
-def read(config: Fields, stored: Stored) -> None:
+def read(config: Fields, stored: QuantizedTensors) -> None:
     """Tell ``stored`` of every matrix. Raises NotSupported for a variant that is not read."""
     if config.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise not_read(config.name("fmt"), config.value("fmt"), "e4m3 is")

@@ -19,7 +19,7 @@ from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.weights.entries import Decode
 from ferrum_rpc.weights.quantized.groups import checked_columns, group_count, rescaled, unpacked
-from ferrum_rpc.weights.quantized.stored import FLOATS, Stored, not_read, wrong
+from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_read, wrong
 
 BITS: Final = (2, 4, 8)
 FORMATS: Final = ("gptq", "gptq_v2")
@@ -37,7 +37,7 @@ IRRELEVANT: Final = (
 )
 
 
-def read(config: Fields, stored: Stored) -> None:
+def read(config: Fields, stored: QuantizedTensors) -> None:
     """Tell ``stored`` of every matrix. Raises NotSupported for a variant that is not read."""
     bits, size = config.integer("bits"), config.integer("group_size", 128, low=-1)
     if bits not in BITS:
@@ -60,7 +60,7 @@ def read(config: Fields, stored: Stored) -> None:
         _matrix(stored, module, bits, size, minus_one=form == "gptq", ordered=ordered)
 
 
-def _matrix(stored: Stored, module: str, bits: int, size: int, *, minus_one: bool, ordered: bool) -> None:
+def _matrix(stored: QuantizedTensors, module: str, bits: int, size: int, *, minus_one: bool, ordered: bool) -> None:
     per_word = 32 // bits
     words, rows = stored.matrix(module, "qweight", INT)
     width = words * per_word

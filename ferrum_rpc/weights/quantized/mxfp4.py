@@ -16,7 +16,7 @@ from torch import Tensor
 from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.weights.entries import CHUNK, Decode
-from ferrum_rpc.weights.quantized.stored import Stored, wrong
+from ferrum_rpc.weights.quantized.stored import QuantizedTensors, wrong
 
 MATRICES: Final = ("gate_up_proj", "down_proj")
 BLOCK: Final = 32
@@ -27,7 +27,7 @@ MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 IRRELEVANT: Final = ("modules_to_not_convert", "dequantize")
 
 
-def read(config: Fields, stored: Stored) -> None:
+def read(config: Fields, stored: QuantizedTensors) -> None:
     """Tell ``stored`` of the experts of every layer."""
     refuse_unread(config, IRRELEVANT, {})
     for matrix in MATRICES:

@@ -24,7 +24,7 @@ MAX_SMALL: Final = 4096
 """Bytes of a tensor that is read with the headers."""
 
 
-class Stored:
+class QuantizedTensors:
     """``dtype``: the type of most numbers that are not quantized, else bfloat16."""
 
     def __init__(self, entries: dict[str, TensorEntry]) -> None:
