@@ -1,4 +1,4 @@
-"""The examples that people copy: README's and the client package's own, run as they stand against a server."""
+"""The examples that people copy: those of README, docs/client.md and the client package, run as they stand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from ferrum_rpc import client
 from tests.serving import serve_identity
 
 ROOT = Path(__file__).parents[2]
-README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+PAGES = {
+    f"{Path(page).stem.lower()}-{at}": example
+    for page in ("README.md", "docs/client.md")
+    for at, example in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S))
+}
 FLEET = [
     each
     for each in re.findall(r"```python\n(.*?)```", (ROOT / "docs/fleet.md").read_text(), re.S)
@@ -24,7 +28,7 @@ FLEET = [
 PACKAGE = textwrap.dedent((client.__doc__ or "").partition("\n\n")[2].partition("\n\nSequences belong")[0])
 
 
-@pytest.mark.parametrize("example", [*README, PACKAGE], ids=[*(f"readme-{at}" for at in range(len(README))), "package"])
+@pytest.mark.parametrize("example", [*PAGES.values(), PACKAGE], ids=[*PAGES, "package"])
 async def test_an_example_runs_as_it_stands(example: str) -> None:
     assert "localhost:50051" in example
     async with serve_identity() as served:
@@ -50,5 +54,6 @@ async def test_an_example_of_a_fleet_runs_as_it_stands(example: str) -> None:
 
 
 def test_there_is_an_example_of_each_way_to_use_it() -> None:
-    assert any("client.sync" in each and "in sequence.generate" in each for each in README)
-    assert any("asyncio.run" in each for each in README)
+    assert {"readme-0", "client-0", "client-1"} <= PAGES.keys()
+    assert any("client.sync" in each and "in sequence.generate" in each for each in PAGES.values())
+    assert any("asyncio.run" in each for each in PAGES.values())

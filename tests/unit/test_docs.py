@@ -93,6 +93,15 @@ def test_links_end_at_files_and_at_headings(path: Path) -> None:
             assert heading in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}, target
 
 
+def test_the_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
+    [glance] = re.findall(
+        r"^## All engines at a glance$(.*?)^## ", (ROOT / "docs" / "benchmarks.md").read_text(), re.S | re.M
+    )
+    figures = re.findall(r"([\d.]+) ×", (ROOT / "README.md").read_text("utf-8"))
+    assert len(figures) >= 4
+    assert [each for each in figures if f"({each} ×)" not in glance] == []
+
+
 TEXTS = [".md", ".py", ".toml", ".yaml"]
 
 
