@@ -25,13 +25,13 @@ from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.logs import configure_logging, drain, lines_dropped
 from ferrum_rpc.runtime import choose_loop, keep_freed_memory, polled
 from ferrum_rpc.service import control
-from ferrum_rpc.service.auth import Security
-from ferrum_rpc.service.bind import PortInUse
+from ferrum_rpc.service.guard.auth import Security
+from ferrum_rpc.service.guard.bind import PortInUse
+from ferrum_rpc.service.guard.watched_file import SecurityError
 from ferrum_rpc.service.metrics import Metrics, MetricsServer, registry_of
 from ferrum_rpc.service.nixl import make_agent
 from ferrum_rpc.service.server import ExecutorServer
 from ferrum_rpc.service.telemetry import Tracing, TracingError, connect
-from ferrum_rpc.service.watched_file import SecurityError
 from ferrum_rpc.usage import TOKEN_VARIABLE
 
 log = structlog.get_logger("ferrum_rpc.serve")

@@ -21,7 +21,7 @@ from ferrum_rpc.engine.process.parent import Program
 from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, kv_transfer_pb2_grpc, model_executor_pb2_grpc
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
-from ferrum_rpc.service.auth import Security
+from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.service.server import ExecutorServer
 
 LIMITS = Limits(

@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from ferrum_rpc.errors import ExecutorError, Reason
-from ferrum_rpc.service.auth import CALLER
+from ferrum_rpc.service.guard.auth import CALLER
 from ferrum_rpc.service.trace_context import Context, ids_of
 
 log = structlog.get_logger("ferrum_rpc.service")

@@ -11,9 +11,9 @@ from ferrum_rpc.executor.v1 import info_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.executor.v1 import model_executor_pb2 as pb
 from ferrum_rpc.service import kv_ops
 from ferrum_rpc.service.admission import check_room
-from ferrum_rpc.service.auth import CALLER
 from ferrum_rpc.service.control import STATE_TO_PROTO
 from ferrum_rpc.service.forward import ForwardCall
+from ferrum_rpc.service.guard.auth import CALLER
 from ferrum_rpc.service.records import SequenceEnd
 from ferrum_rpc.service.rpc import CallLog, deadline_of
 from ferrum_rpc.service.session import Session

@@ -56,8 +56,8 @@ from ferrum_rpc.service.admission import (
     too_large,
     valid_items,
 )
-from ferrum_rpc.service.auth import ARRIVED
 from ferrum_rpc.service.fingerprints import item_fingerprint
+from ferrum_rpc.service.guard.auth import ARRIVED
 from ferrum_rpc.service.parking import bring_back
 from ferrum_rpc.service.quotas import UNCOUNTED_BYTES
 from ferrum_rpc.service.records import Account, Resource, SequenceEnd, SequenceRecord

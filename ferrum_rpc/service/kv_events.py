@@ -20,8 +20,8 @@ from ferrum_rpc.core import BlockChange
 from ferrum_rpc.engine.api import Command
 from ferrum_rpc.errors import Draining, ExecutorError, SequencesExhausted
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
-from ferrum_rpc.service.auth import CALLER
 from ferrum_rpc.service.control import between_steps
+from ferrum_rpc.service.guard.auth import CALLER
 from ferrum_rpc.service.records import Resource
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask

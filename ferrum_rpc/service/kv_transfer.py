@@ -15,8 +15,8 @@ from ferrum_rpc.core import Caller, HandleRef
 from ferrum_rpc.errors import Cancelled, InvalidRequest, QueueFull, SequenceBusy
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.executor.v1 import kv_transfer_pb2_grpc
-from ferrum_rpc.service.auth import CALLER
 from ferrum_rpc.service.fingerprints import digest
+from ferrum_rpc.service.guard.auth import CALLER
 from ferrum_rpc.service.kv_events import KvEvents
 from ferrum_rpc.service.moving import CHUNK_BYTES, layout_of
 from ferrum_rpc.service.nixl import ChunkReader

@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 
 from ferrum_rpc import __version__
 from ferrum_rpc.errors import ExecutorError
-from ferrum_rpc.service.bind import PortInUse
+from ferrum_rpc.service.guard.bind import PortInUse
 from ferrum_rpc.service.meters import Histogram, StepMeter
 from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.state import Lifecycle, ServerState

@@ -29,8 +29,8 @@ import structlog
 from ferrum_rpc.core import Limits
 from ferrum_rpc.errors import InvalidRequest, KvCorrupt, SequencesExhausted
 from ferrum_rpc.private_files import PrivateFolder
+from ferrum_rpc.service.guard.slots import Slots
 from ferrum_rpc.service.records import Account, Parked, Resource, SequenceRecord
-from ferrum_rpc.service.slots import Slots
 
 log = structlog.get_logger("ferrum_rpc.parking")
 

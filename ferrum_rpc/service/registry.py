@@ -19,8 +19,8 @@ from google.protobuf.message import DecodeError
 
 from ferrum_rpc.core import Limits
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
-from ferrum_rpc.service.auth import ARRIVED, CALLER, OPEN_SERVICES, Guard
-from ferrum_rpc.service.bodies import Bodies
+from ferrum_rpc.service.guard.auth import ARRIVED, CALLER, OPEN_SERVICES, Guard
+from ferrum_rpc.service.guard.bodies import Bodies
 from ferrum_rpc.service.rpc import UNKNOWN_METHOD, Call, CallLog, refuse
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.framing import serializing

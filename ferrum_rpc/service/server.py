@@ -30,11 +30,12 @@ from ferrum_rpc.executor.v1 import (
     model_executor_pb2_grpc,
 )
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
-from ferrum_rpc.service.accept import Acceptors
-from ferrum_rpc.service.auth import Guard, Security, TokenFile
-from ferrum_rpc.service.bind import address, open_port
 from ferrum_rpc.service.control import ExecutorControlServicer
 from ferrum_rpc.service.executor import ModelExecutorServicer
+from ferrum_rpc.service.guard.accept import Acceptors
+from ferrum_rpc.service.guard.auth import Guard, Security, TokenFile
+from ferrum_rpc.service.guard.bind import address, open_port
+from ferrum_rpc.service.guard.tls import ServerCertificates
 from ferrum_rpc.service.health import LOOK_EVERY_S, HealthService
 from ferrum_rpc.service.kv_events import KvEvents
 from ferrum_rpc.service.kv_transfer import KvTransferServicer
@@ -47,7 +48,6 @@ from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.session import Session, end_sessions
 from ferrum_rpc.service.state import Lifecycle, ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
-from ferrum_rpc.service.tls import ServerCertificates
 from ferrum_rpc.wire.unfolding import UnfoldingBudget
 
 log = structlog.get_logger("ferrum_rpc.server")

@@ -25,8 +25,8 @@ from ferrum_rpc.core import ItemOutcome
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, QueueFull, SequencesExhausted
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.admission import check_room
-from ferrum_rpc.service.auth import ARRIVED, CALLER
 from ferrum_rpc.service.forward import ForwardCall
+from ferrum_rpc.service.guard.auth import ARRIVED, CALLER
 from ferrum_rpc.service.records import RETRY_AFTER_S, LeaseRecord, Resource, SequenceEnd
 from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.session_kv import PendingFrame, SessionKv

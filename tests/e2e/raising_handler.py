@@ -14,7 +14,7 @@ import grpc
 
 from ferrum_rpc.logs import configure_logging
 from ferrum_rpc.service import executor
-from ferrum_rpc.service.auth import Security
+from ferrum_rpc.service.guard.auth import Security
 from tests.serving import serve_identity
 from tests.wiring import item, pb
 

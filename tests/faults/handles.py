@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
-from ferrum_rpc.service.auth import Security
+from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.wire.status import STATUS_METADATA_KEY
 from tests.faults.figures import Figures, exactly
 from tests.faults.process import dial

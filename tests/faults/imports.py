@@ -16,7 +16,7 @@ import numpy as np
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2, types_pb2
-from ferrum_rpc.service.auth import Security
+from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_rpc
 from tests.faults.figures import Figures, at_least, at_most, exactly

@@ -21,7 +21,7 @@ import trustme
 from ferrum_rpc.client import ExecutorClient, tls
 from ferrum_rpc.errors import PermissionDenied, Reason, TransportError, Unauthenticated
 from ferrum_rpc.executor.v1 import model_executor_pb2_grpc
-from ferrum_rpc.service.auth import Security
+from ferrum_rpc.service.guard.auth import Security
 from tests.faults.figures import hold
 from tests.faults.process import environment, serving
 from tests.faults.security import (

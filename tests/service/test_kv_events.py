@@ -17,7 +17,7 @@ from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as kv
 from ferrum_rpc.prefix_hash import caller_digest
 from ferrum_rpc.service import kv_events
-from ferrum_rpc.service.auth import Security
+from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.wire.status import error_from_rpc
 from tests.service.transfers import brought, chunks_of, exported, header, imported
 from tests.serving import Served, serve_identity, serve_model

@@ -25,7 +25,7 @@ from ferrum_rpc.executor.v1 import (
 )
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.service import peers
-from ferrum_rpc.service.auth import Security
+from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.service.lifecycle import Sweeper
 from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.metrics import Metrics, registry_of

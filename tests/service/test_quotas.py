@@ -17,14 +17,14 @@ from ferrum_rpc.core import ANYBODY, Caller, CreateOptions, HandleRef, ItemAnswe
 from ferrum_rpc.engine.api import Command
 from ferrum_rpc.errors import ExecutorError, QueueFull, QuotaExceeded, Reason
 from ferrum_rpc.executor.v1 import kv_transfer_pb2, session_pb2
-from ferrum_rpc.service.auth import Security, parse
 from ferrum_rpc.service.forward import ForwardCall
+from ferrum_rpc.service.guard.auth import Security, parse
+from ferrum_rpc.service.guard.slots import Slots
 from ferrum_rpc.service.kv_ops import fork, release, reserve, truncate
 from ferrum_rpc.service.parked import ParkedFiles
 from ferrum_rpc.service.parking import park
 from ferrum_rpc.service.quotas import EMPTY_ACCOUNTS, Quotas
 from ferrum_rpc.service.records import Account, Resource, SequenceEnd
-from ferrum_rpc.service.slots import Slots
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.wire.info import SCHEMA_REVISION
 from tests.serving import LIMITS, Gate, Served, serve_identity

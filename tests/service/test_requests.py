@@ -13,9 +13,9 @@ import grpc
 import pytest
 
 from ferrum_rpc.executor.v1 import session_pb2
-from ferrum_rpc.service import accept
-from ferrum_rpc.service.auth import Security
-from ferrum_rpc.service.bodies import Bodies
+from ferrum_rpc.service.guard import accept
+from ferrum_rpc.service.guard.auth import Security
+from ferrum_rpc.service.guard.bodies import Bodies
 from ferrum_rpc.service.server import ExecutorServer
 from tests.faults.raw_session import RawSession
 from tests.serving import LIMITS, Served, serve_identity

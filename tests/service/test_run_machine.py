@@ -42,7 +42,7 @@ from ferrum_rpc.engine.process.parent import EngineProcess, Program
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import ExecutorError, Reason
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
-from ferrum_rpc.service.auth import Security
+from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.service.records import Account, Resource
 from ferrum_rpc.wire.output import output_from_proto
 from ferrum_rpc.wire.rows import rows_from_proto

@@ -10,8 +10,8 @@ import pytest
 
 from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import InvalidRequest, QueueFull
-from ferrum_rpc.service import bodies as bodies_module
-from ferrum_rpc.service.bodies import Bodies
+from ferrum_rpc.service.guard import bodies as bodies_module
+from ferrum_rpc.service.guard.bodies import Bodies
 
 
 class Call:

@@ -27,8 +27,8 @@ from ferrum_rpc.core import CacheState, RankState, StepTiming
 from ferrum_rpc.engine.api import EngineCounters
 from ferrum_rpc.errors import ERROR_BY_REASON, InvalidRequest, QueueFull, Reason
 from ferrum_rpc.service import metrics, telemetry
-from ferrum_rpc.service.bind import PortInUse
 from ferrum_rpc.service.error_log import ADVICE, BURST, ErrorLog
+from ferrum_rpc.service.guard.bind import PortInUse
 from ferrum_rpc.service.health import HealthService
 from ferrum_rpc.service.meters import POWERS, SECONDS, Histogram, StepMeter
 from ferrum_rpc.service.metrics import MAX_CONNECTIONS, Metrics, MetricsServer, _Quiet, _Server, registry_of

@@ -24,13 +24,13 @@ from structlog.testing import capture_logs
 from ferrum_rpc.client import read_token, tls
 from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import InvalidRequest, Unauthenticated
-from ferrum_rpc.service.auth import CALLER, Guard, Security, TokenFile, parse
-from ferrum_rpc.service.bind import PortInUse, address, check_bind, is_loopback, open_port
+from ferrum_rpc.service.guard.auth import CALLER, Guard, Security, TokenFile, parse
+from ferrum_rpc.service.guard.bind import PortInUse, address, check_bind, is_loopback, open_port
+from ferrum_rpc.service.guard.tls import ServerCertificates
+from ferrum_rpc.service.guard.watched_file import SecurityError
 from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.supervisor import BackgroundTask
-from ferrum_rpc.service.tls import ServerCertificates
-from ferrum_rpc.service.watched_file import SecurityError
 from tests.serving import LIMITS, serve_identity
 from tests.wiring import until
 

@@ -16,8 +16,8 @@ from typing import Any, Final
 import grpc
 import structlog
 
-from ferrum_rpc.service.auth import Security
-from ferrum_rpc.service.watched_file import SecurityError, WatchedFiles
+from ferrum_rpc.service.guard.auth import Security
+from ferrum_rpc.service.guard.watched_file import SecurityError, WatchedFiles
 
 SERVER: Final = "server"
 CLIENT_CA: Final = "client_ca"

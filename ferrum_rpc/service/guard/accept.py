@@ -19,7 +19,7 @@ import grpc
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined] # the stubs leave it out
 
-from ferrum_rpc.service.auth import ARRIVED
+from ferrum_rpc.service.guard.auth import ARRIVED
 
 log = structlog.get_logger("ferrum_rpc.server")
 

@@ -18,8 +18,8 @@ from grpc_health.v1 import health
 
 from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import PermissionDenied, Unauthenticated
+from ferrum_rpc.service.guard.watched_file import SecurityError, WatchedFiles
 from ferrum_rpc.service.trace_context import Context
-from ferrum_rpc.service.watched_file import SecurityError, WatchedFiles
 
 log = structlog.get_logger("ferrum_rpc.security")
 

@@ -20,9 +20,9 @@ from typing import Final
 import grpc
 import structlog
 
-from ferrum_rpc.service.auth import Security
-from ferrum_rpc.service.tls import ServerCertificates
-from ferrum_rpc.service.watched_file import SecurityError
+from ferrum_rpc.service.guard.auth import Security
+from ferrum_rpc.service.guard.tls import ServerCertificates
+from ferrum_rpc.service.guard.watched_file import SecurityError
 
 UNIX: Final = "unix:"
 LOCK_TRIES: Final = 25
