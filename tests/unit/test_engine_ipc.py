@@ -29,16 +29,8 @@ from ferrum_rpc.core import (
     StepTiming,
     TopTokens,
 )
-from ferrum_rpc.engine.process.ipc import (
-    INLINE_BYTES,
-    KEPT_BYTES,
-    UNIT,
-    Messages,
-    SharedMemory,
-    dump,
-    make_span,
-    take_span,
-)
+from ferrum_rpc.engine.channel import INLINE_BYTES, Messages, dump
+from ferrum_rpc.engine.process.ipc import KEPT_BYTES, UNIT, SharedMemory, make_span, take_span
 from ferrum_rpc.errors import KvBlocksExhausted
 from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
 

@@ -70,14 +70,17 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.engine.runs": Floor("core errors engine.api engine.places", "numpy"),
     "ferrum_rpc.engine.loop": Floor("core errors engine.backlog engine.overlap engine.places engine.runs engine.api"),
     "ferrum_rpc.engine.thread": Floor("core errors engine.liveness engine.api engine.loop"),
+    "ferrum_rpc.engine.channel": Floor("core", "numpy"),
     "ferrum_rpc.engine.process": Floor(),
     "ferrum_rpc.engine.process.ipc": Floor("core engine.api", "numpy"),
-    "ferrum_rpc.engine.process.parent": Floor("core errors engine.liveness engine.api engine.process.ipc", "numpy"),
-    "ferrum_rpc.engine.process.child": Floor("core engine.api engine.loop engine.process.ipc"),
+    "ferrum_rpc.engine.process.parent": Floor(
+        "core errors engine.liveness engine.api engine.channel engine.process.ipc", "numpy"
+    ),
+    "ferrum_rpc.engine.process.child": Floor("core engine.api engine.channel engine.loop engine.process.ipc"),
     "ferrum_rpc.engine.ranks.world": Floor("config errors"),  # read before torch is loaded
     "ferrum_rpc.engine": Floor(
         "config core errors failpoints kv kv.store kv.tiers models models.fields models.config_keys attention sampling "
-        "weights distributed distributed.group native selection engine.api engine.ranks.world",
+        "weights distributed distributed.group native selection engine.api engine.channel engine.ranks.world",
         "numpy torch structlog psutil",
     ),
     "ferrum_rpc.engine.parity": Floor("config core errors weights engine models", "numpy torch transformers"),

@@ -33,8 +33,9 @@ from ferrum_rpc.engine.api import (
     Submission,
     WorkState,
 )
+from ferrum_rpc.engine.channel import Messages, dump
 from ferrum_rpc.engine.loop import EngineLoop, Work
-from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, dump, make_span
+from ferrum_rpc.engine.process.ipc import SharedMemory, make_span
 
 READ_BYTES: Final = 64 << 10
 COUNTERS: Final = attrgetter(*(each.name for each in fields(EngineCounters)))

@@ -31,8 +31,9 @@ from ferrum_rpc.engine.api import (
     deliver,
     ended,
 )
+from ferrum_rpc.engine.channel import Messages, dump
 from ferrum_rpc.engine.liveness import Liveness, process_clock
-from ferrum_rpc.engine.process.ipc import Messages, SharedMemory, dump, take_span
+from ferrum_rpc.engine.process.ipc import SharedMemory, take_span
 from ferrum_rpc.errors import ExecutorError
 
 READ_BYTES: Final = 64 << 10
