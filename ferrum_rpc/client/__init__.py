@@ -39,8 +39,9 @@ programs without asyncio, `client.fleet` over several executors, and `client.fle
 """
 
 from ferrum_rpc.client.answer import Answer, NoSuchRowsError
+from ferrum_rpc.client.arguments import CacheMode
 from ferrum_rpc.client.channel import ChannelCredentials, read_token, tls
-from ferrum_rpc.client.client import CacheMode, ExecutorClient
+from ferrum_rpc.client.client import ExecutorClient
 from ferrum_rpc.client.info import (
     AdapterInfo,
     Capability,

@@ -6,6 +6,7 @@ own refusal of such a field does.
 
 from __future__ import annotations
 
+import enum
 import operator
 from collections.abc import Iterable
 from typing import Any, Final
@@ -31,6 +32,7 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.errors import InvalidRequest, above
+from ferrum_rpc.executor.v1 import forward_pb2
 
 Tokens = Iterable[int] | npt.NDArray[np.integer]
 """Token ids: any iterable of ints, or an integer array [n]."""
@@ -45,6 +47,31 @@ GREEDY: Final = Greedy()
 """The default output of every call."""
 
 _LAST_GREEDY: Final = OutputSpec(Positions.LAST, GREEDY)
+
+
+class CacheMode(enum.Enum):
+    """How a new sequence uses the prefix cache; the numbers are the wire's."""
+
+    DEFAULT = 0
+    READ_WRITE = 1
+    READ_ONLY = 2
+    BYPASS = 3
+
+
+def creation(
+    reserve_tokens: int, lease_id: str, adapter: str, cache_salt: bytes, cache_mode: CacheMode
+) -> forward_pb2.CreateOptions:
+    """What a new sequence is made with. Raises `InvalidRequest`."""
+    try:
+        return forward_pb2.CreateOptions(
+            lease_id=lease_id,
+            adapter=adapter,
+            cache_salt=cache_salt,
+            cache_mode=None if cache_mode is CacheMode.DEFAULT else f"CACHE_MODE_{CacheMode(cache_mode).name}",
+            reserve_tokens=as_number(reserve_tokens, "create.reserve_tokens"),
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"these are no options of a sequence: {error}", field="create") from None
 
 
 def as_tokens(tokens: Tokens, field: str = "token_ids") -> list[int]:

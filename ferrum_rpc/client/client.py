@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as ListOf
 from contextlib import AsyncExitStack
@@ -12,7 +11,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from ferrum_rpc.client.answer import Answer
-from ferrum_rpc.client.arguments import as_number, check_limit
+from ferrum_rpc.client.arguments import CacheMode, as_number, check_limit, creation
 from ferrum_rpc.client.batches import Batches
 from ferrum_rpc.client.channel import (
     KEEPALIVE_TIME_S,
@@ -43,34 +42,9 @@ from ferrum_rpc.client.session import STEPS_IN_FLIGHT, SessionTransport
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed, Transport
 from ferrum_rpc.core import Pressure
-from ferrum_rpc.errors import ExecutorError, InvalidRequest
-from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, model_executor_pb2
+from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.executor.v1 import executor_control_pb2, model_executor_pb2
 from ferrum_rpc.wire.info import duration, from_proto
-
-
-class CacheMode(enum.Enum):
-    """How a new sequence uses the prefix cache; the numbers are the wire's."""
-
-    DEFAULT = 0
-    READ_WRITE = 1
-    READ_ONLY = 2
-    BYPASS = 3
-
-
-def creation(
-    reserve_tokens: int, lease_id: str, adapter: str, cache_salt: bytes, cache_mode: CacheMode
-) -> forward_pb2.CreateOptions:
-    """What a new sequence is made with. Raises `InvalidRequest`."""
-    try:
-        return forward_pb2.CreateOptions(
-            lease_id=lease_id,
-            adapter=adapter,
-            cache_salt=cache_salt,
-            cache_mode=None if cache_mode is CacheMode.DEFAULT else f"CACHE_MODE_{CacheMode(cache_mode).name}",
-            reserve_tokens=as_number(reserve_tokens, "create.reserve_tokens"),
-        )
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"these are no options of a sequence: {error}", field="create") from None
 
 
 class ExecutorClient(Batches):

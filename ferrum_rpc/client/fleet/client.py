@@ -9,8 +9,9 @@ from contextlib import AsyncExitStack
 from typing import Generic, NamedTuple, TypeVar
 
 from ferrum_rpc.client.answer import Answer
+from ferrum_rpc.client.arguments import CacheMode, creation
 from ferrum_rpc.client.batches import Batches
-from ferrum_rpc.client.client import CacheMode, ExecutorClient, creation
+from ferrum_rpc.client.client import ExecutorClient
 from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.members import SILENT_S, Members
 from ferrum_rpc.client.fleet.placement import LongestPrefix, Placement
