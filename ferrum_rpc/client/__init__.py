@@ -42,6 +42,7 @@ from ferrum_rpc.client.answer import Answer, NoSuchRowsError
 from ferrum_rpc.client.arguments import CacheMode
 from ferrum_rpc.client.channel import ChannelCredentials, read_token, tls
 from ferrum_rpc.client.client import ExecutorClient
+from ferrum_rpc.client.executor_view import ExecutorView
 from ferrum_rpc.client.info import (
     AdapterInfo,
     Capability,
@@ -56,6 +57,7 @@ from ferrum_rpc.client.info import (
     WarmupReport,
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
+from ferrum_rpc.client.model_client import ModelClient
 from ferrum_rpc.client.prefixes import PrefixEvents, PrefixIndex
 from ferrum_rpc.client.retry import NEVER_RESEND, SEQUENCE_GONE, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
@@ -96,6 +98,7 @@ __all__ = [
     "ExecutorInfo",
     "ExecutorState",
     "ExecutorStatus",
+    "ExecutorView",
     "FullLogits",
     "Greedy",
     "HandleRef",
@@ -108,6 +111,7 @@ __all__ = [
     "LeaseState",
     "LeaseTrouble",
     "MethodCount",
+    "ModelClient",
     "NextToken",
     "NoSuchRowsError",
     "OutputSpec",

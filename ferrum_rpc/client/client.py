@@ -23,6 +23,7 @@ from ferrum_rpc.client.channel import (
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.encryption import ask_who_accepts
+from ferrum_rpc.client.executor_view import ExecutorView
 from ferrum_rpc.client.info import (
     AdapterInfo,
     ExecutorInfo,
@@ -31,19 +32,18 @@ from ferrum_rpc.client.info import (
     Health,
     SequenceInfo,
     WarmupReport,
-    status_from_proto,
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, Leases, LeaseState, LeaseTrouble
 from ferrum_rpc.client.masks import Mask
 from ferrum_rpc.client.prefixes import PrefixEvents, watch_prefixes
-from ferrum_rpc.client.retry import NEVER_RESEND, Deadline, ResendPolicy
+from ferrum_rpc.client.retry import NEVER_RESEND, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.session import STEPS_IN_FLIGHT, SessionTransport
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed, Transport
 from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import ExecutorError
-from ferrum_rpc.executor.v1 import executor_control_pb2, model_executor_pb2
+from ferrum_rpc.executor.v1 import executor_control_pb2
 from ferrum_rpc.wire.info import duration, from_proto
 
 
@@ -96,6 +96,7 @@ class ExecutorClient(Batches):
             channel = open_channel(target, credentials, options)
             context = Context(
                 channel,
+                target=target,
                 metadata=metadata,
                 resend=resend,
                 timeout_s=timeout_s,
@@ -141,6 +142,13 @@ class ExecutorClient(Batches):
 
     # --- the executor -----------------------------------------------------------------------------------------------
 
+    @property
+    def executors(self) -> list[ExecutorView]:
+        """The executor as it is known without asking it: a list of one, empty until `info` or another call has had its
+        answer. What is restarted at the same target is another one."""
+        executor = None if self._opened is None else self._opened.executor
+        return [] if executor is None else [executor]
+
     async def info(self, *, timeout_s: float | None = None) -> ExecutorInfo:
         """What the executor is: model, cache, limits, capabilities. Requested once per life of the executor. While
         the model loads it waits; `Starting` at the end of the timeout. Raises `NotSupported` where it needs newer
@@ -149,16 +157,7 @@ class ExecutorClient(Batches):
 
     async def status(self, *, timeout_s: float | None = None) -> ExecutorStatus:
         """How it is doing right now: state, pressure, counters."""
-        return await self._status(self._context.deadline(timeout_s))
-
-    async def _status(self, deadline: Deadline, policy: ResendPolicy | None = None) -> ExecutorStatus:
-        context, message = self._context, model_executor_pb2.GetStatusRequest()
-        response = await context.call(context.executor.GetStatus, message, deadline, policy)
-        context.note_pressure(response.pressure)
-        status = status_from_proto(response)
-        if status.state is not ExecutorState.HUNG:  # which hides whether it drains
-            context.draining = status.state is ExecutorState.DRAINING
-        return status
+        return await self._context.status(self._context.deadline(timeout_s))
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:
         """The standard health check of a service; of the whole server without a name. `LIVENESS`: whether process and

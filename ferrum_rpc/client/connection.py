@@ -16,6 +16,7 @@ from typing import Final
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import check_limit
 from ferrum_rpc.client.context import Context
+from ferrum_rpc.client.executor_view import SoleExecutor
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.lease import LEASE_FIELD, Leases
 from ferrum_rpc.client.masks import TokenMasks
@@ -60,6 +61,15 @@ class Connection:
         self.gone = False
         self.on_unreleased: Callable[[SequenceState], object] = lambda state: None
         self._releasing: set[asyncio.Task[list[ExecutorError | None]]] = set()
+        self._executor: SoleExecutor | None = None
+
+    @property
+    def executor(self) -> SoleExecutor | None:
+        """The executor as it is known; the last one where another answers there that is not known yet."""
+        known = self.context.known_info
+        if known is not None and (self._executor is None or self._executor.gone):
+            self._executor = SoleExecutor(self.context, known)
+        return self._executor
 
     # --- forwards ---------------------------------------------------------------------------------------------------
 

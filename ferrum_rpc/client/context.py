@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from ferrum_rpc.client.encryption import Again, with_hint
-from ferrum_rpc.client.info import ExecutorInfo, info_from_proto
+from ferrum_rpc.client.info import ExecutorInfo, ExecutorState, ExecutorStatus, info_from_proto, status_from_proto
 from ferrum_rpc.client.retry import (
     LONGEST_PAUSE_S,
     REFUSED_BEFORE_RUNNING,
@@ -56,11 +56,12 @@ up after ``timeout`` seconds. It raises gRPC's errors or an `ExecutorError`."""
 
 
 class Context:
-    """One channel to one executor. ``metadata``: credentials, sent with every call. ``timeout_s``: of calls that are
-    given none. ``encrypted``: the channel has TLS. ``again``: finds why the address that accepts connections refuses
-    this client, where gRPC reports another address.
+    """One channel to one executor, at ``target``. ``metadata``: credentials, sent with every call. ``timeout_s``: of
+    calls that are given none. ``encrypted``: the channel has TLS. ``again``: finds why the address that accepts
+    connections refuses this client, where gRPC reports another address.
 
     ``draining``: the executor has reported that it is draining, which explains a connection that is lost later.
+    ``hung``: its last `status` was that it makes no progress.
     ``only_instance``: the one process that it may speak to, where that is set; what another would get is refused here.
     ``known_info``: what `info` returned last; None before the first answer, and after the executor was restarted.
     ``max_request_bytes``: what the executor takes, once that is known; a longer frame of a session would end the
@@ -71,6 +72,7 @@ class Context:
         self,
         channel: grpc.aio.Channel,
         *,
+        target: str = "",
         metadata: Metadata,
         resend: ResendPolicy,
         timeout_s: float | None,
@@ -78,13 +80,14 @@ class Context:
         again: Again | None = None,
     ) -> None:
         self.channel = channel
+        self.target = target
         self.executor = model_executor_pb2_grpc.ModelExecutorStub(channel)
         self.control = executor_control_pb2_grpc.ExecutorControlStub(channel)
         self.transfer = kv_transfer_pb2_grpc.KvTransferStub(channel)
         self.health = HealthStub(channel)
         self.metadata = tuple(metadata)
         self.item_ids = itertools.count(1)
-        self.draining = False
+        self.draining = self.hung = False
         self.only_instance = ""
         self.known_info: ExecutorInfo | None = None
         self.max_request_bytes: int | None = None
@@ -171,6 +174,16 @@ class Context:
         self.note_instance(info.instance_id)
         self.known_info, self.max_request_bytes = info, info.limits.max_request_bytes
         return info
+
+    async def status(self, deadline: Deadline, policy: ResendPolicy | None = None) -> ExecutorStatus:
+        """How the executor is doing right now."""
+        answer = await self.call(self.executor.GetStatus, model_executor_pb2.GetStatusRequest(), deadline, policy)
+        self.note_pressure(answer.pressure)
+        status = status_from_proto(answer)
+        self.hung = status.state is ExecutorState.HUNG
+        if not self.hung:  # which hides whether it drains
+            self.draining = status.state is ExecutorState.DRAINING
+        return status
 
     # --- what is known of the executor ---------------------------------------------------------------------------
 

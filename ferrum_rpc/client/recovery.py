@@ -95,6 +95,13 @@ class Recovering:
                 rebuilds -= 1
                 self._lose(truncate_to)
 
+    @property
+    def _unplaced(self) -> bool:
+        """Whether no executor has anything of it."""
+        state = self._state
+        in_doubt = state.creation is not None and state.creation.unknown
+        return state.handle is None and state.parent is None and not in_doubt
+
     async def _find_owner(self, deadline: Deadline, tokens: list[int] | None = None) -> None:
         """Before a call, which feeds ``tokens`` if that is known: be where the sequence is, or is to be. There is one
         executor here; a fleet has several."""

@@ -27,6 +27,7 @@ from ferrum_rpc.client.arguments import (
     as_run,
     as_tokens,
 )
+from ferrum_rpc.client.executor_view import ExecutorView
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.masks import with_masks
 from ferrum_rpc.client.moving import Movable
@@ -105,6 +106,11 @@ class Sequence(Movable):
     def in_doubt(self) -> bool:
         """Whether a call failed and may have run. The same call made again settles it."""
         return self._state.in_doubt if self._ahead is None else self._ahead.failed
+
+    @property
+    def owner(self) -> ExecutorView | None:
+        """The executor that has it; None: none, nothing was fed to it."""
+        return None if self._unplaced else self._connection.executor
 
     # --- forwards ---------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from ferrum_rpc.client import client as async_client
 from ferrum_rpc.client import sequence as async_sequence
 from ferrum_rpc.client.arguments import GREEDY, Output, Tokens
 from ferrum_rpc.client.background import ClientFacade, Facade, blocking, constructor_of, iterating, making, unwrapped
+from ferrum_rpc.client.executor_view import ExecutorView
 from ferrum_rpc.client.lease import LeaseState
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.core import HandleRef, Pressure, Run
@@ -59,6 +60,11 @@ class Sequence(Facade[async_sequence.Sequence]):
     def in_doubt(self) -> bool:
         """Whether a call failed and may have run. The same call made again settles it."""
         return self._async.in_doubt
+
+    @property
+    def owner(self) -> ExecutorView | None:
+        """The executor that has it; None: none, nothing was fed to it."""
+        return self._async.owner
 
     prefill = blocking(async_sequence.Sequence.prefill)
     decode = blocking(async_sequence.Sequence.decode)
@@ -128,6 +134,12 @@ class ExecutorClient(ClientFacade[async_client.ExecutorClient]):
         """The lease that the client's sequences live with. None before the first sequence, after the lease was lost and
         until the next sequence, and where the executor offers none."""
         return self._async.lease
+
+    @property
+    def executors(self) -> list[ExecutorView]:
+        """The executor as it is known without asking it: a list of one, empty until `info` or another call has had its
+        answer. What is restarted at the same target is another one."""
+        return self._async.executors
 
     info = blocking(async_client.ExecutorClient.info)
     status = blocking(async_client.ExecutorClient.status)

@@ -106,7 +106,7 @@ async def test_batches_over_three_executors_of_which_two_die_are_those_of_one(se
 
 async def test_masks_are_registered_where_they_are_needed() -> None:
     async with fleet() as (one, _):
-        mask = np.zeros(one.info.model.vocab_size, bool)
+        mask = np.zeros((await one.info()).model.vocab_size, bool)
         mask[[17]] = True
         output = Greedy(mask=await one.register_token_mask(mask))
         sequences = [one.sequence() for _ in range(4)]

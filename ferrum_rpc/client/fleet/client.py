@@ -14,16 +14,18 @@ from ferrum_rpc.client.batches import Batches
 from ferrum_rpc.client.client import ExecutorClient
 from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.members import SILENT_S, Members
+from ferrum_rpc.client.fleet.merged import merged_pressure, merged_status
 from ferrum_rpc.client.fleet.placement import LongestPrefix, Placement
 from ferrum_rpc.client.fleet.sequence import FleetSequence, Home
-from ferrum_rpc.client.info import ExecutorInfo
+from ferrum_rpc.client.info import ExecutorInfo, ExecutorStatus, Health
 from ferrum_rpc.client.masks import Mask
 from ferrum_rpc.client.recovery import FULL
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed
-from ferrum_rpc.errors import ExecutorError, InvalidRequest
+from ferrum_rpc.core import Pressure
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, TransportError
 
 Thing = TypeVar("Thing")
 Outcome = TypeVar("Outcome")
@@ -109,11 +111,54 @@ class FleetClient(Batches):
         """Who is there."""
         return self._members
 
+    # --- the executors ----------------------------------------------------------------------------------------------
+
     @property
-    def info(self) -> ExecutorInfo:
+    def executors(self) -> list[Member]:
+        """Those that are there, the oldest first."""
+        return self.members.there
+
+    @property
+    def pressure(self) -> Pressure | None:
+        """How full the executors were in their last answers, together, in blocks of the smallest block size; `Member`
+        has that of each. None before the first."""
+        reports = [each.pressure for each in self.members.there if each.pressure is not None]
+        return merged_pressure(reports) if reports else None
+
+    async def info(self, *, timeout_s: float | None = None) -> ExecutorInfo:
         """What the executors are, by the one that was there first: they serve the same model, and other limits may
-        differ (`Member.info`)."""
+        differ (`Member.info`). Nothing is sent."""
         return self._first.info
+
+    async def status(self, *, timeout_s: float | None = None) -> ExecutorStatus:
+        """How the executors are doing right now: the best of their states, the longest time up, and the sums of
+        everything else. One that does not answer within 1 s counts for nothing; raises the first one's error where none
+        does, and `TransportError` where none is there."""
+        deadline = Deadline.after(self._deadline(timeout_s).remaining(SILENT_S))
+        return merged_status(await self._asked(lambda each: each.connection.context.status(deadline)))
+
+    async def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:
+        """SERVING where one executor is, else what the first one answers. ``service`` and errors as
+        `ExecutorClient.health` and `status`."""
+        left_s = self._deadline(timeout_s).remaining(SILENT_S)
+        answers = await self._asked(lambda each: each.client.health(service, timeout_s=left_s))
+        return Health.SERVING if Health.SERVING in answers else answers[0]
+
+    async def _asked(self, ask: Callable[[Member], Awaitable[Outcome]]) -> list[Outcome]:
+        """The answers of those that answer, of which there is at least one."""
+        members = self.members.there
+        if not members:
+            raise TransportError(f"no executor of {', '.join(self.members.targets)} is there")
+        outcomes = await asyncio.gather(*map(ask, members), return_exceptions=True)
+        answers = list[Outcome]()
+        for outcome in outcomes:
+            if not isinstance(outcome, BaseException):
+                answers.append(outcome)
+            elif not isinstance(outcome, ExecutorError):
+                raise outcome
+        if not answers:
+            raise next(each for each in outcomes if isinstance(each, ExecutorError))
+        return answers
 
     @property
     def _first(self) -> Member:

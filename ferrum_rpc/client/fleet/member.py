@@ -170,7 +170,7 @@ class Member:
 
     async def _look(self, timeout_s: float) -> None:
         try:
-            status = await self.client._status(Deadline.after(timeout_s), NEVER_RESEND)
+            status = await self.connection.context.status(Deadline.after(timeout_s), NEVER_RESEND)
             if self.connection.context.known_info is None:  # somebody had reason to doubt it
                 await self.client.info(timeout_s=timeout_s)
         except ExecutorError as error:

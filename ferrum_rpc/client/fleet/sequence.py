@@ -140,13 +140,6 @@ class FleetSequence(Sequence):
 
     # --- who the owner is -------------------------------------------------------------------------------------------
 
-    @property
-    def _unplaced(self) -> bool:
-        """Whether no executor has anything of it."""
-        state = self._state
-        in_doubt = state.creation is not None and state.creation.unknown
-        return state.handle is None and state.parent is None and not in_doubt
-
     async def _find_owner(self, deadline: Deadline, tokens: list[int] | None = None) -> None:
         if tokens is not None:
             self._prompted = tokens

@@ -23,8 +23,8 @@ from ferrum_rpc.client.fleet import client as async_fleet_client
 from ferrum_rpc.client.fleet import sequence as async_fleet_sequence
 from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.members import Members
-from ferrum_rpc.client.info import ExecutorInfo
 from ferrum_rpc.client.sync import Sequence
+from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import ExecutorError
 
 
@@ -61,11 +61,19 @@ class FleetClient(ClientFacade[async_fleet_client.FleetClient]):
         return self._async.members
 
     @property
-    def info(self) -> ExecutorInfo:
-        """What the executors are, by the one that was there first: they serve the same model, and other limits may
-        differ (`Member.info`)."""
-        return self._async.info
+    def executors(self) -> list[Member]:
+        """Those that are there, the oldest first."""
+        return self._async.executors
 
+    @property
+    def pressure(self) -> Pressure | None:
+        """How full the executors were in their last answers, together, in blocks of the smallest block size; `Member`
+        has that of each. None before the first."""
+        return self._async.pressure
+
+    info = blocking(async_fleet_client.FleetClient.info)
+    status = blocking(async_fleet_client.FleetClient.status)
+    health = blocking(async_fleet_client.FleetClient.health)
     sequence = making(FleetSequence, async_fleet_client.FleetClient.sequence)
     register_token_mask = blocking(async_fleet_client.FleetClient.register_token_mask)
     forward = blocking(async_fleet_client.FleetClient.forward)
