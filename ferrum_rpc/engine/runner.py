@@ -337,7 +337,7 @@ class TorchRunner:
             if stage is not None:
                 stage("plan")
             if self._tier is not None:
-                self._use_tier(pending.reservations.values())
+                self._save_leaving()
             geometry = BatchGeometry.build(self.kv.block_size, starts, lengths, tables)
             if overwritten:
                 pending.saved = self.store.save(*self.compute.to_device(np.concatenate(overwritten)))
@@ -356,15 +356,8 @@ class TorchRunner:
         except BaseException as error:
             raise self._failure(pending, error) from error
 
-    def _use_tier(self, reservations: Iterable[Reservation]) -> None:
-        """Save what had to leave the prefix cache, and load what was found in the second tier. Before anything else is
-        written."""
-        self._save_leaving()
-        for reservation in reservations:
-            for block, content in reservation.loaded:
-                self.store.write_block(block, content)
-
     def _save_leaving(self) -> None:
+        """Save what had to leave the prefix cache, before anything is written."""
         assert self._tier is not None  # noqa: S101 - the callers looked
         for block, key in self.kv.take_leaving():
             if self._tier.write(key, partial(self.store.read_block, block)):
@@ -465,8 +458,9 @@ class TorchRunner:
                 self._tier.clear()
 
     def fetch_prefix(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> int:
-        """Bring a piece of what the second tier has for ``prompt``, which a step is to write at ``start``, to where the
-        step finds it. Returns how many blocks; 0: it has no more."""
+        """Bring a piece of what the second tier has for ``prompt``, which a step is to write behind the first ``start``
+        tokens of ``sequence`` or of a fork of it, to where the step finds it. Returns how many blocks; 0: it has no
+        more."""
         if self._tier is None:
             return 0
         most = max(1, FETCH_BYTES // self.store.block_bytes)
@@ -558,7 +552,7 @@ class TorchRunner:
                 self._stage("import")
             taken = self.kv.reserve(sequence, 0, len(tokens), create=True, ahead=ahead, prefix=prefix, prompt=tokens)
             if self._tier is not None:
-                self._use_tier([taken])
+                self._save_leaving()
             self._imports[sequence] = taken, tokens
         return taken.cached
 

@@ -43,7 +43,7 @@ from ferrum_rpc.kv.sequence import KvMisuse, Reservation, SequenceBlocks
 from ferrum_rpc.kv.table import BlockTable, blocks_for, slots_for
 
 _NO_SLOTS: Final = np.zeros(0, dtype=np.int64)
-_NOTHING: Final = PrefixHit([], [])
+_NOTHING: Final = PrefixHit([])
 
 
 class KvManager:
@@ -149,7 +149,7 @@ class KvManager:
     ) -> Reservation:
         """Take the blocks of a reservation that needs any, all or none, and put them into the table."""
         size, table, pool = self.block_size, state.table, self._pool
-        found, loaded, _ = cached
+        found = cached.blocks
         displaced: list[tuple[int, int]] = []
         idle = pool.free_blocks
         place = start // size
@@ -215,15 +215,16 @@ class KvManager:
             spared,
             extra if hold else None,
             found,
-            max(0, (first + len(loaded)) * size - start),
-            [(table[first + place], content) for place, content in enumerate(loaded)],
+            max(0, first * size - start),
             kept=kept,
         )
 
     def commit(self, reservation: Reservation, tokens: TokenArray) -> int:
         """``tokens`` were written: they are the sequence's now. Where they are fewer than were reserved, what was
         written behind them is forgotten. Returns the new length."""
-        state = self._opened(reservation)
+        state = self._sequences.get(reservation.sequence)
+        if state is None or state.open is not reservation:
+            state = self._opened(reservation)  # raises
         start, before = reservation.start, state.length
         end = start + len(tokens)
         if not start < end <= reservation.end:
@@ -376,16 +377,17 @@ class KvManager:
     def fetch(
         self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None, most: int
     ) -> list[tuple[int, bytes]]:
-        """Have the second tier's blocks for ``prompt``, which is to be written at ``start``, in the prefix cache: up to
-        ``most`` of them, which are returned with what must be written to them. ``prefix``: see `reserve`."""
+        """Have the second tier's blocks for ``prompt``, which is to be written behind the first ``start`` tokens of
+        ``sequence`` or of a fork of it, in the prefix cache: up to ``most`` of them, which are returned with what must
+        be written to them. ``prefix``: see `reserve`."""
         state = self._sequences.get(sequence)
         if state is None:
             state = SequenceBlocks()
             if prefix is not None:
                 self._prefixes.begin(state, prefix)
-        if state.root is None or state.open is not None or start != state.length:
+        if state.root is None or state.open is not None or start > state.length:
             return []
-        return self._prefixes.fetch(state, prompt, most)
+        return self._prefixes.fetch(state, start, prompt, most)
 
     def forget_prefixes(self) -> None:
         """Publish nothing any more of what is published now: the blocks that nobody holds are empty."""

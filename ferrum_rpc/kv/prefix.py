@@ -16,7 +16,8 @@ block until its place is needed. Blocks found by their chained hashes are from v
 from __future__ import annotations
 
 import time
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from ferrum_rpc.prefix_hash import HASH_BYTES, chained, root_of
 
 MOST_CHANGES: Final = 1 << 16
 """Changes that wait to be taken; beyond, they are forgotten, and there is nothing to take."""
+
+
+Content = TypeVar("Content")
 
 
 class Tier(Protocol):
@@ -40,11 +44,10 @@ class Tier(Protocol):
 
 
 class PrefixHit(NamedTuple):
-    """What the cache has of a prompt: ``blocks``, and behind them the content of ``loaded`` ones, which the tier has.
-    From the position ``imported_from`` on their content was imported, or computed from what was."""
+    """The published ``blocks`` of a prompt. From the position ``imported_from`` on their content was imported, or
+    computed from what was."""
 
     blocks: list[int]
-    loaded: list[bytes]
     imported_from: int = NEVER
 
 
@@ -86,92 +89,58 @@ class PrefixCache:
             state.imported_from = use.imported_from
 
     def find(self, state: SequenceBlocks, prompt: TokenArray) -> PrefixHit:
-        """The published blocks with the tokens that the sequence has of its last block, where that is not full, and
-        those of ``prompt`` behind them; and the content of what the tier has behind those. For a sequence that uses the
-        cache."""
-        size, length, imported_from = self._size, state.length, NEVER
-        first = length // size
-        chain = state.chain
-        for hashed in chained(chain, state.history.upto(length)[state.chained * size :], size):
-            chain = hashed
-        rest = state.history.upto(length)[first * size :]
-        found: list[int] = []
-        loaded: list[bytes] = []
-        for hashed in chained(chain, np.concatenate([rest, prompt]) if len(rest) else prompt, size):
-            block = None if loaded else self._blocks.get(hashed)
-            if block is not None:  # most of them
-                found.append(block)
-                continue
-            key, block = (hashed, None) if loaded else self._look(state, hashed)
-            if block is not None:
-                found.append(block)
-            else:
-                if self.tier is None or not (found or loaded or not len(rest)) or len(loaded) == self._pool.free_blocks:
+        """The published blocks of ``prompt`` behind the sequence's tokens, the block in which those end among them.
+        Memory only: what the tier has, `fetch` has published before. For a sequence that uses the cache."""
+        found, imported_from = list[int](), NEVER
+        _, hashes = self._hashes_behind(state, state.length, prompt)
+        for place, hashed in enumerate(hashes, state.length // self._size):
+            key, block = hashed, self._blocks.get(hashed)
+            if block is None:  # most are there
+                key, block = _first_of(self._blocks.get, hashed, state.caller)
+                if block is None:
                     break
-                key, content = self._read(state, hashed)
-                if content is None:
-                    break
-                loaded.append(content)
             if key is not hashed and imported_from == NEVER:
-                imported_from = (first + len(found) + len(loaded) - 1) * size
-        return PrefixHit(found, loaded, imported_from)
+                imported_from = place * self._size
+            found.append(block)
+        return PrefixHit(found, imported_from)
 
-    def fetch(self, state: SequenceBlocks, prompt: TokenArray, most: int) -> list[tuple[int, bytes]]:
-        """Publish blocks for what the tier has of ``prompt`` behind what is published: up to ``most``, of those that
-        are free. Returns them with their content, which must be written there. For a sequence that uses the cache."""
-        size, length, pool = self._size, state.length, self._pool
-        parent = state.chain if state.chained else b""
+    def fetch(self, state: SequenceBlocks, start: int, prompt: TokenArray, most: int) -> list[tuple[int, bytes]]:
+        """Publish blocks for what the tier has of ``prompt`` behind the first ``start`` tokens of the sequence and
+        behind what is published: up to ``most``, as long as blocks are free. Returns them with their content, which
+        must be written to them. For a sequence that uses the cache."""
+        pool = self._pool
         held, fetched = list[int](), list[tuple[int, bytes]]()
-        tokens = np.concatenate([state.history.upto(length)[state.chained * size :], prompt])
-        for place, hashed in enumerate(chained(state.chain, tokens, size), state.chained):
-            if place < length // size:  # the sequence's own
-                parent = hashed
-                continue
-            key, block = self._look(state, hashed)
+        parent, hashes = self._hashes_behind(state, start, prompt)
+        for hashed in hashes:
+            key, block = _first_of(self._blocks.get, hashed, state.caller)
             if block is not None:
                 pool.reuse([block])
             else:
                 content = None
                 if self.tier is not None and len(fetched) < most:
-                    key, content = self._read(state, hashed)
-                taken = None if content is None else pool.allocate(1)
-                if content is None or taken is None:
+                    key, content = _first_of(self.tier.read, hashed, state.caller)
+                allocated = None if content is None else pool.allocate(1)
+                if content is None or allocated is None:
                     break
-                [block] = taken
-                self._blocks[key], self._keys[block], self._parents[block] = block, key, parent
-                self._since[block] = time.monotonic()
-                if state.adapter:
-                    self._adapters[block] = state.adapter
-                pool.keep(taken)
-                self.changed += 1
+                [block] = allocated
+                self._publish(state, [(block, key, parent)])
                 fetched.append((block, content))
-                if self._changes is not None:
-                    self._note([self._stored(block)])
             held.append(block)
             parent = hashed
         pool.release(held)
         return fetched
 
-    def _look(self, state: SequenceBlocks, hashed: bytes) -> tuple[bytes, int | None]:
-        """The published block that a sequence may find under a hash, and its key."""
-        block = self._blocks.get(hashed)
-        if block is None and state.caller:
-            key = hashed + state.caller
-            block = self._blocks.get(key)
-            if block is not None:
-                return key, block
-        return hashed, block
-
-    def _read(self, state: SequenceBlocks, hashed: bytes) -> tuple[bytes, bytes | None]:
-        """What the tier has for a sequence under a hash, and its key."""
-        assert self.tier is not None  # noqa: S101 - the callers looked
-        content = self.tier.read(hashed)
-        if content is None and state.caller:
-            key = hashed + state.caller
-            content = self.tier.read(key)
-            if content is not None:
-                return key, content
-        return hashed, content
+    def _hashes_behind(self, state: SequenceBlocks, start: int, prompt: TokenArray) -> tuple[bytes, Iterator[bytes]]:
+        """The hashes of the full blocks of ``prompt`` behind the first ``start`` tokens of the sequence, from the block
+        on in which those end. Before them, the hash of the block ahead of it (b"": there is none)."""
+        assert state.root is not None  # noqa: S101 - it uses the cache
+        first = start // self._size
+        done, parent = (state.chained, state.chain) if state.chained <= first else (0, state.root)
+        own = state.history.upto(start)[done * self._size :]
+        hashes = chained(parent, np.concatenate([own, prompt]) if len(own) else prompt, self._size)
+        for _ in range(first - done):
+            parent = next(hashes)
+        return parent if first else b"", hashes
 
     def publish(self, state: SequenceBlocks) -> None:
         """Publish the blocks that are full and not promised. For a sequence that has reached ``publish_at``. What was
@@ -185,22 +154,26 @@ class PrefixCache:
             block = state.table[state.chained]
             key = hashed if state.chained < blocks_for_all else hashed + state.caller
             if hashed not in self._blocks and block not in self._keys and (key is hashed or key not in self._blocks):
-                self._blocks[key], self._keys[block] = block, key
-                self._parents[block] = state.chain if state.chained else b""
-                added.append(block)
+                added.append((block, key, state.chain if state.chained else b""))
             state.chain, state.chained = hashed, state.chained + 1
         if added:
-            now = time.monotonic()
-            for block in added:
-                self._since[block] = now
-            if state.adapter:
-                self._adapters.update(dict.fromkeys(added, state.adapter))
-            self._pool.keep(added)
-            self.changed += 1
-            if self._changes is not None:
-                self._note(list(map(self._stored, added)))
+            self._publish(state, added)
         state.shared = max(state.shared, state.chained)
         state.publish_at = (state.chained + 1) * size
+
+    def _publish(self, state: SequenceBlocks, added: Sequence[tuple[int, bytes, bytes]]) -> None:
+        """Publish blocks that have what the sequence would compute: (block, key, hash of the block before it)."""
+        now, blocks = time.monotonic(), list[int]()
+        for block, key, parent in added:
+            self._blocks[key], self._keys[block], self._parents[block] = block, key, parent
+            self._since[block] = now
+            blocks.append(block)
+        if state.adapter:
+            self._adapters.update(dict.fromkeys(blocks, state.adapter))
+        self._pool.keep(blocks)
+        self.changed += 1
+        if self._changes is not None:
+            self._note(list(map(self._stored, blocks)))
 
     def went_back(self, state: SequenceBlocks, length: int) -> None:
         """The sequence had ``length`` tokens, or has them now: its chain is no longer. Without anything that was
@@ -294,6 +267,16 @@ class PrefixCache:
         self.changed += 1
         if self._changes is not None:
             self._note([_gone(key)])
+
+
+def _first_of(look: Callable[[bytes], Content | None], hashed: bytes, caller: bytes) -> tuple[bytes, Content | None]:
+    """What is there for everybody under a hash, or else for the ``caller`` (its digest), and its key."""
+    found = look(hashed)
+    if found is None and caller:
+        key = hashed + caller
+        if (found := look(key)) is not None:
+            return key, found
+    return hashed, found
 
 
 def _gone(key: bytes, *, parked: bool = False) -> BlockChange:

@@ -37,8 +37,7 @@ class Reservation:
 
     ``table`` (int32 [ceil(end / block_size)]) is what the forward pass reads and writes through. It is no copy: it is
     valid until the reservation is closed. The first ``cached`` of the positions are in blocks of the prefix cache,
-    or the second tier, where ``searched`` were looked for; only what follows is written, and before it ``loaded``: to
-    blocks, what the tier had of them.
+    where ``searched`` were looked for; only what follows is written.
     """
 
     sequence: int
@@ -60,13 +59,12 @@ class Reservation:
     found: Sequence[int] = ()
     """Blocks of the prefix cache that it put into the table, before the fresh ones."""
     cached: int = 0
-    loaded: Sequence[tuple[int, bytes]] = ()
     searched: int = 0
     kept: int = 0
     """How many of ``replaced`` only this sequence holds: it could have written them in place, as it does where blocks
     are short, and others would find no more what is published there."""
     imported_before: int | None = None
-    """What ``imported_from`` of the sequence was, where ``found`` or ``loaded`` has changed it."""
+    """What ``imported_from`` of the sequence was, where ``found`` has changed it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -282,12 +282,14 @@ class ForwardCall(Transaction["ForwardCall"]):
         self._fetched = True
         size = self._state.engine.cache.block_size
         fetching = [each for each in self._admitted if each.record.prefix and len(each.span.tokens) > size]
-        fetching = [each for each in fetching if each.span.parent is None and each.span.prompt is not None]
+        fetching = [each for each in fetching if each.span.create or each.span.start == each.record.length]
+        fetching = [each for each in fetching if each.span.prompt is not None]
         self._returning = len(fetching)
         self._waits += len(fetching)
         for _, record, span, _ in fetching:
-            command = Command("fetch_prefix", (span.sequence, span.start, span.prompt, span.prefix))
-            self._fetch_piece(command, record, len(span.tokens) // size)
+            behind = span.sequence if span.parent is None else span.parent
+            command = Command("fetch_prefix", (behind, span.start, span.prompt, span.prefix))
+            self._fetch_piece(command, record, span.end // size - span.start // size)
         return bool(fetching)
 
     def _fetch_piece(self, command: Command, record: SequenceRecord, left: int) -> None:

@@ -80,8 +80,6 @@ class World:
         self.tier = DictTier() if tier else None
         if self.tier is not None:
             self.kv.use_tier(self.tier)
-        self.loaded = 0
-        """Blocks that were found in the tier."""
         self.content = np.full(num_blocks * block_size, GARBAGE, dtype=np.int64)
         self.tokens: dict[int, list[int]] = {}
         self._next_token = 0
@@ -160,10 +158,6 @@ class World:
     def run(self, *writes: Write) -> None:
         """What the runner does for one step: all copies, all saves, then the forward pass."""
         self.save_leaving()
-        for write in writes:
-            for block, content in write.reservation.loaded:
-                self.content[self._block(block)] = np.frombuffer(content, np.int64)
-                self.loaded += 1
         for source, target in [pair for write in writes for pair in write.reservation.copies]:
             there, here = self._block(source), self._block(target)
             self.content[here] = self.content[there]

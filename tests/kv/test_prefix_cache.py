@@ -124,7 +124,7 @@ def test_what_the_tier_has_is_published_piece_by_piece_as_far_as_there_is_room()
         assert there.kv.state().cached_blocks == expected
         there.check()
     there.write(2, 5 * SIZE + 1, prefix=USE)
-    assert (there.cached, there.loaded) == (5 * SIZE, 0)
+    assert there.cached == 5 * SIZE
     there.check()
     there.release(2)
     there.write(3, 4 * SIZE)
@@ -144,9 +144,13 @@ def test_blocks_of_the_pool_are_not_put_behind_those_of_the_tier() -> None:
     there.write(0, 1)
     assert there.kv.state().cached_blocks == 2 and there.tier is not None and hashed is not None
     there.tier.there[hashed] = content
-    there.write(1, 3 * SIZE + 1, prefix=USE)
+    write = there.reserve(1, 0, 3 * SIZE + 1, create=True, prefix=USE)
+    assert write.reservation.cached == 0, "a step reads nothing of the tier"
+    there.rollback(write)
+    there.fetch(2, [0] * 3 * SIZE, USE, 9)
+    there.write(2, 3 * SIZE + 1, prefix=USE)
     there.check()
-    assert there.loaded == 1
+    assert there.cached == 3 * SIZE
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -306,6 +310,7 @@ def test_a_step_that_found_what_was_imported_and_failed_leaves_no_trace(tier: bo
         there.write(2, there.kv.free_blocks * SIZE)
         there.release(2)
     there.write(3, SIZE, prefix=ONE)
+    there.fetch(3, [0] * 4 * SIZE, None, 9)
     before = everything(there.kv, ordered=False)
     for kept in (0, 3 * SIZE + 1):
         write = there.reserve(3, SIZE, 4 * SIZE)
