@@ -141,6 +141,19 @@ async def test_a_chunk_goes_on_with_what_the_disk_has(tmp_path: Path) -> None:
             await served.check()
 
 
+async def test_forks_in_a_step_go_on_with_what_the_disk_has(tmp_path: Path) -> None:
+    async with tiered(tmp_path, blocks=12) as served:
+        _, expected = await seen(served, PROMPT)
+        for _ in range(2):
+            await seen(served, OTHER)
+        begun = await served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT[: BLOCK + 1])))
+        fork = item(PROMPT[BLOCK + 1 :], begun.output.handle, output=FULL, create=forward_pb2.CreateOptions(fork=True))
+        answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[fork]))
+        assert answer.results[0].output.cached_tokens == 4 * BLOCK - 1
+        np.testing.assert_array_equal(rows_from_proto(answer.row_blocks)[0]["logits"], expected)
+        await served.check()
+
+
 async def test_the_next_process_of_the_same_model_finds_them(tmp_path: Path) -> None:
     async with tiered(tmp_path, blocks=64) as served:
         _, expected = await seen(served, PROMPT)
