@@ -19,7 +19,6 @@ from ferrum_rpc.core import (
     FullLogits,
     Greedy,
     HiddenStates,
-    Limits,
     NextToken,
     OutputKind,
     OutputSpec,
@@ -31,7 +30,8 @@ from ferrum_rpc.core import (
     SelectedTokens,
     TopTokens,
 )
-from ferrum_rpc.errors import InvalidRequest, above
+from ferrum_rpc.core.check import check_run
+from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import forward_pb2
 
 Tokens = Iterable[int] | npt.NDArray[np.integer]
@@ -110,13 +110,6 @@ def as_number(value: int, field: str, *, least: int = 0, most: int = MOST) -> in
     return number
 
 
-def check_limit(limits: Limits | None, name: str, count: int, what: str, field: str) -> None:
-    """Raise `InvalidRequest` for more than the executor's limit ``name`` allows, where it has reported one."""
-    most = 0 if limits is None else getattr(limits, name)
-    if most and count > most:
-        raise above(name, most, count, what, field)
-
-
 def as_optional(value: int | None, field: str, *, least: int = 0) -> int | None:
     """As `as_number`, or None."""
     return None if value is None else as_number(value, field, least=least)
@@ -183,13 +176,13 @@ def as_run(run: Run, output: OutputSpec) -> Run:
     """Raise `InvalidRequest` for what is no run, and for an output that chooses no next token."""
     if not isinstance(run, Run):
         raise InvalidRequest(f"a run is Run(max_tokens, (stop id, ...)), not {run!r}", field="run")
-    if not isinstance(output.kind, Greedy | Sample) or output.positions is not Positions.LAST:
-        raise InvalidRequest("a run is of Greedy() or Sample(...), at the last position", field="output")
     stops = run.stop_token_ids
-    return Run(
+    found = Run(
         as_number(run.max_tokens, "run.max_tokens", least=1),
         tuple(as_tokens(stops, "run.stop_token_ids")) if len(stops) else (),
     )
+    check_run(found, output)
+    return found
 
 
 def _check_sample(sample: Sample, field: str) -> None:

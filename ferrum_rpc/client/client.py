@@ -11,7 +11,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from ferrum_rpc.client.answer import Answer
-from ferrum_rpc.client.arguments import CacheMode, as_number, check_limit, creation
+from ferrum_rpc.client.arguments import CacheMode, as_number, creation
 from ferrum_rpc.client.batches import Batches
 from ferrum_rpc.client.channel import (
     KEEPALIVE_TIME_S,
@@ -42,6 +42,7 @@ from ferrum_rpc.client.session import STEPS_IN_FLIGHT, SessionTransport
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed, Transport
 from ferrum_rpc.core import Pressure
+from ferrum_rpc.core.check import check_limit
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import executor_control_pb2
 from ferrum_rpc.wire.info import duration, from_proto

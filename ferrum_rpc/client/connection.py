@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Final
 
 from ferrum_rpc.client.answer import Answer
-from ferrum_rpc.client.arguments import check_limit
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.executor_view import SoleExecutor
 from ferrum_rpc.client.info import Capability
@@ -25,6 +24,7 @@ from ferrum_rpc.client.retry import LEASE_GONE, SEQUENCE_GONE, Backoff, Deadline
 from ferrum_rpc.client.state import Item, SequenceState, UnknownOutcome, new_request_id, settled
 from ferrum_rpc.client.transport import FORWARD, Feed, Forwarded, Operated, Transport
 from ferrum_rpc.core import HandleRef, Positions, Pressure, RowKind, Rows
+from ferrum_rpc.core.check import check_limit
 from ferrum_rpc.errors import (
     DeadlineExceeded,
     ExecutorError,

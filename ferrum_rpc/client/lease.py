@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ferrum_rpc.client.arguments import check_limit
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.retry import LEASE_GONE, NEVER_RESEND, Deadline, SingleFlight
 from ferrum_rpc.client.state import Item
+from ferrum_rpc.core.check import check_limit
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.info import duration, seconds

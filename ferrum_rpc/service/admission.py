@@ -9,13 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ferrum_rpc.core import (
     Accept,
-    Greedy,
     HandleRef,
     ItemAnswer,
     ItemOutcome,
@@ -24,22 +23,19 @@ from ferrum_rpc.core import (
     NextToken,
     OutputSpec,
     PrefixUse,
-    RowLogprobs,
     Run,
     Sample,
-    SelectedTokens,
     Span,
     TokenArray,
-    TopTokens,
     WorkItem,
     named,
 )
+from ferrum_rpc.core.check import answer_bytes, run_bytes, too_large
 from ferrum_rpc.errors import (
     ChainBroken,
     ContextLengthExceeded,
     ExecutorError,
     InvalidRequest,
-    OutputTooLarge,
     QueueFull,
     TruncateBeyondLength,
     above,
@@ -52,12 +48,6 @@ from ferrum_rpc.service.masks import Registered
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Adapter, Resource, SequenceRecord
 from ferrum_rpc.service.replay import Entry, scope_of
 from ferrum_rpc.service.state import ServerState
-
-ANSWER_OVERHEAD = 256
-"""Bytes that an item's result takes besides its rows, generously."""
-
-ROUNDED: Final = 1e-3
-"""How far from 1 the sum of a draft's probabilities may be: rounded to 16 bits it is not exactly 1."""
 
 Valid = tuple[int, WorkItem, int]
 """An item with its place in the call and the bytes that its answer takes at most. Nothing is wrong with it but perhaps
@@ -83,7 +73,7 @@ def check_room(state: ServerState, account: Account, items: Sequence[forward_pb2
     or that are too large for an empty queue, are let through to be refused so."""
     limits, knows, owner = state.limits, state.replay.knows, account.caller.name
     if len(items) > limits.max_batch_items:
-        raise _above(limits, "max_batch_items", len(items), "items", "items")
+        raise above("max_batch_items", limits.max_batch_items, len(items), "items", "items")
     # Counting tokens costs more than asking whether any number of them would do; nearly always it would.
     if has_room(state, account, len(items), limits.max_batch_tokens):
         return
@@ -146,7 +136,7 @@ def valid_items(
             if count and (tokens.item() if count == 1 else int(tokens.max())) >= model.vocab_size:
                 raise InvalidRequest(f"a token id is not below the vocabulary of {model.vocab_size}", field="token_ids")
             if output is not checked_output or count != checked_count:
-                most = _answer_bytes(item, model, limits)
+                most = answer_bytes(item, model, limits)
                 if count > limits.max_batch_tokens or most > max_bytes:
                     raise too_large(count, most, limits, max_bytes)
                 # Where scores begin depends on where the item stands.
@@ -154,7 +144,7 @@ def valid_items(
                 checked_count, size = count, most
             if run is not None:
                 runs += 1
-                most = _run_bytes(run, output, model, limits)
+                most = run_bytes(run, output, model, limits)
                 if most > max_bytes:
                     raise too_large(count, most, limits, max_bytes)
                 valid.append((index, item, most))
@@ -164,129 +154,8 @@ def valid_items(
             continue
         valid.append((index, item, size))
     if runs > limits.max_running:
-        raise _above(limits, "max_running", runs, "runs", "items.run")
+        raise above("max_running", limits.max_running, runs, "runs", "items.run")
     return valid
-
-
-def too_large(tokens: int, size: int, limits: Limits, max_bytes: int) -> ExecutorError:
-    """The refusal of too many tokens, or else bytes of an answer, of one item or of all of a call."""
-    if tokens > limits.max_batch_tokens:
-        return _above(
-            limits, "max_batch_tokens", tokens, "tokens", "items.token_ids", advice="; feed long prompts in chunks"
-        )
-    return OutputTooLarge(
-        f"the answer would take {size} bytes of at most {max_bytes}; ask for fewer rows or less",
-        metadata={"bytes": size, "max_response_bytes": max_bytes},
-    )
-
-
-def _above(limits: Limits, name: str, count: int, what: str, field: str, *, advice: str = "") -> InvalidRequest:
-    """The refusal of more than a call may have; ``name`` is the field of the limits."""
-    return above(name, getattr(limits, name), count, what, field, advice=advice)
-
-
-def _answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
-    """Bytes of an item's answer, at most. Refuses outputs beyond the limits."""
-    output, vocabulary = item.output, model.vocab_size
-    match output.kind:
-        case Greedy(logprobs=None):
-            pass
-        case Greedy(logprobs=RowLogprobs() as beside):
-            _check_logprobs(beside, "output.greedy.logprobs", model, limits)
-        case Sample() as sample:
-            _check_sample(sample, "output.sample", model, limits)
-        case Accept() as accept:
-            _check_draft(accept, item.tokens, model, limits)
-            if accept.sampling is not None:
-                _check_sample(accept.sampling, "output.accept.sampling", model, limits)
-        case NextToken(following_token=following, logprobs=beside):
-            if following is not None:
-                _check_vocabulary(following, "the following token", "output.next_token.following_token", model)
-            if beside is not None:
-                _check_logprobs(beside, "output.next_token.logprobs", model, limits)
-        case TopTokens(k):
-            _check_top(k, "output.top_tokens.k", limits)
-        case SelectedTokens(token_ids):
-            _check_selected(token_ids, "output.selected_tokens.token_ids", model, limits)
-    rows = output.row_count(len(item.tokens) or 1, item.start)
-    if isinstance(output.kind, Sample | Accept) and (masked := output.masked) is not None:
-        masks = len(masked.row_masks)
-        if masks and masks != rows:
-            raise InvalidRequest(f"{masks} masks for {rows} rows", field="output.row_mask_ids")
-    return ANSWER_OVERHEAD + rows * output.row_bytes(vocabulary, model.hidden_size)
-
-
-def _check_sample(sample: Sample, field: str, model: ModelInfo, limits: Limits) -> None:
-    if sample.bias:
-        _check_vocabulary(max(sample.bias)[0], "a biased token", f"{field}.bias", model)
-    if sample.logprobs is not None:
-        _check_logprobs(sample.logprobs, f"{field}.logprobs", model, limits)
-
-
-def _check_draft(accept: Accept, tokens: TokenArray, model: ModelInfo, limits: Limits) -> None:
-    """Refuse a draft that is too long, or that cannot have been drawn from what it says that it was."""
-    drafted = max(0, len(tokens) - 1)  # an item that feeds what was chosen names no token
-    if drafted > limits.max_draft_tokens:
-        raise _above(limits, "max_draft_tokens", drafted, "draft tokens", "token_ids")
-    if not accept.candidates:
-        return
-    ids, probabilities = accept.draft_token_ids, accept.draft_probabilities
-    field = "output.accept.draft_token_ids"
-    if accept.candidates > limits.max_draft_candidates:
-        raise _above(limits, "max_draft_candidates", accept.candidates, "candidates of a token", field)
-    if len(ids) != drafted:
-        raise InvalidRequest(f"candidates of {len(ids)} tokens for a draft of {drafted}", field=field)
-    _check_vocabulary(int(ids.max()), "a candidate", field, model)
-    ordered = np.sort(ids, axis=-1)
-    if (ordered[:, 1:] == ordered[:, :-1]).any():
-        raise InvalidRequest("a token is twice among the candidates of one", field=field)
-    found = ids == tokens[1:, None]
-    if not found.any(axis=-1).all():
-        raise InvalidRequest("a token of the draft is not among its candidates", field=field)
-    field = "output.accept.draft_probabilities"
-    if not (probabilities >= 0).all():
-        raise InvalidRequest("a draft's probabilities must be 0 or more", field=field)
-    sums = probabilities.sum(axis=-1, dtype=np.float64)
-    worst = int(np.argmax(np.abs(sums - 1)))
-    if not abs(sums[worst] - 1) <= ROUNDED:
-        raise InvalidRequest(
-            f"the probabilities of draft token {worst} sum to {sums[worst]:.6g}, not to 1 within {ROUNDED:g}: divide "
-            "a q that was cut to its best candidates by its sum, and draw from that",
-            field=field,
-        )
-    if not probabilities[found].all():
-        raise InvalidRequest("a token of the draft has a probability of 0: it cannot have been drawn", field=field)
-
-
-def _check_logprobs(beside: RowLogprobs, field: str, model: ModelInfo, limits: Limits) -> None:
-    _check_top(beside.top_k, f"{field}.top_k", limits)
-    if beside.token_ids:
-        _check_selected(beside.token_ids, f"{field}.token_ids", model, limits)
-
-
-def _check_top(k: int, field: str, limits: Limits) -> None:
-    if k > limits.max_top_tokens:
-        raise _above(limits, "max_top_tokens", k, "top tokens", field)
-
-
-def _check_selected(token_ids: tuple[int, ...], field: str, model: ModelInfo, limits: Limits) -> None:
-    if len(token_ids) > limits.max_selected_tokens:
-        raise _above(limits, "max_selected_tokens", len(token_ids), "selected tokens", field)
-    _check_vocabulary(max(token_ids), "a selected token", field, model)
-
-
-def _check_vocabulary(token: int, what: str, field: str, model: ModelInfo) -> None:
-    if token >= model.vocab_size:
-        raise InvalidRequest(f"{what} is not below the vocabulary of {model.vocab_size}", field=field)
-
-
-def _run_bytes(run: Run, output: OutputSpec, model: ModelInfo, limits: Limits) -> int:
-    """Bytes of a run's answer, at most. Refuses runs beyond the limits."""
-    if run.max_tokens > limits.max_run_tokens:
-        raise _above(limits, "max_run_tokens", run.max_tokens, "tokens of a run", "run.max_tokens")
-    if run.stop_token_ids and max(run.stop_token_ids) >= model.vocab_size:
-        raise InvalidRequest(f"a stop id is not below the vocabulary of {model.vocab_size}", field="run.stop_token_ids")
-    return ANSWER_OVERHEAD + run.max_tokens * output.row_bytes(model.vocab_size, model.hidden_size)
 
 
 # --- an item and its sequence -----------------------------------------------------------------------------------------

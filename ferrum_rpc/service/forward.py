@@ -32,6 +32,7 @@ from ferrum_rpc.core import (
     WorkItem,
     named,
 )
+from ferrum_rpc.core.check import too_large
 from ferrum_rpc.engine.api import Command, Submission
 from ferrum_rpc.errors import (
     Cancelled,
@@ -53,7 +54,6 @@ from ferrum_rpc.service.admission import (
     followed,
     has_room,
     queue_full,
-    too_large,
     valid_items,
 )
 from ferrum_rpc.service.fingerprints import item_fingerprint

@@ -16,21 +16,19 @@ from ferrum_rpc.core import (
     Accept,
     CreateOptions,
     Follow,
-    Greedy,
     HandleRef,
     ItemAnswer,
     ItemOutcome,
-    OutputSpec,
     Positions,
     PrefixUse,
     Pressure,
     Run,
     RunEnd,
-    Sample,
     StepTiming,
     WorkItem,
     named,
 )
+from ferrum_rpc.core.check import check_run
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported, above
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, model_executor_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.output import output_from_proto
@@ -129,6 +127,12 @@ def item_from_proto(
         raise InvalidRequest("a token id is above the vocabulary", field="token_ids") from None
     if not has_handle and isinstance(output.kind, Accept):
         raise InvalidRequest("accept takes a handle: a draft goes on with a sequence", field="handle")
+    run = None
+    if item.HasField("run"):
+        if not item.request_id:
+            raise InvalidRequest("a run needs a request id: its tokens cannot be computed again", field="request_id")
+        run = Run(item.run.max_tokens, tuple(item.run.stop_token_ids))
+        check_run(run, output, MAX_STOP_TOKENS)
     return named(
         WorkItem,
         (
@@ -139,7 +143,7 @@ def item_from_proto(
             output,
             request_id_from_proto(item.request_id) if len(item.request_id) > SHORT_REQUEST_ID else item.request_id,
             options_from_proto(item.create, "" if fork else lease_id) if has_create or not has_handle else _NO_OPTIONS,
-            _run_from_proto(item, output) if item.HasField("run") else None,
+            run,
             _follow_from_proto(item, shape) if has_follow else None,
         ),
     )
@@ -153,21 +157,6 @@ def _check_creation(item: forward_pb2.ForwardItem, has_handle: bool, fork: bool)
         raise InvalidRequest("`create` is for new sequences; this item has a handle", field="create")
     if not has_handle and item.truncate_to != 0:
         raise InvalidRequest("a new sequence cannot be rolled back", field="truncate_to")
-
-
-def _run_from_proto(item: forward_pb2.ForwardItem, output: OutputSpec) -> Run:
-    run = item.run
-    if not item.request_id:
-        raise InvalidRequest("a run needs a request id: its tokens cannot be computed again", field="request_id")
-    if not isinstance(output.kind, Greedy | Sample) or output.positions is not Positions.LAST:
-        raise InvalidRequest("a run chooses the next token: greedy or sample, of the last position", field="output")
-    if output.kind.row_masks:
-        raise InvalidRequest("the steps of a run have one mask, or none", field="output.row_mask_ids")
-    if run.max_tokens < 1:
-        raise InvalidRequest("run.max_tokens must be at least 1", field="run.max_tokens")
-    if (count := len(run.stop_token_ids)) > MAX_STOP_TOKENS:
-        raise above("max_stop_tokens", MAX_STOP_TOKENS, count, "stop ids", "run.stop_token_ids")
-    return Run(run.max_tokens, tuple(run.stop_token_ids))
 
 
 def _follow_from_proto(item: forward_pb2.ForwardItem, shape: CallShape) -> Follow:
