@@ -13,7 +13,7 @@ import structlog
 
 from ferrum_rpc.terminal import aligned, hanging, program, wrap
 
-HELD: Final = frozenset({"listening", "plan", "loading", "serving", "chosen", "metrics"})
+HELD: Final = frozenset({"listening", "memory_planned", "loading", "serving", "backend_selected", "metrics_enabled"})
 """Events of the way up that the screen shows."""
 
 SHOWN_APART: Final = ("device", "dtype", "kv_blocks")
@@ -50,12 +50,12 @@ class Console:
         if name == "ready":
             self._serves = True
             return self._screen(event)
-        if name == "cannot_serve":
+        if name == "startup_failed":
             return self._refusal(event)
         return self._lines(event)
 
     def _hold(self, name: str, event: Event) -> str:
-        if name == "chosen":
+        if name == "backend_selected":
             self._choices[event["choice"]] = event["reason"]
         else:
             self._facts[name] = dict(event)
@@ -67,7 +67,7 @@ class Console:
     def _screen(self, event: Event) -> str:
         """What serves, where, how, and what to type next."""
         width = self._width()
-        serving, plan, listening = (self._facts.get(name, {}) for name in ("serving", "plan", "listening"))
+        serving, plan, listening = (self._facts.get(name, {}) for name in ("serving", "memory_planned", "listening"))
         split = [(*choice.partition("=")[::2], reason) for choice, reason in self._choices.items()]
         own = {name: (value, reason) for name, value, reason in split if name in SHOWN_APART}
         device, dtype, cache = (own.get(name, ("", "")) for name in SHOWN_APART)
@@ -81,7 +81,7 @@ class Console:
             ("dtype", "; ".join(filter(None, dtype))),
             *([("weights", _weights(plan))] if "weights_bytes" in plan else []),
             ("cache", f"{_cache(serving)}; {cache[1]}"),
-            *([("metrics", self._facts["metrics"]["url"])] if "metrics" in self._facts else []),
+            *([("metrics", self._facts["metrics_enabled"]["url"])] if "metrics_enabled" in self._facts else []),
         ]
         others = [(f"{name}={value}" if value else name, reason) for name, value, reason in split if name not in own]
         title = f"ferrum-rpc {serving.get('version', '')} serves {serving.get('model', '')}"
@@ -99,7 +99,7 @@ class Console:
         given = dict(event)
         name, level, when = (str(given.pop(key, "")) for key in ("event", "level", "timestamp"))
         action, trace = str(given.pop("action", "")), given.pop("exception", "")
-        if name == "chosen":
+        if name == "backend_selected":
             name, given = given.pop("choice"), {"because": given["reason"]}
         begin = f"{when} " + ("" if level == "info" else f"{level}: ")
         facts = ", ".join(fact(key, value) for key, value in given.items())

@@ -50,7 +50,13 @@ def fetched(model: str) -> str:
     except Exception as error:  # the hub's, the network's and the disk's errors have no class in common
         raise _refusal(model, _first_line(error)) from None
     commit = Path(folder).name
-    log.info("hub_model", model=name, revision=commit, folder=folder, action=f"serve {name}@{commit} to keep this one")
+    log.info(
+        "hub_model_resolved",
+        model=name,
+        revision=commit,
+        folder=folder,
+        action=f"serve {name}@{commit} to keep this one",
+    )
     return folder
 
 

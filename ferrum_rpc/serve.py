@@ -47,21 +47,21 @@ def serve(settings: ServeSettings) -> int:
         model_folder(settings.model.path)
     except InvalidRequest as error:
         action = "name a model folder, a GGUF file, a name on the hub or a built-in model, then start again"
-        log.error("cannot_serve", error=error.message, action=action)
+        log.error("startup_failed", error=error.message, action=action)
         return 1
     if settings.model.ranks == 1 and os.environ.get("WORLD_SIZE", "1") not in {"0", "1"}:
         action = "to share the model among them, give --tensor-parallel or --pipeline-parallel; else start one process"
-        log.warning("world_ignored", world_size=os.environ["WORLD_SIZE"], action=action)
+        log.warning("world_size_ignored", world_size=os.environ["WORLD_SIZE"], action=action)
     loop = choose_loop(settings.event_loop)
-    log.info("chosen", choice=f"event loop {loop.name}", reason=loop.reason)
-    log.info("chosen", choice="allocator", reason=keep_freed_memory())
-    log.info("chosen", choice="sockets", reason=f"read {polled()}")
+    log.info("backend_selected", choice=f"event loop {loop.name}", reason=loop.reason)
+    log.info("backend_selected", choice="allocator", reason=keep_freed_memory())
+    log.info("backend_selected", choice="sockets", reason=f"read {polled()}")
     try:
         check_ranks(settings.model)
         with asyncio.Runner(loop_factory=loop.make) as runner:
             return runner.run(_serve(settings))
     except (PortInUse, SecurityError, TracingError, ExecutorError) as error:
-        log.error("cannot_serve", error=str(error), action=_action(error))
+        log.error("startup_failed", error=str(error), action=_action(error))
         return 1
 
 
@@ -76,7 +76,7 @@ async def _serve(settings: ServeSettings) -> int:
     failpoints = Failpoints(parse_failpoints(settings.failpoints), settings.failpoint_seed)
     if failpoints.rules:
         log.warning(
-            "failpoints_on",
+            "failpoints_enabled",
             failpoints=settings.failpoints,
             action="this server fails on purpose; take --failpoints or FERRUM_FAILPOINTS away to serve",
         )
@@ -111,7 +111,7 @@ async def _serve(settings: ServeSettings) -> int:
             numbers.health, numbers.expiries = server.health.gauges, server.certificate_expiries
             metrics = MetricsServer(registry_of(numbers), settings.metrics_host, settings.metrics_port)
             observers.append(metrics)
-            log.info("metrics", url=metrics.url)
+            log.info("metrics_enabled", url=metrics.url)
         await asyncio.wait((loading, draining), return_when=asyncio.FIRST_COMPLETED)
         if not draining.done():
             runner = await loading
@@ -212,5 +212,5 @@ def _banner(server: ExecutorServer, runner: Described) -> None:
     )
     for choice, reason in device.choices:
         say = log.warning if choice == NO_KERNELS else log.info
-        say("chosen", choice=choice, reason=reason)
+        say("backend_selected", choice=choice, reason=reason)
     log.info("ready", target=server.target, instance_id=server.state.handles.instance_id)

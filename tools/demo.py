@@ -42,11 +42,11 @@ def wait_until_serving(executor: subprocess.Popen[str], *, quiet: bool = False) 
             case "serving":
                 target = event["target"]
                 print(f"executor: {event['model']} ({event['parameters']:,} parameters) on {target}", flush=True)
-            case "chosen" if not quiet:
+            case "backend_selected" if not quiet:
                 print(f"executor: {event['choice']:<28} {event['reason']}", flush=True)
             case "ready":
                 return target
-            case "cannot_serve":
+            case "startup_failed":
                 sys.exit(f"executor: {event['error']}")
     sys.exit("the executor ended before it served")
 

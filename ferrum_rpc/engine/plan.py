@@ -128,7 +128,7 @@ def announce(plan: MemoryPlan) -> None:
     if 0 < plan.memory_bytes < plan.weights_bytes + plan.others.weights_bytes:  # 0: it is not known
         raise InvalidRequest(plan.advice, field="model")
     log.info(
-        "plan",
+        "memory_planned",
         weights_bytes=plan.weights_bytes,
         activations_bytes=plan.activations_bytes,
         step_tokens=plan.step_tokens,
@@ -139,5 +139,5 @@ def announce(plan: MemoryPlan) -> None:
     )
     if plan.memory_bytes and plan.advice:
         log.warning(
-            "plan_is_tight", reason=plan.advice, action="look at it with `ferrum-rpc plan`, and set what it says"
+            "memory_plan_tight", reason=plan.advice, action="look at it with `ferrum-rpc plan`, and set what it says"
         )

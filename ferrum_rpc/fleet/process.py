@@ -82,5 +82,5 @@ class ServeProcess:
             case "ready":
                 self.target, self.instance_id = said["target"], said["instance_id"]
                 self._decided.set()
-            case "cannot_serve":
+            case "startup_failed":
                 self._said = said["error"]

@@ -93,7 +93,7 @@ class BlockFiles:
             raise
         if not self._alone:
             action = "give each executor a --kv-tier-dir of its own, unless one takes the place of the other"
-            log.warning("tier_shared", folder=str(folder), reason="another executor has it", action=action)
+            log.warning("kv_tier_locked", folder=str(folder), reason="another executor has it", action=action)
         self._trim()
         self._thread = threading.Thread(target=self._work, name="ferrum-tier", daemon=True)
         self._thread.start()
@@ -240,7 +240,7 @@ class BlockFiles:
             except OSError as error:
                 if not failed:  # once: a full disk fails every time
                     log.warning(
-                        "tier_write_failed",
+                        "kv_tier_write_failed",
                         file=str(self._folder.path / hashed.hex()),
                         error=error.strerror or str(error),
                         action=f"{ACTIONS.get(error.errno or 0, 'see why')}; the executor goes on without",

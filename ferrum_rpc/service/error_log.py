@@ -131,4 +131,6 @@ class ErrorLog:
             "caller": CALLER.get().name,
             "action": advice.action,
         }
-        getattr(log, advice.level)("refused", **{name: value for name, value in fields.items() if value is not None})
+        getattr(log, advice.level)(
+            "request_refused", **{name: value for name, value in fields.items() if value is not None}
+        )

@@ -49,7 +49,7 @@ class Sweeper:
     def prolong(self, seconds: float) -> None:
         """This process received nothing for so long."""
         log.warning(
-            "sweep_late",
+            "sweep_delayed",
             seconds=round(seconds, 2),
             action="leases were prolonged by it; if this repeats, the machine is overloaded or the process was stopped",
         )

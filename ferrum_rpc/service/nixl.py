@@ -73,7 +73,7 @@ def make_agent(name: str) -> Any:
     except Exception as error:
         message = f"NIXL does not start with UCX_NET_DEVICES={devices}: {error!r}"
         raise InvalidRequest(message, field="kv_transport") from None
-    log.info("chosen", choice=f"NIXL agent {name}", reason=f"UCX_NET_DEVICES is {devices}")
+    log.info("backend_selected", choice=f"NIXL agent {name}", reason=f"UCX_NET_DEVICES is {devices}")
     return agent
 
 

@@ -230,7 +230,7 @@ def _unlink(unlink: Callable[[], object], path: Path) -> None:
         unlink()
     except OSError as error:
         action = "look at the disk of --kv-park-dir; the file is deleted when the executor ends or starts again"
-        log.warning("parked_file_left", path=str(path), error=error.strerror or str(error), action=action)
+        log.warning("park_file_not_deleted", path=str(path), error=error.strerror or str(error), action=action)
 
 
 async def _delete(folder: PrivateFolder, path: Path) -> None:

@@ -271,7 +271,7 @@ class _Return(Incoming):
             why = LOST.get(error.errno or 0, "")
             if not why:
                 action = "see why; the sequence stays parked"
-                log.error("parked_sequence_unread", **about, error=error.strerror or str(error), action=action)
+                log.error("parked_sequence_read_failed", **about, error=error.strerror or str(error), action=action)
                 return StepFailed("the parked cache could not be read; the sequence stays parked")
         elif isinstance(error, KvCorrupt | InvalidRequest | DecodeError | ValueError):
             why = "is not what was written"

@@ -194,12 +194,12 @@ class ExecutorServer:
             return
         if now is Lifecycle.HUNG:
             log.error(
-                "model_thread_hangs",
-                trouble=state.trouble,
+                "engine_hung",
+                reason=state.trouble,
                 action="restart the executor if it does not go on by itself; look at the device's own log",
             )
         elif before is Lifecycle.HUNG:
-            log.info("model_thread_goes_on")
+            log.info("engine_recovered")
 
     def _is_ready(self) -> bool:
         return self.state.condition is Lifecycle.SERVING and self._is_live()
@@ -276,7 +276,7 @@ class ExecutorServer:
         await self.calls.idle()
         ended = await self.state.engine.stop()
         if not ended and self._ready.done():
-            log.error("model_thread_left_behind", action="it hangs and goes with the process; look at the device's log")
+            log.error("engine_abandoned", action="it hangs and goes with the process; look at the device's log")
         await self.state.parked.close()
         if self.state.nixl is not None:
             await self.state.nixl.stop()
@@ -303,4 +303,4 @@ class ExecutorServer:
         if not self._ready.done():
             self._ready.set_exception(error)
             return
-        log.error("model_thread_failed", error=repr(error), action="restart the executor; every handle is lost")
+        log.error("engine_failed", error=repr(error), action="restart the executor; every handle is lost")

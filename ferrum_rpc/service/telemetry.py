@@ -121,7 +121,7 @@ class _OurLog(logging.Handler):
     """What OpenTelemetry logs, as events of ours."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        log.warning("tracing_trouble", message=record.getMessage(), action="check otel_endpoint and the collector")
+        log.warning("trace_export_failed", message=record.getMessage(), action="check otel_endpoint and the collector")
 
 
 def _log_as_ours() -> None:

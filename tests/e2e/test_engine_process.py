@@ -112,7 +112,7 @@ async def test_its_death_is_device_lost_and_an_orderly_end() -> None:
                 await dialled.executor.TruncateKv(pb.TruncateKvRequest(handle=made.output.handle, length=87))
         assert failed.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
         assert await server.ended() == 1
-        (event,) = [each for each in server.events if each["event"] == "model_thread_failed"]
+        (event,) = [each for each in server.events if each["event"] == "engine_failed"]
         assert "ended by itself with status -9" in event["error"]
 
 

@@ -18,7 +18,7 @@ from tests.wiring import pb, prefill
 async def test_a_process_serves_its_metrics_and_ends_well_without_a_collector() -> None:
     flags = ("--metrics-port", "0", "--otel-endpoint", "http://127.0.0.1:9")
     async with serving(*flags) as process:
-        (url,) = [each["url"] for each in process.events if each["event"] == "metrics"]
+        (url,) = [each["url"] for each in process.events if each["event"] == "metrics_enabled"]
         async with dial(process.target) as client:
             handle = await prefill(client, [1, 2, 3])
             text = await asyncio.to_thread(fetch, url)
@@ -30,7 +30,7 @@ async def test_a_process_serves_its_metrics_and_ends_well_without_a_collector() 
         assert value(found, "process_resident_memory_bytes") > 0
         process.signal(signal.SIGTERM)
         assert await process.ended() == 0
-        assert (await process.event("tracing_trouble"))["action"]  # as JSON, like every other line
+        assert (await process.event("trace_export_failed"))["action"]  # as JSON, like every other line
 
 
 @pytest.mark.parametrize(
@@ -42,5 +42,5 @@ def test_what_cannot_be_observed_is_said_at_the_start(flags: tuple[str, ...], wh
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     event = json.loads(done.stderr.splitlines()[-1])
-    assert event["event"] == "cannot_serve" and what in event["error"] and event["action"]
+    assert event["event"] == "startup_failed" and what in event["error"] and event["action"]
     assert "Traceback" not in done.stderr

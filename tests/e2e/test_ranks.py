@@ -119,7 +119,7 @@ async def test_what_cannot_be_is_refused_before_a_port_is_opened(
     checkpoint: Path, flags: tuple[str, ...], variables: dict[str, str], field: str
 ) -> None:
     async with running(*serve(checkpoint, *flags), **variables) as process:
-        assert field in (await process.event("cannot_serve"))["error"]
+        assert field in (await process.event("startup_failed"))["error"]
         assert await process.ended() == 1
         assert not process.count("listening")
 
@@ -158,7 +158,7 @@ async def test_ranks_are_measured_and_nothing_is_left_of_a_rank_0_that_was_kille
     async with running(*serve(checkpoint, "--tensor-parallel", "2", *flags), TMPDIR=str(tmp_path)) as process:
         other = (await process.event("rank_joined"))["pid"]
         await process.event("ready")
-        url = (await process.event("metrics"))["url"]
+        url = (await process.event("metrics_enabled"))["url"]
         reported = "ferrum_rank_resident_memory_bytes", frozenset({("rank", "1")})
         await until(lambda: reported in series(fetch(url)), PROMPTLY_S)
         found = series(fetch(url))

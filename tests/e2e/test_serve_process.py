@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_served_says_why_and_exits_1(model: str, what: st
     assert done.returncode == 1
     events = [json.loads(line) for line in done.stderr.splitlines()]
     assert len(events) == 1, "what was chosen for nothing is not said"
-    assert events[-1]["event"] == "cannot_serve" and what in events[-1]["error"] and str(path) in events[-1]["error"]
+    assert events[-1]["event"] == "startup_failed" and what in events[-1]["error"] and str(path) in events[-1]["error"]
     assert events[-1]["action"]
     assert "listening" not in {each["event"] for each in events}  # nothing was bound, and torch not loaded for it
     assert "Traceback" not in done.stderr

@@ -153,7 +153,7 @@ async def executors(count: int, *of_first: str) -> AsyncIterator[list[ServerProc
 
 async def foreign_handles(server: ServerProcess) -> float:
     """Handles of others that were refused there."""
-    url = (await server.event("metrics"))["url"]
+    url = (await server.event("metrics_enabled"))["url"]
     return value(series(await asyncio.to_thread(fetch, url)), "ferrum_foreign_handles_total")
 
 

@@ -39,7 +39,7 @@ async def _once(holds: Callable[[], Awaitable[bool]], since: float) -> float:
 
 
 async def _metric(server: ServerProcess, name: str, **labels: str) -> float:
-    url = (await server.event("metrics"))["url"]
+    url = (await server.event("metrics_enabled"))["url"]
     return value(series(await asyncio.to_thread(fetch, url)), name, **labels)
 
 

@@ -35,7 +35,7 @@ async def r18_one_server_per_port(size: Size) -> Figures:
             took.append(time.monotonic() - float(out))
             shared += second.returncode == 0
             last = json.loads(log.splitlines()[-1])
-            named += last["event"] == "cannot_serve" and str(first.port) in last["error"]
+            named += last["event"] == "startup_failed" and str(first.port) in last["error"]
         served = (await prefill(client, [1, 2, 3])).seq_len
     return Figures(
         "R18",

@@ -41,7 +41,7 @@ async def test_a_server_whose_device_hangs_ends_when_it_is_told_to() -> None:
             server.signal(signal.SIGTERM)
             await server.ended(LIMIT_S)
             assert isinstance((await asyncio.gather(call, return_exceptions=True))[0], grpc.aio.AioRpcError)
-        assert server.count("model_thread_left_behind") == 1
+        assert server.count("engine_abandoned") == 1
 
 
 async def test_every_service_is_watched_and_a_hang_that_ends_is_taken_back() -> None:

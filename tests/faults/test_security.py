@@ -220,7 +220,7 @@ async def cannot_serve(*flags: str, **variables: str) -> dict[str, Any]:
     done = await run(*SERVE, *flags, **variables)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     event: dict[str, Any] = json.loads(done.stderr.splitlines()[-1])
-    assert event["event"] == "cannot_serve" and event["action"]
+    assert event["event"] == "startup_failed" and event["action"]
     return event
 
 
@@ -231,7 +231,7 @@ async def test_r12_a_server_that_others_could_reach_does_not_start_without_crede
     event = await cannot_serve(FERRUM_TOKENS=str(broken))
     assert "line 1" in event["error"]
     async with serving("--host", "0.0.0.0", "--insecure") as process:  # noqa: S104
-        assert (await process.event("insecure"))["action"]
+        assert (await process.event("insecure_mode_enabled"))["action"]
         assert await code(f"127.0.0.1:{process.port}", None) is grpc.StatusCode.OK
 
 

@@ -235,7 +235,7 @@ def test_a_second_process_deletes_what_it_wrote_alone(tmp_path: Path) -> None:
     with capture_logs() as logs:
         second = opened(tmp_path, blocks=4)
     [told] = logs
-    assert told["event"] == "tier_shared" and "--kv-tier-dir" in told["action"]
+    assert told["event"] == "kv_tier_locked" and "--kv-tier-dir" in told["action"]
     for number in (0, 3, 4):
         second.write(hashed(number), lambda number=number: content(number))
     assert len(second.hashes()) == 4, "it keeps to its own limit"
@@ -304,5 +304,5 @@ def test_a_disk_that_fails_costs_the_blocks_alone(
         files = filled(tmp_path, 3)
         files.end([], 10)
     [told] = logs
-    assert told["event"] == "tier_write_failed" and told["action"].startswith(action)
+    assert told["event"] == "kv_tier_write_failed" and told["action"].startswith(action)
     assert [files.read(hashed(number)) for number in range(3)] == [None] * 3

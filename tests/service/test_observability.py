@@ -216,7 +216,7 @@ async def test_a_refused_call_is_one_event_with_its_ids_and_what_to_do(served: S
     with logged() as events:
         call = served.executor.Decode(pb.DecodeRequest(item=item([1, 2])), metadata=IDS)
         error = await refused(call, Reason.INVALID_REQUEST, INVALID)
-    (event,) = [each for each in events if each["event"] == "refused"]
+    (event,) = [each for each in events if each["event"] == "request_refused"]
     assert (event["reason"], event["message"]) == ("INVALID_REQUEST", error.message)
     assert (event["request_id"], event["trace_id"]) == ("r-7", TRACE)
     assert (event["method"], event["log_level"]) == (f"{SERVICE}/Decode", "info")
@@ -230,7 +230,7 @@ async def test_each_refused_item_of_a_batch_is_an_event_that_says_which(served: 
         request = pb.BatchDecodeRequest(items=[item([1], gone), item([2], good), item([999], good)])
         request.items[2].handle.CopyFrom(await prefill(served, [3]))
         await served.executor.BatchDecode(request, metadata=IDS)
-    told = [(each["item"], each["reason"], each["request_id"]) for each in events if each["event"] == "refused"]
+    told = [(each["item"], each["reason"], each["request_id"]) for each in events if each["event"] == "request_refused"]
     assert told == [(0, "HANDLE_RELEASED", "r-7"), (2, "INVALID_REQUEST", "r-7")]
 
 
@@ -239,7 +239,7 @@ async def test_want_of_room_is_a_warning_with_a_time_to_come_back() -> None:
         await prefill(served, [1])
         with logged() as events, pytest.raises(grpc.aio.AioRpcError) as caught:
             await prefill(served, [2])
-        assert [each["log_level"] for each in events if each["event"] == "refused"] == ["warning"]
+        assert [each["log_level"] for each in events if each["event"] == "request_refused"] == ["warning"]
         trailing = dict(caught.value.trailing_metadata() or ())
         assert int(trailing["grpc-retry-pushback-ms"]) > 0
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -259,7 +259,7 @@ async def test_a_bug_is_an_error_with_its_stack_and_tells_the_caller_nothing(
         error = await refused(call, Reason.INTERNAL_ERROR, grpc.StatusCode.INTERNAL)
     monkeypatch.undo()
     assert "secret" not in error.message
-    (event,) = [each for each in events if each["event"] == "refused"]
+    (event,) = [each for each in events if each["event"] == "request_refused"]
     assert (event["log_level"], event["request_id"]) == ("error", "r-7")
     assert isinstance(event["exc_info"], RuntimeError)
 
@@ -303,7 +303,7 @@ async def test_without_a_traceparent_the_log_names_the_trace_that_we_began(
         await refused(call, Reason.INVALID_REQUEST, INVALID)
     await until(lambda: len(spans.get_finished_spans()) == 1)
     (span,) = spans.get_finished_spans()
-    (event,) = [each for each in events if each["event"] == "refused"]
+    (event,) = [each for each in events if each["event"] == "request_refused"]
     assert span.parent is None
     assert event["trace_id"] == f"{span.context.trace_id:032x}"
     assert dict(span.attributes or {})["rpc.response.status_code"] == "INVALID_ARGUMENT"

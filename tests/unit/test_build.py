@@ -227,7 +227,7 @@ def test_a_start_without_kernels_says_so_once_aloud_and_what_to_do(monkeypatch, 
     with capture_logs() as logs:
         _banner(SERVER, runner)
     [warning] = [each for each in logs if each["log_level"] == "warning"]
-    assert (warning["event"], warning["choice"]) == ("chosen", NO_KERNELS)
+    assert (warning["event"], warning["choice"]) == ("backend_selected", NO_KERNELS)
 
 
 def test_a_start_with_kernels_warns_of_nothing():

@@ -96,7 +96,7 @@ READY = json.dumps({"event": "ready", "target": "10.0.0.3:4711", "instance_id": 
 
 
 def test_an_executor_says_where_it_serves_and_its_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    serving, ended = child(monkeypatch, "no json", '{"event": "chosen"}', READY, '{"event": "later"}')
+    serving, ended = child(monkeypatch, "no json", '{"event": "backend_selected"}', READY, '{"event": "later"}')
     serving.wait_until_it_serves()
     assert (serving.target, serving.instance_id) == ("10.0.0.3:4711", "ab")
     assert ended.wait(10)
@@ -113,7 +113,7 @@ def test_an_executor_that_was_stopped_is_no_surprise(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        (['{"event": "cannot_serve", "error": "port 5 is taken"}', '{"event": "stopped"}'], "port 5 is taken"),
+        (['{"event": "startup_failed", "error": "port 5 is taken"}', '{"event": "stopped"}'], "port 5 is taken"),
         (["Traceback", "MemoryError"], "MemoryError"),
         ([], "it said nothing"),
     ],

@@ -99,7 +99,7 @@ def test_a_hub_name_is_fetched_once_pinned_and_told(hub, name):
         folder = Path(found(settings).path)
     assert folder.name == COMMIT and "config.json" in {each.name for each in folder.iterdir()}
     assert not (folder / "pytorch_model.bin").exists()
-    [told] = [each for each in logs if each["event"] == "hub_model"]
+    [told] = [each for each in logs if each["event"] == "hub_model_resolved"]
     assert told["revision"] == COMMIT and f"{NAME}@{COMMIT}" in told["action"]
     info = build_runner(found(settings)).info
     assert info.name == NAME and info.folder == str(folder)

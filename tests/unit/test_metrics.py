@@ -299,7 +299,7 @@ def test_a_refusal_is_one_event_that_names_the_request() -> None:
     (event,) = events
     assert event.pop("action") == ADVICE[Reason.INVALID_REQUEST].action
     assert event == {
-        "event": "refused",
+        "event": "request_refused",
         "log_level": "info",
         "reason": "INVALID_REQUEST",
         "method": METHOD,
@@ -419,7 +419,9 @@ def test_what_opentelemetry_logs_becomes_an_event_of_ours() -> None:
     try:
         with structlog.testing.capture_logs() as events:
             logging.getLogger("opentelemetry.exporter").warning("no route to %s", "collector")
-        assert [(each["event"], each["message"]) for each in events] == [("tracing_trouble", "no route to collector")]
+        assert [(each["event"], each["message"]) for each in events] == [
+            ("trace_export_failed", "no route to collector")
+        ]
         assert events[0]["action"]
     finally:
         traces.stop()

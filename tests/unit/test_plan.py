@@ -221,7 +221,7 @@ def test_a_server_tells_its_plan_before_it_loads(folder: Path) -> None:
     config = settings(folder)
     with capture_logs() as logs:
         build_runner(config, lambda done, total: logs.append({"event": "read"}), largest=LargestStep())
-    assert [each["event"] for each in logs][:2] == ["plan", "read"]
+    assert [each["event"] for each in logs][:2] == ["memory_planned", "read"]
     plan = planned(config)
     assert logs[0]["weights_bytes"] == plan.weights_bytes and logs[0]["kv_bytes"] == plan.kv_bytes
     assert logs[0]["activations_bytes"] > 0
@@ -241,7 +241,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(
             assert not read
         else:
             build_runner(settings(folder), largest=LargestStep())
-            assert [each["event"] for each in logs][:2] == ["plan", "plan_is_tight"]
+            assert [each["event"] for each in logs][:2] == ["memory_planned", "memory_plan_tight"]
 
 
 def test_memory_that_is_not_known_refuses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

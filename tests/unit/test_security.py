@@ -144,7 +144,7 @@ def test_a_secret_that_others_can_read_or_write_is_told_at_the_start_and_when_it
     file = tmp_path / "tokens"
     file.write_text("alice a-token\n")
     for mode in (0o600, 0o640, 0o604, 0o620, 0o602, 0o700):
-        told = ["secret_is_open"] * (mode not in {0o600, 0o700})
+        told = ["secret_file_permissions"] * (mode not in {0o600, 0o700})
         file.chmod(mode)
         with capture_logs() as logs:
             known = TokenFile(file)
@@ -279,12 +279,12 @@ def test_this_machine_needs_no_credentials(host: str) -> None:
     ["0.0.0.0", "::", "10.0.0.7", "executor", "localhost.example", "", "127.0.0.1.example", "::ffff:0.0.0.0"],  # noqa: S104
 )
 def test_other_machines_are_let_in_by_credentials_or_by_saying_so(host: str) -> None:
-    with pytest.raises(SecurityError, match="insecure"):
+    with pytest.raises(SecurityError, match="insecure_mode_enabled"):
         check_bind(host, Security())
     for security, event in (
-        (Security(insecure=True), "insecure"),
-        (Security(tokens=Path("t")), "tokens_in_plain_text"),
-        (Security(tls_cert=Path("c"), tls_key=Path("k")), "no_credentials"),
+        (Security(insecure=True), "insecure_mode_enabled"),
+        (Security(tokens=Path("t")), "tokens_not_encrypted"),
+        (Security(tls_cert=Path("c"), tls_key=Path("k")), "credentials_not_required"),
         (Security(tokens=Path("t"), tls_cert=Path("c"), tls_key=Path("k")), None),
         (Security(tls_client_ca=Path("a"), tls_cert=Path("c"), tls_key=Path("k")), None),
     ):

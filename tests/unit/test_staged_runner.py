@@ -140,7 +140,7 @@ def test_the_choice_says_what_was_recorded_and_what_was_not(logs: list[Any]) -> 
     )
     runner = replaying(Rerun(ValueError("no")))
     assert runner.choice == ("cuda_graphs=off", "recording failed: ValueError: no")
-    assert [each["event"] for each in logs] == ["graph_not_recorded"] * 2
+    assert [each["event"] for each in logs] == ["graph_capture_failed"] * 2
     assert all(each["action"] and each["sequences"] for each in logs)
 
 

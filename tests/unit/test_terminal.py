@@ -74,10 +74,10 @@ def test_the_console_log_is_coloured_where_it_may_be(
 
 
 EVENTS: list[tuple[str, dict[str, Any]]] = [
-    ("chosen", {"choice": "event loop uvloop", "reason": "it is installed"}),
+    ("backend_selected", {"choice": "event loop uvloop", "reason": "it is installed"}),
     ("listening", {"target": "127.0.0.1:50051", "tls": True, "credentials": False}),
-    ("plan", {"weights_bytes": 7_374_848, "kv_bytes": 4 << 30}),
-    ("metrics", {"url": "http://127.0.0.1:9464/metrics"}),
+    ("memory_planned", {"weights_bytes": 7_374_848, "kv_bytes": 4 << 30}),
+    ("metrics_enabled", {"url": "http://127.0.0.1:9464/metrics"}),
     (
         "serving",
         {
@@ -94,10 +94,16 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
             "kv_bytes": 4 << 30,
         },
     ),
-    ("chosen", {"choice": "device=cpu", "reason": "torch finds no CUDA device"}),
-    ("chosen", {"choice": "dtype=bfloat16", "reason": "the checkpoint is bfloat16 and the CPU has avx512_bf16"}),
-    ("chosen", {"choice": "linear=native", "reason": "weights in panels: 8 or 32 rows cost little more than one"}),
-    ("chosen", {"choice": "kv_blocks=87381 (4096 MiB)", "reason": "25% of the free memory, at most 4 GiB"}),
+    ("backend_selected", {"choice": "device=cpu", "reason": "torch finds no CUDA device"}),
+    (
+        "backend_selected",
+        {"choice": "dtype=bfloat16", "reason": "the checkpoint is bfloat16 and the CPU has avx512_bf16"},
+    ),
+    (
+        "backend_selected",
+        {"choice": "linear=native", "reason": "weights in panels: 8 or 32 rows cost little more than one"},
+    ),
+    ("backend_selected", {"choice": "kv_blocks=87381 (4096 MiB)", "reason": "25% of the free memory, at most 4 GiB"}),
     ("ready", {"target": "127.0.0.1:50051", "instance_id": "1"}),
 ]
 
@@ -129,7 +135,10 @@ def test_the_way_up_is_one_screen_and_what_follows_are_lines_that_fit(width: int
     assert "→ let schedulers move on" in later
     lines = [line for line in [*screen.splitlines(), *later.splitlines()] if "ferrum-rpc " not in line]
     assert all(len(line) <= width for line in lines), lines
-    assert rendered(console, "chosen", choice="NIXL agent", reason="later") == "12:34:56 NIXL agent: because later"
+    assert (
+        rendered(console, "backend_selected", choice="NIXL agent", reason="later")
+        == "12:34:56 NIXL agent: because later"
+    )
 
 
 def test_what_stops_a_start_is_all_that_is_said_of_it() -> None:
@@ -137,10 +146,10 @@ def test_what_stops_a_start_is_all_that_is_said_of_it() -> None:
     held = [rendered(console, name, **facts) for name, facts in EVENTS[:1]]
     assert held == [""]
     assert (
-        rendered(console, "cannot_serve", "error", error="no such folder", action="any")
+        rendered(console, "startup_failed", "error", error="no such folder", action="any")
         == "ferrum-rpc serve: no such folder"
     )
-    warning = rendered(console, "chosen", "warning", choice="kernels=none", reason="slow", action="nothing")
+    warning = rendered(console, "backend_selected", "warning", choice="kernels=none", reason="slow", action="nothing")
     assert warning == "12:34:56 warning: kernels=none: because slow"
     assert rendered(console, "rank_joined", pid=12345, seconds=1.5, lines=12345).endswith(
         "rank_joined: pid 12345, 1.5 s, lines 12,345"

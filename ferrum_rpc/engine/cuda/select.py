@@ -125,7 +125,7 @@ def _refuse(shape: GraphShape, error: Exception) -> None:
 
 def _warn(shape: GraphShape, error: Exception) -> None:
     log.warning(
-        "graph_not_recorded",
+        "graph_capture_failed",
         sequences=shape.spans,
         tokens_each=shape.tokens,
         error=f"{type(error).__name__}: {error}",

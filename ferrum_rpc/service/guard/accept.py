@@ -48,7 +48,9 @@ class Acceptors:
     def start(self) -> None:
         """Begin to accept; the server has started."""
         if not self._handlers:
-            log.warning("accepts_one_by_one", grpcio=grpc.__version__, action="callers wait longer; pin a tried grpcio")
+            log.warning(
+                "grpc_accept_fallback", grpcio=grpc.__version__, action="callers wait longer; pin a tried grpcio"
+            )
         for path, handler in self._handlers.items():
             self._loops.update(asyncio.create_task(self._accept(path, handler)) for _ in range(AT_ONCE))
 

@@ -74,11 +74,13 @@ def check_bind(host: str, security: Security) -> None:
                 "could use the model and read the cache; set --tls-cert and --tls-key, or --tokens, or listen on "
                 "127.0.0.1, or say --insecure where the network itself is trusted"
             )
-        log.warning("insecure", host=host, action="let only the schedulers reach this address")
+        log.warning("insecure_mode_enabled", host=host, action="let only the schedulers reach this address")
     elif not security.encrypted:
-        log.warning("tokens_in_plain_text", host=host, action="set --tls-cert and --tls-key: tokens can be overheard")
+        log.warning("tokens_not_encrypted", host=host, action="set --tls-cert and --tls-key: tokens can be overheard")
     elif not security.asks:
-        log.warning("no_credentials", host=host, action="set --tokens or --tls-client-ca: TLS admits every caller")
+        log.warning(
+            "credentials_not_required", host=host, action="set --tokens or --tls-client-ca: TLS admits every caller"
+        )
 
 
 def open_port(

@@ -78,5 +78,9 @@ class WatchedFiles(ABC, Generic[T]):
         if mode & (stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH):
             action = f"chmod go-rw {path}"
             log.warning(
-                "secret_is_open", what=self.what, path=str(path), mode=f"{stat.S_IMODE(mode):04o}", action=action
+                "secret_file_permissions",
+                what=self.what,
+                path=str(path),
+                mode=f"{stat.S_IMODE(mode):04o}",
+                action=action,
             )
