@@ -20,6 +20,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -57,9 +58,12 @@ class ParkedFiles:
         self._folder: PrivateFolder | None = None
         self._mac = hmac.new(os.urandom(DIGEST_BYTES), digestmod="sha256")
         self._jobs = set[asyncio.Task[Any]]()
-        self.slots = Slots(limits.max_transfers, Resource.TRANSFERS)
-        """Sequences that are parked or brought back at a time."""
+        self._slots = Slots(limits.max_transfers)
         self.bytes = self.sequences = 0
+
+    def slot(self, account: Account) -> AbstractAsyncContextManager[None]:
+        """One of the sequences that are parked or brought back at a time, of which each caller has its share."""
+        return self._slots.held(((account, account.most[Resource.TRANSFERS]),))
 
     @property
     def offered(self) -> bool:

@@ -121,7 +121,7 @@ class Park(Moving):
         """Park it. Returns how many blocks are free now, or why it is as it was."""
         state, record = self._state, self.record
         try:
-            async with state.parked.slots.held(record.account):
+            async with state.parked.slot(record.account):
                 with self.metered():
                     return await self._park()
         except ExecutorError as error:
@@ -214,7 +214,7 @@ class _Return(Incoming):
     async def run(self, then: Callable[[ExecutorError | None], object]) -> None:
         state, record, refusal = self._state, self.record, None
         try:
-            async with state.parked.slots.held(record.account):
+            async with state.parked.slot(record.account):
                 with self.metered():
                     state.quotas.charge(record, record.length)
                     await self._bring_back()

@@ -270,11 +270,11 @@ async def test_pieces_of_the_second_tier_are_read_one_at_a_time_and_turn_by_turn
 async def test_slots_go_to_whoever_has_fewest_within_its_share_and_a_cancelled_wait_takes_none() -> None:
     quotas = Quotas(replace(LIMITS, max_transfers=4))
     alice, bob, lone = map(quotas.account, (ALICE, BOB, ANYBODY))
-    slots, began = Slots(4, Resource.TRANSFERS), list[str]()
+    slots, began = Slots(4), list[str]()
     ends = {name: asyncio.Event() for name in ("a0", "a1", "a2", "a3", "a4", "b0", "b1", "b2", "z0", "z1", "z2")}
 
     async def work(account: Account, name: str) -> None:
-        async with slots.held(account):
+        async with slots.held(((account, account.most[Resource.TRANSFERS]),)):
             began.append(name)
             await ends[name].wait()
 
@@ -296,7 +296,7 @@ async def test_slots_go_to_whoever_has_fewest_within_its_share_and_a_cancelled_w
     await asyncio.wait(tasks.values())
     assert set(began) == ends.keys() - {"a2"}
     assert [each for each in began if each[0] == "a"] == ["a0", "a1", "a3", "a4"], "in their order"
-    assert (slots._free, len(slots._waiting), slots._taken.total()) == (4, 0, 0)
+    assert (slots._free, len(slots.waiting), len(slots._held)) == (4, 0, 0)
     every = [asyncio.create_task(work(lone, "z0")) for _ in range(4)]
     began.clear()
     ends["z0"].clear()

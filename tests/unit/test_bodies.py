@@ -133,7 +133,7 @@ async def test_one_of_several_callers_has_its_share_however_many_connections_it_
         if not call.body.done():
             call.body.set_result(b"")
     await asyncio.gather(*(call.task for call in (*many, *few)))
-    assert not bodies._taken and not bodies._of_caller and not bodies._waiting
+    assert not bodies._slots._held and not bodies._slots.waiting
     await fresh(bodies, 4)
 
 

@@ -9,13 +9,13 @@ slot would help.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import grpc
 
 from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import InvalidRequest, QueueFull
+from ferrum_rpc.service.guard.slots import Line, Slots
 from ferrum_rpc.service.records import RETRY_AFTER_S
 from ferrum_rpc.service.trace_context import Context
 
@@ -25,26 +25,16 @@ TURNS: Final = 4
 body that has come is seen within three turns, however long those are."""
 
 
-class BodySource(NamedTuple):
-    """Calls of one caller on one connection: they come in their order."""
-
-    peer: str
-    caller: str
-    shares: bool
-
-
 class Bodies:
     """Slots for bodies: ``in_all``, ``per_connection`` for a caller on one, ``per_caller`` (default: all) for one of
     several callers. Bound to the running event loop."""
 
     def __init__(self, in_all: int, per_connection: int, per_caller: int | None = None) -> None:
-        self._free = in_all
+        self._slots = Slots(in_all)
+        self._in_all = in_all
         self._per_connection = per_connection
         self._per_caller = in_all if per_caller is None else per_caller
-        self._taken: Counter[BodySource] = Counter()
-        self._of_caller: Counter[str] = Counter()
-        self._waiting: dict[BodySource, deque[asyncio.Future[None]]] = {}  # whose turn is next first
-        self._reading: dict[asyncio.Task[Any], tuple[float, BodySource]] = {}  # since when, the oldest first
+        self._reading: dict[asyncio.Task[Any], tuple[float, Line]] = {}  # since when, the oldest first
         self._late: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -56,11 +46,11 @@ class Bodies:
     async def read(self, context: Context, caller: Caller = ANYBODY) -> bytes:
         """The body of a call of one request. Raises `QueueFull` where it took too long while others waited, and
         `InvalidRequest` where the call ended without one."""
-        line = BodySource(context.peer(), caller.name, caller.shares)
-        if self._free and self._may_have_one(line):
-            self._enter(line)
-        else:
-            await self._turn(line)
+        name, most = caller.name, self._per_caller if caller.shares else self._in_all
+        line = ((context.peer(), name), self._per_connection), (name, most)
+        if not self._slots.enter(line):
+            self._set_timer()
+            await self._slots.wait(line)
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - a coroutine runs in one
         self._reading[task] = asyncio.get_running_loop().time(), line
@@ -74,54 +64,13 @@ class Bodies:
         finally:
             self._late.discard(task)
             del self._reading[task]
-            self._leave(line)
+            self._slots.leave(line)
         if body is grpc.aio.EOF:
             raise InvalidRequest("the call ended without a request")
         return body  # type: ignore[no-any-return] # nothing parses it before
 
-    def _may_have_one(self, line: BodySource) -> bool:
-        """Whether one more slot would be within its limits."""
-        within = self._taken.get(line, 0) < self._per_connection
-        return within and not (line.shares and self._of_caller.get(line.caller, 0) >= self._per_caller)
-
-    def _enter(self, line: BodySource) -> None:
-        self._free -= 1
-        self._taken[line] += 1
-        self._of_caller[line.caller] += 1
-
-    def _leave(self, line: BodySource) -> None:
-        """A slot is free. Of the lines that wait and may have it, the next of the caller with the fewest gets it."""
-        self._free += 1
-        _one_less(self._taken, line)
-        _one_less(self._of_caller, line.caller)
-        if not self._waiting:
-            return
-        able = [other for other in self._waiting if self._may_have_one(other)]
-        for other in sorted(able, key=lambda each: self._of_caller.get(each.caller, 0)):
-            turns = self._waiting.pop(other)
-            while turns and turns[0].done():  # its caller has gone
-                turns.popleft()
-            if turns:
-                self._enter(other)
-                turns.popleft().set_result(None)
-                if turns:
-                    self._waiting[other] = turns  # behind the others
-                return
-
-    async def _turn(self, line: BodySource) -> None:
-        """Wait until it has a slot."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(line, deque()).append(turn)
-        self._set_timer()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # it had just got its slot
-                self._leave(line)
-            raise
-
     def _set_timer(self) -> None:
-        if self._timer is None and self._waiting:
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TIMEOUT_S, self._refuse_late)
 
     def _refuse_late(self) -> None:
@@ -130,10 +79,10 @@ class Bodies:
         self._timer = None
         since = asyncio.get_running_loop().time() - TIMEOUT_S
         late: list[asyncio.Task[Any]] = []
-        if self._waiting:
-            lacking, who = any(map(self._may_have_one, self._waiting)), {line.caller for line in self._waiting}
+        if waiting := self._slots.waiting:
+            lacking, who = any(map(self._slots.allows, waiting)), {line[-1] for line in waiting}
             for task, (began, line) in self._reading.items():
-                if began <= since and (lacking or line.caller in who):
+                if began <= since and (lacking or line[-1] in who):
                     late.append(task)
         self._after_turns(TURNS, late)
 
@@ -145,10 +94,5 @@ class Bodies:
         self._late.update(late)
         for task in late:
             task.cancel()
-        self._set_timer()
-
-
-def _one_less(counts: Counter[Any], key: object) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
+        if self._slots.waiting:
+            self._set_timer()

@@ -1,67 +1,90 @@
-"""Slots of work that takes a while: callers wait for them in turn, and one of several has its share at most.
+"""Slots for work that takes a while: a bounded number, of which nobody has more than its share.
 
-The next slot is for the caller that has the fewest; of those, for the one that waits longest. A caller's own come in
-their order.
+Who waits gets the next slot in turn: first the caller that has the fewest, and of one caller who waits longest.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Hashable
 from contextlib import asynccontextmanager
 
-from ferrum_rpc.service.records import Account, Resource
+Line = tuple[tuple[Hashable, int], ...]
+"""Those who wait for the same: what a slot of theirs counts against, each with the most that it may have. The last is
+the caller."""
 
 
 class Slots:
-    """``count`` slots, each caller's share of them as of ``resource``. Bound to the running event loop."""
+    """``count`` slots. Bound to the running event loop."""
 
-    def __init__(self, count: int, resource: Resource) -> None:
+    def __init__(self, count: int) -> None:
         self._free = count
-        self._resource = resource
-        self._taken: Counter[Account] = Counter()
-        self._waiting: dict[Account, deque[asyncio.Future[None]]] = {}  # whoever waits longest first
+        self._held: dict[Hashable, int] = {}
+        self._waiting: dict[Line, deque[asyncio.Future[None]]] = {}  # whose turn is next first
 
-    @asynccontextmanager
-    async def held(self, account: Account) -> AsyncIterator[None]:
-        """A slot of the caller's. Waits for it."""
+    @property
+    def waiting(self) -> Collection[Line]:
+        """The lines in which somebody waits."""
+        return self._waiting
+
+    def allows(self, line: Line) -> bool:
+        """Whether one more slot is within the limits of the line."""
+        for key, most in line:  # noqa: SIM110 - a generator is a call for each key
+            if self._held.get(key, 0) >= most:
+                return False
+        return True
+
+    def enter(self, line: Line) -> bool:
+        """Take a slot. False: it has to wait for one."""
+        if not self._free or not self.allows(line):
+            return False
+        self._free -= 1
+        for key, _ in line:
+            self._held[key] = self._held.get(key, 0) + 1
+        return True
+
+    def leave(self, line: Line) -> None:
+        """Free a slot, and pass it on."""
+        self._free += 1
+        for key, _ in line:
+            self._held[key] -= 1
+            if not self._held[key]:
+                del self._held[key]
+        if self._waiting:
+            self._pass_on()
+
+    async def wait(self, line: Line) -> None:
+        """Take a slot in turn."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(account, deque()).append(turn)
-        self._pass_on()
+        self._waiting.setdefault(line, deque()).append(turn)
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it had just got its slot
-                self._leave(account)
+                self.leave(line)
             raise
+
+    @asynccontextmanager
+    async def held(self, line: Line) -> AsyncIterator[None]:
+        """A slot while the body runs. Waits for it."""
+        if not self.enter(line):
+            await self.wait(line)
         try:
             yield
         finally:
-            self._leave(account)
-
-    def _leave(self, account: Account) -> None:
-        self._free += 1
-        self._taken[account] -= 1
-        if not self._taken[account]:
-            del self._taken[account]
-        self._pass_on()
+            self.leave(line)
 
     def _pass_on(self) -> None:
-        """Give what is free to those that wait and may have it."""
-        while self._free:
-            for account, turns in list(self._waiting.items()):
-                while turns and turns[0].done():  # it was cancelled
-                    turns.popleft()
-                if not turns:
-                    del self._waiting[account]
-            able = [each for each in self._waiting if self._taken[each] < each.most[self._resource]]
-            if not able:
-                return
-            account = min(able, key=self._taken.__getitem__)  # the first of several
-            turns = self._waiting.pop(account)
-            self._free -= 1
-            self._taken[account] += 1
-            turns.popleft().set_result(None)
+        """Give the free slot to the next that may have it."""
+        able = filter(self.allows, self._waiting)
+        for line in sorted(able, key=lambda each: self._held.get(each[-1][0], 0)):
+            turns = self._waiting.pop(line)
+            while turns and turns[0].done():  # its caller has gone
+                turns.popleft()
             if turns:
-                self._waiting[account] = turns  # behind the others
+                self.enter(line)
+                turns.popleft().set_result(None)
+                if turns:
+                    self._waiting[line] = turns  # behind the others
+                return
