@@ -28,10 +28,10 @@ from benchmarks.machine import ROOT
 from benchmarks.record import Record, finish, out_of, read_options
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, Step
-from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.engine.choices import choose_parts
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.choose import choose_parts
+from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
 from ferrum_rpc.engine.runner import TorchRunner
-from ferrum_rpc.engine.sizing import LargestStep, make_plan
 
 KINDS: Final[dict[str, dict[str, Any]]] = {
     "bfloat16": {"dtype": "bfloat16"},

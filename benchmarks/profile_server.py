@@ -85,7 +85,7 @@ def watch_grpc() -> None:
 
 def watch_floors() -> None:
     """The seams between service, engine and runner."""
-    from ferrum_rpc.engine import build
+    from ferrum_rpc.engine.assembly import build
     from ferrum_rpc.engine.runner import TorchRunner
     from ferrum_rpc.engine.thread import ModelThread
     from ferrum_rpc.service import executor

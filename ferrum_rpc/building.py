@@ -81,9 +81,9 @@ def build(
     settings: ModelSettings, failpoints: Failpoints = NO_FAILPOINTS, largest: tuple[int, int] | None = None
 ) -> Runner:
     """Load the model and make its runner. This is what imports torch: not before the port is bound and
-    health is answered. ``largest``: see `engine.sizing.LargestStep`; with it the log gets the plan."""
-    from ferrum_rpc.engine.build import build_runner, failing_stage
-    from ferrum_rpc.engine.sizing import LargestStep
+    health is answered. ``largest``: see `engine.assembly.size.LargestStep`; with it the log gets the plan."""
+    from ferrum_rpc.engine.assembly.build import build_runner, failing_stage
+    from ferrum_rpc.engine.assembly.size import LargestStep
 
     return build_runner(
         found(settings),

@@ -22,8 +22,8 @@ from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.terminal import aligned, columns, wrap
 
 if TYPE_CHECKING:
-    from ferrum_rpc.engine.choices import Parts
-    from ferrum_rpc.engine.parity import Parity
+    from ferrum_rpc.engine.assembly.choose import Parts
+    from ferrum_rpc.engine.assembly.parity import Parity
 
 EXIT_SERVES, EXIT_WRONG, EXIT_TOO_LARGE = 0, 1, 2
 FLOAT32: Final = 4
@@ -35,10 +35,10 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
     `ExecutorError` where it is refused."""
     model_folder(settings.model.path)  # before torch is loaded, which takes seconds
     check_ranks(settings.model)
-    from ferrum_rpc.engine.choices import choose_parts
+    from ferrum_rpc.engine.assembly.choose import choose_parts
+    from ferrum_rpc.engine.assembly.plan import gib
+    from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
     from ferrum_rpc.engine.memory import free_memory
-    from ferrum_rpc.engine.plan import gib
-    from ferrum_rpc.engine.sizing import LargestStep, make_plan
 
     config = found(settings.model)
     parts = choose_parts(config)
@@ -121,8 +121,8 @@ def _command(settings: ServeSettings) -> str:
 
 def _compare(config: ModelSettings, parts: Parts, left: int) -> tuple[Parity | None, str]:
     """What transformers says of it, and that in words. ``left``: bytes beside the model, 0 where that is not known."""
-    from ferrum_rpc.engine.parity import compare
-    from ferrum_rpc.engine.plan import gib
+    from ferrum_rpc.engine.assembly.parity import compare
+    from ferrum_rpc.engine.assembly.plan import gib
     from ferrum_rpc.models.identity import IdentityModel
 
     if isinstance(parts.model, IdentityModel):

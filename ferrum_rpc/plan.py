@@ -26,10 +26,10 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
     check_ranks(settings.model)
     import torch
 
-    from ferrum_rpc.engine.choices import choose_parts
+    from ferrum_rpc.engine.assembly.choose import choose_parts
+    from ferrum_rpc.engine.assembly.plan import MemoryPlan, gib
+    from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
     from ferrum_rpc.engine.memory import free_memory
-    from ferrum_rpc.engine.plan import MemoryPlan, gib
-    from ferrum_rpc.engine.sizing import LargestStep, make_plan
 
     def lines(made: MemoryPlan) -> list[tuple[str, str, str]]:
         sequences = f"{made.full_sequences:,.1f} sequences of {made.max_context:,} tokens"

@@ -140,7 +140,7 @@ def make_checkpoint(
 LOAD = """
 import re, sys, torch
 from pathlib import Path
-from ferrum_rpc.engine.loading import load_model
+from ferrum_rpc.engine.assembly.loading import load_model
 from ferrum_rpc.models.linear import select_linear
 cpu, dtype = torch.device("cpu"), getattr(torch, sys.argv[2])
 select_linear(cpu, dtype)

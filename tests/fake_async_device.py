@@ -9,7 +9,7 @@ import numpy as np
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Rows
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.runner import Stage, TorchRunner
 from ferrum_rpc.sampling.transfer import Mark

@@ -80,7 +80,7 @@ def audit(runner: Any, lengths: dict[int, int]) -> str:
 
 def build(setup: tuple[Any, Path]) -> Any:
     """The runner of an engine process, which has `audit` as a method."""
-    from ferrum_rpc.engine.build import build_runner
+    from ferrum_rpc.engine.assembly.build import build_runner
 
     settings, path = setup
     runner: Any = build_runner(settings, stage=Fault(path, kills=True))
@@ -138,7 +138,7 @@ def main() -> None:
     import structlog
     import torch
 
-    import ferrum_rpc.engine.build
+    import ferrum_rpc.engine.assembly.build
     import ferrum_rpc.models.identity  # noqa: F401 - what an engine imports
     from ferrum_rpc.engine.process.child import work
 

@@ -12,8 +12,8 @@ import torch
 from torch.distributed import FileStore, Store
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.build import build_shared
-from ferrum_rpc.engine.choices import choose_parts
+from ferrum_rpc.engine.assembly.build import build_shared
+from ferrum_rpc.engine.assembly.choose import choose_parts
 from ferrum_rpc.engine.ranks.follower import Follower
 from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank
 from ferrum_rpc.engine.ranks.links import machine, set_up

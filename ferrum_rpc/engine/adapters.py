@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.core import AdapterFacts
-from ferrum_rpc.engine.loading import READABLE
+from ferrum_rpc.engine.assembly.loading import READABLE
 from ferrum_rpc.errors import ExecutorError, NotSupported, SequencesExhausted, counted
 from ferrum_rpc.models.adapter_config import LowRank, read_adapter
 from ferrum_rpc.models.lora import Loras

@@ -15,7 +15,7 @@ from ferrum_rpc.client import ExecutorClient, ExecutorInfo, ExecutorState
 from ferrum_rpc.client.retry import fate_unknown
 from ferrum_rpc.client.session import OPENINGS
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import Draining, Starting, TransportError
 from ferrum_rpc.service import state
 from ferrum_rpc.service.server import ExecutorServer

@@ -24,7 +24,7 @@ from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, Greedy, ResendPolicy, Sample
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import Unauthenticated
 from ferrum_rpc.service.server import ExecutorServer
 from tests.e2e.test_client_faults import proxied

@@ -88,7 +88,7 @@ def main() -> None:
     from ferrum_rpc.runtime import prepare
 
     prepare()
-    import ferrum_rpc.engine.build
+    import ferrum_rpc.engine.assembly.build
     import ferrum_rpc.serve  # noqa: F401 - what a server imports
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -19,7 +19,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.service.server import ExecutorServer

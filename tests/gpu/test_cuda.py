@@ -28,8 +28,8 @@ from ferrum_rpc.core import (
     Step,
     TopTokens,
 )
-from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.engine.kv_rounding import FP8_CAPABILITY
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.kv_rounding import FP8_CAPABILITY
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.models.identity import IdentityConfig

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
-from ferrum_rpc.engine import choices
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly import choose
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.wire.transfer import CacheLayout
 
 TOKENS = np.arange(3, 33, dtype=np.int32)
@@ -26,7 +26,7 @@ def logits(runner, start: int, end: int) -> np.ndarray:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there tests/gpu asks it")
 def test_a_runner_with_a_cache_in_fp8(monkeypatch):
-    monkeypatch.setattr(choices, "check_kv_dtype", lambda *_, **__: None)
+    monkeypatch.setattr(choose, "check_kv_dtype", lambda *_, **__: None)
 
     def runner(**settings):
         small = {"identity_kv_heads": 1, "kv_blocks": 16, "block_size": 4} | settings

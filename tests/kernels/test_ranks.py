@@ -24,8 +24,8 @@ from ferrum_rpc.core import Greedy, OutputSpec, Positions, Sample, Span, SpanRes
 from ferrum_rpc.distributed.gloo import GlooGroup
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.distributed.nccl import NcclGroup
-from ferrum_rpc.engine import choices
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly import choose
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.cuda import select
 from ferrum_rpc.engine.cuda.graphs import buckets
 from ferrum_rpc.engine.ranks import placing
@@ -90,7 +90,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
     found = Captures()
     monkeypatch.setattr(select, "CudaCapture", found)
     monkeypatch.setattr(Setup, "recordable", True)
-    monkeypatch.setattr(choices, "select_backend", lambda *_: ("planned", "asked for here", PlannedTorch))
+    monkeypatch.setattr(choose, "select_backend", lambda *_: ("planned", "asked for here", PlannedTorch))
     return found
 
 
@@ -146,7 +146,7 @@ def test_replayed_on_ranks_tokens_are_those_of_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = texts_of(build_runner(settings_of(checkpoint)), steps)
-    monkeypatch.setattr(choices, "select_backend", lambda *_: ("planned", "asked for here", backend))
+    monkeypatch.setattr(choose, "select_backend", lambda *_: ("planned", "asked for here", backend))
     with closing(World(settings_of(checkpoint, cut))) as world:
         chosen = dict(world.runner.device.choices)
         assert texts_of(world.runner, steps) == expected

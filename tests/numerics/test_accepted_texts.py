@@ -10,7 +10,7 @@ import pytest
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Accept, Greedy, OutputSpec, Positions, Span, SpanResult, Step
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.runner import TorchRunner
 from tests.checkpoints import make_checkpoint
 

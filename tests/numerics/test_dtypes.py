@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ferrum_rpc.engine.loading import load_model
+from ferrum_rpc.engine.assembly.loading import load_model
 from tests.checkpoints import make_checkpoint, make_model
 from tests.numerics.harness import CPU, Executor, error, reference_logits
 

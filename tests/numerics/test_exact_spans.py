@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from tests.numerics.harness import CPU, Executor, native, rounded_model

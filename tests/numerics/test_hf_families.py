@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
-from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.engine.choices import choose_parts
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.choose import choose_parts
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.hf.describe import describe

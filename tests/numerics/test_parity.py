@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ferrum_rpc.engine.loading import load_model
+from ferrum_rpc.engine.assembly.loading import load_model
 from ferrum_rpc.models.decoder import Decoder
 from tests.checkpoints import make_checkpoint
 from tests.numerics.harness import Executor, error, native, reference_logits, rounded_model, worst

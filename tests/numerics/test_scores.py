@@ -11,7 +11,7 @@ import torch
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Greedy, NextToken, OutputSpec, Positions, RowLogprobs, Rows, Span, SpanResult, Step
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly.build import build_runner
 from tests.checkpoints import make_checkpoint
 from tests.numerics.harness import reference_logits, rounded_model
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.engine.choices import choose_parts
-from ferrum_rpc.engine.loading import load_model
-from ferrum_rpc.engine.sizing import LargestStep, make_plan
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.choose import choose_parts
+from ferrum_rpc.engine.assembly.loading import load_model
+from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.checkpoints import loading_peak, make_checkpoint

@@ -15,8 +15,8 @@ import torch
 
 from ferrum_rpc.building import model_folder
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.engine.loading import load_model, read_spec
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.loading import load_model, read_spec
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.linear import PlainLinear
 from ferrum_rpc.weights.checkpoint import Checkpoint

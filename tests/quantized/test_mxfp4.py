@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.engine.choices import choose_parts
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.choose import choose_parts
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.numerics.harness import error

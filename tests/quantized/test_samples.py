@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
-from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.engine.loading import read_spec
-from ferrum_rpc.engine.parity import compare
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.loading import read_spec
+from ferrum_rpc.engine.assembly.parity import compare
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.numerics.harness import error
 from tests.quantized.make import ROWS, SAMPLES, TOKENS

@@ -19,7 +19,7 @@ import torch
 from ferrum_rpc import cli
 from ferrum_rpc.client import Accept, ExecutorClient, FullLogits, OutputSpec, PrefixIndex
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.choices import choose_parts
+from ferrum_rpc.engine.assembly.choose import choose_parts
 from ferrum_rpc.errors import InvalidRequest, NotSupported, Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2 as control_pb
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, kv_transfer_pb2

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import DeviceLost, Reason
 from ferrum_rpc.executor.v1 import (
     executor_control_pb2,

@@ -36,7 +36,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Positions, Span, Step
 from ferrum_rpc.engine.api import Command, Operation, Submission
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.places import Places
 from ferrum_rpc.engine.process.parent import EngineProcess, Program
 from ferrum_rpc.engine.runner import TorchRunner

@@ -16,8 +16,8 @@ from ferrum_rpc import building
 from ferrum_rpc.building import model_folder
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import NO_KERNELS, FullLogits, OutputSpec, Positions, Pressure, RowDType, Span, Step
-from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.engine.choices import NO_MORE
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.choose import NO_MORE
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from ferrum_rpc.native import library

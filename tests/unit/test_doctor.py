@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ferrum_rpc import cli, doctor, plan
-from ferrum_rpc.engine import parity
+from ferrum_rpc.engine.assembly import parity
 from tests.checkpoints import make_checkpoint
 
 

@@ -14,7 +14,7 @@ import structlog
 import torch
 
 from ferrum_rpc.config import load_settings
-from ferrum_rpc.engine.build import POINT_OF_STAGE, failing_stage
+from ferrum_rpc.engine.assembly.build import POINT_OF_STAGE, failing_stage
 from ferrum_rpc.errors import DeviceLost
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoint, FailpointError, Failpoints, parse_failpoints
 from ferrum_rpc.usage import ConfigError

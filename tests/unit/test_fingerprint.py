@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine import fingerprint
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly import fingerprint
+from ferrum_rpc.engine.assembly.build import build_runner
 from tests.checkpoints import make_checkpoint
 
 IDENTITY = ModelSettings("identity", kv_blocks=8)

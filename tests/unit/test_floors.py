@@ -83,7 +83,7 @@ FLOORS: dict[str, Floor] = {
         "weights distributed distributed.group native selection engine.api engine.channel engine.ranks.world",
         "numpy torch structlog psutil",
     ),
-    "ferrum_rpc.engine.parity": Floor("config core errors weights engine models", "numpy torch transformers"),
+    "ferrum_rpc.engine.assembly.parity": Floor("config core errors weights engine models", "numpy torch transformers"),
     "ferrum_rpc.service": Floor(
         "ferrum_rpc core errors failpoints install prefix_hash private_files executor wire engine.liveness engine.api "
         "engine.thread engine.process.parent",
@@ -98,7 +98,9 @@ FLOORS: dict[str, Floor] = {
         "errors failpoints models engine engine.api config usage terminal hub", "structlog torch"
     ),
     "ferrum_rpc.plan": Floor("errors engine engine.ranks.world building config terminal", "torch"),
-    "ferrum_rpc.doctor": Floor("errors models engine engine.parity engine.ranks.world building config terminal"),
+    "ferrum_rpc.doctor": Floor(
+        "errors models engine engine.assembly.parity engine.ranks.world building config terminal"
+    ),
     "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config runtime"),
     "ferrum_rpc.rank": Floor("errors engine engine.ranks.world runtime", "torch"),
     "ferrum_rpc.serve": Floor(

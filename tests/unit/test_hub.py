@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from ferrum_rpc.building import found, model_folder
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.hub import is_hub_name
 from tests.checkpoints import make_checkpoint

@@ -35,7 +35,7 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.engine import loop as engine_loop
 from ferrum_rpc.engine.api import Finished, Operation, Runner, Submission, WorkState
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.engine.overlap import LOOK_S, MARGIN, Overlap

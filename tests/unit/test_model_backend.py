@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from ferrum_rpc import cli
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine import hf_model
-from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.engine.choices import choose_parts
-from ferrum_rpc.engine.sizing import LargestStep, make_plan
+from ferrum_rpc.engine.assembly import hf_source
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.choose import choose_parts
+from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.hf.describe import HfSpec, _is_window, describe
 from ferrum_rpc.weights.checkpoint import Checkpoint
@@ -254,7 +254,7 @@ def test_experts_that_do_not_fit_are_refused_from_the_headers(tmp_path: Path, wr
     if wrong == "missing":
         del entries[name]
     with pytest.raises(InvalidRequest, match="do not fit MixtralForCausalLM"):
-        hf_model.describe_checkpoint(replace(checkpoint, entries=entries))
+        hf_source.describe_checkpoint(replace(checkpoint, entries=entries))
 
 
 @pytest.mark.parametrize("wrong", ["not finite", "too large for it"])
@@ -282,7 +282,7 @@ def test_a_family_that_a_description_gets_wrong_does_not_start(
         wrong = {"scale": 2.0} if what == "scale" else {"window": 3}
         return replace(spec, layers=tuple(replace(each, **wrong) for each in spec.layers))
 
-    monkeypatch.setattr(hf_model, "describe", misread)
+    monkeypatch.setattr(hf_source, "describe", misread)
     with pytest.raises(NotSupported, match="over a paged cache its logits of 12 tokens differ"):
         build_runner(settings(other_folder))
 
@@ -361,7 +361,7 @@ def test_experts_are_joined_a_layer_at_a_time(tmp_path: Path, monkeypatch: pytes
     """Else all of them would be in memory twice."""
     folder = make_family_checkpoint(tmp_path, "mixtral", num_hidden_layers=6)
     alive, most = 0, 0
-    read = hf_model._Stored.__getitem__
+    read = hf_source._Stored.__getitem__
 
     def forget(count: int) -> None:
         nonlocal alive
@@ -376,7 +376,7 @@ def test_experts_are_joined_a_layer_at_a_time(tmp_path: Path, monkeypatch: pytes
             weakref.finalize(tensor, forget, tensor.nbytes)
         return tensor
 
-    monkeypatch.setattr(hf_model._Stored, "__getitem__", counted)
+    monkeypatch.setattr(hf_source._Stored, "__getitem__", counted)
     model: Any = build_runner(settings(folder, model_backend="hf", dtype="float32")).model
     joined = sum(each.nbytes for name, each in model._model.named_parameters() if ".experts." in name)
     assert 0 < most <= joined / 6
@@ -400,7 +400,7 @@ def test_any_configuration_is_served_or_refused(other_folder: Path) -> None:
     for _ in range(60):
         changes = {draw.choice([*checkpoint.config, *KEYS]): draw.choice(VALUES) for _ in range(draw.choice((1, 1, 2)))}
         try:
-            hf_model.describe_checkpoint(replace(checkpoint, config=checkpoint.config | changes))
+            hf_source.describe_checkpoint(replace(checkpoint, config=checkpoint.config | changes))
         except (InvalidRequest, NotSupported):
             continue
         served += 1

@@ -30,7 +30,7 @@ from ferrum_rpc.core import (
     StepResult,
     TopTokens,
 )
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.runner import Pending, TorchRunner
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.table import slots_for

@@ -21,11 +21,11 @@ from torch.profiler import ProfilerActivity, profile
 from ferrum_rpc import cli
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, Step
-from ferrum_rpc.engine import build
-from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.engine.choices import choose_parts
-from ferrum_rpc.engine.plan import MemoryPlan
-from ferrum_rpc.engine.sizing import CPU_MOST, PROCESS_BYTES, LargestStep, make_plan
+from ferrum_rpc.engine.assembly import build
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.choose import choose_parts
+from ferrum_rpc.engine.assembly.plan import MemoryPlan
+from ferrum_rpc.engine.assembly.size import CPU_MOST, PROCESS_BYTES, LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.linear import LinearFactory, PackedLinear, PlainLinear
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory

@@ -34,7 +34,7 @@ from ferrum_rpc.core import (
     Step,
     TopTokens,
 )
-from ferrum_rpc.engine.build import build_runner
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.ranks import links
 from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank
 from ferrum_rpc.engine.ranks.links import machine

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.engine.loading import choose_dtype, load_model, read_spec
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.loading import choose_dtype, load_model, read_spec
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.weights.checkpoint import Checkpoint
@@ -513,12 +513,12 @@ def test_automatic_dtypes_have_reasons(monkeypatch):
     for stored in (torch.float32, torch.float16, torch.float64):
         dtype, reason = choose_dtype("auto", stored, CPU)
         assert dtype == torch.float32 and str(stored).removeprefix("torch.") in reason
-    monkeypatch.setattr("ferrum_rpc.engine.loading._bf16_instruction", lambda: "amx_bf16")
+    monkeypatch.setattr("ferrum_rpc.engine.assembly.loading._bf16_instruction", lambda: "amx_bf16")
     assert choose_dtype("auto", torch.bfloat16, CPU) == (
         torch.bfloat16,
         "the checkpoint is bfloat16 and the CPU has amx_bf16",
     )
-    monkeypatch.setattr("ferrum_rpc.engine.loading._bf16_instruction", lambda: None)
+    monkeypatch.setattr("ferrum_rpc.engine.assembly.loading._bf16_instruction", lambda: None)
     assert choose_dtype("auto", torch.bfloat16, CPU)[0] == torch.float32
     with pytest.raises(InvalidRequest, match="int4"):
         choose_dtype("int4", torch.float32, CPU)

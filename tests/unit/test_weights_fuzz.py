@@ -14,7 +14,7 @@ import shutil
 import pytest
 import torch
 
-from ferrum_rpc.engine.loading import load_model
+from ferrum_rpc.engine.assembly.loading import load_model
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.linear import PlainLinear
 from ferrum_rpc.weights.checkpoint import Checkpoint

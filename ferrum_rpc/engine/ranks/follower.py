@@ -21,7 +21,7 @@ from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.core import Rows
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.adapters import Adapters
-from ferrum_rpc.engine.choices import Parts, choose_parts
+from ferrum_rpc.engine.assembly.choose import Parts, choose_parts
 from ferrum_rpc.engine.compute import AdaptedRows, Compute
 from ferrum_rpc.engine.cuda.select import record_on_ranks, stage_compute
 from ferrum_rpc.engine.memory import used_memory

@@ -17,7 +17,7 @@ from ferrum_rpc.distributed.gloo import LOOPBACK, GlooGroup
 from ferrum_rpc.distributed.group import Group, GroupAborted
 from ferrum_rpc.distributed.nccl import NcclGroup
 from ferrum_rpc.distributed.staged import StagedGroup
-from ferrum_rpc.engine.choices import Parts
+from ferrum_rpc.engine.assembly.choose import Parts
 from ferrum_rpc.engine.ranks.messages import JOIN_S
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import KvStore

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.core import AttentionSpec
-from ferrum_rpc.engine.loading import READABLE, Progress, stops_of
+from ferrum_rpc.engine.assembly.loading import READABLE, Progress, stops_of
 from ferrum_rpc.errors import NotSupported, listed
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.hf.describe import HfSpec, describe

@@ -1,7 +1,7 @@
 """What a model takes of a memory, before any of its weights is read: weights, the largest step, and the cache.
 
 The cache gets a share of what the weights leave. `size_cache` is the one place that says how large it is: `make_plan`
-asks it with the weights' size as computed, `engine.build` with the memory that is free once they are loaded.
+asks it with the weights' size as computed, `build` with the memory that is free once they are loaded.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from ferrum_rpc.attention.backend import NATIVE, TORCH
 from ferrum_rpc.attention.torch_paged import scratch_bytes
 from ferrum_rpc.config import IDENTITY, SETTINGS, ModelSettings
-from ferrum_rpc.engine.choices import QUANTIZE_INT8, Parts, Pretrained, choose_parts
-from ferrum_rpc.engine.hf_model import Borrowed
-from ferrum_rpc.engine.plan import MemoryPlan, Others, mib
+from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT8, Parts, Pretrained, choose_parts
+from ferrum_rpc.engine.assembly.hf_source import Borrowed
+from ferrum_rpc.engine.assembly.plan import MemoryPlan, Others, mib
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, counted
 from ferrum_rpc.models.footprint import THREAD_BYTES
 from ferrum_rpc.models.identity import IdentityModel

@@ -1,4 +1,4 @@
-"""What a model takes of a memory, as `engine.sizing` has found it: what fits, and what to do where it does not."""
+"""What a model takes of a memory, as `size` has found it: what fits, and what to do where it does not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What is chosen before a weight is read: the device, the dtype, who multiplies, who attends; each with its reason.
 
-`engine.build` makes a runner of it, `engine.sizing` says what that takes of the memory.
+`build` makes a runner of it, `size` says what that takes of the memory.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ferrum_rpc.attention.native_paged import takes_long_spans
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.config import IDENTITY, ModelSettings
 from ferrum_rpc.core import NO_KERNELS, AttentionSpec
-from ferrum_rpc.engine.hf_model import Borrowed, describe_checkpoint
-from ferrum_rpc.engine.kv_rounding import ROUNDED, cache_layers, check_kv_dtype
-from ferrum_rpc.engine.loading import Progress, choose_dtype, load_model, read_spec
+from ferrum_rpc.engine.assembly.hf_source import Borrowed, describe_checkpoint
+from ferrum_rpc.engine.assembly.kv_rounding import ROUNDED, cache_layers, check_kv_dtype
+from ferrum_rpc.engine.assembly.loading import Progress, choose_dtype, load_model, read_spec
 from ferrum_rpc.engine.ranks.world import refuse_ranks
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.kv.store import CacheSpec

@@ -17,8 +17,8 @@ import torch
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, SpanResult, Step, TokenArray
-from ferrum_rpc.engine.build import build_runner
-from ferrum_rpc.engine.hf_model import stored_tensors
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.hf_source import stored_tensors
 from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.models.hf.rope import freeze

@@ -18,16 +18,17 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import DeviceInfo, ModelInfo
 from ferrum_rpc.engine.adapters import Adapters
-from ferrum_rpc.engine.choices import QUANTIZE_INT8, Parts, Pretrained, choose_parts
+from ferrum_rpc.engine.assembly.check import check_parity
+from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT8, Parts, Pretrained, choose_parts
+from ferrum_rpc.engine.assembly.fingerprint import of_checkpoint, of_identity
+from ferrum_rpc.engine.assembly.kv_rounding import ROUNDED, rounding_error
+from ferrum_rpc.engine.assembly.loading import Progress
+from ferrum_rpc.engine.assembly.plan import announce, mib
+from ferrum_rpc.engine.assembly.size import LargestStep, adapter_bytes, make_plan, size_cache
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.engine.cuda.select import graphs_chosen, obstacle, select_compute, select_depth, stage_compute
-from ferrum_rpc.engine.fingerprint import of_checkpoint, of_identity
-from ferrum_rpc.engine.hf_check import check_parity
-from ferrum_rpc.engine.kv_rounding import ROUNDED, rounding_error
-from ferrum_rpc.engine.loading import Progress
 from ferrum_rpc.engine.memory import free_memory, total_memory
-from ferrum_rpc.engine.plan import announce, mib
 from ferrum_rpc.engine.ranks.adapters import RankedAdapters
 from ferrum_rpc.engine.ranks.compute import RankedCompute, RankedStore
 from ferrum_rpc.engine.ranks.leader import Ranks
@@ -35,7 +36,6 @@ from ferrum_rpc.engine.ranks.links import assemble
 from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
 from ferrum_rpc.engine.ranks.world import ranks_here
 from ferrum_rpc.engine.runner import Stage, TorchRunner
-from ferrum_rpc.engine.sizing import LargestStep, adapter_bytes, make_plan, size_cache
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import Failpoint, Failpoints
 from ferrum_rpc.kv.manager import KvManager

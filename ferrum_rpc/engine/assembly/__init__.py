@@ -1,0 +1,1 @@
+"""From settings to a runner: `choose` what runs here, `size` what it takes, `build` it, and `check` what comes out."""
