@@ -31,7 +31,7 @@ from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, S
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.choose import choose_parts
 from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
-from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.engine.operations import TorchRunner
 
 KINDS: Final[dict[str, dict[str, Any]]] = {
     "bfloat16": {"dtype": "bfloat16"},

@@ -11,7 +11,8 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Rows
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.engine.runner import Stage, TorchRunner
+from ferrum_rpc.engine.operations import TorchRunner
+from ferrum_rpc.engine.step import Stage
 from ferrum_rpc.sampling.transfer import Mark
 
 LOOKS = 8

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.kv.store import KvStore
 from tests.kv.kv_world import owned_slots
 

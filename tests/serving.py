@@ -17,8 +17,9 @@ import structlog
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Limits
 from ferrum_rpc.engine.assembly.build import build_runner, failing_stage
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.process.parent import Program
-from ferrum_rpc.engine.runner import Stage, TorchRunner
+from ferrum_rpc.engine.step import Stage
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, kv_transfer_pb2_grpc, model_executor_pb2_grpc
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.guard.auth import Security

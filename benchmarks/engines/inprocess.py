@@ -20,7 +20,7 @@ from benchmarks.engines.grpc import last_rows
 from ferrum_rpc.building import build
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, SpanResult, Step
-from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.engine.operations import TorchRunner
 
 INSIDE: Final = "ours, in process"
 

@@ -30,7 +30,7 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.kv_rounding import FP8_CAPABILITY
-from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.sampling.masks import Masks, RowMask, forbid

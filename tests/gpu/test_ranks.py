@@ -27,8 +27,8 @@ from ferrum_rpc.distributed import nccl, shared_memory
 from ferrum_rpc.distributed.group import Group, GroupAborted, sum_in_order
 from ferrum_rpc.distributed.staged import StagedGroup
 from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.ranks.compute import RankedCompute
-from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import DeviceLost, StepFailed
 from tests.checkpoints import make_checkpoint
 

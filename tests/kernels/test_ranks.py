@@ -28,10 +28,10 @@ from ferrum_rpc.engine.assembly import choose
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.cuda import select
 from ferrum_rpc.engine.cuda.graphs import buckets
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.ranks import placing
 from ferrum_rpc.engine.ranks.follower import Follower
 from ferrum_rpc.engine.ranks.setup import Setup
-from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import DeviceLost, InvalidRequest, StepFailed
 from tests.checkpoints import make_checkpoint
 from tests.fake_nccl import use_fake_nccl

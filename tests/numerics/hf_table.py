@@ -28,7 +28,7 @@ import torch
 
 from ferrum_rpc.core import Greedy, OutputSpec, Positions, Span, Step
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import ExecutorError, NotSupported
 from ferrum_rpc.models.hf.describe import describe
 from ferrum_rpc.models.spec import ModelSpec

@@ -11,7 +11,7 @@ import pytest
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Accept, Greedy, OutputSpec, Positions, Span, SpanResult, Step
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.engine.operations import TorchRunner
 from tests.checkpoints import make_checkpoint
 
 TEXTS, LENGTH, DRAFTED = 20, 500, 5

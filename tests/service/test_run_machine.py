@@ -37,9 +37,9 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Positions, Span, Step
 from ferrum_rpc.engine.api import Command, Operation, Submission
 from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.places import Places
 from ferrum_rpc.engine.process.parent import EngineProcess, Program
-from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import ExecutorError, Reason
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.service.guard.auth import Security

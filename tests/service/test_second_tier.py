@@ -76,7 +76,7 @@ async def test_blocks_that_gave_way_come_back_with_their_bits(tmp_path: Path) ->
 
 
 async def test_a_step_reads_nothing_and_an_operation_a_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ferrum_rpc.engine.runner.FETCH_BYTES", 1)
+    monkeypatch.setattr("ferrum_rpc.engine.operations.FETCH_BYTES", 1)
     async with tiered(tmp_path) as served:
         _, expected = await seen(served, PROMPT)
         await seen(served, OTHER)

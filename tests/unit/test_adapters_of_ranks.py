@@ -19,7 +19,7 @@ import torch
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, Greedy, OutputSpec, Positions, PrefixUse, Span, SpanResult, Step
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import (
     AdapterUnknown,
     ExecutorError,

@@ -31,7 +31,8 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.runner import Pending, TorchRunner
+from ferrum_rpc.engine.operations import TorchRunner
+from ferrum_rpc.engine.step import Pending
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.table import slots_for
 from tests.fake_async_device import LateCompute, late_runner
@@ -327,7 +328,7 @@ def test_a_device_that_is_lost_is_lost_to_both(asked_first: bool) -> None:
 
 def test_the_time_of_a_step_begins_when_the_one_before_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, pair, now = late_runner(CONFIG), Pair(), [100.0]
-    monkeypatch.setattr("ferrum_rpc.engine.runner.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("ferrum_rpc.engine.step.time.perf_counter", lambda: now[0])
     with runner.context():
         one = runner.begin(Step((pair.span(1, 3),)))
         now[0] = 101.0

@@ -35,11 +35,11 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.ranks import links
 from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank
 from ferrum_rpc.engine.ranks.links import machine
 from ferrum_rpc.engine.ranks.messages import Channel
-from ferrum_rpc.engine.runner import TorchRunner
 from ferrum_rpc.errors import DeviceLost, NotSupported, StepFailed
 from ferrum_rpc.kv.table import slots_for
 from ferrum_rpc.models.layout import layout

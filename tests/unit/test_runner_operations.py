@@ -9,7 +9,7 @@ import pytest
 import structlog
 import torch
 
-from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import DeviceLost, StepFailed, TruncateBeyondLength
 from tests.unit.test_runner_transactions import Sabotage, Twins
 

@@ -32,7 +32,7 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.table import slots_for
 from tests.checkpoints import make_checkpoint

@@ -14,7 +14,7 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, Span, SpanResult, Step, TopTokens
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.cuda.select import select_compute, select_depth
-from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import DeviceLost, StepFailed
 from tests.kernels.fixtures import PlannedTorch
 from tests.kernels.rerun import Rerun

@@ -29,13 +29,14 @@ from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.engine.cuda.select import graphs_chosen, obstacle, select_compute, select_depth, stage_compute
 from ferrum_rpc.engine.memory import free_memory, total_memory
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.ranks.adapters import RankedAdapters
 from ferrum_rpc.engine.ranks.compute import RankedCompute, RankedStore
 from ferrum_rpc.engine.ranks.leader import Ranks
 from ferrum_rpc.engine.ranks.links import assemble
 from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
 from ferrum_rpc.engine.ranks.world import ranks_here
-from ferrum_rpc.engine.runner import Stage, TorchRunner
+from ferrum_rpc.engine.step import Stage
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import Failpoint, Failpoints
 from ferrum_rpc.kv.manager import KvManager

@@ -19,7 +19,7 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, SpanResult, Step, TokenArray
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.hf_source import stored_tensors
-from ferrum_rpc.engine.runner import TorchRunner
+from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.models.hf.rope import freeze
 from ferrum_rpc.weights.checkpoint import INDEX, SINGLE, Checkpoint, read_json

@@ -23,39 +23,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 import torch
 
-from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.core import (
-    AdapterFacts,
-    BlockChange,
-    CacheState,
-    DeviceInfo,
-    ModelInfo,
-    PrefixUse,
-    RankState,
-    Rows,
-    Span,
-    SpanOutcome,
-    SpanResult,
-    Step,
-    StepResult,
-    TokenArray,
-)
-from ferrum_rpc.engine.adapters import Adapters
+from ferrum_rpc.core import CacheState, RankState, Rows, Span, SpanOutcome, SpanResult, Step, StepResult
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, NotSupported, StepFailed
+from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.manager import KvManager
-from ferrum_rpc.kv.sequence import KvMisuse, Reservation
+from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.store import KvStore, Saved
 from ferrum_rpc.kv.tiers import BlockFiles
-from ferrum_rpc.models.base import Model
 from ferrum_rpc.sampling.accept import accepted
 from ferrum_rpc.sampling.transfer import Mark
 
@@ -68,9 +49,6 @@ Stages of a step: ``reserve`` (each span; again where it had to wait for blocks)
 when its rows are there ``commit``. Operations: ``truncate``, ``fork`` (each child), ``release``, ``reserve_kv``,
 ``export`` (each piece), ``import`` (its begin, each piece, its end), ``adapter`` (each piece).
 """
-
-FETCH_BYTES: Final = 16 << 20
-"""What one operation reads of the second tier, at most, but for one block: a step waits for it."""
 
 FLUSH_S: Final = 5.0
 """At its end, the second tier may take so long to be written."""
@@ -100,39 +78,28 @@ class Pending:
     ended: StepResult | ExecutorError | None = None
 
 
-class TorchRunner:
+class StepRunner:
     """Runs steps of one model over one paged cache. ``depth``: how many may be under way at once; more than one only
     where ``compute`` is late."""
 
     def __init__(
         self,
-        model: Model,
         kv: KvManager,
         store: KvStore,
-        attention: AttentionBackend,
+        compute: Compute,
         *,
-        info: ModelInfo,
-        device: DeviceInfo,
-        stage: Stage | None = None,
-        compute: Compute | None = None,
-        depth: int = 1,
-        tier: BlockFiles | None = None,
-        adapters: Adapters | None = None,
+        stage: Stage | None,
+        depth: int,
+        tier: BlockFiles | None,
     ) -> None:
-        self.info = info
-        self.device = device
-        self.model = model
         self.kv = kv
         self.store = store
-        self.attention = attention
-        self.compute = Compute(model, attention) if compute is None else compute
+        self.compute = compute
         self.depth = depth
-        self.in_stages = self.compute.in_stages
+        self.in_stages = compute.in_stages
         self._stage = stage
         self._under_way: list[Pending] = []
-        self._imports: dict[int, tuple[Reservation, TokenArray]] = {}
         self._ended_at = 0.0
-        self._adapters = adapters
         self._tier = tier
         if tier is not None:
             tier.on_gone = partial(kv.note_tier, there=False)
@@ -164,6 +131,20 @@ class TorchRunner:
     def ranks(self) -> list[RankState]:
         """See `Runner.ranks`."""
         return self.compute.ranks()
+
+    def end_hold(self, sequences: Sequence[int]) -> None:
+        """Their runs are over: give back the blocks that were held for them."""
+        for sequence in sequences:
+            self.kv.end_hold(sequence)
+
+    def check(self) -> None:
+        """Raise unless the cache's books agree."""
+        self.kv.check()
+
+    def cache_state(self) -> CacheState:
+        """How full the cache is."""
+        state = self.kv.state()
+        return state if self._tier is None else state._replace(tier_bytes=self._tier.held_bytes)
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -393,210 +374,6 @@ class TorchRunner:
         for reservation in reservations:
             self.kv.rollback(reservation)
         self.kv.trim_spares()
-
-    # --- integer operations, in the same queue ----------------------------------------------------------------------
-
-    def truncate(self, sequence: int, length: int) -> int:
-        """Roll back to ``length``; returns it. Raises `TruncateBeyondLength`."""
-        with self._operation("truncate"):
-            self._settle()
-            if self._stage is not None:
-                self._stage("truncate")
-            self.kv.truncate(sequence, length)
-        return length
-
-    def fork(self, parent: int, children: Sequence[int], at: int | None) -> int:
-        """Make ``children`` of the first ``at`` tokens of ``parent``, all or none; returns their length."""
-        made: list[int] = []
-        with self._operation("fork"):
-            self._settle()
-            try:
-                for child in children:
-                    if self._stage is not None:
-                        self._stage("fork")
-                    self.kv.fork(parent, child, at)
-                    made.append(child)
-            except BaseException:
-                for child in made:
-                    self.kv.release(child, publish=False)
-                if made:  # a truncation to where it stands gives back the spare that its shared block needed
-                    self.kv.truncate(parent, self.kv.length(parent))
-                raise
-        return self.kv.length(parent) if at is None else at
-
-    def reserve(self, sequence: int, tokens: int) -> None:
-        """Promise blocks for the next ``tokens`` tokens. Raises `KvBlocksExhausted`."""
-        with self._operation("reserve_kv"):
-            self._settle()
-            if self._stage is not None:
-                self._stage("reserve_kv")
-            self.kv.ensure_capacity(sequence, tokens)
-
-    def release(self, sequences: Sequence[int]) -> int:
-        """Free sequences, imports that are not committed among them. Returns how many blocks are free now that were
-        not."""
-        with self._operation("release"):
-            if not self._taken().isdisjoint(sequences):
-                self._settle()
-            if self._stage is not None:
-                self._stage("release")
-            free = self.kv.free_blocks
-            for sequence in sequences:
-                unfinished = self._imports.pop(sequence, None)
-                if unfinished is None:
-                    self.kv.release(sequence)
-                else:
-                    self.kv.rollback(unfinished[0])
-            return self.kv.free_blocks - free
-
-    def forget_prefixes(self) -> None:
-        """Find nothing any more of what was seen so far."""
-        with self._operation("change of the prefix cache"):
-            self._settle()
-            self.kv.forget_prefixes()
-            if self._tier is not None:
-                self._tier.clear()
-
-    def fetch_prefix(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> int:
-        """Bring a piece of what the second tier has for ``prompt``, which a step is to write behind the first ``start``
-        tokens of ``sequence`` or of a fork of it, to where the step finds it. Returns how many blocks; 0: it has no
-        more."""
-        if self._tier is None:
-            return 0
-        most = max(1, FETCH_BYTES // self.store.block_bytes)
-        with self._operation("read of the second tier"):
-            self._settle()
-            try:
-                fetched = self.kv.fetch(sequence, start, prompt, prefix, most)
-                self._save_leaving()
-                for block, content in fetched:
-                    self.store.write_block(block, content)
-            except BaseException:
-                self.kv.forget_prefixes()  # some may lack their content
-                raise
-        return len(fetched)
-
-    def watch_prefixes(self) -> list[BlockChange]:
-        """What the prefix cache has. From now on changes are kept, for `prefix_changes`."""
-        return self.kv.watch_prefixes()
-
-    def prefix_changes(self) -> list[BlockChange] | None:
-        """What has changed there since it was asked last, in its order. None: not known, watch again."""
-        return self.kv.prefix_changes()
-
-    def end_hold(self, sequences: Sequence[int]) -> None:
-        """Their runs are over: give back the blocks that were held for them."""
-        for sequence in sequences:
-            self.kv.end_hold(sequence)
-
-    def change_masks(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
-        """Keep the token masks ``added``, by id and words, and forget others; see `Masks`."""
-        with self._operation("change of masks"):
-            self.compute.masks.change(added, dropped)
-
-    def open_adapter(self, number: int, name: str) -> AdapterFacts:
-        """Begin to load an adapter: see `Adapters.open`."""
-        with self._operation("load of an adapter"):
-            return self._known_adapters.open(number, name)
-
-    def find_adapter(self, name: str) -> None:
-        """Raises what `open_adapter` would of its files."""
-        with self._operation("look for an adapter"):
-            self._known_adapters.find(name)
-
-    def read_adapter(self, number: int) -> bytes | None:
-        """Read a piece of an adapter that was opened. The last answer is the fingerprint of the model with it."""
-        with self._operation("load of an adapter"):
-            if self._stage is not None:
-                self._stage("adapter")
-            return self._known_adapters.read(number)
-
-    def drop_adapter(self, number: int) -> None:
-        """No sequence uses it, and none will."""
-        with self._operation("end of an adapter"):
-            self._settle()
-            self._known_adapters.drop(number)
-
-    @property
-    def _known_adapters(self) -> Adapters:
-        if self._adapters is None:
-            raise NotSupported("the executor has no --adapter-dir")
-        return self._adapters
-
-    # --- moving sequences, a piece at a time between steps ----------------------------------------------------------
-
-    def token_ids(self, sequence: int) -> TokenArray:
-        """The tokens of ``sequence``, int32 [length]."""
-        return self.kv.tokens(sequence).copy()
-
-    def imported_from(self, sequence: int) -> int | None:
-        """See `KvManager.imported_from`."""
-        return self.kv.imported_from(sequence)
-
-    def read_kv(
-        self, sequence: int, start: int, end: int, layers: Sequence[int]
-    ) -> list[tuple[npt.NDArray[np.uint8], ...]]:
-        """The cache of the positions ``start .. end``, by layer: see `KvStore.read`."""
-        with self._operation("export"):
-            if self._stage is not None:
-                self._stage("export")
-            [slots] = self.compute.to_device(self.kv.slots(sequence, start, end))
-            return [self.store.read(slots, layer, self.info.head_dim) for layer in layers]
-
-    def begin_import(self, sequence: int, tokens: TokenArray, ahead: int, prefix: PrefixUse | None) -> int:
-        """Take the blocks of a sequence that is to have ``tokens``, and of ``ahead`` tokens more. Returns how many of
-        the tokens the prefix cache has; `write_kv` brings the rest. Raises `KvBlocksExhausted`."""
-        with self._operation("import"):
-            self._settle()
-            if self._stage is not None:
-                self._stage("import")
-            taken = self.kv.reserve(sequence, 0, len(tokens), create=True, ahead=ahead, prefix=prefix, prompt=tokens)
-            if self._tier is not None:
-                self._save_leaving()
-            self._imports[sequence] = taken, tokens
-        return taken.cached
-
-    def write_kv(self, sequence: int, start: int, end: int, layer: int, parts: Sequence[Any]) -> None:
-        """Write the cache of the positions ``start .. end`` of an import: see `KvStore.write`."""
-        with self._operation("import"):
-            if self._stage is not None:
-                self._stage("import")
-            if start < self._imports[sequence][0].cached:
-                raise KvMisuse(f"position {start} is in a block of the prefix cache")
-            [slots] = self.compute.to_device(self.kv.slots(sequence, start, end))
-            self.store.write(slots, layer, self.info.head_dim, parts)
-
-    def commit_import(self, sequence: int) -> int:
-        """All of its cache was written: it is a sequence like others. Returns its length."""
-        with self._operation("import"):
-            self._settle()
-            if self._stage is not None:
-                self._stage("import")
-            length = self.kv.commit(*self._imports[sequence])
-            del self._imports[sequence]
-        return length
-
-    @contextmanager
-    def _operation(self, name: str) -> Iterator[None]:
-        """An unexpected error becomes `StepFailed`: the cache's calls change everything or nothing."""
-        try:
-            yield
-        except ExecutorError:
-            raise
-        except GONE as error:
-            raise DeviceLost(f"the device failed during a {name}") from error
-        except Exception as error:
-            log.exception("operation_failed", operation=name, action="report this stack trace: it is a bug")
-            raise StepFailed(f"the {name} failed ({type(error).__name__}); nothing changed") from error
-
-    def check(self) -> None:
-        """Raise unless the cache's books agree."""
-        self.kv.check()
-
-    def cache_state(self) -> CacheState:
-        """How full the cache is."""
-        state = self.kv.state()
-        return state if self._tier is None else state._replace(tier_bytes=self._tier.held_bytes)
 
 
 def _short(refused: dict[int, ExecutorError]) -> bool:
