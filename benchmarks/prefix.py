@@ -28,7 +28,7 @@ from benchmarks.engines.grpc import TIMEOUT_S, Client, executor
 from benchmarks.engines.process import REFERENCE, PeerProcess
 from benchmarks.peers import ENVIRONMENTS, PEERS
 from benchmarks.record import Contest, Record, finish, out_of, read_options
-from ferrum_rpc.client import Answer, CacheMode, ExecutorClient
+from ferrum_rpc.client import CacheMode, ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
 from ferrum_rpc.core import PREFIX
 from ferrum_rpc.kv.manager import KvManager
@@ -103,9 +103,7 @@ async def feed(
     for first, last in itertools.pairwise(bounds):
         began = time.perf_counter()
         items = [live[index].item(prompts[index]) for index in range(first, last)]
-        for answer in await client.forward(items):
-            if not isinstance(answer, Answer):
-                raise answer
+        (await client.forward(items)).all_answers()
         seconds.append(time.perf_counter() - began)
     after = await client.status()
     tokens = after.counters.tokens - before.counters.tokens

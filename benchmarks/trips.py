@@ -124,11 +124,9 @@ class Others:
     async def _decode(self, run: Run | None, began: asyncio.Event, stop: asyncio.Event) -> None:
         while not stop.is_set():
             items = [each.item([TOKEN], truncate_to=CONTEXT, run=run) for each in self._sequences]
-            for answer in await self._client.forward(items):
-                if isinstance(answer, Exception):
-                    began.set()
-                    raise answer
+            results = await self._client.forward(items)
             began.set()
+            results.all_answers()
 
 
 async def steps_ms(sequence: ClientSequence, steps: int) -> list[float]:

@@ -283,7 +283,7 @@ class Client(Way):
         for index, fed in timed.steps(cell.fed(self.vocab_size, steps).tolist(), LEAD_IN):
             back, pairs = None if index else cell.context, zip(self._sequences, fed, strict=True)
             items = [sequence.item([token], output, truncate_to=back) for sequence, token in pairs]
-            _done(timed, await self.client.forward(items))
+            _done(timed, (await self.client.forward(items)).all_answers())
         return timed
 
     async def make(self, sequences: int) -> None:
@@ -309,24 +309,19 @@ class Batches(Client):
         began = time.perf_counter()
         for _ in timed.steps(range(steps), 0):
             items = [each.item([TOKEN], truncate_to=self.back) for each in self._sequences[:depth]]
-            _done(timed, await self.client.forward(items))
+            _done(timed, (await self.client.forward(items)).all_answers())
         timed.wall_s = time.perf_counter() - began
         for values in (timed.step_s, timed.forward_s, timed.queue_s):
             values[:] = [value for value in values for _ in range(depth)]
         return timed
 
 
-def _done(timed: Round, answers: Sequence[Answer | Exception]) -> None:
+def _done(timed: Round, answers: Sequence[Answer]) -> None:
     """A step has ended: its timing by the server, and its tokens."""
-    found: list[Answer] = []
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
-        found.append(answer)
-    timing = found[-1].timing
+    timing = answers[-1].timing
     assert timing is not None
     timed.done(timing.forward_s, timing.queue_s)
-    timed.last = [answer.token for answer in found]
+    timed.last = [answer.token for answer in answers]
 
 
 @asynccontextmanager

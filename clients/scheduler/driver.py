@@ -26,6 +26,7 @@ from ferrum_rpc.client import (
     SEQUENCE_GONE,
     Accept,
     Answer,
+    BatchResults,
     CacheMode,
     Capability,
     ExecutorClient,
@@ -226,19 +227,20 @@ class Driver:
         items = [self.board.item(feed, self._output(feed), runs.get(feed.request)) for feed in step.feeds]
         began = time.monotonic()
         results, _ = await asyncio.gather(self._send(items), self.board.let_go())
-        self._count(step.feeds, results, time.monotonic() - began, runs)
+        answered, refused = results.split(step.feeds)
+        self._count(answered, time.monotonic() - began, runs)
+        for feed, answer in answered:
+            self._fed(feed, answer)
         scarce: ExecutorError | None = None
-        for feed, result in zip(step.feeds, results, strict=True):
-            if isinstance(result, Answer):
-                self._fed(feed, result)
-            elif isinstance(result, NO_ROOM) and feed.request in runs:
+        for feed, error in refused:
+            if isinstance(error, NO_ROOM) and feed.request in runs:
                 self._single = True
-            elif isinstance(result, NO_ROOM + NOT_NOW):
-                scarce = result
-                if isinstance(result, NOT_NOW):
+            elif isinstance(error, NO_ROOM + NOT_NOW):
+                scarce = error
+                if isinstance(error, NOT_NOW):
                     self.board.requeue(feed.request)
             else:
-                self.refused(feed.request, result)
+                self.refused(feed.request, error)
         if scarce is not None:
             await self._make_way(scarce)
 
@@ -304,13 +306,10 @@ class Driver:
     def _landed(self, chain: Chain, flights: Iterable[Flight], began: float) -> float:
         """Take the tokens of runs. What was refused is planned anew, by a single step where blocks are short. Returns
         the time."""
-        results = [
-            (each, result)
-            for flight in flights
-            for each, result in zip(flight.items.items(), flight.call.result(), strict=True)
-        ]
-        now, answers = time.monotonic(), [each for _, each in results if isinstance(each, Answer)]
-        if answers:
+        now, found = time.monotonic(), [flight.call.result().split(flight.items.items()) for flight in flights]
+        answered = [each for part, _ in found for each in part]
+        refused = [each for _, part in found for each in part]
+        if answers := [answer for _, answer in answered]:
             self.patience.renew()
             timing = answers[-1].timing
             self._run.step(
@@ -322,19 +321,21 @@ class Driver:
                 executor_seconds=0.0 if timing is None else min(timing.forward_s, now - began),
             )
             self._run.saw(answers[-1].pressure)
-        for (request, item), result in results:
-            if request not in self.board.running:
-                continue  # a run behind its last one; the request may be with another executor by now
-            if isinstance(result, Answer):
-                request.fed(1, result.length, self._budget.exact)
+        # one that is not in ``running`` has ended with the run before, or is with another executor by now
+        for (request, _), answer in answered:
+            if request in self.board.running:
+                request.fed(1, answer.length, self._budget.exact)
                 request.failures = 0
-                self._chosen(request, result)
-            elif isinstance(result, NO_ROOM + NOT_NOW):
+                self._chosen(request, answer)
+        for (request, item), error in refused:
+            if request not in self.board.running:
+                continue
+            if isinstance(error, NO_ROOM + NOT_NOW):
                 self._single = True
-            elif isinstance(result, ChainBroken) or (item.follows is not None and isinstance(result, OUT_OF_STEP)):
+            elif isinstance(error, ChainBroken) or (item.follows is not None and isinstance(error, OUT_OF_STEP)):
                 chain.broken = True
             else:
-                self.refused(request, result)
+                self.refused(request, error)
         return now
 
     def _output(self, feed: PlannedFeed, *, last: bool = False) -> OutputSpec:
@@ -349,7 +350,7 @@ class Driver:
             return OutputSpec(Positions.ALL, Accept(kind if isinstance(kind, Sample) else None))
         return OutputSpec(Positions.LAST, kind)
 
-    async def _send(self, items: list[Item]) -> list[Answer | ExecutorError]:
+    async def _send(self, items: list[Item]) -> BatchResults:
         """One call. Refused at the door, or unanswered, it is made again with the same items: their request ids make
         that safe."""
         while True:
@@ -431,13 +432,11 @@ class Driver:
 
     def _count(
         self,
-        feeds: ListOf[PlannedFeed],
-        results: ListOf[Answer | ExecutorError],
+        done: ListOf[tuple[PlannedFeed, Answer]],
         seconds: float,
         runs: Collection[Request],
     ) -> None:
         """Note a step, before its answers change the requests."""
-        done = [(feed, result) for feed, result in zip(feeds, results, strict=True) if isinstance(result, Answer)]
         if not done:
             return
         self.patience.renew()

@@ -13,8 +13,7 @@ from typing import Final
 
 from clients.scheduler.policy import PlannedFeed, Pool
 from clients.scheduler.request import Request
-from ferrum_rpc.client import Answer, Item
-from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.client import BatchResults, Item
 
 SHORT: Final = 4
 """Tokens of a run while a request waits, or beside drafts."""
@@ -22,7 +21,7 @@ SHORT: Final = 4
 MAX_STOPS: Final = 256
 """Stop ids of a run."""
 
-Call = asyncio.Task[list[Answer | ExecutorError]]
+Call = asyncio.Task[BatchResults]
 
 
 @dataclass(frozen=True, slots=True)

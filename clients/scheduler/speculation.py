@@ -95,9 +95,8 @@ class DraftModel:
         held = sequence.tokens
         same = next((at for at, pair in enumerate(zip(held, text, strict=False)) if pair[0] != pair[1]), len(held))
         same = min(same, len(text) - 1)
-        [answer] = await self._client.forward([sequence.item(text[same:], truncate_to=same, run=run)])
-        if isinstance(answer, ExecutorError):
-            raise answer
+        results = await self._client.forward([sequence.item(text[same:], truncate_to=same, run=run)])
+        [answer] = results.all_answers()
         return [*map(int, answer.tokens)]
 
 

@@ -79,9 +79,8 @@ class Batch:
         except ExecutorError as error:
             return Outcome(errors=[error])
         self._next = None
-        answers = [each for each in results if isinstance(each, Answer)]
-        errors = [each for each in results if isinstance(each, ExecutorError)]
-        return Outcome(len(answers), answers[0].timing if answers else None, errors)
+        answers = results.answers()
+        return Outcome(len(answers), answers[0].timing if answers else None, results.errors())
 
     async def release(self) -> None:
         """Free them."""

@@ -21,9 +21,10 @@ numpy; loads no torch, no server code.
                     results = await client.forward(             # both in one forward pass
                         [sequence.item([text[-1]]), branch.item([32], TopTokens(4))]
                     )
-                    print(results[1].top_tokens.token_ids, client.pressure)
+                    [first, second] = results.all_answers()     # raises what refused one of them
+                    print(second.top_tokens.token_ids, client.pressure)
 
-                async for token in sequence.generate([results[0].token], max_tokens=8):  # a stream
+                async for token in sequence.generate([first.token], max_tokens=8):  # a stream
                     print(token)
                 await client.release([sequence, branch])        # many in one call, an outcome for each
             print((await client.score(b"In the beginning", first=2)).logprobs)  # of each token behind "In"
@@ -31,14 +32,15 @@ numpy; loads no torch, no server code.
     asyncio.run(main())
 
 Sequences belong to the executor's cache: `Sequence` keeps the handle and advances it with every answer. Errors are the
-classes of `ferrum_rpc.errors`, raised by single calls and returned per item by batches. Requested rows are numpy
-arrays on `Answer`. A lost reply never appends twice: every mutating call carries a request id, and calls whose
-fate is unknown are sent again under the same one (`ResendPolicy`). A client's sequences live with its lease, which it
-renews by itself (`LeasePolicy`); with ``session=True`` its requests share one stream. `client.sync` is the same for
-programs without asyncio, `client.fleet` over several executors, and `client.fleet.sync` both.
+classes of `ferrum_rpc.errors`, which this module exports too, raised by single calls and returned per item by batches
+(`BatchResults`). Requested rows are numpy arrays on `Answer`. A lost reply never appends twice: every mutating call
+carries a request id, and calls whose fate is unknown are sent again under the same one (`ResendPolicy`). A client's
+sequences live with its lease, which it renews by itself (`LeasePolicy`); with ``session=True`` its requests share one
+stream. `client.sync` is the same for programs without asyncio, `client.fleet` over several executors, and
+`client.fleet.sync` both.
 """
 
-from ferrum_rpc.client.answer import Answer, NoSuchRowsError
+from ferrum_rpc.client.answer import Answer, BatchResults, NoSuchRowsError
 from ferrum_rpc.client.arguments import CacheMode
 from ferrum_rpc.client.channel import ChannelCredentials, read_token, tls
 from ferrum_rpc.client.client import ExecutorClient
@@ -81,6 +83,43 @@ from ferrum_rpc.core import (
     StepTiming,
     TopTokens,
 )
+from ferrum_rpc.errors import (
+    AdapterInUse,
+    AdapterUnknown,
+    Cancelled,
+    ChainBroken,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    DeviceLost,
+    Draining,
+    ExecutorError,
+    HandleReleased,
+    HandleUnknown,
+    InstanceMismatch,
+    InternalError,
+    InvalidRequest,
+    KvBlocksExhausted,
+    KvCorrupt,
+    LayoutMismatch,
+    LeaseExpired,
+    LeaseUnknown,
+    NotSupported,
+    OutputTooLarge,
+    PermissionDenied,
+    QueueFull,
+    QuotaExceeded,
+    Reason,
+    RequestIdReused,
+    SequenceBusy,
+    SequencesExhausted,
+    SequenceVersionMismatch,
+    Starting,
+    StepFailed,
+    TokenMaskUnknown,
+    TransportError,
+    TruncateBeyondLength,
+    Unauthenticated,
+)
 from ferrum_rpc.wire.info import LIVENESS
 
 __all__ = [
@@ -88,13 +127,23 @@ __all__ = [
     "NEVER_RESEND",
     "SEQUENCE_GONE",
     "Accept",
+    "AdapterInUse",
     "AdapterInfo",
+    "AdapterUnknown",
     "Answer",
+    "BatchResults",
     "CacheMode",
+    "Cancelled",
     "Capability",
+    "ChainBroken",
     "ChannelCredentials",
+    "ContextLengthExceeded",
     "Counters",
+    "DeadlineExceeded",
+    "DeviceLost",
+    "Draining",
     "ExecutorClient",
+    "ExecutorError",
     "ExecutorInfo",
     "ExecutorState",
     "ExecutorStatus",
@@ -102,23 +151,40 @@ __all__ = [
     "FullLogits",
     "Greedy",
     "HandleRef",
+    "HandleReleased",
+    "HandleUnknown",
     "Health",
     "HiddenStates",
+    "InstanceMismatch",
+    "InternalError",
+    "InvalidRequest",
     "Item",
     "KvBlocks",
+    "KvBlocksExhausted",
+    "KvCorrupt",
+    "LayoutMismatch",
     "Lease",
+    "LeaseExpired",
     "LeasePolicy",
     "LeaseState",
     "LeaseTrouble",
+    "LeaseUnknown",
     "MethodCount",
     "ModelClient",
     "NextToken",
     "NoSuchRowsError",
+    "NotSupported",
     "OutputSpec",
+    "OutputTooLarge",
+    "PermissionDenied",
     "Positions",
     "PrefixEvents",
     "PrefixIndex",
     "Pressure",
+    "QueueFull",
+    "QuotaExceeded",
+    "Reason",
+    "RequestIdReused",
     "ResendPolicy",
     "RowDType",
     "RowLogprobs",
@@ -127,10 +193,19 @@ __all__ = [
     "Sample",
     "SelectedTokens",
     "Sequence",
+    "SequenceBusy",
     "SequenceInfo",
     "SequenceMisuseError",
+    "SequenceVersionMismatch",
+    "SequencesExhausted",
+    "Starting",
+    "StepFailed",
     "StepTiming",
+    "TokenMaskUnknown",
     "TopTokens",
+    "TransportError",
+    "TruncateBeyondLength",
+    "Unauthenticated",
     "WarmupReport",
     "read_token",
     "tls",

@@ -1,10 +1,10 @@
-"""The answer to one committed work item, with its rows as numpy arrays."""
+"""The answer to one committed work item, with its rows as numpy arrays, and the results of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,10 @@ import numpy.typing as npt
 from ferrum_rpc.core import HandleRef, Pressure, RowBlock, RowKind, Rows, RunEnd, StepTiming
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.wire.rows import float_rows
+
+Thing = TypeVar("Thing")
+
+_SHOWN_TOKENS: Final = 4
 
 _OUTPUT_NAMES: Final = {
     RowKind.TOKENS: "Greedy, Sample, Accept or NextToken",
@@ -50,7 +54,7 @@ class NoSuchRowsError(LookupError):
     """The answer holds no rows of the kind, or not the number of rows, that was read: request them in the output."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Answer:
     """A committed work item.
 
@@ -74,6 +78,14 @@ class Answer:
     replayed: bool = False
     run_end: RunEnd | None = None
     run_cause: ExecutorError | None = None
+
+    def __repr__(self) -> str:
+        facts = [f"length={self.length}", self._rows_in_words()]
+        facts += [f"cached_tokens={self.cached_tokens}"] if self.cached_tokens else []
+        facts += ["replayed"] if self.replayed else []
+        facts += [f"run_end={self.run_end.name}"] if self.run_end is not None else []
+        facts += [f"run_cause={type(self.run_cause).__name__}"] if self.run_cause is not None else []
+        return f"<Answer {' '.join(facts)}>"
 
     @property
     def length(self) -> int:
@@ -132,6 +144,14 @@ class Answer:
         """What the output head reads, float32 [R, hidden size], whatever type it travelled as."""
         return float_rows(self._columns(RowKind.HIDDEN_STATES)["hidden_states"])
 
+    def _rows_in_words(self) -> str:
+        if self.rows is None:
+            return "no rows"
+        if self.rows.block.kind is not RowKind.TOKENS:
+            return f"{self.rows.count} x {_OUTPUT_NAMES[self.rows.block.kind]}"
+        shown = ", ".join(map(str, self.tokens[:_SHOWN_TOKENS].tolist()))
+        return f"tokens=[{shown}]" if self.rows.count <= _SHOWN_TOKENS else f"tokens=[{shown}, ... {self.rows.count}]"
+
     def _beside_token(self, name: str, ask_with: str) -> npt.NDArray[Any]:
         columns = self._columns(RowKind.TOKENS)
         if name not in columns:
@@ -146,6 +166,49 @@ class Answer:
         if block.kind is not kind:
             raise NoSuchRowsError(f"the answer holds {_OUTPUT_NAMES[block.kind]} rows: ask with {_OUTPUT_NAMES[kind]}")
         return block.between(first, first + self.rows.count).columns
+
+
+class BatchResults(list[Answer | ExecutorError]):
+    """What a batch call returns: ``results[i]`` is for ``items[i]``, the `Answer`, or the `ExecutorError` that refused
+    it. A list, with what a scheduler does next:
+
+        for answer in results.all_answers():                   # or raise the first refusal
+            ...
+        answered, refused = results.split(requests)            # one request for each item, in their order
+        for request, answer in answered:
+            request.tokens.append(answer.token)
+        for request, error in refused:
+            log.warning("%s: %s", request, error)
+    """
+
+    __slots__ = ()
+
+    def answers(self) -> list[Answer]:
+        """The answers, in the order of their items; without those of items that were refused."""
+        return [each for each in self if isinstance(each, Answer)]
+
+    def errors(self) -> list[ExecutorError]:
+        """Why items were refused, in their order; empty where none was."""
+        return [each for each in self if isinstance(each, ExecutorError)]
+
+    def all_answers(self) -> list[Answer]:
+        """The answer of every item. Raises the first refusal if there is one; the other items are committed
+        nonetheless."""
+        if errors := self.errors():
+            raise errors[0]
+        return self.answers()
+
+    def split(self, things: Iterable[Thing]) -> tuple[list[tuple[Thing, Answer]], list[tuple[Thing, ExecutorError]]]:
+        """Answers and refusals apart, each beside its one of ``things``, of which there is one for each item. Raises
+        ValueError where there are more or fewer."""
+        answered: list[tuple[Thing, Answer]] = []
+        refused: list[tuple[Thing, ExecutorError]] = []
+        for thing, result in zip(things, self, strict=True):
+            if isinstance(result, Answer):
+                answered.append((thing, result))
+            else:
+                refused.append((thing, result))
+        return answered, refused
 
 
 def joined(answers: Sequence[Answer]) -> Answer:

@@ -37,14 +37,17 @@ from ferrum_rpc.executor.v1 import forward_pb2
 Tokens = Iterable[int] | npt.NDArray[np.integer]
 """Token ids: any iterable of ints, or an integer array [n]."""
 
-Output = OutputSpec | OutputKind
-"""What to return: a whole `OutputSpec`, or only a kind (`Greedy()`, `TopTokens(8)`) at the call's usual positions."""
+Output = OutputSpec | OutputKind | Positions
+"""What to return: a whole `OutputSpec`; only a kind (`Greedy()`, `TopTokens(8)`), at the call's usual positions; or
+only positions, of `Greedy()`. With `Positions.NONE` the answer has no rows."""
 
 MOST: Final = 2**32 - 1
 """The contract's numbers are unsigned, of 32 bits."""
 
 GREEDY: Final = Greedy()
 """The default output of every call."""
+
+NO_ROWS: Final = OutputSpec(Positions.NONE, GREEDY)
 
 _LAST_GREEDY: Final = OutputSpec(Positions.LAST, GREEDY)
 
@@ -74,8 +77,9 @@ def creation(
         raise InvalidRequest(f"these are no options of a sequence: {error}", field="create") from None
 
 
-def as_tokens(tokens: Tokens, field: str = "token_ids") -> list[int]:
-    """Token ids as a list of Python ints. Raises `InvalidRequest` for none, negative ones, bools and other types."""
+def as_tokens(tokens: Tokens, field: str = "token_ids", *, least: int = 1) -> list[int]:
+    """Token ids as a list of Python ints. Raises `InvalidRequest` for fewer than ``least`` (0 or 1), negative ones,
+    bools and other types."""
     listed: list[int]
     if type(tokens) is list and len(tokens) == 1 and type(token := tokens[0]) is int and 0 <= token <= MOST:
         return [token]  # what nearly every step feeds, in a quarter of the time
@@ -83,6 +87,8 @@ def as_tokens(tokens: Tokens, field: str = "token_ids") -> list[int]:
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InvalidRequest(f"{field}: integers [n] are wanted, not {tokens.dtype} {[*tokens.shape]}", field=field)
         listed = tokens.tolist()
+    elif isinstance(tokens, str):
+        raise InvalidRequest(f"{field} must be token ids, not text: encode it with the model's tokenizer", field=field)
     else:
         given = as_list(tokens, field)
         try:
@@ -92,6 +98,8 @@ def as_tokens(tokens: Tokens, field: str = "token_ids") -> list[int]:
         if bool in map(type, given):
             raise InvalidRequest(f"{field}: token ids are integers, not bools", field=field)
     if not listed:
+        if least == 0:
+            return listed
         raise InvalidRequest(f"{field}: at least one token is needed", field=field)
     if min(listed) < 0 or max(listed) > MOST:
         wrong = min(listed) if min(listed) < 0 else max(listed)
@@ -125,10 +133,12 @@ def as_list(values: Iterable[Any], field: str) -> list[Any]:
 
 
 def as_output(output: Output, positions: Positions) -> OutputSpec:
-    """A kind stands at the call's usual ``positions``, `NextToken` and `Accept` at all. Raises `InvalidRequest` for
-    what is no output."""
+    """A kind stands at the call's usual ``positions``, `NextToken` and `Accept` at all; positions alone are those of
+    `Greedy()`. Raises `InvalidRequest` for what is no output."""
     if output is GREEDY and positions is Positions.LAST:
         return _LAST_GREEDY
+    if isinstance(output, Positions):
+        return OutputSpec(output, GREEDY)
     if isinstance(output, NextToken | Accept):
         positions = Positions.ALL
     spec = output if isinstance(output, OutputSpec) else OutputSpec(positions, output)
@@ -166,7 +176,7 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
         case _:
             raise InvalidRequest(
                 f"an output is an OutputSpec, Greedy(), Sample(...), TopTokens(k), SelectedTokens((id, ...)), "
-                f"FullLogits(), HiddenStates(), NextToken() or Accept(...), not {kind!r}",
+                f"FullLogits(), HiddenStates(), NextToken(), Accept(...) or one of Positions, not {kind!r}",
                 field="output",
             )
     return spec
@@ -177,10 +187,9 @@ def as_run(run: Run, output: OutputSpec) -> Run:
     if not isinstance(run, Run):
         raise InvalidRequest(f"a run is Run(max_tokens, (stop id, ...)), not {run!r}", field="run")
     stops = run.stop_token_ids
-    found = Run(
-        as_number(run.max_tokens, "run.max_tokens", least=1),
-        tuple(as_tokens(stops, "run.stop_token_ids")) if len(stops) else (),
-    )
+    if type(stops) is not tuple or stops:
+        stops = tuple(as_tokens(stops, "run.stop_token_ids", least=0))
+    found = Run(as_number(run.max_tokens, "run.max_tokens", least=1), stops)
     check_run(found, output)
     return found
 
@@ -197,9 +206,20 @@ def _check_sample(sample: Sample, field: str) -> None:
     if sample.seed is not None:
         as_number(sample.seed, f"{field}.seed", most=2**64 - 1)
     _check_logprobs(sample.logprobs, f"{field}.logprobs")
-    for token_id, value in sample.bias:
-        as_number(token_id, f"{field}.bias.token_id")
-        _check_float(value, f"{field}.bias.bias")
+    if not isinstance(sample.bias, tuple | list):  # not a mapping either: an output is a value that can be compared
+        raise _wrong_bias(sample.bias, field)
+    for pair in sample.bias:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise _wrong_bias(sample.bias, field)
+        as_number(pair[0], f"{field}.bias.token_id")
+        _check_float(pair[1], f"{field}.bias.bias")
+
+
+def _wrong_bias(bias: object, field: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"bias must be a tuple of pairs (token id, what is added to its logit), as in ((32, 1.0),), not {bias!r:.80}",
+        field=f"{field}.bias",
+    )
 
 
 def _check_logprobs(beside: object, field: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as ListOf
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from ferrum_rpc.client.answer import Answer
+from ferrum_rpc.client.answer import Answer, BatchResults
 from ferrum_rpc.client.arguments import Tokens, as_list, as_number, as_tokens
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item
@@ -22,26 +22,27 @@ class Batches(AbstractAsyncContextManager[Any]):
 
     async def forward(
         self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
-    ) -> list[Answer | ExecutorError]:
+    ) -> BatchResults:
         """Any mix of prefills, chunks, decodes and verifies (`Sequence.item`) in one forward pass.
 
         ``results[i]`` answers ``items[i]``: an `Answer`, or this item's own `ExecutorError`, returned and not
-        raised. With ``all_or_nothing`` a refusal of one is raised for all. Errors of the whole call (`QueueFull`,
-        `Draining`, `TransportError`, …) are raised; sending the same items again is then safe.
+        raised; `BatchResults` tells them apart. With ``all_or_nothing`` a refusal of one is raised for all. Errors of
+        the whole call (`QueueFull`, `Draining`, `TransportError`, …) are raised; sending the same items again is then
+        safe.
         """
-        return await self._batch(FORWARD, _listed(items), all_or_nothing, timeout_s)
+        return BatchResults(await self._batch(FORWARD, _listed(items), all_or_nothing, timeout_s))
 
     async def batch_prefill(
         self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
-    ) -> list[Answer | ExecutorError]:
+    ) -> BatchResults:
         """As `forward`, for items that start sequences or feed chunks."""
-        return await self._batch(BATCH_PREFILL, _listed(items), all_or_nothing, timeout_s)
+        return BatchResults(await self._batch(BATCH_PREFILL, _listed(items), all_or_nothing, timeout_s))
 
     async def batch_decode(
         self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
-    ) -> list[Answer | ExecutorError]:
+    ) -> BatchResults:
         """As `forward`, for items of one token on sequences that exist."""
-        return await self._batch(BATCH_DECODE, _listed(items), all_or_nothing, timeout_s)
+        return BatchResults(await self._batch(BATCH_DECODE, _listed(items), all_or_nothing, timeout_s))
 
     async def truncate(
         self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None

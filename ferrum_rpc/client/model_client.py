@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 from typing import Protocol, Self
 
-from ferrum_rpc.client.answer import Answer
+from ferrum_rpc.client.answer import Answer, BatchResults
 from ferrum_rpc.client.arguments import CacheMode, Tokens
 from ferrum_rpc.client.executor_view import ExecutorView
 from ferrum_rpc.client.info import ExecutorInfo, ExecutorStatus, Health
@@ -76,17 +76,17 @@ class ModelClient(Protocol):
 
     async def forward(
         self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
-    ) -> list[Answer | ExecutorError]:
+    ) -> BatchResults:
         """Any mix of prefills, chunks, decodes and verifies; ``results[i]`` answers ``items[i]``."""
 
     async def batch_prefill(
         self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
-    ) -> list[Answer | ExecutorError]:
+    ) -> BatchResults:
         """As `forward`, for items that start sequences or feed chunks."""
 
     async def batch_decode(
         self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
-    ) -> list[Answer | ExecutorError]:
+    ) -> BatchResults:
         """As `forward`, for items of one token on sequences that exist."""
 
     async def truncate(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Final, TypeVar
 
 from ferrum_rpc.client.answer import Answer, joined
-from ferrum_rpc.client.arguments import GREEDY
+from ferrum_rpc.client.arguments import NO_ROWS
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.info import ExecutorInfo
 from ferrum_rpc.client.pieces import Piece, Pieces
@@ -27,7 +27,6 @@ from ferrum_rpc.errors import (
 
 Result = TypeVar("Result")
 
-NO_ROWS = OutputSpec(Positions.NONE, GREEDY)
 MESSAGE_OVERHEAD: Final = 64 << 10
 """Bytes of an answer beside its rows: generous, for one item's worth of messages."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Self
@@ -18,9 +18,9 @@ from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import (
     GREEDY,
     MOST,
+    NO_ROWS,
     Output,
     Tokens,
-    as_list,
     as_number,
     as_optional,
     as_output,
@@ -31,7 +31,6 @@ from ferrum_rpc.client.executor_view import ExecutorView
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.masks import with_masks
 from ferrum_rpc.client.moving import Movable
-from ferrum_rpc.client.recovery import NO_ROWS
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.state import (
     Item,
@@ -188,15 +187,15 @@ class Sequence(Movable):
         *,
         max_tokens: int | None = None,
         output: Greedy | Sample = GREEDY,
-        stop: Iterable[int] | None = None,
+        stop: Tokens | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[int, None]:
         """Feed ``tokens`` (a prompt, or what goes on from here), then every token that is chosen, and yield those:
         ``async for token in sequence.generate(prompt, max_tokens=64)``.
 
         It ends after ``max_tokens`` (None: no bound), before a token of ``stop`` (default: the model's end-of-sequence
-        tokens), which is not yielded, or where the context is full. ``output``: how tokens are chosen. A sampled text
-        depends on its seed and on nothing that runs beside it. ``timeout_s``: of each step.
+        tokens; empty: none), which is not yielded, or where the context is full. ``output``: how tokens are chosen. A
+        sampled text depends on its seed and on nothing that runs beside it. ``timeout_s``: of each step.
 
         Where the executor offers runs, several tokens come with one trip, as many as hide it, the first ones with that
         of the prompt, and in a session the next run waits at the executor behind the present one.
@@ -208,7 +207,7 @@ class Sequence(Movable):
         """
         listed = as_tokens(tokens)
         most = as_optional(max_tokens, "max_tokens", least=1)
-        ends = None if stop is None else frozenset(as_list(stop, "stop"))
+        ends = None if stop is None else frozenset(as_tokens(stop, "stop", least=0))
         spec = as_output(output, Positions.LAST)
         if not isinstance(spec.kind, Greedy | Sample) or spec.positions is not Positions.LAST:
             raise InvalidRequest(f"a stream is of Greedy() or Sample(...), not {output!r}", field="output")

@@ -17,7 +17,18 @@ import trustme
 from clients.scheduler import program as scheduler
 from ferrum_rpc import cli
 from ferrum_rpc.bench import program as bench
-from ferrum_rpc.client import ExecutorClient, Run, SelectedTokens, Sequence, TopTokens, sync, tls
+from ferrum_rpc.client import (
+    ExecutorClient,
+    NoSuchRowsError,
+    Positions,
+    Run,
+    Sample,
+    SelectedTokens,
+    Sequence,
+    TopTokens,
+    sync,
+    tls,
+)
 from ferrum_rpc.client.encryption import FLAGS, HINTS, ask_who_accepts, explained, with_hint
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.errors import InvalidRequest, TransportError
@@ -40,6 +51,18 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         "output.selected_tokens.token_ids",
     ),
     "prefill in chunks of nothing": (lambda c, s: s.prefill([1], chunk=0), "chunk"),
+    "prefill with a mapping as the bias": (
+        lambda c, s: s.prefill([1], Sample(bias={32: 1.0})),  # type: ignore[arg-type]
+        "output.sample.bias",
+    ),
+    "decode with triples as the bias": (
+        lambda c, s: s.decode(1, Sample(bias=[(32, 1.0, 2)])),  # type: ignore[arg-type]
+        "output.sample.bias",
+    ),
+    "decode in a run that stops at a text": (
+        lambda c, s: s.decode(1, run=Run(2, "\n")),  # type: ignore[arg-type]
+        "run.stop_token_ids",
+    ),
     "decode of a list": (lambda c, s: s.decode([1]), "token_ids"),
     "decode of None": (lambda c, s: s.decode(None), "token_ids"),
     "decode of an id that no contract can carry": (lambda c, s: s.decode(1 << 40), "token_ids"),
@@ -62,6 +85,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 AT_ONCE: dict[str, tuple[Any, str]] = {
     "an item of a 2-D array": (lambda c, s: s.item([[1]]), "token_ids"),
     "an item from a negative length": (lambda c, s: s.item([1], truncate_to=-1), "truncate_to"),
+    "a stream that stops at a text": (lambda c, s: s.generate([1], stop="\n"), "stop"),
+    "a stream that stops at texts": (lambda c, s: s.generate([1], stop=["\n"]), "stop"),
+    "a stream that stops at a number": (lambda c, s: s.generate([1], stop=7), "stop"),
+    "a stream without tokens": (lambda c, s: s.generate([1], output=Positions.NONE), "output"),
     "a sequence that reserves less than nothing": (
         lambda c, s: c.sequence(reserve_tokens=-1),
         "create.reserve_tokens",
@@ -109,6 +136,35 @@ async def test_every_mistake_is_refused_at_the_call_and_the_sequence_goes_on(ser
         answer = await sequence.decode(9)
         assert answer.length == len(PROMPT) + 1
         assert (await client.status()).counters.steps == steps + 1
+
+
+@pytest.mark.parametrize("session", [False, True], ids=["unary", "session"])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_positions_alone_are_an_output(served: Served, session: bool) -> None:
+    async with ExecutorClient(served.target, session=session) as client, client.sequence() as sequence:
+        fed = await sequence.prefill(PROMPT, Positions.NONE)
+        assert (fed.length, fed.rows) == (len(PROMPT), None)
+        assert repr(fed).startswith(f"<Answer length={len(PROMPT)} no rows")
+        with pytest.raises(NoSuchRowsError, match="without rows"):
+            _ = fed.token
+        last = await sequence.decode(9)
+        async with client.sequence() as other:
+            assert (await other.prefill([*PROMPT, 9], Positions.ALL)).tokens[-1] == last.token
+        [answer] = (await client.forward([sequence.item([1], Positions.NONE)])).all_answers()
+        assert (answer.length, answer.rows) == (len(PROMPT) + 2, None)
+
+    def in_a_thread() -> None:
+        with sync.ExecutorClient(served.target, session=session) as client, client.sequence() as sequence:
+            assert sequence.prefill(PROMPT, Positions.NONE).rows is None
+            for wrong in ("\n", ["\n"], 7):
+                with pytest.raises(InvalidRequest, match="stop"):
+                    sequence.generate([1], stop=wrong)  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequest, match="pairs"):
+                sequence.decode(1, Sample(bias={32: 1.0}))  # type: ignore[arg-type]
+            results = client.forward([sequence.item([1])])
+            assert results.answers() == list(results) and results.errors() == []
+
+    await asyncio.to_thread(in_a_thread)
 
 
 @pytest.mark.asyncio(loop_scope="module")

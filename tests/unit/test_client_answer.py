@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ferrum_rpc.client import Answer, HandleRef, NoSuchRowsError, Pressure
+from ferrum_rpc.client import Answer, BatchResults, HandleRef, NoSuchRowsError, Pressure, QueueFull, RunEnd, StepFailed
 from ferrum_rpc.client.answer import joined
 from ferrum_rpc.core import RowBlock, RowKind, Rows
 from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
@@ -69,6 +69,39 @@ def test_rows_that_were_not_asked_for_say_so(name: str) -> None:
         getattr(answer(None), name)
     with pytest.raises(NoSuchRowsError, match="rows are gone"):
         getattr(answer(None, replayed=True), name)
+
+
+def test_an_answer_prints_in_a_line_what_it_holds() -> None:
+    assert repr(answer(TOKENS)) == "<Answer length=9 tokens=[6]>"
+    assert repr(answer(TOP, 0, 3)) == "<Answer length=9 3 x TopTokens>"
+    assert repr(answer(None, replayed=True)) == "<Answer length=9 no rows replayed>"
+    most = 2**32 - 1
+    block = token_rows(np.full(1000, most, np.uint32))
+    longest = Answer(
+        HandleRef(b"", most, most),
+        Rows(block, 0, 1000),
+        PRESSURE,
+        cached_tokens=most,
+        replayed=True,
+        run_end=RunEnd.CUT,
+        run_cause=QueueFull("x" * 1000),
+    )
+    assert repr(longest).endswith(", ... 1000] cached_tokens=4294967295 replayed run_end=CUT run_cause=QueueFull>")
+    assert len(repr(longest)) <= 160 and "\n" not in repr(longest)
+
+
+def test_the_results_of_a_batch_come_apart() -> None:
+    first, second, error = answer(TOKENS), answer(TOP), StepFailed("no")
+    results = BatchResults([first, error, second])
+    assert results == [first, error, second] and results[1] is error
+    assert results.answers() == [first, second] and results.errors() == [error]
+    assert results.split("abc") == ([("a", first), ("c", second)], [("b", error)])
+    with pytest.raises(StepFailed):
+        results.all_answers()
+    assert BatchResults([first, second]).all_answers() == [first, second]
+    assert BatchResults([first]).split([1]) == ([(1, first)], [])
+    with pytest.raises(ValueError, match=r"shorter|longer"):
+        results.split("ab")
 
 
 def test_one_token_is_read_of_one_row_only() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.client import (
+    Accept,
     FullLogits,
     Greedy,
     HandleRef,
@@ -15,11 +16,12 @@ from ferrum_rpc.client import (
     OutputSpec,
     Positions,
     RowLogprobs,
+    Run,
     Sample,
     SelectedTokens,
     TopTokens,
 )
-from ferrum_rpc.client.arguments import MOST, as_list, as_number, as_output, as_tokens
+from ferrum_rpc.client.arguments import MOST, as_list, as_number, as_output, as_run, as_tokens
 from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import forward_pb2
@@ -110,6 +112,16 @@ WRONG_OUTPUTS: list[tuple[Any, str]] = [
     (Greedy(logprobs=RowLogprobs(-1)), "output.greedy.logprobs.top_k"),
     (Greedy(logprobs=RowLogprobs(1, [2])), "output.greedy.logprobs"),  # type: ignore[arg-type]
     (Sample(logprobs=RowLogprobs(0, (-2,))), "output.sample.logprobs.token_ids"),
+    (Sample(bias={32: 1.0}), "output.sample.bias"),  # type: ignore[arg-type]
+    (Sample(bias={"ab": 1.0}), "output.sample.bias"),  # type: ignore[arg-type]
+    (Sample(bias=[(32, 1.0, 2)]), "output.sample.bias"),  # type: ignore[arg-type]
+    (Sample(bias=((32,),)), "output.sample.bias"),  # type: ignore[arg-type]
+    (Sample(bias=(32, 1.0)), "output.sample.bias"),  # type: ignore[arg-type]
+    (Sample(bias="32"), "output.sample.bias"),  # type: ignore[arg-type]
+    (Sample(bias=None), "output.sample.bias"),  # type: ignore[arg-type]
+    (Sample(bias=((32, "1"),)), "output.sample.bias.bias"),  # type: ignore[arg-type]
+    (Sample(bias=((-1, 1.0),)), "output.sample.bias.token_id"),
+    (Accept(Sample(bias={32: 1.0})), "output.accept.sampling.bias"),  # type: ignore[arg-type]
     (NextToken(-1), "output.next_token.first_position"),
     (NextToken(0, 1 << 32), "output.next_token.following_token"),
     (NextToken(logprobs=RowLogprobs(True)), "output.next_token.logprobs.top_k"),
@@ -121,6 +133,7 @@ WRONG_OUTPUTS: list[tuple[Any, str]] = [
     (None, "output"),
     (OutputSpec("all", Greedy()), "output.positions"),  # type: ignore[arg-type]
     (OutputSpec(Positions.ALL, "greedy"), "output"),  # type: ignore[arg-type]
+    (OutputSpec(Positions.ALL, Positions.NONE), "output"),  # type: ignore[arg-type]
 ]
 
 
@@ -129,6 +142,29 @@ def test_what_is_no_output_is_refused_by_name(output: Any, field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         as_output(output, Positions.LAST)
     assert refused.value.field == field
+
+
+def test_a_bias_that_is_no_list_of_pairs_is_refused_with_what_is_expected() -> None:
+    for wrong in ({32: 1.0}, [(32, 1.0, 2)]):
+        with pytest.raises(InvalidRequest, match=r"must be a tuple of pairs .*\(\(32, 1\.0\),\), not .*32"):
+            as_output(Sample(bias=wrong), Positions.LAST)  # type: ignore[arg-type]
+    for right in (((32, 1.0),), ((32, -1),), ()):
+        assert as_output(Sample(bias=right), Positions.LAST).kind == Sample(bias=right)
+
+
+@pytest.mark.parametrize("positions", Positions)
+def test_positions_alone_are_those_of_greedy(positions: Positions) -> None:
+    assert as_output(positions, Positions.LAST) == OutputSpec(positions, Greedy())
+
+
+def test_the_stop_ids_of_a_run_are_token_ids() -> None:
+    last = OutputSpec()
+    assert as_run(Run(2, [np.int64(5)]), last) == Run(2, (5,))  # type: ignore[arg-type]
+    assert as_run(Run(2, []), last) == as_run(Run(2), last) == Run(2)  # type: ignore[arg-type]
+    for wrong in ("\n", 7, None, (-1,), ("a",)):
+        with pytest.raises(InvalidRequest) as refused:
+            as_run(Run(2, wrong), last)  # type: ignore[arg-type]
+        assert refused.value.field == "run.stop_token_ids"
 
 
 def test_neither_handle_nor_item_prints_what_would_let_another_use_the_sequence() -> None:

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+from ferrum_rpc import client, errors
 from ferrum_rpc.client.info import Capability, ExecutorState, Health
 from ferrum_rpc.executor.v1 import info_pb2
 from tests.unit.test_floors import FLOORS
@@ -47,6 +48,13 @@ def test_what_the_client_imports_is_installed_with_it() -> None:
     imported = {top for floor in CLIENT_FLOORS for top in FLOORS[f"ferrum_rpc.{floor}"].outside.split()}
     assert "grpc_health" in imported
     assert [top for top in imported if not installed & set(distributions[top])] == []
+
+
+def test_the_client_exports_its_errors() -> None:
+    raised = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
+    assert len(raised) > 30
+    assert raised <= set(client.__all__)
+    assert all(getattr(client, name) is getattr(errors, name) for name in raised)
 
 
 def test_the_clients_enums_are_the_wires() -> None:
