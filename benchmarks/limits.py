@@ -69,14 +69,17 @@ def roof(cell: Cell, spec: ModelSpec, limits: Mapping[str, Any]) -> dict[str, An
     shapes = {name: placement.shape for name, placement in layout(spec).items()}
     linear = sum(math.prod(shape) for name, shape in shapes.items() if "layers." in name and len(shape) == 2)
     head = spec.vocab_size * spec.hidden_size
-    kv_token = spec.layers * 2 * spec.kv_heads * spec.head_dim * ELEMENT
+    layers = spec.attention_specs
+    kv_token = sum(2 * layer.kv_heads * layer.head_dim for layer in layers) * ELEMENT
     tokens, known = cell.tokens_per_step, cell.shared
     rows = cell.batch  # one row of logits each, of a prefill too
     seen = cell.context * cell.batch if cell.kind == DECODE else _pairs(cell.context) - _pairs(known)
     read = (linear + head) * ELEMENT * cell.callers + kv_token * (
         cell.context * cell.batch if cell.kind == DECODE else known
     )
-    flop = 2 * (linear * (tokens - known) + head * rows + 2 * spec.layers * spec.heads * spec.head_dim * seen)
+    flop = 2 * (
+        linear * (tokens - known) + head * rows + 2 * sum(layer.heads * layer.head_dim for layer in layers) * seen
+    )
     memory_s, product_s = read / (limits["read_gb_s"] * 1e9), flop / (limits["bf16_tflops"] * 1e12)
     return {
         "tokens_per_s": round(tokens / max(memory_s, product_s), 2),

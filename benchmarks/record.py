@@ -26,8 +26,6 @@ from ferrum_rpc.runtime import openmp_waits, polled
 
 Opening = AbstractAsyncContextManager[Player]
 SCHEMA: Final = 1
-SIZES: Final = ("layers", "hidden_size", "heads", "kv_heads", "head_dim", "vocab_size")
-"""Of a model, beside its parameters."""
 
 
 class Record:
@@ -121,7 +119,9 @@ class Contest:
         }
         self.record = Record(name, told, options.out)
         facts = {"name": folder.name, "parameters": parameter_count(self.spec), "dtype": "bfloat16"}
-        facts |= {name: getattr(self.spec, name) for name in SIZES}
+        facts |= {"layers": len(self.spec.layers), "hidden_size": self.spec.hidden_size}
+        facts |= {name: getattr(self.spec.attention_specs[0], name) for name in ("heads", "kv_heads", "head_dim")}
+        facts["vocab_size"] = self.spec.vocab_size
         self.record.save(model=facts, cells=[], sides={}, left_out={})
         self.machine = Machine(options.threads, device, quick=options.quick)
         self.machine.read()

@@ -9,20 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ferrum_rpc.models.rope import RopeSpec
-from ferrum_rpc.models.spec import ModelSpec, Scales
+from ferrum_rpc.models.parts.layer import LayerSpec, Norm
 
-HALF = (RopeSpec(partial=0.5),)
 VARIANTS: dict[str, dict[str, Any]] = {
-    "layer norm": {"norm": "layer"},
-    "layer norm with biases": {"norm": "layer", "norm_bias": True, "scales": Scales(residual=0.3)},
-    "gelu, whole rows": {"activation": "gelu_tanh", "qk_norm": "row"},
-    "no gate, half turned": {"activation": "gelu_tanh", "gated": False, "ropes": HALF},
-    "relu, half turned, normed": {"activation": "relu", "qk_norm": "head", "ropes": HALF},
-    "not turned, normed": {"qk_norm": "head", "layer_ropes": (None, None)},
-    "whole rows, half turned": {"qk_norm": "row", "ropes": HALF},
+    "layer norm": {"norm": {"kind": "layer"}},
+    "layer norm with biases": {"norm": {"kind": "layer", "bias": True}, "residual": 0.3},
+    "gelu, whole rows": {"mlp": {"activation": "gelu_tanh"}, "mixer": {"qk_norm": "row"}},
+    "no gate, half turned": {"mlp": {"activation": "gelu_tanh", "gated": False}, "half": True},
+    "relu, half turned, normed": {"mlp": {"activation": "relu"}, "mixer": {"qk_norm": "head"}, "half": True},
+    "not turned, normed": {"mixer": {"qk_norm": "head"}, "rope": None},
+    "whole rows, half turned": {"mixer": {"qk_norm": "row"}, "half": True},
 }
-"""Fields of a `ModelSpec`. With ``layer_ropes`` nothing is turned."""
+"""Fields of a `LayerSpec` and of its parts; ``half``: of each head."""
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
@@ -34,27 +32,34 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=4e-6)
 
 
-def variant(spec: ModelSpec, name: str) -> ModelSpec:
-    return replace(spec, **VARIANTS[name])
+def variant(layer: LayerSpec, name: str) -> LayerSpec:
+    fields = dict(VARIANTS[name])
+    half = {"rotary_dim": layer.mixer.head_dim // 2} if fields.pop("half", False) else {}
+    for part, more in (("mixer", half), ("mlp", {}), ("norm", {})):
+        fields[part] = replace(getattr(layer, part), **fields.get(part, {}), **more)
+    return replace(layer, **fields)
 
 
-def normed(spec: ModelSpec, rows: Tensor, norm: Tensor) -> Tensor:
+def normed(kind: Norm, rows: Tensor, norm: Tensor) -> Tensor:
     """``norm`` [1 or 2, width]."""
     wide = rows.double()
-    if spec.norm == "layer":
+    if kind.kind == "layer":
         wide -= wide.mean(-1, keepdim=True)
-    scaled = wide * (wide.square().mean(-1, keepdim=True) + spec.norm_eps).rsqrt() * norm[0].double()
+    scaled = wide * (wide.square().mean(-1, keepdim=True) + kind.eps).rsqrt() * norm[0].double()
     return scaled + norm[1].double() if len(norm) > 1 else scaled
 
 
-def heads(spec: ModelSpec, qkv: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
+def heads(layer: LayerSpec, qkv: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
     """Query, key and value."""
-    parts = list(qkv.double().unflatten(-1, (-1, spec.head_dim)).split((spec.heads, spec.kv_heads, spec.kv_heads), 1))
-    for index, first in enumerate((0, spec.heads)):
+    mixer = layer.mixer
+    parts = list(
+        qkv.double().unflatten(-1, (-1, mixer.head_dim)).split((mixer.heads, mixer.kv_heads, mixer.kv_heads), 1)
+    )
+    for index, first in enumerate((0, mixer.heads)):
         x = parts[index]
         if norm is not None:
-            axes = (-2, -1) if spec.qk_norm == "row" else (-1,)
-            x = x * (x.square().mean(axes, keepdim=True) + spec.norm_eps).rsqrt()
+            axes = (-2, -1) if mixer.qk_norm == "row" else (-1,)
+            x = x * (x.square().mean(axes, keepdim=True) + layer.norm.eps).rsqrt()
             x = x * norm[first : first + x.shape[1]].double()
         if cos is not None and sin is not None:
             half = sin.shape[-1]
@@ -65,35 +70,36 @@ def heads(spec: ModelSpec, qkv: Tensor, norm: Tensor | None, cos: Tensor | None,
     return parts
 
 
-def gate(spec: ModelSpec, gate_up: Tensor) -> Tensor:
-    activation = ACTIVATIONS[spec.activation]
-    if not spec.gated:
+def gate(layer: LayerSpec, gate_up: Tensor) -> Tensor:
+    activation = ACTIVATIONS[layer.mlp.activation]
+    if not layer.mlp.gated:
         return activation(gate_up.double())
     first, second = gate_up.double().chunk(2, -1)
     return activation(first) * second
 
 
-def check(ops: Any, spec: ModelSpec, draw: Any, close: Any, dtype: torch.dtype) -> None:
+def check(ops: Any, layer: LayerSpec, draw: Any, close: Any, dtype: torch.dtype) -> None:
     """Hold every operation of ``ops`` to what is exact. ``draw(*shape, seed, dtype)``, ``close(found, exact)``."""
-    width, turning = spec.hidden_size, spec.heads + spec.kv_heads
-    norm, delta = draw(1 + spec.norm_bias, width, seed=1), draw(3, width, seed=2, dtype=dtype)
+    mixer, mlp = layer.mixer, layer.mlp
+    width, turning = mixer.hidden, mixer.heads + mixer.kv_heads
+    norm, delta = draw(1 + layer.norm.bias, width, seed=1), draw(3, width, seed=2, dtype=dtype)
     for each in (delta, None):
         hidden = draw(3, width, dtype=dtype) * 3
-        total = hidden if each is None else (hidden.float() + each.float() * spec.scales.residual).to(dtype)
+        total = hidden if each is None else (hidden.float() + each.float() * layer.residual).to(dtype)
         for weights in (norm, None):
             rows = hidden.clone()
             found = ops.add_norm(rows, each, weights)
             close(rows, total.double())
-            close(found, rows.double() if weights is None else normed(spec, rows, weights))
-    qkv = draw(3, (turning + spec.kv_heads) * spec.head_dim, seed=3, dtype=dtype)
-    qk_norm = draw(turning, spec.head_dim, seed=4) if spec.qk_norm else None
-    angles = draw(3, 1, spec.rotary_dim // 2, seed=5)
+            close(found, rows.double() if weights is None else normed(layer.norm, rows, weights))
+    qkv = draw(3, (turning + mixer.kv_heads) * mixer.head_dim, seed=3, dtype=dtype)
+    qk_norm = draw(turning, mixer.head_dim, seed=4) if mixer.qk_norm else None
+    angles = draw(3, 1, mixer.rotary_dim // 2, seed=5)
     cos, sin = torch.cat([angles.cos(), angles.cos()], -1), angles.sin()
-    if spec.layer_ropes[0] is None:
+    if layer.rope is None:
         cos = sin = None
     for found, exact in zip(
-        ops.heads(qkv.clone(), qk_norm, cos, sin), heads(spec, qkv, qk_norm, cos, sin), strict=True
+        ops.heads(qkv.clone(), qk_norm, cos, sin), heads(layer, qkv, qk_norm, cos, sin), strict=True
     ):
         close(found, exact)
-    gate_up = draw(3, (1 + spec.gated) * spec.intermediate_size, seed=6, dtype=dtype) * 4
-    close(ops.gate(gate_up.clone()), gate(spec, gate_up))
+    gate_up = draw(3, (1 + mlp.gated) * mlp.inner, seed=6, dtype=dtype) * 4
+    close(ops.gate(gate_up.clone()), gate(layer, gate_up))

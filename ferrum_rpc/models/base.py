@@ -29,8 +29,9 @@ class StepAdapters(Protocol):
     def address(self) -> int | None:
         """Where a `NativeModel` finds them in C (``struct lora_step`` of lora.h); None: it cannot use them there."""
 
-    def add(self, layer: int, product: int, x: Tensor, y: Tensor) -> None:
-        """Add to ``y`` [T, out], in place, what the adapters change of the product of ``x`` [T, in] (`models.lora`)."""
+    def add(self, slot: int, x: Tensor, y: Tensor) -> None:
+        """Add to ``y`` [T, out], in place, what the adapters change of the product of ``x`` [T, in] that has this
+        ``slot`` (`layout.TensorPlacement`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 Parameters are plain tensors, fused where the checkpoint has several (q, k, v; gate, up), and filled by `load` one
 checkpoint tensor at a time, so that shards stream and memory peaks near one copy of the weights. What happens between
-the products is `fused_ops`; both are put together by `layers`. Sequences, blocks and which
+the products is `fused_ops`; `layers` computes with both. Sequences, blocks and which
 rows are sampled are not known here: attention is a callback.
 """
 
@@ -22,11 +22,12 @@ from ferrum_rpc.models.base import Attend, StepInputs
 from ferrum_rpc.models.finite import is_finite
 from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
-from ferrum_rpc.models.layers import Layer, Layers, NativeLayers, put_together
-from ferrum_rpc.models.layout import NORMS, half_split, layout, parameter_count, parameter_shapes
+from ferrum_rpc.models.layers import Layer, NativeLayers, PlainLayers, assemble
+from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.lora_choice import select_loras
+from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.rotary import Rotary
 from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
@@ -58,7 +59,7 @@ class Loaded:
     """The parts of a decoder whose weights are complete; those that its stage has."""
 
     embedding: Tensor | None
-    layers: Layers
+    layers: PlainLayers
     norm: Tensor | None
     head: Linear | None
 
@@ -89,17 +90,16 @@ class Decoder:
         self._shard = shard
         self._group, self._pipe = place.group, place.pipe
         self._first_token = shard.tokens(self.whole.vocab_size)[0]
-        self._wide = torch.promote_types(dtype, torch.float32)
-        self._rotary = Rotary(spec.ropes, spec.head_dim, device)
+        self._fp32 = torch.promote_types(dtype, torch.float32)
+        self._rotary = Rotary(spec.ropes, spec.layers[0].mixer.head_dim, device)
         scale = spec.scales.embedding
         self._embedding_scale = float(torch.tensor(scale).to(dtype)) if spec.scales.rounded else scale
         self._ops = select_fused_ops(spec, dtype, device)[1] if ops is None else ops
         self._linear = linear
-        self._parts = shard.parts(self.whole)
-        placements = [part.placement for part in self._parts.values()]
-        self._shapes = parameter_shapes(placements)
-        self._missing = set(self._parts)
-        self._open = Counter(_module(placement.parameter) for placement in placements)
+        self._layout = layout(self.whole, shard)
+        self._shapes = parameter_shapes(self._layout.values())
+        self._missing = set(self._layout)
+        self._open = Counter(_module(placement.parameter) for placement in self._layout.values())
         self._parameters: dict[str, Tensor] = {}
         self._linears: dict[str, Linear] = {}
         self._loaded: Loaded | None = None
@@ -108,7 +108,7 @@ class Decoder:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
-        return {name: part.shape for name, part in self._parts.items()}
+        return {name: placement.shape for name, placement in self._layout.items()}
 
     def load(self, name: str, tensor: Tensor) -> None:
         """Each name once; raises ValueError for another shape, InvalidRequest for numbers that are
@@ -118,25 +118,21 @@ class Decoder:
 
     def copy(self, name: str, tensor: Tensor) -> None:
         """The first half of `load`: after it the tensor is not needed."""
-        shape, placement, cut = self._parts[name]
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {shape}")
+        placement = self._layout[name]
+        if tuple(tensor.shape) != placement.shape:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {placement.shape}")
         if name not in self._missing:
             raise ValueError(f"{name} is loaded already")
         key = placement.parameter
         if key not in self._parameters:
-            dtype = self._wide if placement.norm else self.dtype  # a norm's weights are too few to be worth rounding
+            dtype = self._fp32 if placement.norm else self.dtype  # a norm's weights are too few to be worth rounding
             self._parameters[key] = torch.empty(self._shapes[key], dtype=dtype, device=self.device)
-        if cut is not None:
-            tensor = cut.of(tensor)
-        if placement.turned:
-            tensor = half_split(tensor, placement)
         rows = self._parameters[key][placement.first : placement.first + placement.rows]
-        rows.copy_(tensor if placement.spread else tensor.reshape(placement.extent))
+        rows.copy_(placement.of(tensor))
         if not is_finite(rows if rows.dtype == self.dtype else rows.to(self.dtype)):
             kind = str(self.dtype).removeprefix("torch.")
             raise InvalidRequest(f"{name} holds NaN or infinity, or numbers that {kind} cannot hold", field="model")
-        if placement.norm and self.spec.norm_offset:
+        if placement.norm and self.spec.norm.offset:
             rows += 1.0
         self._missing.remove(name)
         self._open[_module(key)] -= 1
@@ -161,41 +157,31 @@ class Decoder:
 
     def _assemble(self) -> Loaded:
         parameters, linears = self._parameters, self._linears
-        layers = []
-        for prefix in (f"layers.{layer}." for layer in range(self.spec.layers)):
-            before_attention, after_attention, before_mlp, after_mlp = (parameters.get(prefix + name) for name in NORMS)
-            layers.append(
-                Layer(
-                    before_attention=before_attention,
-                    qkv=linears[prefix + "qkv"],
-                    qk_norm=parameters.get(prefix + "qk_norm"),
-                    output=linears[prefix + "output"],
-                    after_attention=after_attention,
-                    before_mlp=before_mlp,
-                    gate_up=linears[prefix + "gate_up"],
-                    down=linears[prefix + "down"],
-                    after_mlp=after_mlp,
-                )
-            )
-        together = put_together(self.spec, layers, self._ops, self._group)
-        return Loaded(parameters.get("embedding"), together, parameters.get("norm"), linears.get("head"))
+        made: dict[LayerSpec, FusedOps] = {self.spec.layers[0]: self._ops}
+        layers, slot = list[Layer](), 0
+        for index, spec in enumerate(self.spec.layers):
+            if spec not in made:
+                made[spec] = self._ops.of(spec)
+            prefix = f"layers.{index}."
+            products = tuple(linears[prefix + matrix.role] for matrix in spec.matrices())
+            norms = {norm.role: parameters[prefix + norm.role] for norm in spec.norms()}
+            layers.append(Layer(spec, made[spec], products, slot, **norms))
+            slot += len(products)
+        assembled = assemble(layers, self._group)
+        return Loaded(parameters.get("embedding"), assembled, parameters.get("norm"), linears.get("head"))
 
     def take_adapters(self) -> tuple[str, Loras]:
         whole = replace(self.whole, roots=adapted_roots(self.whole.architecture))
-        table, parts = layout(whole), self._shard.parts(whole)
-        reason, self._loras = select_loras(table, self.spec.layers, self.dtype, self.device, parts)
+        tables = layout(whole), layout(whole, self._shard)
+        reason, self._loras = select_loras(tables[0], self.dtype, self.device, tables[1])
         return reason, self._loras
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
         loaded = self._require()
-        layers, adapters = loaded.layers, inputs.adapters
-        hidden, delta = self._enter(loaded, inputs), None
-        cos, sin = self._rotary(inputs.positions)
-        for layer in range(self.spec.layers):
-            attended = attend(layer, *layers.before(layer, hidden, delta, cos, sin, adapters))
-            delta = layers.after(layer, hidden, attended, adapters)
+        hidden = self._enter(loaded, inputs)
+        delta = loaded.layers.forward(hidden, *self._rotary(inputs.positions), attend, inputs.adapters)
         return self._leave(loaded, hidden, delta)
 
     @property
@@ -273,18 +259,18 @@ class Decoder:
     # --- facts ------------------------------------------------------------------------------------------------------
 
     def info(self, name: str) -> ModelInfo:
-        spec = self.whole
+        spec, attention = self.whole, self.whole.attention_specs[0]
         dtype = str(self.dtype).removeprefix("torch.")
         return ModelInfo(
             name=name,
             architecture=spec.architecture,
             vocab_size=spec.vocab_size,
             max_context=spec.max_context,
-            layers=spec.layers,
+            layers=len(spec.layers),
             hidden_size=spec.hidden_size,
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
+            heads=attention.heads,
+            kv_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
             parameters=parameter_count(spec),
             weight_dtype=dtype,
             kv_dtype=dtype,

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from ferrum_rpc.models.parts.layer import NormNames
+
 ACTIVATIONS: Final = {
     "silu": "silu",
     "swish": "silu",
@@ -23,13 +25,9 @@ ACTIVATIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a checkpoint calls the tensors of a layer. There is a norm before and after each half of a layer where it
-    has a name. ``qkv`` and ``gate_up`` are several tensors, or one that holds all; an MLP without a gate has one."""
+    """What a checkpoint calls the matrices of a layer. ``qkv`` and ``gate_up`` are several tensors, or one that holds
+    all; an MLP without a gate has one."""
 
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
@@ -73,6 +71,7 @@ class Family:
     """
 
     model_types: tuple[str, ...]
+    norms: NormNames = field(default_factory=NormNames)
     names: Names = field(default_factory=Names)
     rotation: Rotation = field(default_factory=Rotation)
     qkv_bias: bool | None = None
@@ -107,8 +106,8 @@ class Family:
     neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
 
-_SANDWICH: Final = Names(
-    after_attention="post_attention_layernorm",
+_SANDWICH: Final = NormNames(
+    after_mixer="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
@@ -153,7 +152,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "Gemma3ForCausalLM": Family(
         ("gemma3_text",),
         _SANDWICH,
-        Rotation(theta=1_000_000.0, local=10_000.0),
+        rotation=Rotation(theta=1_000_000.0, local=10_000.0),
         windows="pattern",
         window=4096,
         pattern=6,
@@ -171,8 +170,8 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "Phi3ForCausalLM": Family(
         ("phi3",),
-        Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
-        Rotation(partial=1.0, longrope=True, original=4096),
+        names=Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+        rotation=Rotation(partial=1.0, longrope=True, original=4096),
         qkv_bias=False,
         output_bias=False,
         windows="all",
@@ -193,9 +192,9 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "Olmo2ForCausalLM": Family(
         ("olmo2",),
-        Names(
-            before_attention=None,
-            after_attention="post_attention_layernorm",
+        NormNames(
+            before_mixer=None,
+            after_mixer="post_attention_layernorm",
             before_mlp=None,
             after_mlp="post_feedforward_layernorm",
         ),
@@ -204,11 +203,8 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "Glm4ForCausalLM": Family(
         ("glm4",),
-        Names(
-            after_attention="post_self_attn_layernorm",
-            after_mlp="post_mlp_layernorm",
-            gate_up=("mlp.gate_up_proj",),
-        ),
+        NormNames(after_mixer="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+        Names(gate_up=("mlp.gate_up_proj",)),
         Rotation(partial=0.5, pairs=True),
         output_bias=False,
         biased=True,
@@ -218,7 +214,7 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "Starcoder2ForCausalLM": Family(
         ("starcoder2",),
-        Names(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+        names=Names(gate_up=("mlp.c_fc",), down="mlp.c_proj"),
         bias="use_bias",
         biased=True,
         mlp_bias="use_bias",
@@ -235,8 +231,8 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "Cohere2ForCausalLM": Family(
         ("cohere2",),
-        Names(before_mlp=None),
-        Rotation(pairs=True),
+        NormNames(before_mlp=None),
+        rotation=Rotation(pairs=True),
         windows="pattern",
         window=4096,
         pattern=4,

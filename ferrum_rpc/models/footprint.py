@@ -7,15 +7,15 @@ and ``layer.c``. Tests hold both to what is really allocated.
 
 from __future__ import annotations
 
-import math
 from typing import Final, NamedTuple
 
 import torch
 
 from ferrum_rpc.models.fused_ops import NativeFusedOps, TorchFusedOps
-from ferrum_rpc.models.layout import layout, parameter_shapes
 from ferrum_rpc.models.linear import LinearFactory
 from ferrum_rpc.models.native_linear import GROUP, ByteFactory, PairFactory
+from ferrum_rpc.models.parts.attention import Attention
+from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
 
@@ -35,65 +35,64 @@ class Making(NamedTuple):
     shard: Shard = WHOLE
 
     @property
-    def together(self) -> bool:
-        """Whether its layers and their attention run in one call."""
-        return self.native and self.attends
+    def packed(self) -> bool:
+        """Whether its products are our kernel's."""
+        return isinstance(self.linear, PairFactory | ByteFactory)
 
     @property
     def native(self) -> bool:
-        """Whether its layers are `NativeLayers`."""
-        return isinstance(self.linear, PairFactory | ByteFactory) and issubclass(self.ops, NativeFusedOps)
+        """Whether its layers and their attention run in one call."""
+        return self.attends and self.packed and issubclass(self.ops, NativeFusedOps)
 
 
 def weight_bytes(making: Making) -> int:
     """Bytes of all weights once they are loaded. Raises InvalidRequest where they cannot be held so."""
     spec, dtype, linear, shard = making.spec, making.dtype, making.linear, making.shard
-    table = [placement for placement in layout(spec).values() if shard.has(placement.parameter, spec)]
-    shapes, total = parameter_shapes(table), 0
-    if spec.tied_embeddings and shard.last:
-        total += linear.nbytes(spec.vocab_size, spec.hidden_size, dtype, shared=shard.first)
-        if not shard.first:
-            del shapes["embedding"]  # the head is all that is kept of it
-    norms = {placement.parameter for placement in table if placement.norm}
-    for name, shape in shapes.items():
-        if name.endswith(".weight"):
-            rows, width = shape
-            total += linear.nbytes(rows, width, dtype, bias=name.replace(".weight", ".bias") in shapes)
-        elif not name.endswith(".bias"):
-            total += math.prod(shape) * (max(4, dtype.itemsize) if name in norms else dtype.itemsize)
-    return total
+    norms = [norm for layer in spec.layers for norm in layer.norms()]
+    total = sum(linear.nbytes(*each.shape, dtype, bias=each.bias) for layer in spec.layers for each in layer.matrices())
+    if shard.first:
+        total += spec.vocab_size * spec.hidden_size * dtype.itemsize
+    if shard.last:  # a tied head is all that the last stage keeps of the embedding
+        norms.append(spec.norm.weights("norm", "", spec.hidden_size))
+        shared = spec.tied_embeddings and shard.first
+        total += linear.nbytes(spec.vocab_size, spec.hidden_size, dtype, shared=shared)
+    return total + sum(norm.size for norm in norms) * max(4, dtype.itemsize)
 
 
 def activation_bytes(making: Making, tokens: int, rows: int, *, attending: int = 0) -> int:
     """Bytes of a step of ``tokens`` tokens that wants float32 logits of ``rows`` of them; ``attending``: what attention
     takes of a layer while it computes, besides its answer."""
     spec, size = making.spec, making.dtype.itemsize
-    hidden, inner, attended = spec.hidden_size, spec.intermediate_size, spec.heads * spec.head_dim
-    qkv = attended + 2 * spec.kv_heads * spec.head_dim
-    angles = 4 * (spec.rotary_dim + spec.rotary_dim // 2) * len(spec.ropes)
-    mlp = (2 + spec.gated) * inner  # gate_up, gated
-    kept, held = 0, 2 * hidden * size  # hidden, delta
-    moments = [0]
+    layers = dict.fromkeys(spec.layers)
+    hidden = spec.hidden_size
+    angles = max(4 * (each.mixer.rotary_dim + each.mixer.rotary_dim // 2) for each in layers) * len(spec.ropes)
+    kept, held, moments = 0, 2 * hidden * size, [0]  # held: hidden, delta
+    if isinstance(making.linear, ByteFactory):
+        width = _grown(*(matrix.columns.size for layer in layers for matrix in layer.matrices()))
+        kept += width + width // GROUP * 8  # rows in 8 bits, their scales, and where they start
+    widths = [(layer, *_widths(layer.mixer), *_widths(layer.mlp)) for layer in layers]
     if making.native:
-        kept = (hidden + mlp) * size  # normed, and the MLP's
-        if isinstance(making.linear, ByteFactory):
-            width = _grown(hidden, attended, inner)
-            kept += width + width // GROUP * 8  # rows in 8 bits, their scales, and where they start
-    if making.together:
-        kept += (qkv + attended) * size
+        kept += _grown(*(hidden + up + gated for _, _, _, up, gated in widths)) * size  # normed, and the MLP's
+        kept += _grown(*(qkv + attended for _, qkv, attended, _, _ in widths)) * size
     else:
-        held += attended * size  # of the layer before
+        held += max(attended for _, _, attended, _, _ in widths) * size  # of the layer before
+    for layer, qkv, attended, up, gated in () if making.native else widths:
         moments.append(tokens * (qkv + attended) * size + attending)
-    if not making.native:
-        rotating = _rotating_in_torch(spec, size) if issubclass(making.ops, TorchFusedOps) else 0
+        rotating = _rotating_in_torch(layer.mixer, size) if issubclass(making.ops, TorchFusedOps) else 0
         moments.append(tokens * ((hidden + qkv) * size + rotating))  # normed, qkv
-        normed = hidden if spec.names.before_mlp or spec.parallel else 0
-        moments.append(tokens * (normed + mlp) * size)
-    widened = 4 if making.native or size >= 4 else 4 + size
-    logits = rows * (hidden * size + spec.vocab_size * widened) * making.shard.last
-    turning = hidden * size + angles + angles * 2 // 3  # hidden; angles, cosines, sines, and the cosines twice
-    peaks = tokens * turning, tokens * (held + angles) + max(moments), tokens * hidden * size + logits
+        normed = hidden if layer.norm_names.before_mlp or layer.parallel else 0
+        moments.append(tokens * (normed + up + gated) * size)
+    fp32 = 4 if making.packed or size >= 4 else 4 + size
+    logits = rows * (hidden * size + spec.vocab_size * fp32) * making.shard.last
+    rotation = hidden * size + angles + angles * 2 // 3  # hidden; angles, cosines, sines, and the cosines twice
+    peaks = tokens * rotation, tokens * (held + angles) + max(moments), tokens * hidden * size + logits
     return tokens * kept + max(peaks)
+
+
+def _widths(part: Attention | Dense) -> tuple[int, int]:
+    """Of the rows that its first product makes, and of those that its last one reads."""
+    first, *_, last = part.matrices()
+    return first.shape[0], last.shape[1]
 
 
 def _grown(*wanted: int) -> int:
@@ -104,7 +103,7 @@ def _grown(*wanted: int) -> int:
     return size
 
 
-def _rotating_in_torch(spec: ModelSpec, size: int) -> int:
+def _rotating_in_torch(mixer: Attention, size: int) -> int:
     """Bytes of the copies of a token's query and key in `TorchFusedOps.heads`."""
-    copies = 4 + (4 if spec.qk_norm or size < 4 else 0) + (size if size < 4 else 0)
-    return (spec.heads + spec.kv_heads) * spec.head_dim * copies
+    copies = 4 + (4 if mixer.qk_norm or size < 4 else 0) + (size if size < 4 else 0)
+    return (mixer.heads + mixer.kv_heads) * mixer.head_dim * copies

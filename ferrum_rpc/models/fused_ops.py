@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ferrum_rpc.models.parts.attention import Attention
+from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.rotary import rotate
-from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -35,19 +36,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "relu": F.relu,
 }
-"""By `ModelSpec.activation`."""
+"""By `Dense.activation`."""
 
 NATIVE: Final = {SILU: 0, "gelu_tanh": 1, "relu": 2}
 """Those of the C and CUDA kernels: ``enum activation`` of norm_rope_gate.h."""
 
 
 class FusedOps(Protocol):
-    """Rows are contiguous and of the model's dtype, norms float32 (or wider)."""
+    """What lies between the products of one layer, and of all that are shaped as it is. Rows are contiguous and of the
+    model's dtype, norms float32 (or wider)."""
 
     name: str
 
+    def of(self, layer: LayerSpec) -> FusedOps:
+        """The same for a layer of another shape."""
+
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
-        """Add ``delta``, multiplied with the spec's scale of residuals, to ``hidden`` [T, width] in place, and return
+        """Add ``delta``, multiplied with the layer's scale of residuals, to ``hidden`` [T, width] in place, and return
         the sum normed: x / rms(x) * weight, or (x - mean(x)) / deviation(x) * weight + bias. ``norm`` [1 or 2, width]:
         weights, and biases where there are any. None: the sum itself."""
 
@@ -60,10 +65,10 @@ class FusedOps(Protocol):
         """activation(gate) * up [T, n] of ``gate_up`` [T, 2n]; of an MLP without a gate activation(up), of [T, n]."""
 
 
-def split_heads(qkv: Tensor, spec: ModelSpec) -> Heads:
+def split_heads(qkv: Tensor, mixer: Attention) -> Heads:
     """Query, key and value as views of ``qkv``, which is dense."""
-    heads = (spec.heads, spec.kv_heads, spec.kv_heads)
-    query, key, value = qkv.view(len(qkv), sum(heads), spec.head_dim).split_with_sizes(heads, 1)
+    heads = (mixer.heads, mixer.kv_heads, mixer.kv_heads)
+    query, key, value = qkv.view(len(qkv), sum(heads), mixer.head_dim).split_with_sizes(heads, 1)
     return query, key, value
 
 
@@ -72,43 +77,47 @@ class TorchFusedOps:
 
     name = "torch"
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
-        self._spec = spec
+    def __init__(self, layer: LayerSpec, dtype: torch.dtype) -> None:
+        self._norm, self._residual = layer.norm, layer.residual
+        self._mixer, self._mlp = layer.mixer, layer.mlp
         self._dtype = dtype
-        self._wide = torch.promote_types(dtype, torch.float32)
-        self._activation = ACTIVATIONS[spec.activation]
+        self._fp32 = torch.promote_types(dtype, torch.float32)
+        self._activation = ACTIVATIONS[layer.mlp.activation]
+
+    def of(self, layer: LayerSpec) -> TorchFusedOps:
+        return TorchFusedOps(layer, self._dtype)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
-        spec = self._spec
-        if delta is not None and spec.scales.residual == 1.0:
+        if delta is not None and self._residual == 1.0:
             hidden.add_(delta)
         elif delta is not None:  # torch would round the scale to the rows' dtype
-            hidden.copy_(torch.add(hidden.to(self._wide), delta.to(self._wide), alpha=spec.scales.residual))
+            hidden.copy_(torch.add(hidden.to(self._fp32), delta.to(self._fp32), alpha=self._residual))
         if norm is None:
             return hidden
-        wide, shape = hidden.to(self._wide), hidden.shape[-1:]
-        if spec.norm == "layer":
-            normed = F.layer_norm(wide, shape, norm[0], norm[1] if len(norm) > 1 else None, spec.norm_eps)
+        rows, shape, eps = hidden.to(self._fp32), hidden.shape[-1:], self._norm.eps
+        if self._norm.kind == "layer":
+            normed = F.layer_norm(rows, shape, norm[0], norm[1] if len(norm) > 1 else None, eps)
         else:
-            normed = F.rms_norm(wide, shape, norm[0], spec.norm_eps)
+            normed = F.rms_norm(rows, shape, norm[0], eps)
         return normed.to(self._dtype)
 
     def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Heads:
-        spec = self._spec
-        heads = qkv.view(len(qkv), spec.heads + 2 * spec.kv_heads, spec.head_dim)
-        turning = heads[:, : spec.heads + spec.kv_heads].to(self._wide)
-        if norm is not None and spec.qk_norm == "row":
-            parts = turning.split_with_sizes((spec.heads, spec.kv_heads), 1)
-            turning = torch.cat([F.rms_norm(each, each.shape[1:], None, spec.norm_eps) for each in parts], 1).mul_(norm)
+        mixer, eps = self._mixer, self._norm.eps
+        rotating = mixer.heads + mixer.kv_heads
+        heads = qkv.view(len(qkv), rotating + mixer.kv_heads, mixer.head_dim)
+        rows = heads[:, :rotating].to(self._fp32)
+        if norm is not None and mixer.qk_norm == "row":
+            parts = rows.split_with_sizes((mixer.heads, mixer.kv_heads), 1)
+            rows = torch.cat([F.rms_norm(each, each.shape[1:], None, eps) for each in parts], 1).mul_(norm)
         elif norm is not None:
-            turning = F.rms_norm(turning, (spec.head_dim,), None, spec.norm_eps).mul_(norm)
+            rows = F.rms_norm(rows, (mixer.head_dim,), None, eps).mul_(norm)
         if cos is not None and sin is not None:
-            turning = rotate(turning, cos, sin)
-        turned = turning.to(self._dtype)
-        return turned[:, : spec.heads], turned[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :]
+            rows = rotate(rows, cos, sin)
+        rotated = rows.to(self._dtype)
+        return rotated[:, : mixer.heads], rotated[:, mixer.heads :], heads[:, rotating:]
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        if not self._spec.gated:
+        if not self._mlp.gated:
             return self._activation(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return self._activation(gate).mul_(up)
@@ -120,27 +129,31 @@ class NativeFusedOps:
 
     name = "native"
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, lanes: int | None = None) -> None:
+    def __init__(self, layer: LayerSpec, dtype: torch.dtype, lanes: int | None = None) -> None:
+        mixer, mlp, norm = layer.mixer, layer.mlp, layer.norm
         self._library = library.load()
-        self._spec = spec
-        self._wide = int(dtype == torch.float32)
-        widths = math.gcd(spec.hidden_size, spec.intermediate_size, spec.rotary_dim // 2, spec.head_dim // 2)
+        self._mixer, self._gated = mixer, mlp.gated
+        self._dtype = dtype
+        widths = math.gcd(mixer.hidden, mlp.inner, mixer.rotary_dim // 2, mixer.head_dim // 2)
         self.lanes = self._library.ferrum_rows_lanes(widths if lanes is None else math.gcd(widths, lanes))
         if not self.lanes or lanes not in (None, self.lanes):
             raise OSError(f"rows of {widths} are no multiple of a vector of this machine")
         self.kind = library.RowKindStruct(
-            spec.norm == "layer",
-            spec.norm_bias,
-            NATIVE[spec.activation],
-            spec.gated,
-            spec.heads,
-            spec.kv_heads,
-            spec.head_dim,
-            spec.rotary_dim,
-            spec.qk_norm == "row",
-            spec.norm_eps,
-            spec.scales.residual,
+            norm.kind == "layer",
+            norm.bias,
+            NATIVE[mlp.activation],
+            mlp.gated,
+            mixer.heads,
+            mixer.kv_heads,
+            mixer.head_dim,
+            mixer.rotary_dim,
+            mixer.qk_norm == "row",
+            norm.eps,
+            layer.residual,
         )
+
+    def of(self, layer: LayerSpec) -> NativeFusedOps:
+        return NativeFusedOps(layer, self._dtype)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
         out = hidden if norm is None else torch.empty_like(hidden)
@@ -165,10 +178,10 @@ class NativeFusedOps:
             cos=None if cos is None else cos.data_ptr(),
             sin=None if sin is None else sin.data_ptr(),
         )
-        return split_heads(qkv, self._spec)
+        return split_heads(qkv, self._mixer)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        out = gate_up.new_empty((len(gate_up), gate_up.shape[-1] // (1 + self._spec.gated)))
+        out = gate_up.new_empty((len(gate_up), gate_up.shape[-1] // (1 + self._gated)))
         self._run(library.GATE, gate_up, out.shape[-1], out=out.data_ptr())
         return out
 
@@ -177,7 +190,7 @@ class NativeFusedOps:
         job = library.RowTask(
             kind=ctypes.addressof(self.kind),
             task=task,
-            wide=self._wide,
+            wide=self._dtype == torch.float32,
             threads=torch.get_num_threads(),
             width=width,
             count=len(rows),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.models.fused_ops import NATIVE, FusedOps, NativeFusedOps, TorchFusedOps
+from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import cpu
 from ferrum_rpc.selection import BackendCandidate, Unsuited, select
@@ -40,7 +41,7 @@ def select_fused_ops(
     else:
         reason = "each row is read and written once"
         kernels = BackendCandidate(NativeFusedOps.name, lambda: _native(spec, dtype, device), reason)
-    plain = BackendCandidate(TorchFusedOps.name, lambda: TorchFusedOps(spec, dtype))
+    plain = BackendCandidate(TorchFusedOps.name, lambda: TorchFusedOps(spec.layers[0], dtype))
     return select(kernels, plain, what="row operations", field="rows")[1:]
 
 
@@ -57,55 +58,62 @@ def _triton(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> FusedO
     from ferrum_rpc.models.triton_fused_ops import TritonFusedOps
 
     _check_small_step(TritonFusedOps, spec, dtype, device, max(8 * torch.finfo(dtype).eps, LEAST_TOLERANCE))
-    return TritonFusedOps(spec)
+    return TritonFusedOps(spec.layers[0])
 
 
 def _native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> FusedOps:
     cpu.require(device, dtype, torch.bfloat16, torch.float32)
     _check_gate(spec)
     _check_small_step(lambda small: NativeFusedOps(small, dtype), spec, dtype, device, 4 * torch.finfo(dtype).eps)
-    return NativeFusedOps(spec, dtype)
+    return NativeFusedOps(spec.layers[0], dtype)
 
 
 def _check_gate(spec: ModelSpec) -> None:
-    if spec.activation not in NATIVE:
-        raise Unsuited(f"it knows the activations {', '.join(NATIVE)}, not {spec.activation}")
+    for activation in (layer.mlp.activation for layer in spec.layers):
+        if activation not in NATIVE:
+            raise Unsuited(f"it knows the activations {', '.join(NATIVE)}, not {activation}")
 
 
 def _check_small_step(
-    make: Callable[[ModelSpec], FusedOps], spec: ModelSpec, dtype: torch.dtype, device: torch.device, tolerance: float
+    make: Callable[[LayerSpec], FusedOps], spec: ModelSpec, dtype: torch.dtype, device: torch.device, tolerance: float
 ) -> None:
-    """Raise Unsuited where a small step differs from torch's by more than ``tolerance``, over one plus its size."""
-    kv_heads = min(spec.kv_heads, MOST_HEADS // 4)
-    small = replace(spec, heads=min(spec.heads, MOST_HEADS - kv_heads), kv_heads=kv_heads)
-    expected = _answers(TorchFusedOps(small, dtype), small, dtype, device)
-    found = _answers(make(small), small, dtype, device)
-    differences = [((a - b).abs() / (1 + a.abs())).max() for a, b in zip(expected, found, strict=True)]
-    error = float(torch.stack(differences).max())
-    if not error <= tolerance:  # so that NaN fails too
-        raise Unsuited(f"a small step differs from torch's by {error:.1e}, more than {tolerance:.0e}")
+    """Raise Unsuited where a small step of any kind of layer differs from torch's by more than ``tolerance``, over one
+    plus its size."""
+    for layer in dict.fromkeys(replace(each, mixer=replace(each.mixer, window=None)) for each in spec.layers):
+        kv_heads = min(layer.mixer.kv_heads, MOST_HEADS // 4)
+        mixer = replace(layer.mixer, heads=min(layer.mixer.heads, MOST_HEADS - kv_heads), kv_heads=kv_heads)
+        small = replace(layer, mixer=mixer)
+        expected = _answers(TorchFusedOps(small, dtype), small, dtype, device)
+        found = _answers(make(small), small, dtype, device)
+        differences = [((a - b).abs() / (1 + a.abs())).max() for a, b in zip(expected, found, strict=True)]
+        error = float(torch.stack(differences).max())
+        if not error <= tolerance:  # so that NaN fails too
+            raise Unsuited(f"a small step differs from torch's by {error:.1e}, more than {tolerance:.0e}")
 
 
-def _answers(ops: FusedOps, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _answers(ops: FusedOps, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
+    mixer, mlp = layer.mixer, layer.mlp
 
     def draw(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, kind)
 
-    rotating = spec.heads + spec.kv_heads
-    hidden, delta = draw(3, spec.hidden_size), draw(3, spec.hidden_size)
-    weight = draw(1 + spec.norm_bias, spec.hidden_size, kind=torch.float32)
-    qkv = draw(3, (rotating + spec.kv_heads) * spec.head_dim)
-    norm = draw(rotating, spec.head_dim, kind=torch.float32) if spec.qk_norm else None
-    angles = draw(3, 1, spec.rotary_dim // 2, kind=torch.float32)
-    cos, sin = torch.cat([angles.cos(), angles.cos()], -1), angles.sin()
-    answers = [
-        ops.add_norm(hidden.clone(), None, weight),
-        ops.add_norm(hidden, delta, weight),
-        ops.add_norm(hidden.clone(), delta, None),
-        *ops.heads(qkv.clone(), norm, cos, sin),
-        ops.gate(draw(3, (1 + spec.gated) * spec.intermediate_size)),
+    rotating = mixer.heads + mixer.kv_heads
+    hidden, delta = draw(3, mixer.hidden), draw(3, mixer.hidden)
+    weight = draw(1 + layer.norm.bias, mixer.hidden, kind=torch.float32)
+    qkv = draw(3, (rotating + mixer.kv_heads) * mixer.head_dim)
+    norm = draw(rotating, mixer.head_dim, kind=torch.float32) if mixer.qk_norm else None
+    cos = sin = None
+    if layer.rope is not None:
+        angles = draw(3, 1, mixer.rotary_dim // 2, kind=torch.float32)
+        cos, sin = torch.cat([angles.cos(), angles.cos()], -1), angles.sin()
+    return [
+        answer.float()
+        for answer in (
+            ops.add_norm(hidden.clone(), None, weight),
+            ops.add_norm(hidden, delta, weight),
+            ops.add_norm(hidden.clone(), delta, None),
+            *ops.heads(qkv, norm, cos, sin),
+            ops.gate(draw(3, (1 + mlp.gated) * mlp.inner)),
+        )
     ]
-    if None in spec.layer_ropes:
-        answers += ops.heads(qkv, norm, None, None)
-    return [answer.float() for answer in answers]

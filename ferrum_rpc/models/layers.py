@@ -1,12 +1,12 @@
-"""What a decoder layer does before and after its attention: products and what lies between them, put together.
+"""Decoder layers with their weights: products and what lies between them.
 
-`PlainLayers` calls them one by one, wherever they run. `NativeLayers` makes one call of each half where all parts are C
-kernels of ours (``layer.c``): a step of the 0.6B shape at one row loses a tenth of its time to calls and
-small tensors otherwise. Where attention is ours as well, it runs many layers in one call. All compute the same bits.
+`PlainLayers` calls each by itself, wherever it runs. `NativeLayers` runs many layers in one call where products, row
+operations and attention are all C kernels of ours (``layer.c``): one by one, calls and small tensors take a tenth of a
+step of the 0.6B shape at one row. Both compute the same bits.
 
 Of a model that is cut over ranks, these are a rank's part: some heads, and some of the MLP. Then what attention's and
 the MLP's last products make is summed over the group. Where all heads are normed together, so are their squares; such
-layers are put together in Python.
+layers run in Python.
 """
 
 from __future__ import annotations
@@ -15,192 +15,129 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ferrum_rpc.distributed.group import Group, GroupAborted
-from ferrum_rpc.models.base import StepAdapters
-from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps, split_heads
+from ferrum_rpc.models.base import Attend, StepAdapters
+from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps
 from ferrum_rpc.models.linear import Linear
-from ferrum_rpc.models.lora import DOWN, GATE_UP, OUTPUT, QKV
 from ferrum_rpc.models.native_linear import NativeLinear
-from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.native import library
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One block. Its norms, where there are any, as `FusedOps.add_norm` wants them; ``qk_norm`` as `FusedOps.heads`."""
+    """One layer: ``products`` are those of `LayerSpec.matrices`, the first of which has the ``slot``. Its norms, where
+    there are any, as `FusedOps.add_norm` wants them; ``qk_norm`` as `FusedOps.heads`."""
 
-    before_attention: Tensor | None
-    qkv: Linear
-    qk_norm: Tensor | None
-    output: Linear
-    after_attention: Tensor | None
-    before_mlp: Tensor | None
-    gate_up: Linear
-    down: Linear
-    after_mlp: Tensor | None
-
-
-class Layers(Protocol):
-    """All layers of a decoder. ``hidden`` [T, hidden] is changed in place; ``delta`` [T, hidden] is what the layer
-    before has yet to add to it. ``cos`` and ``sin`` are those of `Rotary`. ``adapters`` change the products."""
-
-    def before(  # noqa: PLR0917 - once a layer: keywords cost time
-        self,
-        layer: int,
-        hidden: Tensor,
-        delta: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        adapters: StepAdapters | None = None,
-    ) -> Heads:
-        """Add ``delta`` to ``hidden``; query, key and value of the sum, as `FusedOps.heads`."""
-
-    def after(self, layer: int, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None = None) -> Tensor:
-        """Add what attention found ([T, heads, head_dim]) to ``hidden``; the MLP's answer, yet to be added."""
+    spec: LayerSpec
+    ops: FusedOps
+    products: tuple[Linear, ...]
+    slot: int
+    before_mixer: Tensor | None = None
+    after_mixer: Tensor | None = None
+    before_mlp: Tensor | None = None
+    after_mlp: Tensor | None = None
+    qk_norm: Tensor | None = None
 
 
 class PlainLayers:
-    """Any linears and row operations."""
+    """Any linears and row operations. ``group``: the ranks over which the layers are cut."""
 
-    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], ops: FusedOps, group: Group | None = None) -> None:
-        self._spec, self._layers, self._ops, self._group = spec, layers, ops, group
+    def __init__(self, layers: Sequence[Layer], group: Group | None = None) -> None:
+        self._layers, self._group = tuple(layers), group
 
-    def before(  # noqa: PLR0917
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, adapters: StepAdapters | None = None
+    ) -> Tensor | None:
+        """All layers of ``hidden`` [T, hidden], which is changed; what the last one has yet to add. ``cos`` and ``sin``
+        are those of `Rotary`. ``adapters`` change the products."""
+        delta = None
+        for index, layer in enumerate(self._layers):
+            attended = attend(index, *self._heads(layer, hidden, delta, cos, sin, adapters))
+            delta = self._rest(layer, hidden, attended, adapters)
+        return delta
+
+    def _heads(  # noqa: PLR0917 - once a layer: keywords cost time
         self,
-        layer: int,
+        layer: Layer,
         hidden: Tensor,
         delta: Tensor | None,
         cos: Tensor,
         sin: Tensor,
-        adapters: StepAdapters | None = None,
+        adapters: StepAdapters | None,
     ) -> Heads:
-        parts, rope = self._layers[layer], self._spec.layer_ropes[layer]
-        normed = self._ops.add_norm(hidden, delta, parts.before_attention)
-        turning = (None, None) if rope is None else (cos[rope], sin[rope])
-        qkv, norm = _product(parts.qkv, normed, adapters, layer, QKV), parts.qk_norm
-        if norm is not None and self._group is not None and self._spec.qk_norm == "row":
-            self._norm_together(qkv, norm, self._group)
+        """Add ``delta`` to ``hidden``; query, key and value of the sum, as `FusedOps.heads`."""
+        ops, rope, norm = layer.ops, layer.spec.rope, layer.qk_norm
+        normed = ops.add_norm(hidden, delta, layer.before_mixer)
+        qkv = _product(layer, 0, normed, adapters)
+        if norm is not None and self._group is not None and layer.spec.mixer.qk_norm == "row":
+            _norm_together(layer.spec, qkv, norm, self._group)
             norm = None
-        return self._ops.heads(qkv, norm, *turning)
+        rotation = (None, None) if rope is None else (cos[rope], sin[rope])
+        return ops.heads(qkv, norm, *rotation)
 
-    def after(self, layer: int, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None = None) -> Tensor:
-        parts, ops = self._layers[layer], self._ops
-        output = self._summed(_product(parts.output, attended.flatten(1), adapters, layer, OUTPUT))
-        output = self._normed(output, parts.after_attention)
-        if self._spec.parallel:
-            normed = self._normed(hidden, parts.before_attention)
+    def _rest(self, layer: Layer, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None) -> Tensor:
+        """Add what attention found ([T, heads, head_dim]) to ``hidden``; the MLP's answer, yet to be added."""
+        ops, group = layer.ops, self._group
+        output = _product(layer, 1, attended.flatten(1), adapters)
+        if group is not None:
+            group.all_reduce(output)
+        if layer.after_mixer is not None:
+            output = ops.add_norm(output, None, layer.after_mixer)
+        if layer.spec.parallel:
+            normed = hidden if layer.before_mixer is None else ops.add_norm(hidden, None, layer.before_mixer)
             ops.add_norm(hidden, output, None)
         else:
-            normed = ops.add_norm(hidden, output, parts.before_mlp)
+            normed = ops.add_norm(hidden, output, layer.before_mlp)
         del output  # no longer than it must be
-        gated = ops.gate(_product(parts.gate_up, normed, adapters, layer, GATE_UP))
-        return self._normed(self._summed(_product(parts.down, gated, adapters, layer, DOWN)), parts.after_mlp)
-
-    def _norm_together(self, qkv: Tensor, norm: Tensor, group: Group) -> None:
-        """Norm the whole query and the whole key of every row, in place; each rank has as many heads of them, and a
-        head that several have counts for each."""
-        spec = self._spec
-        heads = qkv.view(len(qkv), -1, spec.head_dim)[:, : spec.heads + spec.kv_heads]
-        parts = heads.to(norm.dtype).split_with_sizes((spec.heads, spec.kv_heads), 1)
-        squares = torch.stack([each.square().mean((1, 2)) for each in parts], 1)
-        group.all_reduce(squares)
-        scales = squares.div_(group.size).add_(spec.norm_eps).rsqrt_()[:, :, None, None].unbind(1)
-        heads.copy_(torch.cat([each * scale for each, scale in zip(parts, scales, strict=True)], 1).mul_(norm))
-
-    def _summed(self, rows: Tensor) -> Tensor:
-        if self._group is not None:
-            self._group.all_reduce(rows)
-        return rows
-
-    def _normed(self, rows: Tensor, norm: Tensor | None) -> Tensor:
-        return rows if norm is None else self._ops.add_norm(rows, None, norm)
+        gated = ops.gate(_product(layer, 2, normed, adapters))
+        delta = _product(layer, 3, gated, adapters)
+        if group is not None:
+            group.all_reduce(delta)
+        return delta if layer.after_mlp is None else ops.add_norm(delta, None, layer.after_mlp)
 
 
-def _product(linear: Linear, x: Tensor, adapters: StepAdapters | None, layer: int, product: int) -> Tensor:
-    y = linear(x)
+def _product(layer: Layer, index: int, x: Tensor, adapters: StepAdapters | None) -> Tensor:
+    y = layer.products[index](x)
     if adapters is not None:
-        adapters.add(layer, product, x, y)
+        adapters.add(layer.slot + index, x, y)
     return y
 
 
-class NativeLayers:
-    """On a CPU in bfloat16, with native linears and row operations throughout. ``ops`` says how wide vectors are."""
+def _norm_together(layer: LayerSpec, qkv: Tensor, norm: Tensor, group: Group) -> None:
+    """Norm the whole query and the whole key of every row, in place; each rank has as many heads of them, and a head
+    that several have counts for each."""
+    mixer = layer.mixer
+    heads = qkv.view(len(qkv), -1, mixer.head_dim)[:, : mixer.heads + mixer.kv_heads]
+    parts = heads.to(norm.dtype).split_with_sizes((mixer.heads, mixer.kv_heads), 1)
+    squares = torch.stack([each.square().mean((1, 2)) for each in parts], 1)
+    group.all_reduce(squares)
+    scales = squares.div_(group.size).add_(layer.norm.eps).rsqrt_()[:, :, None, None].unbind(1)
+    heads.copy_(torch.cat([each * scale for each, scale in zip(parts, scales, strict=True)], 1).mul_(norm))
 
-    def __init__(
-        self, spec: ModelSpec, layers: Sequence[Layer], ops: NativeFusedOps, group: Group | None = None
-    ) -> None:
-        self._spec = spec
-        self._held = tuple(layers)
-        self._weights = (library.LayerWeights * len(layers))(
-            *(_weights(spec, layer, rope, ops) for layer, rope in zip(layers, spec.layer_ropes, strict=True))
-        )
-        self._addresses = [ctypes.addressof(weights) for weights in self._weights]
-        space = _native(layers[0].qkv).space
-        self._space = space
-        self._library = space.library
-        self._width = _native(layers[0].qkv).n
-        self._handle = self._library.ferrum_layers_new(space.handle)
-        self._plain = PlainLayers(spec, layers, ops, group)
-        self._sum = None if group is None else _Sum(group, spec.hidden_size)
+
+class NativeLayers(PlainLayers):
+    """On a CPU in bfloat16, with native linears and row operations throughout: with native attention, all in one
+    call."""
+
+    def __init__(self, layers: Sequence[Layer], group: Group | None = None) -> None:
+        super().__init__(layers, group)
+        self._weights = (library.LayerWeights * len(layers))(*map(_weights, layers))
+        self._space = _native(layers[0].products[0]).space
+        self._library = self._space.library
+        self._handle = self._library.ferrum_layers_new(self._space.handle)
+        self._sum = None if group is None else _Sum(group, layers[0].spec.mixer.hidden)
         if self._sum is not None:
             self._library.ferrum_layers_reduce(self._handle, self._sum.function, self._sum.context)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._library.ferrum_layers_free(self._handle)
-
-    def before(  # noqa: PLR0917
-        self,
-        layer: int,
-        hidden: Tensor,
-        delta: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        adapters: StepAdapters | None = None,
-    ) -> Heads:
-        if adapters is not None and adapters.address is None:
-            return self._plain.before(layer, hidden, delta, cos, sin, adapters)
-        count = len(hidden)
-        qkv = hidden.new_empty((count, self._width))
-        with self._adapted(adapters, layer):
-            self._check(
-                self._library.ferrum_layer_before(
-                    self._handle,
-                    self._addresses[layer],
-                    hidden.data_ptr(),
-                    None if delta is None else delta.data_ptr(),
-                    cos.data_ptr(),
-                    sin.data_ptr(),
-                    count,
-                    qkv.data_ptr(),
-                    torch.get_num_threads(),
-                )
-            )
-        return split_heads(qkv, self._spec)
-
-    def after(self, layer: int, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None = None) -> Tensor:
-        """``attended`` is contiguous."""
-        if adapters is not None and adapters.address is None:
-            return self._plain.after(layer, hidden, attended, adapters)
-        delta = torch.empty_like(hidden)
-        with self._adapted(adapters, layer):
-            self._check(
-                self._library.ferrum_layer_after(
-                    self._handle,
-                    self._addresses[layer],
-                    hidden.data_ptr(),
-                    attended.data_ptr(),
-                    len(hidden),
-                    delta.data_ptr(),
-                    torch.get_num_threads(),
-                )
-            )
-        return delta
 
     def run(
         self,
@@ -210,32 +147,29 @@ class NativeLayers:
         attention: library.AttentionStep,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
-        """All layers with their attention, of ``hidden`` [T, hidden], which is changed; what the last one has yet to
-        add."""
+        """As `forward`, bit for bit. ``adapters`` have an address."""
         delta = torch.empty_like(hidden)
-        step = (self._handle, self._addresses[0], ctypes.addressof(attention))
+        step = (self._handle, ctypes.addressof(self._weights), ctypes.addressof(attention))
         rows = (*(each.data_ptr() for each in (hidden, delta, cos, sin)), len(hidden), torch.get_num_threads())
         with self._adapted(adapters):
-            self._check(self._library.ferrum_layers_run(*step, len(self._held), *rows))
-        return delta
-
-    @contextmanager
-    def _adapted(self, adapters: StepAdapters | None, layer: int = 0) -> Iterator[None]:
-        """The calls within are of this layer, or of all, with these adapters."""
-        if adapters is None:
-            yield
-            return
-        self._library.ferrum_layers_adapt(self._handle, adapters.address, layer)
-        try:
-            yield
-        finally:
-            self._library.ferrum_layers_adapt(self._handle, None, 0)
-
-    def _check(self, status: int) -> None:
+            status = self._library.ferrum_layers_run(*step, len(self._weights), *rows)
         if status < 0:
             raise MemoryError("no memory for a layer's buffers")
         if status and self._sum is not None:
             self._sum.fail()
+        return delta
+
+    @contextmanager
+    def _adapted(self, adapters: StepAdapters | None) -> Iterator[None]:
+        """The call within is with these adapters."""
+        if adapters is None:
+            yield
+            return
+        self._library.ferrum_layers_adapt(self._handle, adapters.address, 0)
+        try:
+            yield
+        finally:
+            self._library.ferrum_layers_adapt(self._handle, None, 0)
 
 
 class _Sum:
@@ -267,28 +201,30 @@ class _Sum:
         raise GroupAborted("a sum over the ranks ended") if error is None else error
 
 
-def put_together(spec: ModelSpec, layers: Sequence[Layer], ops: FusedOps, group: Group | None = None) -> Layers:
-    """In one call each where every part is native. ``group``: the ranks over which the model is cut."""
-    linears = (each for layer in layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down))
-    apart = group is None or spec.qk_norm != "row"  # what lies between products is each rank's own
-    if isinstance(ops, NativeFusedOps) and layers and apart and all(isinstance(each, NativeLinear) for each in linears):
-        return NativeLayers(spec, layers, ops, group)
-    return PlainLayers(spec, layers, ops, group)
+def assemble(layers: Sequence[Layer], group: Group | None = None) -> PlainLayers:
+    """`NativeLayers` where every part is native. ``group``: the ranks over which the model is cut."""
+    native = all(
+        isinstance(layer.ops, NativeFusedOps)
+        and all(isinstance(each, NativeLinear) for each in layer.products)
+        and (group is None or layer.spec.mixer.qk_norm != "row")  # all between products is each rank's own
+        for layer in layers
+    )
+    return NativeLayers(layers, group) if native and layers else PlainLayers(layers, group)
 
 
-def _weights(spec: ModelSpec, layer: Layer, rope: int | None, ops: NativeFusedOps) -> library.LayerWeights:
-    linears = (_native(each).address for each in (layer.qkv, layer.output, layer.gate_up, layer.down))
-    norms = layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp, layer.qk_norm
+def _weights(layer: Layer) -> library.LayerWeights:
+    assert isinstance(layer.ops, NativeFusedOps)  # noqa: S101 - assemble looked
+    norms = layer.before_mixer, layer.after_mixer, layer.before_mlp, layer.after_mlp, layer.qk_norm
     return library.LayerWeights(
-        *linears,
+        *(_native(each).address for each in layer.products),
         *(None if each is None else each.data_ptr() for each in norms),
-        -1 if rope is None else rope,
-        ops.lanes,
-        spec.parallel,
-        ops.kind,
+        -1 if layer.spec.rope is None else layer.spec.rope,
+        layer.ops.lanes,
+        layer.spec.parallel,
+        layer.ops.kind,
     )
 
 
 def _native(linear: Linear) -> NativeLinear:
-    assert isinstance(linear, NativeLinear)  # noqa: S101 - put_together looked
+    assert isinstance(linear, NativeLinear)  # noqa: S101 - assemble looked
     return linear

@@ -1,66 +1,101 @@
-"""Where every checkpoint tensor goes: Hugging Face names to fused parameters.
+"""Where every checkpoint tensor goes: Hugging Face names to fused parameters, of the whole model or of a rank's shard.
 
 The decoder multiplies once where the checkpoint has q, k and v, or gate and up; so a checkpoint tensor is a range of
-rows of a parameter. The table is computed from the spec, before anything is allocated: a checkpoint that does not
-fit is refused for the price of reading its headers.
+rows of a parameter. The table is computed from what the layers declare (`matrices`), before anything is allocated: a
+checkpoint that does not fit is refused for the price of reading its headers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ferrum_rpc.models.matrices import Channels, Cut, Matrix, NormWeights
+from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
 
 Shape = tuple[int, ...]
-
-NORMS: Final = ("before_attention", "after_attention", "before_mlp", "after_mlp")
-"""Fields of `Names`, and what the parameters are called."""
+Ranges = tuple[tuple[int, int], ...]
 
 EMBEDDING: Final = "embed_tokens.weight"
 """Below the root of the body."""
 
 
+class Slice(NamedTuple):
+    """The ``ranges`` of an ``axis`` of a tensor. None: another rank has it, and zeros are added here."""
+
+    axis: int
+    ranges: Ranges
+
+
 @dataclass(frozen=True, slots=True)
 class TensorPlacement:
-    """A checkpoint tensor of ``shape`` fills ``rows`` rows from ``first`` on of ``parameter``; row by row, or all of it
-    in every row (``spread``: a head norm's weight serves all heads). ``norm``: it belongs to a norm. ``turned``: so
-    many first rows of each ``head_dim`` are neighbours that a rotation pairs, and go where `half_split` says."""
+    """A checkpoint tensor of ``shape`` becomes the rows of ``parameter`` from ``first`` on, which have the shape
+    ``local``: what the ``cut`` takes of it, or None, all. Where one row of a norm serves several heads, it becomes
+    each of them. ``unit``: its rows, where a rotation pairs them. ``layer`` and ``slot``: of a layer's matrix, and its
+    place among the matrices of all layers that are here."""
 
     parameter: str
-    first: int
-    rows: int
     shape: Shape
-    spread: bool = False
+    first: int
+    local: Shape
+    cut: Slice | None = None
+    unit: Channels | None = None
     norm: bool = False
-    turned: int = 0
-    head_dim: int = 0
+    adaptable: bool = False
+    layer: int = 0
+    slot: int = 0
 
     @property
-    def extent(self) -> Shape:
-        """The shape of the rows that it fills."""
-        if self.spread:
-            return (self.rows, *self.shape)
-        return self.shape if self.shape[0] == self.rows else (self.rows, self.shape[0] // self.rows)
+    def rows(self) -> int:
+        """How many it fills."""
+        return self.local[0]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """What is here of the checkpoint's tensor, as it is stored: broadcast over the rows where one serves all."""
+        if self.cut is not None and not self.cut.ranges:
+            return torch.zeros_like(tensor)
+        part = self.along(0 if self.cut is None else self.cut.axis, tensor)
+        return part if part.shape == self.local[-1:] else part.reshape(self.local)
+
+    def along(self, axis: int, tensor: Tensor) -> Tensor:
+        """The rows (``axis`` 0) or columns that are here of a tensor that has those of the checkpoint's. Rows that a
+        rotation pairs are reordered: the kernels pair channel i with i + half, so channels 0, 1, 2, 3 .. become 0, 2 ..
+        1, 3 .."""
+        if self.cut is not None and self.cut.axis == axis:
+            parts = [tensor.narrow(axis, first, end - first) for first, end in self.cut.ranges]
+            tensor = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+        if axis or self.unit is None or not self.unit.pairs:
+            return tensor
+        units, pairs = tensor.view(-1, self.unit.width, *tensor.shape[1:]), self.unit.pairs
+        return torch.cat((units[:, :pairs:2], units[:, 1:pairs:2], units[:, pairs:]), 1).view(tensor.shape)
 
 
-def layout(spec: ModelSpec) -> dict[str, TensorPlacement]:
-    """Every tensor that the decoder needs, by its checkpoint name."""
-    hidden = spec.hidden_size
-    table = {
-        embedding_name(spec): _whole("embedding", spec.vocab_size, hidden),
-        **dict(_norm(spec, "norm", f"{spec.roots.body}norm")),
-    }
-    if not spec.tied_embeddings:
-        table[head_name(spec)] = _whole("head.weight", spec.vocab_size, hidden)
-    for layer in range(spec.layers):
-        for name, placement in _layer(spec, f"layers.{layer}."):
-            table[f"{spec.roots.body}layers.{layer}.{name}"] = placement
+def layout(spec: ModelSpec, shard: Shard = WHOLE) -> dict[str, TensorPlacement]:
+    """By its checkpoint name, every tensor that the decoder needs of the model ``spec``; of a rank's ``shard``, those
+    that it reads."""
+    table = {}
+    vocabulary = Channels(spec.vocab_size), shard.tokens(spec.vocab_size), spec.hidden_size
+    if shard.first or (shard.last and spec.tied_embeddings):  # a tied head is made of the embedding
+        table[embedding_name(spec)] = _tokens("embedding", *vocabulary)
+    if shard.last:
+        table.update(_norm(spec.norm.weights("norm", f"{spec.roots.body}norm", spec.hidden_size), "", "", shard))
+        if not spec.tied_embeddings:
+            table[head_name(spec)] = _tokens("head.weight", *vocabulary)
+    slots = count()
+    for layer, source in enumerate(shard.layers(len(spec.layers))):
+        prefix, checkpoint = f"layers.{layer}.", f"{spec.roots.body}layers.{source}."
+        for norm in spec.layers[source].norms():
+            table.update(_norm(norm, prefix, checkpoint, shard))
+        for matrix in spec.layers[source].matrices():
+            table.update(_matrix(matrix, prefix, checkpoint, shard, layer, next(slots)))
     return table
 
 
@@ -78,7 +113,7 @@ def parameter_shapes(placements: Iterable[TensorPlacement]) -> dict[str, Shape]:
     """The shape of every parameter that the placements fill."""
     shapes: dict[str, Shape] = {}
     for placement in placements:
-        rows, *rest = placement.extent
+        rows, *rest = placement.local
         known = shapes.get(placement.parameter, (0,))
         shapes[placement.parameter] = (max(known[0], placement.first + rows), *rest)
     return shapes
@@ -89,61 +124,47 @@ def parameter_count(spec: ModelSpec) -> int:
     return sum(math.prod(placement.shape) for placement in layout(spec).values())
 
 
-def _whole(parameter: str, *shape: int) -> TensorPlacement:
-    return TensorPlacement(parameter, 0, shape[0], shape)
+def _tokens(parameter: str, vocabulary: Channels, tokens: tuple[int, int], width: int) -> TensorPlacement:
+    rows = tokens[1] - tokens[0]
+    cut = Slice(0, (tokens,)) if rows < vocabulary.size else None
+    return TensorPlacement(parameter, (vocabulary.size, width), 0, (rows, width), cut)
 
 
-def half_split(tensor: Tensor, placement: TensorPlacement) -> Tensor:
-    """``tensor`` with the channels 0, 1, 2, 3 .. of each head that its placement says are pairs as 0, 2 .. 1, 3 ..: the
-    kernels pair channel i with i + half."""
-    heads = tensor.view(-1, placement.head_dim, *tensor.shape[1:])
-    parts = heads[:, : placement.turned : 2], heads[:, 1 : placement.turned : 2], heads[:, placement.turned :]
-    return torch.cat(parts, 1).view(tensor.shape)
-
-
-def _norm(spec: ModelSpec, parameter: str, name: str) -> Iterator[tuple[str, TensorPlacement]]:
-    """One row of weights, and one of biases."""
-    shape = (spec.hidden_size,)
-    yield f"{name}.weight", TensorPlacement(parameter, 0, 1, shape, spread=True, norm=True)
-    if spec.norm_bias:
-        yield f"{name}.bias", TensorPlacement(parameter, 1, 1, shape, spread=True, norm=True)
-
-
-def _layer(spec: ModelSpec, prefix: str) -> Iterator[tuple[str, TensorPlacement]]:
-    hidden, inner, names = spec.hidden_size, spec.intermediate_size, spec.names
-    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    for role in NORMS:
-        if (name := getattr(names, role)) is not None:
-            yield from _norm(spec, prefix + role, name)
-    rows = (query, key, key) if len(names.qkv) > 1 else (query + 2 * key,)
-    turned = spec.rotary_dim if spec.pairs else 0
-    for index, each in enumerate(_fused(prefix + "qkv", zip(names.qkv, rows, strict=True), hidden, spec.qkv_bias)):
-        name, placement = each
-        yield name, replace(placement, turned=turned, head_dim=spec.head_dim) if _rotates(spec, index) else placement
-    yield from _fused(prefix + "output", [("self_attn.o_proj", hidden)], query, spec.output_bias)
-    parts = len(names.gate_up)
-    widths = [inner * (1 + spec.gated) // parts] * parts
-    yield from _fused(prefix + "gate_up", zip(names.gate_up, widths, strict=True), hidden, spec.mlp_bias)
-    yield from _fused(prefix + "down", [(names.down, hidden)], inner, spec.mlp_bias)
-    for name, first, heads in (("q_norm", 0, spec.heads), ("k_norm", spec.heads, spec.kv_heads)):
-        if spec.qk_norm is not None:
-            spread = spec.qk_norm == "head"
-            shape = (spec.head_dim if spread else heads * spec.head_dim,)
-            placement = TensorPlacement(prefix + "qk_norm", first, heads, shape, spread=spread, norm=True)
-            yield f"self_attn.{name}.weight", replace(placement, turned=turned, head_dim=spec.head_dim)
-
-
-def _rotates(spec: ModelSpec, index: int) -> bool:
-    """Whether the tensor with this index of q, k and v and their biases is of a query or a key."""
-    return spec.pairs and index < 2 * (1 + spec.qkv_bias)
-
-
-def _fused(
-    parameter: str, parts: Iterable[tuple[str, int]], width: int, bias: bool
-) -> Iterator[tuple[str, TensorPlacement]]:
+def _norm(norm: NormWeights, prefix: str, checkpoint: str, shard: Shard) -> Iterator[tuple[str, TensorPlacement]]:
     first = 0
-    for name, rows in parts:
-        yield f"{name}.weight", TensorPlacement(f"{parameter}.weight", first, rows, (rows, width))
-        if bias:
-            yield f"{name}.bias", TensorPlacement(f"{parameter}.bias", first, rows, (rows,))
+    for name, extent in zip(norm.names, norm.extents, strict=True):
+        low, high = shard.share(extent)
+        local = (high - low) // extent.width, extent.width
+        cut = None if norm.spread or high - low == extent.size else Slice(0, ((low, high),))
+        shape = (extent.width if norm.spread else extent.size,)
+        yield checkpoint + name, TensorPlacement(prefix + norm.role, shape, first, local, cut, extent, norm=True)
+        first += local[0]
+
+
+def _matrix(  # noqa: PLR0917
+    matrix: Matrix, prefix: str, checkpoint: str, shard: Shard, layer: int, slot: int
+) -> Iterator[tuple[str, TensorPlacement]]:
+    by_rows, by_columns = (matrix.cut is cut and shard.ranks > 1 for cut in (Cut.ROWS, Cut.COLUMNS))
+    width, first = matrix.columns.size, 0
+    columns = shard.share(matrix.columns) if by_columns else (0, width)
+    for name, extents in matrix.modules():
+        height, ranges = 0, []
+        for extent in extents:
+            low, high = shard.share(extent) if by_rows else (0, extent.size)
+            ranges.append((height + low, height + high))
+            height += extent.size
+        rows = sum(high - low for low, high in ranges)
+        cut = of_bias = Slice(0, tuple(ranges)) if by_rows else None
+        if by_columns:
+            cut, of_bias = Slice(1, (columns,)), Slice(0, ()) if shard.rank else None
+        local = rows, columns[1] - columns[0]
+        unit = extents[0] if len(extents) == 1 else None
+        place = partial(TensorPlacement, first=first, unit=unit, layer=layer, slot=slot)
+        parameter, module = prefix + matrix.role, checkpoint + name
+        yield (
+            f"{module}.weight",
+            place(f"{parameter}.weight", (height, width), local=local, cut=cut, adaptable=matrix.adaptable),
+        )
+        if matrix.bias:
+            yield f"{module}.bias", place(f"{parameter}.bias", (height,), local=local[:1], cut=of_bias)
         first += rows

@@ -1,11 +1,11 @@
 """Adapters of a decoder: low-rank changes of its products, of many adapters and of none in one forward pass.
 
-A product y = W x of an adapted row becomes y + U (D x): D [rank, in] and U [out, rank] are the adapter's, U with its
-scale in it. The fused products of the decoder have one D for all matrices that they are made of; each of these adds to
-its own rows of y. y is rounded before the sum and after it, U and D to the model's dtype: as a model computes with its
+A product y = W x of an adapted row becomes y + B (A x): A [rank, in] and B [out, rank] are the adapter's, B with its
+scale in it. The fused products of the decoder have one A for all matrices that they are made of; each of these adds to
+its own rows of y. y is rounded before the sum and after it, A and B to the model's dtype: as a model computes with its
 adapters beside its weights, not merged into them.
 
-Of a model that ranks share, each has of U the rows, or of D the columns, that its part of the product has: what it adds
+Of a model that ranks share, each has of B the rows, or of A the columns, that its part of the product has: what it adds
 is a part of what ranks sum anyway.
 
 Which sequences use which adapter, and which adapters there are, is decided above; here they have numbers.
@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,20 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.models import shard
 from ferrum_rpc.models.adapter_config import LowRank
 from ferrum_rpc.models.base import Model, StepAdapters
-from ferrum_rpc.models.layout import TensorPlacement, half_split
-
-PRODUCTS: Final = ("qkv", "output", "gate_up", "down")
-"""The products of a layer, by the names of their parameters."""
-
-QKV, OUTPUT, GATE_UP, DOWN = range(len(PRODUCTS))
+from ferrum_rpc.models.layout import TensorPlacement
 
 
 class AdapterMatrix(NamedTuple):
     """One matrix of a fused product, as an adapter changes it: the rows ``first .. first + rows`` of the product, and
-    the columns ``start .. start + rank`` of D x. Ranks are even."""
+    the columns ``start .. start + rank`` of A x. Ranks are even."""
 
     change: LowRank
     first: int
@@ -46,11 +40,10 @@ class AdapterMatrix(NamedTuple):
     rank: int
 
 
-class Change(NamedTuple):
-    """What an adapter changes of the ``product`` of a ``layer``, which is [out, in]."""
+class ProductChange(NamedTuple):
+    """What an adapter changes of the product with this ``slot`` (`layout.TensorPlacement`), which is [out, in]."""
 
-    layer: int
-    product: int
+    slot: int
     size_in: int
     size_out: int
     parts: tuple[AdapterMatrix, ...]
@@ -61,20 +54,19 @@ class Change(NamedTuple):
         return self.parts[-1].start + self.parts[-1].rank
 
 
-class Adapted(ABC):
-    """The tensors of one `Change`."""
+class AdaptedProduct(ABC):
+    """The tensors of one `ProductChange`."""
 
     nbytes: int
 
     @abstractmethod
-    def put(self, part: AdapterMatrix, down: Tensor, up: Tensor) -> None:
-        """Copy D and the scaled U of a part into place."""
+    def put(self, part: AdapterMatrix, a: Tensor, b: Tensor) -> None:
+        """Copy A and the scaled B of a part into place."""
 
 
 class Loras(ABC):
-    """The adapters of one decoder whose parameters are laid out as in ``table``. Of each the changes, by
-    ``layer * len(PRODUCTS) + product``. Of one that ranks share: what is here of the tensors of the ``table``, which is
-    of the whole, is in ``parts``, with so many ``layers``."""
+    """The adapters of one decoder whose tensors are placed as in ``table``. Of each its changes, by slot. Where ranks
+    share the decoder, ``table`` is of the whole, and ``here`` of this rank's shard."""
 
     name: str
     rowwise: bool
@@ -83,26 +75,18 @@ class Loras(ABC):
     def __init__(
         self,
         table: Mapping[str, TensorPlacement],
-        layers: int,
         dtype: torch.dtype,
-        parts: Mapping[str, shard.ShardedTensor] | None = None,
+        here: Mapping[str, TensorPlacement] | None = None,
     ) -> None:
-        self._layers, self._dtype = layers, dtype
-        self._placements: dict[str, TensorPlacement] = {}
-        self._parts: dict[str, shard.ShardedTensor] = {}
-        self._widths: dict[str, int] = {}
-        for name, whole in table.items():
-            if not _adaptable(whole):
-                continue
-            module = name.removesuffix(".weight")
-            self._placements[module] = whole
-            part = shard.ShardedTensor(whole.shape, whole) if parts is None else parts.get(name)
-            if part is not None:
-                self._parts[module] = part
-                parameter, last = part.placement.parameter, part.placement.first + part.placement.rows
-                self._widths[parameter] = max(last, self._widths.get(parameter, 0))
-        self._adapters: dict[int, list[Adapted | None]] = {}
-        self._places: dict[int, dict[str, tuple[Adapted, AdapterMatrix]]] = {}
+        here = table if here is None else here
+        self._dtype = dtype
+        self._table, self._here = _adaptable(table), _adaptable(here)
+        self._slots = 1 + max([each.slot for each in here.values()], default=-1)
+        self._sizes_out: dict[int, int] = {}
+        for each in self._here.values():
+            self._sizes_out[each.slot] = max(self._sizes_out.get(each.slot, 0), each.first + each.rows)
+        self._adapters: dict[int, list[AdaptedProduct | None]] = {}
+        self._places: dict[int, dict[str, tuple[AdaptedProduct, AdapterMatrix]]] = {}
 
     def __len__(self) -> int:
         """Adapters that there are."""
@@ -111,60 +95,49 @@ class Loras(ABC):
     @property
     def modules(self) -> dict[str, tuple[int, int]]:
         """See `modules_of`."""
-        return modules_of(self._placements)
+        return _sizes(self._table)
 
-    def changes(self, adapter: Sequence[LowRank]) -> list[Change]:
+    def changes(self, adapter: Sequence[LowRank]) -> list[ProductChange]:
         """What an adapter changes of what is here, product by product in the order of the layers."""
-        products: dict[str, list[AdapterMatrix]] = {}
+        products: dict[int, list[AdapterMatrix]] = {}
         for each in adapter:
-            if each.module not in self._parts:
+            if (placement := self._here.get(each.module)) is None:
                 continue
-            placement = self._parts[each.module].placement
-            parts = products.setdefault(placement.parameter, [])
+            parts = products.setdefault(placement.slot, [])
             start = parts[-1].start + parts[-1].rank if parts else 0
             parts.append(AdapterMatrix(each, placement.first, placement.rows, start, each.rank + each.rank % 2))
-        found = []
-        for parameter, parts in products.items():
-            placement = self._parts[parts[0].change.module].placement
-            size_in = placement.shape[1]
-            found.append(Change(*_placed(placement), size_in, self._widths[parameter], tuple(parts)))
-        return sorted(found)
+        return [
+            ProductChange(slot, self._here[parts[0].change.module].local[1], self._sizes_out[slot], tuple(parts))
+            for slot, parts in sorted(products.items())
+        ]
 
     def pieces(self, adapter: Sequence[LowRank]) -> list[list[LowRank]]:
         """All that an adapter changes, wherever it is, by layers: the same everywhere, and in the same order."""
-        ordered = sorted(adapter, key=lambda each: _placed(self._placements[each.module]))
-        return [
-            list(group) for _, group in groupby(ordered, key=lambda each: _placed(self._placements[each.module])[0])
-        ]
+        ordered = sorted(adapter, key=lambda each: self._table[each.module].slot)
+        return [list(group) for _, group in groupby(ordered, key=lambda each: self._table[each.module].layer)]
 
-    def add(self, number: int, changes: Sequence[Change]) -> int:
+    def add(self, number: int, changes: Sequence[ProductChange]) -> int:
         """Make room for an adapter, which is to be `put`. Returns its bytes."""
-        adapted: list[Adapted | None] = [None] * (self._layers * len(PRODUCTS))
-        places: dict[str, tuple[Adapted, AdapterMatrix]] = {}
+        adapted: list[AdaptedProduct | None] = [None] * self._slots
+        places: dict[str, tuple[AdaptedProduct, AdapterMatrix]] = {}
         for each, made in zip(changes, self._adapted(changes), strict=True):
-            adapted[each.layer * len(PRODUCTS) + each.product] = made
+            adapted[each.slot] = made
             places.update({part.change.module: (made, part) for part in each.parts})
         self._adapters[number], self._places[number] = adapted, places
         return sum([each.nbytes for each in adapted if each is not None])
 
-    def put(self, number: int, change: LowRank, down: Tensor, up: Tensor) -> None:
-        """Copy what is here of D [rank, in] and U [out, rank] into place. Raises InvalidRequest for numbers anywhere
-        in them that are not finite, or do not stay so in the model's dtype."""
-        scaled = up.to(torch.promote_types(up.dtype, torch.float32)) * change.scale  # rounded once, when stored
-        for name, tensor in ((change.down, down), (change.up, scaled)):
+    def put(self, number: int, change: LowRank, a: Tensor, b: Tensor) -> None:
+        """Copy what is here of A [rank, in] and B [out, rank] into place. Raises InvalidRequest for numbers anywhere in
+        them that are not finite, or do not stay so in the model's dtype."""
+        scaled = b.to(torch.promote_types(b.dtype, torch.float32)) * change.scale  # rounded once, when stored
+        for name, tensor in ((change.down, a), (change.up, scaled)):
             if not tensor.to(self._dtype).isfinite().all():
                 raise InvalidRequest(
                     f"{name} holds NaN or infinity, or numbers that the model's type cannot hold", field="adapter"
                 )
-        if change.module not in self._parts:
-            return
-        adapted, part = self._places[number][change.module]
-        _, placement, cut = self._parts[change.module]
-        if cut is not None and cut.axis:
-            down = cut.of(down)
-        elif cut is not None:
-            scaled = cut.of(scaled)
-        adapted.put(part, down, half_split(scaled, placement) if placement.turned else scaled)
+        if (placement := self._here.get(change.module)) is not None:
+            adapted, part = self._places[number][change.module]
+            adapted.put(part, placement.along(1, a), placement.along(0, scaled))
 
     def drop(self, number: int) -> None:
         """It is no more; no step uses it."""
@@ -172,7 +145,7 @@ class Loras(ABC):
         self._places.pop(number, None)
 
     @abstractmethod
-    def nbytes(self, changes: Sequence[Change]) -> int:
+    def nbytes(self, changes: Sequence[ProductChange]) -> int:
         """What `add` would allocate."""
 
     @abstractmethod
@@ -180,7 +153,7 @@ class Loras(ABC):
         """For a step of so many tokens: ``spans`` are those with an adapter, as (its number, first row, rows)."""
 
     @abstractmethod
-    def _adapted(self, changes: Sequence[Change]) -> Sequence[Adapted]:
+    def _adapted(self, changes: Sequence[ProductChange]) -> Sequence[AdaptedProduct]:
         """Room for them, in their order."""
 
 
@@ -194,45 +167,33 @@ class AdaptableModel(Model, Protocol):
 
 def modules_of(table: Mapping[str, TensorPlacement]) -> dict[str, tuple[int, int]]:
     """The matrices of a ``table`` that can be adapted, by their checkpoint names, with their sizes [out, in]."""
-    return {
-        name.removesuffix(".weight"): (each.shape[0], each.shape[1]) for name, each in table.items() if _adaptable(each)
-    }
+    return _sizes(_adaptable(table))
 
 
-def _adaptable(placement: TensorPlacement) -> bool:
-    return _place(placement) is not None and len(placement.shape) == 2
+def _adaptable(table: Mapping[str, TensorPlacement]) -> dict[str, TensorPlacement]:
+    """By the names of their modules."""
+    return {name.removesuffix(".weight"): each for name, each in table.items() if each.adaptable}
 
 
-def _place(placement: TensorPlacement) -> tuple[int, int] | None:
-    """Layer and product of a parameter that can be adapted."""
-    match placement.parameter.split("."):
-        case ["layers", layer, product, "weight"] if product in PRODUCTS:
-            return int(layer), PRODUCTS.index(product)
-    return None
-
-
-def _placed(placement: TensorPlacement) -> tuple[int, int]:
-    """The same, of one that was found to be."""
-    place = _place(placement)
-    assert place is not None  # noqa: S101
-    return place
+def _sizes(adaptable: Mapping[str, TensorPlacement]) -> dict[str, tuple[int, int]]:
+    return {module: (each.shape[0], each.shape[1]) for module, each in adaptable.items()}
 
 
 # --- torch, on any device -------------------------------------------------------------------------------------------
 
 
-class TorchAdapted(Adapted):
-    """D of all parts [rank, in]; U of all parts, transposed: [rank, out], zero where a part has no rows."""
+class TorchAdapted(AdaptedProduct):
+    """A of all parts [rank, in]; B of all parts, transposed: [rank, out], zero where a part has no rows."""
 
-    def __init__(self, change: Change, dtype: torch.dtype, device: torch.device) -> None:
-        self.down = torch.zeros((change.rank, change.size_in), dtype=dtype, device=device)
-        self.up = torch.zeros((change.rank, change.size_out), dtype=dtype, device=device)
-        self.nbytes = self.down.nbytes + self.up.nbytes
+    def __init__(self, change: ProductChange, dtype: torch.dtype, device: torch.device) -> None:
+        self.a = torch.zeros((change.rank, change.size_in), dtype=dtype, device=device)
+        self.b = torch.zeros((change.rank, change.size_out), dtype=dtype, device=device)
+        self.nbytes = self.a.nbytes + self.b.nbytes
 
-    def put(self, part: AdapterMatrix, down: Tensor, up: Tensor) -> None:
+    def put(self, part: AdapterMatrix, a: Tensor, b: Tensor) -> None:
         change, first, rows, start, _ = part
-        self.down[start : start + change.rank].copy_(down)
-        self.up[start : start + change.rank, first : first + rows].copy_(up.T)
+        self.a[start : start + change.rank].copy_(a)
+        self.b[start : start + change.rank, first : first + rows].copy_(b.T)
 
 
 class TorchLoras(Loras):
@@ -244,25 +205,24 @@ class TorchLoras(Loras):
     def __init__(
         self,
         table: Mapping[str, TensorPlacement],
-        layers: int,
         dtype: torch.dtype,
         device: torch.device,
-        parts: Mapping[str, shard.ShardedTensor] | None = None,
+        here: Mapping[str, TensorPlacement] | None = None,
     ) -> None:
-        super().__init__(table, layers, dtype, parts)
+        super().__init__(table, dtype, here)
         self._device = device
 
-    def nbytes(self, changes: Sequence[Change]) -> int:
+    def nbytes(self, changes: Sequence[ProductChange]) -> int:
         return sum(each.rank * (each.size_in + each.size_out) for each in changes) * self._dtype.itemsize
 
-    def _adapted(self, changes: Sequence[Change]) -> Sequence[Adapted]:
+    def _adapted(self, changes: Sequence[ProductChange]) -> Sequence[AdaptedProduct]:
         return [TorchAdapted(each, self._dtype, self._device) for each in changes]
 
     def step(self, spans: Sequence[tuple[int, int, int]], tokens: int) -> StepAdapters:
         places: dict[int, list[tuple[int, int]]] = {}
         for number, first, count in spans:
             places.setdefault(number, []).append((first, first + count))
-        groups: list[tuple[list[Adapted | None], slice | Tensor]] = []
+        groups: list[tuple[list[AdaptedProduct | None], slice | Tensor]] = []
         for number, ranges in places.items():
             rows: slice | Tensor = slice(*ranges[0])
             if len(ranges) > 1:
@@ -277,16 +237,16 @@ class TorchStep:
 
     address = None
 
-    def __init__(self, groups: Sequence[tuple[list[Adapted | None], slice | Tensor]]) -> None:
+    def __init__(self, groups: Sequence[tuple[list[AdaptedProduct | None], slice | Tensor]]) -> None:
         self._groups = groups
 
-    def add(self, layer: int, product: int, x: Tensor, y: Tensor) -> None:
+    def add(self, slot: int, x: Tensor, y: Tensor) -> None:
         for adapted, rows in self._groups:
-            each = adapted[layer * len(PRODUCTS) + product]
+            each = adapted[slot]
             if not isinstance(each, TorchAdapted):
                 continue
             if isinstance(rows, slice):
-                y[rows].addmm_(F.linear(x[rows], each.down), each.up)
+                y[rows].addmm_(F.linear(x[rows], each.a), each.b)
             else:
-                low = F.linear(x.index_select(0, rows), each.down)
-                y.index_copy_(0, rows, torch.addmm(y.index_select(0, rows), low, each.up))
+                low = F.linear(x.index_select(0, rows), each.a)
+                y.index_copy_(0, rows, torch.addmm(y.index_select(0, rows), low, each.b))

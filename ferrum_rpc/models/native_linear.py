@@ -54,7 +54,9 @@ class NativeLinear:
     def __init__(self, space: Workspace, kind: int, n: int, k: int, tensors: tuple[Tensor | None, ...]) -> None:
         self.space, self.n, self._k = space, n, k
         self._held = tensors
-        self._matrix = library.Matrix(kind, n, k, *(None if each is None else each.data_ptr() for each in tensors))
+        self._matrix = library.MatrixStruct(
+            kind, n, k, *(None if each is None else each.data_ptr() for each in tensors)
+        )
         self.address = ctypes.addressof(self._matrix)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Adapters by our C kernel (``lora.c``): all adapters of a step in one call for each product, in bfloat16.
 
-D and U lie in panels, as our own products' weights do. What is added to a row does not depend on its neighbours in the
+A and B lie in panels, as our own products' weights do. What is added to a row does not depend on its neighbours in the
 batch, bit for bit.
 """
 
@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ferrum_rpc.models import shard
 from ferrum_rpc.models.base import StepAdapters
 from ferrum_rpc.models.layout import TensorPlacement
-from ferrum_rpc.models.lora import PRODUCTS, Adapted, AdapterMatrix, Change, Loras
+from ferrum_rpc.models.lora import AdaptedProduct, AdapterMatrix, Loras, ProductChange
 from ferrum_rpc.models.native_linear import COLUMNS
 from ferrum_rpc.native import cpu, library
 
@@ -34,31 +33,31 @@ LOT: Final = 4
 """Panels that lie beside each other, vector by vector."""
 
 
-class NativeAdapted(Adapted):
-    """Panels of D of all parts, and of U of each, in ``room``, which is zero."""
+class NativeAdapted(AdaptedProduct):
+    """Panels of A of all parts, and of B of each, in ``room``, which is zero."""
 
-    def __init__(self, change: Change, room: Tensor) -> None:
+    def __init__(self, change: ProductChange, room: Tensor) -> None:
         self._width = change.size_in
         self.nbytes = room.nbytes
-        down, *ups = _cut(room, _sizes(change))
-        self._down = _lots(down, change.size_in)
-        self._ups = {part: _lots(up, part.rank) for part, up in zip(change.parts, ups, strict=True)}
+        a, *each_b = _cut(room, _sizes(change))
+        self._a = _lots(a, change.size_in)
+        self._b = {part: _lots(b, part.rank) for part, b in zip(change.parts, each_b, strict=True)}
         self.struct = library.LoraChange(
-            down.data_ptr(), change.size_out, change.size_in, _whole(change.rank), len(change.parts)
+            a.data_ptr(), change.size_out, change.size_in, _whole(change.rank), len(change.parts)
         )
-        for place, (part, up) in enumerate(zip(change.parts, ups, strict=True)):
-            self.struct.part[place] = library.LoraPart(up.data_ptr(), part.first, part.rows, part.start, part.rank)
+        for place, (part, b) in enumerate(zip(change.parts, each_b, strict=True)):
+            self.struct.part[place] = library.LoraPart(b.data_ptr(), part.first, part.rows, part.start, part.rank)
 
-    def put(self, part: AdapterMatrix, down: Tensor, up: Tensor) -> None:
+    def put(self, part: AdapterMatrix, a: Tensor, b: Tensor) -> None:
         rank, size = part.change.rank, LOT * COLUMNS
-        pairs, columns = down.to(torch.bfloat16).view(rank, -1, 2), torch.arange(part.start, part.start + rank)
-        for number, lot in enumerate(self._down):
+        pairs, columns = a.to(torch.bfloat16).view(rank, -1, 2), torch.arange(part.start, part.start + rank)
+        for number, lot in enumerate(self._a):
             here = columns // size == number
             place = columns[here] % size
             lot.transpose(1, 2)[place // COLUMNS, place % COLUMNS] = pairs[here]
-        padded = F.pad(up.to(torch.bfloat16), (0, part.rank - rank, 0, -part.rows % COLUMNS))
+        padded = F.pad(b.to(torch.bfloat16), (0, part.rank - rank, 0, -part.rows % COLUMNS))
         panels = padded.view(-1, COLUMNS, part.rank // 2, 2).transpose(1, 2)
-        for number, lot in enumerate(self._ups[part]):
+        for number, lot in enumerate(self._b[part]):
             lot.copy_(panels[number * LOT : number * LOT + LOT])
 
 
@@ -71,27 +70,26 @@ class NativeLoras(Loras):
     def __init__(
         self,
         table: Mapping[str, TensorPlacement],
-        layers: int,
         dtype: torch.dtype,
         device: torch.device,
-        parts: Mapping[str, shard.ShardedTensor] | None = None,
+        here: Mapping[str, TensorPlacement] | None = None,
     ) -> None:
         cpu.require(device, dtype, torch.bfloat16)
-        super().__init__(table, layers, dtype, parts)
+        super().__init__(table, dtype, here)
         self._library = library.load()
         if not self._library.ferrum_lora_supported():
             raise OSError("the CPU has no avx512_bf16")
-        if any(part.placement.shape[1] % 2 for part in self._parts.values()):
+        if any(each.local[1] % 2 for each in self._here.values()):
             raise OSError("the model has products of odd width")
         self._structs: dict[int, ctypes.Array[library.LoraChange]] = {}
         self._ranks: dict[int, int] = {}
 
-    def nbytes(self, changes: Sequence[Change]) -> int:
+    def nbytes(self, changes: Sequence[ProductChange]) -> int:
         return 2 * sum(map(_size, changes))
 
-    def add(self, number: int, changes: Sequence[Change]) -> int:
+    def add(self, number: int, changes: Sequence[ProductChange]) -> int:
         taken = super().add(number, changes)
-        structs = (library.LoraChange * (self._layers * len(PRODUCTS)))()
+        structs = (library.LoraChange * self._slots)()
         for place, each in enumerate(self._adapters[number]):
             if isinstance(each, NativeAdapted):
                 structs[place] = each.struct
@@ -104,7 +102,7 @@ class NativeLoras(Loras):
         self._structs.pop(number, None)
         self._ranks.pop(number, None)
 
-    def _adapted(self, changes: Sequence[Change]) -> Sequence[Adapted]:
+    def _adapted(self, changes: Sequence[ProductChange]) -> Sequence[AdaptedProduct]:
         """In one piece, in the order in which a step reads it."""
         room = torch.empty(self.nbytes(changes) // 2, dtype=torch.bfloat16)
         library.prefer_huge_pages(room)
@@ -131,10 +129,10 @@ class NativeStep:
         self._step = library.LoraStep(rows.ctypes.data, self._sums.data_ptr(), len(rows), rank)
         self.address = ctypes.addressof(self._step)
 
-    def add(self, layer: int, product: int, x: Tensor, y: Tensor) -> None:
+    def add(self, slot: int, x: Tensor, y: Tensor) -> None:
         """``y`` is contiguous, ``x`` in its last dimension."""
         threads = torch.get_num_threads()
-        self._library.ferrum_lora(self.address, layer, product, x.data_ptr(), x.stride(0), y.data_ptr(), threads)
+        self._library.ferrum_lora(self.address, 0, slot, x.data_ptr(), x.stride(0), y.data_ptr(), threads)
 
 
 def _whole(rank: int) -> int:
@@ -142,13 +140,13 @@ def _whole(rank: int) -> int:
     return -(-rank // COLUMNS) * COLUMNS
 
 
-def _sizes(change: Change) -> list[int]:
-    """Elements of the panels of D, and of U of each part."""
-    ups = [_whole(part.rows) * part.rank for part in change.parts]
-    return [_whole(change.rank) * change.size_in, *ups]
+def _sizes(change: ProductChange) -> list[int]:
+    """Elements of the panels of A, and of B of each part."""
+    each_b = [_whole(part.rows) * part.rank for part in change.parts]
+    return [_whole(change.rank) * change.size_in, *each_b]
 
 
-def _size(change: Change) -> int:
+def _size(change: ProductChange) -> int:
     return sum(_sizes(change))
 
 

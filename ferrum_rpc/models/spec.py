@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, OF_MODEL, refuse_unread
-from ferrum_rpc.models.families import ACTIVATIONS, FAMILIES, Family, Names
+from ferrum_rpc.models.families import ACTIVATIONS, FAMILIES, Family
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.layer_kinds import read_unturned, read_windows
+from ferrum_rpc.models.parts.attention import Attention
+from ferrum_rpc.models.parts.dense import Dense
+from ferrum_rpc.models.parts.layer import LayerSpec, Norm
 from ferrum_rpc.models.rope import RopeSpec, read_rope, read_ropes_of_windows
 from ferrum_rpc.models.with_images import PLAIN, WITH_IMAGES, Roots, text_part
 
@@ -28,52 +30,30 @@ MAX_LAYERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What rows are multiplied with: embeddings (``rounded``: by that number in the model's dtype), what a half of a
-    layer adds, scores (``attention``), logits; and the soft caps of scores and logits."""
+    """What embeddings are multiplied with (``rounded``: by that number in the model's dtype), and logits; and the soft
+    cap of logits."""
 
     embedding: float = 1.0
     rounded: bool = False
-    residual: float = 1.0
-    attention: float = 1.0
     logits: float = 1.0
-    attention_cap: float | None = None
     logits_cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The shape and options of a decoder. ``windows`` has one entry per layer: the tokens that a query sees,
-    itself included, or None for all. ``layer_ropes``: which of ``ropes`` turns the heads of a layer, None: none does.
-    ``pairs``: the checkpoint pairs neighbouring channels of a head. ``roots``: what its tensors' names begin with.
-    ``dtype`` is the checkpoint's, as written there, or None. See `families.Family` for the other options."""
+    """The shape and options of a decoder. ``layers`` may differ. ``norm`` is that behind the last layer. ``ropes``: the
+    rotations of which layers name one. ``roots``: what its tensors' names begin with. ``dtype`` is the checkpoint's, as
+    written there, or None."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    layers: tuple[LayerSpec, ...]
     max_context: int
-    norm_eps: float
-    activation: str
+    norm: Norm
     ropes: tuple[RopeSpec, ...]
-    layer_ropes: tuple[int | None, ...]
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: Literal["head", "row"] | None
     tied_embeddings: bool
-    windows: tuple[int | None, ...]
-    names: Names = field(default_factory=Names)
     roots: Roots = PLAIN
-    norm: Literal["rms", "layer"] = "rms"
-    norm_bias: bool = False
-    norm_offset: bool = False
-    pairs: bool = False
-    parallel: bool = False
-    gated: bool = True
     scales: Scales = field(default_factory=Scales)
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -87,44 +67,21 @@ class ModelSpec:
         missing or wrong; both name the field.
         """
         architecture, family, config = _family(Fields(data))
-        hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-        kv_heads = _kv_heads(config, family, heads)
-        head_dim = _head_dim(config, family, hidden, heads)
-        layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+        hidden = config.integer("hidden_size")
         max_context = config.integer("max_position_embeddings")
-        biased = config.flag(family.bias, family.biased) if None in {family.qkv_bias, family.output_bias} else False
-        unturned = read_unturned(config, family, layers)
-        windows = read_windows(config, family, layers, unturned)
-        ropes, layer_ropes = _ropes(config, family, max_context, head_dim, windows, unturned)
+        norm = Norm(family.norm, config.number(*family.eps), family.norm_bias, family.offset)
+        layers, ropes = _layers(config, family, hidden, max_context, norm)
         bos = config.token_ids("bos_token_id")
         spec = cls(
             architecture=architecture,
             vocab_size=config.integer("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=config.integer("intermediate_size"),
             layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
             max_context=max_context,
-            norm_eps=config.number(*family.eps),
-            activation=_activation(config, family),
+            norm=norm,
             ropes=ropes,
-            layer_ropes=layer_ropes,
-            qkv_bias=biased if family.qkv_bias is None else family.qkv_bias,
-            output_bias=biased if family.output_bias is None else family.output_bias,
-            mlp_bias=family.mlp_bias is not None and config.flag(family.mlp_bias, family.biased),
-            qk_norm=family.qk_norm,
             tied_embeddings=config.flag("tie_word_embeddings", family.tied),
-            windows=windows,
-            names=family.names,
-            norm=family.norm,
-            norm_bias=family.norm_bias,
-            norm_offset=family.offset,
-            pairs=family.rotation.pairs,
-            parallel=family.parallel,
-            gated=family.gated,
-            scales=_scales(config, family, hidden, head_dim),
+            scales=_scales(config, family, hidden),
             eos_token_ids=config.token_ids("eos_token_id"),
             bos_token_id=bos[0] if bos else None,
             dtype=config.text("dtype", config.text("torch_dtype", "")) or None,
@@ -135,14 +92,7 @@ class ModelSpec:
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """One per layer."""
-        heads = self.heads, self.kv_heads, self.head_dim
-        scale, cap = self.scales.attention, self.scales.attention_cap
-        return tuple(AttentionSpec(*heads, scale, window, cap) for window in self.windows)
-
-    @property
-    def rotary_dim(self) -> int:
-        """Channels of a head that are turned, from the first on."""
-        return self.ropes[0].turned(self.head_dim)
+        return tuple(layer.mixer.spec for layer in self.layers)
 
     def for_context(self, tokens: int | None) -> ModelSpec:
         """Of sequences of at most so many tokens (None: of as many as the model takes): scalings that depend on it are
@@ -220,26 +170,74 @@ def _activation(config: Fields, family: Family) -> str:
     return ACTIVATIONS["gelu_pytorch_tanh" if name == "gelu" and family.gelu_is_tanh else name]
 
 
-def _scales(config: Fields, family: Family, hidden: int, head_dim: int) -> Scales:
-    scales = Scales(attention=head_dim**-0.5)
+def _layers(
+    config: Fields, family: Family, hidden: int, max_context: int, norm: Norm
+) -> tuple[tuple[LayerSpec, ...], tuple[RopeSpec, ...]]:
+    """All layers, and the rotations that they name. Where layers of a family differ in more than their windows and
+    rotations, their parts are made here."""
+    count = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    heads = config.integer("num_attention_heads")
+    kv_heads = _kv_heads(config, family, heads)
+    head_dim = _head_dim(config, family, hidden, heads)
+    unturned = read_unturned(config, family, count)
+    windows = read_windows(config, family, count, unturned)
+    ropes, layer_ropes = _ropes(config, family, max_context, head_dim, windows, unturned)
+    biased = config.flag(family.bias, family.biased) if None in {family.qkv_bias, family.output_bias} else False
+    scale = head_dim**-0.5
+    if family.query_scalar is not None:
+        scale = config.number("query_pre_attn_scalar", family.query_scalar) ** -0.5
+    mixer = Attention(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=config.number("attention_multiplier", 1.0) if family.multipliers else scale,
+        rotary_dim=ropes[0].turned(head_dim),
+        names=family.names.qkv,
+        softcap=_softcap(config, family, "attn_logit_softcapping"),
+        pairs=family.rotation.pairs,
+        bias=biased if family.qkv_bias is None else family.qkv_bias,
+        output_bias=biased if family.output_bias is None else family.output_bias,
+        qk_norm=family.qk_norm,
+    )
+    mlp = Dense(
+        hidden=hidden,
+        inner=config.integer("intermediate_size"),
+        activation=_activation(config, family),
+        names=family.names.gate_up,
+        down=family.names.down,
+        gated=family.gated,
+        bias=family.mlp_bias is not None and config.flag(family.mlp_bias, family.biased),
+    )
+    layer = LayerSpec(
+        mixer,
+        mlp,
+        norm,
+        family.norms,
+        parallel=family.parallel,
+        residual=config.number("residual_multiplier", 1.0) if family.multipliers else 1.0,
+    )
+    made = (
+        replace(layer, mixer=replace(mixer, window=window), rope=rope)
+        for window, rope in zip(windows, layer_ropes, strict=True)
+    )
+    return tuple(made), ropes
+
+
+def _scales(config: Fields, family: Family, hidden: int) -> Scales:
+    scales = Scales(logits_cap=_softcap(config, family, "final_logit_softcapping"))
     if family.scaled_embedding:
         scales = replace(scales, embedding=hidden**0.5, rounded=True)
-    if family.query_scalar is not None:
-        scales = replace(scales, attention=config.number("query_pre_attn_scalar", family.query_scalar) ** -0.5)
     if family.multipliers:
-        scales = replace(
-            scales,
-            embedding=config.number("embedding_multiplier", 1.0),
-            residual=config.number("residual_multiplier", 1.0),
-            attention=config.number("attention_multiplier", 1.0),
-            logits=1.0 / config.number("logits_scaling", 1.0),
-        )
+        embedding = config.number("embedding_multiplier", 1.0)
+        scales = replace(scales, embedding=embedding, logits=1.0 / config.number("logits_scaling", 1.0))
     if family.logit_scale is not None:
         scales = replace(scales, logits=config.number("logit_scale", family.logit_scale))
-    caps = {name: config.optional_number(name, default) for name, default in family.softcaps.items()}
-    return replace(
-        scales, attention_cap=caps.get("attn_logit_softcapping"), logits_cap=caps.get("final_logit_softcapping")
-    )
+    return scales
+
+
+def _softcap(config: Fields, family: Family, name: str) -> float | None:
+    return config.optional_number(name, family.softcaps[name]) if name in family.softcaps else None
 
 
 def _ropes(  # noqa: PLR0917

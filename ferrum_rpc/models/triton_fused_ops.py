@@ -11,13 +11,15 @@ This file imports triton: `fused_ops_choice` says whether it can be imported.
 # mypy: disable-error-code="untyped-decorator"
 # ruff: noqa: PLR0917
 
+from typing import Self
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ferrum_rpc.models.fused_ops import NATIVE, Heads, split_heads
-from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.models.parts.layer import LayerSpec
 
 HEADS_AT_ONCE = 8
 """Heads of one program of the rotation: 2 kB in 16 bits, 16 bytes for each thread of four warps."""
@@ -31,11 +33,14 @@ class TritonFusedOps:
 
     name = "triton"
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self._spec = spec
+    def __init__(self, layer: LayerSpec) -> None:
+        self._norm, self._residual = layer.norm, layer.residual
+        self._mixer, self._mlp = layer.mixer, layer.mlp
+
+    def of(self, layer: LayerSpec) -> Self:
+        return type(self)(layer)
 
     def add_norm(self, hidden: Tensor, delta: Tensor | None, norm: Tensor | None) -> Tensor:
-        spec = self._spec
         out = hidden if norm is None else torch.empty_like(hidden)
         width = hidden.shape[-1]
         padded = triton.next_power_of_2(width)
@@ -45,50 +50,50 @@ class TritonFusedOps:
                 hidden if delta is None else delta,
                 hidden if norm is None else norm,
                 out,
-                spec.norm_eps,
-                spec.scales.residual,
+                self._norm.eps,
+                self._residual,
                 WIDTH=width,
                 PADDED=padded,
                 HAS_DELTA=delta is not None,
                 HAS_NORM=norm is not None,
-                CENTRED=spec.norm == "layer",
-                BIASED=spec.norm_bias,
+                CENTRED=self._norm.kind == "layer",
+                BIASED=self._norm.bias,
                 num_warps=min(16, max(4, padded // 512)),
             )
         return out
 
     def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Heads:
         """Query, key and value are views of ``qkv``."""
-        spec = self._spec
-        turning = spec.heads + spec.kv_heads
-        whole = norm is not None and spec.qk_norm == "row"
-        blocks = triton.cdiv(turning, HEADS_AT_ONCE)
+        mixer = self._mixer
+        rotating = mixer.heads + mixer.kv_heads
+        whole = norm is not None and mixer.qk_norm == "row"
+        blocks = triton.cdiv(rotating, HEADS_AT_ONCE)
         if len(qkv) and not (norm is None and cos is None):
-            turned = spec.head_dim if cos is None else cos.shape[-1]
+            rotated = mixer.head_dim if cos is None else cos.shape[-1]
             rotate_kernel[(len(qkv), 1 if whole else blocks)](
                 qkv,
                 qkv if norm is None else norm,
                 qkv if cos is None else cos,
                 qkv if sin is None else sin,
-                spec.norm_eps,
-                QUERIES=spec.heads,
-                TURNING=turning,
-                HEADS=turning + spec.kv_heads,
-                DIM=spec.head_dim,
-                HALF=turned // 2,
-                PADDED=triton.next_power_of_2(turned // 2),
-                REST=triton.next_power_of_2(spec.head_dim - turned) if turned < spec.head_dim else 0,
+                self._norm.eps,
+                QUERIES=mixer.heads,
+                TURNING=rotating,
+                HEADS=rotating + mixer.kv_heads,
+                DIM=mixer.head_dim,
+                HALF=rotated // 2,
+                PADDED=triton.next_power_of_2(rotated // 2),
+                REST=triton.next_power_of_2(mixer.head_dim - rotated) if rotated < mixer.head_dim else 0,
                 AT_ONCE=HEADS_AT_ONCE,
                 BLOCKS=blocks if whole else 1,
-                ROW=triton.next_power_of_2(spec.heads * spec.head_dim) if whole else 0,
+                ROW=triton.next_power_of_2(mixer.heads * mixer.head_dim) if whole else 0,
                 HAS_NORM=norm is not None,
                 HAS_ROPE=cos is not None,
             )
-        return split_heads(qkv, spec)
+        return split_heads(qkv, mixer)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        spec = self._spec
-        rows, width = len(gate_up), gate_up.shape[-1] // (1 + spec.gated)
+        mlp = self._mlp
+        rows, width = len(gate_up), gate_up.shape[-1] // (1 + mlp.gated)
         out = gate_up.new_empty((rows, width))
         if rows:
             gate_kernel[(rows, triton.cdiv(width, GATES_AT_ONCE))](
@@ -96,8 +101,8 @@ class TritonFusedOps:
                 out,
                 WIDTH=width,
                 AT_ONCE=GATES_AT_ONCE,
-                ACTIVATION=NATIVE[spec.activation],
-                GATED=spec.gated,
+                ACTIVATION=NATIVE[mlp.activation],
+                GATED=mlp.gated,
             )
         return out
 

@@ -54,7 +54,7 @@ class RowTask(ctypes.Structure):
     )
 
 
-class Matrix(ctypes.Structure):
+class MatrixStruct(ctypes.Structure):
     """``struct matrix`` of linear.h: a packed weight."""
 
     _fields_ = (
@@ -64,7 +64,7 @@ class Matrix(ctypes.Structure):
 
 
 class LayerWeights(ctypes.Structure):
-    """``struct layer_weights`` of layer.c. Pointers are to `Matrix`, and to the tensors' elements."""
+    """``struct layer_weights`` of layer.c. Pointers are to `MatrixStruct`, and to the tensors' elements."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down")),
@@ -158,7 +158,7 @@ STRUCTS: Final = (
         SpanArrays,
         RowKindStruct,
         RowTask,
-        Matrix,
+        MatrixStruct,
         LayerWeights,
         AttentionLayer,
         AttentionStep,

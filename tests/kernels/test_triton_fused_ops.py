@@ -19,16 +19,18 @@ from tests import exact_rows
 from tests.checkpoints import TINY
 from tests.exact_rows import close
 
-SPEC = replace(
-    ModelSpec.from_config({**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
-    hidden_size=96,
-    intermediate_size=1500,
-    heads=7,
-    kv_heads=2,
-    head_dim=40,
-    activation="silu",
+MODEL = ModelSpec.from_config(
+    {**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    | {"hidden_size": 96, "intermediate_size": 1500, "head_dim": 40, "num_hidden_layers": 1}
 )
+SPEC = replace(MODEL.layers[0], mixer=replace(MODEL.layers[0].mixer, heads=7, kv_heads=2))
 """No power of two anywhere, and more heads than a program has."""
+
+
+def model(layer):
+    """Of one such layer."""
+    return replace(MODEL, layers=(layer,), hidden_size=layer.mixer.hidden)
+
 
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 
@@ -45,7 +47,7 @@ def test_the_sum_is_kept_and_normed(device, dtype):
     for each in (delta, None):
         normed = TritonFusedOps(SPEC).add_norm(hidden, each, weight)
         assert torch.equal(hidden, total)
-        exact = total.double() * (total.double().square().mean(-1, keepdim=True) + SPEC.norm_eps).rsqrt()
+        exact = total.double() * (total.double().square().mean(-1, keepdim=True) + SPEC.norm.eps).rsqrt()
         close(normed, exact * weight.double())
 
 
@@ -59,7 +61,7 @@ def test_query_and_key_are_normed_and_rotated_and_value_is_left(device, dtype, n
     heads = qkv.clone().view(3, 11, 40)
     wide = heads[:, :9].double()
     if norm is not None:
-        wide = F.rms_norm(wide, (40,), None, SPEC.norm_eps) * norm.double()
+        wide = F.rms_norm(wide, (40,), None, SPEC.norm.eps) * norm.double()
     first, second = wide[..., :20], wide[..., 20:]
     c, s = cos[..., :20].double(), sin.double()
     expected = torch.cat([first * c - second * s, second * c + first * s], -1)
@@ -100,24 +102,24 @@ def test_no_rows_are_no_launch(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_kernels_that_agree_with_torch_are_taken(device, dtype):
-    reason, ops = select_fused_ops(SPEC, dtype, device, interpreted=True)
+    reason, ops = select_fused_ops(model(SPEC), dtype, device, interpreted=True)
     assert isinstance(ops, TritonFusedOps), reason
 
 
 @pytest.mark.parametrize("name", exact_rows.VARIANTS)
 def test_kernels_of_every_family_are_taken(device, name):
-    reason, ops = select_fused_ops(exact_rows.variant(SPEC, name), torch.bfloat16, device, interpreted=True)
+    reason, ops = select_fused_ops(model(exact_rows.variant(SPEC, name)), torch.bfloat16, device, interpreted=True)
     assert isinstance(ops, TritonFusedOps), reason
 
 
 def test_a_wrong_answer_or_a_failure_is_a_reason(device, monkeypatch):
     right = TritonFusedOps.gate
     monkeypatch.setattr(TritonFusedOps, "gate", lambda self, rows: right(self, rows) * 1.01)
-    reason, ops = select_fused_ops(SPEC, torch.float32, device, interpreted=True)
+    reason, ops = select_fused_ops(model(SPEC), torch.float32, device, interpreted=True)
     assert "differs from torch's" in reason and isinstance(ops, TorchFusedOps)
     monkeypatch.setattr(triton_fused_ops, "gate_kernel", None)
     monkeypatch.setattr(TritonFusedOps, "gate", right)
-    reason, ops = select_fused_ops(SPEC, torch.float32, device, interpreted=True)
+    reason, ops = select_fused_ops(model(SPEC), torch.float32, device, interpreted=True)
     assert reason.startswith("triton: a small step failed: TypeError") and isinstance(ops, TorchFusedOps)
 
 
@@ -125,15 +127,15 @@ def test_a_wrong_answer_or_a_failure_is_a_reason(device, monkeypatch):
     ("spec", "dtype", "word"),
     [
         (SPEC, torch.float64, "float64"),
-        (replace(SPEC, activation="gelu"), torch.float32, "not gelu"),
-        (replace(SPEC, hidden_size=1 << 15), torch.float32, "wider"),
+        (replace(SPEC, mlp=replace(SPEC.mlp, activation="gelu")), torch.float32, "not gelu"),
+        (replace(SPEC, mixer=replace(SPEC.mixer, hidden=1 << 15)), torch.float32, "wider"),
     ],
 )
 def test_what_the_kernels_do_not_know_is_a_reason(device, spec, dtype, word):
-    reason, ops = select_fused_ops(spec, dtype, device, interpreted=True)
+    reason, ops = select_fused_ops(model(spec), dtype, device, interpreted=True)
     assert word in reason and isinstance(ops, TorchFusedOps)
 
 
 def test_on_a_cpu_the_choice_is_not_theirs():
-    _, ops = select_fused_ops(SPEC, torch.float32, torch.device("cpu"))
+    _, ops = select_fused_ops(model(SPEC), torch.float32, torch.device("cpu"))
     assert not isinstance(ops, TritonFusedOps)

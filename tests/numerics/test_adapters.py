@@ -118,7 +118,7 @@ def taking(decoder: Any, how: str) -> Loras:
     """The decoder's adapters, by torch where that is asked for."""
     _, loras = decoder.take_adapters()
     if how == "torch":
-        decoder._loras = loras = TorchLoras(layout(decoder.spec), decoder.spec.layers, decoder.dtype, decoder.device)
+        decoder._loras = loras = TorchLoras(layout(decoder.spec), decoder.dtype, decoder.device)
     elif loras.name != "native":
         pytest.skip("no kernel of ours runs here")
     return loras
@@ -216,9 +216,9 @@ def test_what_is_told_of_the_memory_is_what_is_taken(dtype: torch.dtype, tmp_pat
     tensors = 0
     for each in filter(None, loras._adapters[1]):
         parts = (
-            [each.down, each.up]
+            [each.a, each.b]
             if isinstance(each, TorchAdapted)
-            else [*each._down, *(lot for lots in each._ups.values() for lot in lots)]
+            else [*each._a, *(lot for lots in each._b.values() for lot in lots)]
         )
         assert each.nbytes == sum(tensor.nbytes for tensor in parts)
         tensors += each.nbytes

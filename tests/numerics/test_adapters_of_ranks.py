@@ -59,5 +59,5 @@ def test_layers_in_one_call_have_the_bits_of_layers_one_by_one(monkeypatch: pyte
     whole = on_ranks(reference, TWO, torch.bfloat16, tmp_path)
     monkeypatch.setattr(Decoder, "native", False)
     assert torch.equal(on_ranks(reference, TWO, torch.bfloat16, tmp_path), whole)
-    monkeypatch.setattr(decoder, "put_together", PlainLayers)
+    monkeypatch.setattr(decoder, "assemble", PlainLayers)
     assert torch.equal(on_ranks(reference, TWO, torch.bfloat16, tmp_path), whole)

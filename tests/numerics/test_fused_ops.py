@@ -20,15 +20,19 @@ from tests.checkpoints import TINY
 from tests.exact_rows import close
 
 CPU = torch.device("cpu")
-SPEC = replace(
-    ModelSpec.from_config({**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}),
-    hidden_size=96,
-    intermediate_size=160,
-    heads=6,
-    kv_heads=2,
-    head_dim=32,
-    activation="silu",
+MODEL = ModelSpec.from_config(
+    {**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    | {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 2}
+    | {"head_dim": 32, "num_hidden_layers": 1}
 )
+SPEC = MODEL.layers[0]
+
+
+def model(layer):
+    """Of one such layer."""
+    return replace(MODEL, layers=(layer,), hidden_size=layer.mixer.hidden)
+
+
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
@@ -53,7 +57,7 @@ def test_the_sum_is_kept_and_normed(dtype, rows):
         for each in (delta, None):
             normed = ops.add_norm(hidden, each, weight)
             assert torch.equal(hidden, total)
-            exact = total.double() * (total.double().square().mean(-1, keepdim=True) + SPEC.norm_eps).rsqrt()
+            exact = total.double() * (total.double().square().mean(-1, keepdim=True) + SPEC.norm.eps).rsqrt()
             close(normed, exact * weight.double())
 
 
@@ -69,7 +73,7 @@ def test_queries_and_keys_are_normed_and_rotated_and_values_left_alone(dtype, no
         heads = qkv.clone().view(4, 10, 32).double()
         rotating = heads[:, :8]
         if norm is not None:
-            rotating = rotating * (rotating.square().mean(-1, keepdim=True) + SPEC.norm_eps).rsqrt() * norm.double()
+            rotating = rotating * (rotating.square().mean(-1, keepdim=True) + SPEC.norm.eps).rsqrt() * norm.double()
         turned = torch.cat((-rotating[..., 16:], rotating[..., :16]), -1)
         exact = rotating * cos.double() + turned * torch.cat((sin, sin), -1).double()
         query, key, value = ops.heads(qkv, norm, cos, sin)
@@ -128,28 +132,28 @@ def test_what_is_not_a_number_stays_none():
     ("spec", "dtype", "why"),
     [
         (SPEC, torch.float16, "not float16"),
-        (replace(SPEC, activation="gelu"), torch.float32, "not gelu"),
-        (replace(SPEC, head_dim=12), torch.float32, "no multiple"),
+        (replace(SPEC, mlp=replace(SPEC.mlp, activation="gelu")), torch.float32, "not gelu"),
+        (replace(SPEC, mixer=replace(SPEC.mixer, head_dim=12, rotary_dim=12)), torch.float32, "no multiple"),
     ],
     ids=["dtype", "activation", "width"],
 )
 def test_what_the_kernel_cannot_do_torch_does_and_the_reason_says_so(spec, dtype, why):
-    reason, ops = select_fused_ops(spec, dtype, CPU)
+    reason, ops = select_fused_ops(model(spec), dtype, CPU)
     assert ops.name == "torch" and why in reason
 
 
 @TYPES
 @pytest.mark.parametrize("name", exact_rows.VARIANTS)
 def test_the_kernel_of_every_family_is_chosen(name, dtype):
-    reason, ops = select_fused_ops(exact_rows.variant(SPEC, name), dtype, CPU)
+    reason, ops = select_fused_ops(model(exact_rows.variant(SPEC, name)), dtype, CPU)
     assert ops.name == "native", reason
 
 
 def test_the_kernel_is_chosen_where_it_is_built_and_torch_where_not(monkeypatch):
-    assert select_fused_ops(SPEC, torch.bfloat16, CPU)[1].name == "native"
+    assert select_fused_ops(model(SPEC), torch.bfloat16, CPU)[1].name == "native"
     monkeypatch.setattr(library, "PACKAGE", "no_such_package")
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
-    reason, ops = select_fused_ops(SPEC, torch.bfloat16, CPU)
+    reason, ops = select_fused_ops(model(SPEC), torch.bfloat16, CPU)
     assert ops.name == "torch" and "compiler" in reason
 
 
@@ -158,5 +162,5 @@ def test_the_kernel_is_chosen_where_it_is_built_and_torch_where_not(monkeypatch)
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch, name, factor):
     right = getattr(NativeFusedOps, name)
     monkeypatch.setattr(NativeFusedOps, name, lambda *arguments: right(*arguments) * factor)
-    reason, ops = select_fused_ops(SPEC, torch.bfloat16, CPU)
+    reason, ops = select_fused_ops(model(SPEC), torch.bfloat16, CPU)
     assert ops.name == "torch" and "differs from torch's" in reason

@@ -19,7 +19,7 @@ from ferrum_rpc.distributed import shared_memory
 from ferrum_rpc.distributed.gloo import GlooGroup
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.models.decoder import Decoder
-from ferrum_rpc.models.layers import NativeLayers, put_together
+from ferrum_rpc.models.layers import NativeLayers, PlainLayers, assemble
 from ferrum_rpc.models.linear import PlainLinear
 from ferrum_rpc.models.native_linear import PairFactory
 from tests.numerics.harness import CPU, Executor, error, native, rounded_model
@@ -54,19 +54,12 @@ def half(name, tensor, rank):
 
 def halves(reference, spec, dtype, factory, groups):
     """A decoder of each rank."""
-    spec = replace(
-        spec,
-        heads=spec.heads // 2,
-        kv_heads=spec.kv_heads // 2,
-        intermediate_size=spec.intermediate_size // 2,
-    )
+    spec = replace(spec, layers=tuple(layer.share(2) for layer in spec.layers))
     for group in groups:
         made = Decoder(spec, dtype, CPU, factory())
         for name in made.expected_tensors():
             made.load(name, half(name, reference.state_dict()[name], group.rank))
-        alone = made._loaded.layers
-        parts = alone._held if isinstance(alone, NativeLayers) else alone._layers
-        made._loaded = replace(made._loaded, layers=put_together(spec, parts, made._ops, group))
+        made._loaded = replace(made._loaded, layers=assemble(made._loaded.layers._layers, group))
         yield made
 
 
@@ -118,7 +111,9 @@ def test_halves_in_c_are_the_whole_and_the_same_bits_as_layers_one_by_one(family
         each.compute._native = None
     called_back, _ = together(apart)
     for each in parts:
-        each._loaded = replace(each._loaded, layers=each._loaded.layers._plain)
+        each._loaded = replace(
+            each._loaded, layers=PlainLayers(each._loaded.layers._layers, each._loaded.layers._group)
+        )
     plain, _ = together([Executor(each) for each in parts])
     found = zip(one, other, called_back, plain, strict=True)
     for rows, expected, usual in zip(found, exact, run(Executor(whole)), strict=True):

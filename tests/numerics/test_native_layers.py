@@ -48,7 +48,7 @@ def decoder(factory=PairFactory, dtype=BF16, family="qwen3", **overrides):
 
 def plain(model):
     """The same layers, every product and operation called by itself."""
-    return PlainLayers(model.spec, model._loaded.layers._held, model._ops)
+    return PlainLayers(model._loaded.layers._layers)
 
 
 def by_callbacks(model, kv_dtype="auto"):

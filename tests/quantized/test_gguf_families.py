@@ -73,29 +73,34 @@ def spec(tmp_path: Path, name: str, changes: dict) -> ModelSpec:
     return read_spec(Checkpoint.open(tmp_path))
 
 
+def windows(model: ModelSpec) -> tuple[int | None, ...]:
+    return tuple(each.window for each in model.attention_specs)
+
+
 PATTERN, WINDOW = "attention.sliding_window_pattern", "attention.sliding_window"
 
 
 def test_what_a_file_leaves_out_is_what_llama_cpp_takes(tmp_path):
     gemma2 = spec(tmp_path, "gemma2", {f"gemma2.{WINDOW}": None, "gemma2.attn_logit_softcapping": None})
-    assert gemma2.windows == (4096, None) and gemma2.scales.attention_cap == 50.0
+    assert windows(gemma2) == (4096, None) and gemma2.attention_specs[0].softcap == 50.0
     gemma3 = spec(tmp_path, "gemma3", {"gemma3.rope.freq_base_swa": None})
     assert [rope.theta for rope in gemma3.ropes] == [5e5, 1e4]
-    assert spec(tmp_path, "gemma3", {f"gemma3.{WINDOW}": None}).windows == (None,) * 6
+    assert windows(spec(tmp_path, "gemma3", {f"gemma3.{WINDOW}": None})) == (None,) * 6
     granite = spec(
         tmp_path, "granite", {f"granite.{key}": None for key in ("attention.scale", "residual_scale", "logit_scale")}
     )
-    assert (granite.scales.attention, granite.scales.residual, granite.scales.logits) == (0.25, 1.0, 1.0)
+    layer = granite.layers[0]
+    assert (layer.mixer.scale, layer.residual, granite.scales.logits) == (0.25, 1.0, 1.0)
 
 
 def test_what_newer_files_say_of_windows_is_read(tmp_path):
     listed = [True, False, True, True, True, False]
     expected = tuple(4 if each else None for each in listed)
-    assert spec(tmp_path, "gemma3", {f"gemma3.{PATTERN}": listed}).windows == expected
-    assert spec(tmp_path, "gemma3", {f"gemma3.{PATTERN}": 2}).windows == (4, None) * 3
-    assert spec(tmp_path, "phi3", {f"phi3.{WINDOW}": 9}).windows == (9, 9)
+    assert windows(spec(tmp_path, "gemma3", {f"gemma3.{PATTERN}": listed})) == expected
+    assert windows(spec(tmp_path, "gemma3", {f"gemma3.{PATTERN}": 2})) == (4, None) * 3
+    assert windows(spec(tmp_path, "phi3", {f"phi3.{WINDOW}": 9})) == (9, 9)
     wide = spec(tmp_path, "phi3-longrope", {"phi3.context_length": 16})
-    assert wide.rotary_dim == 8 and not wide.ropes[0].long
+    assert wide.layers[0].mixer.rotary_dim == 8 and not wide.ropes[0].long
 
 
 @pytest.mark.parametrize(

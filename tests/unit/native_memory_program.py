@@ -32,7 +32,7 @@ SPEC = ModelSpec.from_config(
         "num_key_value_heads": 1,
         "max_position_embeddings": 64,
     }
-)
+).layers[0]
 
 
 def draw(*shape):
@@ -59,11 +59,13 @@ def eights():
 
 def layers():
     factory, norm = PairFactory(), torch.ones(1, 64)
-    linears = [factory(draw(rows, 64), None) for rows in (128, 64, 128, 64)]
-    layer = Layer(norm, linears[0], None, linears[1], None, norm, linears[2], linears[3], None)
-    whole = NativeLayers(SPEC, [layer], NativeFusedOps(SPEC, torch.bfloat16))
+    linears = tuple(factory(draw(rows, 64), None) for rows in (128, 64, 128, 64))
+    layer = Layer(SPEC, NativeFusedOps(SPEC, torch.bfloat16), linears, 0, before_mixer=norm, before_mlp=norm)
+    cache, table = draw(2, 4, 16, 1, 32), np.arange(4, dtype=np.int32)
+    backend = NativePagedAttention([SPEC.mixer.spec], [cache[0]], [cache[1]])
+    plan = backend.plan(BatchGeometry.build(16, [0], [3], [table]))
     hidden, cos, sin = draw(3, 64), torch.ones(1, 3, 1, 32), torch.ones(1, 3, 1, 16)
-    return *whole.before(0, hidden, None, cos, sin), whole.after(0, hidden, draw(3, 2, 32))
+    return NativeLayers([layer]).run(hidden, cos, sin, backend.native_step(plan)), hidden
 
 
 def tried(task):

@@ -31,7 +31,7 @@ def made(folder: Path, **options: Any) -> Path:
 
 
 def loras() -> Loras:
-    return TorchLoras(layout(SPEC), SPEC.layers, torch.float32, torch.device("cpu"))
+    return TorchLoras(layout(SPEC), torch.float32, torch.device("cpu"))
 
 
 def load(folder: Path, name: str = "one", into: Loras | None = None) -> bytes:

@@ -46,31 +46,47 @@ def without(config, *fields):
     return {name: value for name, value in config.items() if name not in fields}
 
 
+def heads(spec):
+    """Of query, of key and value, and the channels of each."""
+    mixer = spec.layers[0].mixer
+    return mixer.heads, mixer.kv_heads, mixer.head_dim
+
+
+def windows_of(spec):
+    return tuple(layer.mixer.window for layer in spec.layers)
+
+
+def ropes_of(spec):
+    return tuple(layer.rope for layer in spec.layers)
+
+
 def test_llama_3_1():
     spec = ModelSpec.from_config(LLAMA)
-    assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim) == (32, 32, 8, 128)
+    assert (len(spec.layers), *heads(spec)) == (32, 32, 8, 128)
     assert spec.ropes[0].kind == "llama3" and spec.ropes[0].theta == 500000.0 and spec.ropes[0].original_context == 8192
     assert spec.eos_token_ids == (128001, 128008, 128009) and spec.bos_token_id == 128000
-    assert not (spec.qkv_bias or spec.output_bias or spec.mlp_bias or spec.qk_norm or spec.tied_embeddings)
-    assert spec.dtype == "bfloat16" and spec.norm_eps == 1e-5 and spec.activation == "silu"
-    assert spec.windows == (None,) * 32
+    mixer, mlp = spec.layers[0].mixer, spec.layers[0].mlp
+    assert not (mixer.bias or mixer.output_bias or mlp.bias or mixer.qk_norm or spec.tied_embeddings)
+    assert spec.dtype == "bfloat16" and spec.norm.eps == 1e-5 and mlp.activation == "silu"
+    assert windows_of(spec) == (None,) * 32
     assert spec.attention_specs[31].scale == 128**-0.5
 
 
 def test_what_the_families_differ_in():
     qwen2, qwen3, mistral = (ModelSpec.from_config(config) for config in (QWEN2, QWEN3, MISTRAL))
-    assert qwen2.qkv_bias and not qwen2.output_bias and not qwen2.qk_norm
-    assert qwen3.qk_norm and not qwen3.qkv_bias and qwen3.head_dim == 128
-    assert not mistral.qkv_bias and mistral.windows == (4096,) * 32
-    biased = ModelSpec.from_config(QWEN3 | {"attention_bias": True})
-    assert biased.qkv_bias and biased.output_bias
-    assert ModelSpec.from_config(LLAMA | {"mlp_bias": True}).mlp_bias
+    one, other, third = (each.layers[0].mixer for each in (qwen2, qwen3, mistral))
+    assert one.bias and not one.output_bias and not one.qk_norm
+    assert other.qk_norm and not other.bias and other.head_dim == 128
+    assert not third.bias and windows_of(mistral) == (4096,) * 32
+    biased = ModelSpec.from_config(QWEN3 | {"attention_bias": True}).layers[0].mixer
+    assert biased.bias and biased.output_bias
+    assert ModelSpec.from_config(LLAMA | {"mlp_bias": True}).layers[0].mlp.bias
     assert ModelSpec.from_config(MISTRAL | {"mlp_bias": False, "attention_bias": False}) == mistral
 
 
 def test_windows():
     def windows(config, **fields):
-        return ModelSpec.from_config(config | {"num_hidden_layers": 4} | fields).windows
+        return windows_of(ModelSpec.from_config(config | {"num_hidden_layers": 4} | fields))
 
     assert windows(MISTRAL, sliding_window=None) == (None,) * 4
     assert windows(MISTRAL, sliding_window=100) == (100,) * 4
@@ -98,7 +114,7 @@ def test_configurations_as_transformers_5_writes_them(family, tmp_path):
     if scaled:
         assert spec.ropes[0].kind == "linear" and spec.ropes[0].factor == 2.0
     assert spec.ropes[-1].theta == 10000.0
-    assert (spec.kv_heads, spec.head_dim, spec.eos_token_ids, spec.bos_token_id) == (2, 16, (2, 5), 1)
+    assert (*heads(spec)[1:], spec.eos_token_ids, spec.bos_token_id) == (2, 16, (2, 5), 1)
 
 
 def test_the_architecture_may_be_told_by_the_model_type():
@@ -108,11 +124,11 @@ def test_the_architecture_may_be_told_by_the_model_type():
 def test_absent_fields_mean_what_they_mean_in_transformers():
     bare = without(LLAMA, "num_key_value_heads", "rms_norm_eps", "rope_theta", "rope_scaling", "eos_token_id")
     spec = ModelSpec.from_config(without(bare, "bos_token_id", "torch_dtype"))
-    assert (spec.kv_heads, spec.norm_eps, spec.ropes[0].theta, spec.eos_token_ids) == (32, 1e-6, 10000.0, ())
+    assert (heads(spec)[1], spec.norm.eps, spec.ropes[0].theta, spec.eos_token_ids) == (32, 1e-6, 10000.0, ())
     assert spec.bos_token_id is None and spec.dtype is None
-    assert ModelSpec.from_config(without(MISTRAL, "num_key_value_heads")).kv_heads == 8
-    assert ModelSpec.from_config(MISTRAL | {"num_key_value_heads": None}).kv_heads == 32
-    assert ModelSpec.from_config(QWEN3 | {"hidden_size": 1024, "num_attention_heads": 16}).head_dim == 128
+    assert heads(ModelSpec.from_config(without(MISTRAL, "num_key_value_heads")))[1] == 8
+    assert heads(ModelSpec.from_config(MISTRAL | {"num_key_value_heads": None}))[1] == 32
+    assert heads(ModelSpec.from_config(QWEN3 | {"hidden_size": 1024, "num_attention_heads": 16}))[2] == 128
 
 
 def refused(config, error, field):
@@ -337,20 +353,22 @@ def test_what_the_later_families_differ_in():
         return ModelSpec.from_config(PUBLISHED[name] | fields)
 
     gemma, gemma2, gemma3 = spec("Gemma"), spec("Gemma 2"), spec("Gemma 3")
-    assert gemma.activation == "gelu_tanh" and gemma.norm_offset and gemma.tied_embeddings
+    assert gemma.layers[0].mlp.activation == "gelu_tanh" and gemma.norm.offset and gemma.tied_embeddings
     assert gemma2.attention_specs[0].softcap == 50.0 and gemma2.attention_specs[0].scale == 224**-0.5
-    assert gemma2.windows == (4096, None) * 16 and gemma2.scales.logits_cap == 30.0
-    assert gemma3.windows[:6] == (512,) * 5 + (None,) and gemma3.layer_ropes[:6] == (1,) * 5 + (0,)
+    assert windows_of(gemma2) == (4096, None) * 16 and gemma2.scales.logits_cap == 30.0
+    assert windows_of(gemma3)[:6] == (512,) * 5 + (None,) and ropes_of(gemma3)[:6] == (1,) * 5 + (0,)
     assert [(rope.theta, rope.factor) for rope in gemma3.ropes] == [(1e6, 8.0), (1e4, 1.0)]
     phi, phi4 = spec("Phi-3.5 mini, as it was called first"), spec("Phi-4 mini")
     assert phi.ropes[0].kind == "longrope" and phi.ropes[0].long and not phi.for_context(4096).ropes[0].long
-    assert (phi4.rotary_dim, phi4.head_dim) == (96, 128)
-    assert spec("Granite 3").scales.logits == 1 / 16 and spec("SmolLM3").layer_ropes[:4] == (0, 0, 0, None)
-    assert spec("OLMo 2").qk_norm == "row" and spec("OLMo 2").names.before_mlp is None
-    assert spec("GLM-4").pairs and spec("GLM-4").rotary_dim == 64 and not spec("GLM-4").output_bias
+    assert (phi4.layers[0].mixer.rotary_dim, phi4.layers[0].mixer.head_dim) == (96, 128)
+    assert spec("Granite 3").scales.logits == 1 / 16 and ropes_of(spec("SmolLM3"))[:4] == (0, 0, 0, None)
+    olmo, glm = spec("OLMo 2").layers[0], spec("GLM-4").layers[0].mixer
+    assert olmo.mixer.qk_norm == "row" and olmo.norm_names.before_mlp is None
+    assert glm.pairs and glm.rotary_dim == 64 and not glm.output_bias
     starcoder, cohere = spec("StarCoder 2"), spec("Command R7B")
-    assert not starcoder.gated and starcoder.norm_bias and starcoder.mlp_bias and starcoder.windows == (4096,) * 32
-    assert cohere.parallel and cohere.layer_ropes[:4] == (0, 0, 0, None) and cohere.scales.logits == 0.25
+    mlp = starcoder.layers[0].mlp
+    assert not mlp.gated and starcoder.norm.bias and mlp.bias and windows_of(starcoder) == (4096,) * 32
+    assert cohere.layers[0].parallel and ropes_of(cohere)[:4] == (0, 0, 0, None) and cohere.scales.logits == 0.25
 
 
 @pytest.mark.parametrize(
@@ -430,8 +448,8 @@ def test_the_text_part_of_a_model_with_images_is_a_decoder_with_its_defaults():
     spec = ModelSpec.from_config(GEMMA3_WITH_IMAGES)
     assert spec.architecture == "Gemma3ForConditionalGeneration" and spec.dtype == "bfloat16"
     assert (spec.vocab_size, spec.max_context, spec.eos_token_ids) == (262_208, 131_072, (1, 106))
-    assert (spec.layers, spec.heads, spec.kv_heads, spec.head_dim) == (34, 8, 4, 256)
-    assert spec.windows[:6] == (1024,) * 5 + (None,) and spec.tied_embeddings
+    assert (len(spec.layers), *heads(spec)) == (34, 8, 4, 256)
+    assert windows_of(spec)[:6] == (1024,) * 5 + (None,) and spec.tied_embeddings
     assert [(rope.theta, rope.factor) for rope in spec.ropes] == [(1e6, 8.0), (1e4, 1.0)]
     named = GEMMA3_WITH_IMAGES["text_config"] | {"architectures": ["Gemma3ForCausalLM"]}
     assert ModelSpec.from_config(GEMMA3_WITH_IMAGES | {"text_config": named}) == spec
@@ -446,11 +464,11 @@ def test_llava_leaves_out_what_llama_and_mistral_have():
     llava |= {"image_token_index": 32000, "projector_hidden_act": "gelu", "tie_word_embeddings": False}
     llava |= {"vision_feature_layer": -2, "vision_feature_select_strategy": "default", "vision_config": {}}
     spec = ModelSpec.from_config(llava | {"text_config": told | {"architectures": ["LlamaForCausalLM"]}})
-    assert (spec.hidden_size, spec.layers, spec.kv_heads, spec.vocab_size) == (4096, 32, 32, 32064)
+    assert (spec.hidden_size, len(spec.layers), heads(spec)[1], spec.vocab_size) == (4096, 32, 32, 32064)
     told = {"model_type": "mistral", "head_dim": 128, "hidden_size": 5120, "num_hidden_layers": 40}
     told |= {"num_key_value_heads": 8, "sliding_window": None, "is_composition": True, "vocab_size": 131072}
     spec = ModelSpec.from_config(llava | {"text_config": told})
-    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.windows[0]) == (32, 8, 128, None)
+    assert (*heads(spec), windows_of(spec)[0]) == (32, 8, 128, None)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +491,7 @@ def test_what_a_model_with_images_is_refused_for(fields, error, field):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configurations_as_they_are_published_are_read(name):
-    assert ModelSpec.from_config(PUBLISHED[name]).layers == 32
+    assert len(ModelSpec.from_config(PUBLISHED[name]).layers) == 32
 
 
 def test_errors_do_not_repeat_a_megabyte():

@@ -16,7 +16,7 @@ from torch.nn import Linear
 
 from ferrum_rpc.models.base import StepAdapters, StepInputs
 from ferrum_rpc.models.layout import TensorPlacement
-from ferrum_rpc.models.lora import PRODUCTS, TorchLoras
+from ferrum_rpc.models.lora import TorchLoras
 
 
 def linear_layers(model: Any, dtype: torch.dtype) -> dict[str, Linear]:
@@ -42,9 +42,9 @@ class LinearHooks:
         table = {}
         for place, (name, linear) in enumerate(linear_layers(model, dtype).items()):
             shape = linear.out_features, linear.in_features
-            table[f"{name}.weight"] = TensorPlacement(f"layers.{place}.{PRODUCTS[0]}.weight", 0, shape[0], shape)
+            table[f"{name}.weight"] = TensorPlacement(name, shape, 0, shape, adaptable=True, layer=place, slot=place)
             linear.register_forward_hook(partial(self._add, place))
-        self.loras = TorchLoras(table, len(table), dtype, device)
+        self.loras = TorchLoras(table, dtype, device)
 
     @contextmanager
     def step(self, inputs: StepInputs) -> Iterator[None]:
@@ -61,4 +61,4 @@ class LinearHooks:
         x, y = inputs[0].reshape(-1, module.in_features), output.view(-1, module.out_features)
         if len(y) != self._tokens:
             raise RuntimeError(f"a linear layer sees {len(y)} rows of a step of {self._tokens}")
-        self._adapters.add(place, 0, x, y)
+        self._adapters.add(place, x, y)

@@ -1,0 +1,83 @@
+"""How the parts of a layer declare their weights.
+
+Each part lists its matrices and norms. All else loops over these lists and knows no part by name: where the tensors of
+a checkpoint go (`layout`), what a rank has of them (`shard`), what they take of the memory (`footprint`), and which of
+them adapters change (`lora`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Channels(NamedTuple):
+    """Rows or columns: ``units`` of ``width`` channels each, such as heads. Ranks share whole units. ``pairs``: the
+    checkpoint has so many first channels of each unit as the neighbours that a rotation pairs."""
+
+    units: int
+    width: int = 1
+    pairs: int = 0
+
+    @property
+    def size(self) -> int:
+        """Channels in all."""
+        return self.units * self.width
+
+    def share(self, rank: int, ranks: int) -> tuple[int, int]:
+        """The first channel that a rank has, and the end. Where there are fewer units than ranks, several ranks have
+        the same one."""
+        first = rank * self.units // ranks
+        return first * self.width, (first + max(1, self.units // ranks)) * self.width
+
+
+class Cut(enum.Enum):
+    """How ranks share a matrix. A rank of those that share ``ROWS`` has some of the outputs; where they share
+    ``COLUMNS``, the outputs are summed over the ranks, and the first rank alone adds the bias."""
+
+    NONE = enum.auto()
+    ROWS = enum.auto()
+    COLUMNS = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A product of a layer: x [.., columns] -> y [.., rows]. ``role``: what it is called within the layer. ``names``:
+    the checkpoint's modules, one for each extent of ``rows``, or one that holds all of them. ``adaptable``: adapters
+    may change it."""
+
+    role: str
+    rows: tuple[Channels, ...]
+    columns: Channels
+    names: tuple[str, ...]
+    bias: bool = False
+    cut: Cut = Cut.NONE
+    adaptable: bool = True
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs, inputs."""
+        return sum(each.size for each in self.rows), self.columns.size
+
+    def modules(self) -> Iterator[tuple[str, tuple[Channels, ...]]]:
+        """The checkpoint's modules with their rows."""
+        rows = [self.rows] if len(self.names) == 1 else [(each,) for each in self.rows]
+        return zip(self.names, rows, strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """The parameter of a norm, [rows, width]: the units of all ``extents``, one below the other. ``names``: the
+    checkpoint's tensors, one for each extent. ``spread``: such a tensor is one row, which serves all of its units."""
+
+    role: str
+    extents: tuple[Channels, ...]
+    names: tuple[str, ...]
+    spread: bool = False
+
+    @property
+    def size(self) -> int:
+        """Numbers in all."""
+        return sum(each.size for each in self.extents)
