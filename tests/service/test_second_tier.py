@@ -142,7 +142,7 @@ async def test_a_chunk_goes_on_with_what_the_disk_has(tmp_path: Path) -> None:
 
 
 async def test_forks_in_a_step_go_on_with_what_the_disk_has(tmp_path: Path) -> None:
-    async with tiered(tmp_path, blocks=12) as served:
+    async with tiered(tmp_path, blocks=9) as served:
         _, expected = await seen(served, PROMPT)
         for _ in range(2):
             await seen(served, OTHER)
