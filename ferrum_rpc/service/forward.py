@@ -33,7 +33,7 @@ from ferrum_rpc.core import (
     named,
 )
 from ferrum_rpc.core.check import too_large
-from ferrum_rpc.engine.api import Command, Submission
+from ferrum_rpc.engine.api import Submission
 from ferrum_rpc.errors import (
     Cancelled,
     ChainBroken,
@@ -64,6 +64,7 @@ from ferrum_rpc.service.records import Account, Resource, SequenceEnd, SequenceR
 from ferrum_rpc.service.replay import Entry, Outcome, scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
+from ferrum_rpc.service.tier import fetch_prefix
 from ferrum_rpc.service.transaction import FAILED, Transaction
 
 CHOOSING: Final = (Greedy, Sample)
@@ -277,8 +278,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         return bool(parked)
 
     def _fetch(self) -> bool:
-        """Whether prompts are looked for in the second tier: it goes on when what is there is in the prefix cache. A
-        step that read it would hold up all that are in it; here other steps run between two pieces."""
+        """Whether prompts are looked for in the second tier: it goes on when what is there is in the prefix cache."""
         self._fetched = True
         size = self._state.engine.cache.block_size
         fetching = [each for each in self._admitted if each.record.prefix and len(each.span.tokens) > size]
@@ -287,21 +287,15 @@ class ForwardCall(Transaction["ForwardCall"]):
         self._returning = len(fetching)
         self._waits += len(fetching)
         for _, record, span, _ in fetching:
-            behind = span.sequence if span.parent is None else span.parent
-            command = Command("fetch_prefix", (behind, span.start, span.prompt, span.prefix))
-            self._fetch_piece(command, record, span.end // size - span.start // size)
+            self._state.parked.start(self._fetch_one(record, span))
         return bool(fetching)
 
-    def _fetch_piece(self, command: Command, record: SequenceRecord, left: int) -> None:
-        self._state.read_piece(self._account, command, partial(self.settle, self._on_piece, command, record, left))
-
-    def _on_piece(self, command: Command, record: SequenceRecord, left: int, fetched: object) -> None:
-        """Of ``left`` blocks so many were ``fetched``; a tier that cannot be read has none."""
-        found = fetched if isinstance(fetched, int) else 0
-        if found and found < left and self._refused is None:
-            self._fetch_piece(command, record, left - found)
-        else:
-            self._on_back(record, record.sequence, None)
+    async def _fetch_one(self, record: SequenceRecord, span: Span) -> None:
+        behind = span.sequence if span.parent is None else span.parent
+        assert span.prompt is not None  # noqa: S101 - `_fetch` looked
+        about = (behind, span.start, span.prompt, span.prefix)
+        await fetch_prefix(self._state, self._account, lambda: self._refused is None, *about)
+        self.settle(self._on_back, record, record.sequence, None)
 
     def _on_back(self, record: SequenceRecord, number: int, refusal: ExecutorError | None) -> None:
         """A sequence is back, or was refused, and with it the items that feed or fork it."""

@@ -7,9 +7,9 @@ duplicate waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ferrum_rpc.core import ANYBODY, Caller, HandleRef
 from ferrum_rpc.engine.api import Command, Operation
@@ -25,9 +25,19 @@ TAKEN_BACK: Final = "the call was cancelled before it was dispatched; nothing ha
 
 Handles = tuple[HandleRef, ...]
 
-Work = Generator[Command | None, None, Handles]
-"""An operation on a claimed sequence: checks the request, yields the command for the model thread (None: it waits for
-the call in flight), and when resumed commits and returns the handles that are left. Closed where it was refused."""
+
+def _nothing() -> Handles:
+    return ()
+
+
+class KvOperation(NamedTuple):
+    """An operation on a claimed sequence, whose request is right. ``command``: for the model thread (None: it waits for
+    the call in flight). ``commit`` makes the engine's change the service's, and returns the handles that are left;
+    ``undo`` gives back what the operation took, where the engine refused it."""
+
+    command: Command | None
+    commit: Callable[[], Handles]
+    undo: Callable[[], object] = _nothing
 
 
 class OperationCall(Transaction[tuple[Handles, bool]]):
@@ -38,7 +48,7 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
     _handles: Handles = ()
     _replayed = False
     _record: SequenceRecord
-    _work: Work | None = None
+    _work: KvOperation | None = None
     _operation: Operation | None = None
     _returning = False  # its sequence is brought back before it is submitted
     _withdrawn = False  # its caller was cancelled meanwhile
@@ -49,7 +59,7 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         state: ServerState,
         handle: HandleRef,
         caller: Caller,
-        begin: Callable[[SequenceRecord], Work],
+        begin: Callable[[SequenceRecord], KvOperation],
         *,
         claim: Callable[[], SequenceRecord] | None = None,
         stays: bool = False,
@@ -67,13 +77,12 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
                     self._on_repeated(known.answer)
                 return
             self._record = state.handles.claim(handle, caller.name) if claim is None else claim()
-            work = begin(self._record)
             try:
-                command = next(work)
+                self._work = begin(self._record)
             except Exception:
                 self._record.busy = False
                 raise
-            self._work = work
+            command = self._work.command
             if request_id:
                 self._entry = state.replay.begin(scope, request_id, fingerprint)
             if command is None:
@@ -147,9 +156,9 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
             record.busy = False
         refusal = result if isinstance(result, ExecutorError) else None
         if refusal is None:
-            self._handles = _returned(work)
+            self._handles = work.commit()
         else:
-            work.close()
+            work.undo()
         if self._operation is not None and record.id in state.handles.live:
             state.quotas.settle(record)
             record.touch()
@@ -169,29 +178,23 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         self.end()
 
 
-def _returned(work: Work) -> Handles:
-    try:
-        next(work)
-    except StopIteration as done:
-        handles: Handles = done.value
-        return handles
-    raise AssertionError("an operation has one command")
-
-
 def truncate(
     state: ServerState, handle: HandleRef, length: int, request_id: str = "", *, caller: Caller = ANYBODY
 ) -> OperationCall:
     """Roll back to ``length``: one handle is left."""
 
-    def work(record: SequenceRecord) -> Work:
+    def begin(record: SequenceRecord) -> KvOperation:
         check_length(record.length, length, 0, None)
-        yield Command("truncate", (record.sequence, length))
-        state.counters.tokens_truncated += record.length - length
-        record.length = length
-        record.version += 1
-        return (record.handle,)
 
-    return OperationCall(state, handle, caller, work, request_id=request_id, fingerprint=("truncate", handle, length))
+        def commit() -> Handles:
+            state.counters.tokens_truncated += record.length - length
+            record.length = length
+            record.version += 1
+            return (record.handle,)
+
+        return KvOperation(Command("truncate", (record.sequence, length)), commit)
+
+    return OperationCall(state, handle, caller, begin, request_id=request_id, fingerprint=("truncate", handle, length))
 
 
 def fork(
@@ -210,34 +213,38 @@ def fork(
     if not 1 <= count <= state.limits.max_batch_items:
         raise InvalidRequest(f"count must be 1 to {state.limits.max_batch_items}", field="count")
 
-    def work(record: SequenceRecord) -> Work:
+    def begin(record: SequenceRecord) -> KvOperation:
         length = record.length if at is None else at
         check_length(record.length, length, 0, None)
         lease = state.leases.find(lease_id, caller.name) if lease_id else record.lease
         account, own, adapter = state.quotas.account(caller), record.prefix, record.adapter
         children = state.mint(count, account, lease, length, origin, prefix=own, adapter=adapter)
-        try:
-            yield Command("fork", (record.sequence, [child.sequence for child in children], length))
-        except GeneratorExit:
+
+        def commit() -> Handles:
+            state.counters.sequences_forked += count
+            try:
+                for child in children:
+                    child.length, child.version = length, 1
+                    state.publish(child)
+                    state.quotas.settle(child)
+                for child in children:
+                    if child.pending_end is not None:
+                        state.release([child], child.pending_end)
+            except Exception:  # their handles cannot be answered
+                state.supervisor.attempt(state.give_up, children)
+                raise
+            return tuple([child.handle for child in children])
+
+        def undo() -> None:
             for child in children:
                 state.discard(child)
-            raise
-        state.counters.sequences_forked += count
-        try:
-            for child in children:
-                child.length, child.version = length, 1
-                state.publish(child)
-                state.quotas.settle(child)
-            for child in children:
-                if child.pending_end is not None:
-                    state.release([child], child.pending_end)
-        except Exception:  # their handles cannot be answered
-            state.supervisor.attempt(state.give_up, children)
-            raise
-        return tuple([child.handle for child in children])
+
+        return KvOperation(
+            Command("fork", (record.sequence, [child.sequence for child in children], length)), commit, undo
+        )
 
     fingerprint = ("fork", handle, count, at, lease_id)
-    return OperationCall(state, handle, caller, work, request_id=request_id, fingerprint=fingerprint)
+    return OperationCall(state, handle, caller, begin, request_id=request_id, fingerprint=fingerprint)
 
 
 def release(
@@ -253,33 +260,38 @@ def release(
             return record
         return state.handles.claim(handle, caller.name, any_version=True)
 
-    def work(record: SequenceRecord) -> Work:
+    def begin(record: SequenceRecord) -> KvOperation:
         if record.pending_end is not None:
-            yield None
+            return KvOperation(None, _nothing)
+
+        def commit() -> Handles:
+            try:
+                state.remove(record)
+            except Exception:  # the engine has freed it
+                state.supervisor.attempt(state.remove, record)
+                raise
             return ()
-        yield Command("release", ([] if record.parked else [record.sequence],))
-        try:
-            state.remove(record)
-        except Exception:  # the engine has freed it
-            state.supervisor.attempt(state.remove, record)
-            raise
-        return ()
+
+        return KvOperation(Command("release", ([] if record.parked else [record.sequence],)), commit)
 
     fingerprint = ("release", handle, any_version)
     only = claim if any_version else None
     return OperationCall(
-        state, handle, caller, work, claim=only, stays=True, request_id=request_id, fingerprint=fingerprint
+        state, handle, caller, begin, claim=only, stays=True, request_id=request_id, fingerprint=fingerprint
     )
 
 
 def reserve(state: ServerState, handle: HandleRef, tokens: int, *, caller: Caller = ANYBODY) -> OperationCall:
     """Hold blocks for ``tokens`` tokens beyond the present length: the handle is left as it is."""
 
-    def work(record: SequenceRecord) -> Work:
+    def begin(record: SequenceRecord) -> KvOperation:
         check_length(record.length, None, tokens, state.model)
         state.quotas.charge(record, record.length + tokens)
-        yield Command("reserve", (record.sequence, tokens))
-        record.held_to = record.length + tokens if tokens else 0
-        return (record.handle,)
 
-    return OperationCall(state, handle, caller, work)
+        def commit() -> Handles:
+            record.held_to = record.length + tokens if tokens else 0
+            return (record.handle,)
+
+        return KvOperation(Command("reserve", (record.sequence, tokens)), commit)
+
+    return OperationCall(state, handle, caller, begin)

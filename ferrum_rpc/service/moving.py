@@ -23,6 +23,7 @@ from ferrum_rpc.service.nixl import ChunkReader, StagedChunks
 from ferrum_rpc.service.records import Adapter, SequenceRecord
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
+from ferrum_rpc.service.tier import fetch_prefix
 from ferrum_rpc.service.transaction import FAILED
 from ferrum_rpc.wire.transfer import CacheLayout, chunk_from_proto, chunk_to_proto, remote_chunk_to_proto
 
@@ -142,12 +143,16 @@ class Incoming(Moving, ABC):
     _tokens: TokenArray
 
     async def _fetch(self, prefix: PrefixUse | None) -> None:
-        """Have what the second tier has of it in the prefix cache."""
-        if prefix is not None and self._state.engine.cache.tier_bytes:
-            command = Command("fetch_prefix", (self.record.sequence, 0, self._tokens, prefix))
-            left = len(self._tokens) // self._state.engine.cache.block_size
-            while left > 0 and (fetched := await self._ask(command)):
-                left -= fetched
+        """Have what the second tier has of it in the prefix cache. Raises what has ended the transfer."""
+        state, record = self._state, self.record
+        if prefix is not None and state.engine.cache.tier_bytes:
+            await fetch_prefix(state, record.account, self._goes_on, record.sequence, 0, self._tokens, prefix)
+            if self.ended is not None:
+                raise self.ended
+
+    def _goes_on(self) -> bool:
+        self._touch()
+        return self.ended is None
 
     async def receive(self, read: Callable[[], Awaitable[Any]], reader: ChunkReader | None = None) -> HandleRef | None:
         """Take the frames behind the header; ``reader`` reads what they do not bring themselves. Returns the handle of

@@ -85,18 +85,22 @@ async def park(state: ServerState, handle: HandleRef, caller: Caller) -> tuple[H
 
 
 def bring_back(state: ServerState, record: SequenceRecord, then: Callable[[ExecutorError | None], object]) -> None:
-    """Bring back a parked sequence that is claimed; ``then`` is called with None when it is there, or with the refusal:
-    it is as it was then, but after a `KvCorrupt`, which ends it when its call does."""
+    """`unpark` a sequence, and call ``then`` with what that returns."""
 
     async def run() -> None:
-        try:
-            job = _Return(state, layout_of(state, record.adapter), record)
-        except ExecutorError as error:  # the executor has ended
-            then(error)
-        else:
-            await job.run(then)
+        then(await unpark(state, record))
 
     state.parked.start(run())
+
+
+async def unpark(state: ServerState, record: SequenceRecord) -> ExecutorError | None:
+    """Bring back a parked sequence that is claimed. Returns None when it is there, or the refusal: it is as it was
+    then, but after a `KvCorrupt`, which ends it when its call does."""
+    try:
+        job = _Return(state, layout_of(state, record.adapter), record)
+    except ExecutorError as error:  # the executor has ended
+        return error
+    return await job.run()
 
 
 class Park(Moving):
@@ -211,8 +215,9 @@ class _Return(Incoming):
         super().__init__(state, layout)
         self.record = record
 
-    async def run(self, then: Callable[[ExecutorError | None], object]) -> None:
-        state, record, refusal = self._state, self.record, None
+    async def run(self) -> ExecutorError | None:
+        """See `unpark`."""
+        state, record = self._state, self.record
         try:
             async with state.parked.slot(record.account):
                 with self.metered():
@@ -224,7 +229,8 @@ class _Return(Incoming):
                 state.free([record.sequence], _ignore)
                 record.sequence = state.handles.number()
             state.quotas.settle(record)
-        then(refusal)
+            return refusal
+        return None
 
     async def _bring_back(self) -> None:
         state, record = self._state, self.record

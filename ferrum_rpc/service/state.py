@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +21,7 @@ from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExha
 from ferrum_rpc.executor.v1.info_pb2 import CAPABILITY_ADAPTERS, CAPABILITY_KV_TRANSPORT_NIXL, CAPABILITY_PARK
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.adapters import AdapterTable
+from ferrum_rpc.service.guard.slots import Slots
 from ferrum_rpc.service.handles import HandleTable, gone
 from ferrum_rpc.service.leases import LeaseTable
 from ferrum_rpc.service.masks import MaskTable
@@ -105,6 +105,8 @@ class ServerState:
         self.unread = Unread(limits)
         self.replay = ReplayLog(limits.replay_bytes)
         self.parked = ParkedFiles(park_dir, limits)
+        self.tier_reads = Slots(1)
+        """Whose turn it is to read a piece of the second tier: a step waits for one piece at most."""
         self.nixl = nixl
         self.peers = Peers()
         self.transfers = {each: TransferMeter() for each in Direction}
@@ -128,8 +130,6 @@ class ServerState:
         self.started = time.monotonic()
         self.empty.set()
         self._creating: set[SequenceRecord] = set()
-        self._pieces: dict[Account, deque[Operation]] = {}  # that wait to be read, whose turn is next first
-        self._reading_piece = False
         self._closed = False
         self._model: ModelInfo | None = None
         self._device: DeviceInfo | None = None
@@ -323,28 +323,16 @@ class ServerState:
         else:
             then(result)
 
-    def read_piece(self, account: Account, command: Command, done: Callable[[object], object]) -> None:
-        """Have the engine read a piece of the second tier: one at a time of all calls, so that a step waits for one.
-        Callers take turns."""
+    async def ask(self, command: Command) -> Any:
+        """Have the engine do it. Returns its result, or what it refused it with."""
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-        def read(result: object) -> None:
-            self._reading_piece = False
-            self._read_next_piece()
-            done(result)
+        def done(result: object) -> None:
+            if not answered.done():
+                answered.set_result(result)
 
-        self._pieces.setdefault(account, deque()).append(Operation(command, read))
-        self._read_next_piece()
-
-    def _read_next_piece(self) -> None:
-        if self._reading_piece or not self._pieces:
-            return
-        account, pieces = next(iter(self._pieces.items()))
-        del self._pieces[account]
-        piece = pieces.popleft()
-        if pieces:
-            self._pieces[account] = pieces  # behind the others
-        self._reading_piece = True
-        self.engine.submit(piece)
+        self.engine.submit(Operation(command, done))
+        return await answered
 
     def end(self, records: Sequence[SequenceRecord], ending: SequenceEnd) -> None:
         """Release sequences: idle ones now, those with a call in flight when it ends. Runs are cut."""

@@ -11,6 +11,7 @@ Both are busy sequences in ``ServerState.unnamed``; ``cut`` ends them, whatever 
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Final
@@ -21,7 +22,7 @@ from ferrum_rpc.errors import Cancelled, Draining, ExecutorError, InternalError,
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.admission import check_length, prefix_use
 from ferrum_rpc.service.handles import gone
-from ferrum_rpc.service.kv_ops import OperationCall, Work
+from ferrum_rpc.service.kv_ops import Handles, KvOperation, OperationCall
 from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.moving import Incoming, Moving, layout_of
 from ferrum_rpc.service.nixl import StagedChunks, offered
@@ -39,7 +40,6 @@ class Export(Moving):
     """One export: the copy that it reads, until it is closed."""
 
     direction: ClassVar[Direction] = Direction.EXPORT
-    _copied = False
     _closed = False
     _staging: StagedChunks | None = None
 
@@ -73,37 +73,48 @@ class Export(Moving):
         state.counters.sequences_exported += first < length
 
     def close(self) -> None:
-        """The stream is over: let go of the copy."""
+        """The stream is over: free the copy."""
         self._closed = True
         if self._staging is not None:
             self._staging.close(self.ended)
-        if self._copied:
-            self._copied = False
+        if self.record in self._state.unnamed:
             self._state.drop(self.record)
 
-    def _copy(self, source: SequenceRecord) -> Work:
+    def _copy(self, source: SequenceRecord) -> KvOperation:
         """What makes the copy, while the source is claimed."""
         state, record = self._state, self.record
         if source.length < 1:
             raise InvalidRequest("the sequence is empty; there is nothing to export", field="handle")
         state.quotas.charge(record, source.length)
         record.touch()
-        try:
-            yield Command("fork", (source.sequence, [record.sequence], None))
-        except GeneratorExit:
+
+        def commit() -> Handles:
+            self._layout = layout_of(state, source.adapter)
+            state.unnamed[record] = None
+            if self._closed:
+                self.close()
+            return (source.handle,)
+
+        def undo() -> None:
             record.account.give(Resource.BLOCKS, record.charged)
             record.charged = 0
-            raise
-        self._copied = True
-        self._layout = layout_of(state, source.adapter)
-        state.unnamed[record] = None
-        if self._closed:
-            self.close()
-        return (source.handle,)
+
+        return KvOperation(Command("fork", (source.sequence, [record.sequence], None)), commit, undo)
 
     def _cut(self, error: ExecutorError) -> None:
         self.ended = self.ended or error
         self.close()
+
+
+class ImportStage(enum.Enum):
+    """Where an import stands. While the engine is asked to begin or to commit it, its answer changes what the import
+    is, also where its stream has gone."""
+
+    NEW = "it has no blocks"
+    BEGINNING = "the engine is asked for its blocks"
+    OPEN = "its blocks take what comes"
+    COMMITTING = "the engine makes it a sequence"
+    OVER = "it is a sequence, or never will be"
 
 
 class Import(Incoming):
@@ -111,11 +122,7 @@ class Import(Incoming):
     there. ``forget`` is called when it is over. Raises what `ServerState.mint` does."""
 
     direction: ClassVar[Direction] = Direction.IMPORT
-    _begun = False
-    _over = False
-    _streaming = False
-    _asking = False  # to begin, or to commit: an answer changes what it is, also where its stream has gone
-    _committing = False
+    _stage = ImportStage.NEW
     _cached = 0  # tokens that no stream had to bring
 
     def __init__(  # noqa: PLR0917
@@ -149,12 +156,17 @@ class Import(Incoming):
     @property
     def busy(self) -> bool:
         """Whether a stream is on it, or an operation that a stream has left behind."""
-        return self._streaming or self._asking
+        return self.record.origin is not None or self._asked
+
+    @property
+    def _asked(self) -> bool:
+        """Whether the engine is asked to begin it, or to commit it."""
+        return self._stage in {ImportStage.BEGINNING, ImportStage.COMMITTING}
 
     async def abandon(self) -> None:
         """Give it up: its blocks are free when this returns. Raises `SequenceBusy` where the last operation is under
         way, which makes it a sequence."""
-        if self._committing:
+        if self._stage is ImportStage.COMMITTING:
             raise SequenceBusy("all of it has come, and it is being made a sequence")
         freed = asyncio.Event()
         self.record.on_freed.append(freed.set)
@@ -165,30 +177,29 @@ class Import(Incoming):
     def stream(self) -> Iterator[None]:
         """A stream is on it. One that fails before anything of it was kept ends it, and so do values that are not
         finite."""
-        self._streaming, self.record.origin = True, self
+        self.record.origin = self
         try:
             with self.metered():
                 yield
         except BaseException as error:
             if isinstance(error, KvCorrupt) and error.not_finite:
                 self._cut(error)
-            elif not self._asking and self.next_token == self._cached:
+            elif not self._asked and self.next_token == self._cached:
                 self._cut(Cancelled(NOTHING_KEPT))
             raise
         finally:
-            self._streaming, self.record.origin = False, None
-            if not self._over:
+            self.record.origin = None
+            if self._stage is not ImportStage.OVER:
                 self.record.touch()
                 if self._state.lifecycle is Lifecycle.DRAINING:
                     self._cut(Draining("the executor takes no new sequences", retry_after_s=RETRY_ELSEWHERE_S))
 
     async def begin(self) -> None:
         """Take its blocks, unless it has them. Raises `KvBlocksExhausted`, and is over then."""
-        if not self._begun:
+        if self._stage is ImportStage.NEW:
             await self._fetch(self.record.prefix)
-            self._asking = True
             arguments = (self.record.sequence, self._tokens, self._options.reserve_tokens, self.record.prefix)
-            await self._ask(Command("begin_import", arguments), self._on_begun)
+            await self._change(ImportStage.BEGINNING, Command("begin_import", arguments), self._on_begun)
 
     async def _commit(self) -> HandleRef:
         if self.next_token < len(self._tokens):
@@ -197,30 +208,35 @@ class Import(Incoming):
                 field="trailer",
                 metadata={"next_token": self.next_token},
             )
-        self._asking = self._committing = True
-        await self._ask(Command("commit_import", (self.record.sequence,)), self._on_committed)
+        command = Command("commit_import", (self.record.sequence,))
+        await self._change(ImportStage.COMMITTING, command, self._on_committed)
         self._state.failpoints.reach("before_reply")
         return self.record.handle
 
+    async def _change(self, stage: ImportStage, command: Command, take: Callable[[Any], object]) -> None:
+        if self.ended is not None:
+            raise self.ended
+        self._stage = stage
+        await self._ask(command, take)
+
     def _on_begun(self, result: Any) -> None:
-        self._asking = False
         if isinstance(result, ExecutorError):
             self._end(result)
             return
-        self._begun, self.next_token, self._cached = True, result, result
-        if not self._streaming:
+        self._stage, self.next_token, self._cached = ImportStage.OPEN, result, result
+        if self.record.origin is None:
             self.ended = self.ended or Cancelled(NOTHING_KEPT)
         if self.ended is not None:
             self._end(self.ended)
 
     def _on_committed(self, result: Any) -> None:
-        self._asking = self._committing = False
         state, record = self._state, self.record
         if isinstance(result, ExecutorError):
+            self._stage = ImportStage.OPEN
             if record.pending_end is not None:
                 self._cut(gone(record.pending_end))
             return
-        self._over = True
+        self._stage = ImportStage.OVER
         self._forget()
         state.counters.sequences_imported += 1
         state.unnamed.pop(record, None)
@@ -239,20 +255,21 @@ class Import(Incoming):
             raise
 
     def _cut(self, error: ExecutorError) -> None:
-        if self._committing:  # a lease or a reset that ends it ends the sequence then
+        if self._stage is ImportStage.COMMITTING:  # a lease or a reset that ends it ends the sequence then
             return
         self.ended = self.ended or error
-        if not self._asking:
+        if self._stage is not ImportStage.BEGINNING:
             self._end(error)
 
     def _end(self, error: ExecutorError) -> None:
         """It never comes to be: all that it took is free again."""
-        if self._over:
+        if self._stage is ImportStage.OVER:
             return
-        self._over, self.ended = True, self.ended or error
+        has_blocks = self._stage is ImportStage.OPEN
+        self._stage, self.ended = ImportStage.OVER, self.ended or error
         self._forget()
         self._state.replay.finish(self._entry, error)
-        if self._begun:
+        if has_blocks:
             self._state.drop(self.record)
         else:
             self._state.unnamed.pop(self.record, None)

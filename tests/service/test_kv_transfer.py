@@ -217,7 +217,9 @@ async def test_a_later_stream_goes_on_behind_what_came(source: Served, target: S
         await stream.write(header(layout))
         for frame in brought(chunks[:kept])[:-1]:
             await stream.write(frame)
-        await until(lambda: [each for each in imports(target) if each.next_token == whole and each._begun])
+        await until(
+            lambda: [each for each in imports(target) if each.next_token == whole and each._stage.name == "OPEN"]
+        )
         stream.cancel()
         await until(lambda: not any(each.busy for each in imports(target)))
     assert (await imported(target, header(layout))).next_token == whole
@@ -649,7 +651,9 @@ async def test_an_import_whose_next_frame_does_not_come_gives_its_slot_back(sent
             await stream.write(frame)
         kept = 8 * (sent > 2)
         if sent:
-            await until(lambda: [each for each in imports(served) if each._begun and each.next_token == kept])
+            await until(
+                lambda: [each for each in imports(served) if each._stage.name == "OPEN" and each.next_token == kept]
+            )
         await silent(served)
         error = await refused(stream, Reason.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED)
         assert error.retry_after_s and error.number("peer_s") == 30
@@ -730,7 +734,7 @@ async def test_a_stream_that_is_cancelled_while_blocks_are_taken_leaves_nothing(
         call = await gate.hold(imported(served, header(layout)))
         assert len(served.server.state.unnamed) == 1
         call.cancel()
-        await until(lambda: not imports(served)[0]._streaming)
+        await until(lambda: imports(served)[0].record.origin is None)
         gate.open()
         await nothing_left(served)
 

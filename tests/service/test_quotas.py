@@ -258,12 +258,20 @@ async def test_pieces_of_the_second_tier_are_read_one_at_a_time_and_turn_by_turn
     state, submitted, read = ServerState(LIMITS), list[Any](), list[str]()
     state.engine = SimpleNamespace(submit=submitted.append)  # type: ignore[assignment]
     alice, bob = state.quotas.account(ALICE), state.quotas.account(BOB)
-    for account, name in [(alice, f"a{number}") for number in range(5)] + [(bob, "b0"), (bob, "b1")]:
-        state.read_piece(account, Command(name, ()), lambda _, name=name: read.append(name))  # type: ignore[misc]
-    while submitted:
-        [piece] = submitted
+
+    async def piece(account: Account, name: str) -> None:
+        async with state.tier_reads.held(((account, 1),)):
+            await state.ask(Command(name, ()))
+        read.append(name)
+
+    names = [(alice, f"a{number}") for number in range(5)] + [(bob, "b0"), (bob, "b1")]
+    tasks = [asyncio.create_task(piece(*each)) for each in names]
+    for _ in names:
+        await until(lambda: submitted)
+        [one] = submitted
         submitted.clear()
-        piece.done(None)
+        one.done(None)
+    await asyncio.gather(*tasks)
     assert read == ["a0", "a1", "b0", "a2", "b1", "a3", "a4"]
 
 

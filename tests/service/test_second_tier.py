@@ -115,7 +115,7 @@ async def test_a_call_that_is_cancelled_while_the_disk_is_read_leaves_nothing(
         steps = served.server.state.engine.counters.steps
         calls = [served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT))) for _ in range(2)]
         await asyncio.to_thread(begun.wait, 30)
-        await until(lambda: sum(map(len, served.server.state._pieces.values())) == 1)  # behind the one
+        await until(lambda: sum(map(len, served.server.state.tier_reads._waiting.values())) == 1)  # behind the one
         assert asked == ["Operation"], "the second waits until the first is read"
         for call in calls:
             call.cancel()

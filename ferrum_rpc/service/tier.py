@@ -1,0 +1,37 @@
+"""Reading the second tier of the prefix cache: before a step, and never in it.
+
+A step that read a disk would hold up all that are in it. So what the tier has of a prompt is brought into the prefix
+cache by operations of their own, a piece at a time, and other steps run between two pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ferrum_rpc.core import PrefixUse, TokenArray
+from ferrum_rpc.engine.api import Command
+from ferrum_rpc.service.records import Account
+from ferrum_rpc.service.state import ServerState
+
+
+async def fetch_prefix(  # noqa: PLR0917 - those of the runner's method, and whose they are
+    state: ServerState,
+    account: Account,
+    goes_on: Callable[[], bool],
+    sequence: int,
+    start: int,
+    prompt: TokenArray,
+    prefix: PrefixUse | None,
+) -> None:
+    """Have what the second tier has of ``prompt`` (int32 [n]) behind the first ``start`` tokens of a sequence in the
+    prefix cache, as `TorchRunner.fetch_prefix`. One piece at a time is read of all calls, and callers take turns. Ends
+    early where ``goes_on()``, asked before each piece, says so; a tier that cannot be read has nothing."""
+    size = state.engine.cache.block_size
+    left = (start + len(prompt)) // size - start // size
+    command = Command("fetch_prefix", (sequence, start, prompt, prefix))
+    while left > 0:
+        async with state.tier_reads.held(((account, 1),)):
+            fetched = await state.ask(command) if goes_on() else 0
+        if not isinstance(fetched, int) or not fetched:
+            return
+        left -= fetched
