@@ -35,7 +35,7 @@ from ferrum_rpc.models.with_images import adapted_roots
 from ferrum_rpc.native import library
 
 
-class Pipe(NamedTuple):
+class PipelineLinks(NamedTuple):
     """Who of ``group`` sends a stage its rows, and who gets them: ranks of other stages, or None at the ends."""
 
     group: Group
@@ -43,15 +43,15 @@ class Pipe(NamedTuple):
     behind: int | None
 
 
-class Place(NamedTuple):
+class ParallelContext(NamedTuple):
     """Which part of a model, the ranks that have the others of its layers, and the stages before and behind it."""
 
     shard: Shard = WHOLE
     group: Group | None = None
-    pipe: Pipe | None = None
+    pipe: PipelineLinks | None = None
 
 
-ALONE: Final = Place()
+SINGLE: Final = ParallelContext()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,7 @@ class Loaded:
 
 class Decoder:
     """A `Model`. ``linear`` says how weight matrices are held (see `models.linear`), ``ops`` computes what lies between
-    the products (default: the best of this machine), ``place`` which part of the model ``spec`` it is.
+    the products (default: the best of this machine), ``parallel`` which part of the model ``spec`` it is.
 
     A tied head that is packed keeps a second copy of the embedding: lookups need the plain one.
     """
@@ -79,16 +79,16 @@ class Decoder:
         linear: LinearFactory = PlainLinear,
         ops: FusedOps | None = None,
         *,
-        place: Place = ALONE,
+        parallel: ParallelContext = SINGLE,
     ) -> None:
-        shard = place.shard
+        shard = parallel.shard
         self.whole = spec
         self.spec = spec = shard.of(spec)
         self.dtype = dtype
         self.device = device
         self.attention_specs = spec.attention_specs
         self._shard = shard
-        self._group, self._pipe = place.group, place.pipe
+        self._group, self._pipe = parallel.group, parallel.pipe
         self._first_token = shard.tokens(self.whole.vocab_size)[0]
         self._fp32 = torch.promote_types(dtype, torch.float32)
         self._rotary = Rotary(spec.ropes, spec.layers[0].mixer.head_dim, device)

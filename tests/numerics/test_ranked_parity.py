@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from ferrum_rpc.distributed import shared_memory
-from ferrum_rpc.models.decoder import Decoder, Pipe, Place
+from ferrum_rpc.models.decoder import Decoder, ParallelContext, PipelineLinks
 from ferrum_rpc.models.linear import select_linear
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
@@ -37,8 +37,8 @@ def on_ranks(
         everyone = shared_memory.join(PrefixStore("all", store), number, count)
         stage = shared_memory.join(PrefixStore(f"stage {shard.stage}", store), shard.rank, shard.ranks)
         before, behind = number - shard.ranks, number + shard.ranks
-        pipe = Pipe(everyone, None if shard.first else before, None if shard.last else behind)
-        decoder = Decoder(spec, dtype, CPU, select_linear(CPU, dtype)[2], place=Place(shard, stage, pipe))
+        pipe = PipelineLinks(everyone, None if shard.first else before, None if shard.last else behind)
+        decoder = Decoder(spec, dtype, CPU, select_linear(CPU, dtype)[2], parallel=ParallelContext(shard, stage, pipe))
         for name in decoder.expected_tensors():
             decoder.load(name, state[name])
         loras = None

@@ -83,7 +83,7 @@ def build_shared(
         torch.set_num_threads(setup.threads)
         loading = ranks.order("load")
         ranks.groups = groups = ranks.unless_lost(lambda: Groups(setup, store))
-        model = parts.load(progress, groups.place(setup))
+        model = parts.load(progress, groups.parallel(setup))
         ranks.collect(loading)
         with torch.inference_mode():
             return _assemble(config, parts, model, stage, Sharing(ranks, setup))

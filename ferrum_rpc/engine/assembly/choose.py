@@ -25,7 +25,7 @@ from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.kv.store import CacheSpec
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.config_keys import UnknownKey
-from ferrum_rpc.models.decoder import ALONE, Place
+from ferrum_rpc.models.decoder import SINGLE, ParallelContext
 from ferrum_rpc.models.footprint import Making, activation_bytes, weight_bytes
 from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
@@ -89,11 +89,11 @@ class Pretrained(NamedTuple):
         """Of a step; see `models.footprint.activation_bytes`."""
         return activation_bytes(self.making, tokens, rows, attending=attending)
 
-    def load(self, device: torch.device, progress: Progress | None, place: Place = ALONE) -> Model:
+    def load(self, device: torch.device, progress: Progress | None, parallel: ParallelContext = SINGLE) -> Model:
         """Read the weights."""
         _, dtype, linear, *_ = self.making
         return load_model(
-            self.checkpoint, dtype, device, progress, spec=self.whole, linear=linear, ops=self.ops, place=place
+            self.checkpoint, dtype, device, progress, spec=self.whole, linear=linear, ops=self.ops, parallel=parallel
         )
 
 
@@ -118,10 +118,10 @@ class Parts:
         """What a token takes of the cache of all layers."""
         return sum(layer.slot_bytes for layer in self.cache)
 
-    def load(self, progress: Progress | None = None, place: Place = ALONE) -> Model:
-        """The model with its weights; of one that ranks share, the part at ``place``."""
+    def load(self, progress: Progress | None = None, parallel: ParallelContext = SINGLE) -> Model:
+        """The model with its weights; of one that ranks share, the part of ``parallel``."""
         if isinstance(self.model, Pretrained):
-            return self.model.load(self.device, progress, place)
+            return self.model.load(self.device, progress, parallel)
         return self.model if isinstance(self.model, IdentityModel) else self.model.load(self.device, progress)
 
     @property

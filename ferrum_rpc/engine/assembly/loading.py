@@ -16,7 +16,7 @@ import torch
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported, listed
 from ferrum_rpc.models.base import Model
-from ferrum_rpc.models.decoder import ALONE, Decoder, Place
+from ferrum_rpc.models.decoder import SINGLE, Decoder, ParallelContext
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.layout import EMBEDDING, embedding_name, head_name, layout
@@ -47,18 +47,18 @@ def load_model(
     spec: ModelSpec | None = None,
     linear: LinearFactory | None = None,
     ops: FusedOps | None = None,
-    place: Place = ALONE,
+    parallel: ParallelContext = SINGLE,
 ) -> Model:
     """The model of a folder (or of an open checkpoint) in ``dtype`` on ``device``.
 
     ``spec`` is what `read_spec` returned for the checkpoint, if it was called. ``linear`` says how matrices are held
-    (None: what `select_linear` finds best), ``ops`` who works on rows (None: what `select_fused_ops` does), ``place``
-    which part of the model is loaded, and between which others. Raises what `read_spec` does, and InvalidRequest for
-    weights that are not finite.
+    (None: what `select_linear` finds best), ``ops`` who works on rows (None: what `select_fused_ops` does),
+    ``parallel`` which part of the model is loaded, and between which others. Raises what `read_spec` does, and
+    InvalidRequest for weights that are not finite.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     linear = linear or select_linear(device, dtype)[2]
-    decoder = Decoder(spec or read_spec(checkpoint), dtype, device, linear, ops, place=place)
+    decoder = Decoder(spec or read_spec(checkpoint), dtype, device, linear, ops, parallel=parallel)
     expected = decoder.expected_tensors()
     total, done = sum(checkpoint.entries[name].nbytes for name in expected), 0
     for name, tensor in checkpoint.tensors(expected, dtype):

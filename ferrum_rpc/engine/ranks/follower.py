@@ -102,7 +102,7 @@ class Follower:
         """Find the others, and read its part of the weights."""
         assert self._parts is not None and self._setup is not None  # noqa: S101 - prepared before
         self._groups = Groups(self._setup, self._rendezvous)
-        self._model = self._parts.load(None, self._groups.place(self._setup))
+        self._model = self._parts.load(None, self._groups.parallel(self._setup))
 
     def equip(self, blocks: int, block_size: int) -> int:
         """Make the cache. Returns the bytes of a block."""

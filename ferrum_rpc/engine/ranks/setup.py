@@ -22,7 +22,7 @@ from ferrum_rpc.engine.ranks.messages import JOIN_S
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
-from ferrum_rpc.models.decoder import Pipe, Place
+from ferrum_rpc.models.decoder import ParallelContext, PipelineLinks
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.sampling.parted import VocabShard
 
@@ -84,14 +84,14 @@ class Groups:
             self._host = _join_hosts(setup, PrefixStore(f"hosts{shard.stage}", store), shard.rank, shard.ranks)
             self._each.append(self._host)
 
-    def place(self, setup: Setup) -> Place:
+    def parallel(self, setup: Setup) -> ParallelContext:
         """Where the rank stands."""
         shard = setup.shard
         pipe = None
         if shard.stages > 1:
             before, behind = setup.number - shard.ranks, setup.number + shard.ranks
-            pipe = Pipe(self.all, None if shard.first else before, None if shard.last else behind)
-        return Place(shard, self.stage, pipe)
+            pipe = PipelineLinks(self.all, None if shard.first else before, None if shard.last else behind)
+        return ParallelContext(shard, self.stage, pipe)
 
     def part(self, setup: Setup, vocabulary: int) -> VocabShard | None:
         """Which of so many tokens the rank has; None: all, or no head."""
