@@ -53,24 +53,20 @@ struct work {
     float *partials;
 };
 
+struct isa {
+    const char *name;
+    void (*unit)(const struct work *, const struct unit *, int, int, float *);
+    void (*join)(const struct work *, const struct unit *, int);
+    void (*round)(char *, const char *, int, int, int);
+};
+
+#define ISA_ENTRIES {ISA_NAME, ISA(run_unit), ISA(run_join), ISA(run_round)}
 #define BODY "attention_decode_isa.h"
 #include "for_each_isa.h"
 
-typedef void (*run_unit)(const struct work *, const struct unit *, int, int, float *);
-typedef void (*run_join)(const struct work *, const struct unit *, int);
-typedef void (*run_round)(char *, const char *, int, int, int);
-
-struct set {
-    const char *name;
-    int lanes;
-    run_unit unit;
-    run_join join;
-    run_round round;
-};
-
 /* Buffers of buffer.h. */
 struct ferrum_decode {
-    const struct set *set;
+    const struct isa *isa;
     struct unit *units;
     float *scratch, *partials;
     struct row *partial_rows;
@@ -79,36 +75,29 @@ struct ferrum_decode {
 
 /* The instruction set of that name, or the best of this machine where it is NULL; NULL where the machine does not have
  * it or its vectors do not divide a head. */
-static const struct set *find_set(const char *name, int32_t head_dim)
+static const struct isa *find_isa(const char *name, int32_t head_dim)
 {
-    static const struct set sets[] = {
-#if defined(__x86_64__)
-        {"avx512", 16, run_unit_avx512, run_join_avx512, run_round_avx512},
-        {"avx2", 8, run_unit_avx2, run_join_avx2, run_round_avx2},
-#endif
-        {"portable", 4, run_unit_portable, run_join_portable, run_round_portable},
-    };
     if (head_dim < 1 || head_dim > MAX_DIM)
         return NULL;
-    for (size_t i = 0; i < sizeof sets / sizeof *sets; i++)
-        if (head_dim % sets[i].lanes == 0 && (!name || !strcmp(name, sets[i].name)) && lanes_supported(sets[i].lanes))
-            return sets + i;
+    for (int lanes = widest_lanes(head_dim); lanes >= 4; lanes /= 2)
+        if (lanes_supported(lanes) && (!name || !strcmp(name, isa_of(lanes)->name)))
+            return isa_of(lanes);
     return NULL;
 }
 
 /* Whether there is such a set: by name, or any where that is NULL. */
 int32_t ferrum_decode_supported(const char *name, int32_t head_dim)
 {
-    return find_set(name, head_dim) != NULL;
+    return find_isa(name, head_dim) != NULL;
 }
 
 /* NULL where there is no memory, or no such set. */
 struct ferrum_decode *ferrum_decode_new(const char *name, int32_t head_dim)
 {
-    const struct set *set = find_set(name, head_dim);
-    struct ferrum_decode *made = set ? calloc(1, sizeof *made) : NULL;
+    const struct isa *isa = find_isa(name, head_dim);
+    struct ferrum_decode *made = isa ? calloc(1, sizeof *made) : NULL;
     if (made)
-        made->set = set;
+        made->isa = isa;
     return made;
 }
 
@@ -123,7 +112,7 @@ void ferrum_decode_free(struct ferrum_decode *self)
 
 const char *ferrum_decode_name(const struct ferrum_decode *self)
 {
-    return self->set->name;
+    return self->isa->name;
 }
 
 static int ceil_div(int a, int b)
@@ -170,12 +159,12 @@ static size_t cut(const struct span_arrays *step, int tile, int window, struct u
 void ferrum_decode_store(const struct attention_layer *layer, const int64_t *slots, int64_t count, const char *key,
                          const char *value, int64_t key_bytes, int64_t value_bytes)
 {
-    const run_round round = layer->decode->set->round;
+    const struct isa *isa = layer->decode->isa;
     const int heads = layer->kv_heads, dim = layer->head_dim, wide = layer->wide;
     const size_t bytes = heads * cached_bytes(layer);
     for (int64_t i = 0; i < count; i++) {
-        round(layer->keys + slots[i] * bytes, key + i * key_bytes, heads, dim, wide);
-        round(layer->values + slots[i] * bytes, value + i * value_bytes, heads, dim, wide);
+        isa->round(layer->keys + slots[i] * bytes, key + i * key_bytes, heads, dim, wide);
+        isa->round(layer->values + slots[i] * bytes, value + i * value_bytes, heads, dim, wide);
     }
 }
 
@@ -242,13 +231,13 @@ int32_t ferrum_decode_attend(const struct attention_layer *layer, const struct s
             const int head = (int)(job % parts) * heads;
             const int head_end = head + heads < layer->kv_heads ? head + heads : layer->kv_heads;
             if (head < head_end)
-                self->set->unit(&work, self->units + job / parts, head, head_end, mine);
+                self->isa->unit(&work, self->units + job / parts, head, head_end, mine);
         }
         if (partials) {
 #pragma omp for schedule(dynamic, 1)
             for (job = 0; job < (int64_t)count; job++)
                 if (self->units[job].chunks > 1)
-                    self->set->join(&work, self->units + job, self->units[job].chunks);
+                    self->isa->join(&work, self->units + job, self->units[job].chunks);
         }
     }
     return 0;

@@ -36,4 +36,13 @@ static inline int lanes_supported(int lanes)
     return lanes == 4;
 }
 
+/* The lanes of the widest set of this machine whose vectors divide `elements`, or 0. */
+static inline int widest_lanes(int elements)
+{
+    for (int lanes = 16; lanes >= 4; lanes /= 2)
+        if (elements % lanes == 0 && lanes_supported(lanes))
+            return lanes;
+    return 0;
+}
+
 #endif

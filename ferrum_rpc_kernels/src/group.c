@@ -50,7 +50,8 @@ struct ferrum_group {
     struct shared *shared;
     struct counter *exchanged, *sent, *taken;
     char *buffers, *slots;
-    int32_t rank, size, lanes;
+    const struct isa *isa;
+    int32_t rank, size;
     _Atomic int64_t epoch;
     int64_t exchanges, to[MOST_RANKS], from[MOST_RANKS]; /* of this epoch, and messages */
 };
@@ -61,6 +62,11 @@ struct parts {
     int32_t count, wide;
 };
 
+struct isa {
+    void (*sum_parts)(const struct parts *, int64_t, int64_t, char *);
+};
+
+#define ISA_ENTRIES {ISA(sum_parts)}
 #define BODY "group_isa.h"
 #include "for_each_isa.h"
 
@@ -89,7 +95,7 @@ struct ferrum_group *ferrum_group_new(void *segment, int32_t rank, int32_t size,
     made->slots = made->buffers + (int64_t)size * 2 * BUFFER;
     made->rank = rank;
     made->size = size;
-    made->lanes = lanes;
+    made->isa = isa_of(lanes);
     return made;
 }
 
@@ -216,17 +222,6 @@ static int32_t exchange(struct ferrum_group *self, int64_t bytes)
     return GROUP_DONE;
 }
 
-static void sum_range(const struct ferrum_group *self, const struct parts *parts, int64_t first, int64_t last, char *out)
-{
-    void (*run)(const struct parts *, int64_t, int64_t, char *) = sum_parts_portable;
-#if defined(__x86_64__)
-    run = self->lanes == 16 ? sum_parts_avx512 : self->lanes == 8 ? sum_parts_avx2 : run;
-#else
-    (void)self;
-#endif
-    run(parts, first, last, out);
-}
-
 /* The parts of this exchange; this rank's is where it computed it. */
 static struct parts parts_of(const struct ferrum_group *self, const char *own, int32_t wide)
 {
@@ -245,7 +240,7 @@ static int32_t reduce_whole(struct ferrum_group *self, char *rows, int64_t eleme
     if (status)
         return status;
     const struct parts parts = parts_of(self, rows, wide);
-    sum_range(self, &parts, 0, elements, rows);
+    self->isa->sum_parts(&parts, 0, elements, rows);
     self->exchanges++;
     return read_in_time(self);
 }
@@ -262,7 +257,7 @@ static int32_t reduce_shares(struct ferrum_group *self, char *rows, int64_t elem
     const int64_t own = elements * self->rank / self->size, next = elements * (self->rank + 1) / self->size;
     self->exchanges++;
     char *summed = buffer_of(self, self->rank);
-    sum_range(self, &parts, own, next, summed);
+    self->isa->sum_parts(&parts, own, next, summed);
     memcpy(rows + own * width, summed + own * width, (size_t)((next - own) * width));
     status = exchange(self, bytes);
     if (status)

@@ -34,23 +34,7 @@
 #define STEEPEST 1e30f
 #define SEEN (1 << 30)
 
-#define BODY "sample_isa.h"
-#include "for_each_isa.h"
-
-struct sampler {
-    char *buffer;
-    int32_t *counts; /* of each token, and whether it was seen; 0 between two calls */
-    size_t size, counts_size;
-    int lanes;
-};
-
-/* Room for one row's work. */
-struct room {
-    float *weights, *scratch, *maxima, *copies;
-    double *sums;
-};
-
-struct passes {
+struct isa {
     int (*chunk_maxima)(const float *, int64_t, float *);
     void (*weigh)(const float *, int64_t, float, float, float, float *, double *);
     void (*masses)(const float *, const float *, int64_t, const float *, double *);
@@ -59,20 +43,22 @@ struct passes {
     void (*forbid)(float *, const uint32_t *, int64_t);
 };
 
-static struct passes passes_of(int lanes)
-{
-#if defined(__x86_64__)
-    if (lanes == 16)
-        return (struct passes){chunk_maxima_avx512, weigh_avx512, masses_avx512, copy_between_avx512, drop_below_avx512,
-                               forbid_avx512};
-    if (lanes == 8)
-        return (struct passes){chunk_maxima_avx2, weigh_avx2, masses_avx2, copy_between_avx2, drop_below_avx2, forbid_avx2};
-#else
-    (void)lanes;
-#endif
-    return (struct passes){chunk_maxima_portable, weigh_portable, masses_portable, copy_between_portable, drop_below_portable,
-                           forbid_portable};
-}
+#define ISA_ENTRIES {ISA(chunk_maxima), ISA(weigh), ISA(masses), ISA(copy_between), ISA(drop_below), ISA(forbid)}
+#define BODY "sample_isa.h"
+#include "for_each_isa.h"
+
+struct sampler {
+    const struct isa *isa;
+    char *buffer;
+    int32_t *counts; /* of each token, and whether it was seen; 0 between two calls */
+    size_t size, counts_size;
+};
+
+/* Room for one row's work. */
+struct room {
+    float *weights, *scratch, *maxima, *copies;
+    double *sums;
+};
 
 static void swap(float *a, float *b)
 {
@@ -165,7 +151,7 @@ static uint32_t to_bits(float number)
  *
  * Positive floats are in the order of their bits, so an interval of bits is narrowed to a few hundred weights at most, by what
  * those at or above its inner borders come to. */
-static float least_of_nucleus(int64_t chunks, double need, float idle, const struct passes *passes, const struct room *room,
+static float least_of_nucleus(int64_t chunks, double need, float idle, const struct isa *isa, const struct room *room,
                               int64_t *kept, int64_t *ties)
 {
     uint32_t low = to_bits(idle), high = to_bits(1.0f) + 1; /* weights >= low come to `need`, those >= high do not */
@@ -175,7 +161,7 @@ static float least_of_nucleus(int64_t chunks, double need, float idle, const str
         double masses[BORDERS];
         for (uint32_t i = 0; i < BORDERS; i++)
             borders[i] = from_bits(low + (uint32_t)((uint64_t)(high - low) * (i + 1) / (BORDERS + 1)));
-        passes->masses(room->weights, room->maxima, chunks, borders, masses);
+        isa->masses(room->weights, room->maxima, chunks, borders, masses);
         const uint32_t top = high;
         for (int i = BORDERS - 1; i >= 0 && masses[i] < need; i--) {
             high = to_bits(borders[i]);
@@ -189,7 +175,7 @@ static float least_of_nucleus(int64_t chunks, double need, float idle, const str
     }
     float *inside = room->scratch;
     const float least = from_bits(low);
-    int64_t found = passes->copy_between(room->weights, room->maxima, chunks, least, from_bits(high), inside);
+    int64_t found = isa->copy_between(room->weights, room->maxima, chunks, least, from_bits(high), inside);
     need -= above;
     *kept = *ties = 0;
     while (found > 0) {
@@ -285,10 +271,10 @@ static float inverse_of(float temperature)
     return 1.0f / temperature < STEEPEST ? 1.0f / temperature : STEEPEST;
 }
 
-static int32_t token_of(const float *row, int64_t count, const struct draw *draw, struct passes passes, struct room room)
+static int32_t token_of(const float *row, int64_t count, const struct draw *draw, const struct isa *isa, struct room room)
 {
     const int64_t chunks = (count + CHUNK - 1) / CHUNK;
-    const int numbers = passes.chunk_maxima(row, count, room.maxima);
+    const int numbers = isa->chunk_maxima(row, count, room.maxima);
     float largest = room.maxima[0];
     for (int64_t chunk = 1; chunk < chunks; chunk++)
         largest = room.maxima[chunk] > largest ? room.maxima[chunk] : largest;
@@ -302,22 +288,22 @@ static int32_t token_of(const float *row, int64_t count, const struct draw *draw
     float least = -INFINITY;
     if (draw->top_k > 0 && draw->top_k < count)
         least = least_of_top_k(row, count, draw->top_k, &room);
-    passes.weigh(row, count, largest, inverse, least, room.weights, room.sums);
+    isa->weigh(row, count, largest, inverse, least, room.weights, room.sums);
     double total = total_of(room.sums, chunks);
     float least_weight = draw->min_p;
     if (draw->top_p < 1.0f) {
-        passes.weigh(room.maxima, chunks, largest, inverse, least, room.maxima, (double *)room.copies);
+        isa->weigh(room.maxima, chunks, largest, inverse, least, room.maxima, (double *)room.copies);
         const double rest = 1.0 - draw->top_p;
         int64_t kept, ties;
         const double need = draw->top_p > 0.0f ? draw->top_p * total : DBL_MIN; /* the largest at least */
         const float idle = (float)(0.99 * rest * total / (double)count);
-        const float end = least_of_nucleus(chunks, need, idle, &passes, &room, &kept, &ties);
+        const float end = least_of_nucleus(chunks, need, idle, isa, &room, &kept, &ties);
         if (kept < ties && end >= least_weight)
             drop_ties(end, kept, count, &room);
         least_weight = end > least_weight ? end : least_weight;
     }
     if (least_weight > 0.0f) {
-        passes.drop_below(least_weight, chunks * CHUNK, room.weights, room.sums);
+        isa->drop_below(least_weight, chunks * CHUNK, room.weights, room.sums);
         total = total_of(room.sums, chunks);
     }
     return (int32_t)drawn(uniform(draw->seed, draw->position) * total, count, &room);
@@ -327,7 +313,7 @@ struct sampler *ferrum_sampler_new(void)
 {
     struct sampler *sampler = calloc(1, sizeof *sampler);
     if (sampler)
-        sampler->lanes = lanes_supported(16) ? 16 : lanes_supported(8) ? 8 : 4;
+        sampler->isa = isa_of(widest_lanes(CHUNK));
     return sampler;
 }
 
@@ -364,7 +350,6 @@ int32_t ferrum_sample(struct sampler *sampler, const float *logits, int64_t rows
 {
     const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK;
     const size_t each = room_bytes(chunks);
-    const struct passes passes = passes_of(sampler->lanes);
     const int teams = threads < rows ? threads : (int)rows;
     if (!reserve_buffer(&sampler->buffer, &sampler->size, each * (size_t)(teams > 0 ? teams : 1)))
         return 0;
@@ -373,18 +358,18 @@ int32_t ferrum_sample(struct sampler *sampler, const float *logits, int64_t rows
     for (worker = 0; worker < teams; worker++) {
         const struct room room = room_of(sampler->buffer + each * (size_t)worker, chunks);
         for (int64_t row = worker; row < rows; row += teams)
-            tokens[row] = token_of(logits + row * vocabulary, vocabulary, draws + row, passes, room);
+            tokens[row] = token_of(logits + row * vocabulary, vocabulary, draws + row, sampler->isa, room);
     }
     return 1;
 }
 
 /* Weigh what the limits leave of `count` logits. */
-static void weigh_part(const float *row, int64_t count, const struct limits *limits, const struct passes *passes,
+static void weigh_part(const float *row, int64_t count, const struct limits *limits, const struct isa *isa,
                        const struct room *room)
 {
     const int64_t chunks = (count + CHUNK - 1) / CHUNK;
     int64_t ties = limits->ties;
-    passes->weigh(row, count, limits->largest, inverse_of(limits->temperature), limits->least, room->weights, room->sums);
+    isa->weigh(row, count, limits->largest, inverse_of(limits->temperature), limits->least, room->weights, room->sums);
     for (int64_t chunk = 0; chunk < chunks && limits->ties < count; chunk++) {
         const int64_t end = (chunk + 1) * CHUNK < count ? (chunk + 1) * CHUNK : count;
         for (int64_t at = chunk * CHUNK; room->sums[chunk] > 0.0 && at < end; at++)
@@ -392,7 +377,7 @@ static void weigh_part(const float *row, int64_t count, const struct limits *lim
                 room->weights[at] = 0.0f;
     }
     if (limits->ties < count || limits->least_weight > 0.0f)
-        passes->drop_below(limits->least_weight, chunks * CHUNK, room->weights, room->sums);
+        isa->drop_below(limits->least_weight, chunks * CHUNK, room->weights, room->sums);
 }
 
 /* What the limits leave of each row of `logits` [rows, count], parts of rows of a vocabulary. Any of these may be NULL:
@@ -403,7 +388,6 @@ int32_t ferrum_weigh(struct sampler *sampler, const float *logits, int64_t rows,
 {
     const int64_t chunks = (count + CHUNK - 1) / CHUNK;
     const size_t each = room_bytes(chunks);
-    const struct passes passes = passes_of(sampler->lanes);
     const int teams = threads < rows ? threads : (int)rows;
     if (!reserve_buffer(&sampler->buffer, &sampler->size, each * (size_t)(teams > 0 ? teams : 1)))
         return 0;
@@ -415,7 +399,7 @@ int32_t ferrum_weigh(struct sampler *sampler, const float *logits, int64_t rows,
             const double target = limits[row].target;
             if (!weights && !sums && !(target >= 0.0))
                 continue;
-            weigh_part(logits + row * count, count, limits + row, &passes, &room);
+            weigh_part(logits + row * count, count, limits + row, sampler->isa, &room);
             if (weights)
                 memcpy(weights + row * count, room.weights, (size_t)count * sizeof(float));
             if (sums)
@@ -442,10 +426,10 @@ static int by_rank(const void *one, const void *other)
 /* The k best of a row, 0 <= k <= count, in their order, and its logsumexp. 0 where a logit is no number or the largest is
  * infinite. `best` has room for k. A part of a row may well be all -inf: a mask leaves tokens of another one. */
 static int best_of(const float *row, int64_t count, int64_t k, int32_t *ids, float *logsumexp, struct candidate *best,
-                   struct passes passes, struct room room)
+                   const struct isa *isa, struct room room)
 {
     const int64_t chunks = (count + CHUNK - 1) / CHUNK;
-    const int numbers = passes.chunk_maxima(row, count, room.maxima);
+    const int numbers = isa->chunk_maxima(row, count, room.maxima);
     float largest = room.maxima[0];
     for (int64_t chunk = 1; chunk < chunks; chunk++)
         largest = room.maxima[chunk] > largest ? room.maxima[chunk] : largest;
@@ -457,7 +441,7 @@ static int best_of(const float *row, int64_t count, int64_t k, int32_t *ids, flo
     }
     if (!numbers || !(largest < FINITE && largest > -FINITE))
         return 0;
-    passes.weigh(row, count, largest, 1.0f, -INFINITY, room.weights, room.sums);
+    isa->weigh(row, count, largest, 1.0f, -INFINITY, room.weights, room.sums);
     *logsumexp = (float)(largest + log(total_of(room.sums, chunks)));
     if (k == 0)
         return 1;
@@ -486,7 +470,6 @@ int32_t ferrum_best(struct sampler *sampler, const float *logits, int64_t rows, 
 {
     const int64_t chunks = (vocabulary + CHUNK - 1) / CHUNK;
     const size_t each = room_bytes(chunks), whole = each + (size_t)(k + 7) / 8 * 8 * sizeof(struct candidate);
-    const struct passes passes = passes_of(sampler->lanes);
     const int teams = threads < rows ? threads : (int)rows;
     if (!reserve_buffer(&sampler->buffer, &sampler->size, whole * (size_t)(teams > 0 ? teams : 1)))
         return 0;
@@ -497,7 +480,7 @@ int32_t ferrum_best(struct sampler *sampler, const float *logits, int64_t rows, 
         const struct room room = room_of(mine, chunks);
         for (int64_t row = worker; row < rows; row += teams)
             odd |= !best_of(logits + row * vocabulary, vocabulary, k, ids + row * k, logsumexp + row,
-                            (struct candidate *)(mine + each), passes, room);
+                            (struct candidate *)(mine + each), sampler->isa, room);
     }
     return odd ? -1 : 1;
 }
@@ -547,10 +530,9 @@ int32_t ferrum_penalise(struct sampler *sampler, float *logits, int64_t vocabula
 void ferrum_mask(const struct sampler *sampler, float *logits, int64_t vocabulary, const struct row_mask *masks, int64_t count,
                  int32_t threads)
 {
-    const struct passes passes = passes_of(sampler->lanes);
     const int teams = threads < count ? threads : (int)count;
     int64_t at;
 #pragma omp parallel for num_threads(teams) if (teams > 1) schedule(static)
     for (at = 0; at < count; at++)
-        passes.forbid(logits + masks[at].row * vocabulary, masks[at].words, vocabulary);
+        sampler->isa->forbid(logits + masks[at].row * vocabulary, masks[at].words, vocabulary);
 }
