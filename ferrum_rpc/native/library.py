@@ -24,7 +24,7 @@ _RUNTIME: Final = re.compile(r"^(?:\S+ +){5}(/.*/lib(?:gomp|omp|iomp5)[^/\s]*\.s
 
 
 class SpanArrays(ctypes.Structure):
-    """``struct span_arrays`` of attention.h: what all layers of a step share. Pointers are to int32 arrays."""
+    """``struct span_arrays`` of kv_layout.h: what all layers of a step share. Pointers are to int32 arrays."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("spans", "block_size", "threads")),
@@ -76,7 +76,7 @@ class LayerWeights(ctypes.Structure):
 
 
 class AttentionLayer(ctypes.Structure):
-    """``struct attention_layer`` of attention.h: a layer's kernels, its cache, and what its rows see of it."""
+    """``struct attention_layer`` of kv_layout.h: a layer's kernels, its cache, and what its rows see of it."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("decode", "prefill", "keys", "values", "sinks")),

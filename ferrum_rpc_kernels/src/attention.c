@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "attention.h"
+#include "attention_kernels.h"
 
 /* Copy `count` tokens' K and V, `key_bytes` and `value_bytes` apart, to their slots of a layer, rounded if it is. */
 void ferrum_store(const struct attention_layer *layer, const int64_t *slots, int64_t count, const char *key,

@@ -18,7 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "attention.h"
+#include "attention_kernels.h"
 #include "cpu_features.h"
 #include "buffer.h"
 

@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "attention.h"
+#include "attention_kernels.h"
 #include "cpu_features.h"
 #include "gemm_tile.h"
 #include "buffer.h"
