@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from collections.abc import Sequence as ListOf
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 from ferrum_rpc.client.answer import Answer, BatchResults
 from ferrum_rpc.client.arguments import Tokens, as_list, as_number, as_tokens
+from ferrum_rpc.client.connection import Connection
+from ferrum_rpc.client.owner import Owner
+from ferrum_rpc.client.retry import Deadline
+from ferrum_rpc.client.sender import Sender
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.transport import BATCH_DECODE, BATCH_PREFILL, FORWARD, Feed
@@ -87,17 +91,55 @@ class Batches(AbstractAsyncContextManager[Any]):
         """A new, empty sequence."""
 
     @abstractmethod
-    async def _batch(
+    def _batch(
         self, feed: Feed, items: ListOf[Item], all_or_nothing: bool, timeout_s: float | None
-    ) -> list[Answer | ExecutorError]: ...
+    ) -> Awaitable[list[Answer | ExecutorError]]: ...
 
     @abstractmethod
-    async def _truncate(
+    def _truncate(
         self, pairs: ListOf[tuple[Sequence, int]], timeout_s: float | None
-    ) -> list[ExecutorError | None]: ...
+    ) -> Awaitable[list[ExecutorError | None]]: ...
 
     @abstractmethod
-    async def _release(self, sequences: ListOf[Sequence]) -> list[ExecutorError | None]: ...
+    def _release(self, sequences: ListOf[Sequence]) -> Awaitable[list[ExecutorError | None]]: ...
+
+
+async def forward_at(
+    connection: Connection, feed: Feed, items: ListOf[Item], deadline: Deadline, *, all_or_nothing: bool = False
+) -> list[Answer | ExecutorError]:
+    """Items at one executor; ``results[i]`` answers ``items[i]``."""
+    claimed: list[Item] = []
+    try:
+        for item in items:
+            item.state.claim_item(item, feed.name)
+            claimed.append(item)
+            item.state.check(item)
+        return await connection.forward(feed, items, deadline, all_or_nothing=all_or_nothing) if items else []
+    finally:
+        for item in claimed:
+            item.state.leave_item(item)
+
+
+async def truncate_at(
+    connection: Connection, pairs: ListOf[tuple[Sender[Owner], int]], deadline: Deadline
+) -> list[ExecutorError | None]:
+    """Roll back sequences at one executor, each to its length. None: done."""
+    async with AsyncExitStack() as claims:
+        rollbacks = [
+            (sender.state, await claims.enter_async_context(sender.claim_settled("truncate", deadline)), length)
+            for sender, length in pairs
+        ]
+        return await connection.truncate(rollbacks, deadline)
+
+
+async def release_at(connection: Connection, senders: ListOf[Sender[Owner]]) -> list[ExecutorError | None]:
+    """Free sequences at one executor. None: it is free."""
+    held = list(dict.fromkeys(each for each in senders if not each.state.released))
+    for sender in held:
+        sender.state.check_idle("release")
+    ending = [task for sender in held for task in sender.leave_stream()]
+    refusals = dict(zip(held, await connection.release([each.state for each in held], ending), strict=True))
+    return [refusals.get(each) for each in senders]
 
 
 def _listed(items: Iterable[Item]) -> list[Item]:

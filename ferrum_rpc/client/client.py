@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from collections.abc import Sequence as ListOf
-from contextlib import AsyncExitStack
 from functools import partial
 
 import grpc
@@ -12,7 +11,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import CacheMode, as_number, creation
-from ferrum_rpc.client.batches import Batches
+from ferrum_rpc.client.batches import Batches, forward_at, release_at, truncate_at
 from ferrum_rpc.client.channel import (
     KEEPALIVE_TIME_S,
     KEEPALIVE_TIMEOUT_S,
@@ -35,9 +34,11 @@ from ferrum_rpc.client.info import (
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, Leases, LeaseState, LeaseTrouble
 from ferrum_rpc.client.masks import Mask
+from ferrum_rpc.client.owner import Owner
 from ferrum_rpc.client.prefixes import PrefixEvents, watch_prefixes
 from ferrum_rpc.client.retry import NEVER_RESEND, ResendPolicy
-from ferrum_rpc.client.sequence import Sequence
+from ferrum_rpc.client.sender import Sender
+from ferrum_rpc.client.sequence import Sequence, sender_of
 from ferrum_rpc.client.session import STEPS_IN_FLIGHT, SessionTransport
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed, Transport
@@ -278,12 +279,13 @@ class ExecutorClient(Batches):
         the prompt, a lease, an adapter by name, a salt that keeps cached prefixes apart, and how to use them.
         """
         create = creation(reserve_tokens, lease_id, adapter, cache_salt, cache_mode)
-        info = self._context.known_info
+        connection = self._connection
+        info = connection.context.known_info
         limits = None if info is None else info.limits
         check_limit(limits, "max_cache_salt_bytes", len(create.cache_salt), "bytes of a salt", "create.cache_salt")
         check_limit(limits, "max_name_bytes", len(create.adapter.encode()), "bytes of a name", "create.adapter")
-        state = SequenceState(create, tokens=[] if keep_tokens or rebuild else None)
-        return Sequence(self._connection, state, rebuild=rebuild)
+        state = SequenceState(create, tokens=[] if keep_tokens or rebuild else None, rebuilds=rebuild)
+        return Sequence(Sender(state, Owner(connection, state)))
 
     async def register_token_mask(self, mask: Mask, *, timeout_s: float | None = None) -> bytes:
         """Register which tokens a row may yield: bools [V], or int32 or uint32 words [ceil(V / 32)], bit t % 32 of word
@@ -297,39 +299,21 @@ class ExecutorClient(Batches):
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    async def _batch(
+    def _batch(
         self, feed: Feed, items: ListOf[Item], all_or_nothing: bool, timeout_s: float | None
-    ) -> list[Answer | ExecutorError]:
-        connection, deadline = self._connection, self._context.deadline(timeout_s)
-        claimed: list[Item] = []
-        try:
-            for item in items:
-                item.state.claim_item(item, feed.name)
-                claimed.append(item)
-                item.state.check(item)
-            return await connection.forward(feed, items, deadline, all_or_nothing=all_or_nothing) if items else []
-        finally:
-            for item in claimed:
-                item.state.leave_item(item)
+    ) -> Awaitable[list[Answer | ExecutorError]]:
+        connection = self._connection
+        deadline = connection.context.deadline(timeout_s)
+        return forward_at(connection, feed, items, deadline, all_or_nothing=all_or_nothing)
 
-    async def _truncate(
+    def _truncate(
         self, pairs: ListOf[tuple[Sequence, int]], timeout_s: float | None
-    ) -> list[ExecutorError | None]:
-        deadline = self._context.deadline(timeout_s)
-        async with AsyncExitStack() as claims:
-            listed = [
-                (*(await claims.enter_async_context(sequence._rolled_back(deadline))), length)
-                for sequence, length in pairs
-            ]
-            return await self._connection.truncate(listed, deadline)
+    ) -> Awaitable[list[ExecutorError | None]]:
+        senders = [(sender_of(each), length) for each, length in pairs]
+        return truncate_at(self._connection, senders, self._context.deadline(timeout_s))
 
-    async def _release(self, sequences: ListOf[Sequence]) -> list[ExecutorError | None]:
-        states = list(dict.fromkeys(each._state for each in sequences if not each.released))
-        for state in states:
-            state.check_idle("release")
-        ending = [task for each in sequences for task in each._leave_stream()]
-        refusals = dict(zip(states, await self._connection.release(states, ending), strict=True))
-        return [refusals.get(each._state) for each in sequences]
+    def _release(self, sequences: ListOf[Sequence]) -> Awaitable[list[ExecutorError | None]]:
+        return release_at(self._connection, list(map(sender_of, sequences)))
 
     @property
     def _context(self) -> Context:
@@ -340,3 +324,8 @@ class ExecutorClient(Batches):
         if self._opened is None:
             raise RuntimeError("this client is not open: use it as `async with ExecutorClient(...) as client`")
         return self._opened
+
+
+def connection_of(client: ExecutorClient) -> Connection:
+    """The connection of an open client, for the fleet that drives it."""
+    return client._connection

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ferrum_rpc.core import Positions, Rows
@@ -80,6 +81,18 @@ class Pieces:
                 found.append(piece) if piece.fed <= most else found.extend(_parts(piece.start, piece.end, most))
             at = piece.end
         return found + _parts(known, length, most)
+
+
+@dataclass(slots=True)
+class Lost:
+    """What a lost sequence held, and is fed again: its ``tokens``, of which ``known`` were in the cache, the ``long``
+    pieces that they were fed in, and the ``pieces`` that they are fed in now, ``done`` of which are there."""
+
+    tokens: list[int]
+    known: int
+    long: Pieces
+    pieces: list[Piece] | None = None
+    done: int = 0
 
 
 def _parts(start: int, end: int, size: int) -> list[Piece]:

@@ -6,10 +6,8 @@ Prompts go in chunks, and what was lost with an executor is fed again where the 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Self
 
@@ -28,36 +26,23 @@ from ferrum_rpc.client.arguments import (
     as_tokens,
 )
 from ferrum_rpc.client.executor_view import ExecutorView
-from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.masks import with_masks
-from ferrum_rpc.client.moving import Movable
+from ferrum_rpc.client.moving import import_frames, move
+from ferrum_rpc.client.owner import Owner
 from ferrum_rpc.client.retry import Deadline
-from ferrum_rpc.client.state import (
-    Item,
-    SequenceMisuseError,
-    SequenceState,
-)
+from ferrum_rpc.client.runs import generated
+from ferrum_rpc.client.sender import Sender
+from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import DECODE, VERIFY
-from ferrum_rpc.core import (
-    MAX_STOP_TOKENS,
-    Accept,
-    Greedy,
-    HandleRef,
-    NextToken,
-    OutputSpec,
-    Positions,
-    Pressure,
-    Run,
-    Sample,
-)
-from ferrum_rpc.errors import InvalidRequest, NotSupported, TruncateBeyondLength
+from ferrum_rpc.core import Accept, Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Run, Sample
+from ferrum_rpc.errors import InvalidRequest, TruncateBeyondLength
 from ferrum_rpc.executor.v1 import kv_transfer_pb2, model_executor_pb2
 from ferrum_rpc.wire.items import handle_to_proto
 
 log = logging.getLogger("ferrum_rpc.client")
 
 
-class Sequence(Movable):
+class Sequence:
     """One sequence in the executor's KV cache. Made by `ExecutorClient.sequence`; starts empty.
 
     An async context manager: leaving it releases the sequence, on errors and cancellation too. One call at a time;
@@ -68,9 +53,13 @@ class Sequence(Movable):
     again is safe and settles it, because it carries the same request id.
     """
 
+    def __init__(self, sender: Sender[Owner]) -> None:
+        self._sender = sender
+        self._state = sender.state
+
     def __repr__(self) -> str:
         state = self._state
-        known = "released" if state.released else "lost" if self._lost else "in doubt" if self.in_doubt else ""
+        known = "released" if state.released else "lost" if state.lost else "in doubt" if self.in_doubt else ""
         words = ", ".join(filter(None, [known, state.busy and f"{state.busy} in flight"]))
         return f"<Sequence length={self.length} version={self.version}{words and f': {words}'}>"
 
@@ -79,7 +68,7 @@ class Sequence(Movable):
     @property
     def length(self) -> int:
         """L, the tokens in the cache. The last sampled token is not among them until it is fed."""
-        return self._length()
+        return self._state.seen_length
 
     @property
     def version(self) -> int:
@@ -94,7 +83,7 @@ class Sequence(Movable):
     @property
     def tokens(self) -> list[int]:
         """The tokens in the cache, for a sequence made with ``keep_tokens``. A copy."""
-        return self._held_tokens()[: self.length]
+        return self._state.held_tokens()[: self.length]
 
     @property
     def released(self) -> bool:
@@ -104,12 +93,12 @@ class Sequence(Movable):
     @property
     def in_doubt(self) -> bool:
         """Whether a call failed and may have run. The same call made again settles it."""
-        return self._state.in_doubt if self._ahead is None else self._ahead.failed
+        return self._sender.in_doubt
 
     @property
     def owner(self) -> ExecutorView | None:
         """The executor that has it; None: none, nothing was fed to it."""
-        return None if self._unplaced else self._connection.executor
+        return self._sender.owner.executor
 
     # --- forwards ---------------------------------------------------------------------------------------------------
 
@@ -137,9 +126,9 @@ class Sequence(Movable):
         if run is not None:
             run = as_run(run, spec)
         chunk = as_optional(chunk, "chunk", least=1)
-        deadline = self._context.deadline(timeout_s)
+        deadline = self._sender.deadline(timeout_s)
         with self._state.claim("prefill"):
-            return await self._prefill(listed, spec, chunk, deadline, run)
+            return await self._sender.prefill(listed, spec, chunk, deadline, run)
 
     async def decode(
         self,
@@ -156,11 +145,11 @@ class Sequence(Movable):
         L + as many, for the last is not fed. A run that was cut is an answer too (`Answer.run_end`). Raises
         `NotSupported` where the executor has no runs."""
         listed, spec = as_tokens([token]), as_output(output, Positions.LAST)
-        truncate_to, deadline = as_optional(truncate_to, "truncate_to"), self._context.deadline(timeout_s)
+        truncate_to, deadline = as_optional(truncate_to, "truncate_to"), self._sender.deadline(timeout_s)
         if run is not None:
             run = as_run(run, spec)
-        with self._claim("decode"):
-            return await self._feed(DECODE, listed, spec, truncate_to, deadline, run=run)
+        with self._sender.claim("decode"):
+            return await self._sender.feed(DECODE, listed, spec, truncate_to, deadline, run=run)
 
     async def verify(
         self,
@@ -177,9 +166,9 @@ class Sequence(Movable):
         keeps what it accepts. `Answer.tokens` are those that it emits, the accepted ones and one more, and L becomes
         L + their number: the last of them is not in the cache, and is the next call's ``last``."""
         listed, spec = as_tokens(tokens), as_output(output, Positions.ALL)
-        truncate_to, deadline = as_optional(truncate_to, "truncate_to"), self._context.deadline(timeout_s)
-        with self._claim("verify"):
-            return await self._feed(VERIFY, listed, spec, truncate_to, deadline)
+        truncate_to, deadline = as_optional(truncate_to, "truncate_to"), self._sender.deadline(timeout_s)
+        with self._sender.claim("verify"):
+            return await self._sender.feed(VERIFY, listed, spec, truncate_to, deadline)
 
     def generate(
         self,
@@ -211,7 +200,7 @@ class Sequence(Movable):
         spec = as_output(output, Positions.LAST)
         if not isinstance(spec.kind, Greedy | Sample) or spec.positions is not Positions.LAST:
             raise InvalidRequest(f"a stream is of Greedy() or Sample(...), not {output!r}", field="output")
-        return self._generated(listed, most, spec, ends, timeout_s)
+        return generated(self._sender, listed, most, output=spec, stop=ends, timeout_s=timeout_s)
 
     def item(
         self,
@@ -228,20 +217,21 @@ class Sequence(Movable):
         In a session an item may be sent while another of the same sequence is in flight, one at a time: it ``follows``
         that one, on the sequence as that will leave it, and without ``tokens`` it feeds the token that this chooses.
         Where that ends otherwise, or with a stop id, the item is refused with `ChainBroken`, and nothing changed."""
-        self._check_settled("item")
+        self._sender.check_settled("item")
         spec = as_output(output, Positions.LAST)
         feeds_chosen = follows is not None and isinstance(tokens, tuple) and not tokens
         listed = [] if feeds_chosen else as_tokens(tokens)
         if run is not None:
             run = as_run(run, spec)
         truncate_to = as_optional(truncate_to, "truncate_to")
-        self._prompt = None  # what is fed next does not go on with one of which some chunks failed
-        number = next(self._context.item_ids)
+        self._sender.prompt = None  # what is fed next does not go on with one of which some chunks failed
+        context = self._sender.owner.connection.context
+        number = next(context.item_ids)
         if follows is None:
             return self._state.item(number, listed, spec, truncate_to, run)
         if follows.state is not self._state or truncate_to is not None:
             raise SequenceMisuseError("item: it follows one of its own sequence, and rolls nothing back")
-        info = self._context.known_info
+        info = context.known_info
         most = MOST if info is None else info.model.max_context
         return self._state.item_behind(follows, number, listed, spec, run=run, max_context=most)
 
@@ -249,18 +239,20 @@ class Sequence(Movable):
 
     async def truncate(self, length: int, *, timeout_s: float | None = None) -> Pressure:
         """Roll back to ``length`` ≤ L tokens. Raises `TruncateBeyondLength` where that would grow it."""
-        length, deadline = as_number(length, "length"), self._context.deadline(timeout_s)
-        with self._claim("truncate"):
-            return await self._recovering(lambda: self._roll_back(length, deadline), deadline)
+        length, deadline = as_number(length, "length"), self._sender.deadline(timeout_s)
+        with self._sender.claim("truncate"):
+            return await self._sender.send(lambda: self._sender.roll_back(length, deadline), deadline)
 
     async def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Self]:
         """``count`` new sequences that share this one's cache up to length ``at`` (default: all of it) until they
         diverge. This one does not change. Each child is released like any other sequence."""
         count, at = as_number(count, "count", least=1), as_optional(at, "at_length")
-        deadline = self._context.deadline(timeout_s)
-        with self._claim("fork", keeps_prompt=True):
-            states = await self._recovering(
-                lambda: self._connection.fork(self._state, self._handle(), deadline, count=count, at=at),
+        deadline = self._sender.deadline(timeout_s)
+        with self._sender.claim("fork", keeps_prompt=True):
+            states = await self._sender.send(
+                lambda: self._sender.owner.connection.fork(
+                    self._state, self._state.existing_handle(), deadline, count=count, at=at
+                ),
                 deadline,
             )
         return [self._beside(state) for state in states]
@@ -275,8 +267,8 @@ class Sequence(Movable):
         `TruncateBeyondLength`, and where the executor makes no children in a step its first call raises
         `NotSupported`: there is `fork`."""
         at = as_optional(at, "at_length")
-        self._check_settled("child")
-        length = self._handle().seq_len
+        self._sender.check_settled("child")
+        length = self._state.existing_handle().seq_len
         if at is not None and at > length:
             raise TruncateBeyondLength(f"a child of {at} tokens, and its parent has {length}")
         state = self._state.child(length if at is None else at)
@@ -284,22 +276,22 @@ class Sequence(Movable):
 
     async def reserve(self, tokens: int, *, timeout_s: float | None = None) -> Pressure:
         """Hold blocks for ``tokens`` tokens beyond L. Idempotent. Raises `KvBlocksExhausted`."""
-        tokens, deadline = as_number(tokens, "tokens"), self._context.deadline(timeout_s)
-        with self._claim("reserve", keeps_prompt=True):
-            return await self._recovering(lambda: self._reserve(tokens, deadline), deadline)
+        tokens, deadline = as_number(tokens, "tokens"), self._sender.deadline(timeout_s)
+        with self._sender.claim("reserve", keeps_prompt=True):
+            return await self._sender.send(lambda: self._reserve(tokens, deadline), deadline)
 
     async def park(self, *, timeout_s: float | None = None) -> int:
         """Have the executor move what this has in the cache out of the way, to its disk. The next call brings it back;
         it is refused with `KvBlocksExhausted` where there are no blocks for it, and may be made again. Returns how many
         blocks are free now. Idempotent. Raises `SequencesExhausted` and `QuotaExceeded` where too much is parked, and
         `NotSupported` where the executor parks nothing."""
-        deadline = self._context.deadline(timeout_s)
-        with self._claim("park", keeps_prompt=True):
-            return await self._recovering(lambda: self._park(deadline), deadline)
+        deadline = self._sender.deadline(timeout_s)
+        with self._sender.claim("park", keeps_prompt=True):
+            return await self._sender.send(lambda: self._park(deadline), deadline)
 
     async def _park(self, deadline: Deadline) -> int:
-        context = self._context
-        request = kv_transfer_pb2.ParkKvRequest(handle=handle_to_proto(self._handle()))
+        context = self._sender.context
+        request = kv_transfer_pb2.ParkKvRequest(handle=handle_to_proto(self._state.existing_handle()))
         answer = await context.call(context.transfer.ParkKv, request, deadline)
         context.note_pressure(answer.pressure)
         freed: int = answer.freed_blocks
@@ -311,15 +303,15 @@ class Sequence(Movable):
         """Write what it has in the cache to a file, for `import_from`. It does not change, and the file is whole or not
         there, and for this user alone: prompts could be guessed from it. Raises `NotSupported` where the executor
         moves no sequences, `InvalidRequest` for the path."""
-        deadline = self._context.deadline(timeout_s)
+        deadline = self._sender.deadline(timeout_s)
 
         async def write() -> None:
-            await transfer.check_offered(self._context, deadline)
-            frames = transfer.exported(self._context, self._handle(), 0, 0, deadline)
+            await transfer.check_offered(self._sender.context, deadline)
+            frames = transfer.exported(self._sender.context, self._state.existing_handle(), 0, 0, deadline)
             await transfer.write_file(Path(path), frames)
 
-        with self._claim("export_to", keeps_prompt=True):
-            await self._recovering(write, deadline)
+        with self._sender.claim("export_to", keeps_prompt=True):
+            await self._sender.send(write, deadline)
 
     async def import_from(self, path: str | Path, *, timeout_s: float | None = None) -> None:
         """Make this sequence, which is new, of a file that `export_to` wrote: it has those tokens then, and nothing is
@@ -328,11 +320,11 @@ class Sequence(Movable):
 
         Raises `LayoutMismatch` for the cache of another model, `KvCorrupt` for a file that was changed,
         `KvBlocksExhausted` and the other refusals of a prefill."""
-        source, deadline = Path(path), self._context.deadline(timeout_s)
-        with self._claim_new("import_from"):
-            await transfer.check_offered(self._context, deadline)
+        source, deadline = Path(path), self._sender.deadline(timeout_s)
+        with self._sender.claim_new("import_from"):
+            await transfer.check_offered(self._sender.context, deadline)
             layout = await asyncio.to_thread(transfer.read_layout, source)
-            await self._import(layout, lambda first: transfer.file_frames(source, first), deadline)
+            await import_frames(self._sender, layout, lambda first: transfer.file_frames(source, first), deadline)
 
     async def move_to(
         self, target: Sequence, *, transport: transfer.Transport = "grpc", timeout_s: float | None = None
@@ -346,9 +338,9 @@ class Sequence(Movable):
         reach each other. Another word is refused with `InvalidRequest`.
 
         Not in the client for threads, where each client has an event loop of its own: there it goes by a file."""
-        deadline = self._context.deadline(timeout_s)
-        with self._claim("move_to", keeps_prompt=True), target._claim_new("move_to"):
-            await self._recovering(lambda: self._move(target, transport, deadline), deadline)
+        deadline = self._sender.deadline(timeout_s)
+        with self._sender.claim("move_to", keeps_prompt=True), target._sender.claim_new("move_to"):
+            await self._sender.send(lambda: move(self._sender.owner, target._sender, transport, deadline), deadline)
         await self.__aexit__()  # a release that fails changes nothing of the move
 
     # --- made anew --------------------------------------------------------------------------------------------------
@@ -374,17 +366,18 @@ class Sequence(Movable):
         _check_fed(spec)
         if with_masks(spec, ()) != spec:
             raise InvalidRequest("rebuild takes one mask for all rows", field="output.row_mask_ids")
-        deadline = self._context.deadline(timeout_s)
-        connection = self._connection
+        deadline = self._sender.deadline(timeout_s)
+        sender, owner = self._sender, self._sender.owner
+        connection = owner.connection
         with self._state.claim("rebuild"):
-            self._leave_stream()
+            sender.leave_stream()
             old = self._state.handle
-            self._restart(listed)
+            owner.restart(listed)
             if old is not None:
                 await connection.release_handles([old], Deadline.after(connection.release_timeout_s))
-            self._prompt = None
-            await self._find_owner(deadline, listed)
-            return await self._feed_lost(deadline, spec)
+            sender.prompt = None
+            await owner.find(deadline, listed)
+            return await sender.feed_lost(deadline, spec)
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
@@ -393,7 +386,7 @@ class Sequence(Movable):
         Idempotent, bounded by the client's ``release_timeout_s``, and carried through when the caller is cancelled."""
         if not self._state.released:
             self._state.check_idle("release")
-            [refusal] = await self._connection.release([self._state], self._leave_stream())
+            [refusal] = await self._sender.owner.connection.release([self._state], self._sender.leave_stream())
             if refusal is not None:
                 raise refusal
 
@@ -403,7 +396,7 @@ class Sequence(Movable):
     async def __aexit__(self, *_: object) -> None:
         if self._state.released:
             return
-        [refusal] = await self._connection.release([self._state], self._leave_stream())
+        [refusal] = await self._sender.owner.connection.release([self._state], self._sender.leave_stream())
         if refusal is not None:
             # Nothing is lost that the executor's idle time-out does not find, and the caller's own error matters more.
             log.warning("a sequence could not be released: %s", refusal)
@@ -412,67 +405,12 @@ class Sequence(Movable):
 
     def _beside(self, state: SequenceState) -> Self:
         """A sequence that shares this one's cache."""
-        return type(self)(self._connection, state, rebuild=self._rebuilds)
-
-    @asynccontextmanager
-    async def _rolled_back(self, deadline: Deadline) -> AsyncIterator[tuple[SequenceState, HandleRef]]:
-        """For a batch: the sequence claimed, and the handle that it stands at."""
-        with self._claim("truncate"):
-            await self._settle(deadline)
-            if self._lost is not None or self._state.handle is None:
-                raise SequenceMisuseError(
-                    "truncate: this sequence was lost and is not rebuilt yet: await rebuild() first"
-                )
-            yield self._state, self._state.handle
-
-    async def _generated(
-        self,
-        tokens: list[int],
-        most: int | None,
-        output: OutputSpec,
-        ends: frozenset[int] | None,
-        timeout_s: float | None,
-    ) -> AsyncGenerator[int, None]:
-        with self._state.claim("generate"):
-            self._expect(None if most is None else len(tokens) + most - 1)
-            await self._find_owner(deadline := self._context.deadline(timeout_s), tokens)
-        info = await self._info(deadline)
-        most_stops = info.limits.max_stop_tokens or MAX_STOP_TOKENS
-        if Capability.RUN in info.capabilities and len(ends or info.model.eos_token_ids) <= most_stops:
-            try:
-                async with aclosing(
-                    self._in_runs(tokens, most, output, ends, timeout_s=timeout_s, info=info)
-                ) as stream:
-                    async for token in stream:
-                        tokens, most = [token], None if most is None else most - 1
-                        yield token
-                return
-            except NotSupported as refusal:  # another executor stands there now: go on as it can
-                if refusal.field != "run":
-                    raise
-        answer = await self.prefill(tokens, output, timeout_s=timeout_s)
-        info = await self._info(self._context.deadline(timeout_s))  # of the executor that has it now
-        if ends is None:
-            ends = frozenset(info.model.eos_token_ids)
-        for count in itertools.count(1):
-            token = answer.token
-            if token in ends:
-                return
-            yield token
-            if count == most:
-                return
-            if self.length >= info.model.max_context:
-                with self._state.claim("generate"):
-                    there = await self._more_context(self._context.deadline(timeout_s))
-                if there is None:
-                    return
-                info = there
-            answer = await self.decode(token, output, timeout_s=timeout_s)
+        return type(self)(Sender(state, self._sender.owner.beside(state)))
 
     async def _reserve(self, tokens: int, deadline: Deadline) -> Pressure:
         """Repeating it changes nothing, so it needs no request id."""
-        context = self._context
-        request = model_executor_pb2.ReserveKvRequest(handle=handle_to_proto(self._handle()), tokens=tokens)
+        context, handle = self._sender.context, handle_to_proto(self._state.existing_handle())
+        request = model_executor_pb2.ReserveKvRequest(handle=handle, tokens=tokens)
         return context.note_pressure((await context.call(context.executor.ReserveKv, request, deadline)).pressure)
 
 
@@ -480,3 +418,8 @@ def _check_fed(output: OutputSpec) -> None:
     """Refuse an output for tokens of which all are to stay."""
     if isinstance(output.kind, Accept):
         raise InvalidRequest("Accept() is of a draft: verify it, or make an item of it", field="output")
+
+
+def sender_of(sequence: Sequence) -> Sender[Owner]:
+    """What sends the calls of a sequence, for those that make one call of many sequences."""
+    return sequence._sender

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from ferrum_rpc.client.pieces import Pieces
+from ferrum_rpc.client.pieces import Lost, Pieces
 from ferrum_rpc.client.retry import REFUSED_BEFORE_RUNNING, Deadline, fate_unknown
 from ferrum_rpc.core import HandleRef, OutputSpec, Run
 from ferrum_rpc.errors import TruncateBeyondLength
@@ -121,14 +121,16 @@ def settled(known: UnknownOutcome | None, call: UnknownOutcome, error: BaseExcep
     return None if known is not None and known.request_id == call.request_id else known
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class SequenceState:
     """The client's view of one sequence. ``handle`` is None until the executor has answered the first item.
     ``lease_id``: the client's own lease that it was created with. ``output`` is that of the last item, with its
     message, which is only ever copied from, and what it needs of the executor. ``busy``: the call in flight, ``behind``
     the other one of two that follow each other; ``follower``: that item, while in flight. ``early``: the commit of an
     item whose answer has overtaken that of the one it follows.
-    ``parent``: the first item makes it a child of that sequence, with the first ``inherited`` of its tokens."""
+    ``parent``: the first item makes it a child of that sequence, with the first ``inherited`` of its tokens.
+    ``rebuilds``: what is lost with an executor is fed again. ``lost``: what is to be fed again before anything else.
+    ``seen``: the length that the program knows of, while a stream runs ahead of it, or was left."""
 
     create: forward_pb2.CreateOptions
     handle: HandleRef | None = None
@@ -149,11 +151,40 @@ class SequenceState:
     fork: UnknownOutcome | None = None
     parent: HandleRef | None = None
     inherited: int = 0
+    rebuilds: bool = False
+    lost: Lost | None = None
+    seen: int | None = None
 
     @property
     def length(self) -> int:
         """Tokens that are certainly in the cache, or that its parent has there."""
         return self.inherited if self.handle is None else self.handle.seq_len
+
+    @property
+    def seen_length(self) -> int:
+        """L as the program sees it."""
+        if self.seen is not None:
+            return self.seen
+        return self.length if self.lost is None else len(self.lost.tokens)
+
+    @property
+    def unplaced(self) -> bool:
+        """Whether no executor has anything of it."""
+        in_doubt = self.creation is not None and self.creation.unknown
+        return self.handle is None and self.parent is None and not in_doubt
+
+    def held_tokens(self) -> list[int]:
+        """The tokens in the cache, those included that a stream is ahead of its program."""
+        tokens = self.tokens if self.lost is None else self.lost.tokens
+        if tokens is None:
+            raise SequenceMisuseError("this sequence does not keep its tokens: make it with keep_tokens=True")
+        return list(tokens)
+
+    def existing_handle(self) -> HandleRef:
+        """The handle for an operation. What was lost may have been rebuilt to nothing at all."""
+        if self.handle is None:
+            raise SequenceMisuseError("nothing was fed to this sequence yet, prefill it first")
+        return self.handle
 
     @property
     def in_doubt(self) -> bool:
@@ -199,8 +230,10 @@ class SequenceState:
         if self.busy:
             raise SequenceMisuseError(f"{what} while {self.busy} is in flight on the same sequence")
 
-    def restart(self) -> None:
-        """Forget the handle and what the sequence held: its content will be fed again."""
+    def restart(self, tokens: list[int]) -> None:
+        """Forget the handle and what the sequence held: ``tokens`` are fed again before anything else."""
+        lost = self.lost or Lost(tokens, self.length, self.pieces)
+        self.lost = Lost(tokens, min(lost.known, len(tokens)), lost.long)
         self.handle = self.parent = None
         self.inherited = 0
         self.doubt = None
@@ -214,7 +247,14 @@ class SequenceState:
         tokens = None if self.tokens is None else self.tokens[:length]
         pieces = self.pieces.upto(length)
         return SequenceState(
-            self.create, None, tokens, lease_id=self.lease_id, pieces=pieces, parent=self.handle, inherited=length
+            self.create,
+            None,
+            tokens,
+            lease_id=self.lease_id,
+            pieces=pieces,
+            parent=self.handle,
+            inherited=length,
+            rebuilds=self.rebuilds,
         )
 
     # --- building -----------------------------------------------------------------------------------------------

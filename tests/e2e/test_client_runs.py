@@ -92,7 +92,7 @@ async def test_a_stream_is_what_single_decodes_give(session: bool, output: Greed
                 found = await taken(sequence, PROMPT, count, output=output, stop=())
                 assert found == expected[: count or 92]
                 assert sequence.tokens == (PROMPT + found)[: sequence.length]
-                assert sequence.length == len(PROMPT) + len(found) - 1 and sequence._ahead is None
+                assert sequence.length == len(PROMPT) + len(found) - 1 and sequence._sender.prefetcher is None
 
 
 @BOTH_WAYS
@@ -290,7 +290,7 @@ async def test_a_stream_takes_shorter_runs_where_blocks_are_short() -> None:
                 async for token in sequence.generate(PROMPT, output=SAMPLE):
                     seen.append(token)  # noqa: PERF401 - it raises
             assert seen == expected[: len(seen)] and len(seen) == 60
-            assert not sequence.in_doubt and sequence._ahead is None
+            assert not sequence.in_doubt and sequence._sender.prefetcher is None
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ async def test_a_source_that_cannot_be_released_has_moved_all_the_same(there: Th
     here, client, away, other = there
     source = await fed(client)
     async with other.sequence() as target:
-        with mock.patch.object(source._connection, "release", return_value=[TransportError("no answer")]):
+        with mock.patch.object(source._sender.owner.connection, "release", return_value=[TransportError("no answer")]):
             await source.move_to(target)
         assert target.length == len(PROMPT) and not source.released
     await source.release()

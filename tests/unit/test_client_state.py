@@ -212,7 +212,7 @@ def test_a_child_is_made_by_its_first_item_and_by_no_other() -> None:
     assert (part.length, part.tokens, parent.length) == (6, [1, 2, 3, 4, 5, 9], 7)
     second = part.item(2, [8], SPEC)
     assert second.proto.handle.id == b"child" and not second.proto.HasField("create") and not second.needs
-    part.restart()
+    part.restart([])
     again = part.item(3, [1], SPEC)
     assert (part.length, again.start, again.proto.HasField("handle"), again.proto.create.fork) == (0, 0, False, False)
 

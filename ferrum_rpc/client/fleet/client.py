@@ -6,42 +6,30 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as ListOf
 from contextlib import AsyncExitStack
-from typing import Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import CacheMode, creation
-from ferrum_rpc.client.batches import Batches
+from ferrum_rpc.client.batches import Batches, forward_at, release_at, truncate_at
 from ferrum_rpc.client.client import ExecutorClient
+from ferrum_rpc.client.fleet.batches import BatchEntry, at_owners, by_owner
 from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.members import SILENT_S, Members
 from ferrum_rpc.client.fleet.merged import merged_pressure, merged_status
+from ferrum_rpc.client.fleet.owner import FleetOwner, FleetState
 from ferrum_rpc.client.fleet.placement import LongestPrefix, Placement
-from ferrum_rpc.client.fleet.sequence import FleetSequence, Home
+from ferrum_rpc.client.fleet.sequence import FleetSequence
 from ferrum_rpc.client.info import ExecutorInfo, ExecutorStatus, Health
 from ferrum_rpc.client.masks import Mask
-from ferrum_rpc.client.recovery import FULL
 from ferrum_rpc.client.retry import Deadline
-from ferrum_rpc.client.sequence import Sequence
+from ferrum_rpc.client.sender import Sender
+from ferrum_rpc.client.sequence import Sequence, sender_of
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import Pressure
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, TransportError
 
-Thing = TypeVar("Thing")
 Outcome = TypeVar("Outcome")
-
-REBUILDS_OF_A_BATCH = 4
-"""Times that what a batch finds lost is fed elsewhere, in one call."""
-
-
-class BatchEntry(NamedTuple, Generic[Thing]):
-    """What a batch has for one sequence. ``tokens``: what it feeds. ``follows``: it goes with what is in flight, and is
-    lost with that."""
-
-    sequence: FleetSequence
-    thing: Thing
-    tokens: ListOf[int] = ()
-    follows: bool = False
 
 
 class FleetClient(Batches):
@@ -86,7 +74,7 @@ class FleetClient(Batches):
             hung_patience_s=hung_patience_s,
         )
         self._timeout_s = timeout_s
-        self._home = Home(self._members)
+        self._fleet = FleetState(self._members)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> FleetClient:
@@ -179,8 +167,8 @@ class FleetClient(Batches):
         """A new, empty sequence, as `ExecutorClient.sequence` makes it. ``rebuild`` is on here: without it a sequence
         is lost with its executor, and `Sequence.rebuild` feeds it elsewhere."""
         create = creation(reserve_tokens, "", adapter, cache_salt, cache_mode)
-        state = SequenceState(create, tokens=[] if keep_tokens or rebuild else None)
-        return FleetSequence(self._home, self._first, state, rebuild=rebuild)
+        state = SequenceState(create, tokens=[] if keep_tokens or rebuild else None, rebuilds=rebuild)
+        return FleetSequence(Sender(state, FleetOwner(self._fleet, self._first, state)))
 
     async def register_token_mask(self, mask: Mask, *, timeout_s: float | None = None) -> bytes:
         """As `ExecutorClient.register_token_mask`, for all executors: each gets it when it is first needed there."""
@@ -190,120 +178,54 @@ class FleetClient(Batches):
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
-    async def _batch(
+    def _batch(
         self, feed: Feed, items: ListOf[Item], all_or_nothing: bool, timeout_s: float | None
-    ) -> list[Answer | ExecutorError]:
+    ) -> Awaitable[list[Answer | ExecutorError]]:
+        senders, deadline = self._fleet.senders, self._deadline(timeout_s)
         for at, item in enumerate(items):
-            if item.state not in self._home.sequences:
+            if item.state not in senders:
                 raise InvalidRequest(f"items[{at}] is no item of a sequence of this fleet", field=f"items[{at}]")
-        deadline = self._deadline(timeout_s)
         if all_or_nothing and items:
-            owners = {self._home.sequences[item.state].owner for item in items}
+            owners = {senders[item.state].owner.executor for item in items}
             if len(owners) != 1 or (owner := owners.pop()) is None:
                 raise InvalidRequest("all or nothing is for items of sequences of one owner", field="all_or_nothing")
-            return await owner.client._batch(feed, items, True, deadline.remaining())
+            return forward_at(owner.connection, feed, items, deadline, all_or_nothing=True)
 
-        def renewed(sequence: FleetSequence, item: Item) -> Item:
-            if item.handle == sequence.handle:
+        def renewed(sender: Sender[FleetOwner], item: Item) -> Item:
+            if item.handle == sender.state.handle:
                 return item
-            return sequence.item(item.tokens, item.output, truncate_to=item.truncate_to, run=item.run)
+            return sender.item(item.tokens, item.output, item.truncate_to, item.run)
 
-        return await self._at_owners(
-            [
-                BatchEntry(self._home.sequences[item.state], item, item.tokens, item.follows is not None)
-                for item in items
-            ],
+        return at_owners(
+            [BatchEntry(senders[item.state], item, item.tokens, item.follows is not None) for item in items],
             renewed,
-            lambda member, some: member.client._batch(feed, some, False, deadline.remaining()),
+            lambda member, some: forward_at(member.connection, feed, some, deadline),
             deadline,
         )
 
-    async def _truncate(
+    def _truncate(
         self, pairs: ListOf[tuple[Sequence, int]], timeout_s: float | None
-    ) -> list[ExecutorError | None]:
+    ) -> Awaitable[list[ExecutorError | None]]:
         deadline = self._deadline(timeout_s)
-        return await self._at_owners(
-            [BatchEntry(self._own(pair[0]), pair) for pair in pairs],
+        owned = [(self._own(sequence), length) for sequence, length in pairs]
+        return at_owners(
+            [BatchEntry(pair[0], pair) for pair in owned],
             lambda _, pair: pair,
-            lambda member, some: member.client._truncate(some, deadline.remaining()),
+            lambda member, some: truncate_at(member.connection, some, deadline),
             deadline,
         )
 
-    async def _release(self, sequences: ListOf[Sequence]) -> list[ExecutorError | None]:
-        owned = [(self._own(each)._member, each) for each in sequences]
-        return await _by_owner(owned, lambda member, some: member.client._release(some))
+    def _release(self, sequences: ListOf[Sequence]) -> Awaitable[list[ExecutorError | None]]:
+        owned = [(sender.owner.member, sender) for sender in map(self._own, sequences)]
+        return by_owner(owned, lambda member, some: release_at(member.connection, some))
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
 
-    def _own(self, sequence: Sequence) -> FleetSequence:
-        if not isinstance(sequence, FleetSequence) or sequence._home is not self._home:
+    def _own(self, sequence: Sequence) -> Sender[FleetOwner]:
+        sender = self._fleet.senders.get(sender_of(sequence).state)
+        if sender is None:
             raise InvalidRequest(f"{sequence!r} is no sequence of this fleet", field="sequences")
-        return sequence
-
-    async def _at_owners(
-        self,
-        parts: ListOf[BatchEntry[Thing]],
-        renewed: Callable[[FleetSequence, Thing], Thing],
-        call: Callable[[Member, list[Thing]], Awaitable[ListOf[Outcome]]],
-        deadline: Deadline,
-        rebuilds: int = REBUILDS_OF_A_BATCH,
-    ) -> list[Outcome | ExecutorError]:
-        """As `_by_owner`, once each sequence is at an owner that has all of it: what has moved is ``renewed``, and what
-        is lost under way goes again."""
-        told = dict[int, Outcome | ExecutorError]()
-        ready = {at: part.thing for at, part in enumerate(parts)}
-        moving = [at for at, part in enumerate(parts) if not part.follows and not part.sequence._ready]
-        refusals = await asyncio.gather(*(parts[at].sequence._be_ready(parts[at].tokens, deadline) for at in moving))
-        for at, refusal in zip(moving, refusals, strict=True):
-            if refusal is None:
-                ready[at] = renewed(parts[at].sequence, ready[at])
-            else:
-                told[at] = refusal
-                del ready[at]
-        answers = await _by_owner([(parts[at].sequence._member, thing) for at, thing in ready.items()], call)
-        told |= zip(ready, answers, strict=True)
-        lost = list[int]()
-        for at in ready if rebuilds else ():
-            part, error = parts[at], told[at]
-            if not isinstance(error, ExecutorError) or part.follows:
-                continue
-            sequence = part.sequence
-            try:
-                again = isinstance(error, FULL) and await sequence._finds_room(error, deadline)
-            except ExecutorError as refusal:
-                told[at] = refusal
-                continue
-            if again or await sequence._lost_behind(error):
-                lost += () if deadline.passed else (at,)
-        if lost:
-            moved = [parts[at] for at in lost]
-            moved = [
-                part._replace(thing=renewed(part.sequence, part.thing)) if part.sequence._ready else part
-                for part in moved
-            ]
-            answers = await self._at_owners(moved, renewed, call, deadline, rebuilds - 1)
-            told |= zip(lost, answers, strict=True)
-        return [told[at] for at in range(len(parts))]
-
-
-async def _by_owner(
-    owned: ListOf[tuple[Member, Thing]], call: Callable[[Member, list[Thing]], Awaitable[ListOf[Outcome]]]
-) -> list[Outcome | ExecutorError]:
-    """One call for each owner, at the same time; the outcome of each thing."""
-    groups: dict[Member, list[int]] = {}
-    for at, (member, _) in enumerate(owned):
-        groups.setdefault(member, []).append(at)
-
-    async def called(member: Member, places: list[int]) -> ListOf[Outcome | ExecutorError]:
-        try:
-            return await call(member, [owned[at][1] for at in places])
-        except ExecutorError as error:
-            return [error] * len(places)
-
-    outcomes = await asyncio.gather(*(called(*group) for group in groups.items()))
-    places = [at for group in groups.values() for at in group]
-    found = dict(zip(places, (each for some in outcomes for each in some), strict=True))
-    return [found[at] for at in range(len(owned))]
+        return sender

@@ -14,13 +14,12 @@ from weakref import WeakSet
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 
-from ferrum_rpc.client.client import ExecutorClient
+from ferrum_rpc.client.client import ExecutorClient, connection_of
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.encryption import in_words
 from ferrum_rpc.client.fleet.placement import Candidate
 from ferrum_rpc.client.info import ExecutorInfo, ExecutorState
 from ferrum_rpc.client.prefixes import PrefixIndex
-from ferrum_rpc.client.recovery import Recovering
 from ferrum_rpc.client.retry import NEVER_RESEND, Deadline
 from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.core import Pressure
@@ -45,14 +44,14 @@ class Member:
     def __init__(self, target: str, client: ExecutorClient, info: ExecutorInfo, notify: Callable[[], None]) -> None:
         self.target = target
         self.client = client
-        self.connection: Connection = client._connection
+        self.connection: Connection = connection_of(client)
         self.info = info
         self.index: PrefixIndex | None = None
         self.listed = True
         self.gone = False
         self.trouble = ""
         self.leaving = 0
-        self.coming: WeakSet[Recovering] = WeakSet()
+        self.coming: WeakSet[SequenceState] = WeakSet()
         self.turn = 0
         self.unreleased: list[SequenceState] = []
         self.connection.on_unreleased = self.unreleased.append
@@ -140,7 +139,7 @@ class Member:
         """How many sequences this client has there, with those that are being made."""
         live = self.connection.live
         for each in list(self.coming):
-            if each._state in live or each._state.released:
+            if each in live or each.released:
                 self.coming.discard(each)
         return len(live) + len(self.coming)
 

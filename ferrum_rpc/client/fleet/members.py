@@ -14,7 +14,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Final
 
-from ferrum_rpc.client.client import ExecutorClient
+from ferrum_rpc.client.client import ExecutorClient, connection_of
 from ferrum_rpc.client.encryption import in_words
 from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.placement import LongestPrefix, Placement
@@ -279,7 +279,7 @@ class Members:
                 if member is not None:
                     self._there.remove(member)
                     self._left[target] = member.info.instance_id, member.connection.leases.lease_id
-            await client._connection.abandon()
+            await connection_of(client).abandon()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         del self._keeping[target]
@@ -287,8 +287,8 @@ class Members:
     async def _join(self, target: str, client: ExecutorClient) -> Member:
         """Who answers there. Raises `LayoutMismatch` for another model, `InvalidRequest` for one that is known."""
         info = await client.info(timeout_s=self._patience_s)
-        client._connection.context.only_instance = info.instance_id
-        client._connection.masks.known = self.masks
+        connection = connection_of(client)
+        connection.context.only_instance, connection.masks.known = info.instance_id, self.masks
         member = Member(target, client, info, self._notify)
         await self.look(member)
         if member.gone or member.hung or member.pressure is None:

@@ -1,4 +1,4 @@
-"""A stream of tokens that is computed by runs, ahead of the program that reads it.
+"""Runs of a stream, sent ahead of the program that reads their tokens.
 
 One run is under way, and where the executor lets items follow each other the next one waits behind it, so that a trip
 costs nothing as long as a run takes longer than a trip. What was computed and not yet yielded is in the executor's
@@ -18,8 +18,9 @@ from typing import Any, Final
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.info import Capability, ExecutorInfo
+from ferrum_rpc.client.owner import Owner
 from ferrum_rpc.client.retry import Deadline, fate_unknown
-from ferrum_rpc.client.state import Item, SequenceState
+from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.transport import DECODE
 from ferrum_rpc.core import OutputSpec, Run
 from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, QuotaExceeded
@@ -38,34 +39,30 @@ class SentRun:
     task: asyncio.Task[Answer]
 
 
-class Ahead:
-    """What a stream has ahead of its program, which has seen ``length`` tokens of the sequence and one that is not fed
-    yet. ``connection``: where the sequence is now. ``send`` sends an item and feeds again what was lost; ``lost`` says
-    whether the error of what followed one is of that kind. ``unknown``: more than ``length`` tokens may be in the
-    cache. ``failed``: so the program was told."""
+class RunPrefetcher:
+    """The runs of one stream. Its program has seen the tokens in the cache up to `SequenceState.seen`, and one that is
+    not fed yet. ``send`` sends an item and feeds again what was lost; ``lost`` says whether the error of what followed
+    one is of that kind. ``unknown``: more tokens than were seen may be in the cache. ``failed``: so the program was
+    told."""
 
     def __init__(
         self,
-        connection: Callable[[], Connection],
-        state: SequenceState,
+        owner: Owner,
         send: Callable[[Item, Deadline], Coroutine[Any, Any, Answer]],
         lost: Callable[[ExecutorError], Coroutine[Any, Any, bool]],
         *,
         output: OutputSpec,
         stops: tuple[int, ...],
         timeout_s: float | None,
-        length: int,
     ) -> None:
-        self._connection = connection
-        self._state = state
+        self._owner = owner
         self._send = send
         self._lost = lost
         self._output = output
         self._stops = stops
         self._timeout_s = timeout_s
         self._most: int | None = None
-        self.length = length
-        self.flights: deque[SentRun] = deque()
+        self.in_flight_runs: deque[SentRun] = deque()
         self.unknown = False
         self.failed = False
 
@@ -73,26 +70,26 @@ class Ahead:
         """Send what is missing ahead: behind ``tokens``, which are not fed yet to the ``at`` tokens in the cache, and
         behind what is in flight. ``left``: tokens that are wanted, None without a bound. ``least``: those to ask for
         where there is no room for any, which the executor refuses."""
-        connection, flights, limits = self._connection(), self.flights, info.limits
-        if flights and flights[-1].connection is not connection:  # what it would follow will never run
+        connection, state, runs, limits = self._owner.connection, self._owner.state, self.in_flight_runs, info.limits
+        if runs and runs[-1].connection is not connection:  # what it would follow will never run
             return
         chains = connection.transport.chains and Capability.FOLLOW in info.capabilities and limits.max_followers > 0
         most = limits.max_run_tokens if self._most is None else self._most
-        in_flight = sum(each.tokens for each in flights)
+        in_flight = sum(each.tokens for each in runs)
         room = info.model.max_context - at - (len(tokens) - 1) - in_flight
         if left is not None:
             room = min(room, left - in_flight)
         room = max(room, least)
-        while room > 0 and len(flights) < 1 + chains:
+        while room > 0 and len(runs) < 1 + chains:
             # What comes with a prompt comes late for its first token: no longer a run than one that is followed.
             count = min(connection.pace.tokens(most, chains=chains or least > 0), room)
             run, number = Run(count, self._stops), next(connection.context.item_ids)
-            if flights:
-                item = self._state.item_behind(
-                    flights[-1].item, number, [], self._output, run=run, max_context=info.model.max_context
+            if runs:
+                item = state.item_behind(
+                    runs[-1].item, number, [], self._output, run=run, max_context=info.model.max_context
                 )
             else:
-                item = self._state.item(number, tokens, self._output, None, run)
+                item = state.item(number, tokens, self._output, None, run)
             room -= count
             self._add(item, count, connection)
             if item.follows is None and item.start != at:  # rebuilt first: nothing is known yet that could be followed
@@ -101,11 +98,11 @@ class Ahead:
     def _add(self, item: Item, count: int, connection: Connection) -> None:
         deadline = connection.context.deadline(self._timeout_s)
         if deadline.at is not None and connection.pace.step_s is not None:
-            tokens = count + sum(each.tokens for each in self.flights)
+            tokens = count + sum(each.tokens for each in self.in_flight_runs)
             deadline = Deadline(deadline.at + _PATIENCE * tokens * connection.pace.step_s)
         task = asyncio.get_running_loop().create_task(self._answer(item, deadline, connection))
-        task.add_done_callback(_looked_at)
-        self.flights.append(SentRun(item, count, connection, task))
+        task.add_done_callback(_retrieve)
+        self.in_flight_runs.append(SentRun(item, count, connection, task))
 
     async def _answer(self, item: Item, deadline: Deadline, connection: Connection) -> Answer:
         began = time.monotonic()
@@ -120,40 +117,40 @@ class Ahead:
         connection.pace.note(elapsed_s, answer.timing, 0 if len(item.tokens) > 1 else len(answer.tokens))
         return answer
 
-    async def land(self) -> Answer | None:
-        """The answer of the first in flight. None: nothing in flight will be answered, because a run before it was
+    async def next_run(self) -> Answer | None:
+        """The answer of the first run in flight. None: nothing in flight will be answered, because a run before it was
         shorter than foreseen or the cache has no room for so long ones: `fill` again. Raises its refusal."""
-        flight = self.flights[0]
+        run = self.in_flight_runs[0]
         try:
-            answer = await asyncio.shield(flight.task)
+            answer = await asyncio.shield(run.task)
         except ExecutorError as error:
-            stays = flight.connection is self._connection()  # else the sequence has moved since, and this one is old
-            if stays and fate_unknown(error) and (flight.item.follows is None or not await self._lost(error)):
+            stays = run.connection is self._owner.connection  # else the sequence has moved since, and this one is old
+            if stays and fate_unknown(error) and (run.item.follows is None or not await self._lost(error)):
                 raise
             await self.drain()
-            if isinstance(error, KvBlocksExhausted | QuotaExceeded) and flight.tokens > 1:
-                self._most = flight.tokens // 2
-            elif flight.item.follows is None:
+            if isinstance(error, KvBlocksExhausted | QuotaExceeded) and run.tokens > 1:
+                self._most = run.tokens // 2
+            elif run.item.follows is None:
                 raise
             return None
-        self.flights.popleft()
+        self.in_flight_runs.popleft()
         return answer
 
-    def leave(self) -> list[asyncio.Task[Answer]]:
+    def cancel(self) -> list[asyncio.Task[Answer]]:
         """Nothing in flight is wanted any more: it is taken back, or cut. Returns its calls, which end soon."""
-        self.unknown = self.unknown or bool(self.flights)
-        for each in self.flights:
+        self.unknown = self.unknown or bool(self.in_flight_runs)
+        for each in self.in_flight_runs:
             each.task.cancel()
-        return [each.task for each in self.flights]
+        return [each.task for each in self.in_flight_runs]
 
     async def drain(self) -> None:
         """Wait for the end of all that is in flight, whatever becomes of it."""
-        if self.flights:
-            await asyncio.wait([each.task for each in self.flights])
-        self.flights.clear()
+        if self.in_flight_runs:
+            await asyncio.wait([each.task for each in self.in_flight_runs])
+        self.in_flight_runs.clear()
 
 
-def _looked_at(task: asyncio.Task[Answer]) -> None:
+def _retrieve(task: asyncio.Task[Answer]) -> None:
     """Its outcome may be of no interest any more."""
     if not task.cancelled():
         task.exception()
