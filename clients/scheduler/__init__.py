@@ -5,12 +5,12 @@ and cache; everything else is decided here, on the far side of a wire:
 
     policy.py    pure: what runs in the next step, who is admitted, who is preempted
     runs.py      several tokens with one trip, and the next run behind the present
-    board.py     who waits, who runs, and which sequence is whose
+    queues.py    who waits, who runs, and which sequence is whose
     speculation.py  guesses of what comes next, from the text itself or a smaller model
     refusals.py  what the executor's refusals mean, and how long they are put up with
     driver.py    turns each plan into one forward call, and each answer into tokens
     text.py      tokens to text, safely while it streams
-    front.py     requests over several executors, and the sequences that move between them
+    router.py    requests over several executors, and the sequences that move between them
     display.py   what a person sees          report.py  what the run was like
     program.py   from the command line to the exit status
 

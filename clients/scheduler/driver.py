@@ -15,8 +15,8 @@ from collections.abc import Sequence as ListOf
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
-from clients.scheduler.board import Board, Observer
 from clients.scheduler.policy import Budget, PlannedFeed, Pool, StepPlan, arrivals, plan
+from clients.scheduler.queues import Observer, RequestQueues
 from clients.scheduler.refusals import NO_ANSWER, NO_ROOM, NOT_NOW, OUT_OF_STEP, ExecutorGone, Patience
 from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Request, RequestEnd, Stage
@@ -119,10 +119,13 @@ class Driver:
     async def serving(
         self, run: RunCounts, waiting: deque[Request], back: deque[Request], *, hands_over: bool = False
     ) -> AsyncIterator[None]:
-        """Around the steps of a run, of which no sequence is left behind here. ``waiting`` and ``back`` as in `Board`.
+        """Around the steps of a run, of which no sequence is left behind here. ``waiting`` and ``back`` as in
+        `RequestQueues`.
         ``hands_over``: requests go on elsewhere after their first token."""
         self._run, self.hands_over, began = run, hands_over, time.monotonic()
-        board = self.board = Board(self._client, run, self._observer, self.cache_mode, waiting=waiting, back=back)
+        board = self.board = RequestQueues(
+            self._client, run, self._observer, self.cache_mode, waiting=waiting, back=back
+        )
         for request in list(waiting):
             request.arrived = began
             self.admissible(request)

@@ -15,12 +15,12 @@ from typing import Final
 
 from clients.scheduler.display import Display, display_for
 from clients.scheduler.driver import Driver
-from clients.scheduler.front import Front
 from clients.scheduler.options import Options, parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.refusals import NOT_NOW, ExecutorGone, Patience
 from clients.scheduler.report import RunCounts, summarise
 from clients.scheduler.request import Request
+from clients.scheduler.router import Router
 from clients.scheduler.speculation import Drafter, DraftModel, Lookup
 from clients.scheduler.text import Tokenizer, TokenizerError, tokenizer_for
 from ferrum_rpc.client import CacheMode, ExecutorClient, ExecutorInfo, ExecutorStatus
@@ -89,7 +89,7 @@ async def serve(options: Options) -> RunCounts:
                 return _driver(replace(options, run_tokens=0), member.client, member.info, display)
             return _driver(options, member.client, member.info, display, drafter)
 
-        front = Front(driver, decode, *prefill, watcher=display, patience_s=options.patience_s)
+        front = Router(driver, decode, *prefill, watcher=display, patience_s=options.patience_s)
         before = await _status(decode)
         with display:
             run = await front.run(requests)

@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 
 from clients.scheduler.driver import Driver
-from clients.scheduler.front import Front
 from clients.scheduler.options import parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.program import main, serve
 from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Request, RequestEnd, Stage
+from clients.scheduler.router import Router
 from ferrum_rpc.client import ExecutorClient, Greedy, Sample, transfer
 from ferrum_rpc.client.fleet import Member, Members
 from tests.e2e.test_scheduler_runs import (
@@ -85,7 +85,7 @@ async def fleet(
         for members in roles:
             while not members.named or len(members.there) < len(members.named):
                 await members.changed(members.changes)
-        return await Front(driver, *roles, patience_s=patience_s).run(work)
+        return await Router(driver, *roles, patience_s=patience_s).run(work)
 
 
 async def disaggregate(prefill: str, decode: str, /, work: list[Request], **how: Any) -> RunCounts:

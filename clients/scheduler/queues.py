@@ -24,7 +24,7 @@ class Observer(Protocol):
         """A request was admitted, preempted, finished or failed."""
 
 
-class Board:
+class RequestQueues:
     """The requests of one run that are with one executor. One in ``running`` has a sequence there, and its blocks; one
     in ``moving`` too, which is to go on elsewhere; one in ``waiting`` has none. A request that loses its sequence goes
     ``back`` to those that wait, here or where prompts are computed. ``arrived``: one has come from elsewhere since the

@@ -53,7 +53,7 @@ class Worker:
     coming: list[Request] = field(default_factory=list)
 
 
-class Front:
+class Router:
     """Runs requests on the executors of one model: all of a text by those of ``decode``, or its prompt by those of
     ``prefill`` where there are any. ``make`` makes the driver for an executor, told whether it computes prompts."""
 
