@@ -21,6 +21,7 @@ from benchmarks.trips import SERVED, delayed
 from clients.scheduler.driver import Driver
 from clients.scheduler.policy import Budget
 from clients.scheduler.prompts import DEMO_PROMPTS
+from clients.scheduler.queues import Observer
 from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Request
 from clients.scheduler.speculation import Drafter, DraftModel, Lookup
@@ -40,16 +41,6 @@ TARGETS: Final = {1: 2.5, 8: 1.5}
 RUN_TOKENS: Final = 16
 
 
-class Unwatched:
-    """An observer that does nothing."""
-
-    def token(self, request: Request, token: int) -> None:
-        pass
-
-    def changed(self, request: Request) -> None:
-        pass
-
-
 async def texts(way: str, client: ExecutorClient, small: ExecutorClient, batch: int, tokens: int) -> RunCounts:
     """The first ``batch`` demo prompts at once, ``tokens`` each."""
     drafter: Drafter | None = None
@@ -63,7 +54,7 @@ async def texts(way: str, client: ExecutorClient, small: ExecutorClient, batch: 
         budget=Budget(tokens=1024, items=64, running=batch),
         sampling=Greedy(),
         stop_tokens=frozenset(),
-        observer=Unwatched(),
+        observer=Observer(),
         drafter=drafter,
         run_tokens=RUN_TOKENS if way.endswith(RUNS) else 0,
         chains=True,

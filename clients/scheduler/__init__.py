@@ -3,15 +3,22 @@
 It shows what a scheduler on this contract looks like, and it is the one that the demo runs. The executor owns weights
 and cache; everything else is decided here, on the far side of a wire:
 
+The library, which knows no terminal and no command line:
+
+    request.py   a request: what is known of it, what it owes, its sequence
     policy.py    pure: what runs in the next step, who is admitted, who is preempted
     runs.py      several tokens with one trip, and the next run behind the present
-    queues.py    who waits, who runs, and which sequence is whose
     speculation.py  guesses of what comes next, from the text itself or a smaller model
-    refusals.py  what the executor's refusals mean, and how long they are put up with
+    refusals.py  what the executor's refusals mean, and for how long they are waited out
+    queues.py    who waits, who runs and who moves with one executor
     driver.py    turns each plan into one forward call, and each answer into tokens
+    router.py    a driver at each of several executors, and the sequences that move between them
+    report.py    what the run was like
     text.py      tokens to text, safely while it streams
-    router.py    requests over several executors, and the sequences that move between them
-    display.py   what a person sees          report.py  what the run was like
+
+The program on top of it:
+
+    options.py   the command line            display.py  what a person sees
     program.py   from the command line to the exit status
 
     python -m clients.scheduler --target localhost:50051 --demo

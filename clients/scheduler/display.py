@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from clients.scheduler.queues import Observer
 from clients.scheduler.report import Summary
 from clients.scheduler.request import Request, RequestEnd, Stage
 from clients.scheduler.text import TextStream, Tokenizer, printable
@@ -18,147 +21,112 @@ if TYPE_CHECKING:
 METHOD_HEADINGS = ("RPC", "calls", "items", "failed calls", "refused items")
 
 
-class Display(Protocol):
-    """Watches a run and shows its summary. A context manager around the run."""
+class Display(Observer, AbstractContextManager[Any]):
+    """Watches a run and shows its summary. A context manager around the run. ``texts``: what each request, by its
+    index, has written so far, safe for a terminal."""
 
-    def __enter__(self) -> Display: ...
+    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer) -> None:
+        self._requests = requests
+        self._streams = defaultdict[int, TextStream](lambda: TextStream(tokenizer))
+        self._there: dict[str, str] = {}
+        self.texts = defaultdict[int, str](str)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def token(self, request: Request, token: int) -> None:
-        """A request got its next token."""
-
-    def changed(self, request: Request) -> None:
-        """A request moved to another stage."""
-
-    def executors(self, there: Sequence[tuple[str, str]]) -> None:
-        """Who is there (target) and how, each time that changes."""
-
+    @abstractmethod
     def summary(self, summary: Summary) -> None:
         """The run is over."""
 
+    def _next(self, request: Request, token: int) -> str:
+        """The new piece of text."""
+        return self._add(request, self._streams[request.index].push(token))
 
-class Texts:
-    """The text of every request so far, decoded as it streams."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._streams: dict[int, TextStream] = {}
-        self._done: set[int] = set()
-        self.texts: dict[int, str] = {}
-
-    def token(self, request: Request, token: int) -> str:
-        """The new piece of text, made safe for a terminal."""
-        stream = self._streams.setdefault(request.index, TextStream(self._tokenizer))
-        return self._add(request, stream.push(token))
-
-    def finish(self, request: Request) -> str:
+    def _rest(self, request: Request) -> str:
         """What was held back, once."""
-        if request.index in self._done or request.index not in self._streams:
-            return ""
-        self._done.add(request.index)
-        return self._add(request, self._streams[request.index].finish())
+        stream = self._streams.pop(request.index, None)
+        return "" if stream is None else self._add(request, stream.finish())
 
     def _add(self, request: Request, piece: str) -> str:
         piece = printable(piece)
-        self.texts[request.index] = self.texts.get(request.index, "") + piece
+        self.texts[request.index] += piece
         return piece
 
 
-class PlainDisplay:
+class PlainDisplay(Display):
     """Lines for logs and pipes: each text when it is finished. A single prompt streams."""
 
     def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer, out: TextIO | None = None) -> None:
-        self._texts = Texts(tokenizer)
+        super().__init__(requests, tokenizer)
         self._out = out if out is not None else sys.stdout
-        self._streams = len(requests) == 1
+        self._single = len(requests) == 1
         self._begun = False
-        self._there: dict[str, str] = {}
 
-    def __enter__(self) -> PlainDisplay:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._out.flush()
 
     def token(self, request: Request, token: int) -> None:
         """Stream a single prompt, collect several."""
-        piece = self._texts.token(request, token)
-        if self._streams:
-            self._stream(request, piece)
+        self._stream(request, self._next(request, token))
 
     def changed(self, request: Request) -> None:
         """Print what has ended."""
+        number = f"[{request.index + 1}]"
         if request.stage is Stage.FAILED:
-            self._print(f"[{request.index + 1}] failed: {request.error}")
+            self._print(f"{number} failed: {request.error}")
         elif request.stage is Stage.FINISHED:
-            piece = self._texts.finish(request)
-            if self._streams:
-                self._stream(request, piece)
-                self._print("")
-            text = "" if self._streams else f" {printable(request.text)}{self._texts.texts.get(request.index, '')}"
-            self._print(f"[{request.index + 1}] {_ending(request)}:{text}" if text else f"({_ending(request)})")
+            self._stream(request, self._rest(request))
+            text = f"{printable(request.text)}{self.texts[request.index]}"
+            self._print(f"\n({_ending(request)})" if self._single else f"{number} {_ending(request)}: {text}")
 
     def executors(self, there: Sequence[tuple[str, str]]) -> None:
         """Print what has changed; one executor that is there is no news."""
-        now = dict(there)
-        news = [f"{target} is {how}" for target, how in there if self._there.get(target) not in {how, None}]
-        news += [f"{target} is there" for target in now.keys() - self._there.keys() if self._there]
-        news += [f"{target} is gone" for target in self._there.keys() - now.keys()]
-        self._there = now
+        before, self._there = self._there, dict(there)
+        news = [f"{target} is {how}" for target, how in there if before.get(target) not in {how, None}]
+        news += [f"{target} is there" for target in self._there.keys() - before.keys() if before]
+        news += [f"{target} is gone" for target in before.keys() - self._there.keys()]
         for each in sorted(news):
             self._print(f"[executor] {each}")
 
     def summary(self, summary: Summary) -> None:
         """Two aligned lists."""
-        self._print("")
         width = max(len(name) for name, _ in summary.figures)
-        for name, figure in summary.figures:
-            self._print(f"{name:<{width}}  {figure}")
+        self._print("\n" + "\n".join(f"{name:<{width}}  {figure}" for name, figure in summary.figures))
         if summary.methods:
-            self._print("")
             rows = [METHOD_HEADINGS, *(tuple(map(str, row)) for row in summary.methods)]
-            widths = [max(len(row[at]) for row in rows) for at in range(len(METHOD_HEADINGS))]
+            first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            self._print("")
             for row in rows:
-                numbers = (f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-                self._print("  ".join((f"{row[0]:<{widths[0]}}", *numbers)))
+                numbers = (f"{cell:>{width}}" for cell, width in zip(row[1:], others, strict=True))
+                self._print("  ".join((f"{row[0]:<{first}}", *numbers)))
 
     def _stream(self, request: Request, piece: str) -> None:
-        if not self._begun:
+        if self._single:
+            self._out.write(piece if self._begun else printable(request.text) + piece)
+            self._out.flush()
             self._begun = True
-            piece = printable(request.text) + piece
-        self._out.write(piece)
-        self._out.flush()
 
     def _print(self, line: str) -> None:
         self._out.write(line + "\n")
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """A panel per prompt that streams, in two columns."""
 
     def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer, console: Console | None = None) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._requests = requests
-        self._texts = Texts(tokenizer)
+        super().__init__(requests, tokenizer)
         self._console = console or Console()
         # A renderable that is asked at each refresh: tokens come faster than a terminal can show them.
-        self._there: dict[str, str] = {}
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=12, transient=True)
 
-    def __enter__(self) -> LiveDisplay:
+    def __enter__(self) -> Self:
         self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._live.stop()
         if kind is None:
             self._console.print(self._grid(lines=None))
@@ -167,12 +135,12 @@ class LiveDisplay:
 
     def token(self, request: Request, token: int) -> None:
         """Shown at the next refresh."""
-        self._texts.token(request, token)
+        self._next(request, token)
 
     def changed(self, request: Request) -> None:
         """Shown at the next refresh."""
         if request.stage in (Stage.FINISHED, Stage.FAILED):
-            self._texts.finish(request)
+            self._rest(request)
 
     def executors(self, there: Sequence[tuple[str, str]]) -> None:
         """A line about each, where there are several."""
@@ -226,7 +194,6 @@ class LiveDisplay:
         for _ in range(self._columns):
             grid.add_column(ratio=1)
         panels = [self._panel(request, lines) for request in self._requests]
-        panels += [""] * (-len(panels) % self._columns)
         for at in range(0, len(panels), self._columns):
             grid.add_row(*panels[at : at + self._columns])
         return grid
@@ -237,7 +204,7 @@ class LiveDisplay:
 
         text = Text()
         text.append(printable(request.text), style="dim")
-        text.append(self._texts.texts.get(request.index, ""))
+        text.append(self.texts[request.index])
         if request.error:
             text.append(f"\n{request.error}", style="red")
         if lines is not None:
@@ -254,19 +221,14 @@ def _ending(request: Request) -> str:
     tokens = f"{len(request.generated)} tokens"
     if request.ending is RequestEnd.ERROR:
         return f"{tokens}, failed"
-    if request.ending is not None:
-        anew = f", rebuilt {request.rebuilds}×" if request.rebuilds else ""
-        return f"{tokens}, {request.ending.value}{anew}"
-    again = f", preempted {request.preemptions}×" if request.preemptions else ""
-    anew = f", rebuilt {request.rebuilds}×" if request.rebuilds else ""
-    return f"{tokens}, {request.stage.value}{again}{anew}"
+    preempted = f", preempted {request.preemptions}×" if request.preemptions and request.ending is None else ""
+    rebuilt = f", rebuilt {request.rebuilds}×" if request.rebuilds else ""
+    return f"{tokens}, {(request.ending or request.stage).value}{preempted}{rebuilt}"
 
 
 def display_for(requests: Sequence[Request], tokenizer: Tokenizer, *, plain: bool) -> Display:
     """Panels on a terminal that can draw them, lines elsewhere, when asked, or where rich is not installed."""
-    if plain or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
-        return PlainDisplay(requests, tokenizer)
-    try:
-        return LiveDisplay(requests, tokenizer)
-    except ImportError:
-        return PlainDisplay(requests, tokenizer)
+    if not plain and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        with suppress(ImportError):
+            return LiveDisplay(requests, tokenizer)
+    return PlainDisplay(requests, tokenizer)

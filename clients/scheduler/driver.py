@@ -1,4 +1,4 @@
-"""The loop: plan, forward, sample, again. All IO of the scheduler is here.
+"""The loop: plan, forward, sample, again. All IO of the scheduler with one executor is here.
 
 Each plan is one forward call. Refusals are handled by what they say: the call was refused at the door (wait and send
 the same items again), an item found no blocks (somebody is preempted), a sequence is gone (computed anew), the request
@@ -29,30 +29,29 @@ from ferrum_rpc.client import (
     BatchResults,
     CacheMode,
     Capability,
-    ExecutorClient,
-    ExecutorInfo,
-    ExecutorState,
-    Greedy,
-    Item,
-    OutputSpec,
-    Positions,
-    Run,
-    Sample,
-)
-from ferrum_rpc.errors import (
     ChainBroken,
     ContextLengthExceeded,
     DeadlineExceeded,
     DeviceLost,
+    ExecutorClient,
     ExecutorError,
+    ExecutorInfo,
+    ExecutorState,
+    Greedy,
+    Item,
     KvCorrupt,
+    OutputSpec,
+    Positions,
+    Run,
+    Sample,
+    Sequence,
     StepFailed,
 )
 
-NO_ROWS = OutputSpec(Positions.NONE, Greedy())
 FAILURES_OF_A_REQUEST = 3
 LONGEST_DRAFT = 16
 HANGS = "the executor's device makes no progress"
+FULL = "the cache is full of other schedulers' sequences"
 STATUS_S = 1.0
 """Within this an executor says why it does not answer."""
 
@@ -63,6 +62,8 @@ class Driver:
     of the one before. With a ``drafter`` runs are for requests without a draft, and for all while that is faster.
     Preempted requests go on with the very bits where the executor promises it and ``cache_mode`` is BYPASS; else they
     find much of what they had in the prefix cache."""
+
+    queues: RequestQueues
 
     def __init__(
         self,
@@ -84,11 +85,11 @@ class Driver:
         self._most_blocks = info.limits.max_blocks_per_caller
         self._budget = replace(budget, exact=info.limits.exact_span_tokens)
         self._sampling = sampling
-        self._stop = stop_tokens
         self._stops = tuple(sorted(stop_tokens))
         self._observer = observer
         self.patience = Patience(patience_s)
-        self._refusal: ExecutorError | None = None  # since then nobody is admitted
+        self.refusal: ExecutorError | None = None
+        """Since this one nobody is admitted, until something ends here, or `idle` has waited."""
         offered = Capability.RUN in info.capabilities and len(stop_tokens) <= MAX_STOPS
         self._run_tokens = min(run_tokens, info.limits.max_run_tokens) if offered else 0
         self._chains = chains and Capability.FOLLOW in info.capabilities
@@ -120,12 +121,9 @@ class Driver:
         self, run: RunCounts, waiting: deque[Request], back: deque[Request], *, hands_over: bool = False
     ) -> AsyncIterator[None]:
         """Around the steps of a run, of which no sequence is left behind here. ``waiting`` and ``back`` as in
-        `RequestQueues`.
-        ``hands_over``: requests go on elsewhere after their first token."""
+        `RequestQueues`. ``hands_over``: requests go on elsewhere after their first token."""
         self._run, self.hands_over, began = run, hands_over, time.monotonic()
-        board = self.board = RequestQueues(
-            self._client, run, self._observer, self.cache_mode, waiting=waiting, back=back
-        )
+        self.queues = RequestQueues(self._client, run, self._observer, waiting=waiting, back=back)
         for request in list(waiting):
             request.arrived = began
             self.admissible(request)
@@ -134,24 +132,24 @@ class Driver:
             yield
         finally:
             run.wall_seconds = time.monotonic() - began
-            await board.clear()
+            await self.queues.clear()
             if self._speculation is not None:
                 await self._speculation.forget(run.requests)
 
     async def step(self) -> bool:
         """Do what can be done now. False: nothing can."""
-        board, pool = self.board, self.pool
-        began, speculation, limit = time.monotonic(), self._speculation, None
+        queues, pool, speculation, limit = self.queues, self.pool, self._speculation, None
+        began = time.monotonic()
         if speculation is not None:
             drafts, limit = speculation.turn()
             if drafts:
-                await speculation.draft([each for each in board.running if each.owed == 1], self.max_context)
-        places = self._budget.at_once - len(board.running) - len(board.moving) if self._refusal is None else 0
-        board.arrived = False
-        step = plan(board.running, list(board.waiting)[: max(0, places)], pool, self._budget)
+                await speculation.draft([each for each in queues.running if each.owed == 1], self.max_context)
+        places = self._budget.at_once - len(queues.running) - len(queues.moving) if self.refusal is None else 0
+        queues.arrived = False
+        step = plan(queues.running, list(queues.waiting)[: max(0, places)], pool, self._budget)
         for request in step.unservable:
             self.give_up(request, pool)
-        await asyncio.gather(*(board.preempt(request) for request in step.preempt))
+        await asyncio.gather(*(queues.preempt(request) for request in step.preempt))
         if step.feeds:
             single, self._single = self._single or self.leaving, False
             runs, known = not single and self._may_run(step), sum(feed.request.known for feed in step.feeds)
@@ -161,8 +159,8 @@ class Driver:
             if speculation is not None and runs:
                 tokens = sum(feed.request.known for feed in step.feeds) - known
                 speculation.took(time.monotonic() - began, tokens / len(step.feeds), drafts=drafts)
-        elif board.leaving:
-            await board.let_go()
+        elif queues.leaving:
+            await queues.release()
             await self._look()
         else:
             return bool(step.unservable or step.preempt)
@@ -171,10 +169,9 @@ class Driver:
     async def idle(self) -> None:
         """Nothing of ours ends here soon: wait for blocks that are with other schedulers, for what was refused, or for
         an executor that hangs."""
-        full = "the cache is full of other schedulers' sequences"
-        await self.patience.wait(HANGS if self._hung else self._refusal or full)
+        await self.patience.wait(HANGS if self._hung else self.refusal or FULL)
         await self._look()
-        self.resume()
+        self.refusal = None
 
     @property
     def pool(self) -> Pool:
@@ -188,24 +185,21 @@ class Driver:
         """Whether its prompt can be served at all; otherwise it has failed now."""
         fits = 1 <= request.known <= self.max_context
         if not fits:
-            self.board.fail(request, f"the prompt has {request.known} tokens; 1 to {self.max_context} can be served")
+            self._fail(request, f"the prompt has {request.known} tokens; 1 to {self.max_context} can be served")
         return fits
 
     def holds(self, tokens: int) -> bool:
         """Whether a sequence of so many tokens could be here, if it were alone."""
         return tokens <= self.max_context and self.pool.blocks(tokens) <= self.pool.total
 
-    def arrivals(self, ready: Iterable[Request], coming: Collection[Request]) -> list[Request]:
-        """Which of the ``ready`` may come here now, beside those that are ``coming``."""
-        return [] if self._refusal else arrivals(ready, self.board.running, list(coming), self.pool, self._budget)
+    def has_room(self, request: Request, coming: Iterable[Request] = ()) -> bool:
+        """Whether a request may come here now, beside those that are ``coming`` or wait here."""
+        beside = [*coming, *self.queues.waiting]
+        return not self.refusal and bool(arrivals([request], self.queues.running, beside, self.pool, self._budget))
 
-    def hold(self, error: ExecutorError) -> None:
-        """Nobody is admitted until something ends here, or `idle` has waited."""
-        self._refusal = error
-
-    def resume(self) -> None:
-        """Something has ended here."""
-        self._refusal = None
+    def new_sequence(self) -> Sequence:
+        """One that is empty."""
+        return self._client.sequence(cache_mode=self.cache_mode)
 
     async def _look(self) -> None:
         """See how full the executor is."""
@@ -220,16 +214,16 @@ class Driver:
     async def _forward(self, step: StepPlan, pool: Pool | None) -> None:
         """One step. With a ``pool``, short runs of the requests that have no draft beside those that have: not longer
         than a trip, which all wait for."""
-        self.board.admit(step.admitted)
+        self.queues.run(step.admitted)
         runs = dict[Request, Run]()
         if pool is not None:
             chain = Chain(pool, min(self._run_tokens, SHORT, self._steps_a_trip), self.max_context)
             chain.fed([feed for feed in step.feeds if feed.drafted])
             found = chain.extend([feed.request for feed in step.feeds if not feed.drafted])
             runs = {request: Run(count, self._stops) for request, count in found.items()}
-        items = [self.board.item(feed, self._output(feed), runs.get(feed.request)) for feed in step.feeds]
+        items = [self._item(feed, run=runs.get(feed.request)) for feed in step.feeds]
         began = time.monotonic()
-        results, _ = await asyncio.gather(self._send(items), self.board.let_go())
+        results, _ = await asyncio.gather(self._send(items), self.queues.release())
         answered, refused = results.split(step.feeds)
         self._count(answered, time.monotonic() - began, runs)
         for feed, answer in answered:
@@ -241,7 +235,7 @@ class Driver:
             elif isinstance(error, NO_ROOM + NOT_NOW):
                 scarce = error
                 if isinstance(error, NOT_NOW):
-                    self.board.requeue(feed.request)
+                    self.queues.requeue(feed.request)
             else:
                 self.refused(feed.request, error)
         if scarce is not None:
@@ -251,19 +245,19 @@ class Driver:
 
     def _may_run(self, step: StepPlan) -> bool:
         """Whether all that runs is decoded, and nothing else is to be done meanwhile."""
-        decodes = all(feed.request.generated and feed.request.owed == 1 for feed in step.feeds)
-        return self._run_tokens > 0 and decodes and len(step.feeds) == len(self.board.running)
+        decodes = all(feed.request.decodes for feed in step.feeds)
+        return self._run_tokens > 0 and decodes and len(step.feeds) == len(self.queues.running)
 
     async def _decode(self, step: StepPlan, pool: Pool, limit: int | None) -> bool:
         """Decode by runs, each with its follower behind it, until all texts are complete, or ``limit`` tokens longer,
         or there is something else to plan. In a session each request goes its own way: its next run waits for nobody
         else's. Sequences leave when nothing of theirs is in flight. False: there are no blocks for runs."""
-        most = min(self._run_tokens, SHORT) if self.board.joining else self._run_tokens
+        most = min(self._run_tokens, SHORT) if self.queues.joining else self._run_tokens
         chain = Chain(pool, most, self.max_context, limit)
         ways = [deque([flight]) for flight in self._launch(chain, [feed.request for feed in step.feeds])]
         if not ways:
             return False
-        letting_go, began = asyncio.ensure_future(self.board.let_go()), time.monotonic()
+        releasing, began = asyncio.ensure_future(self.queues.release()), time.monotonic()
         try:
             while ways:
                 if self._chains:
@@ -279,20 +273,16 @@ class Driver:
             calls = [flight.call for way in ways for flight in way]
             for call in calls:
                 call.cancel()
-            await asyncio.gather(letting_go, *calls, return_exceptions=True)
+            await asyncio.gather(releasing, *calls, return_exceptions=True)
 
     def _follow(self, chain: Chain, ways: Iterable[deque[Flight]]) -> None:
-        """Send the next run behind each that has none there."""
+        """Send the next run behind each that has none there, unless what runs is to be planned anew as soon as what is
+        in flight has ended."""
         for way in ways:
-            if len(way) == 1 and not (chain.broken or self._interrupted):
+            if len(way) == 1 and not (chain.broken or self._single or self.leaving or self.queues.joining):
                 items = way[0].items
                 going = [request for request in items if request.stage is Stage.RUNNING]
                 way.extend(self._launch(chain, going, items))
-
-    @property
-    def _interrupted(self) -> bool:
-        """Whether what runs is to be planned anew as soon as what is in flight has ended."""
-        return self._single or self.leaving or self.board.joining
 
     def _launch(
         self, chain: Chain, requests: Iterable[Request], behind: Mapping[Request, Item] | None = None
@@ -300,9 +290,8 @@ class Driver:
         """Send the next runs of requests, ``behind`` their items in flight, if there are any."""
         items = dict[Request, Item]()
         for request, count in chain.extend(requests).items():
-            feed, run = PlannedFeed(request, 1), Run(count, self._stops)
             follows = None if behind is None else behind[request]
-            items[request] = self.board.item(feed, self._output(feed, last=True), run, follows)
+            items[request] = self._item(PlannedFeed(request, 1), run=Run(count, self._stops), follows=follows)
         ways = [{request: item} for request, item in items.items()] if self._chains else [items] if items else []
         return [Flight(way, asyncio.ensure_future(self._send(list(way.values())))) for way in ways]
 
@@ -313,25 +302,14 @@ class Driver:
         answered = [each for part, _ in found for each in part]
         refused = [each for _, part in found for each in part]
         if answers := [answer for _, answer in answered]:
-            self.patience.renew()
-            timing = answers[-1].timing
-            self._run.step(
-                prompt=0,
-                decode=sum(len(each.tokens) for each in answers),
-                sequences=len(answers),
-                seconds=now - began,
-                # runs that end one after the other share steps
-                executor_seconds=0.0 if timing is None else min(timing.forward_s, now - began),
-            )
-            self._run.saw(answers[-1].pressure)
+            self._note(answers, now - began, decode=sum(len(each.tokens) for each in answers))
         # one that is not in ``running`` has ended with the run before, or is with another executor by now
         for (request, _), answer in answered:
-            if request in self.board.running:
-                request.fed(1, answer.length, self._budget.exact)
-                request.failures = 0
+            if request in self.queues.running:
+                self._taken(request, 1, answer)
                 self._chosen(request, answer)
         for (request, item), error in refused:
-            if request not in self.board.running:
+            if request not in self.queues.running:
                 continue
             if isinstance(error, NO_ROOM + NOT_NOW):
                 self._single = True
@@ -341,11 +319,24 @@ class Driver:
                 self.refused(request, error)
         return now
 
-    def _output(self, feed: PlannedFeed, *, last: bool = False) -> OutputSpec:
+    # --- what is sent -----------------------------------------------------------------------------------------------
+
+    def _item(self, feed: PlannedFeed, *, run: Run | None = None, follows: Item | None = None) -> Item:
+        """The work item of a feed, on the request's sequence; a new one where it has none. It ``follows`` the request's
+        item in flight, and feeds what that chooses."""
+        request, output = feed.request, self._output(feed, last=run is not None)
+        if request.sequence is None:
+            request.sequence = self.new_sequence()
+        if follows is not None:
+            return request.sequence.item(output=output, run=run, follows=follows)
+        fed = [*request.next_tokens(feed.count), *request.draft[: feed.drafted]]
+        return request.sequence.item(fed, output, run=run)
+
+    def _output(self, feed: PlannedFeed, *, last: bool) -> OutputSpec | Positions:
         """A token of what is known completely. Each request has a seed of its own, so that a text depends neither on
         its neighbours nor on whether it was preempted."""
         if not (feed.completes or last):
-            return NO_ROWS
+            return Positions.NONE
         kind = self._sampling
         if isinstance(kind, Sample) and kind.seed is not None:
             kind = replace(kind, seed=(kind.seed << 32 | feed.request.index) % 2**64)
@@ -359,36 +350,37 @@ class Driver:
         while True:
             try:
                 return await self._client.forward(items)
-            except NOT_NOW as error:
+            except NOT_NOW + NO_ANSWER as error:
                 self._run.waits += 1
-                await self.patience.wait(error)
-            except NO_ANSWER as error:
-                self._run.waits += 1
-                with suppress(ExecutorError):
-                    self._hung = (await self._client.status(timeout_s=STATUS_S)).state is ExecutorState.HUNG
-                await self.patience.wait(HANGS if self._hung else error)
+                if isinstance(error, NO_ANSWER):
+                    with suppress(ExecutorError):
+                        self._hung = (await self._client.status(timeout_s=STATUS_S)).state is ExecutorState.HUNG
+                await self.patience.wait(HANGS if self._hung and isinstance(error, NO_ANSWER) else error)
 
     # --- what an answer means ---------------------------------------------------------------------------------------
 
     def _fed(self, feed: PlannedFeed, answer: Answer) -> None:
         request, completes = feed.request, feed.completes
-        request.fed(feed.count, answer.length, self._budget.exact)
-        request.failures = 0
+        self._taken(request, feed.count, answer)
         if not completes:
             return
         if feed.drafted and self._speculation is not None:
             self._speculation.verified(request, feed.drafted, len(answer.tokens) - 1)
         self._chosen(request, answer)
         if self.hands_over and request.stage is Stage.RUNNING:
-            self.board.hand_over(request)
+            self.queues.hand_over(request)
+
+    def _taken(self, request: Request, count: int, answer: Answer) -> None:
+        request.fed(count, answer.length, self._budget.exact)
+        request.failures = 0
 
     def _chosen(self, request: Request, answer: Answer) -> None:
         """Its next tokens."""
         for token in answer.tokens.tolist():
-            if token in self._stop:
+            if token in self._stops:
                 self._finish(request, RequestEnd.STOP)
                 return
-            self.board.token(request, token)
+            self.queues.token(request, token)
         if len(request.generated) >= request.max_new_tokens:
             self._finish(request, RequestEnd.LENGTH)
         elif request.known > self.max_context:
@@ -396,10 +388,9 @@ class Driver:
 
     def refused(self, request: Request, error: ExecutorError) -> None:
         """Gone or out of step: computed anew. A failed step: tried again. Else it ends."""
-        board = self.board
         if isinstance(error, SEQUENCE_GONE + OUT_OF_STEP):
             self._run.rebuilds += 1
-            board.requeue(request)
+            self.queues.requeue(request)
         elif isinstance(error, ContextLengthExceeded):
             self._outgrown(request)
         elif isinstance(error, DeviceLost):
@@ -407,59 +398,68 @@ class Driver:
         elif isinstance(error, StepFailed | DeadlineExceeded | KvCorrupt) and request.failures < FAILURES_OF_A_REQUEST:
             request.failures += 1
         else:
-            board.fail(request, error.message)
+            self._fail(request, error.message)
 
     async def _make_way(self, error: ExecutorError) -> None:
         """The executor takes fewer than its last answer told: others use it too, or it is draining. Nobody is admitted
         until something ends; where blocks are missing, the youngest makes way."""
-        self.hold(error)
-        if isinstance(error, NO_ROOM) and self.board.running:
-            await self.board.preempt(max(self.board.running, key=lambda each: each.index))
+        self.refusal = error
+        if isinstance(error, NO_ROOM) and self.queues.running:
+            await self.queues.preempt(max(self.queues.running, key=lambda each: each.index))
 
     def _outgrown(self, request: Request) -> None:
         if request.cached and self.goes_on(request):
-            self.board.hand_over(request)
+            self.queues.hand_over(request)
         else:
             self._finish(request, RequestEnd.CONTEXT)
 
     def _finish(self, request: Request, ending: RequestEnd) -> None:
-        self.resume()
-        self.board.finish(request, ending)
+        self.refusal = None
+        self.queues.end(request, ending)
+
+    def _fail(self, request: Request, error: str) -> None:
+        self.queues.end(request, RequestEnd.ERROR, error)
 
     def give_up(self, request: Request, pool: Pool) -> None:
+        """It has no room in the whole ``pool``, or in the longest context: it ends."""
         if request.generated:
             self._finish(request, RequestEnd.CONTEXT if request.known > self.max_context else RequestEnd.POOL)
         else:
             need = pool.blocks(request.known)
-            self.board.fail(request, f"the prompt needs {need} blocks of {pool.block_size} tokens; {pool.total} exist")
+            self._fail(request, f"the prompt needs {need} blocks of {pool.block_size} tokens; {pool.total} exist")
 
-    def _count(
-        self,
-        done: ListOf[tuple[PlannedFeed, Answer]],
-        seconds: float,
-        runs: Collection[Request],
-    ) -> None:
+    def _count(self, done: ListOf[tuple[PlannedFeed, Answer]], seconds: float, runs: Collection[Request]) -> None:
         """Note a step, before its answers change the requests."""
         if not done:
             return
-        self.patience.renew()
-        decodes = [(feed, result) for feed, result in done if feed.request.generated and feed.request.owed == 1]
-        verified = [(feed, result) for feed, result in decodes if feed.request not in runs]
+        decodes = [(feed, answer) for feed, answer in done if feed.request.decodes]
+        verified = [(feed, answer) for feed, answer in decodes if feed.request not in runs]
         self._run.drafts(
             trips=len(verified),
             drafted=sum(feed.drafted for feed, _ in verified),
-            emitted=sum(len(result.tokens) for _, result in verified),
+            emitted=sum(len(answer.tokens) for _, answer in verified),
         )
-        first = done[0][1]
-        timing = first.timing
+        timing = done[0][1].timing
         if timing is not None and not runs:
             away = seconds - timing.forward_s
             self._steps_a_trip = max(1, int(away / timing.forward_s)) if timing.forward_s else SHORT
-        self._run.step(
+        self._note(
+            [answer for _, answer in done],
+            seconds,
             prompt=sum(feed.count for feed, _ in done) - len(decodes),
-            decode=sum(len(result.tokens) for _, result in decodes),
-            sequences=len(done),
-            seconds=seconds,
-            executor_seconds=0.0 if timing is None else timing.forward_s,
+            decode=sum(len(answer.tokens) for _, answer in decodes),
         )
-        self._run.saw(first.pressure)
+
+    def _note(self, answers: ListOf[Answer], seconds: float, *, decode: int, prompt: int = 0) -> None:
+        """A trip has ended."""
+        self.patience.renew()
+        self._run.saw(answers[-1].pressure)
+        timing = answers[-1].timing
+        self._run.step(
+            prompt=prompt,
+            decode=decode,
+            sequences=len(answers),
+            seconds=seconds,
+            # runs that end one after the other share steps
+            executor_seconds=0.0 if timing is None else min(timing.forward_s, seconds),
+        )

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from clients.scheduler.prompts import DEMO_PROMPTS
-from ferrum_rpc.client import ChannelCredentials, Greedy, Sample, read_token, tls
-from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.client import ChannelCredentials, Greedy, InvalidRequest, Sample, read_token, tls
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What was asked for."""
 
-    targets: tuple[str, ...]
-    prefill_targets: tuple[str, ...]
+    targets: Sequence[str]
+    prefill_targets: Sequence[str]
     prompts: tuple[str, ...]
     max_new_tokens: int
     token_budget: int
@@ -44,12 +43,14 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     )
     parser.add_argument(
         "--target",
+        dest="targets",
         action="append",
         metavar="TARGET",
         help="host:port or unix:path (localhost:50051); repeated, or dns:///name:port or file:PATH, for several",
     )
     parser.add_argument(
         "--prefill-target",
+        dest="prefill_targets",
         action="append",
         default=[],
         metavar="TARGET",
@@ -84,7 +85,9 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json or its folder; without: a token is a byte"
     )
-    parser.add_argument("--unary", action="store_true", help="a call for each request, rather than one session")
+    parser.add_argument(
+        "--unary", dest="session", action="store_false", help="a call for each request, rather than one session"
+    )
     drafts = parser.add_mutually_exclusive_group()
     drafts.add_argument(
         "--speculate", choices=["lookup"], default="", help="guess what follows from the text itself, and verify it"
@@ -100,52 +103,39 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     )
     parser.add_argument("--plain", action="store_true", help="no panels, only lines")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="write the texts there too, a JSON object a line")
-    parser.add_argument("--patience", type=float, default=30.0, metavar="S", help="give up after S s without progress")
+    parser.add_argument(
+        "--patience",
+        dest="patience_s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="give up after S s without progress",
+    )
     given = parser.parse_args(arguments)
     if given.temperature < 0 or given.top_k < 0 or not 0 < given.top_p <= 1 or min(given.seed, given.run_tokens) < 0:
         parser.error("temperature >= 0, top-k >= 0, 0 < top-p <= 1, seed >= 0 and run-tokens >= 0 are needed")
     greedy = given.greedy or given.temperature == 0
-    sampling = Greedy() if greedy else Sample(given.temperature, given.top_k, given.top_p, seed=given.seed)
+    given.sampling = Greedy() if greedy else Sample(given.temperature, given.top_k, given.top_p, seed=given.seed)
     files = (given.tls_ca, given.tls_cert, given.tls_key)
     try:
-        credentials = tls(*files) if given.tls or any(files) else None
-        token = given.token if given.token_file is None else read_token(given.token_file)
+        given.credentials = tls(*files) if given.tls or any(files) else None
+        given.token = given.token if given.token_file is None else read_token(given.token_file)
     except InvalidRequest as error:
         parser.error(error.message)
-    return Options(
-        targets=tuple(given.target or ("localhost:50051",)),
-        prefill_targets=tuple(given.prefill_target),
-        prompts=_prompts(parser, given),
-        max_new_tokens=given.max_new_tokens,
-        token_budget=given.token_budget,
-        max_running=given.max_running,
-        sampling=sampling,
-        tokenizer=given.tokenizer,
-        token=token,
-        credentials=credentials,
-        session=not given.unary,
-        run_tokens=given.run_tokens,
-        bypass=given.bypass,
-        plain=given.plain,
-        texts=given.texts,
-        speculate=given.speculate,
-        draft=given.draft,
-        patience_s=given.patience,
-    )
+    given.targets = given.targets or ["localhost:50051"]
+    given.prompts = _prompts(parser, given)
+    return Options(**{each.name: getattr(given, each.name) for each in fields(Options)})
 
 
 def _prompts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[str, ...]:
-    if given.prompt:
-        prompts = tuple(given.prompt)
-    elif given.prompts_file is not None:
+    prompts = tuple(given.prompt or DEMO_PROMPTS)
+    if given.prompts_file is not None:
         try:
             prompts = tuple(line for line in given.prompts_file.read_text("utf-8").splitlines() if line.strip())
         except (OSError, UnicodeDecodeError) as error:
             parser.error(f"cannot read {given.prompts_file}: {error}")
         if not prompts:
             parser.error(f"{given.prompts_file} holds no prompts")
-    else:
-        return DEMO_PROMPTS
     if not all(prompts):
         parser.error("a prompt is empty")
     return prompts

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -17,17 +16,16 @@ from clients.scheduler.display import Display, display_for
 from clients.scheduler.driver import Driver
 from clients.scheduler.options import Options, parse
 from clients.scheduler.policy import Budget
-from clients.scheduler.refusals import NOT_NOW, ExecutorGone, Patience
+from clients.scheduler.refusals import NOT_NOW, ExecutorGone
 from clients.scheduler.report import RunCounts, summarise
 from clients.scheduler.request import Request
 from clients.scheduler.router import Router
 from clients.scheduler.speculation import Drafter, DraftModel, Lookup
 from clients.scheduler.text import Tokenizer, TokenizerError, tokenizer_for
-from ferrum_rpc.client import CacheMode, ExecutorClient, ExecutorInfo, ExecutorStatus
+from ferrum_rpc.client import CacheMode, ExecutorClient, ExecutorError, ExecutorStatus, LayoutMismatch, Unauthenticated
 from ferrum_rpc.client.encryption import explained, unreachable
 from ferrum_rpc.client.fleet import Member, Members
 from ferrum_rpc.client.fleet.resolving import host_and_port
-from ferrum_rpc.errors import ExecutorError, LayoutMismatch, Unauthenticated
 
 OTHERS_S: Final = 1.0
 
@@ -67,16 +65,7 @@ async def serve(options: Options) -> RunCounts:
         members = [await _first(each, options) for each in fleets]
         _check_same_cache(*members)
         info = members[0].info
-        drafter: Drafter | None = Lookup() if options.speculate else None
-        if options.draft is not None:
-            small, other = await _connect(stack, options, options.draft)
-            vocabulary = other.model.vocab_size
-            if vocabulary != info.model.vocab_size:
-                raise TokenizerError(
-                    f"{options.draft} has a vocabulary of {vocabulary} tokens, {members[0].target} one of "
-                    f"{info.model.vocab_size}: a draft is in the same tokens"
-                )
-            drafter = DraftModel(small, other)
+        drafter = await _drafter(stack, options, members[0])
         tokenizer = tokenizer_for(info.model.vocab_size, options.tokenizer)
         requests = [
             Request(index, tuple(tokenizer.encode(text)), options.max_new_tokens, text)
@@ -85,14 +74,12 @@ async def serve(options: Options) -> RunCounts:
         display = display_for(requests, tokenizer, plain=options.plain)
 
         def driver(member: Member, prompts: bool) -> Driver:
-            if prompts:
-                return _driver(replace(options, run_tokens=0), member.client, member.info, display)
-            return _driver(options, member.client, member.info, display, drafter)
+            return _driver(options, member, display, None if prompts else drafter, prompts=prompts)
 
-        front = Router(driver, decode, *prefill, watcher=display, patience_s=options.patience_s)
+        router = Router(driver, decode, *prefill, watcher=display, patience_s=options.patience_s)
         before = await _status(decode)
         with display:
-            run = await front.run(requests)
+            run = await router.run(requests)
         display.summary(summarise(run, before, await _status(decode)))
         if options.texts is not None:
             options.texts.write_text("".join(f"{json.dumps(_text(each, tokenizer))}\n" for each in requests))
@@ -141,31 +128,44 @@ async def _status(members: Members) -> ExecutorStatus | None:
     return None
 
 
-def _driver(
-    options: Options, client: ExecutorClient, info: ExecutorInfo, display: Display, drafter: Drafter | None = None
-) -> Driver:
+def _driver(options: Options, member: Member, display: Display, drafter: Drafter | None, *, prompts: bool) -> Driver:
+    limits = member.info.limits
+    of_caller = limits.max_sequences_per_caller or options.max_running
     budget = Budget(
-        tokens=min(options.token_budget, info.limits.max_batch_tokens),
-        items=info.limits.max_batch_items,
-        running=min(
-            options.max_running,
-            info.limits.max_sequences,
-            info.limits.max_sequences_per_caller or options.max_running,
-        ),
+        tokens=min(options.token_budget, limits.max_batch_tokens),
+        items=limits.max_batch_items,
+        running=min(options.max_running, limits.max_sequences, of_caller),
     )
     return Driver(
-        client,
-        info,
+        member.client,
+        member.info,
         budget=budget,
         sampling=options.sampling,
-        stop_tokens=frozenset(info.model.eos_token_ids),
+        stop_tokens=frozenset(member.info.model.eos_token_ids),
         observer=display,
         patience_s=options.patience_s,
         drafter=drafter,
-        run_tokens=options.run_tokens,
+        run_tokens=0 if prompts else options.run_tokens,
         chains=options.session,
         cache_mode=CacheMode.BYPASS if options.bypass else CacheMode.DEFAULT,
     )
+
+
+async def _drafter(clients: AsyncExitStack, options: Options, member: Member) -> Drafter | None:
+    """Where guesses come from; an executor of a smaller model is waited for while it loads."""
+    if (target := options.draft) is None:
+        return Lookup() if options.speculate else None
+    client = await clients.enter_async_context(_client(options, (target,), target))
+    try:
+        info = await client.info(timeout_s=options.patience_s)
+    except ExecutorError as error:
+        raise ExecutorGone(_explained(error, target)) from None
+    if (found := info.model.vocab_size) != (wanted := member.info.model.vocab_size):
+        raise TokenizerError(
+            f"{target} has a vocabulary of {found} tokens, {member.target} one of {wanted}: "
+            "a draft is in the same tokens"
+        )
+    return DraftModel(client, info)
 
 
 def _check_same_cache(decode: Member, prefill: Member | None = None) -> None:
@@ -192,19 +192,6 @@ def _client(options: Options, targets: Sequence[str], target: str) -> ExecutorCl
         client_name="scheduler",
         session=options.session,
     )
-
-
-async def _connect(clients: AsyncExitStack, options: Options, target: str) -> tuple[ExecutorClient, ExecutorInfo]:
-    """A client of ``target``, and what is served there; waits while it is still loading."""
-    client = await clients.enter_async_context(_client(options, (target,), target))
-    patience = Patience(options.patience_s)
-    while True:
-        try:
-            return client, await client.info()
-        except NOT_NOW as error:
-            await patience.wait(error)
-        except ExecutorError as error:
-            raise ExecutorGone(_explained(error, target)) from None
 
 
 def _explained(error: ExecutorError, target: str) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from ferrum_rpc.client.encryption import FLAGS, in_words, unreachable
-from ferrum_rpc.errors import (
+from ferrum_rpc.client import (
     Cancelled,
     DeadlineExceeded,
     Draining,
@@ -21,6 +20,7 @@ from ferrum_rpc.errors import (
     Starting,
     TransportError,
 )
+from ferrum_rpc.client.encryption import FLAGS, in_words, unreachable
 
 OUT_OF_STEP = (SequenceVersionMismatch, SequenceBusy, RequestIdReused)
 NOT_NOW = (QueueFull, SequencesExhausted, Starting, Draining)

@@ -87,6 +87,7 @@ def summarise(run: RunCounts, before: ExecutorStatus | None, after: ExecutorStat
     """``before`` and ``after`` are the executor's own counts around the run."""
     first = [each.first_token - each.arrived for each in run.requests if each.first_token]
     generated = sum(len(each.generated) for each in run.requests)
+    steps_s = run.prefill_seconds + run.decode_seconds
     figures = [
         ("requests", f"{sum(each.stage is Stage.FINISHED for each in run.requests)} of {len(run.requests)}"),
         ("generated", f"{generated} tokens, {_rate(generated, run.wall_seconds)}"),
@@ -95,10 +96,7 @@ def summarise(run: RunCounts, before: ExecutorStatus | None, after: ExecutorStat
         ("time to first token", f"p50 {1000 * statistics.median(first):.1f} ms" if first else "-"),
         ("steps", f"{run.steps}, mean batch {run.sequences / run.steps:.1f}" if run.steps else "0"),
         ("tokens per trip", f"{generated / run.steps:.1f}" if run.steps else "-"),
-        (
-            "time in the executor",
-            f"{_share(run.executor_seconds, run.prefill_seconds + run.decode_seconds)} of the steps",
-        ),
+        ("time in the executor", f"{run.executor_seconds / steps_s:.0%} of the steps" if steps_s else "- of the steps"),
         (
             "drafts",
             f"{run.accepted} of {run.drafted} tokens accepted, {1 + run.accepted / run.trips:.2f} tokens a trip"
@@ -116,9 +114,7 @@ def summarise(run: RunCounts, before: ExecutorStatus | None, after: ExecutorStat
         ("lost executors", str(run.executors_lost)),
         ("cache use, peak", f"{run.peak_use:.1%}"),
     ]
-    if before is None or after is None:
-        return Summary(figures)
-    return Summary(figures, method_rows(before.methods, after.methods))
+    return Summary(figures, method_rows(before.methods, after.methods) if before and after else [])
 
 
 def method_rows(before: Iterable[MethodCount], after: Iterable[MethodCount]) -> list[tuple[str, int, int, int, int]]:
@@ -136,7 +132,3 @@ def method_rows(before: Iterable[MethodCount], after: Iterable[MethodCount]) -> 
 
 def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens / seconds:,.0f} tokens/s" if tokens and seconds else "-"
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}" if whole else "-"

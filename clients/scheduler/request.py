@@ -10,6 +10,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from ferrum_rpc.client import Sequence
+from ferrum_rpc.client.pieces import Pieces
+
 
 class Stage(enum.Enum):
     """Where a request stands."""
@@ -35,12 +38,11 @@ class RequestEnd(enum.Enum):
 class Request:
     """One prompt. ``index`` is the order of arrival: the older is served first and preempted last.
 
-    ``computed``: tokens that have been in the cache, now or before a preemption; ``long``: where spans above the
-    executor's ``exact_span_tokens`` began, and of how many tokens they were. Computed again in the same spans, and in
-    short ones between them, they have the same bits. ``draft``: what may come next, to be verified with the one token
-    that it owes.
-
-    ``executor``: the target where it runs, or ran last. ``rebuilds``: times that it was lost with its executor.
+    ``sequence``: the one that it has at an executor, while it has one, and ``executor``: the target where it runs, or
+    ran last. ``computed``: tokens that have been in the cache, now or before a preemption, and ``pieces`` those that
+    were fed in spans above the executor's ``exact_span_tokens``: computed again in the same spans they have the same
+    bits. ``draft``: what may come next, to be verified with the one token that it owes.
+    ``rebuilds``: how often it was lost with its executor.
 
     Times are seconds on the scheduler's monotonic clock; 0 stands for not yet.
     """
@@ -53,7 +55,8 @@ class Request:
     draft: tuple[int, ...] = ()
     cached: int = 0
     computed: int = 0
-    long: list[tuple[int, int]] = field(default_factory=list)
+    pieces: Pieces = field(default_factory=Pieces)
+    sequence: Sequence | None = None
     stage: Stage = Stage.WAITING
     ending: RequestEnd | None = None
     error: str = ""
@@ -66,8 +69,13 @@ class Request:
     finished: float = 0.0
 
     @property
+    def tokens(self) -> list[int]:
+        """Prompt and generated text."""
+        return [*self.prompt, *self.generated]
+
+    @property
     def known(self) -> int:
-        """Tokens of prompt and generated text."""
+        """How many ``tokens`` there are."""
         return len(self.prompt) + len(self.generated)
 
     @property
@@ -75,25 +83,26 @@ class Request:
         """Known tokens that the executor does not hold. At least one for a request that wants another token."""
         return self.known - self.cached
 
+    @property
+    def becomes(self) -> int:
+        """How long it may be at last."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it owes its last token alone."""
+        return bool(self.generated) and self.owed == 1
+
     def span(self, most: int, exact: int) -> int:
         """How many owed tokens go next, ``most`` at most. 0: they go in a longer span or not exactly. ``exact``: the
         executor's ``exact_span_tokens``, 0 where nothing is promised."""
-        start, count = self.cached, min(self.owed, most)
-        if exact == 0 or start >= self.computed:
-            return count
-        for first, fed in self.long:
-            if first == start:
-                return fed if fed <= count else 0
-            if first > start:
-                return min(count, exact, first - start)
-        return min(count, exact, self.computed - start)
+        return self.pieces.span(self.cached, min(self.owed, most), self.computed, exact)
 
     def fed(self, count: int, length: int, exact: int) -> None:
         """``count`` owed tokens went, and ``length`` are in the cache, what was accepted of a draft among them."""
         self.draft = ()
         if length > self.computed:
-            if 0 < exact < count:
-                self.long.append((length - count, count))
+            self.pieces.fed(length - count, count, exact)
             self.computed = length
         self.cached = length
 

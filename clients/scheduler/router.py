@@ -16,15 +16,15 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 from clients.scheduler.driver import Driver
+from clients.scheduler.queues import Observer
 from clients.scheduler.refusals import NO_ANSWER, NO_ROOM, NOT_NOW, ExecutorGone, Patience
 from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Request
-from ferrum_rpc.client import CacheMode, Sequence, SequenceMisuseError
+from ferrum_rpc.client import CacheMode, ExecutorError, LayoutMismatch, NotSupported, Sequence, SequenceMisuseError
 from ferrum_rpc.client.fleet import Member, Members
-from ferrum_rpc.errors import ExecutorError, LayoutMismatch, NotSupported
 
 MOVES_AT_ONCE: Final = 2
 """An executor takes part in 4 transfers by default (`max_transfers`), those of other schedulers among them."""
@@ -32,14 +32,7 @@ MOVES_AT_ONCE: Final = 2
 PATIENCE_OVER_S: Final = 0.01
 """So long after the end of a patience it is looked at."""
 
-CANNOT: Final = (LayoutMismatch, NotSupported)
-
-
-class Watcher(Protocol):
-    """Who watches executors."""
-
-    def executors(self, there: ListOf[tuple[str, str]]) -> None:
-        """Who is there (target) and how (serving, draining, hung), each time that changes."""
+CANNOT_MOVE: Final = (LayoutMismatch, NotSupported)
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +46,17 @@ class Worker:
     coming: list[Request] = field(default_factory=list)
 
 
+@dataclass(eq=False, slots=True)
+class Move:
+    """Of a request from ``here`` to its new sequence ``target``, ``there``. One that is not ``under_way`` is made
+    again, from where it stopped."""
+
+    here: Worker
+    there: Worker
+    target: Sequence
+    under_way: bool = False
+
+
 class Router:
     """Runs requests on the executors of one model: all of a text by those of ``decode``, or its prompt by those of
     ``prefill`` where there are any. ``make`` makes the driver for an executor, told whether it computes prompts."""
@@ -63,20 +67,19 @@ class Router:
         decode: Members,
         prefill: Members | None = None,
         *,
-        watcher: Watcher | None = None,
+        watcher: Observer | None = None,
         patience_s: float = 30.0,
     ) -> None:
         self._make = make
         self._decode, self._prefill = decode, prefill
-        self._watcher = watcher
+        self._watcher = watcher or Observer()
         self._patience_s = patience_s
         self._patience = Patience(patience_s)
         self._run = RunCounts(())
         self._waiting: deque[Request] = deque()
         self._workers: list[Worker] = []
         self._placed = False
-        self._moves: dict[Request, Worker] = {}
-        self._targets: dict[Request, tuple[Worker, Sequence]] = {}
+        self._moves: dict[Request, Move] = {}
         self._awaited: dict[Request, float] = {}  # until when an executor with a longer context is waited for
         self._changed = asyncio.Event()
 
@@ -127,9 +130,8 @@ class Router:
             for worker in self._workers:
                 worker.driver.leaving = worker.member.draining
             self._notify()
-            if self._watcher is not None:
-                every = [each for some in (self._prefill, self._decode) if some is not None for each in some.there]
-                self._watcher.executors([(each.target, each.condition) for each in every])
+            every = [each for some in (self._prefill, self._decode) if some is not None for each in some.there]
+            self._watcher.executors([(each.target, each.condition) for each in every])
             if there:
                 nobody_since = time.monotonic()
             left_s = None if there else nobody_since + self._patience_s - time.monotonic()
@@ -162,7 +164,6 @@ class Router:
     async def _drive(self, worker: Worker) -> None:
         driver = worker.driver
         async with driver.serving(self._run, deque(), self._waiting, hands_over=worker.first):
-            board = driver.board
             self._workers.append(worker)
             self._notify()
             try:
@@ -179,7 +180,7 @@ class Router:
                         await changed.wait()
             finally:
                 self._workers.remove(worker)
-                for request in [*board.running, *board.moving, *board.waiting]:
+                for request in driver.queues.all:
                     self._give_back(worker, request)
                 self._notify()
 
@@ -187,23 +188,23 @@ class Router:
         """It is computed anew, here or elsewhere."""
         self._run.rebuilds += request.cached > 0
         request.rebuilds += request.cached > 0
-        worker.driver.board.requeue(request)
+        worker.driver.queues.requeue(request)
 
     def _leave(self, worker: Worker) -> None:
         """The executor drains: what has not begun waits for another one, and what has goes on elsewhere, few at a time;
         the others are served here meanwhile, and so is what has room nowhere else for all that it may become."""
-        board = worker.driver.board
-        if any(each.member.serving for each in self._workers if each.first == worker.first):
-            for request in list(board.waiting):
-                board.requeue(request)
+        queues = worker.driver.queues
+        if self._takers(first=worker.first):
+            for request in list(queues.waiting):
+                queues.requeue(request)
         if not worker.first:
-            room = MOVES_AT_ONCE - sum(each not in self._awaited for each in board.moving)
-            going = [each for each in board.running if _with_room_for_all(self._takers(first=False), each)]
-            for request in sorted(going, key=lambda each: each.index)[: max(0, room)]:
+            room = MOVES_AT_ONCE - sum(each not in self._awaited for each in queues.moving)
+            going = [each for each in queues.running if _with_room_for_all(self._takers(first=False), each)]
+            for request in _oldest(going)[: max(0, room)]:
                 if request.cached:
-                    board.hand_over(request)
+                    queues.hand_over(request)
                 else:
-                    board.requeue(request)
+                    queues.requeue(request)
             self._begin_moves()
 
     # --- who goes where ---------------------------------------------------------------------------------------------
@@ -218,37 +219,24 @@ class Router:
         self._placed = True
         for request in list(self._waiting) if takers else ():
             longest = max((each.driver for each in takers), key=lambda each: each.max_context)
-            if self._awaits(members, takers, request):
-                continue
-            if not request.generated and not longest.admissible(request):
-                self._waiting.remove(request)
+            if self._awaits(members, takers, request) or not (request.generated or longest.admissible(request)):
                 continue
             fit = self._fitting(takers, longest, request)
-            free = [each for each in fit if each.driver.arrivals([request], each.driver.board.waiting)]
+            free = [each for each in fit if each.driver.has_room(request)]
             if fit and not free:
                 return
             if fit:
                 self._waiting.remove(request)
-                self._chosen(members, free, request).driver.board.waiting.append(request)
+                self._chosen(members, free, request).driver.queues.waiting.append(request)
 
     def _takers(self, *, first: bool) -> list[Worker]:
         """Those that take sequences: prompts that are computed ``first``, or texts."""
         return [each for each in self._workers if each.first == first and each.member.serving]
 
-    @staticmethod
-    def _fit(workers: ListOf[Worker], request: Request) -> list[Worker]:
-        """Those whose context and whole cache have room for all that it may become, or if there is none, those of the
-        longest context that have room for what it is."""
-        if fit := _with_room_for_all(workers, request):
-            return fit
-        fit = [each for each in workers if each.driver.holds(request.known)]
-        longest = max((each.driver.max_context for each in fit), default=0)
-        return [each for each in fit if each.driver.max_context == longest]
-
     def _goes_on(self, request: Request) -> bool:
         """Whether another executor has room for a request whose context is full, or may come back that has."""
         takers = self._takers(first=False)
-        return bool(self._fit(takers, request)) or self._awaits(self._decode, takers, request)
+        return bool(_with_room(takers, request)) or self._awaits(self._decode, takers, request)
 
     def _awaits(self, members: Members, takers: ListOf[Worker], request: Request) -> bool:
         """Whether no context holds a request, and one that is away may; for as long as the scheduler's patience."""
@@ -262,38 +250,37 @@ class Router:
         return time.monotonic() < self._awaited[request]
 
     def _fitting(self, workers: list[Worker], holder: Driver, request: Request) -> list[Worker]:
-        """As `_fit`. Where there is none a request that moves goes on where it is, if it can; else it ends, at the
-        driver that has it or would have had it."""
-        fit = self._fit(workers, request)
+        """As `_with_room`. Where there is none a request that moves goes on where it is, if it can; else it ends, at
+        the driver that has it or would have had it."""
+        fit = _with_room(workers, request)
         if fit or not workers:
             return fit
-        if request in self._waiting:
-            self._waiting.remove(request)
-        elif request in holder.board.moving and holder.holds(request.known) and not holder.hands_over:
-            holder.board.stay(request)
-            if (begun := self._targets.pop(request, None)) is not None:
-                self._tasks.create_task(_released(begun[1]))
-            return []
-        holder.give_up(request, max((each.driver.pool for each in workers), key=lambda each: each.total))
+        if request in holder.queues.moving and holder.holds(request.known) and not holder.hands_over:
+            holder.queues.run([request])
+            if (begun := self._moves.pop(request, None)) is not None:
+                self._tasks.create_task(_released(begun.target))
+        else:
+            holder.give_up(request, max((each.driver.pool for each in workers), key=lambda each: each.total))
         return []
 
     @staticmethod
     def _chosen(members: Members, workers: list[Worker], request: Request) -> Worker:
         salt = None if workers[0].driver.cache_mode is CacheMode.BYPASS else b""
-        chosen = members.choose([each.member for each in workers], [*request.prompt, *request.generated], salt)
+        chosen = members.choose([each.member for each in workers], request.tokens, salt)
         return next(each for each in workers if each.member is chosen)
 
     def _stuck(self, worker: Worker) -> bool:
         """Whether no other work of ours changes that nothing can be done there."""
-        board, takes = worker.driver.board, worker.first == (self._prefill is not None)
-        if board.waiting:
-            return not board.moving
-        if worker.member.hung and not board.running:
+        queues, takes = worker.driver.queues, worker.first == (self._prefill is not None)
+        if queues.waiting:
+            return not queues.moving
+        if worker.member.hung and not queues.running:
             return takes and bool(self._waiting) and not any(each.member.serving for each in self._workers)
-        if board.running or board.moving or not worker.member.serving:
+        if queues.running or queues.moving or not worker.member.serving:
             return False
-        moving = (request for each in self._workers for request in each.driver.board.moving)
-        ready = not worker.first and not self._moves and any(each not in self._awaited for each in moving)
+        moving = (request for each in self._workers for request in each.driver.queues.moving)
+        under_way = any(each.under_way for each in self._moves.values())
+        ready = not worker.first and not under_way and any(each not in self._awaited for each in moving)
         return ready or (takes and any(each not in self._awaited for each in self._waiting))
 
     # --- moves ------------------------------------------------------------------------------------------------------
@@ -302,20 +289,22 @@ class Router:
         """Those that there is room for, the oldest requests first."""
         takers = self._takers(first=False)
         for source in list(self._workers):
-            board, under_way = source.driver.board, sum(each is source for each in self._moves.values())
-            for request in sorted(board.moving, key=lambda each: each.index):
-                stays = source.driver.holds(request.known) and not source.driver.hands_over
-                if request in self._moves or (not stays and self._awaits(self._decode, takers, request)):
+            driver = source.driver
+            under_way = sum(each.under_way and each.here is source for each in self._moves.values())
+            for request in _oldest(driver.queues.moving):
+                begun, stays = self._moves.get(request), driver.holds(request.known) and not driver.hands_over
+                if begun is not None and begun.under_way:
                     continue
-                if not (fit := self._fitting(takers, source.driver, request)):
+                if not stays and self._awaits(self._decode, takers, request):
                     continue
-                if (begun := self._targets.get(request)) is not None and begun[0] in fit:
-                    fit = [begun[0]]  # the same move again goes on where this one stopped
+                if not (fit := self._fitting(takers, driver, request)):
+                    continue
+                if begun is not None and begun.there in fit:
+                    fit = [begun.there]  # the same move again goes on where this one stopped
                 free = [
                     each
                     for each in fit
-                    if len(each.coming) < MOVES_AT_ONCE
-                    and each.driver.arrivals([request], [*each.coming, *each.driver.board.waiting])
+                    if len(each.coming) < MOVES_AT_ONCE and each.driver.has_room(request, each.coming)
                 ]
                 if under_way >= MOVES_AT_ONCE or not free:
                     break
@@ -323,64 +312,73 @@ class Router:
                 self._begin_move(request, source, self._chosen(self._decode, free, request))
 
     def _begin_move(self, request: Request, here: Worker, there: Worker) -> None:
-        begun = self._targets.pop(request, None)
-        target = begun[1] if begun is not None and begun[0] is there else there.driver.board.new_sequence()
-        if begun is not None and begun[1] is not target:
-            self._tasks.create_task(_released(begun[1]))
-        self._moves[request] = here
+        move = self._moves.get(request)
+        if move is None or move.there is not there:
+            if move is not None:
+                self._tasks.create_task(_released(move.target))
+            move = self._moves[request] = Move(here, there, there.driver.new_sequence())
+        assert request.sequence is not None  # noqa: S101 - one that moves has been fed
+        move.here, move.under_way = here, True
         there.coming.append(request)
-        source = here.driver.board.sequence(request)
-        self._tasks.create_task(self._move(request, (here, source), (there, target)))
+        self._tasks.create_task(self._move(request, request.sequence, move))
 
-    async def _move(self, request: Request, come_from: tuple[Worker, Sequence], go_to: tuple[Worker, Sequence]) -> None:
-        (here, source), (there, target), began = come_from, go_to, time.monotonic()
-        board = here.driver.board
+    async def _move(self, request: Request, source: Sequence, move: Move) -> None:
+        here, there, began, again, arrived = move.here, move.there, time.monotonic(), False, False
+        moving = here.driver.queues.moving
         try:
-            await source.move_to(target)
+            await source.move_to(move.target)
+            if request in moving and there in self._workers:
+                arrived = True
+                moving.remove(request)
+                there.driver.queues.arrive(request, move.target)
+                self._run.moved(request.cached, time.monotonic() - began)
+                here.driver.refusal = None
+                self._patience.renew()
+            elif request in moving:
+                self._give_back(here, request)
         except (ExecutorError, SequenceMisuseError) as error:
-            await self._not_moved(request, here, there, target, error)
-        else:
-            if request not in board.moving or there not in self._workers:  # one of the two is gone
-                await _released(target)
-                if request in board.moving:
-                    self._give_back(here, request)
-                return
-            board.moved(request)
-            there.driver.board.arrive(request, target)
-            self._run.moved(request.cached, time.monotonic() - began)
-            here.driver.resume()
-            self._patience.renew()
+            again = request in moving and there in self._workers and self._is_made_again(request, move, error)
         finally:
-            del self._moves[request]
+            move.under_way = False
+            if not again:
+                del self._moves[request]
             there.coming.remove(request)
             self._notify()
+        if not (arrived or again):
+            await _released(move.target)
 
-    async def _not_moved(
-        self,
-        request: Request,
-        here: Worker,
-        there: Worker,
-        target: Sequence,
-        error: ExecutorError | SequenceMisuseError,
-    ) -> None:
-        if request not in here.driver.board.moving or there not in self._workers:  # one of the two is gone
-            await _released(target)
-        elif isinstance(error, NO_ROOM + NOT_NOW + NO_ANSWER):
-            self._targets[request] = there, target
-            there.driver.hold(error)
-        elif isinstance(error, SequenceMisuseError) or (isinstance(error, CANNOT) and here.first):
+    def _is_made_again(self, request: Request, move: Move, error: ExecutorError | SequenceMisuseError) -> bool:
+        """What a move means that has failed while both sides are there. Raises what no move can help."""
+        here = move.here
+        if isinstance(error, NO_ROOM + NOT_NOW + NO_ANSWER):
+            move.there.driver.refusal = error
+            return True
+        if isinstance(error, SequenceMisuseError) or (isinstance(error, CANNOT_MOVE) and here.first):
             raise error
+        if isinstance(error, CANNOT_MOVE):
+            self._give_back(here, request)
         else:
-            if isinstance(error, CANNOT):
-                self._give_back(here, request)
-            else:
-                here.driver.refused(request, error)
-            await _released(target)
+            here.driver.refused(request, error)
+        return False
+
+
+def _oldest(requests: ListOf[Request]) -> list[Request]:
+    return sorted(requests, key=lambda each: each.index)
 
 
 def _with_room_for_all(workers: ListOf[Worker], request: Request) -> list[Worker]:
     """Those that have room for all that it may become."""
-    return [each for each in workers if each.driver.holds(len(request.prompt) + request.max_new_tokens)]
+    return [each for each in workers if each.driver.holds(request.becomes)]
+
+
+def _with_room(workers: ListOf[Worker], request: Request) -> list[Worker]:
+    """Those whose context and whole cache have room for all that it may become, or if there is none, those of the
+    longest context that have room for what it is."""
+    if fit := _with_room_for_all(workers, request):
+        return fit
+    fit = [each for each in workers if each.driver.holds(request.known)]
+    longest = max((each.driver.max_context for each in fit), default=0)
+    return [each for each in fit if each.driver.max_context == longest]
 
 
 async def _released(sequence: Sequence) -> None:

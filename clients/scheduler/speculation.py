@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from clients.scheduler.request import Request
-from ferrum_rpc.client import Capability, ExecutorClient, ExecutorInfo, Run, SequenceMisuseError
+from ferrum_rpc.client import Capability, ExecutorClient, ExecutorError, ExecutorInfo, Run, SequenceMisuseError
 from ferrum_rpc.client import Sequence as CachedSequence
-from ferrum_rpc.errors import ExecutorError
 
 LONGEST_MATCH: Final = 4
 FIRST_LENGTH: Final = 4
@@ -41,15 +40,16 @@ class Lookup:
     """Prompt look-up (Saxena, 2023): what followed the last tokens where they stood before in the same text."""
 
     async def draft(self, request: Request, most: int) -> list[int]:
-        return looked_up([*request.prompt, *request.generated], most)
+        return looked_up(request.tokens, most)
 
     async def forget(self, requests: Iterable[Request]) -> None:
         pass
 
 
-def looked_up(text: Sequence[int], most: int) -> list[int]:
-    """What followed the latest earlier occurrence of the longest end of ``text``, of up to `LONGEST_MATCH` tokens."""
-    for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
+def looked_up(text: Sequence[int], most: int, *, shortest: int = 1, longest: int = LONGEST_MATCH) -> list[int]:
+    """Up to ``most`` tokens that followed the latest earlier occurrence of the longest end of ``text``, of ``shortest``
+    to ``longest`` tokens."""
+    for length in range(min(longest, len(text) - 1), shortest - 1, -1):
         end = list(text[-length:])
         for at in range(len(text) - length - 1, -1, -1):
             if text[at] == end[0] and list(text[at : at + length]) == end:
@@ -69,7 +69,7 @@ class DraftModel:
         self._failures: Counter[int] = Counter()
 
     async def draft(self, request: Request, most: int) -> list[int]:
-        text = [*request.prompt, *request.generated]
+        text = request.tokens
         if self._failures[request.index] >= FAILURES:
             return []
         try:

@@ -24,9 +24,8 @@ from typing import Any, Final
 import jsonschema
 
 from clients.structured.schema import Schema
-from ferrum_rpc.client import Accept, ExecutorClient, Greedy, Sample
+from ferrum_rpc.client import Accept, ExecutorClient, ExecutorError, Greedy, Sample
 from ferrum_rpc.client.encryption import explained
-from ferrum_rpc.errors import ExecutorError
 
 SCHEMA: Final[dict[str, Any]] = {
     "type": "object",

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
+from clients.scheduler.speculation import looked_up
+
 Words = npt.NDArray[np.int32]
 """A mask, for `ExecutorClient.register_token_mask`."""
 
@@ -60,7 +62,8 @@ class SchemaState:
         follow. It ends before a token that completes the text: the last row chooses that."""
         draft, masks, matcher = list[int](), [self.mask()], self._matcher
         while len(draft) < most:
-            guess = (matcher.compute_ff_tokens() or looked_up([*text, *draft]))[: most - len(draft)]
+            guess = matcher.compute_ff_tokens() or looked_up([*text, *draft], most, shortest=2, longest=2)
+            guess = guess[: most - len(draft)]
             possible = guess[: matcher.validate_tokens(guess)]
             for token in possible:
                 matcher.consume_token(token)
@@ -79,11 +82,3 @@ class SchemaState:
         """Tokens follow. Raises ValueError for one that may not."""
         if not self._matcher.consume_tokens(tokens):
             raise ValueError(f"tokens {tokens} may not follow: {self._matcher.get_error()}")
-
-
-def looked_up(text: list[int]) -> list[int]:
-    """Prompt look-up: what followed the last two tokens where they stood before."""
-    for at in range(len(text) - 3, -1, -1):
-        if text[at : at + 2] == text[-2:]:
-            return text[at + 2 :]
-    return []

@@ -69,6 +69,18 @@ class Pieces:
         copy.cut(length)
         return copy
 
+    def span(self, start: int, count: int, known: int, exact: int) -> int:
+        """How many of ``count`` tokens to feed at ``start`` in one span, where the first ``known`` of the sequence were
+        in the cache before. 0: they go in a longer span, or not exactly."""
+        if exact == 0 or start >= known:
+            return count
+        for piece in self._pieces:
+            if piece.start == start:
+                return piece.fed if piece.fed <= count else 0
+            if piece.start > start:
+                return min(count, exact, piece.start - start)
+        return min(count, exact, known - start)
+
     def plan(self, length: int, known: int, exact: int, most: int) -> list[Piece]:
         """How to feed ``length`` tokens again of which the first ``known`` were in the cache, ``most`` tokens in a call
         at most. What was never there, and everything where nothing is promised, goes in pieces of that many."""

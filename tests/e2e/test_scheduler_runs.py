@@ -19,6 +19,7 @@ from clients.scheduler.driver import Driver
 from clients.scheduler.options import parse
 from clients.scheduler.policy import Budget
 from clients.scheduler.program import main, serve
+from clients.scheduler.queues import Observer
 from clients.scheduler.refusals import ExecutorGone
 from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Request, RequestEnd, Stage
@@ -38,7 +39,7 @@ NEW_TOKENS = 16
 BOTH_WAYS = pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
 
 
-class Watcher:
+class Watcher(Observer):
     """Remembers what an observer is told."""
 
     def __init__(self) -> None:

@@ -117,6 +117,14 @@ FLOORS: dict[str, Floor] = {
         "ferrum_rpc errors config install usage client ask bench fleet fleet.cluster plan doctor rank serve runtime"
     ),
     "clients": Floor("core errors client", "jsonschema llguidance numpy rich tokenizers"),
+    # a library, which knows neither terminal nor command line, and the program on top of it
+    "clients.scheduler": Floor("client", "tokenizers"),
+    "clients.scheduler.prompts": Floor(),
+    "clients.scheduler.options": Floor("client clients.scheduler.prompts"),
+    "clients.scheduler.display": Floor("clients.scheduler", "rich"),
+    "clients.scheduler.program": Floor("client clients.scheduler clients.scheduler.options clients.scheduler.display"),
+    "clients.scheduler.__main__": Floor("clients.scheduler.program"),
+    "clients.structured": Floor("client clients.scheduler", "jsonschema llguidance numpy"),
 }
 """From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""
 
