@@ -19,9 +19,10 @@ from ferrum_rpc.client.executor_view import SoleExecutor
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.lease import LEASE_FIELD, Leases
 from ferrum_rpc.client.masks import TokenMasks
+from ferrum_rpc.client.outcomes import UnknownOutcome, new_request_id, settled
 from ferrum_rpc.client.pace import RunPace
 from ferrum_rpc.client.retry import LEASE_GONE, SEQUENCE_GONE, Backoff, Deadline, fate_unknown
-from ferrum_rpc.client.state import Item, SequenceState, UnknownOutcome, new_request_id, settled
+from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import FORWARD, Feed, Forwarded, Operated, Transport
 from ferrum_rpc.core import HandleRef, Positions, Pressure, RowKind, Rows
 from ferrum_rpc.core.check import check_limit

@@ -8,10 +8,10 @@ from contextlib import aclosing
 from functools import partial
 
 from ferrum_rpc.client import transfer
+from ferrum_rpc.client.outcomes import UnknownOutcome, new_request_id
 from ferrum_rpc.client.owner import Owner
 from ferrum_rpc.client.retry import LEASE_GONE, Deadline, fate_unknown
 from ferrum_rpc.client.sender import Sender
-from ferrum_rpc.client.state import UnknownOutcome, new_request_id
 from ferrum_rpc.errors import KvCorrupt
 from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2
 

@@ -1,0 +1,47 @@
+"""Calls whose fate is unknown, and the request ids under which they may be made again. No IO."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ferrum_rpc.client.retry import REFUSED_BEFORE_RUNNING, Deadline, fate_unknown
+from ferrum_rpc.core import HandleRef
+
+Repeat = Callable[[Deadline], Awaitable[list[HandleRef]]]
+"""Sends a doubtful call again; returns the handles of the sequences that it created."""
+
+_ids: Final = random.Random()  # noqa: S311 - unique, and no secret
+os.register_at_fork(after_in_child=_ids.seed)
+
+
+def new_request_id() -> str:
+    """128 random bits in hex, as a UUID has, without a system call. The generator is not the one that programs seed."""
+    return f"{_ids.getrandbits(128):032x}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnknownOutcome:
+    """A call that may be made again under the same request id: its fate is ``unknown``, or it was refused before
+    it ran. ``repeat`` is set where it may have created sequences to which the client has no handle."""
+
+    content: tuple[object, ...]
+    request_id: str
+    repeat: Repeat | None = None
+    unknown: bool = True
+
+
+def settled(known: UnknownOutcome | None, call: UnknownOutcome, error: BaseException) -> UnknownOutcome | None:
+    """What is unknown after a ``call`` failed, where ``known`` was unknown before it.
+
+    A refusal before the call ran is one of this attempt only: the call keeps its id, and is not repeated merely to
+    release what it creates. Any other refusal settles the call, and no other one.
+    """
+    if fate_unknown(error):
+        return call
+    if isinstance(error, REFUSED_BEFORE_RUNNING):
+        return known if known is not None and known.unknown else replace(call, repeat=None, unknown=False)
+    return None if known is not None and known.request_id == call.request_id else known
