@@ -1,107 +1,18 @@
-"""What a client does with many sequences in one call, whether one executor has them or several."""
+"""What a client sends to one executor for many sequences in one call."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Awaitable, Iterable
 from collections.abc import Sequence as ListOf
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any
+from contextlib import AsyncExitStack
 
-from ferrum_rpc.client.answer import Answer, BatchResults
-from ferrum_rpc.client.arguments import Tokens, as_list, as_number, as_tokens
+from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.owner import Owner
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.sender import Sender
-from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item
-from ferrum_rpc.client.transport import BATCH_DECODE, BATCH_PREFILL, FORWARD, Feed
-from ferrum_rpc.core import NextToken, RowLogprobs
-from ferrum_rpc.errors import ExecutorError, InvalidRequest
-
-
-class Batches(AbstractAsyncContextManager[Any]):
-    """The base of the client of one executor and of that of a fleet."""
-
-    async def forward(
-        self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
-    ) -> BatchResults:
-        """Any mix of prefills, chunks, decodes and verifies (`Sequence.item`) in one forward pass.
-
-        ``results[i]`` answers ``items[i]``: an `Answer`, or this item's own `ExecutorError`, returned and not
-        raised; `BatchResults` tells them apart. With ``all_or_nothing`` a refusal of one is raised for all. Errors of
-        the whole call (`QueueFull`, `Draining`, `TransportError`, …) are raised; sending the same items again is then
-        safe.
-        """
-        return BatchResults(await self._batch(FORWARD, _listed(items), all_or_nothing, timeout_s))
-
-    async def batch_prefill(
-        self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
-    ) -> BatchResults:
-        """As `forward`, for items that start sequences or feed chunks."""
-        return BatchResults(await self._batch(BATCH_PREFILL, _listed(items), all_or_nothing, timeout_s))
-
-    async def batch_decode(
-        self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
-    ) -> BatchResults:
-        """As `forward`, for items of one token on sequences that exist."""
-        return BatchResults(await self._batch(BATCH_DECODE, _listed(items), all_or_nothing, timeout_s))
-
-    async def truncate(
-        self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None
-    ) -> list[ExecutorError | None]:
-        """Roll back many sequences, each to a length of its own: ``results[i]`` is None where that is done, or the
-        `ExecutorError` that `Sequence.truncate` would raise. In a session they are one frame, else a call each. After
-        an unknown fate the same call settles it."""
-        pairs: list[tuple[Sequence, int]] = []
-        for at, pair in enumerate(as_list(rollbacks, "rollbacks")):
-            if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Sequence):
-                raise InvalidRequest(f"rollbacks[{at}] is no pair of a Sequence and a length", field=f"rollbacks[{at}]")
-            pairs.append((pair[0], as_number(pair[1], f"rollbacks[{at}]")))
-        return await self._truncate(pairs, timeout_s)
-
-    async def release(self, sequences: Iterable[Sequence]) -> list[ExecutorError | None]:
-        """Free many sequences: ``results[i]`` is None where it is free (also where it was before), or the
-        `ExecutorError` that `Sequence.release` would raise. Bounded and carried through as that is."""
-        listed: ListOf[Sequence] = as_list(sequences, "sequences")
-        for at, sequence in enumerate(listed):
-            if not isinstance(sequence, Sequence):
-                raise InvalidRequest(f"sequences[{at}] is no Sequence", field=f"sequences[{at}]")
-        return await self._release(listed)
-
-    async def score(
-        self,
-        tokens: Tokens,
-        first: int = 1,
-        *,
-        logprobs: RowLogprobs | None = None,
-        timeout_s: float | None = None,
-    ) -> Answer:
-        """Scores of ``tokens[first:]``, each after all that stands before it: `Answer.logprobs` float32 [n - first] of
-        `Answer.tokens`, and what ``logprobs`` asks for of their rows. ``first`` is 1 or more: with that of a prompt's
-        length, what follows the prompt is scored. A sequence is made for it, fed in chunks, and released."""
-        *fed, last = as_tokens(tokens)
-        first = as_number(first, "first", least=1, most=len(fed))
-        async with self.sequence() as sequence:
-            return await sequence.prefill(fed, NextToken(first - 1, last, logprobs), timeout_s=timeout_s)
-
-    @abstractmethod
-    def sequence(self) -> Sequence:
-        """A new, empty sequence."""
-
-    @abstractmethod
-    def _batch(
-        self, feed: Feed, items: ListOf[Item], all_or_nothing: bool, timeout_s: float | None
-    ) -> Awaitable[list[Answer | ExecutorError]]: ...
-
-    @abstractmethod
-    def _truncate(
-        self, pairs: ListOf[tuple[Sequence, int]], timeout_s: float | None
-    ) -> Awaitable[list[ExecutorError | None]]: ...
-
-    @abstractmethod
-    def _release(self, sequences: ListOf[Sequence]) -> Awaitable[list[ExecutorError | None]]: ...
+from ferrum_rpc.client.transport import Feed
+from ferrum_rpc.errors import ExecutorError
 
 
 async def forward_at(
@@ -140,13 +51,3 @@ async def release_at(connection: Connection, senders: ListOf[Sender[Owner]]) -> 
     ending = [task for sender in held for task in sender.leave_stream()]
     refusals = dict(zip(held, await connection.release([each.state for each in held], ending), strict=True))
     return [refusals.get(each) for each in senders]
-
-
-def _listed(items: Iterable[Item]) -> list[Item]:
-    listed: list[Item] = as_list(items, "items")
-    for at, item in enumerate(listed):
-        if not isinstance(item, Item):
-            raise InvalidRequest(
-                f"items[{at}] is no Item but {type(item).__name__}: make it with Sequence.item", field=f"items[{at}]"
-            )
-    return listed

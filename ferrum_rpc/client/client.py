@@ -11,7 +11,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import CacheMode, as_number, creation
-from ferrum_rpc.client.batches import Batches, forward_at, release_at, truncate_at
+from ferrum_rpc.client.batches import forward_at, release_at, truncate_at
 from ferrum_rpc.client.channel import (
     KEEPALIVE_TIME_S,
     KEEPALIVE_TIMEOUT_S,
@@ -34,6 +34,7 @@ from ferrum_rpc.client.info import (
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, Leases, LeaseState, LeaseTrouble
 from ferrum_rpc.client.masks import Mask
+from ferrum_rpc.client.model_client import ModelClient
 from ferrum_rpc.client.owner import Owner
 from ferrum_rpc.client.prefixes import PrefixEvents, watch_prefixes
 from ferrum_rpc.client.retry import NEVER_RESEND, ResendPolicy
@@ -49,7 +50,7 @@ from ferrum_rpc.executor.v1 import executor_control_pb2
 from ferrum_rpc.wire.info import duration, from_proto
 
 
-class ExecutorClient(Batches):
+class ExecutorClient(ModelClient):
     """A connection to one executor, for one scheduler. An async context manager.
 
     ``target``: ``host:port`` or ``unix:path``. ``timeout_s``: the deadline of every call that is not given one of its

@@ -46,8 +46,8 @@ class ExecutorView(Protocol):
         """One word for people: gone, hung, draining or serving."""
 
 
-class SoleExecutor:
-    """The executor of an `ExecutorClient`."""
+class SoleExecutor(ExecutorView):
+    """The executor of an `ExecutorClient`. It hangs where the last `ExecutorClient.status` said so."""
 
     def __init__(self, context: Context, info: ExecutorInfo) -> None:
         self._context = context
@@ -55,41 +55,33 @@ class SoleExecutor:
 
     @property
     def target(self) -> str:
-        """The address that the client connects to."""
         return self._context.target
 
     @property
     def info(self) -> ExecutorInfo:
-        """Its model, cache, limits and capabilities."""
         return self._info
 
     @property
     def pressure(self) -> Pressure | None:
-        """How full it was in its last answer."""
         return self._context.pressure
 
     @property
     def draining(self) -> bool:
-        """Whether it has reported that it drains."""
         return self._context.draining
 
     @property
     def hung(self) -> bool:
-        """Whether its device made no progress when it was asked last."""
         return self._context.hung
 
     @property
     def gone(self) -> bool:
-        """Whether another process has answered since."""
         known = self._context.known_info
         return known is not None and known.instance_id != self._info.instance_id
 
     @property
     def serving(self) -> bool:
-        """Whether it takes new sequences."""
         return self.condition == "serving"
 
     @property
     def condition(self) -> str:
-        """One word for people: gone, hung, draining or serving."""
         return "gone" if self.gone else "hung" if self.hung else "draining" if self.draining else "serving"

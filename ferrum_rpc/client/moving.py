@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
+from pathlib import Path
 
 from ferrum_rpc.client import transfer
 from ferrum_rpc.client.outcomes import UnknownOutcome, new_request_id
@@ -16,6 +18,20 @@ from ferrum_rpc.errors import KvCorrupt
 from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2
 
 log = logging.getLogger("ferrum_rpc.client")
+
+
+async def export_file(source: Sender[Owner], path: Path, deadline: Deadline) -> None:
+    """Write what a sequence has in the cache to a file."""
+    await transfer.check_offered(source.context, deadline)
+    frames = transfer.exported(source.context, source.state.existing_handle(), 0, 0, deadline)
+    await transfer.write_file(path, frames)
+
+
+async def import_file(target: Sender[Owner], path: Path, deadline: Deadline) -> None:
+    """Make the ``target``, which is new, of a file that `export_file` wrote."""
+    await transfer.check_offered(target.context, deadline)
+    layout = await asyncio.to_thread(transfer.read_layout, path)
+    await import_frames(target, layout, lambda first: transfer.file_frames(path, first), deadline)
 
 
 async def import_frames(

@@ -22,6 +22,8 @@ from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import DECODE, PREFILL, Feed
 from ferrum_rpc.core import HandleRef, NextToken, OutputSpec, Positions, Pressure, Run
 from ferrum_rpc.errors import ExecutorError, SequenceBusy, SequenceVersionMismatch
+from ferrum_rpc.executor.v1 import kv_transfer_pb2, model_executor_pb2
+from ferrum_rpc.wire.items import handle_to_proto
 
 Result = TypeVar("Result")
 AnyOwner_co = TypeVar("AnyOwner_co", bound=Owner, covariant=True)
@@ -218,6 +220,20 @@ class Sender(Generic[AnyOwner_co]):
             raise refusal
         assert connection.context.pressure is not None  # noqa: S101 - the answer had it
         return connection.context.pressure
+
+    async def reserve(self, tokens: int, deadline: Deadline) -> Pressure:
+        """Hold blocks for ``tokens`` tokens beyond L. Repeating it changes nothing, so it needs no request id."""
+        context, handle = self.context, handle_to_proto(self.state.existing_handle())
+        request = model_executor_pb2.ReserveKvRequest(handle=handle, tokens=tokens)
+        return context.note_pressure((await context.call(context.executor.ReserveKv, request, deadline)).pressure)
+
+    async def park(self, deadline: Deadline) -> int:
+        """Have the executor move the cache out of the way. Returns how many blocks are free now; idempotent."""
+        context, handle = self.context, handle_to_proto(self.state.existing_handle())
+        answer = await context.call(context.transfer.ParkKv, kv_transfer_pb2.ParkKvRequest(handle=handle), deadline)
+        context.note_pressure(answer.pressure)
+        freed: int = answer.freed_blocks
+        return freed
 
     async def feed_lost(self, deadline: Deadline, output: OutputSpec = NO_ROWS) -> Answer:
         """Feed what a lost sequence held. The answer is the last piece's, with all requested rows."""

@@ -5,7 +5,6 @@ Prompts go in chunks, and what was lost with an executor is fed again where the 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -27,7 +26,7 @@ from ferrum_rpc.client.arguments import (
 )
 from ferrum_rpc.client.executor_view import ExecutorView
 from ferrum_rpc.client.masks import with_masks
-from ferrum_rpc.client.moving import import_frames, move
+from ferrum_rpc.client.moving import export_file, import_file, move
 from ferrum_rpc.client.owner import Owner
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.runs import generated
@@ -36,8 +35,6 @@ from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import DECODE, VERIFY
 from ferrum_rpc.core import Accept, Greedy, HandleRef, NextToken, OutputSpec, Positions, Pressure, Run, Sample
 from ferrum_rpc.errors import InvalidRequest, TruncateBeyondLength
-from ferrum_rpc.executor.v1 import kv_transfer_pb2, model_executor_pb2
-from ferrum_rpc.wire.items import handle_to_proto
 
 log = logging.getLogger("ferrum_rpc.client")
 
@@ -278,7 +275,7 @@ class Sequence:
         """Hold blocks for ``tokens`` tokens beyond L. Idempotent. Raises `KvBlocksExhausted`."""
         tokens, deadline = as_number(tokens, "tokens"), self._sender.deadline(timeout_s)
         with self._sender.claim("reserve", keeps_prompt=True):
-            return await self._sender.send(lambda: self._reserve(tokens, deadline), deadline)
+            return await self._sender.send(lambda: self._sender.reserve(tokens, deadline), deadline)
 
     async def park(self, *, timeout_s: float | None = None) -> int:
         """Have the executor move what this has in the cache out of the way, to its disk. The next call brings it back;
@@ -287,15 +284,7 @@ class Sequence:
         `NotSupported` where the executor parks nothing."""
         deadline = self._sender.deadline(timeout_s)
         with self._sender.claim("park", keeps_prompt=True):
-            return await self._sender.send(lambda: self._park(deadline), deadline)
-
-    async def _park(self, deadline: Deadline) -> int:
-        context = self._sender.context
-        request = kv_transfer_pb2.ParkKvRequest(handle=handle_to_proto(self._state.existing_handle()))
-        answer = await context.call(context.transfer.ParkKv, request, deadline)
-        context.note_pressure(answer.pressure)
-        freed: int = answer.freed_blocks
-        return freed
+            return await self._sender.send(lambda: self._sender.park(deadline), deadline)
 
     # --- elsewhere --------------------------------------------------------------------------------------------------
 
@@ -304,14 +293,8 @@ class Sequence:
         there, and for this user alone: prompts could be guessed from it. Raises `NotSupported` where the executor
         moves no sequences, `InvalidRequest` for the path."""
         deadline = self._sender.deadline(timeout_s)
-
-        async def write() -> None:
-            await transfer.check_offered(self._sender.context, deadline)
-            frames = transfer.exported(self._sender.context, self._state.existing_handle(), 0, 0, deadline)
-            await transfer.write_file(Path(path), frames)
-
         with self._sender.claim("export_to", keeps_prompt=True):
-            await self._sender.send(write, deadline)
+            await self._sender.send(lambda: export_file(self._sender, Path(path), deadline), deadline)
 
     async def import_from(self, path: str | Path, *, timeout_s: float | None = None) -> None:
         """Make this sequence, which is new, of a file that `export_to` wrote: it has those tokens then, and nothing is
@@ -320,11 +303,9 @@ class Sequence:
 
         Raises `LayoutMismatch` for the cache of another model, `KvCorrupt` for a file that was changed,
         `KvBlocksExhausted` and the other refusals of a prefill."""
-        source, deadline = Path(path), self._sender.deadline(timeout_s)
+        deadline = self._sender.deadline(timeout_s)
         with self._sender.claim_new("import_from"):
-            await transfer.check_offered(self._sender.context, deadline)
-            layout = await asyncio.to_thread(transfer.read_layout, source)
-            await import_frames(self._sender, layout, lambda first: transfer.file_frames(source, first), deadline)
+            await import_file(self._sender, Path(path), deadline)
 
     async def move_to(
         self, target: Sequence, *, transport: transfer.Transport = "grpc", timeout_s: float | None = None
@@ -406,12 +387,6 @@ class Sequence:
     def _beside(self, state: SequenceState) -> Self:
         """A sequence that shares this one's cache."""
         return type(self)(Sender(state, self._sender.owner.beside(state)))
-
-    async def _reserve(self, tokens: int, deadline: Deadline) -> Pressure:
-        """Repeating it changes nothing, so it needs no request id."""
-        context, handle = self._sender.context, handle_to_proto(self._state.existing_handle())
-        request = model_executor_pb2.ReserveKvRequest(handle=handle, tokens=tokens)
-        return context.note_pressure((await context.call(context.executor.ReserveKv, request, deadline)).pressure)
 
 
 def _check_fed(output: OutputSpec) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import CacheMode, creation
-from ferrum_rpc.client.batches import Batches, forward_at, release_at, truncate_at
+from ferrum_rpc.client.batches import forward_at, release_at, truncate_at
 from ferrum_rpc.client.client import ExecutorClient
 from ferrum_rpc.client.fleet.batches import BatchEntry, at_owners, by_owner
 from ferrum_rpc.client.fleet.member import Member
@@ -21,6 +21,7 @@ from ferrum_rpc.client.fleet.placement import LongestPrefix, Placement
 from ferrum_rpc.client.fleet.sequence import FleetSequence
 from ferrum_rpc.client.info import ExecutorInfo, ExecutorStatus, Health
 from ferrum_rpc.client.masks import Mask
+from ferrum_rpc.client.model_client import ModelClient
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.sender import Sender
 from ferrum_rpc.client.sequence import Sequence, sender_of
@@ -32,7 +33,7 @@ from ferrum_rpc.errors import ExecutorError, InvalidRequest, TransportError
 Outcome = TypeVar("Outcome")
 
 
-class FleetClient(Batches):
+class FleetClient(ModelClient):
     """The executors of one model, for one scheduler. An async context manager: entering it waits until one of them
     takes sequences, for ``timeout_s``, which is also the deadline of every batch that is not given one of its own, and
     then up to 1 s for the first answers of the others.
