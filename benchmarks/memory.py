@@ -29,7 +29,7 @@ from benchmarks.record import Record, finish, out_of, read_options
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, Step
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.assembly.choose import choose_parts
+from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
 from ferrum_rpc.engine.operations import TorchRunner
 
@@ -87,7 +87,7 @@ def measure(folder: Path, kind: str, tokens: int, sequences: int) -> list[dict[s
     """Planned and resident bytes, in a process that has loaded nothing."""
     blocks = sequences * -(-tokens // sequences // BLOCK)
     config = ModelSettings(str(folder), device="cpu", max_context=tokens // sequences, kv_blocks=blocks, **KINDS[kind])
-    plan = make_plan(choose_parts(config), config, LargestStep(tokens, sequences), 1 << 40)
+    plan = make_plan(choose(config), LargestStep(tokens, sequences), 1 << 40)
     before = resident()
     runner = build_runner(config)
     loaded = resident()

@@ -8,17 +8,22 @@ import time
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from ferrum_rpc.config import IDENTITY, ModelSettings
+from ferrum_rpc.config import IDENTITY, ModelSettings, ServeSettings
 from ferrum_rpc.engine.api import Runner
+from ferrum_rpc.engine.ranks.world import check_ranks
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.hub import fetched, is_hub_name
 from ferrum_rpc.terminal import moves
 from ferrum_rpc.usage import hint
+
+if TYPE_CHECKING:
+    from ferrum_rpc.engine.assembly.choose import Choices
+    from ferrum_rpc.engine.assembly.plan import MemoryPlan
 
 DEMO: Final = ("demo", "demo-draft")
 DEMO_PACKAGE: Final = "ferrum_rpc_demo"
@@ -75,6 +80,28 @@ def found(settings: ModelSettings) -> ModelSettings:
     name = settings.path if settings.path in BUILT_IN else ""
     folder = model_folder(settings.path)
     return replace(settings, path=fetched(folder) if is_hub_name(folder) else folder, name=name)
+
+
+def planned(
+    settings: ServeSettings, memory: int | None = None, *, elsewhere: bool = False
+) -> tuple[Choices, MemoryPlan]:
+    """What `serve` would choose with these settings, and what it takes of ``memory`` bytes (None: what is free here, 0
+    where that is not known). ``elsewhere``: a CUDA device need not be in this machine. No weight is read."""
+    model_folder(settings.model.path)  # before torch is loaded, which takes seconds
+    check_ranks(settings.model)
+    import torch
+
+    from ferrum_rpc.engine.assembly.choose import choose
+    from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
+    from ferrum_rpc.engine.memory import free_memory
+
+    config = found(settings.model)
+    elsewhere = elsewhere and config.device == "cuda" and not torch.cuda.is_available()
+    if elsewhere and memory is None:
+        raise InvalidRequest("no CUDA device is here: say its memory, as in --memory 80GiB", field="memory")
+    choices = choose(config, elsewhere=elsewhere)
+    largest = LargestStep(settings.max_batch_tokens, settings.max_batch_items)
+    return choices, make_plan(choices, largest, memory or free_memory(choices.device))
 
 
 def build(

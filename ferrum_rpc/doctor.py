@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shlex
 import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
-from ferrum_rpc.building import found, model_folder
-from ferrum_rpc.config import SETTINGS, ModelSettings, ServeSettings
-from ferrum_rpc.engine.ranks.world import check_ranks
+from ferrum_rpc.building import planned
+from ferrum_rpc.config import SETTINGS, ServeSettings
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.terminal import aligned, columns, wrap
 
 if TYPE_CHECKING:
-    from ferrum_rpc.engine.assembly.choose import Parts
+    from ferrum_rpc.engine.assembly.choose import Choices
     from ferrum_rpc.engine.assembly.parity import Parity
 
 EXIT_SERVES, EXIT_WRONG, EXIT_TOO_LARGE = 0, 1, 2
@@ -33,22 +31,14 @@ FLOAT32: Final = 4
 def doctor(settings: ServeSettings, *, as_json: bool) -> int:
     """Print what was found. Exit status 1 where the model is computed wrong, 2 where it does not fit. Raises
     `ExecutorError` where it is refused."""
-    model_folder(settings.model.path)  # before torch is loaded, which takes seconds
-    check_ranks(settings.model)
-    from ferrum_rpc.engine.assembly.choose import choose_parts
+    choices, plan = planned(settings)
     from ferrum_rpc.engine.assembly.plan import gib
-    from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
-    from ferrum_rpc.engine.memory import free_memory
 
-    config = found(settings.model)
-    parts = choose_parts(config)
-    memory = free_memory(parts.device)
-    plan = make_plan(parts, config, LargestStep(settings.max_batch_tokens, settings.max_batch_items), memory)
-    adapters = _adapters(config, parts)
+    config, memory, adapters = choices.config, plan.memory_bytes, _adapters(choices)
     parity, compared = None, "not compared: it does not fit"
     if not memory or plan.fits:
         left = memory - plan.weights_bytes * plan.ranks if memory else 0  # the whole model is compared
-        parity, compared = _compare(config, parts, left)
+        parity, compared = _compare(choices, left)
     if memory and not plan.fits:
         status, verdict = EXIT_TOO_LARGE, plan.advice
     elif parity is not None and not parity.holds:
@@ -59,7 +49,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
         facts = {
             "model": settings.model.path,
             "folder": config.path,
-            "choices": dict(parts.choices),
+            "choices": dict(choices.reasons),
             "plan": {
                 **dataclasses.asdict(plan),
                 "others": plan.others._asdict(),
@@ -75,7 +65,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
         print(json.dumps(facts))
         return status
     lines = [("model", plan.architecture), ("folder", config.path)]
-    lines += [(choice, reason) for choice, reason in parts.choices]
+    lines += [(choice, reason) for choice, reason in choices.reasons]
     if plan.ranks > 1:
         lines.append(("ranks", f"{plan.ranks}; what follows is of the first of them"))
     lines += [
@@ -93,14 +83,14 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
     return status
 
 
-def _adapters(config: ModelSettings, parts: Parts) -> dict[str, str]:
+def _adapters(choices: Choices) -> dict[str, str]:
     """What is in the folder of adapters: each is loaded later, or refused, by `LoadAdapter`."""
     from ferrum_rpc.engine.adapters import examine
-    from ferrum_rpc.models.identity import IdentityModel
 
-    if config.adapter_dir is None or isinstance(parts.model, IdentityModel):
+    config = choices.config
+    if config.adapter_dir is None:
         return {}
-    return examine(config.adapter_dir, parts.model.modules, config.max_adapter_rank)
+    return examine(config.adapter_dir, choices.facts.modules, config.max_adapter_rank)
 
 
 def _facts(parity: Parity) -> dict[str, Any]:
@@ -119,17 +109,16 @@ def _command(settings: ServeSettings) -> str:
     return shlex.join(words)
 
 
-def _compare(config: ModelSettings, parts: Parts, left: int) -> tuple[Parity | None, str]:
+def _compare(choices: Choices, left: int) -> tuple[Parity | None, str]:
     """What transformers says of it, and that in words. ``left``: bytes beside the model, 0 where that is not known."""
     from ferrum_rpc.engine.assembly.parity import compare
     from ferrum_rpc.engine.assembly.plan import gib
-    from ferrum_rpc.models.identity import IdentityModel
 
-    if isinstance(parts.model, IdentityModel):
+    config, needed = choices.config, FLOAT32 * choices.facts.numbers
+    if not needed:
         return None, "not compared: the identity model has no weights"
     if find_spec("transformers") is None:
         return None, "not compared: transformers is not installed (pip install transformers)"
-    needed = FLOAT32 * sum(math.prod(entry.shape) for entry in parts.model.checkpoint.entries.values())
     if left and needed > left:
         return None, f"not compared: transformers would need {gib(needed)} in float32"
     exact = dataclasses.replace(config, quantize="none", kv_dtype="auto")

@@ -10,9 +10,8 @@ import dataclasses
 import json
 import sys
 
-from ferrum_rpc.building import found, model_folder
+from ferrum_rpc.building import planned
 from ferrum_rpc.config import ServeSettings
-from ferrum_rpc.engine.ranks.world import check_ranks
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.terminal import columns, hanging, wrap
 
@@ -22,14 +21,8 @@ EXIT_FITS, EXIT_TOO_LARGE = 0, 2
 def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
     """Print the plan for ``memory`` bytes (None: what is free here). Exit status 2 where it does not fit. Raises
     `ExecutorError` for a folder that cannot be served."""
-    model_folder(settings.model.path)  # before torch is loaded, which takes seconds
-    check_ranks(settings.model)
-    import torch
-
-    from ferrum_rpc.engine.assembly.choose import choose_parts
+    _, made = planned(settings, memory, elsewhere=True)
     from ferrum_rpc.engine.assembly.plan import MemoryPlan, gib
-    from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
-    from ferrum_rpc.engine.memory import free_memory
 
     def lines(made: MemoryPlan) -> list[tuple[str, str, str]]:
         sequences = f"{made.full_sequences:,.1f} sequences of {made.max_context:,} tokens"
@@ -52,15 +45,8 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
             ("left", gib(max(0, left)), "it does not fit" if left < 0 else ""),
         ]
 
-    config = found(settings.model)
-    elsewhere = config.device == "cuda" and not torch.cuda.is_available()
-    if elsewhere and memory is None:
-        raise InvalidRequest("no CUDA device is here: say its memory, as in --memory 80GiB", field="memory")
-    parts = choose_parts(config, elsewhere=elsewhere)
-    memory = memory or free_memory(parts.device)
-    if not memory:
+    if not made.memory_bytes:
         raise InvalidRequest("how much memory is free is not known here: say it, as in --memory 16GiB", field="memory")
-    made = make_plan(parts, config, LargestStep(settings.max_batch_tokens, settings.max_batch_items), memory)
     if as_json:
         facts = dataclasses.asdict(made)
         facts["others"] = made.others._asdict()

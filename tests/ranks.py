@@ -13,7 +13,7 @@ from torch.distributed import FileStore, Store
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_shared
-from ferrum_rpc.engine.assembly.choose import choose_parts
+from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.engine.ranks.follower import Follower
 from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank
 from ferrum_rpc.engine.ranks.links import machine, set_up
@@ -36,7 +36,7 @@ class World:
         self._threads: list[threading.Thread] = []
         self.followers: list[Follower] = []
         count = torch.get_num_threads()
-        self.runner = build_shared(settings, choose_parts(settings), None, stage, self._assemble)
+        self.runner = build_shared(choose(settings), None, stage, self._assemble)
         torch.set_num_threads(count)
 
     def _assemble(self, settings: ModelSettings) -> tuple[Ranks, Setup, Store]:

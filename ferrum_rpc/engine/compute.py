@@ -10,6 +10,7 @@ gives attention in terms of C instead, and the layers run one after the other wi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -57,8 +58,8 @@ class Compute:
         self._on_host = model.device.type == "cpu"
         self._done = Mark(torch.device("cpu"))
         self._native: tuple[NativeModel, NativeAttention] | None = None
-        if isinstance(model, NativeModel) and model.native and isinstance(attention, NativeAttention):
-            self._native = model, attention
+        if model.native and isinstance(attention, NativeAttention):
+            self._native = cast(NativeModel, model), attention
 
     @property
     def exact_span_tokens(self) -> int:

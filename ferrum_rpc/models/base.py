@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +71,14 @@ class Model(Protocol):
     def rowwise(self) -> bool:
         """Whether, attention aside, a row depends on nothing but itself, bit for bit: not on how many there are."""
 
+    @property
+    def native(self) -> bool:
+        """Whether it is a `NativeModel` that runs its layers in C with the weights that it was given."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether its layers may wait for the device, so that a step cannot be recorded."""
+
     def info(self, name: str) -> ModelInfo:
         """What a scheduler must know of the model, under the operator's ``name``."""
 
@@ -85,13 +93,8 @@ class Model(Protocol):
         `largest` is the largest of these."""
 
 
-@runtime_checkable
 class NativeModel(Model, Protocol):
     """A model that may be able to run its layers in C, attention included."""
-
-    @property
-    def native(self) -> bool:
-        """Whether it is, with the weights that it was given."""
 
     def forward_native(self, inputs: StepInputs, attention: library.AttentionStep) -> Tensor:
         """As `forward`, bit for bit, where it is `native`."""

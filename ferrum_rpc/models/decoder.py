@@ -71,6 +71,8 @@ class Decoder:
     A tied head that is packed keeps a second copy of the embedding: lookups need the plain one.
     """
 
+    waits = False
+
     def __init__(
         self,
         spec: ModelSpec,

@@ -7,47 +7,44 @@ and ``layer.c``. Tests hold both to what is really allocated.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-from ferrum_rpc.models.fused_ops import NativeFusedOps, TorchFusedOps
+from ferrum_rpc.models.fused_ops import FusedOps, NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.linear import LinearFactory
 from ferrum_rpc.models.native_linear import GROUP, ByteFactory, PairFactory
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
-from ferrum_rpc.models.shard import WHOLE, Shard
+from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
 
 THREAD_BYTES: Final = 2 << 10
 """What the kernels' buffers take of a thread for each channel of a head, about."""
 
 
-class Making(NamedTuple):
-    """How a decoder is put together. ``ops``: the class of its `FusedOps`. ``attends``: attention is native, of spans
-    of any length. ``shard``: the part of the model that ``spec`` is."""
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderBuild:
+    """What a decoder is made of: ``spec`` is the part ``shard`` of the model ``whole``. ``ops`` is None for a device
+    that is not in this machine."""
 
     spec: ModelSpec
+    whole: ModelSpec
+    shard: Shard
     dtype: torch.dtype
     linear: LinearFactory
-    ops: type
-    attends: bool = False
-    shard: Shard = WHOLE
+    ops: FusedOps | None
 
     @property
     def packed(self) -> bool:
         """Whether its products are our kernel's."""
         return isinstance(self.linear, PairFactory | ByteFactory)
 
-    @property
-    def native(self) -> bool:
-        """Whether its layers and their attention run in one call."""
-        return self.attends and self.packed and issubclass(self.ops, NativeFusedOps)
 
-
-def weight_bytes(making: Making) -> int:
+def weight_bytes(build: DecoderBuild) -> int:
     """Bytes of all weights once they are loaded. Raises InvalidRequest where they cannot be held so."""
-    spec, dtype, linear, shard = making.spec, making.dtype, making.linear, making.shard
+    spec, dtype, linear, shard = build.spec, build.dtype, build.linear, build.shard
     norms = [norm for layer in spec.layers for norm in layer.norms()]
     total = sum(linear.nbytes(*each.shape, dtype, bias=each.bias) for layer in spec.layers for each in layer.matrices())
     if shard.first:
@@ -59,31 +56,32 @@ def weight_bytes(making: Making) -> int:
     return total + sum(norm.size for norm in norms) * max(4, dtype.itemsize)
 
 
-def activation_bytes(making: Making, tokens: int, rows: int, *, attending: int = 0) -> int:
+def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int | None) -> int:
     """Bytes of a step of ``tokens`` tokens that wants float32 logits of ``rows`` of them; ``attending``: what attention
-    takes of a layer while it computes, besides its answer."""
-    spec, size = making.spec, making.dtype.itemsize
+    takes of a layer while it computes, besides its answer; None: it can run in one call with the layers."""
+    spec, size = build.spec, build.dtype.itemsize
     layers = dict.fromkeys(spec.layers)
+    native = attending is None and build.packed and isinstance(build.ops, NativeFusedOps)
     hidden = spec.hidden_size
     angles = max(4 * (each.mixer.rotary_dim + each.mixer.rotary_dim // 2) for each in layers) * len(spec.ropes)
     kept, held, moments = 0, 2 * hidden * size, [0]  # held: hidden, delta
-    if isinstance(making.linear, ByteFactory):
+    if isinstance(build.linear, ByteFactory):
         width = _grown(*(matrix.columns.size for layer in layers for matrix in layer.matrices()))
         kept += width + width // GROUP * 8  # rows in 8 bits, their scales, and where they start
     widths = [(layer, *_widths(layer.mixer), *_widths(layer.mlp)) for layer in layers]
-    if making.native:
+    if native:
         kept += _grown(*(hidden + up + gated for _, _, _, up, gated in widths)) * size  # normed, and the MLP's
         kept += _grown(*(qkv + attended for _, qkv, attended, _, _ in widths)) * size
     else:
         held += max(attended for _, _, attended, _, _ in widths) * size  # of the layer before
-    for layer, qkv, attended, up, gated in () if making.native else widths:
-        moments.append(tokens * (qkv + attended) * size + attending)
-        rotating = _rotating_in_torch(layer.mixer, size) if issubclass(making.ops, TorchFusedOps) else 0
+    for layer, qkv, attended, up, gated in () if native else widths:
+        moments.append(tokens * (qkv + attended) * size + (attending or 0))
+        rotating = _rotating_in_torch(layer.mixer, size) if isinstance(build.ops, TorchFusedOps) else 0
         moments.append(tokens * ((hidden + qkv) * size + rotating))  # normed, qkv
         normed = hidden if layer.norm_names.before_mlp or layer.parallel else 0
         moments.append(tokens * (normed + up + gated) * size)
-    fp32 = 4 if making.packed or size >= 4 else 4 + size
-    logits = rows * (hidden * size + spec.vocab_size * fp32) * making.shard.last
+    fp32 = 4 if build.packed or size >= 4 else 4 + size
+    logits = rows * (hidden * size + spec.vocab_size * fp32) * build.shard.last
     rotation = hidden * size + angles + angles * 2 // 3  # hidden; angles, cosines, sines, and the cosines twice
     peaks = tokens * rotation, tokens * (held + angles) + max(moments), tokens * hidden * size + logits
     return tokens * kept + max(peaks)

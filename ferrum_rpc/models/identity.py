@@ -50,6 +50,8 @@ class IdentityConfig:
 class IdentityModel:
     """See the module; a `Model`. float32 on any device."""
 
+    native = waits = False
+
     def __init__(self, config: IdentityConfig, device: torch.device) -> None:
         self.config = config
         self.dtype = torch.float32

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -157,7 +157,6 @@ class Loras(ABC):
         """Room for them, in their order."""
 
 
-@runtime_checkable
 class AdaptableModel(Model, Protocol):
     """A model that can be computed with adapters."""
 

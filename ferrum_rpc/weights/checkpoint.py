@@ -10,6 +10,7 @@ and streams as numbers. Which tensors a model wants is not known here.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -79,6 +80,11 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors, as they are stored."""
         return sum(entry.nbytes for entry in self.entries.values())
+
+    @property
+    def numbers(self) -> int:
+        """Of all tensors, once none is quantized."""
+        return sum(math.prod(entry.shape) for entry in self.entries.values())
 
     @property
     def dtype(self) -> torch.dtype:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.assembly.choose import choose_parts
+from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.hf.describe import describe
@@ -147,7 +147,7 @@ def test_what_is_neither_text_nor_image_is_refused(name, match, tmp_path):
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | {name: torch.zeros(4)}, file, {"format": "pt"})
     with pytest.raises(InvalidRequest, match=match):
-        choose_parts(settings(tmp_path, model_backend="native"))
+        choose(settings(tmp_path, model_backend="native"))
 
 
 @pytest.mark.parametrize("family", UNSAFE)
@@ -231,8 +231,8 @@ def test_a_context_that_needs_no_scaling_has_none(scaling, tmp_path):
 def test_dynamic_scaling_reaches_factor_times_the_context_where_that_is_asked_for(tmp_path):
     family, overrides = SCALED["dynamic"]
     make_family(family, **overrides).save_pretrained(tmp_path)
-    assert choose_parts(settings(tmp_path)).max_context == 32
-    assert choose_parts(settings(tmp_path, max_context=1000)).max_context == 128
+    assert choose(settings(tmp_path)).max_context == 32
+    assert choose(settings(tmp_path, max_context=1000)).max_context == 128
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.assembly.choose import choose_parts
+from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.engine.assembly.loading import load_model
 from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest, NotSupported
@@ -251,15 +251,15 @@ def test_a_fingerprint_knows_every_part(copy, kind, parts):
 
 def test_a_plan_counts_weights_as_they_are_held():
     settings = ModelSettings(str(SAMPLES / "gptq-4"), device="cpu", dtype="float32", kv_blocks=4)
-    plan = make_plan(choose_parts(settings), settings, LargestStep(64, 4), 1 << 30)
+    plan = make_plan(choose(settings), LargestStep(64, 4), 1 << 30)
     held = sum(math.prod(entry.shape) * 4 for entry in Checkpoint.open(SAMPLES / "gptq-4").entries.values())
     assert held <= plan.weights_bytes <= 1.5 * held  # a tied head is held twice
 
 
 @pytest.mark.parametrize(("kind", "told"), [("gptq-4", "gptq"), ("ct-fp8-block", "compressed-tensors")])
 def test_the_log_says_how_weights_are_stored(kind, told):
-    parts = choose_parts(ModelSettings(str(SAMPLES / kind), device="cpu", dtype="float32", kv_blocks=4))
-    assert f"weights={told}" in dict(parts.choices)
+    parts = choose(ModelSettings(str(SAMPLES / kind), device="cpu", dtype="float32", kv_blocks=4))
+    assert f"weights={told}" in dict(parts.reasons)
 
 
 def test_parts_may_lie_in_several_files(copy):

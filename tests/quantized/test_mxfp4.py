@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.assembly.choose import choose_parts
+from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.numerics.harness import error
@@ -100,4 +100,4 @@ def test_parts_that_do_not_fit_are_refused(folder, change, kind, match):
 def test_a_key_that_is_not_known_is_refused(folder):
     edit_config(folder, quantization_config=read_config(folder)["quantization_config"] | {"block_size": 16})
     with pytest.raises(NotSupported, match="block_size"):
-        choose_parts(settings(folder))
+        choose(settings(folder))

@@ -19,7 +19,7 @@ import torch
 from ferrum_rpc import cli
 from ferrum_rpc.client import Accept, ExecutorClient, FullLogits, OutputSpec, PrefixIndex
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.assembly.choose import choose_parts
+from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.errors import InvalidRequest, NotSupported, Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2 as control_pb
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, kv_transfer_pb2
@@ -440,6 +440,6 @@ async def test_a_model_without_products_takes_none(tmp_path: Path) -> None:
     """And that is known before a weight is read."""
     for model in ("identity", str(make_family_checkpoint(tmp_path, "gpt2"))):
         with pytest.raises(NotSupported, match=r"takes no adapters.* without --adapter-dir"):
-            choose_parts(ModelSettings(path=model, device="cpu", adapter_dir=tmp_path))
+            choose(ModelSettings(path=model, device="cpu", adapter_dir=tmp_path))
         with pytest.raises(InvalidRequest, match="no folder"):
-            choose_parts(ModelSettings(path=model, device="cpu", adapter_dir=tmp_path / "none"))
+            choose(ModelSettings(path=model, device="cpu", adapter_dir=tmp_path / "none"))

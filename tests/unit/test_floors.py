@@ -78,12 +78,42 @@ FLOORS: dict[str, Floor] = {
     ),
     "ferrum_rpc.engine.process.child": Floor("core engine.api engine.channel engine.loop engine.process.ipc"),
     "ferrum_rpc.engine.ranks.world": Floor("config errors"),  # read before torch is loaded
-    "ferrum_rpc.engine": Floor(
-        "config core errors failpoints kv kv.store kv.tiers models models.fields models.config_keys attention sampling "
-        "weights distributed distributed.group native selection engine.api engine.channel engine.ranks.world",
-        "numpy torch structlog psutil",
+    # a step on the device, and as a transaction
+    "ferrum_rpc.engine": Floor(),
+    "ferrum_rpc.engine.memory": Floor("", "torch"),
+    "ferrum_rpc.engine.compute": Floor("core models attention sampling engine.memory", "numpy torch"),
+    "ferrum_rpc.engine.cuda": Floor(
+        "errors models attention sampling distributed.group engine.compute", "numpy torch structlog"
     ),
-    "ferrum_rpc.engine.assembly.parity": Floor("config core errors weights engine models", "numpy torch transformers"),
+    "ferrum_rpc.engine.step": Floor(
+        "core errors kv kv.store kv.tiers attention sampling engine.compute", "numpy torch structlog"
+    ),
+    # from settings to a runner: what every rank chooses, the ranks, and what puts the first one's together
+    "ferrum_rpc.engine.assembly": Floor(
+        "config core errors kv.store models models.fields models.config_keys attention sampling weights native "
+        "engine.compute engine.ranks.world",
+        "numpy torch structlog",
+    ),
+    "ferrum_rpc.engine.adapters": Floor("core errors models weights engine.assembly", "torch"),
+    "ferrum_rpc.engine.operations": Floor(
+        "core errors kv kv.store kv.tiers models attention engine.compute engine.step engine.adapters",
+        "numpy torch structlog",
+    ),
+    "ferrum_rpc.engine.ranks": Floor(
+        "config core errors kv.store models attention sampling distributed distributed.group engine.memory "
+        "engine.compute engine.cuda engine.assembly engine.adapters engine.ranks.world",
+        "numpy torch structlog",
+    ),
+    "ferrum_rpc.engine.assembly.build": Floor(
+        "config core errors failpoints kv kv.store kv.tiers models attention sampling native engine.memory "
+        "engine.compute engine.cuda engine.step engine.assembly engine.adapters engine.operations engine.ranks "
+        "engine.ranks.world",
+        "torch",
+    ),
+    "ferrum_rpc.engine.assembly.parity": Floor(
+        "config core errors weights models engine.operations engine.assembly engine.assembly.build",
+        "numpy torch transformers",
+    ),
     "ferrum_rpc.service": Floor(
         "ferrum_rpc core errors failpoints install prefix_hash private_files executor wire engine.liveness engine.api "
         "engine.thread engine.process.parent",
@@ -95,14 +125,16 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client terminal", "tokenizers"),
     "ferrum_rpc.hub": Floor("errors terminal", "huggingface_hub structlog"),
     "ferrum_rpc.building": Floor(
-        "errors failpoints models engine engine.api config usage terminal hub", "structlog torch"
+        "config errors failpoints usage terminal hub engine.api engine.memory engine.ranks.world engine.assembly "
+        "engine.assembly.build",
+        "structlog torch",
     ),
-    "ferrum_rpc.plan": Floor("errors engine engine.ranks.world building config terminal", "torch"),
+    "ferrum_rpc.plan": Floor("errors config terminal engine.assembly building"),
     "ferrum_rpc.doctor": Floor(
-        "errors models engine engine.assembly.parity engine.ranks.world building config terminal"
+        "errors config terminal engine.adapters engine.assembly engine.assembly.parity building"
     ),
     "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config runtime"),
-    "ferrum_rpc.rank": Floor("errors engine engine.ranks.world runtime", "torch"),
+    "ferrum_rpc.rank": Floor("errors engine.ranks engine.ranks.world runtime", "torch"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.api engine.ranks.world "
         "service building logs config usage runtime",
@@ -303,7 +335,7 @@ def tree_of(folder: Path, files: dict[str, str]) -> Tree:
         "ferrum_rpc/models/base.py": "import torch\nfrom ferrum_rpc.core import AttentionSpec",
         "ferrum_rpc/engine/__init__.py": "",
         "ferrum_rpc/engine/thread.py": "from ferrum_rpc.core import Step",
-        "ferrum_rpc/engine/runner.py": "import torch\nfrom ferrum_rpc.kv import pool, store",
+        "ferrum_rpc/engine/step.py": "import torch\nfrom ferrum_rpc.kv import pool, store",
         "ferrum_rpc/service/__init__.py": "",
         "ferrum_rpc/service/server.py": "import grpc\nfrom ferrum_rpc.engine import thread",
         "ferrum_rpc/client/__init__.py": "",
@@ -343,15 +375,15 @@ VIOLATIONS = {
         "import ferrum_rpc.attention.geometry as g",
         "models.base:1 imports ferrum_rpc.attention.geometry",
     ),
-    "the thread imports the runner": (
+    "the thread imports what runs a step": (
         "engine/thread.py",
-        "from ferrum_rpc.engine.runner import TorchRunner",
-        "engine.thread:1 imports ferrum_rpc.engine.runner",
+        "from ferrum_rpc.engine.step import StepRunner",
+        "engine.thread:1 imports ferrum_rpc.engine.step",
     ),
     "the service imports the torch half of the engine": (
         "service/server.py",
-        "import grpc\n\nfrom ferrum_rpc.engine import runner, thread",
-        "service.server:3 imports ferrum_rpc.engine.runner",
+        "import grpc\n\nfrom ferrum_rpc.engine import step, thread",
+        "service.server:3 imports ferrum_rpc.engine.step",
     ),
     "the service imports torch": ("service/server.py", "import torch", "service.server:1 imports torch"),
     "the service imports the cache": (
@@ -366,8 +398,8 @@ VIOLATIONS = {
     ),
     "for its types only": (
         "service/server.py",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ferrum_rpc.engine.runner import TorchRunner",
-        "service.server:3 imports ferrum_rpc.engine.runner",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ferrum_rpc.engine.step import StepRunner",
+        "service.server:3 imports ferrum_rpc.engine.step",
     ),
     "by name": (
         "service/server.py",

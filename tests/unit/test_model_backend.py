@@ -21,7 +21,7 @@ from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly import hf_source
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.assembly.choose import choose_parts
+from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.hf.describe import HfSpec, _is_window, describe
@@ -61,7 +61,7 @@ def configure(folder: Path, **changes: Any) -> None:
 
 
 def reason(folder: Path, choice: str, **options: Any) -> str:
-    return dict(choose_parts(settings(folder, **options)).choices)[choice]
+    return dict(choose(settings(folder, **options)).reasons)[choice]
 
 
 def test_what_the_native_decoder_serves_it_serves(native_folder: Path) -> None:
@@ -74,7 +74,7 @@ def test_what_it_does_not_serve_transformers_runs_and_the_reason_is_told(other_f
     why = reason(other_folder, "model=hf")
     assert why.startswith("native: architectures: 'GPTNeoXForCausalLM' is not supported")
     with pytest.raises(NotSupported, match="'GPTNeoXForCausalLM' is not supported"):
-        choose_parts(settings(other_folder, model_backend="native"))
+        choose(settings(other_folder, model_backend="native"))
     runner = build_runner(settings(other_folder))
     assert (runner.info.architecture, runner.info.folder) == ("GPTNeoXForCausalLM", str(other_folder))
     assert "differ by" in dict(runner.device.choices)["parity"]
@@ -95,15 +95,15 @@ def test_without_transformers_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(NotSupported, match=r"is not supported; .*; nor through .*pip install '\.\[hf\]'"):
-        choose_parts(settings(other_folder))
+        choose(settings(other_folder))
     with pytest.raises(NotSupported, match=r"^transformers is not installed"):
-        choose_parts(settings(other_folder, model_backend="hf"))
+        choose(settings(other_folder, model_backend="hf"))
 
 
 def test_what_neither_serves_has_both_reasons(folder: Path) -> None:
     configure(folder, model_type="mamba", architectures=["MambaForCausalLM"])
     with pytest.raises(NotSupported, match=r"'MambaForCausalLM' is not supported.*keeps a state of its own") as caught:
-        choose_parts(settings(folder))
+        choose(settings(folder))
     assert caught.value.field == "architectures"
 
 
@@ -124,7 +124,7 @@ def test_a_wrong_configuration_of_a_native_family_keeps_its_error(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     configure(tmp_path, **changes)
     with pytest.raises((InvalidRequest, NotSupported), match=f"^{error}"):
-        choose_parts(settings(tmp_path))
+        choose(settings(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_configuration_that_is_wrong_is_refused_before_anything_is_allocated(
 ) -> None:
     configure(folder, **changes)
     with pytest.raises(kind, match=error):
-        choose_parts(settings(folder, model_backend="hf"))
+        choose(settings(folder, model_backend="hf"))
 
 
 ODD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
@@ -236,7 +236,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name_from_the_headers(
         tensors[name] = tensors[name][1:].clone()
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(InvalidRequest, match=rf"1 {wrong} \({name}"):
-        choose_parts(settings(folder))
+        choose(settings(folder))
     for command in ("plan", "doctor"):
         with pytest.raises(SystemExit) as done:
             cli.main([command, str(folder), "--device", "cpu", "--kv-blocks", "16"])
@@ -270,7 +270,7 @@ def test_numbers_that_are_none_are_refused_by_name(folder: Path, wrong: str) -> 
 
 def test_weights_are_not_rounded(other_folder: Path) -> None:
     with pytest.raises(NotSupported, match="which transformers runs, are not rounded"):
-        choose_parts(settings(other_folder, quantize="int8"))
+        choose(settings(other_folder, quantize="int8"))
 
 
 @pytest.mark.parametrize("what", ["scale", "window"])
@@ -295,8 +295,8 @@ def test_other_types_start_too(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 def test_all_of_its_weights_and_its_cache_are_planned(other_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = choose_parts(settings(other_folder))
-    plan = make_plan(parts, settings(other_folder), LargestStep(64, 4), 1 << 30)
+    parts = choose(settings(other_folder))
+    plan = make_plan(parts, LargestStep(64, 4), 1 << 30)
     model = build_runner(settings(other_folder)).model
     held = {id(each): each.nbytes for each in [*model._model.parameters(), *model._model.buffers()]}
     assert plan.weights_bytes == sum(held.values())

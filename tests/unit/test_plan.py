@@ -23,7 +23,7 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, Step
 from ferrum_rpc.engine.assembly import build
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.assembly.choose import choose_parts
+from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.engine.assembly.plan import MemoryPlan
 from ferrum_rpc.engine.assembly.size import CPU_MOST, PROCESS_BYTES, LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest
@@ -107,7 +107,7 @@ def settings(folder: Path, kind: str = "bfloat16", **others: Any) -> ModelSettin
 
 
 def planned(config: ModelSettings, tokens: int = TOKENS, memory: int = 1 << 30) -> MemoryPlan:
-    return make_plan(choose_parts(config), config, LargestStep(tokens, 1), memory)
+    return make_plan(choose(config), LargestStep(tokens, 1), memory)
 
 
 def available(kind: str) -> None:
@@ -146,7 +146,7 @@ def test_a_product_says_what_it_will_hold(make: Callable[[], LinearFactory], dty
 def test_weights_and_cache_take_what_was_planned(folder: Path, kind: str) -> None:
     available(kind)
     config = settings(folder, kind)
-    plan, parts = planned(config), choose_parts(config)
+    plan, parts = planned(config), choose(config)
     left, _ = of_torch(parts.load)
     assert abs(left - plan.weights_bytes) <= 0.03 * left
     runner = build_runner(config)
@@ -359,7 +359,7 @@ def test_all_ranks_of_this_machine_are_planned(folder: Path, cut: dict[str, int]
     """Stages differ: the last has the head."""
     config = settings(folder, **cut)
     plan = planned(config)
-    each = [choose_parts(config, rank=rank).model.weight_bytes() for rank in range(config.ranks)]  # type: ignore[union-attr]
+    each = [choose(config, rank=rank).source.weight_bytes() for rank in range(config.ranks)]
     assert plan.weights_bytes == each[0]
     assert sum(each[1:]) <= plan.others.weights_bytes < 1.02 * sum(each[1:]), "the vocabulary's last part is smaller"
     if config.tensor_parallel == 1:
@@ -369,7 +369,7 @@ def test_all_ranks_of_this_machine_are_planned(folder: Path, cut: dict[str, int]
     tight = planned(config, memory=plan.all_bytes - 1)
     assert not tight.fits and tight.total_bytes < tight.memory_bytes
     assert f"with the other {config.ranks - 1} rank" in tight.advice
-    one = make_plan(choose_parts(config), config, LargestStep(TOKENS, 1), plan.total_bytes, here=1)
+    one = make_plan(choose(config), LargestStep(TOKENS, 1), plan.total_bytes, here=1)
     assert one.fits and one.all_bytes == one.total_bytes
 
 

@@ -10,21 +10,21 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import DeviceInfo, ModelInfo
 from ferrum_rpc.engine.adapters import Adapters
-from ferrum_rpc.engine.assembly.check import check_parity
-from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT8, Parts, Pretrained, choose_parts
-from ferrum_rpc.engine.assembly.fingerprint import of_checkpoint, of_identity
+from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT8, Choices, choose
 from ferrum_rpc.engine.assembly.kv_rounding import ROUNDED, rounding_error
 from ferrum_rpc.engine.assembly.loading import Progress
 from ferrum_rpc.engine.assembly.plan import announce, mib
 from ferrum_rpc.engine.assembly.size import LargestStep, adapter_bytes, make_plan, size_cache
+from ferrum_rpc.engine.assembly.source import Reasons
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.engine.cuda.select import graphs_chosen, obstacle, select_compute, select_depth, stage_compute
@@ -43,10 +43,7 @@ from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.models.base import Model
-from ferrum_rpc.models.hf.model import HfModel
-from ferrum_rpc.models.identity import IdentityModel
 from ferrum_rpc.models.lora import AdaptableModel, Loras
-from ferrum_rpc.models.native_linear import ByteFactory
 from ferrum_rpc.native import library
 from ferrum_rpc.sampling.parted import VocabShard
 
@@ -59,34 +56,33 @@ def build_runner(
 ) -> TorchRunner:
     """Load the model and make its runner. Raises typed errors that say what to do, before anything is loaded where the
     weights do not fit the memory. ``largest``: what steps there will be; where it is told, the log gets the plan."""
-    parts = choose_parts(config)
+    choices = choose(config)
     if largest is not None:
-        here = None if parts.device.type == "cuda" else ranks_here(config)
-        announce(make_plan(parts, config, largest, free_memory(parts.device), here))
+        here = None if choices.device.type == "cuda" else ranks_here(config)
+        announce(make_plan(choices, largest, free_memory(choices.device), here))
     if config.ranks > 1:
-        return build_shared(config, parts, progress, stage)
-    model = parts.load(progress)
+        return build_shared(choices, progress, stage)
+    loaded = choices.load(progress)
     with torch.inference_mode():
-        return _assemble(config, parts, model, stage)
+        return _assemble(choices, *loaded, stage)
 
 
 def build_shared(
-    config: ModelSettings,
-    parts: Parts,
+    choices: Choices,
     progress: Progress | None = None,
     stage: Stage | None = None,
     assemble: Callable[[ModelSettings], tuple[Ranks, Setup, Store]] = assemble,
 ) -> TorchRunner:
-    """As `build_runner`, for a model that ranks share, of which this process is the first: ``parts`` is its part."""
-    ranks, setup, store = assemble(config)
+    """As `build_runner`, for a model that ranks share, of which this process is the first: ``choices`` are its own."""
+    ranks, setup, store = assemble(choices.config)
     try:
         torch.set_num_threads(setup.threads)
         loading = ranks.order("load")
         ranks.groups = groups = ranks.unless_lost(lambda: Groups(setup, store))
-        model = parts.load(progress, groups.parallel(setup))
+        loaded = choices.load(progress, groups.parallel(setup))
         ranks.collect(loading)
         with torch.inference_mode():
-            return _assemble(config, parts, model, stage, Sharing(ranks, setup))
+            return _assemble(choices, *loaded, stage, Sharing(ranks, setup))
     except BaseException as error:
         ranks.close(str(error))
         raise
@@ -104,63 +100,22 @@ class Sharing(NamedTuple):
         return self.ranks.groups.part(self.setup, vocabulary)
 
 
-def _named(config: ModelSettings, parts: Parts) -> str:
-    return config.path if isinstance(parts.model, IdentityModel) else parts.model.checkpoint.name
-
-
-def _fingerprint(parts: Parts, quantize: str) -> bytes:
-    if isinstance(parts.model, IdentityModel):
-        return of_identity(parts.model.config)
-    frozen = isinstance(parts.model, Pretrained) and any(rope.long for rope in parts.model.making.spec.ropes)
-    variant = "long" if frozen else ""
-    return of_checkpoint(parts.model.checkpoint, parts.model.tensor_names, parts.dtype, quantize, variant)
-
-
 def _assemble(
-    config: ModelSettings, parts: Parts, model: Model, stage: Stage | None, sharing: Sharing | None = None
+    choices: Choices, model: Model, loaded: Reasons, stage: Stage | None, sharing: Sharing | None = None
 ) -> TorchRunner:
-    device, choices, cuda = parts.device, list(parts.choices), parts.device.type == "cuda"
-    info = replace(
-        model.info(config.name or _named(config, parts)),
-        max_context=parts.max_context,
-        kv_bytes_per_token=parts.slot_bytes_of_all,
-        fingerprint=_fingerprint(parts, config.quantize),
-    )
-    if rounded := config.kv_dtype in ROUNDED:
-        info = replace(info, kv_dtype=config.kv_dtype)
-    if isinstance(parts.model, Pretrained) and isinstance(linear := parts.model.making.linear, ByteFactory):
-        info = replace(info, weight_dtype=QUANTIZE_INT8)
-        reason = f"requested; rounding the weights changed them by {linear.error:.2%} (root mean square)"
-        choices.append((f"quantize={QUANTIZE_INT8}", reason))
-    if not isinstance(parts.model, IdentityModel) and not config.name:
-        where = Path(config.path).absolute()
-        info = replace(info, folder=str(where if where.is_dir() else where.parent))
-    block_bytes = parts.slot_bytes * config.block_size
-    left = max(0, free_memory(device) // (sharing.setup.sharers if sharing else 1) - adapter_bytes(config))
-    blocks, reason = size_cache(config, block_bytes, info.max_context, device.type, left)
-    choices.append((f"kv_blocks={blocks} ({mib(blocks * block_bytes)})", reason))
-    make: Callable[..., KvStore] = KvStore
-    if sharing:
-        shard, heads = sharing.setup.shard, info.kv_heads
-        make = partial(RankedStore, ranks=sharing.ranks, shard=shard, count=info.layers, kv_heads=heads)
-    try:
-        store, attention = make_cache(parts, model, blocks + 1, config.block_size, make)
-    except RuntimeError as error:  # torch has no narrower class for "out of memory" on a CPU
-        raise InvalidRequest(
-            f"a KV cache of {blocks} blocks does not fit the memory; lower --kv-memory or --kv-blocks",
-            field="kv_memory",
-        ) from error
-    if device.type == "cpu":
-        for buffer in store.buffers:
-            library.prefer_huge_pages(buffer)
+    """The cache, what computes over it, and the runner of both. ``loaded``: what was found while the weights were."""
+    config, device, cuda = choices.config, choices.device, choices.device.type == "cuda"
+    info, reasons = _describe(choices, model), [*choices.reasons, *loaded]
+    blocks, store, attention = _make_cache(choices, model, info, reasons, sharing)
+    rounded = config.kv_dtype in ROUNDED
     if rounded and not sharing:
         of_keys, of_values, tokens = rounding_error(model, attention, store, info.max_context)
         changed = f"rounding changes keys by {of_keys:.2%} and values by {of_values:.2%}"
-        choices.append((f"kv_dtype={config.kv_dtype}", f"requested; {changed} (root mean square, {tokens} tokens)"))
+        reasons.append((f"kv_dtype={config.kv_dtype}", f"requested; {changed} (root mean square, {tokens} tokens)"))
     tier = None if config.kv_tier_dir is None else _tier(config.kv_tier_dir, config, info, store)
     loras, adapters = None, None
     if config.adapter_dir is not None:
-        loras, adapters = _adapters(config, model, info.fingerprint, choices, sharing)
+        loras, adapters = _adapters(config, model, info.fingerprint, reasons, sharing)
     kv = KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint)
     compute, depth = Compute(model, attention, loras), 1
     blocks_per_sequence = min(blocks, -(-info.max_context // config.block_size))
@@ -168,10 +123,9 @@ def _assemble(
         own = stage_compute(model, attention, loras, sharing.part(info.vocab_size))
         compute = RankedCompute(own, sharing.ranks, sharing.setup.shard, kv.tokens)
         depth = config.pipeline_parallel
-        choices += [*_say_ranks(config, sharing), *_record(compute, own, config, sharing.setup, blocks_per_sequence)]
+        reasons += [*_say_ranks(config, sharing), *_record(compute, own, config, sharing.setup, blocks_per_sequence)]
         sharing.ranks.judge()
-    if isinstance(model, HfModel):
-        choices.append(check_parity(model, compute, store, info.max_context))
+    reasons += choices.source.check(model, compute, store, info.max_context)
     if cuda and not sharing:
         choice, compute = select_compute(
             model,
@@ -182,8 +136,8 @@ def _assemble(
             loras=loras,
         )
         overlap, depth = select_depth(compute, config.overlap)
-        choices += choice, overlap
-    choices += [(f"sampling={compute.sampler.name}", compute.sampler.reason)] if cuda else []
+        reasons += choice, overlap
+    reasons += [(f"sampling={compute.sampler.name}", compute.sampler.reason)] if cuda else []
     return TorchRunner(
         model,
         kv,
@@ -195,8 +149,8 @@ def _assemble(
             name=torch.cuda.get_device_name(device) if cuda else _cpu_name(),
             memory_bytes=torch.cuda.mem_get_info(device)[1] if cuda else total_memory(),
             threads=torch.get_num_threads(),
-            attention_backend=parts.attention[0],
-            choices=tuple(choices),
+            attention_backend=choices.attention[0],
+            choices=tuple(reasons),
             exact_span_tokens=compute.exact_span_tokens,
         ),
         stage=stage,
@@ -205,6 +159,51 @@ def _assemble(
         tier=tier,
         adapters=adapters,
     )
+
+
+def _describe(choices: Choices, model: Model) -> ModelInfo:
+    """What a scheduler must know of the model as it is served."""
+    config, facts = choices.config, choices.facts
+    info = replace(
+        model.info(config.name or facts.name),
+        max_context=choices.max_context,
+        kv_bytes_per_token=choices.slot_bytes_of_all,
+        fingerprint=choices.source.fingerprint(config.quantize),
+    )
+    if config.kv_dtype in ROUNDED:
+        info = replace(info, kv_dtype=config.kv_dtype)
+    if config.quantize == QUANTIZE_INT8:
+        info = replace(info, weight_dtype=QUANTIZE_INT8)
+    if facts.numbers and not config.name:
+        where = Path(config.path).absolute()
+        info = replace(info, folder=str(where if where.is_dir() else where.parent))
+    return info
+
+
+def _make_cache(
+    choices: Choices, model: Model, info: ModelInfo, reasons: Reasons, sharing: Sharing | None
+) -> tuple[int, KvStore, AttentionBackend]:
+    """Its blocks, the null block not counted; the tensors, and what reads and writes them."""
+    config, device = choices.config, choices.device
+    block_bytes = choices.slot_bytes * config.block_size
+    left = max(0, free_memory(device) // (sharing.setup.sharers if sharing else 1) - adapter_bytes(config))
+    blocks, reason = size_cache(config, block_bytes, info.max_context, device.type, left)
+    reasons.append((f"kv_blocks={blocks} ({mib(blocks * block_bytes)})", reason))
+    make: Callable[..., KvStore] = KvStore
+    if sharing:
+        shard, heads = sharing.setup.shard, info.kv_heads
+        make = partial(RankedStore, ranks=sharing.ranks, shard=shard, count=info.layers, kv_heads=heads)
+    try:
+        store, attention = make_cache(choices, model, blocks + 1, config.block_size, make)
+    except RuntimeError as error:  # torch has no narrower class for "out of memory" on a CPU
+        raise InvalidRequest(
+            f"a KV cache of {blocks} blocks does not fit the memory; lower --kv-memory or --kv-blocks",
+            field="kv_memory",
+        ) from error
+    if device.type == "cpu":
+        for buffer in store.buffers:
+            library.prefer_huge_pages(buffer)
+    return blocks, store, attention
 
 
 def _say_ranks(config: ModelSettings, sharing: Sharing) -> list[tuple[str, str]]:
@@ -234,12 +233,12 @@ def _record(
 
 
 def _adapters(
-    config: ModelSettings, model: Model, fingerprint: bytes, choices: list[tuple[str, str]], sharing: Sharing | None
+    config: ModelSettings, model: Model, fingerprint: bytes, reasons: Reasons, sharing: Sharing | None
 ) -> tuple[Loras, Adapters]:
     """What takes the adapters of a folder."""
-    assert isinstance(model, AdaptableModel) and config.adapter_dir is not None  # noqa: S101 - choose_parts looked
-    reason, loras = model.take_adapters()
-    choices.append((f"adapters={loras.name}", reason))
+    assert config.adapter_dir is not None  # noqa: S101 - the caller looked
+    reason, loras = cast(AdaptableModel, model).take_adapters()  # `choose` has refused the others
+    reasons.append((f"adapters={loras.name}", reason))
     made = Adapters if sharing is None else partial(RankedAdapters, ranks=sharing.ranks)
     return loras, made(config.adapter_dir, loras, fingerprint, config.max_adapter_rank, config.adapter_memory)
 

@@ -1,14 +1,14 @@
-"""What is chosen before a weight is read: the device, the dtype, who multiplies, who attends; each with its reason.
+"""What is chosen before a weight is read: the device, who runs the model, its dtype, who multiplies, who attends; each
+with its reason.
 
 `build` makes a runner of it, `size` says what that takes of the memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -16,27 +16,23 @@ from ferrum_rpc.attention.backend import NATIVE, TRITON, Factory, select_backend
 from ferrum_rpc.attention.native_paged import takes_long_spans
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.config import IDENTITY, ModelSettings
-from ferrum_rpc.core import NO_KERNELS, AttentionSpec
-from ferrum_rpc.engine.assembly.hf_source import Borrowed, describe_checkpoint
+from ferrum_rpc.core import NO_KERNELS
+from ferrum_rpc.engine.assembly.hf_source import HfCheckpoint, describe_checkpoint
 from ferrum_rpc.engine.assembly.kv_rounding import ROUNDED, cache_layers, check_kv_dtype
-from ferrum_rpc.engine.assembly.loading import Progress, choose_dtype, load_model, read_spec
+from ferrum_rpc.engine.assembly.loading import Progress, choose_dtype, read_spec
+from ferrum_rpc.engine.assembly.source import DecoderCheckpoint, IdentitySource, ModelFacts, ModelSource, Reasons
 from ferrum_rpc.engine.ranks.world import refuse_ranks
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.kv.store import CacheSpec
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.config_keys import UnknownKey
 from ferrum_rpc.models.decoder import SINGLE, ParallelContext
-from ferrum_rpc.models.footprint import Making, activation_bytes, weight_bytes
-from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.hf.describe import HfSpec
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
-from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.linear import LinearFactory, select_bytes, select_linear
-from ferrum_rpc.models.lora import modules_of
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
-from ferrum_rpc.models.with_images import adapted_roots
 from ferrum_rpc.native import library
 from ferrum_rpc.weights.checkpoint import Checkpoint
 
@@ -47,158 +43,88 @@ NO_MORE: Final = "the model has no more: max_position_embeddings of its configur
 QUANTIZE_INT8: Final = "int8"
 
 
-class Pretrained(NamedTuple):
-    """A model with weights. ``ops`` is None for a device that is not in this machine. ``whole``: the model of which
-    ``making`` is this rank's part."""
-
-    checkpoint: Checkpoint
-    making: Making
-    ops: FusedOps | None
-    whole: ModelSpec
-
-    @property
-    def architecture(self) -> str:
-        """As its configuration names it."""
-        return self.making.spec.architecture
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what is computed."""
-        return self.making.dtype
-
-    @property
-    def layers(self) -> tuple[AttentionSpec, ...]:
-        """What its attention layers are."""
-        return self.making.spec.attention_specs
-
-    @property
-    def tensor_names(self) -> Collection[str]:
-        """Those of the checkpoint that it is made of."""
-        return layout(self.whole).keys()
-
-    @property
-    def modules(self) -> dict[str, tuple[int, int]]:
-        """The matrices that adapters can change, by name, with their sizes [out, in]."""
-        return modules_of(layout(replace(self.whole, roots=adapted_roots(self.whole.architecture))))
-
-    def weight_bytes(self) -> int:
-        """Of all weights once they are loaded. Raises InvalidRequest where they cannot be held so."""
-        return weight_bytes(self.making)
-
-    def activation_bytes(self, tokens: int, rows: int, attending: int) -> int:
-        """Of a step; see `models.footprint.activation_bytes`."""
-        return activation_bytes(self.making, tokens, rows, attending=attending)
-
-    def load(self, device: torch.device, progress: Progress | None, parallel: ParallelContext = SINGLE) -> Model:
-        """Read the weights."""
-        _, dtype, linear, *_ = self.making
-        return load_model(
-            self.checkpoint, dtype, device, progress, spec=self.whole, linear=linear, ops=self.ops, parallel=parallel
-        )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
-    """A model whose weights are not read yet, or one that has none. ``layers``: what its attention layers are,
-    ``cache`` what they keep of a token.
-    ``max_context``: the model's, or less where less was asked for. ``attention``: the backend's name and what makes it.
-    ``choices``: what was chosen -> why."""
+class Choices:
+    """What ``config`` comes to on this machine. ``facts`` are the ``source``'s. ``cache``: what each attention layer
+    keeps of a token. ``max_context``: the model's, or less where less was asked for. ``attention``: the backend's name
+    and what makes it. ``elsewhere``: the device is not in this machine. ``reasons``: what was chosen -> why."""
 
+    config: ModelSettings
     device: torch.device
-    dtype: torch.dtype
-    model: IdentityModel | Pretrained | Borrowed
-    layers: tuple[AttentionSpec, ...]
+    source: ModelSource
+    facts: ModelFacts
     cache: list[CacheSpec]
     max_context: int
     attention: tuple[str, Factory]
-    choices: tuple[tuple[str, str], ...]
+    elsewhere: bool
+    reasons: tuple[tuple[str, str], ...]
+
+    def load(self, progress: Progress | None = None, parallel: ParallelContext = SINGLE) -> tuple[Model, Reasons]:
+        """See `ModelSource.load`."""
+        return self.source.load(self.device, progress, parallel)
 
     @property
     def slot_bytes(self) -> int:
-        """What a token takes of the cache of all layers."""
+        """Bytes that a token takes of the cache of all layers."""
         return sum(layer.slot_bytes for layer in self.cache)
 
-    def load(self, progress: Progress | None = None, parallel: ParallelContext = SINGLE) -> Model:
-        """The model with its weights; of one that ranks share, the part of ``parallel``."""
-        if isinstance(self.model, Pretrained):
-            return self.model.load(self.device, progress, parallel)
-        return self.model if isinstance(self.model, IdentityModel) else self.model.load(self.device, progress)
+    @property
+    def slot_bytes_of_all(self) -> int:
+        """As `slot_bytes`, of the layers of all ranks, each head once."""
+        layers = cache_layers(self.facts.all_layers, self.facts.dtype, self.config.kv_dtype)
+        return sum(layer.slot_bytes for layer in layers)
 
     @property
     def copied_bytes(self) -> int:
         """Of `slot_bytes`, those of layers that attend over another layer's keys and values: each keeps its own."""
-        return sum(self.cache[layer].slot_bytes for layer in _copied(self.model))
+        return sum(self.cache[layer].slot_bytes for layer in self.facts.copied)
 
     @property
-    def slot_bytes_of_all(self) -> int:
-        """As `slot_bytes`, of the whole model where ranks share it: what each has, once."""
-        if not isinstance(self.model, Pretrained):
-            return self.slot_bytes
-        one = self.cache[0]
-        return sum(replace(one, kv_heads=layer.kv_heads).slot_bytes for layer in self.model.whole.attention_specs)
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether it is planned for a device that is not in this machine."""
-        return isinstance(self.model, Pretrained) and self.model.ops is None
+    def attends_in_c(self) -> bool:
+        """Whether native layers call attention in C, for spans of any length."""
+        facts = self.facts
+        known = not facts.estimated and self.attention[0] == NATIVE
+        return known and takes_long_spans(facts.dtype, facts.layers[0].head_dim)
 
 
-def choose_parts(config: ModelSettings, *, elsewhere: bool = False, rank: int = 0) -> Parts:
+def choose(config: ModelSettings, *, elsewhere: bool = False, rank: int = 0) -> Choices:
     """Raises typed errors that say what to do. ``elsewhere``: the device is not in this machine, and taken to be able
     to run every kernel. ``rank``: of those that share the model, whose part it is."""
-    choices: list[tuple[str, str]] = []
-    device = _choose_device(config.device, choices, elsewhere)
+    reasons: Reasons = []
+    device = _choose_device(config.device, reasons, elsewhere)
     check_kv_dtype(config.kv_dtype, device, elsewhere=elsewhere)
     if device.type == "cpu":
-        _check_kernels(choices)
-    model: IdentityModel | Pretrained | Borrowed
+        _check_kernels(reasons)
+    source: ModelSource
     if config.path == IDENTITY:
-        if config.quantize != QUANTIZE_NONE:
-            raise InvalidRequest("the identity model has no weights to be rounded", field="quantize")
-        refuse_ranks(config, "the identity model")
-        model = IdentityModel(_identity(config), torch.device("cpu") if elsewhere else device)
-        choices.append(("dtype=float32", "the identity model has no other"))
-        dtype, layers, most = model.dtype, model.attention_specs, model.config.max_context
+        source = _choose_identity(config, torch.device("cpu") if elsewhere else device, reasons)
     else:
-        model, most = _choose_pretrained(config, device, choices, elsewhere, rank)
-        dtype, layers = model.dtype, model.layers
+        source = _choose_checkpoint(config, device, reasons, elsewhere, rank)
+    facts = source.describe()
     if config.adapter_dir is not None:
-        _check_adapters(config.adapter_dir, model)
-    max_context = most if config.max_context is None else min(most, config.max_context)
+        _check_adapters(config.adapter_dir, facts)
+    longest = facts.max_context
+    max_context = longest if config.max_context is None else min(longest, config.max_context)
     if config.max_context is not None:
-        reason = "requested" if config.max_context <= most else f"{config.max_context} requested, {NO_MORE}"
-        choices.append((f"max_context={max_context}", reason))
+        reason = "requested" if config.max_context <= longest else f"{config.max_context} requested, {NO_MORE}"
+        reasons.append((f"max_context={max_context}", reason))
     factory: Factory
     if elsewhere:
         name, reason, factory = TRITON, "what such a device runs", TorchPagedAttention
     else:
-        name, reason, factory = select_backend(device, layers, dtype, config.attention, ROUNDED.get(config.kv_dtype))
-    choices.append((f"attention={name}", reason))
-    if isinstance(model, Pretrained) and name == NATIVE and takes_long_spans(dtype, layers[0].head_dim):
-        model = model._replace(making=model.making._replace(attends=True))
-    cache = cache_layers(layers, dtype, config.kv_dtype)
-    parts = Parts(device, dtype, model, layers, cache, max_context, (name, factory), tuple(choices))
-    if copied := _copied(model):
-        share = f"{len(copied)} of {len(layers)} layers attend over keys and values of a layer before them"
-        cost = f"{share}; each keeps its own, {parts.copied_bytes} of the cache's {parts.slot_bytes} bytes of a token"
-        parts = replace(parts, choices=(*parts.choices, ("shared_kv=copied", cost)))
-    return parts
+        cached = ROUNDED.get(config.kv_dtype)
+        name, reason, factory = select_backend(device, facts.layers, facts.dtype, config.attention, cached)
+    reasons.append((f"attention={name}", reason))
+    cache = cache_layers(facts.layers, facts.dtype, config.kv_dtype)
+    chosen = Choices(config, device, source, facts, cache, max_context, (name, factory), elsewhere, tuple(reasons))
+    if not facts.copied:
+        return chosen
+    share = f"{len(facts.copied)} of {len(cache)} layers attend over keys and values of a layer before them"
+    cost = f"{share}; each keeps its own, {chosen.copied_bytes} of the cache's {chosen.slot_bytes} bytes of a token"
+    return replace(chosen, reasons=(*reasons, ("shared_kv=copied", cost)))
 
 
-def _copied(model: IdentityModel | Pretrained | Borrowed) -> tuple[int, ...]:
-    return model.spec.copied if isinstance(model, Borrowed) else ()
-
-
-def _check_adapters(folder: Path, model: IdentityModel | Pretrained | Borrowed) -> None:
-    if not folder.is_dir():
-        raise InvalidRequest(f"adapter_dir {folder} is no folder", field="adapter_dir")
-    if isinstance(model, IdentityModel) or (isinstance(model, Borrowed) and not model.modules):
-        name = IDENTITY if isinstance(model, IdentityModel) else model.architecture
-        message = f"{name} takes no adapters, for it has no linear layers; serve it without --adapter-dir"
-        raise NotSupported(message, field="adapter_dir")
-
-
-def _choose_device(requested: str, choices: list[tuple[str, str]], elsewhere: bool) -> torch.device:
+def _choose_device(requested: str, reasons: Reasons, elsewhere: bool) -> torch.device:
     available = elsewhere or torch.cuda.is_available()
     if requested == "cuda" and not available:
         raise InvalidRequest("device cuda was asked for and torch finds no CUDA device", field="device")
@@ -207,59 +133,44 @@ def _choose_device(requested: str, choices: list[tuple[str, str]], elsewhere: bo
     else:
         reason = "a CUDA device is there" if available else "torch finds no CUDA device"
     kind = requested if requested != "auto" else ("cuda" if available else "cpu")
-    choices.append((f"device={kind}", reason))
+    reasons.append((f"device={kind}", reason))
     return torch.device(kind)
 
 
-def _check_kernels(choices: list[tuple[str, str]]) -> None:
+def _check_kernels(reasons: Reasons) -> None:
     """Say once what it costs that the C library is not there: every part that would use it has a slower way, and takes
     it."""
     try:
         library.load()
     except OSError as error:
         costs = "a step takes several times as long, and what is computed again has other bits (exact_span_tokens is 0)"
-        choices.append((NO_KERNELS, f"torch computes everything: {costs}. The C library: {error}"))
+        reasons.append((NO_KERNELS, f"torch computes everything: {costs}. The C library: {error}"))
 
 
-def _choose_pretrained(
-    config: ModelSettings, device: torch.device, choices: list[tuple[str, str]], elsewhere: bool, rank: int
-) -> tuple[Pretrained | Borrowed, int]:
-    """Who runs a model folder, and the longest sequence."""
-    checkpoint = Checkpoint.open(config.path)
-    spec = _choose_decoder(checkpoint, config.model_backend, choices)
-    if checkpoint.config.get("auto_map"):
-        choices.append(("auto_map=ignored", "code that a checkpoint brings is never run"))
-    if beyond := [str(each) for each in spec.eos_token_ids if each >= spec.vocab_size]:
-        named = ",".join(beyond[:8])
-        choices.append((f"eos_token_id={named}", f"not among the model's {spec.vocab_size} tokens: no text ends there"))
-    dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
-    choices.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
-    if kinds := checkpoint.encodings:
-        reason = f"{checkpoint.nbytes / 2**20:.0f} MiB are stored so, and become numbers of that dtype while they load"
-        choices.append((f"weights={','.join(kinds).lower()}", reason))
-    if isinstance(spec, HfSpec):
-        return _choose_borrowed(config, checkpoint, spec, dtype, choices)
-    whole, ops = spec.for_context(config.max_context), None
-    shard = Shard.at(rank, config.tensor_parallel, config.pipeline_parallel)
-    spec = shard.of(whole)
-    if spec.ropes[0].kind == "longrope":
-        reason = f"its factors are those of {spec.ropes[0].context} tokens, whatever a sequence's length"
-        choices.append(("rope=longrope", reason))
-    if not elsewhere:
-        reason, ops = select_fused_ops(spec, dtype, device)
-        choices.append((f"rows={ops.name}", reason))
-    linear: LinearFactory
-    if config.quantize == QUANTIZE_INT8:
-        linear = select_bytes(device, dtype)
-    else:
-        name, reason, linear = select_linear(device, dtype)
-        choices.append((f"linear={name}", reason))
-    return Pretrained(checkpoint, Making(spec, dtype, linear, type(ops), shard=shard), ops, whole), spec.max_context
+def _check_adapters(folder: Path, facts: ModelFacts) -> None:
+    if not folder.is_dir():
+        raise InvalidRequest(f"adapter_dir {folder} is no folder", field="adapter_dir")
+    if not facts.modules:
+        message = f"{facts.architecture} takes no adapters, for it has no linear layers; serve it without --adapter-dir"
+        raise NotSupported(message, field="adapter_dir")
 
 
-def _choose_decoder(checkpoint: Checkpoint, requested: str, choices: list[tuple[str, str]]) -> ModelSpec | HfSpec:
-    """What the configuration is to the native decoder, or where that does not serve it, to transformers."""
-    obstacle = None
+def _choose_identity(config: ModelSettings, device: torch.device, reasons: Reasons) -> IdentitySource:
+    if config.quantize != QUANTIZE_NONE:
+        raise InvalidRequest("the identity model has no weights to be rounded", field="quantize")
+    refuse_ranks(config, "the identity model")
+    prefix = "identity_"
+    given = {name.removeprefix(prefix): value for name, value in vars(config).items() if name.startswith(prefix)}
+    reasons.append(("dtype=float32", "the identity model has no other"))
+    return IdentitySource(IdentityModel(IdentityConfig(**given), device))
+
+
+def _choose_checkpoint(
+    config: ModelSettings, device: torch.device, reasons: Reasons, elsewhere: bool, rank: int
+) -> ModelSource:
+    """The native decoder, or where it does not serve the configuration, transformers."""
+    checkpoint, obstacle = Checkpoint.open(config.path), None
+    requested = config.model_backend
     if requested != HF:
         try:
             spec = read_spec(checkpoint)
@@ -272,37 +183,78 @@ def _choose_decoder(checkpoint: Checkpoint, requested: str, choices: list[tuple[
         else:
             reason = "requested" if requested == BACKEND_NATIVE else "the fast one"
             alone = "; images are not served" if spec.roots.images else ""
-            choices.append((f"model={BACKEND_NATIVE}", reason + alone))
-            return spec
+            reasons.append((f"model={BACKEND_NATIVE}", reason + alone))
+            return _choose_decoder(config, checkpoint, spec, device, reasons, elsewhere=elsewhere, rank=rank)
     try:
-        borrowed = describe_checkpoint(checkpoint)
+        described = describe_checkpoint(checkpoint)
     except (InvalidRequest, NotSupported) as error:
         if obstacle is None:
             raise
         raise type(error)(
             f"{obstacle.message}; nor through transformers: {error.message}", field=error.field
         ) from error
-    choices.append((f"model={HF}", "requested" if obstacle is None else f"{BACKEND_NATIVE}: {obstacle.message}"))
-    return borrowed
+    reasons.append((f"model={HF}", "requested" if obstacle is None else f"{BACKEND_NATIVE}: {obstacle.message}"))
+    return _choose_hf(config, checkpoint, described, device, reasons)
 
 
-def _choose_borrowed(
-    config: ModelSettings, checkpoint: Checkpoint, spec: HfSpec, dtype: torch.dtype, choices: list[tuple[str, str]]
-) -> tuple[Borrowed, int]:
+def _choose_dtype(
+    config: ModelSettings, checkpoint: Checkpoint, spec: ModelSpec | HfSpec, device: torch.device, reasons: Reasons
+) -> torch.dtype:
+    """The dtype to compute in. Also says what is odd about the checkpoint, and how its weights are stored."""
+    if checkpoint.config.get("auto_map"):
+        reasons.append(("auto_map=ignored", "code that a checkpoint brings is never run"))
+    if beyond := [str(each) for each in spec.eos_token_ids if each >= spec.vocab_size]:
+        named = ",".join(beyond[:8])
+        reasons.append((f"eos_token_id={named}", f"not among the model's {spec.vocab_size} tokens: no text ends there"))
+    dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
+    reasons.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
+    if kinds := checkpoint.encodings:
+        reason = f"{checkpoint.nbytes / 2**20:.0f} MiB are stored so, and become numbers of that dtype while they load"
+        reasons.append((f"weights={','.join(kinds).lower()}", reason))
+    return dtype
+
+
+def _choose_decoder(
+    config: ModelSettings,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    device: torch.device,
+    reasons: Reasons,
+    *,
+    elsewhere: bool,
+    rank: int,
+) -> DecoderCheckpoint:
+    dtype = _choose_dtype(config, checkpoint, spec, device, reasons)
+    whole, ops = spec.for_context(config.max_context), None
+    shard = Shard.at(rank, config.tensor_parallel, config.pipeline_parallel)
+    spec = shard.of(whole)
+    if spec.ropes[0].kind == "longrope":
+        reason = f"its factors are those of {spec.ropes[0].context} tokens, whatever a sequence's length"
+        reasons.append(("rope=longrope", reason))
+    if not elsewhere:
+        reason, ops = select_fused_ops(spec, dtype, device)
+        reasons.append((f"rows={ops.name}", reason))
+    linear: LinearFactory
+    if config.quantize == QUANTIZE_INT8:
+        linear = select_bytes(device, dtype)
+    else:
+        name, reason, linear = select_linear(device, dtype)
+        reasons.append((f"linear={name}", reason))
+    return DecoderCheckpoint(spec, whole, shard, dtype, linear, ops, checkpoint)
+
+
+def _choose_hf(
+    config: ModelSettings, checkpoint: Checkpoint, spec: HfSpec, device: torch.device, reasons: Reasons
+) -> HfCheckpoint:
+    dtype = _choose_dtype(config, checkpoint, spec, device, reasons)
     refuse_ranks(config, f"{spec.architecture}, which transformers runs,")
     if config.quantize != QUANTIZE_NONE:
         raise NotSupported(
             f"quantize: weights of {spec.architecture}, which transformers runs, are not rounded", field="quantize"
         )
-    most = spec.max_context if config.max_context is None else spec.longest
-    context = most if config.max_context is None else min(most, config.max_context)
+    longest = spec.max_context if config.max_context is None else spec.longest
+    context = longest if config.max_context is None else min(longest, config.max_context)
     if spec.scaling:
         kinds = ", ".join(spec.scaling)
-        choices.append((f"rope={kinds}", f"its factors are those of {context} tokens, whatever a sequence's length"))
-    return Borrowed(checkpoint, spec, dtype, context), most
-
-
-def _identity(config: ModelSettings) -> IdentityConfig:
-    prefix = "identity_"
-    given = {name.removeprefix(prefix): value for name, value in vars(config).items() if name.startswith(prefix)}
-    return IdentityConfig(**given)
+        reasons.append((f"rope={kinds}", f"its factors are those of {context} tokens, whatever a sequence's length"))
+    return HfCheckpoint(checkpoint, spec, dtype, longest, context)

@@ -6,19 +6,23 @@ Its own files are read by `weights`, which checks them first; transformers gets 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ferrum_rpc.core import AttentionSpec
+from ferrum_rpc.engine.assembly.check import check_parity
+from ferrum_rpc.engine.assembly.fingerprint import of_checkpoint
 from ferrum_rpc.engine.assembly.loading import READABLE, Progress, stops_of
+from ferrum_rpc.engine.assembly.source import ModelFacts, Reasons
+from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.errors import NotSupported, listed
+from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.decoder import ParallelContext
 from ferrum_rpc.models.hf.describe import HfSpec, describe
-from ferrum_rpc.models.hf.model import check_fit, load
+from ferrum_rpc.models.hf.model import HfModel, check_fit, load
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from ferrum_rpc.weights.entries import TensorEntry
 from ferrum_rpc.weights.reading import Reader
@@ -27,50 +31,51 @@ ROWS = 8
 """Copies of a hidden row that a layer of transformers holds at its fullest, and so many float32 ones less: generous."""
 
 
-class Borrowed(NamedTuple):
-    """A model of transformers with weights. ``max_context``: of the longest sequence that is served."""
+class HfCheckpoint(NamedTuple):
+    """A `ModelSource`: a checkpoint that transformers runs. ``longest``: of the sequences that it may have,
+    ``context``: of those that are served."""
 
     checkpoint: Checkpoint
     spec: HfSpec
     dtype: torch.dtype
-    max_context: int
+    longest: int
+    context: int
 
-    @property
-    def architecture(self) -> str:
-        """Its class in transformers."""
-        return self.spec.architecture
+    def describe(self) -> ModelFacts:
+        spec = self.spec
+        return ModelFacts(
+            self.checkpoint.name,
+            spec.architecture,
+            self.dtype,
+            spec.layers,
+            spec.layers,
+            self.longest,
+            spec.modules,
+            numbers=self.checkpoint.numbers,
+            copied=spec.copied,
+            estimated=True,
+        )
 
-    @property
-    def layers(self) -> tuple[AttentionSpec, ...]:
-        """One per layer."""
-        return self.spec.layers
-
-    @property
-    def tensor_names(self) -> Collection[str]:
-        """Those of the checkpoint that it is made of: all."""
-        return self.checkpoint.entries.keys()
-
-    @property
-    def modules(self) -> Mapping[str, tuple[int, int]]:
-        """The matrices that adapters can change, by name, with their sizes [out, in]."""
-        return self.spec.modules
-
-    def load(self, device: torch.device, progress: Progress | None) -> Model:
-        """Read the weights."""
+    def load(self, device: torch.device, progress: Progress | None, parallel: ParallelContext) -> tuple[Model, Reasons]:
         stored = stored_tensors(self.checkpoint, self.dtype, progress)
-        return load(self.spec, stored, self.dtype, device, self.max_context)
+        return load(self.spec, stored, self.dtype, device, self.context), []
+
+    def fingerprint(self, quantize: str) -> bytes:
+        return of_checkpoint(self.checkpoint, self.checkpoint.entries, self.dtype, quantize)
+
+    def check(self, model: Model, compute: Compute, store: KvStore, max_context: int) -> Reasons:
+        return [check_parity(cast(HfModel, model), compute, store, max_context)]
 
     def weight_bytes(self) -> int:
-        """Of all weights once they are loaded."""
         return self.spec.parameters * self.dtype.itemsize + self.spec.tables_bytes
 
-    def activation_bytes(self, tokens: int, rows: int, attending: int) -> int:
+    def activation_bytes(self, tokens: int, rows: int, attending: int | None) -> int:
         """An estimate, on the safe side: what transformers keeps in passing is its own business."""
         spec, size = self.spec, self.dtype.itemsize
         heads = max((each.heads + 2 * each.kv_heads) * each.head_dim for each in spec.layers)
         experts = getattr(spec.config.get_text_config(decoder=True), "num_experts_per_tok", None) or 1
         token = (ROWS * spec.hidden_size + 2 * heads + 2 * spec.inner_size * experts) * size + 2 * spec.hidden_size * 4
-        return tokens * token + attending + rows * spec.vocab_size * (2 * size + 4)
+        return tokens * token + (attending or 0) + rows * spec.vocab_size * (2 * size + 4)
 
 
 def stored_tensors(checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress | None = None) -> dict[str, _Stored]:

@@ -22,7 +22,7 @@ class Others(NamedTuple):
     kv_bytes_per_token: int = 0
 
 
-ALONE: Final = Others()
+NO_OTHERS: Final = Others()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class MemoryPlan:
     alternative: str = ""
     estimated: bool = False
     ranks: int = 1
-    others: Others = ALONE
+    others: Others = NO_OTHERS
     kv_copied_bytes_per_token: int = 0
 
     @property

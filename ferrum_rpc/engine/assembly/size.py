@@ -15,13 +15,11 @@ import torch
 
 from ferrum_rpc.attention.backend import NATIVE, TORCH
 from ferrum_rpc.attention.torch_paged import scratch_bytes
-from ferrum_rpc.config import IDENTITY, SETTINGS, ModelSettings
-from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT8, Parts, Pretrained, choose_parts
-from ferrum_rpc.engine.assembly.hf_source import Borrowed
+from ferrum_rpc.config import SETTINGS, ModelSettings
+from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT8, Choices, choose
 from ferrum_rpc.engine.assembly.plan import MemoryPlan, Others, mib
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, counted
 from ferrum_rpc.models.footprint import THREAD_BYTES
-from ferrum_rpc.models.identity import IdentityModel
 from ferrum_rpc.sampling.rows import HEAD_ROWS
 
 CPU_SHARE: Final = 0.25
@@ -74,104 +72,96 @@ def adapter_bytes(config: ModelSettings) -> int:
     return 0 if config.adapter_dir is None else config.adapter_memory
 
 
-def make_plan(
-    parts: Parts, config: ModelSettings, largest: LargestStep, memory: int, here: int | None = None
-) -> MemoryPlan:
-    """What ``parts``, the first rank's, take of ``memory`` free bytes, and settings that fit where these do not.
+def make_plan(choices: Choices, largest: LargestStep, memory: int, here: int | None = None) -> MemoryPlan:
+    """What ``choices``, the first rank's, take of ``memory`` free bytes, and settings that fit where these do not.
     ``here``: how many ranks take of it; None: all, of the memory of a CPU, and on GPUs each of its own."""
+    config = choices.config
     if here is None:
-        here = config.ranks if parts.device.type == "cpu" else 1
-    plan = _plan(parts, config, largest, memory, here)
+        here = config.ranks if choices.device.type == "cpu" else 1
+    plan = _plan(choices, config, largest, memory, here)
     no_block = not plan.kv_blocks and config.kv_memory is not None and plan.all_bytes <= memory
     if not plan.fits and not no_block:
-        for alternative, other in _alternatives(parts, config, largest, memory, here):
+        for alternative, other in _alternatives(choices, largest, memory, here):
             if other.fits:
                 return replace(plan, alternative=alternative)
     return plan
 
 
-def _plan(parts: Parts, config: ModelSettings, largest: LargestStep, memory: int, here: int) -> MemoryPlan:
-    model, others = parts.model, _others(parts, config, here)
-    weights, architecture = _weight_bytes(parts), IDENTITY
-    if not isinstance(model, IdentityModel):
-        architecture = model.architecture
-    adapters = adapter_bytes(config)
-    of_others = sum(count * (_weight_bytes(each) + PROCESS_BYTES) for each, count in others)
-    block_bytes, left = parts.slot_bytes * config.block_size, max(0, (memory - weights - of_others) // here - adapters)
+def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory: int, here: int) -> MemoryPlan:
+    """``config``: that of ``choices``, or with another cache."""
+    facts, others = choices.facts, _others(choices, here)
+    weights, adapters = choices.source.weight_bytes(), adapter_bytes(config)
+    of_others = [(each, count, each.source.weight_bytes()) for each, count in others]
+    taken = weights + sum(count * (size + PROCESS_BYTES) for _, count, size in of_others)
+    block_bytes, left = choices.slot_bytes * config.block_size, max(0, (memory - taken) // here - adapters)
     try:
-        blocks, reason = size_cache(config, block_bytes, parts.max_context, parts.device.type, left)
+        blocks, reason = size_cache(config, block_bytes, choices.max_context, choices.device.type, left)
     except InvalidRequest as error:
         blocks, reason = 0, error.message
-    held = blocks * config.block_size or parts.max_context
+    held = blocks * config.block_size or choices.max_context
     tokens = min(largest.tokens, held)
-    step = tokens, min(tokens, largest.sequences), min(parts.max_context, held)
+    step = tokens, min(tokens, largest.sequences), min(choices.max_context, held)
     return MemoryPlan(
-        architecture=architecture,
-        device=parts.device.type,
-        dtype=str(parts.dtype).removeprefix("torch."),
+        architecture=facts.architecture,
+        device=choices.device.type,
+        dtype=str(facts.dtype).removeprefix("torch."),
         quantize=config.quantize,
         memory_bytes=memory,
         weights_bytes=weights,
         adapters_bytes=adapters,
-        activations_bytes=_activations(parts, *step),
+        activations_bytes=_activations(choices, *step),
         step_tokens=tokens,
-        kv_dtype=str(parts.cache[0].dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype,
-        kv_bytes_per_token=parts.slot_bytes,
+        kv_dtype=str(choices.cache[0].dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype,
+        kv_bytes_per_token=choices.slot_bytes,
         block_size=config.block_size,
         kv_blocks=blocks,
-        max_context=parts.max_context,
+        max_context=choices.max_context,
         reason=reason,
-        estimated=isinstance(model, Borrowed),
+        estimated=facts.estimated,
         ranks=config.ranks,
         others=Others(
             ranks=here - 1,
-            weights_bytes=sum(count * _weight_bytes(each) for each, count in others),
+            weights_bytes=sum(count * size for _, count, size in of_others),
             fixed_bytes=sum(count * (PROCESS_BYTES + adapters + _activations(each, *step)) for each, count in others),
             kv_bytes_per_token=sum(count * each.slot_bytes for each, count in others),
         ),
-        kv_copied_bytes_per_token=parts.copied_bytes,
+        kv_copied_bytes_per_token=choices.copied_bytes,
     )
 
 
-def _others(parts: Parts, config: ModelSettings, here: int) -> list[tuple[Parts, int]]:
+def _others(choices: Choices, here: int) -> list[tuple[Choices, int]]:
     """What the ranks beside the first have, and how many have it: of a stage, none has more than its first."""
-    width = config.tensor_parallel
+    width = choices.config.tensor_parallel
     stages = Counter(rank // width for rank in range(1, here))
     return [
-        (choose_parts(config, elsewhere=parts.elsewhere, rank=stage * width) if stage else parts, count)
+        (choose(choices.config, elsewhere=choices.elsewhere, rank=stage * width) if stage else choices, count)
         for stage, count in stages.items()
     ]
 
 
-def _weight_bytes(parts: Parts) -> int:
-    return 0 if isinstance(parts.model, IdentityModel) else parts.model.weight_bytes()
-
-
-def _activations(parts: Parts, tokens: int, sequences: int, context: int) -> int:
+def _activations(choices: Choices, tokens: int, sequences: int, context: int) -> int:
     """Of a step of ``tokens`` tokens, the last of a sequence of ``context``, that wants logits of ``sequences``."""
-    model, name = parts.model, parts.attention[0]
-    if isinstance(model, IdentityModel):
+    facts, kept, passing = choices.facts, 0, 0
+    if not facts.numbers:
         return 0
-    kept = passing = 0
-    attends = isinstance(model, Pretrained) and model.making.attends
-    if name == TORCH or (name == NATIVE and not attends):
+    if choices.attention[0] == TORCH or (choices.attention[0] == NATIVE and not choices.attends_in_c):
         longest = min(tokens, context)
-        pairs = set(zip(parts.layers, parts.cache, strict=True))
+        pairs = set(zip(facts.layers, choices.cache, strict=True))
         scratch = {
-            (each.window, each.softcap, each.sinks): scratch_bytes(each, parts.dtype, own.slot_bytes, longest, context)
+            (each.window, each.softcap, each.sinks): scratch_bytes(each, facts.dtype, own.slot_bytes, longest, context)
             for each, own in pairs
         }.values()
         kept = max(each.gathered for each in scratch) + sum(each.mask for each in scratch)
         passing = max(each.passing for each in scratch)
-    if parts.device.type == "cpu":
-        kept += torch.get_num_threads() * THREAD_BYTES * max(each.head_dim for each in parts.layers)
-    return kept + model.activation_bytes(tokens, min(sequences, HEAD_ROWS), passing)
+    if choices.device.type == "cpu":
+        kept += torch.get_num_threads() * THREAD_BYTES * max(each.head_dim for each in facts.layers)
+    attending = None if choices.attends_in_c else passing
+    return kept + choices.source.activation_bytes(tokens, min(sequences, HEAD_ROWS), attending)
 
 
-def _alternatives(
-    parts: Parts, config: ModelSettings, largest: LargestStep, memory: int, here: int
-) -> Iterator[tuple[str, MemoryPlan]]:
+def _alternatives(choices: Choices, largest: LargestStep, memory: int, here: int) -> Iterator[tuple[str, MemoryPlan]]:
     """Flags that take less, and their plans: a smaller cache, then smaller steps, then smaller weights."""
+    config = choices.config
     for dtype, other in (
         ("", config),
         ("--quantize int8", replace(config, quantize=QUANTIZE_INT8)),
@@ -179,17 +169,17 @@ def _alternatives(
         ("--dtype bfloat16 --quantize int8", replace(config, dtype="bfloat16", quantize=QUANTIZE_INT8)),
     ):
         if dtype:
-            if other == config or isinstance(parts.model, IdentityModel):
+            if other == config or not choices.facts.numbers:
                 continue
             try:
-                parts = choose_parts(other, elsewhere=parts.elsewhere)
+                choices = choose(other, elsewhere=choices.elsewhere)
             except ExecutorError:  # not on this device
                 continue
         tokens = largest.tokens
         while tokens >= min(LEAST_STEP, largest.tokens):
             step = "" if tokens == largest.tokens else f"--max-batch-tokens {tokens}"
             try:
-                plan = _plan(parts, other, largest._replace(tokens=tokens), memory, here)
+                plan = _plan(choices, other, largest._replace(tokens=tokens), memory, here)
             except InvalidRequest:  # its rows cannot be rounded
                 break
             yield _flags(dtype, step), plan
@@ -200,7 +190,7 @@ def _alternatives(
             if held >= min(LEAST_STEP, plan.max_context):
                 context = f"--max-context {held}" if held < plan.max_context else ""
                 smaller = replace(other, kv_memory=None, kv_blocks=blocks)
-                plan = _plan(parts, smaller, largest._replace(tokens=tokens), memory, here)
+                plan = _plan(choices, smaller, largest._replace(tokens=tokens), memory, here)
                 yield _flags(dtype, step, f"--kv-blocks {blocks}", context), plan
             tokens //= 2
 

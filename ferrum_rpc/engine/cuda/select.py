@@ -14,7 +14,6 @@ from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.engine.cuda.graphs import MOST_SPANS, Capture, CudaCapture, Graphs, GraphShape
 from ferrum_rpc.errors import InvalidRequest, counted
 from ferrum_rpc.models.base import Model
-from ferrum_rpc.models.hf.model import HfModel
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.parted import VocabShard
 
@@ -70,7 +69,7 @@ def obstacle(compute: Compute, graphs: str) -> str | None:
         return f"plans of attention={compute.attention.name} have no fixed size"
     if graphs == OFF:
         return "requested"
-    return "the layers of transformers may wait for the device" if isinstance(compute.model, HfModel) else None
+    return "the layers of transformers may wait for the device" if compute.model.waits else None
 
 
 def record_on_ranks(compute: Compute, max_sequences: int, blocks_per_sequence: int) -> None:

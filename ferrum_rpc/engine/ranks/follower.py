@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.core import Rows
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.adapters import Adapters
-from ferrum_rpc.engine.assembly.choose import Parts, choose_parts
+from ferrum_rpc.engine.assembly.choose import Choices, choose
 from ferrum_rpc.engine.compute import AdaptedRows, Compute
 from ferrum_rpc.engine.cuda.select import record_on_ranks, stage_compute
 from ferrum_rpc.engine.memory import used_memory
@@ -53,7 +53,7 @@ class Follower:
         self._ended = threading.Event()
         self._groups: Groups | None = None
         self._setup: Setup | None = None
-        self._parts: Parts | None = None
+        self._choices: Choices | None = None
         self._model: Model | None = None
         self._kv: KvStore | None = None
         self._compute: Compute | None = None
@@ -96,19 +96,19 @@ class Follower:
             self._device = torch.device(CUDA, setup.seat % torch.cuda.device_count())
             torch.cuda.set_device(self._device)
         self._setup, self._depth = setup, setup.settings.pipeline_parallel
-        self._parts = choose_parts(setup.settings, rank=setup.number)
+        self._choices = choose(setup.settings, rank=setup.number)
 
     def load(self) -> None:
         """Find the others, and read its part of the weights."""
-        assert self._parts is not None and self._setup is not None  # noqa: S101 - prepared before
+        assert self._choices is not None and self._setup is not None  # noqa: S101 - prepared before
         self._groups = Groups(self._setup, self._rendezvous)
-        self._model = self._parts.load(None, self._groups.parallel(self._setup))
+        self._model, _ = self._choices.load(None, self._groups.parallel(self._setup))
 
     def equip(self, blocks: int, block_size: int) -> int:
         """Make the cache. Returns the bytes of a block."""
-        assert self._parts is not None and self._model is not None  # noqa: S101 - set up before
+        assert self._choices is not None and self._model is not None  # noqa: S101 - set up before
         assert self._setup is not None and self._groups is not None  # noqa: S101
-        self._kv, attention = make_cache(self._parts, self._model, blocks, block_size)
+        self._kv, attention = make_cache(self._choices, self._model, blocks, block_size)
         part = self._groups.part(self._setup, self._model.info("").vocab_size)
         self._compute = stage_compute(self._model, attention, part=part)
         return self._kv.block_bytes
@@ -117,8 +117,8 @@ class Follower:
         """Be ready for adapters of the model with this fingerprint."""
         assert self._setup is not None and self._compute is not None  # noqa: S101 - equipped before
         settings = self._setup.settings
-        assert isinstance(self._model, AdaptableModel) and settings.adapter_dir is not None  # noqa: S101 - or not asked
-        _, self._compute.loras = self._model.take_adapters()
+        assert settings.adapter_dir is not None  # noqa: S101 - or not asked
+        _, self._compute.loras = cast(AdaptableModel, self._model).take_adapters()
         limits = settings.max_adapter_rank, settings.adapter_memory
         self._adapters = Adapters(settings.adapter_dir, self._compute.loras, fingerprint, *limits)
 

@@ -17,7 +17,7 @@ from ferrum_rpc.distributed.gloo import LOOPBACK, GlooGroup
 from ferrum_rpc.distributed.group import Group, GroupAborted
 from ferrum_rpc.distributed.nccl import NcclGroup
 from ferrum_rpc.distributed.staged import StagedGroup
-from ferrum_rpc.engine.assembly.choose import Parts
+from ferrum_rpc.engine.assembly.choose import Choices
 from ferrum_rpc.engine.ranks.messages import JOIN_S
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import KvStore
@@ -145,9 +145,9 @@ def _join_hosts(setup: Setup, store: Store, rank: int, size: int) -> Group:
 
 
 def make_cache(
-    parts: Parts, model: Model, blocks: int, block_size: int, make: Callable[..., KvStore] = KvStore
+    choices: Choices, model: Model, blocks: int, block_size: int, make: Callable[..., KvStore] = KvStore
 ) -> tuple[KvStore, AttentionBackend]:
     """A cache of so many ``blocks``, the null block among them, and what reads and writes it."""
-    store = make(parts.cache, blocks, block_size, parts.device)
-    _, factory = parts.attention
+    store = make(choices.cache, blocks, block_size, choices.device)
+    _, factory = choices.attention
     return store, factory(model.attention_specs, store.keys, store.values, sinks=model.sinks)

@@ -41,7 +41,8 @@ class StoredTensor(Protocol):
 class HfModel:
     """A `Model`. ``model`` is the causal language model of transformers, with its weights, made by `load`."""
 
-    rowwise = False
+    rowwise = native = False
+    waits = True
     _hooks: LinearHooks | None = None
 
     def __init__(self, spec: HfSpec, model: Any, dtype: torch.dtype, device: torch.device) -> None:

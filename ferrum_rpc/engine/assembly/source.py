@@ -1,0 +1,150 @@
+"""A model before it is loaded: what it is, what it takes of a memory, and how it is loaded.
+
+There is one `ModelSource` for each kind of model: `IdentitySource` and `DecoderCheckpoint` here, and `HfCheckpoint` in
+`hf_source`. `choose` makes it. Nothing else asks which kind a model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ferrum_rpc.config import IDENTITY
+from ferrum_rpc.core import AttentionSpec
+from ferrum_rpc.engine.assembly import fingerprint
+from ferrum_rpc.engine.assembly.loading import Progress, load_model
+from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.kv.store import KvStore
+from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.decoder import ParallelContext
+from ferrum_rpc.models.footprint import DecoderBuild, activation_bytes, weight_bytes
+from ferrum_rpc.models.identity import IdentityModel
+from ferrum_rpc.models.layout import layout
+from ferrum_rpc.models.lora import modules_of
+from ferrum_rpc.models.native_linear import ByteFactory
+from ferrum_rpc.models.with_images import adapted_roots
+from ferrum_rpc.weights.checkpoint import Checkpoint
+
+Reasons = list[tuple[str, str]]
+"""What was chosen, and why, for the log and for GetInfo."""
+
+
+class ModelFacts(NamedTuple):
+    """``architecture`` as the configuration names it; ``dtype`` of what is computed; ``layers``: the attention layers
+    of this rank, ``all_layers`` those of all ranks. ``max_context``: the longest sequence that the model can have.
+    ``modules``: the matrices that adapters can change, by name, with their sizes [out, in]. ``copied``: layers that
+    attend over the keys and values of a layer before them, and keep a copy. ``numbers``: of all weights in the
+    checkpoint; 0: there is none. ``estimated``: `ModelSource.activation_bytes` is an estimate."""
+
+    name: str
+    architecture: str
+    dtype: torch.dtype
+    layers: tuple[AttentionSpec, ...]
+    all_layers: tuple[AttentionSpec, ...]
+    max_context: int
+    modules: Mapping[str, tuple[int, int]]
+    copied: tuple[int, ...] = ()
+    numbers: int = 0
+    estimated: bool = False
+
+
+class ModelSource(Protocol):
+    """One kind of model."""
+
+    def describe(self) -> ModelFacts:
+        """What is known of it. Reads nothing."""
+
+    def weight_bytes(self) -> int:
+        """Bytes of all weights once they are loaded. Raises InvalidRequest where they cannot be held so."""
+
+    def activation_bytes(self, tokens: int, rows: int, attending: int | None) -> int:
+        """Bytes of a step of ``tokens`` tokens that wants logits of ``rows``. ``attending``: what attention takes of a
+        layer while it computes, besides its answer; None: the layers call it in C."""
+
+    def load(self, device: torch.device, progress: Progress | None, parallel: ParallelContext) -> tuple[Model, Reasons]:
+        """Read the weights; of a model that ranks share, the part of ``parallel``."""
+
+    def fingerprint(self, quantize: str) -> bytes:
+        """See `fingerprint`."""
+
+    def check(self, model: Model, compute: Compute, store: KvStore, max_context: int) -> Reasons:
+        """Compare the loaded model with its reference over a cache that is not in use yet. Raises NotSupported where
+        they differ."""
+
+
+class IdentitySource(NamedTuple):
+    """The identity model, which has no weights."""
+
+    model: IdentityModel
+
+    def describe(self) -> ModelFacts:
+        model = self.model
+        layers = model.attention_specs
+        return ModelFacts(IDENTITY, IDENTITY, model.dtype, layers, layers, model.config.max_context, {})
+
+    def weight_bytes(self) -> int:
+        return 0
+
+    def activation_bytes(self, tokens: int, rows: int, attending: int | None) -> int:
+        return 0
+
+    def load(self, device: torch.device, progress: Progress | None, parallel: ParallelContext) -> tuple[Model, Reasons]:
+        return self.model, []
+
+    def fingerprint(self, quantize: str) -> bytes:
+        return fingerprint.of_identity(self.model.config)
+
+    def check(self, model: Model, compute: Compute, store: KvStore, max_context: int) -> Reasons:
+        return []
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderCheckpoint(DecoderBuild):
+    """A checkpoint that the native decoder runs."""
+
+    checkpoint: Checkpoint
+
+    def describe(self) -> ModelFacts:
+        whole, checkpoint = self.whole, self.checkpoint
+        return ModelFacts(
+            checkpoint.name,
+            whole.architecture,
+            self.dtype,
+            self.spec.attention_specs,
+            whole.attention_specs,
+            self.spec.max_context,
+            modules_of(layout(replace(whole, roots=adapted_roots(whole.architecture)))),
+            numbers=checkpoint.numbers,
+        )
+
+    def weight_bytes(self) -> int:
+        return weight_bytes(self)
+
+    def activation_bytes(self, tokens: int, rows: int, attending: int | None) -> int:
+        return activation_bytes(self, tokens, rows, attending)
+
+    def load(self, device: torch.device, progress: Progress | None, parallel: ParallelContext) -> tuple[Model, Reasons]:
+        model = load_model(
+            self.checkpoint,
+            self.dtype,
+            device,
+            progress,
+            spec=self.whole,
+            linear=self.linear,
+            ops=self.ops,
+            parallel=parallel,
+        )
+        if not isinstance(self.linear, ByteFactory):
+            return model, []
+        reason = f"requested; rounding the weights changed them by {self.linear.error:.2%} (root mean square)"
+        return model, [("quantize=int8", reason)]
+
+    def fingerprint(self, quantize: str) -> bytes:
+        variant = "long" if any(rope.long for rope in self.spec.ropes) else ""
+        return fingerprint.of_checkpoint(self.checkpoint, layout(self.whole), self.dtype, quantize, variant)
+
+    def check(self, model: Model, compute: Compute, store: KvStore, max_context: int) -> Reasons:
+        return []
