@@ -72,9 +72,9 @@ class Served:
 
     async def between_steps(self, run: Any) -> None:
         """Call ``run(runner)`` in the model thread."""
-        from ferrum_rpc.service.control import between_steps
+        from ferrum_rpc.service.asking import between_steps
 
-        await between_steps(self.server.state.engine, run)
+        await between_steps(self.server.state.engine.submit, run)
 
     async def check(self) -> None:
         """The cache's books agree, and both floors know the same sequences at the same lengths."""

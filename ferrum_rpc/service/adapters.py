@@ -11,21 +11,21 @@ went, no cached block is found and no cache is imported.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
-from typing import Any, Final
+from typing import Final
 
 from ferrum_rpc.core import AdapterFacts
 from ferrum_rpc.engine.api import Command, Operation
 from ferrum_rpc.errors import (
     AdapterInUse,
     AdapterUnknown,
-    ExecutorError,
     NotSupported,
     SequencesExhausted,
     counted,
     listed,
 )
+from ferrum_rpc.service.asking import Submit, between_steps
 from ferrum_rpc.service.records import Adapter
 
 NAMED: Final = 80
@@ -36,7 +36,7 @@ class AdapterTable:
     """The adapters of one executor, at most ``most``; 0: none are offered. ``submit`` queues an operation of the
     engine."""
 
-    def __init__(self, most: int, submit: Callable[[Operation], None]) -> None:
+    def __init__(self, most: int, submit: Submit) -> None:
         self._most = most
         self._submit = submit
         self._numbers = count(1)
@@ -79,7 +79,9 @@ class AdapterTable:
         task = self._loading.get(name)
         if task is None:
             if len(self._loaded) + len(self._loading) >= self._most:
-                await self._ask(Command("find_adapter", (name,)))  # one that there is not is refused as that
+                await between_steps(
+                    self._submit, Command("find_adapter", (name,))
+                )  # one that there is not is refused as that
                 raise SequencesExhausted(
                     f"{counted(self._most, 'adapter')} may be loaded, and no more: unload one",
                     metadata={"max_adapters": self._most},
@@ -101,7 +103,7 @@ class AdapterTable:
                 metadata={"sequences": found.sequences},
             )
         del self._loaded[name]
-        await asyncio.shield(asyncio.create_task(self._ask(Command("drop_adapter", (found.number,)))))
+        await asyncio.shield(asyncio.create_task(between_steps(self._submit, Command("drop_adapter", (found.number,)))))
 
     def _check_offered(self) -> None:
         if not self.offered:
@@ -113,10 +115,10 @@ class AdapterTable:
     async def _load(self, name: str) -> Adapter:
         number = next(self._numbers)
         try:
-            facts: AdapterFacts = await self._ask(Command("open_adapter", (number, name)))
+            facts: AdapterFacts = await between_steps(self._submit, Command("open_adapter", (number, name)))
             fingerprint: bytes | None = None
             while fingerprint is None:
-                fingerprint = await self._ask(Command("read_adapter", (number,)))
+                fingerprint = await between_steps(self._submit, Command("read_adapter", (number,)))
         except BaseException:
             self._submit(Operation(Command("drop_adapter", (number,)), _ignore))
             raise
@@ -125,15 +127,6 @@ class AdapterTable:
             return loaded
         finally:
             del self._loading[name]
-
-    async def _ask(self, command: Command) -> Any:
-        """Have the engine do it. Raises what it refuses."""
-        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._submit(Operation(command, lambda result: None if answered.done() else answered.set_result(result)))
-        result = await answered
-        if isinstance(result, ExecutorError):
-            raise result
-        return result
 
 
 def _ignore(_: object) -> None:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
-from ferrum_rpc.core import OutputSpec, Positions, Span, SpanOutcome
-from ferrum_rpc.engine.api import Command, Engine, Operation, Submission
+from ferrum_rpc.core import OutputSpec, Positions, Span
+from ferrum_rpc.engine.api import Command
 from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest
 from ferrum_rpc.executor.v1 import executor_control_pb2 as pb
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, info_pb2
+from ferrum_rpc.service.asking import between_steps, in_a_step
 from ferrum_rpc.service.records import Adapter, SequenceEnd, SequenceRecord
 from ferrum_rpc.service.state import Lifecycle, ServerState
 from ferrum_rpc.service.trace_context import Context
@@ -49,33 +49,13 @@ async def _warm_up(state: ServerState, batch_size: int, prefill_tokens: int) -> 
     prompts = [np.arange(prefill_tokens, dtype=np.int32) % model.vocab_size, *[one] * (batch_size - 1)]
     spec = OutputSpec(Positions.LAST)
     spans = [Span(number, tokens, 0, spec, create=True) for number, tokens in zip(numbers, prompts, strict=True)]
-    outcomes = await _step(state.engine, spans)
+    outcomes = await in_a_step(state.engine.submit, spans)
     made = [span for span, each in zip(spans, outcomes, strict=True) if not isinstance(each, ExecutorError)]
     if not made:
         return 0
-    await _step(state.engine, [Span(span.sequence, one, span.end, spec) for span in made])
-    await between_steps(state.engine, Command("release", ([span.sequence for span in made],)))
+    await in_a_step(state.engine.submit, [Span(span.sequence, one, span.end, spec) for span in made])
+    await between_steps(state.engine.submit, Command("release", ([span.sequence for span in made],)))
     return 2
-
-
-async def _step(engine: Engine, spans: Sequence[Span]) -> tuple[SpanOutcome, ...]:
-    outcomes: tuple[SpanOutcome, ...] = await _answer(engine, partial(Submission, tuple(spans)))
-    return outcomes
-
-
-async def between_steps(engine: Engine, run: Callable[[Any], object]) -> Any:
-    """Run it in the engine, and wait for what it returns. Raises what it refuses."""
-    result = await _answer(engine, partial(Operation, run))
-    if isinstance(result, ExecutorError):
-        raise result
-    return result
-
-
-async def _answer(engine: Engine, work: Callable[[Callable[..., None]], Submission | Operation]) -> Any:
-    """Submit the work, which takes a function that is called with its answer, and wait for that."""
-    done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    engine.submit(work(lambda answer, *_: None if done.done() else done.set_result(answer)))
-    return await done
 
 
 LIST_PAGE: Final = 100
@@ -110,7 +90,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
             raise InstanceMismatch("another process lifetime was meant; nothing was released")
         transfers = len(state.unnamed)
         released = await state.ended(state.sequences(), SequenceEnd.RESET) - transfers
-        await between_steps(state.engine, Command("forget_prefixes", ()))
+        await between_steps(state.engine.submit, Command("forget_prefixes", ()))
         return pb.ResetResponse(released_sequences=released, pressure=pressure_to_proto(self._state.pressure()))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802

@@ -20,7 +20,7 @@ from ferrum_rpc.core import BlockChange
 from ferrum_rpc.engine.api import Command
 from ferrum_rpc.errors import Draining, ExecutorError, SequencesExhausted
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
-from ferrum_rpc.service.control import between_steps
+from ferrum_rpc.service.asking import between_steps
 from ferrum_rpc.service.guard.auth import CALLER
 from ferrum_rpc.service.records import Resource
 from ferrum_rpc.service.state import ServerState
@@ -157,9 +157,9 @@ class KvEvents:
         await asyncio.shield(self._asking)
 
     async def _ask(self, done: int) -> None:
-        engine = self._state.engine
+        submit = self._state.engine.submit
         if self._there is not None:
-            changes = await between_steps(engine, Command("prefix_changes", ()))
+            changes = await between_steps(submit, Command("prefix_changes", ()))
             if changes is not None:
                 for each in changes:
                     self._note(each)
@@ -167,7 +167,7 @@ class KvEvents:
                 if changes:
                     self._wake()
                 return
-        there: list[BlockChange] = await between_steps(engine, Command("watch_prefixes", ()))
+        there: list[BlockChange] = await between_steps(submit, Command("watch_prefixes", ()))
         if self._there is not None:  # some changes are lost: whoever stands before them begins anew
             self._kept.clear()
             self.last += 1

@@ -7,7 +7,7 @@ anything. Around it stand a typed error for whatever is wrong with a file, and m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -103,16 +103,10 @@ class MappedFile:
         return tensor
 
 
-def stream(file: Path, entries: dict[str, TensorEntry]) -> Iterator[tuple[str, Tensor]]:
-    """``entries`` of one file, in their order, as tensors that read the mapped file: copy each before the next."""
-    mapped = MappedFile(file)
-    for name, entry in entries.items():
-        yield name, mapped.tensor(name, entry)
-
-
 def read(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
-    """``entries`` of one file, which the library has checked, in memory of their own. The library's tensors leave 63
-    bytes each behind (0.8.0): for a model that is nothing, but adapters come and go. Raises InvalidRequest where the
+    """``entries`` of one file, which the library has checked, in memory of their own. Adapters are read by it, while
+    steps run: a file that is cut off while it is mapped would end the process, and the library's tensors leave 63 bytes
+    each behind (0.8.0). Raises InvalidRequest where the
     file is not as it was when its header was read."""
     found = {}
     with open_regular(file) as handle:
