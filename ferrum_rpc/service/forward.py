@@ -26,7 +26,6 @@ from ferrum_rpc.core import (
     ModelInfo,
     RunEnd,
     Sample,
-    Span,
     SpanOutcome,
     StepTiming,
     WorkItem,
@@ -58,14 +57,13 @@ from ferrum_rpc.service.admission import (
 )
 from ferrum_rpc.service.fingerprints import item_fingerprint
 from ferrum_rpc.service.guard.auth import ARRIVED
-from ferrum_rpc.service.parking import bring_back
 from ferrum_rpc.service.quotas import UNCOUNTED_BYTES
 from ferrum_rpc.service.records import Account, Resource, SequenceEnd, SequenceRecord
 from ferrum_rpc.service.replay import Entry, Outcome, scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
-from ferrum_rpc.service.tier import fetch_prefix
-from ferrum_rpc.service.transaction import FAILED, Transaction
+from ferrum_rpc.service.transaction import FAILED, CallPhase, Failed, Transaction
+from ferrum_rpc.service.waits import bring_in, prompts_of
 
 CHOOSING: Final = (Greedy, Sample)
 """Outputs whose last row is a token that another item may feed."""
@@ -84,15 +82,9 @@ class ForwardCall(Transaction["ForwardCall"]):
     once, when the answer has left or the call is over.
     """
 
-    _submission: Submission | None = None  # what waits or runs for it now, and counts in its account
-    _submitted = False
-    _waits = 0  # what has to end before it has
-    _tokens = _bytes = 0  # of all its items, at most
-    _abandoned = False  # its caller was cancelled after the point of no return
-    _returning = 0  # parked sequences that are brought back before it is submitted
-    _refused: Exception | None = None  # what refuses it when they are back
-    _fetched = False  # its prompts were looked for in the second tier
-    _culprit: int | None = None  # the item whose refusal refused the others, where the engine refused an atomic group
+    _submission: Submission | None = None  # what is queued or runs for it now, and counts in its account
+    _abandoned = False  # its caller was cancelled
+    _first_failed: int | None = None  # the item for whose refusal the engine refused an atomic group
     timing: StepTiming | None = None
     give_back: Callable[[], object] | None = None
 
@@ -116,9 +108,8 @@ class ForwardCall(Transaction["ForwardCall"]):
         self._deadline = deadline
         self._held = Held()
         self._admitted = self._held.admitted
-        self._spans: list[Span] = []
-        self._failed: dict[object, ExecutorError] = {}  # sequences that could not be brought back, and their numbers
-        self._echoes: dict[int, int] = {}  # items that repeat another one of the same call
+        self._repeated = {}
+        self._duplicates: dict[int, int] = {}  # items that repeat another one of the same call
         self._following: dict[int, tuple[SequenceRecord, Entry]] = {}  # items that wait for one in flight
         self.outcomes: list[Any] = [None] * len(items)  # of `ItemOutcome`
         try:
@@ -128,33 +119,36 @@ class ForwardCall(Transaction["ForwardCall"]):
             valid = valid_items(items, model, limits, max_bytes, self.outcomes)
             if len(valid) > 1:
                 self._check_distinct(valid)
-            repeated = self._claim(valid, model, origin)
+            repeated, tokens, size = self._claim(valid, model, origin)
             if self._all_or_nothing and (refusal := _first_refusal(self.outcomes)) is not None:
                 raise refusal
-            if self._tokens > limits.max_batch_tokens or self._bytes > max_bytes:
-                raise too_large(self._tokens, self._bytes, limits, max_bytes)
-            if peer is not None and self._bytes > UNCOUNTED_BYTES:
+            if tokens > limits.max_batch_tokens or size > max_bytes:
+                raise too_large(tokens, size, limits, max_bytes)
+            if peer is not None and size > UNCOUNTED_BYTES:
                 try:
-                    self.give_back = state.unread.take(peer(), account, self._bytes)
+                    self.give_back = state.unread.take(peer(), account, size)
                 except QueueFull:
                     state.counters.queue_full += 1
                     raise
             for index, entry in repeated:
                 if entry.answer is None:
-                    self._waits += 1
-                    self._wait_for(entry, partial(self._on_repeated, index))
+                    self._repeat(entry, partial(self._on_repeated, index))
                 else:
                     self.outcomes[index] = state.replay.repeat(entry.answer)
             self._proceed()
         except Exception as error:
             self._refuse(error)
 
-    def _claim(self, valid: Sequence[Valid], model: ModelInfo, origin: object | None) -> list[tuple[int, Entry]]:
-        """Claim the sequences of the items, or refuse them. Returns those that repeat an earlier call."""
+    def _claim(
+        self, valid: Sequence[Valid], model: ModelInfo, origin: object | None
+    ) -> tuple[list[tuple[int, Entry]], int, int]:
+        """Claim the sequences of the items, or refuse them. Returns those that repeat an earlier call, and of all that
+        were not refused the tokens and the bytes of their answers, at most."""
         state, account, admitted = self._state, self._account, self._admitted
         repeated: list[tuple[int, Entry]] = []
+        tokens = size = 0
         now = time.monotonic()
-        if any(item.create.fork for _, item, _ in valid):  # last: what is fed besides is the call's own by then
+        if [item for _, item, _ in valid if item.create.fork]:  # last: what is fed besides is the call's own by then
             valid = sorted(valid, key=lambda each: each[1].create.fork)
         for index, item, most in valid:
             try:
@@ -165,20 +159,19 @@ class ForwardCall(Transaction["ForwardCall"]):
             except ExecutorError as error:
                 self.outcomes[index] = error
                 continue
-            self._bytes += most
-            self._tokens += len(item.tokens) or 1
+            size += most
+            tokens += len(item.tokens) or 1
+            if found is None:
+                continue
             if isinstance(found, Admitted):
                 admitted.append(found)
-                self._spans.append(found.span)
-            elif found is None:
-                self._waits += 1
             elif (twin := next((each for each in admitted if each.entry is found), None)) is not None:
-                self._echoes[index] = twin.place  # a repetition within the call waits for no other call
+                self._duplicates[index] = twin.place  # a repetition within the call waits for no other call
             elif (place := next((at for at, each in self._following.items() if each[1] is found), None)) is not None:
-                self._echoes[index] = place
+                self._duplicates[index] = place
             else:
                 repeated.append((index, found))
-        return repeated
+        return repeated, tokens, size
 
     def _check_distinct(self, valid: Sequence[Valid]) -> None:
         """Refuse a call that names one sequence twice. Handles that name no sequence refuse their own items only."""
@@ -212,12 +205,10 @@ class ForwardCall(Transaction["ForwardCall"]):
     def _on_followed(self, index: int, item: WorkItem, entry: Entry) -> None:
         """What an item follows is over."""
         del self._following[index]
-        self._waits -= 1
         refusal: ExecutorError | None = None
         try:
             each = follow_up(self._state, self._account, index, item, entry)
             self._admitted.append(each)
-            self._spans.append(each.span)
         except HandleUnknown:
             refusal = ChainBroken("the creation that this item follows was refused")
         except ExecutorError as error:
@@ -230,115 +221,75 @@ class ForwardCall(Transaction["ForwardCall"]):
                 return
         self._proceed()
 
-    def _proceed(self) -> None:
+    def _proceed(self, *, waited: bool = False) -> None:
         """Submit what was admitted, or end the call where nothing is left to wait for. A call first waits for the items
         in flight that its own follow, an ``all_or_nothing`` one also for those that it repeats: one of them that is
-        refused refuses it. They began earlier than it did, so no two calls wait for each other."""
-        if not self._admitted or self._submitted:
-            if not self._waits:
-                self._finish()
-        elif not self._following and not self._returning and not (self._all_or_nothing and self._waits):
-            if self._state.parked.sequences and self._bring_back():
+        refused refuses it. They began earlier than it did, so no two calls wait for each other. ``waited``: the caches
+        of its sequences are there, else it waits for those that are not."""
+        if self.phase is CallPhase.CLAIMED and not self._following:
+            state, account, admitted = self._state, self._account, self._admitted
+            if admitted:
+                if self._all_or_nothing and self._repeated:
+                    return
+                if not waited and (state.parked.sequences or state.engine.cache.tier_bytes) and self._wait_for_caches():
+                    return
+                submission = Submission(
+                    tuple([each.span for each in admitted]),
+                    self._on_step_done,
+                    self._all_or_nothing,
+                    self._deadline,
+                    account.number,
+                    ARRIVED.get(),
+                    None if self._on_tokens is None else self._pass_tokens,
+                    account.most[Resource.RUNS],
+                )
+                if not has_room(state, account, len(admitted), submission.tokens):
+                    self._undo(queue_full(state, account))
+                    return
+                account.held[Resource.QUEUED_ITEMS] += len(admitted)
+                account.held[Resource.QUEUED_TOKENS] += submission.tokens
+                self._submission = submission
+                if submission.runs:
+                    for index, each in enumerate(admitted):
+                        if each.span.run is not None:
+                            each.record.cut = partial(state.engine.cut, submission, index)
+                state.engine.submit(submission)
+                self.phase = CallPhase.QUEUED
                 return
-            if self._state.engine.cache.tier_bytes and not self._fetched and self._fetch():
-                return
-            state, account = self._state, self._account
-            submission = Submission(
-                tuple(self._spans),
-                self._on_step_done,
-                self._all_or_nothing,
-                self._deadline,
-                account.number,
-                ARRIVED.get(),
-                None if self._on_tokens is None else self._pass_tokens,
-                account.most[Resource.RUNS],
-            )
-            if not has_room(state, account, len(self._spans), submission.tokens):
-                self._refuse(queue_full(state, account))
-                return
-            account.held[Resource.QUEUED_ITEMS] += len(self._spans)
-            account.held[Resource.QUEUED_TOKENS] += submission.tokens
-            self._submission = submission
-            if submission.runs:
-                for index, each in enumerate(self._admitted):
-                    if each.span.run is not None:
-                        each.record.cut = partial(state.engine.cut, submission, index)
-            state.engine.submit(submission)
-            self._submitted = True
-            self._waits += 1
+            self.phase = CallPhase.SETTLED
+        if self.phase is CallPhase.SETTLED and not self._repeated:
+            self._finish()
 
-    def _bring_back(self) -> bool:
-        """Whether sequences of the call are parked: it goes on when they are back."""
+    def _wait_for_caches(self) -> bool:
+        """Wait for those of its sequences that are not in the engine. False: they all are."""
+        state, engine = self._state, self._state.engine
         records = [*(each.record for each in self._admitted), *self._held.parents]
         parked = [record for record in records if record.parked]
-        self._returning = len(parked)
-        self._waits += len(parked)
-        for record in parked:
-            bring_back(self._state, record, partial(self.settle, self._on_back, record, record.sequence))
-        return bool(parked)
+        prompts = prompts_of(self._admitted, engine.cache.block_size) if engine.cache.tier_bytes else ()
+        if parked or prompts:
+            self._wait(bring_in(state, self._account, self._goes_on, parked, prompts))
+        return bool(parked or prompts)
 
-    def _fetch(self) -> bool:
-        """Whether prompts are looked for in the second tier: it goes on when what is there is in the prefix cache."""
-        self._fetched = True
-        size = self._state.engine.cache.block_size
-        fetching = [each for each in self._admitted if each.record.prefix and len(each.span.tokens) > size]
-        fetching = [each for each in fetching if each.span.create or each.span.start == each.record.length]
-        fetching = [each for each in fetching if each.span.prompt is not None]
-        self._returning = len(fetching)
-        self._waits += len(fetching)
-        for _, record, span, _ in fetching:
-            self._state.parked.start(self._fetch_one(record, span))
-        return bool(fetching)
-
-    async def _fetch_one(self, record: SequenceRecord, span: Span) -> None:
-        behind = span.sequence if span.parent is None else span.parent
-        assert span.prompt is not None  # noqa: S101 - `_fetch` looked
-        about = (behind, span.start, span.prompt, span.prefix)
-        await fetch_prefix(self._state, self._account, lambda: self._refused is None, *about)
-        self.settle(self._on_back, record, record.sequence, None)
-
-    def _on_back(self, record: SequenceRecord, number: int, refusal: ExecutorError | None) -> None:
-        """A sequence is back, or was refused, and with it the items that feed or fork it."""
-        self._returning -= 1
-        self._waits -= 1
-        if refusal is not None:
-            self._failed[record] = self._failed[number] = refusal
-        if self._returning:
-            return
-        withdrawn, self._refused = self._refused, None
-        if withdrawn is not None and not (isinstance(withdrawn, Cancelled) and self._awaited()):
-            self._failed.clear()
-            self._refuse(withdrawn)
-            return
-        dropped = self._drop_failed() if self._failed else []
+    def _go_on(self, failed: Failed) -> None:
+        dropped = self._drop(failed) if failed else []
         if dropped and self._all_or_nothing:
-            self._refuse(_first_refusal(self.outcomes))
+            self._undo(_first_refusal(self.outcomes))
         else:
-            self._proceed()
+            self._proceed(waited=True)
         _call_followers(dropped)
 
-    def _drop_failed(self) -> list[Admitted]:
-        """End the items whose sequences could not be brought back, and return them."""
-        failed, self._failed = self._failed, {}
+    def _drop(self, failed: Failed) -> list[Admitted]:
+        """End the items that feed or fork a sequence that could not be brought back, and return them."""
         now, kept, dropped = time.monotonic(), list[Admitted](), list[Admitted]()
         for each in self._admitted:
-            refusal = failed.get(each.record) or failed.get(each.span.parent)
+            refusal = failed.get(each.span.sequence) or failed.get(each.span.parent or 0)
             if refusal is None:
                 kept.append(each)
             else:
                 dropped.append(each)
                 self.outcomes[each.place] = end_item(self._state, each, refusal, now, present=not self._abandoned)
         self._admitted[:] = kept
-        self._spans[:] = [each.span for each in kept]
-        for record in [each for each in self._held.parents if each in failed]:
-            self._held.parents.remove(record)
-            self._let_go(record)
         return dropped
-
-    def _let_go(self, parent: SequenceRecord) -> None:
-        parent.busy = False
-        if parent.pending_end is not None:
-            self._state.supervisor.attempt(self._state.release, [parent], parent.pending_end)
 
     def _pass_tokens(self, chosen: list[tuple[int, int, int]]) -> None:
         if self._on_tokens is not None and not self._abandoned:
@@ -346,21 +297,18 @@ class ForwardCall(Transaction["ForwardCall"]):
 
     def _on_repeated(self, index: int, outcome: Outcome) -> None:
         """A call that an item repeats has ended."""
-        if self.ended:
-            return
         self.outcomes[index] = outcome = self._state.replay.repeat(outcome)
-        self._waits -= 1
-        if not self._submitted and self._all_or_nothing and isinstance(outcome, ExecutorError):
-            self._refuse(_first_refusal([outcome], index))
+        if self.phase is CallPhase.CLAIMED and self._all_or_nothing and isinstance(outcome, ExecutorError):
+            self._undo(_first_refusal([outcome], index))
         else:
             self._proceed()
 
     def answer(self) -> ForwardCall:
         """Itself. Raises what refused the call as a whole."""
-        if self._submitted and not isinstance(self.refusal, Cancelled):
-            self._state.failpoints.reach("before_reply")
         if self.refusal is not None:
             raise self.refusal
+        if self._admitted:
+            self._state.failpoints.reach("before_reply")
         return self
 
     # --- settle -----------------------------------------------------------------------------------------------------
@@ -370,11 +318,11 @@ class ForwardCall(Transaction["ForwardCall"]):
         self.settle(self._commit, outcomes, timing)
 
     def _leave_queue(self) -> None:
-        """Its submission waits and runs no more. It refers to the call: to let go of the one lets go of both."""
-        if self._submission is not None:
-            self._account.held[Resource.QUEUED_ITEMS] -= len(self._spans)
-            self._account.held[Resource.QUEUED_TOKENS] -= self._submission.tokens
-            self._submission = None
+        """Its submission is over. The two refer to each other: without this reference both are freed at once."""
+        submission, self._submission = self._submission, None
+        if submission is not None:
+            self._account.held[Resource.QUEUED_ITEMS] -= len(submission.spans)
+            self._account.held[Resource.QUEUED_TOKENS] -= submission.tokens
 
     def _commit(self, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
         """Commit, whether or not the caller still waits."""
@@ -386,7 +334,7 @@ class ForwardCall(Transaction["ForwardCall"]):
             if isinstance(outcome, ExecutorError):
                 state.counters.kv_exhausted += isinstance(outcome, KvBlocksExhausted)
                 if outcome.position is not None and len(outcomes) > outcome.position:
-                    self._culprit = self._admitted[outcome.position].place
+                    self._first_failed = self._admitted[outcome.position].place
                 answer = outcome
             else:
                 length, rows, ended, cached = outcome
@@ -407,9 +355,11 @@ class ForwardCall(Transaction["ForwardCall"]):
             answers[place] = end_item(state, each, answer, now, present=present)
             followed = followed or record.follower is not None
         self.timing = timing
-        self._waits -= 1
-        if not self._waits:
-            self._finish()
+        if self.phase is CallPhase.QUEUED:  # else it has failed meanwhile
+            if self._repeated:
+                self.phase = CallPhase.SETTLED
+            else:
+                self._finish()
         if followed:
             _call_followers(self._admitted)
 
@@ -419,21 +369,20 @@ class ForwardCall(Transaction["ForwardCall"]):
             self._state.masks.unpin(held.masks)
             held.masks.clear()
         while held.parents:
-            self._let_go(held.parents.pop())
+            parent = held.parents.pop()
+            parent.busy = False
+            if parent.pending_end is not None:
+                self._state.supervisor.attempt(self._state.release, [parent], parent.pending_end)
         super().end(refusal)
 
     def _finish(self) -> None:
         outcomes = self.outcomes
-        for index, source in self._echoes.items():
+        for index, source in self._duplicates.items():
             outcome = outcomes[source]
             outcomes[index] = outcome._replace(replayed=True) if isinstance(outcome, ItemAnswer) else outcome
-        self.end(_first_refusal(outcomes, self._culprit) if self._all_or_nothing else None)
+        self.end(_first_refusal(outcomes, self._first_failed) if self._all_or_nothing else None)
 
-    def _refuse(self, error: Exception | None) -> None:
-        """Refuse the call as a whole: nothing happened, and nothing will."""
-        if self._returning:  # they are not free before
-            self._refused = error
-            return
+    def _undo(self, error: Exception | None) -> None:
         outcome = error if isinstance(error, ExecutorError) else InternalError(FAILED)
         now, present = time.monotonic(), not isinstance(error, Cancelled)
         self._leave_queue()
@@ -448,17 +397,17 @@ class ForwardCall(Transaction["ForwardCall"]):
 
     # --- its caller was cancelled, or something failed --------------------------------------------------------------
 
-    def take_back(self) -> bool:
-        """A call that only repeats others has nothing to take back. Runs that have begun are cut."""
-        if self.ended or not (self._admitted or self._following) or self._awaited():
+    def _cancel(self) -> bool:
+        """Runs that have begun are interrupted."""
+        engine, submission = self._state.engine, self._submission
+        if submission is None:
             return False
-        if self._submitted and (self._submission is None or not self._state.engine.cancel(self._submission)):
-            if self._submission is not None and self._submission.runs:
-                cause = Cancelled("the call was cancelled; these are the tokens until then")
-                self._state.engine.cut(self._submission, None, cause)
-            return False
-        self._refuse(Cancelled("the call was cancelled before its step; nothing happened"))
-        return True
+        if engine.cancel(submission):
+            return True
+        if submission.runs:
+            cause = Cancelled("the call was cancelled; these are the tokens until then")
+            engine.cut(submission, None, cause)
+        return False
 
     def _awaited(self) -> bool:
         """Whether a duplicate waits for one of its items."""
@@ -467,23 +416,22 @@ class ForwardCall(Transaction["ForwardCall"]):
 
     def fail(self, error: InternalError) -> None:
         """What is with the engine is settled by its answer."""
-        if not self._submitted:
+        if self.phase < CallPhase.QUEUED:
             self._refuse(error)
             return
-        if self._submission is None:
+        answered = self._submission is None and self.phase is not CallPhase.SETTLED  # its commit has failed
+        if answered:
             for each in self._admitted:
                 if self.outcomes[each.place] is None:
                     self.outcomes[each.place] = fail_item(self._state, each)
         self.end(error)
-        if self._submission is None:
+        if answered:
             _call_followers(self._admitted)
 
     def abandon(self) -> None:
         self._abandoned = True
         super().abandon()
-        waits_for_others = self._admitted or self._following  # as a duplicate of its own may do
-        if self._submitted or not waits_for_others:
-            self._leave_repeated()
+        self._proceed()
 
 
 # --- the end of an item -----------------------------------------------------------------------------------------------
@@ -545,11 +493,11 @@ def fail_item(state: ServerState, each: Admitted, *, refused: bool = False) -> I
     return outcome
 
 
-def _first_refusal(outcomes: Sequence[object], culprit: int | None = None) -> ExecutorError | None:
-    """What refuses an ``all_or_nothing`` call: the first refusal, in the name of its item or of the ``culprit``."""
+def _first_refusal(outcomes: Sequence[object], first_failed: int | None = None) -> ExecutorError | None:
+    """What refuses an ``all_or_nothing`` call: the first refusal. It names its item, or the ``first_failed``."""
     for index, outcome in enumerate(outcomes):
         if isinstance(outcome, ExecutorError):
             error = copy.copy(outcome)  # several callers may share the outcome of a step
-            error.metadata = {"item": str(index if culprit is None else culprit), **outcome.metadata}
+            error.metadata = {"item": str(index if first_failed is None else first_failed), **outcome.metadata}
             return error
     return None

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from ferrum_rpc.core import ANYBODY, Caller, HandleRef
 from ferrum_rpc.engine.api import Command, Operation
-from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest
+from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest
 from ferrum_rpc.service.admission import check_length
-from ferrum_rpc.service.parking import bring_back
 from ferrum_rpc.service.records import SequenceEnd, SequenceRecord
 from ferrum_rpc.service.replay import Entry, scope_of
 from ferrum_rpc.service.state import ServerState
-from ferrum_rpc.service.transaction import FAILED, Transaction
-
-TAKEN_BACK: Final = "the call was cancelled before it was dispatched; nothing happened"
+from ferrum_rpc.service.transaction import FAILED, CallPhase, Failed, Transaction
+from ferrum_rpc.service.waits import bring_in
 
 Handles = tuple[HandleRef, ...]
 
@@ -48,10 +46,8 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
     _handles: Handles = ()
     _replayed = False
     _record: SequenceRecord
-    _work: KvOperation | None = None
+    _change: KvOperation | None = None
     _operation: Operation | None = None
-    _returning = False  # its sequence is brought back before it is submitted
-    _withdrawn = False  # its caller was cancelled meanwhile
     _entry: Entry | None = None
 
     def __init__(
@@ -66,36 +62,37 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         request_id: str = "",
         fingerprint: Hashable = None,
     ) -> None:
-        self._state = state
+        self._state, self._repeated = state, {}
         try:
             _ = state.model
             scope = state.replay.scope(scope_of(caller.name, handle.id, request_id))
             if request_id and (known := scope.get(request_id)) is not None:
+                self.phase = CallPhase.SETTLED
                 if known.repeated(fingerprint).answer is None:
-                    self._wait_for(known, self._on_repeated)
+                    self._repeat(known, self._on_repeated)
                 else:
                     self._on_repeated(known.answer)
                 return
-            self._record = state.handles.claim(handle, caller.name) if claim is None else claim()
+            self._record = record = state.handles.claim(handle, caller.name) if claim is None else claim()
             try:
-                self._work = begin(self._record)
+                self._change = begin(record)
             except Exception:
-                self._record.busy = False
+                record.busy = False
                 raise
-            command = self._work.command
             if request_id:
                 self._entry = state.replay.begin(scope, request_id, fingerprint)
-            if command is None:
-                self._record.on_freed.append(partial(self.settle, self._finish, None))
+            if self._change.command is None:
+                self.phase = CallPhase.SETTLED
+                record.on_freed.append(partial(self.settle, self._finish, None))
+                return
+            self._operation = Operation(self._change.command, partial(self.settle, self._finish))
+            if record.parked and not stays:
+                self._wait(bring_in(state, record.account, self._goes_on, [record]))
             else:
-                self._operation = Operation(command, partial(self.settle, self._finish))
-                if self._record.parked and not stays:
-                    self._returning = True
-                    bring_back(state, self._record, partial(self.settle, self._on_back))
-                else:
-                    state.engine.submit(self._operation)
+                state.engine.submit(self._operation)
+                self.phase = CallPhase.QUEUED
         except Exception as error:
-            if self._work is not None:  # what it has claimed is free again
+            if self._change is not None:  # what it has claimed is free again
                 self.settle(self._finish, InternalError(FAILED))
             self.end(error)
 
@@ -107,23 +104,26 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
             self._state.failpoints.reach("before_reply")
         return self._handles, self._replayed
 
-    def take_back(self) -> bool:
-        if self._returning:
-            self._withdrawn = not self._awaited
-            return self._withdrawn
-        if self._operation is None or self._awaited or not self._state.engine.cancel(self._operation):
-            return False
-        self.settle(self._finish, Cancelled(TAKEN_BACK))
-        return True
+    def _cancel(self) -> bool:
+        return self._operation is not None and self._state.engine.cancel(self._operation)
 
-    @property
     def _awaited(self) -> bool:
-        """Whether a duplicate waits for it."""
         return self._entry is not None and bool(self._entry.waiters)
+
+    def _go_on(self, failed: Failed) -> None:
+        if failed:
+            [refusal] = failed.values()
+            self._finish(refusal)
+        elif self._operation is not None:
+            self._state.engine.submit(self._operation)
+            self.phase = CallPhase.QUEUED
+
+    def _undo(self, error: Exception | None) -> None:
+        self.settle(self._finish, error)
 
     def fail(self, error: InternalError) -> None:
         """The sequence is as the engine has it; those that the operation made are released."""
-        if self._work is None:
+        if self._change is None:
             return
         state, attempt, record = self._state, self._state.supervisor.attempt, self._record
         made = [state.handles.live.get(handle.id, record) for handle in self._handles]
@@ -135,31 +135,19 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         if self._entry is not None:
             attempt(state.replay.finish, self._entry, error)
 
-    def abandon(self) -> None:
-        super().abandon()
-        self._leave_repeated()
-
-    def _on_back(self, refusal: ExecutorError | None) -> None:
-        """The sequence is back, or was refused."""
-        self._returning = False
-        if refusal is None and self._withdrawn and not self._awaited:
-            refusal = Cancelled(TAKEN_BACK)
-        if refusal is not None:
-            self._finish(refusal)
-        elif self._operation is not None:
-            self._state.engine.submit(self._operation)
-
     def _finish(self, result: object) -> None:
-        state, record, work = self._state, self._record, self._work
-        assert work is not None  # noqa: S101 - it was begun
-        if self._operation is not None:
+        """Commit what the engine has done, or undo what the operation claimed where ``result`` is a refusal."""
+        state, record, change = self._state, self._record, self._change
+        assert change is not None  # noqa: S101 - it was begun
+        claimed = self._operation is not None
+        if claimed:
             record.busy = False
         refusal = result if isinstance(result, ExecutorError) else None
         if refusal is None:
-            self._handles = work.commit()
+            self._handles = change.commit()
         else:
-            work.undo()
-        if self._operation is not None and record.id in state.handles.live:
+            change.undo()
+        if claimed and record.id in state.handles.live:
             state.quotas.settle(record)
             record.touch()
         if record.pending_end is not None and not record.busy:

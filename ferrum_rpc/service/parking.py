@@ -1,8 +1,8 @@
 """Parking: a sequence's cache goes to a file, as an export would, and comes back from it, as an import would.
 
 Its record stays. Until the file is whole the sequence is in the engine; from then on it is in the file, until all of it
-is in the engine again. A call that claims a parked sequence is submitted when it is back (`bring_back`): the number
-that it will have in the engine is known from the moment at which it is parked.
+is in the engine again. A call that claims a parked sequence is submitted when it is back (`service.waits`): the
+number that it will have in the engine is known from the moment at which it is parked.
 
 Sequences that were not used for long are parked without being claimed: a call that claims one meanwhile ends that.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -82,15 +81,6 @@ async def park(state: ServerState, handle: HandleRef, caller: Caller) -> tuple[H
     if isinstance(outcome, ExecutorError):
         raise outcome
     return record.handle, outcome
-
-
-def bring_back(state: ServerState, record: SequenceRecord, then: Callable[[ExecutorError | None], object]) -> None:
-    """`unpark` a sequence, and call ``then`` with what that returns."""
-
-    async def run() -> None:
-        then(await unpark(state, record))
-
-    state.parked.start(run())
 
 
 async def unpark(state: ServerState, record: SequenceRecord) -> ExecutorError | None:

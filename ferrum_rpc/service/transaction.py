@@ -2,11 +2,12 @@
 
     claim     its sequences are busy from now on: a later call on them is refused, and never this one
     replay    an answer that is recorded is taken, a call in flight with the same id is joined
+    wait      for the caches of its sequences that are not in the engine, if any (`service.waits`)
     submit    to the engine's queue
     settle    the engine's answer: committed and recorded, the sequences free again, whether or not the caller waits
 
-The first three happen in the turn that begins the call, so that calls claim in the order in which they arrive. Forwards
-and cache operations are the two kinds.
+The first two happen in the turn that begins the call, so that calls claim in the order in which they arrive. Nearly
+always that turn submits it too. Forwards and cache operations are the two kinds.
 
 What settling a call raises is a bug, and no task awaits the callback that raised it: it is logged and counted, and the
 call ends with `InternalError`, its sequences free.
@@ -15,28 +16,48 @@ call ends with `InternalError`, its sequences free.
 from __future__ import annotations
 
 import asyncio
+import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
-from functools import partial
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Final, Generic, TypeVar
 
-from ferrum_rpc.errors import InternalError
+from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError
 from ferrum_rpc.service.replay import Entry, Outcome, Waiter
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 
 FAILED: Final = "the executor failed internally; its log says more"
+TAKEN_BACK: Final = "the call was cancelled before it was dispatched; nothing happened"
+
+Failed = dict[int, ExecutorError]
+"""What could not be brought into the engine, by the numbers that the sequences were to have there."""
 
 T = TypeVar("T")
 
 
+class CallPhase(enum.IntEnum):
+    """How far a call is, in their order."""
+
+    CLAIMED = 0
+    """Its sequences are its own, and calls ahead of it are in flight."""
+    WAITING = 1
+    """Caches of its sequences are brought in. It does not end before they are there."""
+    QUEUED = 2
+    """The engine has it."""
+    SETTLED = 3
+    """Its own part is over, and calls that it repeats are in flight."""
+    DONE = 4
+
+
 class Transaction(ABC, Generic[T]):
-    """One call. Awaiting it gives its `answer`; a caller that is cancelled meanwhile abandons it."""
+    """One call. Awaiting it gives its `answer`; a caller that is cancelled meanwhile abandons it. ``refusal``: what it
+    is answered with, once it has ended, if not with its outcome."""
 
     _state: ServerState
+    _repeated: dict[Waiter, Entry]  # calls in flight that it repeats
     _on_end: Callable[[], object] | None = None
-    _repeated: tuple[tuple[Entry, Waiter], ...] = ()  # calls in flight that it repeats
-    ended = False
+    _withdrawn: Exception | None = None  # what refuses it when its wait is over
+    phase = CallPhase.CLAIMED
     refusal: Exception | None = None
 
     @abstractmethod
@@ -44,12 +65,24 @@ class Transaction(ABC, Generic[T]):
         """What it came to, once it has ended; raises what refused it."""
 
     @abstractmethod
-    def take_back(self) -> bool:
-        """End it with `Cancelled`, if it has not begun and no duplicate waits for it. False: it goes on, or is over."""
-
-    @abstractmethod
     def fail(self, error: InternalError) -> None:
         """Free what it still holds: what `settle` called has raised."""
+
+    @abstractmethod
+    def _cancel(self) -> bool:
+        """Take it back from the engine. False: it goes on there."""
+
+    @abstractmethod
+    def _awaited(self) -> bool:
+        """Whether a duplicate waits for it."""
+
+    @abstractmethod
+    def _go_on(self, failed: Failed) -> None:
+        """Its wait is over: submit it, without the sequences that could not be brought in."""
+
+    @abstractmethod
+    def _undo(self, error: Exception | None) -> None:
+        """End it with a refusal: nothing happened, and nothing will."""
 
     def settle(self, take: Callable[..., object], *result: object) -> None:
         """Call ``take`` with the answer of the engine, or of the call that this one repeats. What it raises ends this
@@ -60,36 +93,79 @@ class Transaction(ABC, Generic[T]):
             supervisor, failure = self._state.supervisor, InternalError(FAILED)
             supervisor.note(BackgroundTask.CALLBACK, error)
             supervisor.attempt(self.fail, failure)
-            if not self.ended:
+            if self.phase is not CallPhase.DONE and self.phase is not CallPhase.WAITING:
                 self.end(failure)
 
-    def _wait_for(self, entry: Entry, take: Callable[[Outcome], object]) -> None:
-        """Have ``take`` called with the outcome of a call in flight that this one repeats."""
-        waiter = partial(self.settle, take)
-        entry.waiters += (waiter,)
-        self._repeated += ((entry, waiter),)
+    def take_back(self) -> bool:
+        """End it with `Cancelled`, if it has not begun and no duplicate waits for it. False: it goes on, or is over."""
+        if self.phase >= CallPhase.SETTLED or self._awaited():
+            return False
+        if self.phase is CallPhase.QUEUED and not self._cancel():
+            return False
+        self._refuse(Cancelled(TAKEN_BACK))
+        return True
 
-    def _leave_repeated(self) -> None:
-        """It waits no longer for what it repeats."""
-        for entry, waiter in self._repeated:
-            entry.leave(waiter)
-        self._repeated = ()
+    def _refuse(self, error: Exception | None) -> None:
+        """Refuse it as a whole, as soon as its sequences can be free."""
+        if self.phase is CallPhase.WAITING:
+            self._withdrawn = self._withdrawn or error
+        else:
+            self._undo(error)
+
+    def _wait(self, caches: Coroutine[Any, Any, Failed]) -> None:
+        """Go on when the caches of its sequences are there."""
+        self.phase = CallPhase.WAITING
+
+        async def wait() -> None:
+            self.settle(self._waited, await caches)
+
+        self._state.parked.start(wait())
+
+    def _goes_on(self) -> bool:
+        """Whether anybody wants what it waits for."""
+        return self._withdrawn is None
+
+    def _waited(self, failed: Failed) -> None:
+        self.phase = CallPhase.CLAIMED
+        withdrawn, self._withdrawn = self._withdrawn, None
+        if withdrawn is not None and not (isinstance(withdrawn, Cancelled) and self._awaited()):
+            self._undo(withdrawn)
+        else:
+            self._go_on(failed)
+
+    def _repeat(self, entry: Entry, take: Callable[[Outcome], object]) -> None:
+        """Have ``take`` called with the outcome of a call in flight that this one repeats."""
+
+        def waiter(outcome: Outcome) -> None:
+            if self._repeated.pop(waiter, None) is not None:
+                self.settle(take, outcome)
+
+        entry.waiters += (waiter,)
+        self._repeated[waiter] = entry
 
     def abandon(self) -> None:
         """Its caller was cancelled: take it back, or let it run without one."""
         self._on_end = None
         self.take_back()
+        if self.phase >= CallPhase.QUEUED:  # else a duplicate of its own waits for it
+            self._leave_repeated()
+
+    def _leave_repeated(self) -> None:
+        """It waits no longer for what it repeats."""
+        for waiter, entry in self._repeated.items():
+            entry.leave(waiter)
+        self._repeated.clear()
 
     def when_ended(self, call: Callable[[], object]) -> None:
         """Call ``call`` when it ends: at once where it has."""
-        if self.ended:
+        if self.phase is CallPhase.DONE:
             call()
         else:
             self._on_end = call
 
     def end(self, refusal: Exception | None = None) -> None:
         """It is over; ``refusal`` is what it is answered with, if not with its outcome."""
-        self.ended, self.refusal = True, refusal
+        self.phase, self.refusal = CallPhase.DONE, refusal
         if self._repeated:
             self._leave_repeated()
         on_end, self._on_end = self._on_end, None
@@ -97,7 +173,7 @@ class Transaction(ABC, Generic[T]):
             on_end()
 
     def __await__(self) -> Generator[Any, None, T]:
-        if not self.ended:
+        if self.phase is not CallPhase.DONE:
             ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._on_end = lambda: None if ended.done() else ended.set_result(None)
             try:
