@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
 
@@ -11,7 +13,7 @@ from ferrum_rpc.wire.status import error_from_status
 from tests.service.test_run import SAMPLE, Steps, chosen, read_parts, running, single_decodes
 from tests.service.test_session import opened
 from tests.serving import Gate, Served, serve_identity
-from tests.wiring import item, pb, prefill, refused
+from tests.wiring import item, pb, prefill, refused, until
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
 FORK = forward_pb2.CreateOptions(fork=True)
@@ -154,4 +156,29 @@ async def test_of_forks_that_are_apart_the_first_passes() -> None:
         assert found[0].output.handle.seq_len == len(PROMPT) + 5
         together = await stream.forward(*[running([number], parent, most=5, create=FORK) for number in range(3)])
         assert [each.output.handle.seq_len for each in together.results] == [len(PROMPT) + 5] * 3
+        await served.check()
+
+
+async def test_a_cancelled_call_that_repeats_another_frees_its_parents_after_its_own_step() -> None:
+    """It waits for the other one no more: nobody wants its answer."""
+    steps = Steps(2)
+    async with serve_identity(stage=steps) as served:
+        parent, other = await prefill(served, PROMPT), await prefill(served, PROMPT)
+        state = served.server.state
+        run = running([9], other, most=10)
+        first = asyncio.ensure_future(served.executor.Decode(pb.DecodeRequest(item=run)))
+        await steps.held()
+        request = pb.UnifiedForwardRequest(items=[run, child([7], parent, request_id="child")])
+        both = asyncio.ensure_future(served.executor.UnifiedForward(request))
+        await until(lambda: state.engine.queued_items == 1)
+        steps.allow(1)
+        await until(lambda: state.engine.queued_items == 0)
+        await steps.held()
+        both.cancel()
+        await until(lambda: served.server.calls.in_flight == 1)
+        steps.allow(1)
+        await until(lambda: len(state.handles) == 3)
+        assert not first.done() and not state.handles.live[parent.id].busy
+        steps.free()
+        await first
         await served.check()
