@@ -12,8 +12,7 @@ layers run in Python.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -130,10 +129,10 @@ class NativeLayers(PlainLayers):
         self._weights = (library.LayerWeights * len(layers))(*map(_weights, layers))
         self._space = _native(layers[0].products[0]).space
         self._library = self._space.library
-        self._handle = self._library.ferrum_layers_new(self._space.handle)
         self._sum = None if group is None else _Sum(group, layers[0].spec.mixer.hidden)
-        if self._sum is not None:
-            self._library.ferrum_layers_reduce(self._handle, self._sum.function, self._sum.context)
+        reduce = (None, None) if self._sum is None else (self._sum.function, self._sum.context)
+        self._handle = self._library.ferrum_layers_new(self._space.handle, *reduce)
+        self._run = self._handle, ctypes.addressof(self._weights), len(layers)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -149,27 +148,22 @@ class NativeLayers(PlainLayers):
     ) -> Tensor:
         """As `forward`, bit for bit. ``adapters`` have an address."""
         delta = torch.empty_like(hidden)
-        step = (self._handle, ctypes.addressof(self._weights), ctypes.addressof(attention))
-        rows = (*(each.data_ptr() for each in (hidden, delta, cos, sin)), len(hidden), torch.get_num_threads())
-        with self._adapted(adapters):
-            status = self._library.ferrum_layers_run(*step, len(self._weights), *rows)
+        status = self._library.ferrum_layers_run(
+            *self._run,
+            ctypes.addressof(attention),
+            None if adapters is None else adapters.address,
+            hidden.data_ptr(),
+            delta.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            len(hidden),
+            torch.get_num_threads(),
+        )
         if status < 0:
             raise MemoryError("no memory for a layer's buffers")
         if status and self._sum is not None:
             self._sum.fail()
         return delta
-
-    @contextmanager
-    def _adapted(self, adapters: StepAdapters | None) -> Iterator[None]:
-        """The call within is with these adapters."""
-        if adapters is None:
-            yield
-            return
-        self._library.ferrum_layers_adapt(self._handle, adapters.address, 0)
-        try:
-            yield
-        finally:
-            self._library.ferrum_layers_adapt(self._handle, None, 0)
 
 
 class _Sum:
@@ -216,8 +210,9 @@ def _weights(layer: Layer) -> library.LayerWeights:
     assert isinstance(layer.ops, NativeFusedOps)  # noqa: S101 - assemble looked
     norms = layer.before_mixer, layer.after_mixer, layer.before_mlp, layer.after_mlp, layer.qk_norm
     return library.LayerWeights(
-        *(_native(each).address for each in layer.products),
+        (ctypes.c_void_p * len(layer.products))(*(_native(each).address for each in layer.products)),
         *(None if each is None else each.data_ptr() for each in norms),
+        layer.slot,
         -1 if layer.spec.rope is None else layer.spec.rope,
         layer.ops.lanes,
         layer.spec.parallel,

@@ -132,7 +132,7 @@ class NativeStep:
     def add(self, slot: int, x: Tensor, y: Tensor) -> None:
         """``y`` is contiguous, ``x`` in its last dimension."""
         threads = torch.get_num_threads()
-        self._library.ferrum_lora(self.address, 0, slot, x.data_ptr(), x.stride(0), y.data_ptr(), threads)
+        self._library.ferrum_lora(self.address, slot, x.data_ptr(), x.stride(0), y.data_ptr(), threads)
 
 
 def _whole(rank: int) -> int:

@@ -64,13 +64,12 @@ class MatrixStruct(ctypes.Structure):
 
 
 class LayerWeights(ctypes.Structure):
-    """``struct layer_weights`` of layer.c. Pointers are to `MatrixStruct`, and to the tensors' elements."""
+    """``struct layer_weights`` of layer.h. Pointers are to `MatrixStruct`, and to the tensors' elements."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
-        ("head_norms", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("rope", "lanes", "parallel")),
+        ("products", ctypes.c_void_p * 4),
+        *((name, ctypes.c_void_p) for name in ("before_mixer", "after_mixer", "before_mlp", "after_mlp", "qk_norm")),
+        *((name, ctypes.c_int32) for name in ("slot", "rope", "lanes", "parallel")),
         ("kind", RowKindStruct),
     )
 
@@ -131,14 +130,14 @@ class LimitsStruct(ctypes.Structure):
 class LoraPart(ctypes.Structure):
     """``struct lora_part`` of lora.h: one matrix of a fused product. A pointer to the tensor's elements."""
 
-    _fields_ = (("up", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("first", "columns", "start", "rank")))
+    _fields_ = (("b", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("first", "columns", "start", "rank")))
 
 
 class LoraChange(ctypes.Structure):
     """``struct lora_change`` of lora.h: what an adapter changes of a product."""
 
     _fields_ = (
-        ("down", ctypes.c_void_p),
+        ("a", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("n", "k", "rank", "parts")),
         ("part", LoraPart * 3),
     )
@@ -168,7 +167,7 @@ STRUCTS: Final = (
     ),
     *(LimitsStruct, LoraPart, LoraChange, LoraStep),
 )
-ABI_VERSION: Final = 15
+ABI_VERSION: Final = 16
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -205,15 +204,11 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_linears_free": (None, _P),
     "ferrum_linear": (_I, _P, _P, *_ROWS, _P, _I, _I),
     "ferrum_linear_largest": (_I, _P, _P, *_ROWS, _P, _I),
-    "ferrum_layers_new": (_P, _P),
+    "ferrum_layers_new": (_P, _P, _P, _P),
     "ferrum_layers_free": (None, _P),
-    "ferrum_layers_adapt": (None, _P, _P, _I),
-    "ferrum_layers_reduce": (None, _P, _P, _P),
-    "ferrum_layer_before": (_I, *(_P,) * 6, _L, _P, _I),
-    "ferrum_layer_after": (_I, *(_P,) * 4, _L, _P, _I),
-    "ferrum_layers_run": (_I, *(_P,) * 3, _I, *(_P,) * 4, _L, _I),
+    "ferrum_layers_run": (_I, _P, _P, _I, *(_P,) * 6, _L, _I),
     "ferrum_lora_supported": (_I,),
-    "ferrum_lora": (None, _P, _I, _I, _P, _L, _P, _I),
+    "ferrum_lora": (None, _P, _I, _P, _L, _P, _I),
     "ferrum_group_bytes": (_L, _I),
     "ferrum_group_new": (_P, _P, _I, _I, _I),
     "ferrum_group_free": (None, _P),

@@ -1,10 +1,6 @@
-/* A decoder layer's work before and after its attention, in one call each: norm, qkv and rotation; output, norm,
- * gate-up, gate and down. Called one by one from Python, they and their tensors took 3 ms of a decode step of 29
- * (Qwen3-0.6B's 28 layers, two cores).
- *
- * And layers one after the other, where attention is ours as well (attention.c). Called by halves, with the cache's
- * writes and attention between them, they let go of Python's interpreter 112 times a step, and each time a busy thread
- * may keep it for some milliseconds.
+/* Decoder layers one after the other: products, what lies between them, and attention (attention.c). Called one by one
+ * from Python, they and their tensors took 3 ms of a decode step of 29 (Qwen3-0.6B's 28 layers, two cores), and let go of
+ * Python's interpreter several times a layer: each time a busy thread may keep it for some milliseconds.
  *
  * Where a model is cut over ranks, each computes a part of the heads and of the MLP: what output and down make of it are
  * parts of sums, which a function that Python names completes.
@@ -24,178 +20,187 @@
 /* Make bfloat16 rows the sum of all ranks' rows. 0, or a number above it, which ends the step. */
 typedef int32_t reduce_rows(void *context, void *rows, int64_t elements);
 
-/* Buffers of buffer.h: what lies within a half of a layer, and what lies between the two. `lora`: the adapters of the step,
- * or NULL; `layer`: where it is. `reduce`: over the ranks, or NULL. */
+/* Two buffers of buffer.h. `reduce`: over the ranks, or NULL. */
 struct ferrum_layers {
     struct ferrum_linears *linears;
-    const struct lora_step *lora;
     reduce_rows *reduce;
     void *context;
-    int32_t layer;
-    char *buffer, *heads;
-    size_t size, heads_size;
+    char *rows, *heads;
+    size_t rows_size, heads_size;
 };
 
-/* NULL where there is no memory. */
-struct ferrum_layers *ferrum_layers_new(struct ferrum_linears *linears)
+/* A layer in a step of `count` rows; `lora`: the adapters of the step, or NULL. */
+struct layer_step {
+    struct ferrum_layers *self;
+    const struct layer_weights *weights;
+    const struct lora_step *lora;
+    int64_t count;
+    int32_t threads;
+};
+
+/* `reduce`: where what output and down make are parts of sums. NULL where there is no memory. */
+struct ferrum_layers *ferrum_layers_new(struct ferrum_linears *linears, reduce_rows *reduce, void *context)
 {
     struct ferrum_layers *made = calloc(1, sizeof *made);
     if (made)
-        made->linears = linears;
+        *made = (struct ferrum_layers){.linears = linears, .reduce = reduce, .context = context};
     return made;
 }
 
 void ferrum_layers_free(struct ferrum_layers *self)
 {
-    free(self->buffer);
+    free(self->rows);
     free(self->heads);
     free(self);
 }
 
-/* The next call of a half is of this layer, of a step with these adapters; all layers in one call count by themselves. */
-void ferrum_layers_adapt(struct ferrum_layers *self, const struct lora_step *lora, int32_t layer)
-{
-    self->lora = lora;
-    self->layer = layer;
-}
+static size_t align_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-/* From now on what output and down make is a part of a sum, which `reduce` completes. */
-void ferrum_layers_reduce(struct ferrum_layers *self, reduce_rows *reduce, void *context)
+/* y = x through a matrix, with what adapters change of it. 0, or -1. */
+static int32_t product(const struct layer_step *step, enum product which, const char *x, char *y)
 {
-    self->reduce = reduce;
-    self->context = context;
-}
-
-/* A product of the present layer, with what adapters change of it. */
-static int32_t product_of(struct ferrum_layers *self, const struct matrix *linear, enum product product, const char *x,
-                          int64_t count, char *y, int32_t threads)
-{
-    if (ferrum_linear(self->linears, linear, x, linear->k, count, y, 0, threads))
+    const struct matrix *matrix = step->weights->products[which];
+    if (ferrum_linear(step->self->linears, matrix, x, matrix->k, step->count, y, 0, step->threads))
         return -1;
-    if (self->lora)
-        ferrum_lora(self->lora, self->layer, product, x, linear->k, y, threads);
+    if (step->lora)
+        ferrum_lora(step->lora, step->weights->slot + which, x, matrix->k, y, step->threads);
     return 0;
 }
 
 /* The same, and the sum of it over the ranks. 0, -1, or what the ranks' sum returned. */
-static int32_t sum_of(struct ferrum_layers *self, const struct matrix *linear, enum product product, const char *x,
-                      int64_t count, char *y, int32_t threads)
+static int32_t summed_product(const struct layer_step *step, enum product which, const char *x, char *y)
 {
-    if (product_of(self, linear, product, x, count, y, threads))
+    const struct ferrum_layers *self = step->self;
+    if (product(step, which, x, y))
         return -1;
-    return self->reduce ? self->reduce(self->context, y, count * linear->n) : 0;
+    return self->reduce ? self->reduce(self->context, y, step->count * step->weights->products[which]->n) : 0;
 }
 
-static size_t rounded(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-/* `count` rows: hidden += delta, where there is one; out = their norm, where there is one. Returns where the normed rows
- * are: `out`, or without a norm `hidden`. */
-static char *add_norm(const struct layer_weights *weights, char *hidden, const char *delta, const float *norm, char *out,
-                      int64_t count, int32_t threads)
+/* hidden += delta, where there is one; out = their norm, where there is one. Returns where the normed rows are: `out`, or
+ * without a norm `hidden`. */
+static char *add_norm(const struct layer_step *step, char *hidden, const char *delta, const float *norm, char *out)
 {
     const struct row_task rows = {
-        .kind = &weights->kind,
+        .kind = &step->weights->kind,
         .task = ADD_NORM,
-        .threads = threads,
-        .width = weights->output->n,
-        .count = count,
+        .threads = step->threads,
+        .width = step->weights->products[OUTPUT]->n,
+        .count = step->count,
         .hidden = hidden,
         .out = out,
         .delta = delta,
         .norm = norm,
     };
     if (delta || norm)
-        ferrum_rows(&rows, weights->lanes);
+        ferrum_rows(&rows, step->weights->lanes);
     return norm ? out : hidden;
 }
 
-/* hidden [count, width] += delta, where there is one; qkv [count, ...] = its norm through the weights, heads rotated by
- * cos and sin, of which there are those of every rotation. 0, or -1 where there is no memory for the buffers. */
-int32_t ferrum_layer_before(struct ferrum_layers *self, const struct layer_weights *weights, char *hidden,
-                            const char *delta, const float *cos, const float *sin, int64_t count, char *qkv,
-                            int32_t threads)
+/* Norm the heads of query and key, and rotate them by cos and sin, of which there are those of every rotation. */
+static void rotate(const struct layer_step *step, char *qkv, const float *cos, const float *sin)
 {
-    const int width = weights->output->n;
-    if (!reserve_buffer(&self->buffer, &self->size, (size_t)count * width * 2))
-        return -1;
-    const char *normed = add_norm(weights, hidden, delta, weights->before_attention, self->buffer, count, threads);
-    if (product_of(self, weights->qkv, QKV, normed, count, qkv, threads))
-        return -1;
-    const int64_t table = weights->rope * count * weights->kind.turned;
+    const struct layer_weights *weights = step->weights;
+    const int64_t table = weights->rope * step->count * weights->kind.turned;
     const struct row_task rows = {
         .kind = &weights->kind,
         .task = ROTATE,
-        .threads = threads,
-        .width = weights->qkv->n,
-        .count = count,
+        .threads = step->threads,
+        .width = weights->products[QKV]->n,
+        .count = step->count,
         .hidden = qkv,
-        .norm = weights->head_norms,
+        .norm = weights->qk_norm,
         .cos = weights->rope < 0 ? NULL : cos + table,
         .sin = weights->rope < 0 ? NULL : sin + table / 2,
     };
     if (rows.norm || rows.cos)
         ferrum_rows(&rows, weights->lanes);
-    return 0;
 }
 
-/* hidden += attended [count, ...] through the output weights; delta = the MLP of its norm, or, where the two are parallel,
- * of its norm as it was before. As above, or what the ranks' sum returned. */
-int32_t ferrum_layer_after(struct ferrum_layers *self, const struct layer_weights *weights, char *hidden,
-                           const char *attended, int64_t count, char *delta, int32_t threads)
+/* Where the rows within a layer are: `normed`, then gate and up, then the gated ones; query, key and value, then what
+ * attention found. */
+struct buffers {
+    char *normed, *gate_up, *gated, *qkv, *attended;
+};
+
+static int reserve(const struct layer_step *step, struct buffers *to)
 {
-    const int width = weights->output->n, inner = weights->down->k, wide_row = weights->gate_up->n;
-    const size_t row = rounded((size_t)count * width * 2), wide = rounded((size_t)count * wide_row * 2);
-    if (!reserve_buffer(&self->buffer, &self->size, row + wide + (size_t)count * inner * 2))
-        return -1;
-    char *normed = self->buffer, *gate_up = normed + row, *gated = gate_up + wide;
-    int32_t status = sum_of(self, weights->output, OUTPUT, attended, count, delta, threads);
-    if (status)
-        return status;
-    add_norm(weights, delta, NULL, weights->after_attention, delta, count, threads);
-    if (weights->parallel) {
-        normed = add_norm(weights, hidden, NULL, weights->before_attention, normed, count, threads);
-        add_norm(weights, hidden, delta, NULL, NULL, count, threads);
-    } else {
-        normed = add_norm(weights, hidden, delta, weights->before_mlp, normed, count, threads);
-    }
-    if (product_of(self, weights->gate_up, GATE_UP, normed, count, gate_up, threads))
-        return -1;
-    const struct row_task rows = {
-        .kind = &weights->kind,
-        .task = GATE,
-        .threads = threads,
-        .width = inner,
-        .count = count,
-        .hidden = gate_up,
-        .out = gated,
-    };
-    ferrum_rows(&rows, weights->lanes);
-    status = sum_of(self, weights->down, DOWN, gated, count, delta, threads);
-    if (status)
-        return status;
-    add_norm(weights, delta, NULL, weights->after_mlp, delta, count, threads);
-    return 0;
+    struct ferrum_layers *self = step->self;
+    const struct matrix *const *products = step->weights->products;
+    const size_t bytes = (size_t)step->count * 2;
+    const size_t normed = align_up(bytes * products[OUTPUT]->n), gate_up = align_up(bytes * products[GATE_UP]->n);
+    const size_t qkv = align_up(bytes * products[QKV]->n);
+    if (!reserve_buffer(&self->rows, &self->rows_size, normed + gate_up + bytes * products[DOWN]->k) ||
+        !reserve_buffer(&self->heads, &self->heads_size, qkv + bytes * products[OUTPUT]->k))
+        return 0;
+    to->normed = self->rows;
+    to->gate_up = to->normed + normed;
+    to->gated = to->gate_up + gate_up;
+    to->qkv = self->heads;
+    to->attended = to->qkv + qkv;
+    return 1;
 }
 
-/* All `layers`, attention included. hidden and delta as above; before layer 0 there is no delta to add. 0, -1 where there
- * is no memory for the buffers, or what the ranks' sum returned. */
-int32_t ferrum_layers_run(struct ferrum_layers *self, const struct layer_weights *weights,
-                          const struct attention_step *attention, int32_t layers, char *hidden, char *delta,
+/* delta = the MLP of normed rows. 0, -1, or what the ranks' sum returned. */
+static int32_t mlp(const struct layer_step *step, const struct buffers *at, const char *normed, char *delta)
+{
+    const struct row_task rows = {
+        .kind = &step->weights->kind,
+        .task = GATE,
+        .threads = step->threads,
+        .width = step->weights->products[DOWN]->k,
+        .count = step->count,
+        .hidden = at->gate_up,
+        .out = at->gated,
+    };
+    if (product(step, GATE_UP, normed, at->gate_up))
+        return -1;
+    ferrum_rows(&rows, step->weights->lanes);
+    return summed_product(step, DOWN, at->gated, delta);
+}
+
+/* hidden [count, width] += `added`, where there is any, and then attention's answer; delta = the MLP of the sum, or, where
+ * the two are parallel, of what attention read. 0, -1, or what the ranks' sum returned. */
+static int32_t run_layer(const struct layer_step *step, const struct attention_step *attention, int32_t layer, char *hidden,
+                         const char *added, char *delta, const float *cos, const float *sin)
+{
+    const struct layer_weights *weights = step->weights;
+    struct buffers at;
+    if (!reserve(step, &at))
+        return -1;
+    char *normed = add_norm(step, hidden, added, weights->before_mixer, at.normed);
+    if (product(step, QKV, normed, at.qkv))
+        return -1;
+    rotate(step, at.qkv, cos, sin);
+    if (ferrum_attention_layer(attention, layer, at.qkv, step->count, at.attended))
+        return -1;
+    int32_t status = summed_product(step, OUTPUT, at.attended, delta);
+    if (status)
+        return status;
+    add_norm(step, delta, NULL, weights->after_mixer, delta);
+    if (weights->parallel) {
+        normed = add_norm(step, hidden, NULL, weights->before_mixer, at.normed);
+        add_norm(step, hidden, delta, NULL, NULL);
+    } else {
+        normed = add_norm(step, hidden, delta, weights->before_mlp, at.normed);
+    }
+    status = mlp(step, &at, normed, delta);
+    if (!status)
+        add_norm(step, delta, NULL, weights->after_mlp, delta);
+    return status;
+}
+
+/* All `layers` of hidden [count, width]; delta: what the last one has yet to add. `lora`: the adapters of the step, or
+ * NULL. cos and sin are those of every rotation. 0, -1 where there is no memory for the buffers, or what the ranks' sum
+ * returned. */
+int32_t ferrum_layers_run(struct ferrum_layers *self, const struct layer_weights *weights, int32_t layers,
+                          const struct attention_step *attention, const struct lora_step *lora, char *hidden, char *delta,
                           const float *cos, const float *sin, int64_t count, int32_t threads)
 {
-    const size_t all = rounded((size_t)count * weights->qkv->n * 2);
-    if (!reserve_buffer(&self->heads, &self->heads_size, all + (size_t)count * weights->output->k * 2))
-        return -1;
-    char *qkv = self->heads, *attended = qkv + all;
-    for (int32_t layer = 0; layer < layers; layer++) {
-        const struct layer_weights *own = weights + layer;
-        self->layer = layer;
-        if (ferrum_layer_before(self, own, hidden, layer ? delta : NULL, cos, sin, count, qkv, threads) ||
-            ferrum_attention_layer(attention, layer, qkv, count, attended))
-            return -1;
-        const int32_t status = ferrum_layer_after(self, own, hidden, attended, count, delta, threads);
-        if (status)
-            return status;
+    struct layer_step step = {.self = self, .lora = lora, .count = count, .threads = threads};
+    int32_t status = 0;
+    for (int32_t layer = 0; layer < layers && !status; layer++) {
+        step.weights = weights + layer;
+        status = run_layer(&step, attention, layer, hidden, layer ? delta : NULL, delta, cos, sin);
     }
-    return 0;
+    return status;
 }

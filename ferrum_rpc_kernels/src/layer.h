@@ -8,12 +8,17 @@
 #include "linear.h"
 #include "norm_rope_gate.h"
 
-/* Norms before and after each half of a layer, and of heads: NULL where there is none. `rope`: which of a step's rotations
- * turns its heads; -1: none does. `parallel`: attention and MLP read the same row. */
+/* The products of a layer with attention and a dense MLP, in the order of LayerSpec.matrices
+ * (ferrum_rpc/models/parts/layer.py). */
+enum product { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
+
+/* Norms before and after each half of a layer, and of heads: NULL where there is none. `slot`: of the first product's
+ * adapters; those of the others follow. `rope`: which of a step's rotations its heads have; -1: none. `parallel`:
+ * attention and MLP read the same row. */
 struct layer_weights {
-    const struct matrix *qkv, *output, *gate_up, *down;
-    const float *before_attention, *after_attention, *before_mlp, *after_mlp, *head_norms;
-    int32_t rope, lanes, parallel;
+    const struct matrix *products[PRODUCTS];
+    const float *before_mixer, *after_mixer, *before_mlp, *after_mlp, *qk_norm;
+    int32_t slot, rope, lanes, parallel;
     struct row_kind kind;
 };
 

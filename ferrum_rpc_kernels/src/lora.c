@@ -1,10 +1,10 @@
-/* Adapters: y += U (D x) for those rows of a step that have one, many adapters in one call.
+/* Adapters: y += B (A x) for those rows of a step that have one, many adapters in one call.
  *
- * D and U are panels (gemm_tile.h), so that a row costs little more than reading its adapter once: a batch in which every
+ * A and B are panels (gemm_tile.h), so that a row costs little more than reading its adapter once: a batch in which every
  * row has another one reads all of them, 20 MB each at rank 16 of Qwen3-0.6B, and rows of one share what is read. A sum
  * runs over the elements in one order, as in linear.c: what is added to a row does not depend on its neighbours.
  *
- * D x is rounded to bfloat16, and so is what is written: y is read as it was rounded, and rounded anew. OpenMP: see
+ * A x is rounded to bfloat16, and so is what is written: y is read as it was rounded, and rounded anew. OpenMP: see
  * attention_decode.c.
  */
 
@@ -18,11 +18,11 @@
 
 #if defined(__x86_64__)
 
-#define JOB_PANELS 32  /* of U, that a job takes: lots of four */
+#define JOB_PANELS 32  /* of B, that a job takes: groups of four */
 #define AHEAD 2048     /* bytes that are fetched ahead */
 #define TARGET COMPILED_FOR(AVX512_BF16)
 
-/* Rows against a lot of panels, as gemm_pairs, of which every panel is a vector further on; sums begin at zero. */
+/* Rows against a group of panels, as gemm_pairs, of which every panel is a vector further on; sums begin at zero. */
 GEMM_INLINE(AVX512_BF16) void lora_pairs(const struct gemm_tile *tile, const int rows, const int panels)
 {
     __m512 sums[GEMM_ROWS][GEMM_PANELS];
@@ -59,19 +59,19 @@ GEMM_ENTRY(lora_entry, lora_pairs, AVX512_BF16)
 
 int32_t ferrum_lora_supported(void) { return CPU_HAS(AVX512_BF16); }
 
-static inline TARGET __m256i rounded(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+static inline TARGET __m256i to_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 
-static inline TARGET __m512 widened(__m256i half)
+static inline TARGET __m512 to_fp32(__m256i half)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-/* Rows against a lot of panels of D, of which `panel` is the first: their sums. */
-static TARGET void lower(const struct lora_rows *rows, const struct lora_change *change, int panel, int panels,
+/* Rows against a group of panels of A, of which `panel` is the first: their sums. */
+static TARGET void multiply_a(const struct lora_rows *rows, const struct lora_change *change, int panel, int panels,
                          const char *x, size_t x_bytes, char *sums, size_t sums_bytes)
 {
     const size_t panel_bytes = (size_t)change->k * GEMM_COLUMNS * 2;
-    const char *weights = change->down + panel * panel_bytes;
+    const char *weights = change->a + panel * panel_bytes;
     for (int64_t row = rows->first, last = row + rows->count; row < last; row += GEMM_ROWS) {
         const int count = (int)(last - row < GEMM_ROWS ? last - row : GEMM_ROWS);
         float tile_sums[GEMM_ROWS * GEMM_WIDTH];
@@ -87,16 +87,16 @@ static TARGET void lower(const struct lora_rows *rows, const struct lora_change 
             for (int p = 0; p < panels; p++)
                 _mm256_storeu_si256(
                     (__m256i *)(sums + (row + r) * sums_bytes + (panel + p) * GEMM_COLUMNS * 2),
-                    rounded(_mm512_loadu_ps(tile_sums + r * GEMM_WIDTH + p * GEMM_COLUMNS)));
+                    to_bf16(_mm512_loadu_ps(tile_sums + r * GEMM_WIDTH + p * GEMM_COLUMNS)));
     }
 }
 
-/* The sums of rows against lots of panels of a part's U, of which `panel` is the first: added to y. */
-static TARGET void lift(const struct lora_rows *rows, const struct lora_part *part, int panel, int panels, char *y,
+/* The sums of rows against groups of panels of a part's B, of which `panel` is the first: added to y. */
+static TARGET void add_b(const struct lora_rows *rows, const struct lora_part *part, int panel, int panels, char *y,
                          size_t y_bytes, const char *sums, size_t sums_bytes)
 {
     const size_t panel_bytes = (size_t)part->rank * GEMM_COLUMNS * 2;
-    const char *weights = part->up + panel * panel_bytes;
+    const char *weights = part->b + panel * panel_bytes;
     for (int64_t row = rows->first, last = row + rows->count; row < last; row += GEMM_ROWS) {
         const int count = (int)(last - row < GEMM_ROWS ? last - row : GEMM_ROWS);
         for (int done = 0; done < panels; done += GEMM_PANELS) {
@@ -115,9 +115,9 @@ static TARGET void lift(const struct lora_rows *rows, const struct lora_part *pa
                     const int column = (panel + done + p) * GEMM_COLUMNS, left = part->columns - column;
                     const __mmask16 held = left < GEMM_COLUMNS ? (__mmask16)((1u << left) - 1) : 0xffff;
                     char *to = y + (row + r) * y_bytes + (part->first + column) * 2;
-                    const __m512 old = widened(_mm256_maskz_loadu_epi16(held, to));
+                    const __m512 old = to_fp32(_mm256_maskz_loadu_epi16(held, to));
                     const __m512 sum = _mm512_loadu_ps(tile_sums + r * GEMM_WIDTH + p * GEMM_COLUMNS);
-                    _mm256_mask_storeu_epi16(to, held, rounded(_mm512_add_ps(old, sum)));
+                    _mm256_mask_storeu_epi16(to, held, to_bf16(_mm512_add_ps(old, sum)));
                 }
         }
     }
@@ -130,37 +130,36 @@ struct task {
     const char *x;
     char *y;
     size_t x_bytes, sums_bytes;
-    int place; /* of the product among an adapter's changes */
+    int32_t slot; /* of the product */
 };
 
-/* The lot of panels `lot` of D, for the rows of one adapter. */
-static void lower_lot(const struct task *task, int64_t which, int lot)
+/* The group of panels `group` of A, for the rows of one adapter. */
+static void job_of_a(const struct task *task, int64_t which, int group)
 {
     const struct lora_rows *rows = task->step->rows + which;
-    const struct lora_change *change = rows->changes + task->place;
-    const int panel = lot * GEMM_PANELS, left = panels_of(change->rank) - panel;
+    const struct lora_change *change = rows->changes + task->slot;
+    const int panel = group * GEMM_PANELS, left = panels_of(change->rank) - panel;
     if (left > 0)
-        lower(rows, change, panel, left < GEMM_PANELS ? left : GEMM_PANELS, task->x, task->x_bytes, task->step->sums,
+        multiply_a(rows, change, panel, left < GEMM_PANELS ? left : GEMM_PANELS, task->x, task->x_bytes, task->step->sums,
               task->sums_bytes);
 }
 
-/* The same of U, of each part; JOB_PANELS at a time. */
-static void lift_lots(const struct task *task, int64_t which, int lots)
+/* The same of B, of each part; JOB_PANELS at a time. */
+static void job_of_b(const struct task *task, int64_t which, int groups)
 {
     const struct lora_rows *rows = task->step->rows + which;
-    const struct lora_change *change = rows->changes + task->place;
-    const int panel = lots * JOB_PANELS;
+    const struct lora_change *change = rows->changes + task->slot;
+    const int panel = groups * JOB_PANELS;
     for (int p = 0; p < change->parts; p++) {
         const int left = panels_of(change->part[p].columns) - panel;
         if (left > 0)
-            lift(rows, change->part + p, panel, left < JOB_PANELS ? left : JOB_PANELS, task->y, (size_t)change->n * 2,
+            add_b(rows, change->part + p, panel, left < JOB_PANELS ? left : JOB_PANELS, task->y, (size_t)change->n * 2,
                  task->step->sums, task->sums_bytes);
     }
 }
 
 /* Add to y [rows, n] what the adapters of `step` change of a product of x, whose rows lie `x_stride` elements apart. */
-void ferrum_lora(const struct lora_step *step, int32_t layer, int32_t product, const char *x, int64_t x_stride, char *y,
-                 int32_t threads)
+void ferrum_lora(const struct lora_step *step, int32_t slot, const char *x, int64_t x_stride, char *y, int32_t threads)
 {
     const struct task task = {
         .step = step,
@@ -168,38 +167,38 @@ void ferrum_lora(const struct lora_step *step, int32_t layer, int32_t product, c
         .y = y,
         .x_bytes = (size_t)x_stride * 2,
         .sums_bytes = (size_t)step->rank * 2,
-        .place = layer * PRODUCTS + product,
+        .slot = slot,
     };
-    int lowers = 0, lifts = 0; /* jobs of one of the `rows`, of any adapter at most */
+    int a_groups = 0, b_groups = 0; /* jobs of one of the `rows`, of any adapter at most */
     for (int i = 0; i < step->count; i++) {
-        const struct lora_change *change = step->rows[i].changes + task.place;
-        const int down = (panels_of(change->rank) + GEMM_PANELS - 1) / GEMM_PANELS;
-        const int up = (panels_of(change->n) + JOB_PANELS - 1) / JOB_PANELS;
-        lowers = down > lowers ? down : lowers;
-        lifts = up > lifts ? up : lifts;
+        const struct lora_change *change = step->rows[i].changes + task.slot;
+        const int of_a = (panels_of(change->rank) + GEMM_PANELS - 1) / GEMM_PANELS;
+        const int of_b = (panels_of(change->n) + JOB_PANELS - 1) / JOB_PANELS;
+        a_groups = of_a > a_groups ? of_a : a_groups;
+        b_groups = of_b > b_groups ? of_b : b_groups;
     }
-    if (!lowers)
+    if (!a_groups)
         return;
-    const int64_t count = step->count, lower_jobs = count * lowers, lift_jobs = count * lifts;
+    const int64_t count = step->count, a_jobs = count * a_groups, b_jobs = count * b_groups;
     int64_t job;
     if (count >= 4 * threads) { /* enough for all of them: nobody waits for another's sums */
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1)
         for (job = 0; job < count; job++) {
-            for (int lot = 0; lot < lowers; lot++)
-                lower_lot(&task, job, lot);
-            for (int lots = 0; lots < lifts; lots++)
-                lift_lots(&task, job, lots);
+            for (int group = 0; group < a_groups; group++)
+                job_of_a(&task, job, group);
+            for (int groups = 0; groups < b_groups; groups++)
+                job_of_b(&task, job, groups);
         }
         return;
     }
 #pragma omp parallel num_threads(threads) if (threads > 1) private(job)
     {
 #pragma omp for schedule(dynamic, 1)
-        for (job = 0; job < lower_jobs; job++)
-            lower_lot(&task, job / lowers, (int)(job % lowers));
+        for (job = 0; job < a_jobs; job++)
+            job_of_a(&task, job / a_groups, (int)(job % a_groups));
 #pragma omp for schedule(dynamic, 1)
-        for (job = 0; job < lift_jobs; job++)
-            lift_lots(&task, job / lifts, (int)(job % lifts));
+        for (job = 0; job < b_jobs; job++)
+            job_of_b(&task, job / b_groups, (int)(job % b_groups));
     }
 }
 
@@ -208,10 +207,9 @@ void ferrum_lora(const struct lora_step *step, int32_t layer, int32_t product, c
 /* No such instructions: nothing here is called but the first. */
 int32_t ferrum_lora_supported(void) { return 0; }
 
-void ferrum_lora(const struct lora_step *step, int32_t layer, int32_t product, const char *x, int64_t x_stride, char *y,
-                 int32_t threads)
+void ferrum_lora(const struct lora_step *step, int32_t slot, const char *x, int64_t x_stride, char *y, int32_t threads)
 {
-    (void)step, (void)layer, (void)product, (void)x, (void)x_stride, (void)y, (void)threads;
+    (void)step, (void)slot, (void)x, (void)x_stride, (void)y, (void)threads;
 }
 
 #endif

@@ -5,26 +5,24 @@
 
 #include <stdint.h>
 
-enum product { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
-
 /* Panels here are those of gemm_tile.h, but four of them lie vector by vector beside each other: [panels / 4][pairs][4][16][2],
- * the last lot with fewer than four. So a row reads all that it needs from one end to the other. */
+ * the last group with fewer than four. So a row reads all that it needs from one end to the other. */
 
 /* One matrix of a fused product: `columns` of the output from `first` on, and `rank` sums, which is even, from `start` on.
- * `up`: panels of `columns`, of `rank` / 2 pairs. */
+ * `b`: panels of `columns`, of `rank` / 2 pairs. */
 struct lora_part {
-    const char *up;
+    const char *b;
     int32_t first, columns, start, rank;
 };
 
-/* What an adapter changes of a product [n, k]; of `rank` 0: nothing. `down`: panels of `rank` columns, of k / 2 pairs. */
+/* What an adapter changes of a product [n, k]; of `rank` 0: nothing. `a`: panels of `rank` columns, of k / 2 pairs. */
 struct lora_change {
-    const char *down;
+    const char *a;
     int32_t n, k, rank, parts;
     struct lora_part part[3];
 };
 
-/* `count` rows from `first` on, LORA_ROWS at most, with an adapter: its changes, [layers][PRODUCTS]. */
+/* `count` rows from `first` on, LORA_ROWS at most, with an adapter: its changes, by the slots of products. */
 struct lora_rows {
     const struct lora_change *changes;
     int64_t first, count;
@@ -40,7 +38,6 @@ struct lora_step {
     int32_t count, rank;
 };
 
-void ferrum_lora(const struct lora_step *step, int32_t layer, int32_t product, const char *x, int64_t x_stride, char *y,
-                 int32_t threads);
+void ferrum_lora(const struct lora_step *step, int32_t slot, const char *x, int64_t x_stride, char *y, int32_t threads);
 
 #endif

@@ -518,11 +518,11 @@ def test_layers_in_c_that_stop_half_way_leave_everything_as_before(
     library = twins.runner.model._loaded.layers._library
     run = library.ferrum_layers_run
 
-    def stop_half_way(layers: int, attention: int, weights: int, count: int, *rows: Any) -> int:
+    def stop_half_way(layers: int, weights: int, count: int, *step: Any) -> int:
         if twins.saboteur.point == "half way":
-            run(layers, attention, weights, count // 2, *rows)
+            run(layers, weights, count // 2, *step)
         twins.saboteur("half way")
-        return int(run(layers, attention, weights, count, *rows))
+        return int(run(layers, weights, count, *step))
 
     monkeypatch.setattr(library, "ferrum_layers_run", stop_half_way)
     step = scenario(twins)
