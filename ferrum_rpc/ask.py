@@ -152,7 +152,7 @@ class _Text:
             return
         how = f"name the folder of {model.name}, or its {TOKENIZER}, with --tokenizer"
         if path is None and not model.folder:
-            raise InvalidRequest(f"this executor does not tell where its model is: {how}", field="tokenizer")
+            raise InvalidRequest(f"this executor does not report where its model is: {how}", field="tokenizer")
         path = Path(model.folder) if path is None else path.absolute()
         file = path / TOKENIZER if path.is_dir() else path
         if not file.is_file():
@@ -162,7 +162,7 @@ class _Text:
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises plain Exception
-            raise InvalidRequest(f"{file} is no tokenizer: {error}", field="tokenizer") from None
+            raise InvalidRequest(f"{file} is not a valid tokenizer: {error}", field="tokenizer") from None
         self._file = file
         size = self._tokenizer.get_vocab_size()
         if size > model.vocab_size:

@@ -98,7 +98,7 @@ def planned(
     config = found(settings.model)
     elsewhere = elsewhere and config.device == "cuda" and not torch.cuda.is_available()
     if elsewhere and memory is None:
-        raise InvalidRequest("no CUDA device is here: say its memory, as in --memory 80GiB", field="memory")
+        raise InvalidRequest("this machine has no CUDA device: set its memory, as in --memory 80GiB", field="memory")
     choices = choose(config, elsewhere=elsewhere)
     largest = LargestStep(settings.max_batch_tokens, settings.max_batch_items)
     return choices, make_plan(choices, largest, memory or free_memory(choices.device))

@@ -53,67 +53,77 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
     named: dict[str, Parser] = {}
     for name, text, own in (
         ("serve", "serve a model", ""),
-        ("plan", "whether a model fits the memory; takes the settings of `serve`", " [--memory BYTES] [--json]"),
-        ("doctor", "whether a model can be served here, how, and right; takes the settings of `serve`", " [--json]"),
+        ("plan", "check whether a model fits the memory; takes the settings of `serve`", " [--memory BYTES] [--json]"),
+        (
+            "doctor",
+            "check whether a model can be served here, and is computed correctly; takes the settings of `serve`",
+            " [--json]",
+        ),
     ):
         usage = f"ferrum-rpc {name} [-h] [--config CONFIG]{own} [--SETTING VALUE ...] model"
         command = named[name] = commands.add_parser(name, help=text, allow_abbrev=False, usage=usage)
         built_in = "`demo`, `demo-draft`, `identity`"
         command.add_argument(
-            "model", help=f"a Hugging Face folder or name, a GGUF file, or one that is built in: {built_in}"
+            "model", help=f"a Hugging Face folder or name, a GGUF file, or a built-in model: {built_in}"
         )
         command.add_argument("--config", type=Path, help="TOML file of settings (default: $FERRUM_CONFIG)")
         if settings:
             _add_settings(command)
     named["rank"] = commands.add_parser(
         "rank",
-        help="be another rank of a model that several share; RANK, MASTER_ADDR, .. say which",
+        help="run another rank of a model; set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
         allow_abbrev=False,
     )
     named["rank"].add_argument("--trust-rank-network", action="store_true", help="as `serve` has it")
-    named["plan"].add_argument("--memory", metavar="BYTES", help="for so much, e.g. 80GiB (default: what is free here)")
+    named["plan"].add_argument(
+        "--memory", metavar="BYTES", help="memory to plan for, e.g. 80GiB (default: what is free here)"
+    )
     for name, text in (
-        ("info", "what a running server is"),
-        ("status", "how a running server does"),
+        ("info", "show the model, device and limits of a running server"),
+        ("status", "show the state, load and counters of a running server"),
         ("health", "exit 0 if a running server serves"),
-        ("sequences", "for operators: the live sequences of every caller"),
-        ("adapters", "for operators: the loaded adapters; load and unload"),
-        ("drain", "for operators: take no new sequences, end when the owned ones are gone; as SIGTERM does"),
+        ("sequences", "for operators: list the live sequences of every caller"),
+        ("adapters", "for operators: list, load and unload adapters"),
+        ("drain", "for operators: refuse new sequences, end when the owned ones are gone, like SIGTERM"),
         ("reset", "for operators: release every sequence of every caller"),
         ("warmup", "for operators: run steps of typical shapes"),
         ("generate", "complete a prompt greedily on a running server"),
-        ("bench", "measure a running server as a remote scheduler uses it"),
+        ("bench", "measure a running server as a remote scheduler"),
     ):
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         command.add_argument("--target", default="127.0.0.1:50051", help="host:port of the server, or unix:PATH")
         command.add_argument("--timeout", type=float, default=10.0, help="seconds to wait for an answer")
-        command.add_argument("--tls", action="store_true", help="TLS; on when one of the next three is given")
-        command.add_argument("--tls-ca", type=Path, help="PEM file: whom to trust (default: the public authorities)")
-        command.add_argument("--tls-cert", type=Path, help="PEM file: the certificate to show, for mutual TLS")
-        command.add_argument("--tls-key", type=Path, help="PEM file: its key")
+        command.add_argument("--tls", action="store_true", help="use TLS; implied by the next three flags")
+        command.add_argument("--tls-ca", type=Path, help="PEM file of trusted authorities (default: the public ones)")
+        command.add_argument("--tls-cert", type=Path, help="PEM file of the client certificate, for mutual TLS")
+        command.add_argument("--tls-key", type=Path, help="PEM file of the client certificate's key")
         command.add_argument("--token-file", type=Path, help=f"file with a token (default: ${TOKEN_VARIABLE})")
         named[name] = command
     for name in ("plan", "doctor", "info", "status", "health", "sequences", "adapters", "drain", "reset", "warmup"):
         named[name].add_argument("--json", action="store_true", help="JSON on one line, for programs")
     named["health"].add_argument(
-        "--live", action="store_true", help="if its process and device are well, also while it loads or drains"
+        "--live", action="store_true", help="check only process and device: also 0 while the server loads or drains"
     )
-    named["drain"].add_argument("--grace-s", type=float, help="seconds to serve what is owned (default: the server's)")
     named["drain"].add_argument(
-        "--wait", type=float, metavar="SECONDS", help="until it has ended; exit status 1 where it has not by then"
+        "--grace-s", type=float, help="seconds for which owned sequences are served (default: the server's)"
+    )
+    named["drain"].add_argument(
+        "--wait", type=float, metavar="SECONDS", help="wait for the end; exit status 1 if it has not come by then"
     )
     named["reset"].add_argument(
-        "--instance-id", default="", help="only that life of the server (`info` shows it), not its successor"
+        "--instance-id", default="", help="only this instance of the server (`info` shows it), not a restarted one"
     )
-    for flag, text in (("--load", "load it first"), ("--unload", "unload it first, if no sequence uses it")):
+    for flag, text in (("--load", "load this adapter first"), ("--unload", "unload this adapter first, if unused")):
         named["adapters"].add_argument(flag, action="append", default=[], metavar="NAME", help=text)
     named["warmup"].add_argument("--batch-size", type=int, default=0, help="sequences decoded together (default: 8)")
     named["warmup"].add_argument("--prefill-tokens", type=int, default=0, help="tokens of the prompt (default: 128)")
     add_flags(named["bench"])
-    named["fleet"] = commands.add_parser("fleet", help="executors on a Ray cluster", allow_abbrev=False)
+    named["fleet"] = commands.add_parser("fleet", help="run executors on a Ray cluster", allow_abbrev=False)
     add_fleet_flags(named["fleet"])
     named["generate"].add_argument("prompt", help="the text to complete")
-    named["generate"].add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate at most")
+    named["generate"].add_argument(
+        "--max-new-tokens", type=int, default=64, help="maximum number of tokens to generate"
+    )
     named["generate"].add_argument(
         "--tokenizer", type=Path, help="tokenizer.json, or its folder (default: the model's)"
     )
@@ -167,7 +177,7 @@ def _command(arguments: list[str]) -> NoReturn:
         parser.print_help(sys.stderr)
         sys.exit(EXIT_USAGE)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
-        parser.error(f"no command {arguments[0]!r}{hint(arguments[0], commands)}")
+        parser.error(f"unknown command {arguments[0]!r}{hint(arguments[0], commands)}")
     parsed, unknown = parser.parse_known_args(arguments)
     command = getattr(parsed, "parser", commands[parsed.command])
     known = command.flags()
@@ -176,7 +186,7 @@ def _command(arguments: list[str]) -> NoReturn:
         parsed.serve, unknown = parser.parse_known_args(["serve", *unknown])
         known += commands["serve"].flags()
     if unknown:
-        command.error(f"no flag {unknown[0]!r}{hint(unknown[0].split('=')[0], known)}")
+        command.error(f"unknown flag {unknown[0]!r}{hint(unknown[0].split('=')[0], known)}")
     prepare()
     try:
         status = _run(parsed)
@@ -218,7 +228,9 @@ def _fleet(parsed: argparse.Namespace) -> int:
     if parsed.action == "up":
         for name in OWN_SETTINGS:
             if name in parsed.serve:
-                raise ConfigError(f"{name}: a fleet sets it: the node's address, a port that is free there, json")
+                raise ConfigError(
+                    f"{name} must not be set: a fleet uses the node's address, a free port there, and json"
+                )
         parsed.ranks = _settings(parsed.serve).model.ranks  # what is wrong is said here, and not by each executor
     from ferrum_rpc.fleet import cluster
 

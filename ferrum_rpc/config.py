@@ -50,7 +50,7 @@ def parse_bytes(value: object) -> object:
     try:
         return round(float(digits) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise ValueError(f"{value!r} is no number of bytes; write 512MiB, 2GiB or 1000000") from None
+        raise ValueError("must be a number of bytes, such as 512MiB, 2GiB or 1000000") from None
 
 
 def read_bytes(name: str, text: str) -> int:
@@ -58,9 +58,9 @@ def read_bytes(name: str, text: str) -> int:
     try:
         count = parse_bytes(text)
     except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None
+        raise ConfigError(f"{name}: {error} (got {text!r})") from None
     if not isinstance(count, int) or count <= 0:
-        raise ConfigError(f"{name}: {text!r} is no memory")
+        raise ConfigError(f"{name}: must be greater than 0 (got {text!r})")
     return count
 
 
@@ -78,15 +78,15 @@ File = Annotated[Path, AfterValidator(Path.absolute)]
 """Whole, so that a message about it says where it was looked for."""
 
 GROUPS: Final = {
-    "host": "where it listens, and who may call",
-    "device": "the model, and how it computes",
-    "kv_dtype": "the KV cache",
-    "max_batch_items": "limits of a call, and of all callers together",
+    "host": "address, TLS and credentials",
+    "device": "model and computation",
+    "kv_dtype": "KV cache",
+    "max_batch_items": "limits of a call and of all callers",
     "lease_ttl_s": "leases, idle sequences, quotas",
     "keepalive_time_s": "connections",
-    "event_loop": "the process: its start, its end, and steps that hang",
+    "event_loop": "process: start, shutdown, hang detection",
     "metrics_port": "metrics, tracing, log",
-    "failpoints": "failures to rehearse",
+    "failpoints": "failure injection",
     "identity_vocab_size": "the identity model",
 }
 """Headings of `serve --help`: the first setting of each group, in the order of the settings."""
@@ -101,58 +101,61 @@ class ModelSettings:
     path: str
     name: str = ""
     block_order: tuple[int, ...] | None = None
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the model runs")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="device of the model")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="type of weights and cache"
     )
     model_backend: Literal["auto", "native", "hf"] = Field(
-        default="auto", description="who runs the model; hf: transformers, for what the native decoder does not serve"
+        default="auto",
+        description="native: our decoder; hf: transformers; auto: hf for what the native decoder does not support",
     )
-    quantize: Literal["none", "int8"] = Field(default="none", description="int8: round weights to 8 bits, on a CPU")
+    quantize: Literal["none", "int8"] = Field(default="none", description="int8: quantize weights to 8 bits, on a CPU")
     attention: str = Field(default="auto", description="attention backend")
     cuda_graphs: Literal["auto", "off"] = Field(
-        default="auto", description="on a GPU: record decode steps and replay them"
+        default="auto", description="on a GPU: capture decode steps as CUDA graphs"
     )
     overlap: Literal["auto", "off"] = Field(
-        default="auto", description="on a GPU: begin a step while the one before it computes"
+        default="auto", description="on a GPU: begin a step while the previous one computes"
     )
     threads: int | None = Field(default=None, ge=1, description="compute threads (default: torch's own choice)")
-    tensor_parallel: int = Field(default=1, ge=1, le=64, description="ranks that share every layer of the model")
-    pipeline_parallel: int = Field(default=1, ge=1, le=64, description="stages that have some of its layers each")
+    tensor_parallel: int = Field(default=1, ge=1, le=64, description="ranks over which every layer is sharded")
+    pipeline_parallel: int = Field(default=1, ge=1, le=64, description="stages over which the layers are divided")
     rank_transport: Literal["auto", "shared-memory", "gloo", "nccl"] = Field(
         default="auto",
-        description="how ranks exchange rows; on GPUs nccl, else shared memory on a machine, gloo beyond",
+        description="transport between ranks; auto: nccl on GPUs, shared memory on one machine, else gloo",
     )
     trust_rank_network: bool = Field(
-        default=False, description="let ranks talk to other machines, unencrypted: the network must be trusted"
+        default=False, description="allow ranks on other machines, unencrypted: only in a trusted network"
     )
     adapter_dir: File | None = Field(
-        default=None, description="folder of adapters, each a folder as PEFT writes it (default: none are offered)"
+        default=None, description="folder of LoRA adapters, each a folder as PEFT writes it (default: no adapters)"
     )
-    max_adapters: int = Field(default=32, ge=1, description="adapters that may be loaded at a time")
-    max_adapter_rank: int = Field(default=64, ge=1, le=1024, description="largest rank of an adapter")
-    adapter_memory: Bytes = Field(default=1 << 30, description="memory that loaded adapters may take, e.g. 2GiB")
+    max_adapters: int = Field(default=32, ge=1, description="maximum number of loaded adapters")
+    max_adapter_rank: int = Field(default=64, ge=1, le=1024, description="maximum rank of an adapter")
+    adapter_memory: Bytes = Field(default=1 << 30, description="memory for loaded adapters, e.g. 2GiB")
     kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         default="auto",
-        description="type of keys and values: 8 bits of them are int8 on a CPU, and fp8 on a GPU",
+        description="type of keys and values; 8 bits: int8 on a CPU, fp8 on a GPU",
     )
     kv_memory: Bytes | None = Field(
-        default=None, description="memory of the KV cache, e.g. 2GiB (default: a share of what is free)"
+        default=None, description="memory of the KV cache, e.g. 2GiB (default: a share of the free memory)"
     )
-    kv_blocks: int | None = Field(default=None, ge=1, description="blocks of the KV cache exactly, instead of a memory")
+    kv_blocks: int | None = Field(
+        default=None, ge=1, description="exact number of KV cache blocks, instead of kv_memory"
+    )
     kv_tier_dir: File | None = Field(
-        default=None, description="folder for what must leave the prefix cache; it outlives the process"
+        default=None, description="folder for blocks evicted from the prefix cache; it outlives the process"
     )
-    kv_tier_bytes: Bytes = Field(default=8 << 30, description="what that folder may hold, e.g. 50GiB")
-    block_size: int = Field(default=16, ge=1, le=1024, description="tokens of a cache block")
-    max_context: int | None = Field(default=None, ge=1, description="longest sequence (default: the model's)")
-    max_sequences: int = Field(default=1024, ge=1, description="live sequences")
+    kv_tier_bytes: Bytes = Field(default=8 << 30, description="maximum size of kv_tier_dir, e.g. 50GiB")
+    block_size: int = Field(default=16, ge=1, le=1024, description="tokens per cache block")
+    max_context: int | None = Field(default=None, ge=1, description="maximum sequence length (default: the model's)")
+    max_sequences: int = Field(default=1024, ge=1, description="maximum number of live sequences")
     identity_vocab_size: int = Field(default=256, ge=1, description="identity model: vocabulary")
     identity_layers: int = Field(default=2, ge=1, description="identity model: layers")
     identity_heads: int = Field(default=4, ge=1, description="identity model: query heads")
     identity_kv_heads: int = Field(default=4, ge=1, description="identity model: key/value heads")
-    identity_head_dim: int = Field(default=8, ge=1, description="identity model: width of a head")
-    identity_max_context: int = Field(default=32768, ge=1, description="identity model: longest sequence")
+    identity_head_dim: int = Field(default=8, ge=1, description="identity model: head dimension")
+    identity_max_context: int = Field(default=32768, ge=1, description="identity model: maximum sequence length")
     identity_positional: bool = Field(default=False, description="identity model: add a positional term")
 
     @property
@@ -164,7 +167,7 @@ class ModelSettings:
     @classmethod
     def _one_size(cls, value: int | None, others: ValidationInfo) -> int | None:
         if value is not None and others.data.get("kv_memory") is not None:
-            raise ValueError("kv_memory says how large the cache is; set one of the two")
+            raise ValueError("must not be set with kv_memory: both give the size of the cache")
         return value
 
 
@@ -176,104 +179,116 @@ class ServeSettings:
     host: str = Field(default="127.0.0.1", description="address to listen on, or unix:PATH")
     port: int = Field(default=50051, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     tokens: File | None = Field(
-        default=None, description="file of bearer tokens, `name token [operator] [trusted]` a line"
+        default=None, description="file of bearer tokens, one `name token [operator] [trusted]` per line"
     )
     tls_cert: File | None = Field(default=None, description="PEM file of the server's certificate chain")
-    tls_key: File | None = Field(default=None, description="PEM file of its key")
+    tls_key: File | None = Field(default=None, description="PEM file of the server's key")
     tls_client_ca: File | None = Field(
-        default=None, description="PEM file: ask clients for certificates of these authorities"
+        default=None, description="PEM file of authorities: clients must show a certificate of one of them"
     )
     operators: str = Field(
-        default="", description="names of client certificates that may use ExecutorControl, with commas"
+        default="", description="names of client certificates that may use ExecutorControl, comma-separated"
     )
     trusted: str = Field(
-        default="", description="names of client certificates whose imports all callers may find, with commas"
+        default="", description="names of client certificates whose imports all callers may find, comma-separated"
     )
-    insecure: bool = Field(default=False, description="listen beyond this machine without TLS and without tokens")
-    max_batch_items: int = Field(default=256, ge=1, description="items of a call, and sequences of a step")
-    max_batch_tokens: int = Field(default=8192, ge=1, description="tokens of a call, and of a step")
-    max_queued_items: int = Field(default=4096, ge=1, description="items that may wait for a step")
-    max_queued_tokens: int = Field(default=1 << 18, ge=1, description="tokens that may wait for a step")
-    max_top_tokens: int = Field(default=1024, ge=1, description="k of top_tokens")
-    max_selected_tokens: int = Field(default=4096, ge=1, description="ids of selected_tokens")
-    max_run_tokens: int = Field(default=32, ge=1, description="tokens of one run")
-    max_running: int = Field(default=64, ge=1, description="runs under way at a time, and runs of a call")
-    max_request_bytes: Bytes = Field(default=1 << 20, description="bytes of a request message")
-    max_response_bytes: Bytes = Field(default=32 << 20, description="bytes of an answer's rows")
-    replay_bytes: Bytes = Field(default=64 << 20, description="bytes of recorded answers")
-    max_steps_in_flight: int = Field(default=8, ge=1, le=256, description="steps in flight of one session")
+    insecure: bool = Field(default=False, description="allow other machines to connect without TLS and tokens")
+    max_batch_items: int = Field(default=256, ge=1, description="maximum items per call, and sequences per step")
+    max_batch_tokens: int = Field(default=8192, ge=1, description="maximum tokens per call and per step")
+    max_queued_items: int = Field(default=4096, ge=1, description="maximum items that wait for a step")
+    max_queued_tokens: int = Field(default=1 << 18, ge=1, description="maximum tokens that wait for a step")
+    max_top_tokens: int = Field(default=1024, ge=1, description="maximum k of top_tokens")
+    max_selected_tokens: int = Field(default=4096, ge=1, description="maximum ids of selected_tokens")
+    max_run_tokens: int = Field(default=32, ge=1, description="maximum tokens per run")
+    max_running: int = Field(default=64, ge=1, description="maximum running runs, and runs per call")
+    max_request_bytes: Bytes = Field(default=1 << 20, description="maximum size of a request message")
+    max_response_bytes: Bytes = Field(default=32 << 20, description="maximum size of an answer's rows")
+    replay_bytes: Bytes = Field(default=64 << 20, description="maximum size of rows in recorded answers")
+    max_steps_in_flight: int = Field(default=8, ge=1, le=256, description="maximum steps in flight per session")
     session_inline_bytes: Bytes = Field(
-        default=1 << 20, description="tensors of a session above this come in row frames"
+        default=1 << 20, description="larger tensors of a session are sent in `rows` frames"
     )
-    max_session_response_bytes: Bytes = Field(default=256 << 20, description="bytes of an answer's rows in a session")
-    max_unread_bytes: Bytes = Field(default=512 << 20, description="bytes of answers that may wait to be read, in all")
-    lease_ttl_s: float = Field(default=30.0, gt=0, description="seconds that a lease lasts without renewal, by default")
-    min_lease_ttl_s: float = Field(default=1.0, gt=0, description="shortest lease that may be asked for, in seconds")
-    max_lease_ttl_s: float = Field(default=3600.0, gt=0, description="longest lease that may be asked for, in seconds")
-    idle_ttl_s: float = Field(default=600.0, gt=0, description="seconds that an unused sequence without lease is kept")
-    kv_park_dir: File | None = Field(default=None, description="folder for parked sequences (default: none are parked)")
-    kv_park_bytes: Bytes = Field(default=8 << 30, description="bytes that parked sequences may take there")
+    max_session_response_bytes: Bytes = Field(
+        default=256 << 20, description="maximum size of an answer's rows in a session"
+    )
+    max_unread_bytes: Bytes = Field(default=512 << 20, description="maximum size of all answers that wait to be read")
+    lease_ttl_s: float = Field(
+        default=30.0, gt=0, description="default duration of a lease without renewal, in seconds"
+    )
+    min_lease_ttl_s: float = Field(default=1.0, gt=0, description="minimum duration of a lease, in seconds")
+    max_lease_ttl_s: float = Field(default=3600.0, gt=0, description="maximum duration of a lease, in seconds")
+    idle_ttl_s: float = Field(
+        default=600.0, gt=0, description="seconds after which an unused sequence without a lease is released"
+    )
+    kv_park_dir: File | None = Field(default=None, description="folder for parked sequences (default: no parking)")
+    kv_park_bytes: Bytes = Field(default=8 << 30, description="maximum size of all parked sequences")
     kv_park_idle_s: float = Field(
         default=0.0,
         ge=0,
-        description="seconds after which an unused sequence is parked where blocks are short; 0: only when asked",
+        description="seconds after which an unused sequence is parked if blocks are short; 0: only on request",
     )
     kv_transport: Literal["grpc", "nixl"] = Field(
         default="grpc",
-        description="what moves sequences between executors; nixl: as well as gRPC, in a network that is trusted",
+        description="transport of sequences between executors; nixl: in addition to gRPC, only in a trusted network",
     )
-    max_leases: int = Field(default=1024, ge=1, description="leases at a time")
-    max_sessions: int = Field(default=4096, ge=1, description="open sessions")
-    max_watchers: int = Field(default=64, ge=1, description="streams of cache events (WatchKvEvents) at a time")
-    max_transfers: int = Field(default=4, ge=1, description="exports and imports of sequences under way")
-    max_token_masks: int = Field(default=2048, ge=1, description="registered token masks, of all callers")
+    max_leases: int = Field(default=1024, ge=1, description="maximum number of leases")
+    max_sessions: int = Field(default=4096, ge=1, description="maximum number of open sessions")
+    max_watchers: int = Field(default=64, ge=1, description="maximum number of streams of cache events (WatchKvEvents)")
+    max_transfers: int = Field(default=4, ge=1, description="maximum number of concurrent exports and imports")
+    max_token_masks: int = Field(
+        default=2048, ge=1, description="maximum number of registered token masks of all callers"
+    )
     caller_share: float = Field(
-        default=0.5, gt=0, le=1, description="part of each table that one of several callers may hold; 1: all of it"
+        default=0.5, gt=0, le=1, description="fraction of each limit that one of several callers may use; 1: all"
     )
-    max_sequences_per_caller: int = Field(default=0, ge=0, description="live sequences of one caller; 0: its share")
-    max_blocks_per_caller: int = Field(default=0, ge=0, description="cache blocks of one caller; 0: its share")
+    max_sequences_per_caller: int = Field(
+        default=0, ge=0, description="maximum live sequences per caller; 0: its caller_share"
+    )
+    max_blocks_per_caller: int = Field(
+        default=0, ge=0, description="maximum cache blocks per caller; 0: its caller_share"
+    )
     keepalive_time_s: float = Field(default=30.0, gt=0, description="seconds of silence after which a client is pinged")
-    keepalive_timeout_s: float = Field(default=10.0, gt=0, description="seconds that a client has to answer a ping")
+    keepalive_timeout_s: float = Field(
+        default=10.0, gt=0, description="seconds within which a client must answer a ping"
+    )
     max_streams: int = Field(
         default=4096,
         ge=1,
-        description="calls that a connection may have open; 16 blunts floods where clients use sessions",
+        description="maximum open calls per connection; set 16 against floods if clients use sessions",
     )
-    event_loop: Literal["auto", "asyncio", "uvloop"] = Field(
-        default="auto", description="auto: uvloop where it is installed"
-    )
+    event_loop: Literal["auto", "asyncio", "uvloop"] = Field(default="auto", description="auto: uvloop if installed")
     engine: Literal["thread", "process"] = Field(
-        default="thread", description="where the model runs: a thread of the server, or a process of its own"
+        default="thread", description="run the model in a thread of the server, or in a separate process"
     )
-    warmup: bool = Field(default=True, description="run typical steps before the first caller does")
-    grace_s: float = Field(default=30.0, ge=0, description="seconds that owned sequences are served after SIGTERM")
+    warmup: bool = Field(default=True, description="run typical steps at the start")
+    grace_s: float = Field(default=30.0, ge=0, description="seconds for which owned sequences are served after SIGTERM")
     stall_timeout_s: float = Field(
-        default=1.5, gt=0, description="seconds without a sign of life after which the model thread counts as hung"
+        default=1.5, gt=0, description="seconds without progress after which the model thread counts as hung"
     )
-    max_step_s: float = Field(default=600.0, gt=0, description="seconds that an honest step may take")
+    max_step_s: float = Field(default=600.0, gt=0, description="maximum duration of a step, in seconds")
     metrics_port: int | None = Field(
         default=None, ge=0, le=65535, description="port of Prometheus metrics; 0 picks a free one (default: no metrics)"
     )
     metrics_host: str = Field(default="127.0.0.1", description="address of Prometheus metrics")
     otel_endpoint: str | None = Field(
-        default=None, description="OpenTelemetry collector that gets a span per call, e.g. http://collector:4318"
+        default=None, description="OpenTelemetry collector for a span per call, e.g. http://collector:4318"
     )
     log_format: Literal["auto", "console", "json"] = Field(
         default="auto", description="auto: console on a terminal, else json"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least level that is logged"
+        default="info", description="lowest level that is logged"
     )
     failpoints: FailpointRules = Field(
-        default="", description="failures to be had, e.g. before_commit=error@3; for tests only"
+        default="", description="failures to inject, e.g. before_commit=error@3; for tests only"
     )
-    failpoint_seed: int = Field(default=0, description="seed of failpoints with a probability")
+    failpoint_seed: int = Field(default=0, description="seed for failpoints with a probability")
 
     @field_validator("kv_park_idle_s")
     @classmethod
     def _somewhere(cls, value: float, others: ValidationInfo) -> float:
         if value and others.data.get("kv_park_dir") is None:
-            raise ValueError("nothing is parked without kv_park_dir; set that too")
+            raise ValueError("needs kv_park_dir")
         return value
 
     def limits(self) -> Limits:
@@ -306,7 +321,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from error
     values = {key.replace("-", "_"): value for key, value in values.items()}
-    _check_names(values, SETTINGS, f"config file {path}: no setting")
+    _check_names(values, SETTINGS, f"config file {path}: unknown setting")
     return values
 
 
@@ -315,7 +330,7 @@ def load_settings(path: str, flags: Mapping[str, Any], config_file: Path | None 
     ``config_file`` defaults to FERRUM_CONFIG. Raises `ConfigError`."""
     names = {f"{ENV_PREFIX}{name.upper()}": name for name in SETTINGS}
     variables = {name.upper(): value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}
-    _check_names(variables, names.keys() | OTHER_VARIABLES, "environment: no variable")
+    _check_names(variables, names.keys() | OTHER_VARIABLES, "environment: unknown variable")
     if config_file is None and CONFIG_VARIABLE in os.environ:
         config_file = Path(os.environ[CONFIG_VARIABLE])
     in_file = {} if config_file is None else read_file(config_file)

@@ -158,24 +158,24 @@ def parse_failpoints(text: str) -> tuple[Rule, ...]:
 def _rule(text: str) -> Rule:
     match = _RULE.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no failpoint; write point=action, or point=action@3, @3+ or @p0.1 for when")
+        raise ValueError(f"invalid failpoint {text!r}: must be point=action, or point=action@3, @3+ or @p0.1 for when")
     point = Failpoint(_one_of(match["point"], Failpoint, "failpoint"))
     action = Action(_one_of(match["action"], Action, "action"))
     if (action is Action.DELAY) != (match["delay"] is not None):
-        raise ValueError(f"{text!r}: delay needs milliseconds (delay:100), and nothing else takes any")
+        raise ValueError(f"{text!r}: delay needs milliseconds (delay:100), and no other action takes any")
     if point is Failpoint.BEFORE_REPLY and action in OF_THE_DEVICE:
-        raise ValueError(f"{text!r}: no device works before a reply; it can error, crash, hang or delay")
+        raise ValueError(f"{text!r}: before_reply must error, crash, hang or delay: no device works there")
     first, last, probability = 1, None, 1.0
     when = match["when"] or "1+"
     if when.startswith("p"):
         probability = float(when[1:])
         if not 0 < probability <= 1:
-            raise ValueError(f"{text!r}: a probability is above 0 and at most 1")
+            raise ValueError(f"{text!r}: a probability must be above 0 and at most 1")
     else:
         first = int(when.removesuffix("+"))
         last = None if when.endswith("+") else first
         if first < 1:
-            raise ValueError(f"{text!r}: hits are counted from 1")
+            raise ValueError(f"{text!r}: a hit must be at least 1")
     return Rule(point, action, int(match["delay"] or 0) / 1000, first, last, probability)
 
 
@@ -184,4 +184,6 @@ def _one_of(name: str, known: type[enum.StrEnum], what: str) -> str:
     if name in names:
         return name
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    raise ValueError(f"no {what} {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"))
+    raise ValueError(
+        f"unknown {what} {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}")
+    )

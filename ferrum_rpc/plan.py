@@ -46,7 +46,7 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
         ]
 
     if not made.memory_bytes:
-        raise InvalidRequest("how much memory is free is not known here: say it, as in --memory 16GiB", field="memory")
+        raise InvalidRequest("the free memory is unknown: set it, as in --memory 16GiB", field="memory")
     if as_json:
         facts = dataclasses.asdict(made)
         facts["others"] = made.others._asdict()

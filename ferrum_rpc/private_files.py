@@ -37,7 +37,7 @@ class PrivateFolder:
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except NotADirectoryError as error:  # a link to a folder too
-            raise NotPrivateError(error.errno, f"{path} is no folder") from None
+            raise NotPrivateError(error.errno, f"{path} is not a folder") from None
         try:
             _check(os.fstat(self._descriptor), path, WRITABLE)
         except OSError:
@@ -72,11 +72,11 @@ class PrivateFolder:
                 errno.EISDIR,
             }:  # a link, a pipe, a folder
                 raise
-            raise NotPrivateError(error.errno, f"{self.path / name} is no regular file") from None
+            raise NotPrivateError(error.errno, f"{self.path / name} is not a regular file") from None
         try:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode):
-                raise NotPrivateError(errno.EINVAL, f"{self.path / name} is no regular file")
+                raise NotPrivateError(errno.EINVAL, f"{self.path / name} is not a regular file")
             _check(status, self.path / name, refused)
         except OSError:
             os.close(file)

@@ -29,11 +29,11 @@ def follow(*, trusted: bool) -> int:
     world = World.of()
     if world is None:
         raise InvalidRequest(
-            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say where rank 0 is; torchrun and others set them",
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set; torchrun and others set them",
             field="rank",
         )
     if world.rank == 0:
-        raise InvalidRequest("RANK is 0: that is `ferrum-rpc serve`", field="rank")
+        raise InvalidRequest("RANK must not be 0: start rank 0 with `ferrum-rpc serve`", field="rank")
     world.check_trust(trusted)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, _stop_waiting)

@@ -113,7 +113,7 @@ def choose_loop(choice: Literal["auto", "asyncio", "uvloop"]) -> Loop:
     """Raises `ConfigError` where uvloop is asked for and not there."""
     there = importlib.util.find_spec(UVLOOP) is not None
     if choice == UVLOOP and not there:
-        raise ConfigError(f"event_loop: uvloop is not installed; say auto, or {install(UVLOOP)}")
+        raise ConfigError(f"event_loop: uvloop is not installed; use auto, or {install(UVLOOP)}")
     if choice == "asyncio" or not there:
         return Loop("asyncio", "uvloop is not installed" if choice == "auto" else "asked for", asyncio.new_event_loop)
     import uvloop

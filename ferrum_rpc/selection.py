@@ -40,7 +40,7 @@ def select(*candidates: BackendCandidate, what: str, field: str, requested: str 
     ``field``) where there is none of that name, or where it cannot be made."""
     names = [AUTO, *(each.name for each in candidates)]
     if requested not in names:
-        raise InvalidRequest(f"unknown {what} {requested!r}; there are: {', '.join(names)}", field=field)
+        raise InvalidRequest(f"unknown {what} {requested!r}; known: {', '.join(names)}", field=field)
     obstacles: list[str] = []
     for name, make, reason in candidates:
         if requested in (AUTO, name):

@@ -48,7 +48,7 @@ class BatchGeometry(NamedTuple):
             length = start + count
             needed = -(-length // block_size)
             if start < 0 or count < 1:
-                raise ValueError("a span needs at least one token and a start that is not negative")
+                raise ValueError("a span must have at least one token and a start of at least 0")
             if len(table) < needed:
                 raise ValueError("a block table is shorter than its sequence")
             query_start.append(query_start[-1] + count)

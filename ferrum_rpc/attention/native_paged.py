@@ -97,7 +97,7 @@ class NativePagedAttention:
         name = None if isa is None else isa.encode()
         for spec in specs:
             if not self._library.ferrum_decode_supported(name, spec.head_dim):
-                raise OSError(f"heads of {spec.head_dim} are no multiple of a vector of {isa or 'this machine'}")
+                raise OSError(f"heads of {spec.head_dim} must be a multiple of a vector of {isa or 'this machine'}")
             if spec.head_dim not in self._kernels:
                 self._kernels[spec.head_dim] = self._library.ferrum_decode_new(name, spec.head_dim)
         self._narrow = all(computed == torch.bfloat16 for computed in self._dtypes)
@@ -221,5 +221,5 @@ def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dty
         query = torch.randn((4, spec.heads, spec.head_dim), generator=generator).to(dtype)
         answer, exact = native.attend(layer, query, ours).float(), oracle.attend(layer, query, expected).float()
         if not torch.allclose(answer, exact, rtol=tolerance, atol=tolerance):
-            raise Unsuited("its answer is not torch's")
+            raise Unsuited("its result differs from torch's")
     return native.isa

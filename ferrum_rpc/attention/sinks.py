@@ -22,7 +22,7 @@ def held(specs: Sequence[AttentionSpec], sinks: Sinks, device: torch.device) -> 
     found = list(sinks) or [None] * len(specs)
     for spec, each in zip(specs, found, strict=True):
         if (None if each is None else tuple(each.shape)) != ((spec.heads,) if spec.sinks else None):
-            raise ValueError(f"sinks of {spec.heads} heads: one tensor [heads] for each layer that has them, else None")
+            raise ValueError(f"sinks must be one tensor [{spec.heads}] for each layer that has them, else None")
     return [None if each is None else each.detach().to(device, torch.float32, copy=True) for each in found]
 
 

@@ -84,7 +84,7 @@ class Staging:
         nothing sent, where an array has no room in its section."""
         for array, (_, count) in zip(arrays, layout.sections, strict=True):
             if array.size > count:
-                raise ValueError(f"{array.size} integers where there is room for {count}")
+                raise ValueError(f"{array.size} integers exceed the section of {count}")
         self._wait()
         end = 0
         for array, (kind, count), offset in zip(arrays, layout.sections, layout.offsets, strict=True):

@@ -51,7 +51,7 @@ class TorchPagedAttention:
         sinks: Sinks = (),
     ) -> None:
         if not len(specs) == len(keys) == len(values):
-            raise ValueError("one spec, one key tensor and one value tensor per layer")
+            raise ValueError("specs, keys and values must have one entry per layer")
         self._specs = tuple(specs)
         self._patterns = [
             MaskPattern(spec.window, _fused(spec), dtype if key.dtype in LARGEST else key.dtype)

@@ -88,7 +88,7 @@ class TritonPagedAttention:
         sinks: Sinks = (),
     ) -> None:
         if not len(specs) == len(keys) == len(values):
-            raise ValueError("one spec, one key tensor and one value tensor per layer")
+            raise ValueError("specs, keys and values must have one entry per layer")
         if keys[0].stride(-1) != 1 or any(each.stride() != keys[0].stride() for each in (*keys, *values)):
             raise ValueError("keys and values must have one layout, with a dense last axis")
         self._specs, self._keys, self._values = tuple(specs), keys, values

@@ -50,7 +50,7 @@ def probe(
     cached = cached or dtype
     for each in {dtype, cached} - {FP8}:
         if each not in TOLERANCE:
-            raise Unsuited(f"the kernels do not know {each}")
+            raise Unsuited(f"the kernels do not support {each}")
     if len({(spec.kv_heads, spec.head_dim) for spec in specs}) > 1:
         raise Unsuited("the layers' heads differ")
     if (widest := max(spec.head_dim for spec in specs)) > WIDEST_HEAD:
@@ -71,7 +71,7 @@ def _check_device(device: torch.device) -> None:
     if triton.knobs.runtime.interpret:
         return
     if device.type != "cuda" or torch.version.hip is not None:
-        raise Unsuited(f"the kernels are for CUDA, not for {'ROCm' if device.type == 'cuda' else device.type}")
+        raise Unsuited(f"the kernels support CUDA, not {'ROCm' if device.type == 'cuda' else device.type}")
     if (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
         found, least = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
         raise Unsuited(f"compute capability {found} is below {least}")

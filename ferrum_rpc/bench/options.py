@@ -75,10 +75,12 @@ def workload_from(arguments: argparse.Namespace) -> Workload:
     single = arguments.callers is not None
     if single and (arguments.batch or arguments.depth):
         raise InvalidRequest(
-            "--callers is for one sequence each; leave it, or leave --batch and --depth", field="callers"
+            "--callers has one sequence each and must not be set with --batch or --depth", field="callers"
         )
     if single and arguments.way == "session":
-        raise InvalidRequest("--callers make unary calls; in a session use --depth", field="callers")
+        raise InvalidRequest(
+            "--callers makes unary calls and must not be set with a session: use --depth", field="callers"
+        )
     as_given = ("way", "context", "output", "steps", "warmup", "rate", "arrivals", "seed")
     return Workload(
         batch=arguments.batch or 1,
@@ -100,7 +102,7 @@ def output(text: str) -> OutputKind:
             return TopTokens(int(detail))
         case "full" if detail in ("", *(each.value for each in RowDType)):
             return FullLogits(RowDType(detail) if detail else RowDType.F32)
-    raise argparse.ArgumentTypeError(f"no output {text!r}: write greedy, top:8, full, full:bf16 or full:f16")
+    raise argparse.ArgumentTypeError(f"invalid output {text!r}: must be greedy, top:8, full, full:bf16 or full:f16")
 
 
 def output_name(kind: OutputKind) -> str:
@@ -120,7 +122,7 @@ def _number(kind: Callable[[str], Any], least: float, what: str) -> Callable[[st
         except ValueError:
             value = math.nan
         if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+            raise argparse.ArgumentTypeError(f"must be a {what}, not {text!r}")
         return value
 
     return parse

@@ -95,7 +95,7 @@ async def _until_interrupted(work: Coroutine[Any, Any, None]) -> bool:
 def _writable(path: Path) -> None:
     """Refuse a file that cannot be written before the run, not after it."""
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InvalidRequest(f"cannot write {path}: name a file in a folder that is there", field="json")
+        raise InvalidRequest(f"cannot write {path}: name a file in an existing folder", field="json")
 
 
 def _say(error: ExecutorError, target: str) -> None:

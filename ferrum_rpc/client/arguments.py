@@ -74,7 +74,7 @@ def creation(
             reserve_tokens=as_number(reserve_tokens, "create.reserve_tokens"),
         )
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"these are no options of a sequence: {error}", field="create") from None
+        raise InvalidRequest(f"invalid options of a sequence: {error}", field="create") from None
 
 
 def as_tokens(tokens: Tokens, field: str = "token_ids", *, least: int = 1) -> list[int]:
@@ -85,7 +85,7 @@ def as_tokens(tokens: Tokens, field: str = "token_ids", *, least: int = 1) -> li
         return [token]  # what nearly every step feeds, in a quarter of the time
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise InvalidRequest(f"{field}: integers [n] are wanted, not {tokens.dtype} {[*tokens.shape]}", field=field)
+            raise InvalidRequest(f"{field}: must be integers [n], not {tokens.dtype} {[*tokens.shape]}", field=field)
         listed = tokens.tolist()
     elif isinstance(tokens, str):
         raise InvalidRequest(f"{field} must be token ids, not text: encode it with the model's tokenizer", field=field)
@@ -94,16 +94,16 @@ def as_tokens(tokens: Tokens, field: str = "token_ids", *, least: int = 1) -> li
         try:
             listed = list(map(operator.index, given))
         except TypeError as error:
-            raise InvalidRequest(f"{field}: token ids are integers: {error}", field=field) from None
+            raise InvalidRequest(f"{field}: token ids must be integers: {error}", field=field) from None
         if bool in map(type, given):
-            raise InvalidRequest(f"{field}: token ids are integers, not bools", field=field)
+            raise InvalidRequest(f"{field}: token ids must be integers, not bools", field=field)
     if not listed:
         if least == 0:
             return listed
         raise InvalidRequest(f"{field}: at least one token is needed", field=field)
     if min(listed) < 0 or max(listed) > MOST:
         wrong = min(listed) if min(listed) < 0 else max(listed)
-        raise InvalidRequest(f"{field}: token ids are 0 to {MOST}, not {wrong}", field=field)
+        raise InvalidRequest(f"{field}: token ids must be 0 to {MOST}, not {wrong}", field=field)
     return listed
 
 
@@ -114,7 +114,7 @@ def as_number(value: int, field: str, *, least: int = 0, most: int = MOST) -> in
     except TypeError:
         number = None
     if number is None or not least <= number <= most:
-        raise InvalidRequest(f"{field} is an integer from {least} to {most}, not {value!r}", field=field)
+        raise InvalidRequest(f"{field} must be an integer from {least} to {most}, not {value!r}", field=field)
     return number
 
 
@@ -128,7 +128,7 @@ def as_list(values: Iterable[Any], field: str) -> list[Any]:
     try:
         each = iter(values)
     except TypeError:
-        raise InvalidRequest(f"{field}: a list is wanted, not {type(values).__name__}", field=field) from None
+        raise InvalidRequest(f"{field}: must be a list, not {type(values).__name__}", field=field) from None
     return list(each)
 
 
@@ -143,7 +143,7 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
         positions = Positions.ALL
     spec = output if isinstance(output, OutputSpec) else OutputSpec(positions, output)
     if not isinstance(spec.positions, Positions):
-        raise InvalidRequest(f"positions are one of Positions, not {spec.positions!r}", field="output.positions")
+        raise InvalidRequest(f"positions must be one of Positions, not {spec.positions!r}", field="output.positions")
     kind: object = spec.kind
     match kind:
         case Greedy(logprob=bool(), logprobs=beside):
@@ -151,7 +151,7 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
             _check_masks(kind, "output.greedy")
         case NextToken(first_position, following_token, beside):
             if spec.positions is not Positions.ALL:
-                raise InvalidRequest("NextToken says itself which positions have rows", field="output.positions")
+                raise InvalidRequest("positions must not be set: NextToken defines them", field="output.positions")
             as_number(first_position, "output.next_token.first_position")
             as_optional(following_token, "output.next_token.following_token")
             _check_logprobs(beside, "output.next_token.logprobs")
@@ -161,7 +161,9 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
             _check_sample(kind, "output.sample")
         case Accept(sampling=None | Sample() as sampling):
             if spec.positions is not Positions.ALL:
-                raise InvalidRequest("Accept() returns what it emits: it has no positions", field="output.positions")
+                raise InvalidRequest(
+                    "positions must not be set: Accept() returns the tokens that it emits", field="output.positions"
+                )
             if sampling is not None:
                 _check_sample(sampling, "output.accept.sampling")
         case TopTokens(k):
@@ -175,7 +177,7 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
             )
         case _:
             raise InvalidRequest(
-                f"an output is an OutputSpec, Greedy(), Sample(...), TopTokens(k), SelectedTokens((id, ...)), "
+                f"an output must be an OutputSpec, Greedy(), Sample(...), TopTokens(k), SelectedTokens((id, ...)), "
                 f"FullLogits(), HiddenStates(), NextToken(), Accept(...) or one of Positions, not {kind!r}",
                 field="output",
             )
@@ -185,7 +187,7 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
 def as_run(run: Run, output: OutputSpec) -> Run:
     """Raise `InvalidRequest` for what is no run, and for an output that chooses no next token."""
     if not isinstance(run, Run):
-        raise InvalidRequest(f"a run is Run(max_tokens, (stop id, ...)), not {run!r}", field="run")
+        raise InvalidRequest(f"a run must be Run(max_tokens, (stop id, ...)), not {run!r}", field="run")
     stops = run.stop_token_ids
     if type(stops) is not tuple or stops:
         stops = tuple(as_tokens(stops, "run.stop_token_ids", least=0))
@@ -202,7 +204,7 @@ def _check_sample(sample: Sample, field: str) -> None:
     for name in ("top_k", "penalty_from"):
         as_number(getattr(sample, name), f"{field}.{name}")
     if not isinstance(sample.logprob, bool):
-        raise InvalidRequest(f"logprob is a bool, not {sample.logprob!r}", field=f"{field}.logprob")
+        raise InvalidRequest(f"logprob must be a bool, not {sample.logprob!r}", field=f"{field}.logprob")
     if sample.seed is not None:
         as_number(sample.seed, f"{field}.seed", most=2**64 - 1)
     _check_logprobs(sample.logprobs, f"{field}.logprobs")
@@ -226,7 +228,7 @@ def _check_logprobs(beside: object, field: str) -> None:
     if beside is None:
         return
     if not isinstance(beside, RowLogprobs) or not isinstance(beside.token_ids, tuple):
-        raise InvalidRequest(f"logprobs are None or RowLogprobs(k, (id, ...)), not {beside!r}", field=field)
+        raise InvalidRequest(f"logprobs must be None or RowLogprobs(k, (id, ...)), not {beside!r}", field=field)
     as_number(beside.top_k, f"{field}.top_k")
     if beside.token_ids:
         as_tokens(beside.token_ids, f"{field}.token_ids")
@@ -240,11 +242,11 @@ def _check_masks(kind: Greedy | Sample, field: str) -> None:
         or not all(isinstance(each, bytes) for each in masks)
     ):
         raise InvalidRequest(
-            "`mask` is an id from register_token_mask, and `row_masks` a tuple of such ids",
+            "`mask` must be an id from register_token_mask, and `row_masks` a tuple of such ids",
             field=f"{field}.token_mask_id",
         )
 
 
 def _check_float(value: float, field: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(f"{field} is a number, not {value!r}", field=field)
+        raise InvalidRequest(f"{field} must be a number, not {value!r}", field=field)

@@ -74,7 +74,7 @@ def keepalive_options(time_s: float, timeout_s: float) -> list[ChannelOption]:
     """A silent peer gets a ping after ``time_s`` seconds and is given up ``timeout_s`` later, with or without calls in
     flight; streams end then as calls do. Executors take more than one ping in five seconds for abuse."""
     if time_s <= 0 or timeout_s <= 0:
-        raise ValueError(f"keepalive times are positive: {time_s}, {timeout_s}")
+        raise ValueError(f"keepalive times must be positive: {time_s}, {timeout_s}")
     timeout_ms = max(1, round(timeout_s * 1000))
     return [
         ("grpc.keepalive_time_ms", max(1, round(time_s * 1000))),
@@ -150,7 +150,7 @@ def tls(
     A token beside TLS is sent encrypted; without TLS it is sent as it is, readable on the way.
     """
     if (cert is None) != (key is None):
-        raise InvalidRequest("a certificate and its key belong together; only one is named", field="cert")
+        raise InvalidRequest("a certificate and its key must be set together", field="cert")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         if ca is not None:
@@ -164,7 +164,7 @@ def tls(
             # An empty password: OpenSSL would ask the terminal for the one of an encrypted key.
             context.load_cert_chain(cert, key, password="")
     except (ssl.SSLError, ValueError):
-        raise InvalidRequest(f"{cert} and {key} are no pair of certificate and key in PEM", field="cert") from None
+        raise InvalidRequest(f"{cert} and {key} must be a certificate and its key in PEM", field="cert") from None
     except OSError as error:
         raise _unreadable(f"{cert} or {key}", error, "cert") from None
     return grpc.ssl_channel_credentials(_bytes(ca), _bytes(key), _bytes(cert))
@@ -177,10 +177,10 @@ def read_token(path: str | Path) -> str:
     except OSError as error:
         raise _unreadable(path, error, "token") from None
     except UnicodeDecodeError:
-        raise InvalidRequest(f"{path} is no text", field="token") from None
+        raise InvalidRequest(f"{path} is not a text file", field="token") from None
     token = lines[0].strip() if lines else ""
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise InvalidRequest(f"the first line of {path} is no token: one word of printable ASCII", field="token")
+        raise InvalidRequest(f"the first line of {path} must be a token: one word of printable ASCII", field="token")
     return token
 
 

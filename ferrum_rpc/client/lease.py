@@ -49,7 +49,7 @@ class LeasePolicy:
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or (self.ttl_s is not None and self.ttl_s <= 0):
-            raise ValueError(f"no such policy: {self}")
+            raise ValueError(f"invalid policy: {self}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,9 @@ class ModelClient(AbstractAsyncContextManager[Any]):
         pairs: list[tuple[Sequence, int]] = []
         for at, pair in enumerate(as_list(rollbacks, "rollbacks")):
             if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Sequence):
-                raise InvalidRequest(f"rollbacks[{at}] is no pair of a Sequence and a length", field=f"rollbacks[{at}]")
+                raise InvalidRequest(
+                    f"rollbacks[{at}] must be a pair of a Sequence and a length", field=f"rollbacks[{at}]"
+                )
             pairs.append((pair[0], as_number(pair[1], f"rollbacks[{at}]")))
         return await self._truncate(pairs, timeout_s)
 
@@ -120,7 +122,7 @@ class ModelClient(AbstractAsyncContextManager[Any]):
         listed: ListOf[Sequence] = as_list(sequences, "sequences")
         for at, sequence in enumerate(listed):
             if not isinstance(sequence, Sequence):
-                raise InvalidRequest(f"sequences[{at}] is no Sequence", field=f"sequences[{at}]")
+                raise InvalidRequest(f"sequences[{at}] must be a Sequence", field=f"sequences[{at}]")
         return await self._release(listed)
 
     async def score(
@@ -158,6 +160,7 @@ def _listed(items: Iterable[Item]) -> list[Item]:
     for at, item in enumerate(listed):
         if not isinstance(item, Item):
             raise InvalidRequest(
-                f"items[{at}] is no Item but {type(item).__name__}: make it with Sequence.item", field=f"items[{at}]"
+                f"items[{at}] must be an Item, not {type(item).__name__}: make it with Sequence.item",
+                field=f"items[{at}]",
             )
     return listed

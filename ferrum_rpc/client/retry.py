@@ -63,7 +63,7 @@ class ResendPolicy:
 
     def __post_init__(self) -> None:
         if self.times < 0 or self.backoff_s < 0 or (self.attempt_timeout_s is not None and self.attempt_timeout_s <= 0):
-            raise ValueError(f"no such policy: {self}")
+            raise ValueError(f"invalid policy: {self}")
 
 
 NEVER_RESEND = ResendPolicy(times=0)

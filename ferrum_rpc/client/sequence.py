@@ -196,7 +196,9 @@ class Sequence:
         ends = None if stop is None else frozenset(as_tokens(stop, "stop", least=0))
         spec = as_output(output, Positions.LAST)
         if not isinstance(spec.kind, Greedy | Sample) or spec.positions is not Positions.LAST:
-            raise InvalidRequest(f"a stream is of Greedy() or Sample(...), not {output!r}", field="output")
+            raise InvalidRequest(
+                f"the output of a stream must be Greedy() or Sample(...), not {output!r}", field="output"
+            )
         return generated(self._sender, listed, most, output=spec, stop=ends, timeout_s=timeout_s)
 
     def item(

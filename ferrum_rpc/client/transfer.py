@@ -55,7 +55,7 @@ async def check_offered(context: Context, deadline: Deadline, transport: Transpo
     """Raise `NotSupported` where the executor moves no sequences, or not so; `InvalidRequest` for a word that is no
     transport."""
     if transport not in TRANSPORTS:
-        raise InvalidRequest(f"{transport!r} is no transport; there are {', '.join(TRANSPORTS)}", field="transport")
+        raise InvalidRequest(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}", field="transport")
     offered = (await context.info(deadline)).capabilities
     if Capability.KV_TRANSFER not in offered:
         raise NotSupported("the executor does not move sequences (capability KV_TRANSFER)")
@@ -279,7 +279,7 @@ def _read(path: Path) -> Iterator[pb.ExportKvResponse]:
     try:
         with path.open("rb") as file:
             if file.read(len(FILE_MAGIC)) != FILE_MAGIC:
-                raise InvalidRequest(f"{path} is no exported sequence of a version that is known", field="path")
+                raise InvalidRequest(f"{path} is not an exported sequence of a known version", field="path")
             while size := file.read(4):
                 frame = file.read(int.from_bytes(size, "little"))
                 if len(size) < 4 or len(frame) < int.from_bytes(size, "little"):

@@ -45,7 +45,9 @@ def check_run(run: Run, output: OutputSpec, most_stops: int = 0) -> None:
     ``most_stops`` (0: their limit is not known)."""
     kind = output.kind
     if not isinstance(kind, Greedy | Sample) or output.positions is not Positions.LAST:
-        raise InvalidRequest("a run is of Greedy() or Sample(...), at the last position", field="output")
+        raise InvalidRequest(
+            "the output of a run must be Greedy() or Sample(...), at the last position", field="output"
+        )
     if kind.row_masks:
         raise InvalidRequest("a run takes one mask for all its rows, or none", field="output.row_mask_ids")
     if run.max_tokens < 1:
@@ -102,7 +104,7 @@ def run_bytes(run: Run, output: OutputSpec, model: ModelInfo, limits: Limits) ->
     if run.max_tokens > limits.max_run_tokens:
         raise above("max_run_tokens", limits.max_run_tokens, run.max_tokens, "tokens of a run", "run.max_tokens")
     if run.stop_token_ids and max(run.stop_token_ids) >= model.vocab_size:
-        raise InvalidRequest(f"a stop id is not below the vocabulary of {model.vocab_size}", field="run.stop_token_ids")
+        raise InvalidRequest(f"stop ids must be below the vocabulary of {model.vocab_size}", field="run.stop_token_ids")
     return ANSWER_OVERHEAD + run.max_tokens * output.row_bytes(model.vocab_size, model.hidden_size)
 
 
@@ -131,10 +133,10 @@ def _check_draft(accept: Accept, tokens: TokenArray, model: ModelInfo, limits: L
     _check_vocabulary(int(ids.max()), "a candidate", field, model)
     ordered = np.sort(ids, axis=-1)
     if (ordered[:, 1:] == ordered[:, :-1]).any():
-        raise InvalidRequest("a token is twice among the candidates of one", field=field)
+        raise InvalidRequest("the candidates of a draft token must differ", field=field)
     found = ids == tokens[1:, None]
     if not found.any(axis=-1).all():
-        raise InvalidRequest("a token of the draft is not among its candidates", field=field)
+        raise InvalidRequest("each draft token must be among its candidates", field=field)
     field = "output.accept.draft_probabilities"
     if not (probabilities >= 0).all():
         raise InvalidRequest("a draft's probabilities must be 0 or more", field=field)
@@ -147,7 +149,7 @@ def _check_draft(accept: Accept, tokens: TokenArray, model: ModelInfo, limits: L
             field=field,
         )
     if not probabilities[found].all():
-        raise InvalidRequest("a token of the draft has a probability of 0: it cannot have been drawn", field=field)
+        raise InvalidRequest("each draft token must have a probability above 0", field=field)
 
 
 def _check_logprobs(beside: RowLogprobs, field: str, model: ModelInfo, limits: Limits) -> None:
@@ -163,4 +165,4 @@ def _check_selected(token_ids: tuple[int, ...], field: str, model: ModelInfo, li
 
 def _check_vocabulary(token: int, what: str, field: str, model: ModelInfo) -> None:
     if token >= model.vocab_size:
-        raise InvalidRequest(f"{what} is not below the vocabulary of {model.vocab_size}", field=field)
+        raise InvalidRequest(f"{what} must be below the vocabulary of {model.vocab_size}", field=field)

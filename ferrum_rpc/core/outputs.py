@@ -186,7 +186,7 @@ class Accept:
             probabilities = _matrix(draft_probabilities, np.dtype(np.float32), "draft_probabilities")
         if ids.shape != probabilities.shape:
             raise InvalidRequest(
-                f"draft_token_ids {[*ids.shape]} and draft_probabilities {[*probabilities.shape]} are not of one shape",
+                f"draft_token_ids {[*ids.shape]} and draft_probabilities {[*probabilities.shape]} must have one shape",
                 field="output.accept.draft_probabilities",
             )
         put = object.__setattr__  # it is frozen
@@ -221,7 +221,7 @@ def _matrix(values: npt.ArrayLike, dtype: np.dtype[Any], name: str) -> npt.NDArr
         message = f"{name}: {'integers' if dtype.kind == 'u' else 'numbers'} [N, k] are wanted, not {[*given.shape]}"
         raise InvalidRequest(message, field=f"output.accept.{name}")
     if dtype.kind == "u" and not 0 <= given.min() <= given.max() < 1 << 32:
-        raise InvalidRequest(f"{name}: a token id is not of 32 bits", field=f"output.accept.{name}")
+        raise InvalidRequest(f"{name}: token ids must have 32 bits", field=f"output.accept.{name}")
     return given.astype(dtype, copy=False)
 
 

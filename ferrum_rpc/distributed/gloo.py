@@ -104,7 +104,7 @@ class GlooGroup:
         try:
             made = _GLOO(PrefixStore(f"epoch {epoch}", self._store), self.rank, self.size, options)
         except RuntimeError as error:
-            raise GroupAborted(f"rank {self.rank} finds no group of {self.size}: {error}") from error
+            raise GroupAborted(f"rank {self.rank} cannot join its group of {self.size}: {error}") from error
         with self._changing:
             self._gloo = made
         if self._given_up:

@@ -117,7 +117,7 @@ class NcclGroup:
         except torch.AcceleratorError:
             raise
         except RuntimeError as error:
-            raise GroupAborted(f"rank {self.rank} finds no group of {self.size}: {error}") from error
+            raise GroupAborted(f"rank {self.rank} cannot join its group of {self.size}: {error}") from error
         with self._changing:
             self._nccl = made
         self.all_reduce(torch.ones(1, device=self._device))  # they connect at their first call

@@ -110,9 +110,9 @@ class SharedMemoryGroup:
 
     def _check(self, status: int) -> None:
         if status == library.GROUP_UNEQUAL:
-            raise GroupAborted("the ranks' calls do not agree: they have rows of unequal size")
+            raise GroupAborted("the ranks' calls differ: their rows have unequal sizes")
         if status:
-            raise GroupAborted("the group is closed" if self._closed else "a rank gave the group up")
+            raise GroupAborted("the group is closed" if self._closed else "a rank aborted the group")
 
 
 def join(store: Store, rank: int, size: int) -> SharedMemoryGroup:
@@ -121,7 +121,7 @@ def join(store: Store, rank: int, size: int) -> SharedMemoryGroup:
     _agree(store, "able", rank, size, available())
     length = library.load().ferrum_group_bytes(size)
     if not length:
-        raise ValueError(f"{size} ranks are more than share memory")
+        raise ValueError(f"{size} ranks are more than can share memory")
     descriptor, mapping, reason = None, None, None
     try:
         if rank == 0:
@@ -148,7 +148,7 @@ def _agree(store: Store, question: str, rank: int, size: int, reason: str | None
     answers = [store.get(f"{question}/{each}").decode() for each in range(size)]
     refused = [f"rank {each}: {answer}" for each, answer in enumerate(answers) if answer != _YES]
     if refused:
-        raise OSError(f"the ranks share no memory ({'; '.join(refused)})")
+        raise OSError(f"the ranks cannot share memory ({'; '.join(refused)})")
 
 
 def _create(length: int) -> tuple[int, mmap.mmap, str]:

@@ -19,26 +19,26 @@ def add_fleet_flags(fleet: argparse.ArgumentParser) -> None:
     up = actions.add_parser(
         "up", usage=usage, allow_abbrev=False, help="start executors; takes the model and the settings of `serve`"
     )
-    up.add_argument("--executors", type=_count, default=1, help="how many there are then, those that run included")
-    up.add_argument("--cpus", type=_count, default=1, help="CPUs of a rank, and its threads (default: 1)")
-    up.add_argument("--gpus", type=int, default=0, help="GPUs of a rank (default: 0)")
+    up.add_argument("--executors", type=_count, default=1, help="resulting number of executors, including running ones")
+    up.add_argument("--cpus", type=_count, default=1, help="CPUs and threads per rank (default: 1)")
+    up.add_argument("--gpus", type=int, default=0, help="GPUs per rank (default: 0)")
     up.add_argument(
-        "--max-restarts", type=int, default=-1, help="how often Ray starts one again (default: -1, without end)"
+        "--max-restarts", type=int, default=-1, help="how often Ray restarts an executor (default: -1, no limit)"
     )
     up.add_argument("--timeout", type=float, default=600.0, help="seconds to wait until all serve")
     down = actions.add_parser("down", allow_abbrev=False, help="drain and end all executors")
     down.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for the drains")
-    status = actions.add_parser("status", allow_abbrev=False, help="which executors there are, and where")
+    status = actions.add_parser("status", allow_abbrev=False, help="list the executors and their addresses")
     status.add_argument("--json", action="store_true", help="JSON on one line, for programs")
-    targets = actions.add_parser("targets", allow_abbrev=False, help="keep a file of targets, one a line")
-    targets.add_argument("file", type=Path, help="written whole whenever an executor comes or goes")
+    targets = actions.add_parser("targets", allow_abbrev=False, help="maintain a file of targets, one per line")
+    targets.add_argument("file", type=Path, help="rewritten whenever an executor appears or goes")
     for command in (up, down, status, targets):
         command.set_defaults(parser=command)
         command.add_argument("--address", default="auto", help="the cluster (default: $RAY_ADDRESS, or the one here)")
-        command.add_argument("--name", default="ferrum", help="of the fleet, where a cluster has several")
+        command.add_argument("--name", default="ferrum", help="name of the fleet, if a cluster has several")
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, not {text!r}")
     return int(text)

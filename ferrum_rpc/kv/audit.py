@@ -37,7 +37,7 @@ def check(pool: BlockPool, sequences: Mapping[int, SequenceBlocks], prefixes: Pr
         if len(set(held)) != len(held):
             raise CacheCorrupt(f"sequence {sequence} holds a block twice: {held}")
         if not all(NULL_BLOCK < block < pool.num_blocks for block in held):
-            raise CacheCorrupt(f"sequence {sequence} holds a block that is none: {held}")
+            raise CacheCorrupt(f"sequence {sequence} holds an invalid block: {held}")
         holders[held] += 1
     pool.check(holders, prefixes.published().tolist())
     for sequence, state in sequences.items():

@@ -61,7 +61,7 @@ class KvManager:
         self, num_blocks: int, block_size: int, order: Sequence[int] | None = None, fingerprint: bytes = bytes(32)
     ) -> None:
         if block_size < 1:
-            raise ValueError(f"a block holds at least one token, not {block_size}")
+            raise ValueError(f"block_size must be at least 1, not {block_size}")
         self.block_size = block_size
         self._pool = BlockPool(num_blocks, order)
         self._prefixes = PrefixCache(self._pool, block_size, fingerprint)
@@ -334,7 +334,7 @@ class KvManager:
         """
         state = self._idle(sequence)
         if tokens < 0:
-            raise KvMisuse(f"capacity for {tokens} tokens")
+            raise KvMisuse(f"invalid capacity of {tokens} tokens")
         self._capacity.promise(state, tokens)
         if state.length >= state.publish_at:
             self._prefixes.publish(state)
@@ -399,7 +399,7 @@ class KvManager:
     def reset(self) -> None:
         """Forget all sequences. None may have an open reservation."""
         if any(state.open for state in self._sequences.values()):
-            raise KvMisuse("a reset with an open reservation")
+            raise KvMisuse("a reset must not meet an open reservation")
         self._sequences.clear()
         self._capacity.promised.clear()
         self._prefixes.clear()
@@ -514,7 +514,7 @@ class KvManager:
     @staticmethod
     def _check_within(state: SequenceBlocks, length: int) -> None:
         if length < 0:
-            raise KvMisuse(f"a length of {length}")
+            raise KvMisuse(f"invalid length {length}")
         if length > state.length:
             message = f"the sequence has {state.length} tokens, fewer than {length}"
             raise TruncateBeyondLength(message, metadata={"seq_len": state.length})

@@ -217,7 +217,9 @@ def _check_pattern(pattern: str, name: str) -> None:
             raise ValueError(f"longer than {LONGEST_PATTERN} characters")
         re.compile(pattern)
     except (re.error, ValueError, OverflowError, RecursionError) as error:
-        raise InvalidRequest(f"{name}: {pattern[:80]!r} is no regular expression: {error}", field=name) from None
+        raise InvalidRequest(
+            f"{name}: {pattern[:80]!r} is not a valid regular expression: {error}", field=name
+        ) from None
 
 
 def _ends_with(module: str, names: Iterable[str]) -> bool:

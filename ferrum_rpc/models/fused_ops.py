@@ -137,7 +137,7 @@ class NativeFusedOps:
         widths = math.gcd(mixer.hidden, mlp.inner, mixer.rotary_dim // 2, mixer.head_dim // 2)
         self.lanes = self._library.ferrum_rows_lanes(widths if lanes is None else math.gcd(widths, lanes))
         if not self.lanes or lanes not in (None, self.lanes):
-            raise OSError(f"rows of {widths} are no multiple of a vector of this machine")
+            raise OSError(f"rows of {widths} must be multiples of a vector of this machine")
         self.kind = library.RowKindStruct(
             norm.kind == "layer",
             norm.bias,

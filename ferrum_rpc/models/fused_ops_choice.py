@@ -49,9 +49,9 @@ def _triton(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> FusedO
     if find_spec("triton") is None:
         raise Unsuited("it is not installed")
     if torch.version.hip is not None:
-        raise Unsuited("the kernels are for CUDA, not for ROCm")
+        raise Unsuited("the kernels support CUDA, not ROCm")
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise Unsuited(f"the kernels do not know {str(dtype).removeprefix('torch.')}")
+        raise Unsuited(f"the kernels do not support {str(dtype).removeprefix('torch.')}")
     if spec.hidden_size > WIDEST:
         raise Unsuited(f"rows of {spec.hidden_size} are wider than {WIDEST}")
     _check_gate(spec)
@@ -71,7 +71,7 @@ def _native(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> FusedO
 def _check_gate(spec: ModelSpec) -> None:
     for activation in (layer.mlp.activation for layer in spec.layers):
         if activation not in NATIVE:
-            raise Unsuited(f"it knows the activations {', '.join(NATIVE)}, not {activation}")
+            raise Unsuited(f"it supports the activations {', '.join(NATIVE)}, not {activation}")
 
 
 def _check_small_step(

@@ -88,7 +88,9 @@ def read_ropes_of_windows(config: Fields, rotation: Rotation, max_context: int) 
         refuse_unread(new, (), {}, OF_MODEL)
     if (old := config.table("rope_scaling")) is not None:
         if new is not None:
-            raise InvalidRequest("rope_scaling and rope_parameters are both there: which counts?", field="rope_scaling")
+            raise InvalidRequest(
+                "rope_scaling and rope_parameters are both set: set one of the two", field="rope_scaling"
+            )
         sections[0] = old
     bases = ("rope_theta", rotation.theta), ("rope_local_base_freq", rotation.local)
     found = []
@@ -96,7 +98,7 @@ def read_ropes_of_windows(config: Fields, rotation: Rotation, max_context: int) 
         for where in (rope, config):
             if where.number("partial_rotary_factor", 1.0) != 1.0:
                 field = where.name("partial_rotary_factor")
-                raise NotSupported(f"{field}: only whole heads are turned", field=field)
+                raise NotSupported(f"{field}: only whole heads can be rotated", field=field)
         found.append(_of_kind(rope, config, _theta(rope, config, beside, default), rotation, max_context, 0))
         refuse_unread(rope, ROPE_IRRELEVANT, {}, OF_MODEL)
     return found[0], found[1]
@@ -114,13 +116,13 @@ def _partial(rope: Fields, config: Fields, rotation: Rotation, head_dim: int) ->
         for where in (rope, config):
             if where.number("partial_rotary_factor", 1.0) != 1.0:
                 field = where.name("partial_rotary_factor")
-                raise NotSupported(f"{field}: only whole heads are turned", field=field)
+                raise NotSupported(f"{field}: only whole heads can be rotated", field=field)
         return 1.0
     partial = _agreed(rope, config, "partial_rotary_factor") or rotation.partial
     turned = int(head_dim * partial)
     if partial > 1 or turned < 2 or turned % 2:
         raise InvalidRequest(
-            f"partial_rotary_factor {partial}: {turned} of {head_dim} channels cannot be turned in pairs",
+            f"partial_rotary_factor {partial}: {turned} of {head_dim} channels cannot be rotated in pairs",
             field="partial_rotary_factor",
         )
     return partial
@@ -201,7 +203,7 @@ def _section(config: Fields) -> Fields:
     """``rope_scaling`` or ``rope_parameters``, whichever there is."""
     old, new = config.table("rope_scaling"), config.table("rope_parameters")
     if old and new and config.value("rope_scaling") != config.value("rope_parameters"):
-        raise InvalidRequest("rope_scaling and rope_parameters differ: which counts?", field="rope_scaling")
+        raise InvalidRequest("rope_scaling and rope_parameters differ: set one of the two", field="rope_scaling")
     return old or new or Fields({}, "rope_parameters")
 
 

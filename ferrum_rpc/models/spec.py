@@ -142,7 +142,7 @@ def _kv_heads(config: Fields, family: Family, heads: int) -> int:
     kv_heads = config.integer("num_key_value_heads", kv_heads)
     if heads % kv_heads:
         raise InvalidRequest(
-            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}",
+            f"num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}",
             field="num_key_value_heads",
         )
     return kv_heads
@@ -156,7 +156,7 @@ def _head_dim(config: Fields, family: Family, hidden: int, heads: int) -> int:
         head_dim, rest = divmod(hidden, heads)
         field = "hidden_size"
         if rest or not head_dim:
-            raise InvalidRequest(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}", field=field)
+            raise InvalidRequest(f"hidden_size {hidden} must be a multiple of num_attention_heads {heads}", field=field)
     if head_dim % 2:
         raise InvalidRequest(f"{field}: rotary embeddings need an even head dimension, not {head_dim}", field=field)
     return head_dim

@@ -155,7 +155,7 @@ class NativeSampler(WholeRows):
             tokens.data_ptr(),
             torch.get_num_threads(),
         ):
-            raise MemoryError("no memory to draw tokens")
+            raise MemoryError("no memory to sample tokens")
         return tokens.to(torch.int64)
 
     def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
@@ -168,7 +168,7 @@ class NativeSampler(WholeRows):
         )
         vocabulary, threads = logits.shape[-1], torch.get_num_threads()
         if not logits.is_contiguous():
-            raise ValueError("penalties change rows that lie one behind the other")
+            raise ValueError("rows must be contiguous for penalties")
         if not self._library.ferrum_penalise(
             self._handle, logits.data_ptr(), vocabulary, ctypes.addressof(array), len(held), threads
         ):
@@ -179,7 +179,7 @@ class NativeSampler(WholeRows):
             *(library.RowMaskStruct(words.data_ptr(), row) for row, words in masks)
         )
         if not logits.is_contiguous():
-            raise ValueError("masks change rows that lie one behind the other")
+            raise ValueError("rows must be contiguous for masks")
         vocabulary, threads = logits.shape[-1], torch.get_num_threads()
         self._library.ferrum_mask(
             self._handle, logits.data_ptr(), vocabulary, ctypes.addressof(array), len(masks), threads

@@ -134,7 +134,7 @@ def valid_items(
         try:
             # numpy's maximum takes 2 µs
             if count and (tokens.item() if count == 1 else int(tokens.max())) >= model.vocab_size:
-                raise InvalidRequest(f"a token id is not below the vocabulary of {model.vocab_size}", field="token_ids")
+                raise InvalidRequest(f"token ids must be below the vocabulary of {model.vocab_size}", field="token_ids")
             if output is not checked_output or count != checked_count:
                 most = answer_bytes(item, model, limits)
                 if count > limits.max_batch_tokens or most > max_bytes:

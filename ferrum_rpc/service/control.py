@@ -96,7 +96,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
         grace = seconds(request.grace) if request.HasField("grace") else None
         if grace is not None and grace < 0:
-            raise InvalidRequest("a grace is not negative", field="grace")
+            raise InvalidRequest("grace must not be negative", field="grace")
         self._drain(grace)
         return pb.DrainResponse(state=STATE_TO_PROTO[self._state.lifecycle], sequences=len(self._state.handles))
 
@@ -105,7 +105,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
     ) -> pb.ListSequencesResponse:
         """Live sequences in the order of their creation, a page at a time."""
         if request.page_token and not request.page_token.isdecimal():
-            raise InvalidRequest("this is not a page token of an earlier answer", field="page_token")
+            raise InvalidRequest("page_token must be that of an earlier answer", field="page_token")
         after = int(request.page_token or 0)
         most = min(request.page_size or LIST_PAGE, LIST_PAGE_MOST)
         records = [record for record in self._state.handles.records() if record.order > after]

@@ -151,7 +151,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         state, words = self.state, words_from_proto(request.words, "words")
         account, vocab_size = state.quotas.account(CALLER.get()), state.model.vocab_size
         if (mask_id := id_of(words)) != request.sha256:
-            raise InvalidRequest("sha256 is not that of the words", field="sha256")
+            raise InvalidRequest("sha256 must be that of the words", field="sha256")
         state.masks.register(account, mask_id, words, vocab_size, "words")
         return pb.RegisterTokenMaskResponse(token_mask_id=mask_id)
 

@@ -100,7 +100,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         with self._room(account):
             frame = await read()
             if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "header":
-                raise InvalidRequest("an import begins with its header", field="header")
+                raise InvalidRequest("an import must begin with its header", field="header")
             answer, header = pb.ImportKvResponse(), frame.header
             found = await self._abandon(caller, header) if header.abandon else self._find(caller, header)
             handle, streamed = None, isinstance(found, Import)

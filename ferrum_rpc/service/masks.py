@@ -188,4 +188,4 @@ def check_words(words: bytes, vocab_size: int, field: str) -> None:
         )
     array = np.frombuffer(words, "<u4")
     if not array[:count].any() and not (rest and int(array[count]) & ((1 << rest) - 1)):
-        raise InvalidRequest("the mask allows no token", field=field)
+        raise InvalidRequest("a mask must allow at least one token", field=field)

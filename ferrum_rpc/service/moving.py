@@ -175,7 +175,7 @@ class Incoming(Moving, ABC):
                 reader.connect(frame.source)
                 continue
             if kind != "chunk":
-                raise InvalidRequest("behind the header come chunks and the trailer", field="frame")
+                raise InvalidRequest("only chunks and the trailer may follow the header", field="frame")
             group = await self._take(frame.chunk, layer, group, digest, reader)
             layer += 1
             if layer == self._layout.layers:
@@ -193,7 +193,7 @@ class Incoming(Moving, ABC):
         follows = start <= self.next_token if group is None else start == group[1]
         if chunk.layer != layer or not (follows if layer == 0 else (start, end) == group):
             raise InvalidRequest(
-                "chunks come by tokens without gaps, and of the same tokens by layers",
+                "chunks must come in the order of tokens without gaps, and for the same tokens in the order of layers",
                 field="chunk",
                 metadata={"next_token": self.next_token},
             )

@@ -69,7 +69,7 @@ def make_agent(name: str) -> Any:
     try:
         agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         if "UCX" not in agent.backends:
-            raise RuntimeError("there is no UCX")
+            raise RuntimeError("UCX is missing")
     except Exception as error:
         message = f"NIXL does not start with UCX_NET_DEVICES={devices}: {error!r}"
         raise InvalidRequest(message, field="kv_transport") from None

@@ -153,7 +153,7 @@ class Registry(grpc.GenericRpcHandler):
             try:
                 return parse(data)
             except DecodeError:
-                raise InvalidRequest("the request is no message of this method") from None
+                raise InvalidRequest("the request is not a valid message of this method") from None
 
         return parsed
 
@@ -163,7 +163,7 @@ def _serving(behaviour: Any) -> Behaviour:
     if inspect.iscoroutinefunction(behaviour):
         return cast(Behaviour, behaviour)
     if not inspect.isasyncgenfunction(behaviour):
-        raise TypeError(f"{behaviour!r} is no async handler; a thread's context would lack the caller")
+        raise TypeError(f"{behaviour!r} must be an async handler: a thread's context would lack the caller")
 
     async def serve(request: Any, context: Context) -> None:
         async with aclosing(behaviour(request, context)) as answers:

@@ -163,7 +163,7 @@ class Session:
         """Open the session, or raise why not."""
         _ = self._state.model
         if frame.WhichOneof("frame") != "hello":
-            raise InvalidRequest("the first frame of a session is `hello`", field="frame")
+            raise InvalidRequest("the first frame of a session must be `hello`", field="frame")
         hello, limits, leases = frame.hello, self._state.limits, self._state.leases
         client_name = name_from_proto(hello.client_name, "hello.client_name")
         self._last = frame.step_id
@@ -218,7 +218,7 @@ class Session:
                 await self._write(await self._on_close(step, frame.close))
                 return False
             case _:
-                raise InvalidRequest("a frame is empty, or a second `hello`", field="frame")
+                raise InvalidRequest("a frame must not be empty, nor a second `hello`", field="frame")
         return True
 
     def _cancel(self, request: session_pb2.SessionCancel) -> None:
@@ -305,7 +305,7 @@ class Session:
             )
             return
         if request.all_or_nothing:
-            raise InvalidRequest("items that are apart do not succeed or fail together", field="all_or_nothing")
+            raise InvalidRequest("all_or_nothing must not be set with items that are apart", field="all_or_nothing")
         if not items:
             raise InvalidRequest("the call has no items", field="items")
         calls = [

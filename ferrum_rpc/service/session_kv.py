@@ -62,7 +62,7 @@ class SessionKv:
     def truncate(self, step: PendingFrame, request: session_pb2.SessionTruncate) -> None:
         """Roll back, each handle to a length of its own."""
         if len(request.handles) != len(request.lengths):
-            raise InvalidRequest("`lengths` has one for every handle", field="lengths")
+            raise InvalidRequest("`lengths` must have one for every handle", field="lengths")
         handles, request_id = self._handles(request), request_id_from_proto(request.request_id)
         calls = [
             truncate(self.state, handle, length, request_id, caller=self.caller)

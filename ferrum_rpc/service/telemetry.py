@@ -98,7 +98,7 @@ def connect(endpoint: str, instance_id: str) -> Tracing:
     there costs a log line. Raises `TracingError`: no such address, or the extra is not installed."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise TracingError("otel_endpoint is no address: write http://collector:4318")
+        raise TracingError("otel_endpoint must be an address, such as http://collector:4318")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

@@ -203,7 +203,7 @@ def options_from_proto(create: forward_pb2.CreateOptions, lease_id: str = "") ->
     """Wire to domain. ``lease_id``: the lease of a new sequence that names none."""
     mode, prefix = create.cache_mode, None
     if mode not in forward_pb2.CacheMode.values():
-        raise InvalidRequest(f"{mode} is no mode of the prefix cache", field="create.cache_mode")
+        raise InvalidRequest(f"invalid cache_mode {mode}", field="create.cache_mode")
     if mode != forward_pb2.CACHE_MODE_BYPASS:
         prefix = PrefixUse(create.cache_salt, mode != forward_pb2.CACHE_MODE_READ_ONLY)
     if (size := len(create.cache_salt)) > MAX_CACHE_SALT_BYTES:

@@ -205,7 +205,7 @@ def _sample_from_proto(message: output_pb2.SampleOutput, field: str) -> Sample:
         raise above("max_biases", MAX_BIASES, len(message.bias), "biases", f"{field}.bias")
     bias = tuple([(each.token_id, each.bias) for each in message.bias])
     if not all(math.isfinite(value) for _, value in bias):
-        raise InvalidRequest("a bias is no finite number; masks forbid tokens", field=f"{field}.bias")
+        raise InvalidRequest("a bias must be a finite number; masks forbid tokens", field=f"{field}.bias")
     return Sample(
         temperature,
         message.top_k,

@@ -128,7 +128,7 @@ def tokens_from_proto(layout: kv_transfer_pb2.KvLayout, model: ModelInfo) -> Tok
     tokens = np.fromiter(layout.token_ids, np.int64, count)
     if int(tokens.max()) >= model.vocab_size:
         raise InvalidRequest(
-            f"a token id is not below the vocabulary of {model.vocab_size}", field="header.layout.token_ids"
+            f"token ids must be below the vocabulary of {model.vocab_size}", field="header.layout.token_ids"
         )
     return tokens.astype(np.int32)
 
@@ -136,7 +136,7 @@ def tokens_from_proto(layout: kv_transfer_pb2.KvLayout, model: ModelInfo) -> Tok
 def import_options(header: kv_transfer_pb2.ImportKvHeader) -> CreateOptions:
     """What holds for the sequence of an import. Raises `InvalidRequest` and `NotSupported`."""
     if header.create.fork:
-        raise InvalidRequest("an import is no fork", field="header.create.fork")
+        raise InvalidRequest("an import must not be a fork", field="header.create.fork")
     options = options_from_proto(header.create)
     if options.adapter not in ("", header.layout.adapter):
         message = "the cache was computed with another adapter than `create` names"
@@ -170,7 +170,7 @@ def chunk_from_proto(layout: CacheLayout, chunk: kv_transfer_pb2.KvChunk) -> tup
     `InvalidRequest` where they are not what the layout says."""
     tokens = chunk.keys.shape[0] if chunk.keys.shape else 0
     if not tokens:
-        raise InvalidRequest("a chunk has no tokens", field="chunk.keys")
+        raise InvalidRequest("a chunk must have tokens", field="chunk.keys")
     found, elsewhere = [], chunk.HasField("remote")
     for name, dtype, shape, size in layout.parts(tokens):
         tensor = getattr(chunk, name)

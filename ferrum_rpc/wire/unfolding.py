@@ -79,7 +79,7 @@ def check(data: bytes, message: Any, budget: UnfoldingBudget) -> None:
                     elif inner is not None:
                         parts.append((start, at, inner))
                 case _:  # groups are of an older protobuf
-                    raise InvalidRequest("the request is no message of this method")
+                    raise InvalidRequest("the request is not a valid message of this method")
 
 
 def _too_much(what: str, budget: UnfoldingBudget) -> InvalidRequest:

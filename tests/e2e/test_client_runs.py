@@ -426,7 +426,7 @@ async def test_single_calls_take_runs(session: bool) -> None:
             with pytest.raises(InvalidRequest) as refused:
                 await sequence.decode(1, run=bad)  # type: ignore[arg-type]
             assert refused.value.field == field
-        with pytest.raises(InvalidRequest, match="a run is of"):
+        with pytest.raises(InvalidRequest, match="output of a run must be"):
             await sequence.decode(1, HiddenStates(), run=Run(2))
 
 

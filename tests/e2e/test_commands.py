@@ -189,7 +189,7 @@ def test_generate_refuses_a_model_whose_tokenizer_is_not_here(tmp_path: Path) ->
     with pytest.raises(InvalidRequest, match=f"no tokenizer at {tmp_path}/tokenizer.json"):
         ask._Text(tmp_path, model())
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InvalidRequest, match="is no tokenizer"):
+    with pytest.raises(InvalidRequest, match="is not a valid tokenizer"):
         ask._Text(tmp_path, model())
 
 

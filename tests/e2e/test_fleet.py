@@ -182,7 +182,7 @@ async def test_who_cannot_go_elsewhere_stays_as_it_is() -> None:
         await members[small.target].client.drain(60.0)
         async with fleet_of(large.target) as another:
             for target in (members[small.target], another.members.serving[0]):
-                with pytest.raises(InvalidRequest, match="takes no sequences"):
+                with pytest.raises(InvalidRequest, match="does not accept sequences"):
                     await sequence.migrate(target)
         sampled.append((await sequence.decode(sampled[-1], SAMPLED)).token)
         assert sampled == expected and owner(sequence) is members[large.target]

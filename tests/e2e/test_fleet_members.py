@@ -221,7 +221,7 @@ async def test_names_that_lead_nowhere_say_why(tmp_path: Path) -> None:
     for lines, words in (
         (None, "it cannot be read: No such file"),
         (b"# nobody\n", "it names no executor"),
-        (b"\xff\n", "it is no text"),
+        (b"\xff\n", "it is not a text file"),
         (b"localhost\n", "'localhost' is neither host:port"),
     ):
         if lines is not None:

@@ -56,7 +56,7 @@ async def test_an_executor_is_killed_while_a_thread_reads_a_text() -> None:
 
 
 def test_executors_of_a_fleet_share_its_event_loop() -> None:
-    with pytest.raises(InvalidRequest, match="connect makes"):
+    with pytest.raises(InvalidRequest, match="connect must make"):
         FleetClient(["127.0.0.1:1"], connect=sync.ExecutorClient)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="FleetClient"):
         FleetClient(["127.0.0.1:1"]).score(PROMPT)

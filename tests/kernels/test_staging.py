@@ -45,7 +45,7 @@ def test_what_has_no_room_is_not_sent(device):
     staging = Staging(device)
     sections = staging.open(LAYOUT)
     staging.send(LAYOUT, [integers(1, 2, 3, kind=np.int64), integers(4), integers(), integers(5)])
-    with pytest.raises(ValueError, match="room for 5"):
+    with pytest.raises(ValueError, match="section of 5"):
         staging.send(LAYOUT, [integers(7, kind=np.int64), integers(*range(6)), integers(), integers()])
     assert sections[0].tolist() == [1, 2, 3] and sections[1].tolist() == [4, 0, 0, 0, 0]
 

@@ -57,4 +57,4 @@ def test_without_cuda_the_reason_is_the_device():
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=compiling, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "the kernels are for CUDA, not for cpu"
+    assert done.stdout.strip() == "the kernels support CUDA, not cpu"

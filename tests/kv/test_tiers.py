@@ -189,8 +189,8 @@ def a_folder_for_a_key(folder: Path) -> None:
 REFUSED = {
     a_folder_for_all: r"others can write .*/tier, whose mode is 0770: chmod",
     of_somebody_else: r"/tier belongs to user 12345, and this process is user 0",
-    elsewhere: "/tier is no folder",
-    a_folder_for_a_key: "/key is no regular file",
+    elsewhere: "/tier is not a folder",
+    a_folder_for_a_key: "/key is not a regular file",
     a_key_for_all: r"others can read or write .*/key, whose mode is 0640",
     a_key_of_somebody_else: "/key belongs to user 12345",
 }

@@ -286,8 +286,8 @@ def test_triton_is_not_for_a_cpu_unless_it_is_interpreted(monkeypatch):
     ("spec", "dtype", "why"),
     [
         (AttentionSpec(2, 1, 8, 0.3), torch.float16, "not float16"),
-        (AttentionSpec(2, 1, 6, 0.3), torch.float32, "no multiple"),
-        (AttentionSpec(2, 1, 512, 0.3), torch.float32, "no multiple"),
+        (AttentionSpec(2, 1, 6, 0.3), torch.float32, "must be a multiple"),
+        (AttentionSpec(2, 1, 512, 0.3), torch.float32, "must be a multiple"),
     ],
     ids=["dtype", "narrow heads", "wide heads"],
 )

@@ -133,7 +133,7 @@ def test_what_is_not_a_number_stays_none():
     [
         (SPEC, torch.float16, "not float16"),
         (replace(SPEC, mlp=replace(SPEC.mlp, activation="gelu")), torch.float32, "not gelu"),
-        (replace(SPEC, mixer=replace(SPEC.mixer, head_dim=12, rotary_dim=12)), torch.float32, "no multiple"),
+        (replace(SPEC, mixer=replace(SPEC.mixer, head_dim=12, rotary_dim=12)), torch.float32, "must be multiples"),
     ],
     ids=["dtype", "activation", "width"],
 )

@@ -441,5 +441,5 @@ async def test_a_model_without_products_takes_none(tmp_path: Path) -> None:
     for model in ("identity", str(make_family_checkpoint(tmp_path, "gpt2"))):
         with pytest.raises(NotSupported, match=r"takes no adapters.* without --adapter-dir"):
             choose(ModelSettings(path=model, device="cpu", adapter_dir=tmp_path))
-        with pytest.raises(InvalidRequest, match="no folder"):
+        with pytest.raises(InvalidRequest, match="must be a folder"):
             choose(ModelSettings(path=model, device="cpu", adapter_dir=tmp_path / "none"))

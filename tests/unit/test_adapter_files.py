@@ -99,7 +99,7 @@ KEYS: dict[str, tuple[dict[str, Any], type[ExecutorError], str]] = {
     "a pattern that is run": ({"rank_pattern": {"(.+)+q_proj": 2}}, NotSupported, "regular expression"),
     "an alpha of a module": ({"alpha_pattern": {"q_proj": "2"}}, InvalidRequest, "q_proj"),
     "modules that are no names": ({"target_modules": [3]}, InvalidRequest, "target_modules"),
-    "a pattern that is none": ({"target_modules": "(q_proj"}, InvalidRequest, "target_modules: .* no regular"),
+    "a pattern that is none": ({"target_modules": "(q_proj"}, InvalidRequest, "target_modules: .* not a valid regular"),
     "a pattern that is long": ({"exclude_modules": "a" * 5000}, InvalidRequest, "exclude_modules: .* longer"),
     "modules that have no tensors": ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, InvalidRequest, "no tensors"),
     "tensors of no such module": ({"target_modules": ["q_proj"]}, InvalidRequest, "do not name"),

@@ -95,7 +95,7 @@ def test_a_cache_that_is_not_there_is_refused(config, why):
         build_runner(ModelSettings("identity", device="cpu", kv_blocks=8, **config))
 
 
-@pytest.mark.parametrize(("kv_dtype", "why"), [("int8", "for CPUs, .* use fp8"), ("fp8", "capability 8.9, not 8.6")])
+@pytest.mark.parametrize(("kv_dtype", "why"), [("int8", "needs a CPU, .* use fp8"), ("fp8", "capability 8.9, not 8.6")])
 def test_an_eight_bit_cache_is_not_for_every_gpu(monkeypatch, kv_dtype, why):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))

@@ -80,7 +80,7 @@ def test_the_error_of_a_programs_own_iterator_is_its_own() -> None:
 def test_a_number_has_the_range_of_the_contract() -> None:
     assert [as_number(each, "n") for each in (0, MOST, np.int32(5))] == [0, MOST, 5]
     for wrong in (-1, MOST + 1, 1.0, True, "1", None, [1]):
-        with pytest.raises(InvalidRequest, match="n is an integer from 0") as refused:
+        with pytest.raises(InvalidRequest, match="n must be an integer from 0") as refused:
             as_number(wrong, "n")  # type: ignore[arg-type]
         assert refused.value.field == "n"
     with pytest.raises(InvalidRequest, match="from 1"):
@@ -88,7 +88,7 @@ def test_a_number_has_the_range_of_the_contract() -> None:
 
 
 def test_what_is_no_list_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="items: a list is wanted, not int"):
+    with pytest.raises(InvalidRequest, match="items: must be a list, not int"):
         as_list(3, "items")  # type: ignore[arg-type]
 
 

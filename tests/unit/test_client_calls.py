@@ -246,7 +246,7 @@ def test_only_an_answer_of_the_executor_settles_a_fate() -> None:
 
 @pytest.mark.parametrize("wrong", [{"times": -1}, {"backoff_s": -1.0}, {"attempt_timeout_s": 0.0}])
 def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="no such policy"):
+    with pytest.raises(ValueError, match="invalid policy"):
         ResendPolicy(**wrong)
 
 

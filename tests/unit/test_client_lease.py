@@ -255,5 +255,5 @@ async def test_a_client_without_a_name_is_still_told_apart() -> None:
 
 @pytest.mark.parametrize("wrong", [{"ttl_s": 0.0}, {"ttl_s": -1.0}, {"attempts": 0}])
 def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="no such policy"):
+    with pytest.raises(ValueError, match="invalid policy"):
         LeasePolicy(**wrong)

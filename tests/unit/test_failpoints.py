@@ -116,7 +116,7 @@ def test_a_crash_is_sigkill_after_its_log_line() -> None:
         ("before_commit", "point=action"),
         ("before_commit=delay", "milliseconds"),
         ("before_commit=error:5", "milliseconds"),
-        ("before_commit=error@0", "counted from 1"),
+        ("before_commit=error@0", "a hit must be at least 1"),
         ("before_commit=error@p1.5", "probability"),
         ("before_reply=oom", "no device"),
         ("fork=error,release=error", "point=action"),

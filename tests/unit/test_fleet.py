@@ -29,12 +29,12 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["identity", "--kv-memorry", "1GiB"], "no flag '--kv-memorry' (did you mean '--kv-memory'?)"),
-        (["identity", "--executor", "3"], "no flag '--executor' (did you mean '--executors'?)"),
-        (["identity", "--kv-memory", "1x"], "kv_memory: '1x' is no number of bytes"),
-        (["identity", "--host", "10.0.0.3"], "host: a fleet sets it"),
-        (["identity", "--port", "5"], "port: a fleet sets it"),
-        (["--executors", "0", "identity"], "'0' is no number of at least 1"),
+        (["identity", "--kv-memorry", "1GiB"], "unknown flag '--kv-memorry' (did you mean '--kv-memory'?)"),
+        (["identity", "--executor", "3"], "unknown flag '--executor' (did you mean '--executors'?)"),
+        (["identity", "--kv-memory", "1x"], "kv_memory: must be a number of bytes"),
+        (["identity", "--host", "10.0.0.3"], "host must not be set: a fleet"),
+        (["identity", "--port", "5"], "port must not be set: a fleet"),
+        (["--executors", "0", "identity"], "must be a number of at least 1, not '0'"),
         ([], "required: model"),
     ],
 )

@@ -244,7 +244,7 @@ def test_a_group_that_is_given_up_while_it_connects_is_given_up() -> None:
 
 @needs_shared
 def test_calls_that_do_not_agree_give_the_group_up() -> None:
-    with joined(SHARED, 2) as groups, pytest.raises(GroupAborted, match=r"unequal size|gave the group up"):
+    with joined(SHARED, 2) as groups, pytest.raises(GroupAborted, match=r"unequal size|aborted the group"):
         on_all(groups, lambda group: group.all_reduce(torch.ones(4 + group.rank)))
 
 

@@ -68,7 +68,7 @@ def test_nccl_is_called_as_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None
         gone.clear()
         for group in groups:
             group.abort()  # returns, though NCCL's waits for graphs
-            with pytest.raises(GroupAborted, match="gave the group up"):
+            with pytest.raises(GroupAborted, match="aborted the group"):
                 group.check()
             with pytest.raises(GroupAborted):
                 group.all_reduce(parts[0])

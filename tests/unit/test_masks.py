@@ -224,7 +224,7 @@ def test_words_of_another_width_and_masks_of_nothing_are_refused(vocab: int) -> 
         assert caught.value.number("words") == width and caught.value.field == "words"
     beyond = np.zeros(width * 32, bool)
     beyond[vocab:] = True
-    with pytest.raises(InvalidRequest, match="no token"):
+    with pytest.raises(InvalidRequest, match="at least one token"):
         register(pack_mask(beyond))
     assert not len(table)
     beyond[vocab - 1] = True

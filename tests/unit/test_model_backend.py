@@ -111,7 +111,10 @@ def test_what_neither_serves_has_both_reasons(folder: Path) -> None:
     ("changes", "error"),
     [
         ({"hidden_act": "swoosh"}, "hidden_act 'swoosh' is not supported; .* nor through .* has no 'swoosh'"),
-        ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures: .* not supported.* nor .*no language"),
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"]},
+            "architectures: .* not supported.* nor .*not a language",
+        ),
         ({"surprise": 3}, "surprise: 3 is not known here"),  # and transformers would not look at it
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"architectures": "gone", "model_type": "gone"}, "architectures is missing"),
@@ -132,12 +135,12 @@ def test_a_wrong_configuration_of_a_native_family_keeps_its_error(
     [
         ({"model_type": "gone"}, InvalidRequest, "model_type"),
         ({"model_type": "unheard_of", "auto_map": {"AutoConfig": "x.Y"}}, NotSupported, "code .* is never run"),
-        ({"model_type": "t5"}, NotSupported, "is no decoder"),
+        ({"model_type": "t5"}, NotSupported, "is not a decoder"),
         ({"quantization_config": {"quant_method": "hqq"}}, NotSupported, "quant_method: 'hqq' is not read"),
         ({"num_hidden_layers": 10**9}, InvalidRequest, "num_hidden_layers is 1000000000, more than 4096"),
         ({"hidden_act": "swoosh"}, InvalidRequest, r"^hidden_act: transformers [\d.]+ has no 'swoosh'$"),
         ({"architectures": ["GPTNeoXForQuestionAnswering"]}, NotSupported, "language model; .* GPTNeoXForCausalLM is"),
-        ({"architectures": ["GPTNeoXModel"]}, NotSupported, "'GPTNeoXModel' is no language model"),
+        ({"architectures": ["GPTNeoXModel"]}, NotSupported, "'GPTNeoXModel' is not a language model"),
         ({"num_attention_heads": 5}, InvalidRequest, "transformers refuses it: .* not divisible"),
         ({"hidden_size": "wide"}, InvalidRequest, "transformers refuses it"),
         ({"layer_norm_eps": {"__float__": "Infinity"}}, InvalidRequest, "^layer_norm_eps is inf"),
@@ -173,7 +176,7 @@ ODD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     ),
     "a table that is not asked for the others": ("gemma3n_text", {"vocab_size_per_layer_input": 50}, {}, ""),
     "odd heads": ("gpt_oss", {"head_dim": 6}, {}, ""),
-    "KV heads that do not divide": ("qwen3", {}, {"num_key_value_heads": 3}, "no multiple"),
+    "KV heads that do not divide": ("qwen3", {}, {"num_key_value_heads": 3}, "must be a multiple"),
     "an odd head": ("qwen3", {}, {"head_dim": 7}, "head_dim"),
     "a rotation that nobody has": ("olmo", {}, {"rope_parameters": {"rope_type": "spiral"}}, "spiral"),
     "a rotation of a length": ("olmo", {}, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ""),
@@ -269,7 +272,7 @@ def test_numbers_that_are_none_are_refused_by_name(folder: Path, wrong: str) -> 
 
 
 def test_weights_are_not_rounded(other_folder: Path) -> None:
-    with pytest.raises(NotSupported, match="which transformers runs, are not rounded"):
+    with pytest.raises(NotSupported, match="which transformers runs, cannot be quantized"):
         choose(settings(other_folder, quantize="int8"))
 
 

@@ -222,7 +222,7 @@ def test_what_cannot_be_shared_is_refused(
     [
         (2, {"vocab_size": 50}, "parts of 64 tokens, multiples of 64, and the last rank would have none.* 1$"),
         (4, {"vocab_size": 300}, "parts of 128 tokens, .* 1, 2$"),
-        (3, {"vocab_size": 300}, "num_attention_heads 4 is no multiple of it.* 1, 2$"),
+        (3, {"vocab_size": 300}, "num_attention_heads 4 must be a multiple of it.* 1, 2$"),
     ],
 )
 def test_a_number_of_ranks_that_cannot_be_is_told_which_can(ranks: int, changes: dict[str, Any], words: str) -> None:

@@ -106,7 +106,7 @@ def test_a_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(SecurityError, match="no token"):
         TokenFile(tmp_path / "empty")
     (tmp_path / "binary").write_bytes(b"alice \xff\xfe-secret\n")
-    with pytest.raises(SecurityError, match="no text") as caught:
+    with pytest.raises(SecurityError, match="not a text file") as caught:
         TokenFile(tmp_path / "binary")
     assert caught.value.__cause__ is None and "secret" not in str(caught.value)
 
@@ -455,7 +455,7 @@ def test_a_certificates_first_name_is_the_identity_and_one_without_is_nobody() -
 
 def test_a_handler_that_could_not_be_guarded_is_not_registered() -> None:
     table = Registry(CallLog(), Guard(None), LIMITS)
-    with pytest.raises(TypeError, match="no async handler"):
+    with pytest.raises(TypeError, match="must be an async handler"):
         table.add_registered_method_handlers(
             "s", {"M": grpc.unary_unary_rpc_method_handler(lambda request, _: request)}
         )
@@ -471,8 +471,8 @@ def test_a_client_is_told_which_file_is_wrong_before_it_calls(files: Security, t
     for arguments, names in (
         ((garbage,), "garbage"),
         ((tmp_path / "missing",), "missing"),
-        ((None, files.tls_cert), "belong together"),
-        ((None, files.tls_cert, garbage), "no pair"),
+        ((None, files.tls_cert), "must be set together"),
+        ((None, files.tls_cert, garbage), "must be a certificate and its key"),
         ((None, garbage, tmp_path / "missing"), "missing"),
     ):
         with pytest.raises(InvalidRequest, match=names):

@@ -185,7 +185,7 @@ class FleetClient(ModelClient):
         senders, deadline = self._fleet.senders, self._deadline(timeout_s)
         for at, item in enumerate(items):
             if item.state not in senders:
-                raise InvalidRequest(f"items[{at}] is no item of a sequence of this fleet", field=f"items[{at}]")
+                raise InvalidRequest(f"items[{at}] must be an item of a sequence of this fleet", field=f"items[{at}]")
         if all_or_nothing and items:
             owners = {senders[item.state].owner.executor for item in items}
             if len(owners) != 1 or (owner := owners.pop()) is None:
@@ -228,5 +228,5 @@ class FleetClient(ModelClient):
     def _own(self, sequence: Sequence) -> Sender[FleetOwner]:
         sender = self._fleet.senders.get(sender_of(sequence).state)
         if sender is None:
-            raise InvalidRequest(f"{sequence!r} is no sequence of this fleet", field="sequences")
+            raise InvalidRequest(f"{sequence!r} is not a sequence of this fleet", field="sequences")
         return sender

@@ -60,12 +60,12 @@ class Members:
     ) -> None:
         self.targets = (targets,) if isinstance(targets, str) else tuple(targets)
         if not self.targets:
-            raise InvalidRequest("a fleet has at least one target", field="targets")
+            raise InvalidRequest("a fleet must have at least one target", field="targets")
         for target in self.targets:
             check(target)
         if not isinstance(connect(self.targets[0]), ExecutorClient):  # nobody would ever join, and nothing say why
             raise InvalidRequest(
-                "connect makes a ferrum_rpc.client.ExecutorClient, in the client for threads too", field="connect"
+                "connect must make a ferrum_rpc.client.ExecutorClient, in the client for threads too", field="connect"
             )
         self.changes = 0
         self.troubles: dict[str, ExecutorError] = {}

@@ -23,7 +23,7 @@ def check(target: str) -> None:
     """Raise `InvalidRequest` for a target that cannot be one."""
     if target.startswith(FILE):
         if target == FILE:
-            raise InvalidRequest("file:PATH names a file of targets, one a line", field="targets")
+            raise InvalidRequest("file:PATH must name a file of targets, one per line", field="targets")
     elif target.startswith(NAMED):
         host_and_port(target)
     else:
@@ -33,7 +33,7 @@ def check(target: str) -> None:
 def host_and_port(target: str) -> tuple[str, int]:
     """Of ``dns:///name:port``. Raises `InvalidRequest`."""
     if (found := _NAME.fullmatch(target)) is None or not 0 < int(found["port"]) < 1 << 16:
-        raise InvalidRequest(f"{target} is no dns:///name:port", field="targets")
+        raise InvalidRequest(f"{target} must be dns:///name:port", field="targets")
     return found["v6"] or found["name"], int(found["port"])
 
 
@@ -58,5 +58,5 @@ def _lines(path: Path) -> list[str]:
     except OSError as error:
         raise TransportError(f"it cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise TransportError("it is no text") from None
+        raise TransportError("it is not a text file") from None
     return [line for each in text.splitlines() if (line := each.strip()) and not line.startswith("#")]

@@ -38,7 +38,7 @@ class FleetSequence(Sequence):
         ``transport`` is."""
         sender, owner = self._sender, self._sender.owner
         if to not in owner.fleet.members.serving:
-            raise InvalidRequest(f"{to!r} takes no sequences of this fleet", field="to")
+            raise InvalidRequest(f"{to!r} does not accept sequences of this fleet", field="to")
         if self.length > to.max_context:
             raise ContextLengthExceeded(
                 f"the sequence has {self.length} tokens, and the context there is {to.max_context}",

@@ -127,7 +127,7 @@ def choose(config: ModelSettings, *, elsewhere: bool = False, rank: int = 0) -> 
 def _choose_device(requested: str, reasons: Reasons, elsewhere: bool) -> torch.device:
     available = elsewhere or torch.cuda.is_available()
     if requested == "cuda" and not available:
-        raise InvalidRequest("device cuda was asked for and torch finds no CUDA device", field="device")
+        raise InvalidRequest("device cuda is not available: torch finds no CUDA device", field="device")
     if requested != "auto":
         reason = "requested"
     else:
@@ -149,7 +149,7 @@ def _check_kernels(reasons: Reasons) -> None:
 
 def _check_adapters(folder: Path, facts: ModelFacts) -> None:
     if not folder.is_dir():
-        raise InvalidRequest(f"adapter_dir {folder} is no folder", field="adapter_dir")
+        raise InvalidRequest(f"adapter_dir must be a folder, not {folder}", field="adapter_dir")
     if not facts.modules:
         message = f"{facts.architecture} takes no adapters, for it has no linear layers; serve it without --adapter-dir"
         raise NotSupported(message, field="adapter_dir")
@@ -157,7 +157,7 @@ def _check_adapters(folder: Path, facts: ModelFacts) -> None:
 
 def _choose_identity(config: ModelSettings, device: torch.device, reasons: Reasons) -> IdentitySource:
     if config.quantize != QUANTIZE_NONE:
-        raise InvalidRequest("the identity model has no weights to be rounded", field="quantize")
+        raise InvalidRequest("the identity model has no weights to quantize", field="quantize")
     refuse_ranks(config, "the identity model")
     prefix = "identity_"
     given = {name.removeprefix(prefix): value for name, value in vars(config).items() if name.startswith(prefix)}
@@ -250,7 +250,7 @@ def _choose_hf(
     refuse_ranks(config, f"{spec.architecture}, which transformers runs,")
     if config.quantize != QUANTIZE_NONE:
         raise NotSupported(
-            f"quantize: weights of {spec.architecture}, which transformers runs, are not rounded", field="quantize"
+            f"quantize: weights of {spec.architecture}, which transformers runs, cannot be quantized", field="quantize"
         )
     longest = spec.max_context if config.max_context is None else spec.longest
     context = longest if config.max_context is None else min(longest, config.max_context)

@@ -91,7 +91,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> HfSpec:
     unreadable = [f"{name} {entry.dtype}" for name, entry in checkpoint.entries.items() if entry.dtype not in READABLE]
     if unreadable:
         raise NotSupported(
-            f"model folder {checkpoint.name!r}: {listed('of a type that is not read', unreadable)}", field="model"
+            f"model folder {checkpoint.name!r}: {listed('of an unsupported type', unreadable)}", field="model"
         )
     return replace(spec, eos_token_ids=stops_of(checkpoint) or spec.eos_token_ids)
 

@@ -39,14 +39,14 @@ def check_kv_dtype(kv_dtype: str, device: torch.device, *, elsewhere: bool = Fal
     """Raise InvalidRequest where ``--kv-dtype`` cannot be had on ``device``, before a model is loaded. ``elsewhere``:
     that is not in this machine, and taken to be able to."""
     if kv_dtype == "int8" and device.type != "cpu":
-        raise InvalidRequest(f"an int8 cache is for CPUs, not for {device.type}; use fp8", field="kv_dtype")
+        raise InvalidRequest(f"kv_dtype int8 needs a CPU, not {device.type}; use fp8", field="kv_dtype")
     if kv_dtype == "fp8" and device.type != "cuda":
-        raise InvalidRequest(f"an fp8 cache is for CUDA, not for a {device.type}; use int8", field="kv_dtype")
+        raise InvalidRequest(f"kv_dtype fp8 needs CUDA, not {device.type}; use int8", field="kv_dtype")
     if kv_dtype == "fp8" and not elsewhere:
         capability = torch.cuda.get_device_capability(device)
         if capability < FP8_CAPABILITY:
             found, least = (".".join(map(str, each)) for each in (capability, FP8_CAPABILITY))
-            raise InvalidRequest(f"an fp8 cache needs compute capability {least}, not {found}", field="kv_dtype")
+            raise InvalidRequest(f"kv_dtype fp8 needs compute capability {least}, not {found}", field="kv_dtype")
 
 
 def cache_layers(layers: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: str) -> list[CacheSpec]:

@@ -145,7 +145,7 @@ def _check_fit(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     unreadable = [f"{name} {entries[name].dtype}" for name in expected if entries[name].dtype not in READABLE]
     if unreadable:
         raise NotSupported(
-            f"model folder {checkpoint.name!r}: {listed('of a type that is not read', unreadable)}", field="model"
+            f"model folder {checkpoint.name!r}: {listed('of an unsupported type', unreadable)}", field="model"
         )
 
 
@@ -156,7 +156,7 @@ def choose_dtype(requested: str, checkpoint: torch.dtype, device: torch.device) 
     """
     if requested != "auto":
         if requested not in DTYPES:
-            raise InvalidRequest(f"dtype {requested!r} is none of auto, {', '.join(DTYPES)}", field="dtype")
+            raise InvalidRequest(f"dtype must be one of auto, {', '.join(DTYPES)}, not {requested!r}", field="dtype")
         return DTYPES[requested], "requested"
     stored = str(checkpoint).removeprefix("torch.")
     if device.type != "cpu":

@@ -128,7 +128,7 @@ class RankedCompute(Compute):
                 self.record(*self._recorded)
             except (GroupAborted, ExecutorError) as error:
                 self.check_alive()
-                raise DeviceLost(f"the ranks could not begin anew: {error}") from error
+                raise DeviceLost(f"the ranks could not restart: {error}") from error
 
     def to_device(self, *arrays: Int64Array) -> list[Tensor]:
         return self._own.to_device(*arrays)

@@ -145,7 +145,7 @@ class Ranks:
             self.groups.renew(self._epoch)
         except GroupAborted as error:
             self.check_alive()
-            raise DeviceLost(f"the ranks could not begin anew: {error}") from error
+            raise DeviceLost(f"the ranks could not restart: {error}") from error
 
     def judge(self) -> None:
         """From now on a rank that is silent is lost: before, it loads."""

@@ -37,16 +37,16 @@ class World(NamedTuple):
         for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
             if not environment.get(name, "").isdecimal():
                 shown = repr(environment[name][:40]) if name in environment else "missing"
-                raise InvalidRequest(f"{name} is {shown}, and must be a number from 0 on", field="tensor_parallel")
+                raise InvalidRequest(f"{name} must be a number of at least 0, not {shown}", field="tensor_parallel")
             numbers[name] = int(environment[name])
         if not (address := environment.get("MASTER_ADDR", "")):
-            raise InvalidRequest("MASTER_ADDR is missing: where rank 0 is", field="tensor_parallel")
+            raise InvalidRequest("MASTER_ADDR is missing: it must be the address of rank 0", field="tensor_parallel")
         rank, size, port = numbers.values()
         if not 0 < port <= MOST_PORTS:
             message = f"MASTER_PORT is {port}, and must be from 1 to {MOST_PORTS}"
             raise InvalidRequest(message, field="tensor_parallel")
         if rank >= size:
-            raise InvalidRequest(f"RANK is {rank}, and must be below WORLD_SIZE, {size}", field="tensor_parallel")
+            raise InvalidRequest(f"RANK must be below WORLD_SIZE, {size}, not {rank}", field="tensor_parallel")
         return cls(rank, size, address, port, environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
     def check(self, settings: ModelSettings) -> None:
@@ -87,7 +87,7 @@ def refuse_ranks(settings: ModelSettings, what: str) -> None:
     """Raise NotSupported where there is more than one."""
     for field in ("tensor_parallel", "pipeline_parallel"):
         if (count := getattr(settings, field)) > 1:
-            raise NotSupported(f"{field} {count}: {what} is not shared by ranks", field=field)
+            raise NotSupported(f"{field} {count}: {what} does not support ranks", field=field)
 
 
 def ranks_here(settings: ModelSettings, environment: Mapping[str, str] = os.environ) -> int:

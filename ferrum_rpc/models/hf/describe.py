@@ -106,7 +106,7 @@ def describe(data: Mapping[str, Any]) -> HfSpec:
         with quiet():
             config = _configured(CONFIG_MAPPING[model_type], data)
             if type(config) not in AutoModelForCausalLM._model_mapping:
-                message = f"model_type: {model_type!r} is no decoder of transformers"
+                message = f"model_type: {model_type!r} is not a decoder of transformers"
                 raise NotSupported(message, field="model_type")
             kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
             _check_class(fields, kind.__name__)
@@ -128,7 +128,7 @@ def _check_class(fields: Fields, served: str) -> None:
     names = fields.texts("architectures")
     if names and names[0] != served and not names[0].endswith(OF_LANGUAGE):
         raise NotSupported(
-            f"architectures: {names[0][:80]!r} is no language model; of this model_type {served} is served",
+            f"architectures: {names[0][:80]!r} is not a language model; of this model_type {served} is served",
             field="architectures",
         )
 
@@ -317,7 +317,7 @@ def _sinks(name: str, model: Any, calls: list[attention.DryRunCall]) -> tuple[st
     names = {id(each): key for key, each in model.named_parameters()}
     wanted = {each.layer: each.sinks for each in calls if each.sinks is not None}
     if any(id(each) not in names for each in wanted.values()):
-        raise _refusal(name, "its attention sinks are no weights")
+        raise _refusal(name, "its attention sinks are not weights")
     return tuple(names[id(wanted[layer])] if layer in wanted else "" for layer in range(len(calls)))
 
 

@@ -53,9 +53,9 @@ class Attention:
     def obstacle(self, ranks: int) -> str:
         """Why so many ranks cannot share it; or nothing."""
         if self.heads % ranks:
-            return f"num_attention_heads {self.heads} is no multiple of it"
+            return f"num_attention_heads {self.heads} must be a multiple of it"
         if self.kv_heads % ranks and ranks % self.kv_heads:
-            return f"num_key_value_heads {self.kv_heads} is no multiple of it, nor the other way round"
+            return f"num_key_value_heads {self.kv_heads} must be a multiple of it, or the other way round"
         return ""
 
     @property

@@ -34,4 +34,4 @@ class Dense:
 
     def obstacle(self, ranks: int) -> str:
         """Why so many ranks cannot share it; or nothing."""
-        return f"intermediate_size {self.inner} is no multiple of it" if self.inner % ranks else ""
+        return f"intermediate_size {self.inner} must be a multiple of it" if self.inner % ranks else ""

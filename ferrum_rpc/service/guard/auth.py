@@ -45,7 +45,7 @@ class Security:
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise SecurityError("tls_cert and tls_key belong together; only one of them is set")
+            raise SecurityError("tls_cert and tls_key must be set together")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise SecurityError("tls_client_ca needs tls_cert and tls_key: there is no mutual TLS without TLS")
         for role, names in (("operators", self.operators), ("trusted", self.trusted)):
@@ -100,7 +100,7 @@ class TokenFile(WatchedFiles[dict[bytes, Caller]]):
         try:
             callers = parse(path.read_bytes().decode(), str(path))
         except UnicodeDecodeError:
-            raise SecurityError(f"tokens: {path} is no text") from None  # the error would show the bytes
+            raise SecurityError(f"tokens: {path} is not a text file") from None  # the error would show the bytes
         self._warn_if_open(path)
         return callers
 
@@ -118,9 +118,11 @@ def parse(text: str, where: str) -> dict[bytes, Caller]:
             usage = f"`name token`, and behind it {OPERATOR}, {TRUSTED}, or both"
             raise SecurityError(f"tokens: {where}, line {number}: write {usage}")
         if not (token.isascii() and token.isprintable()):
-            raise SecurityError(f"tokens: {where}, line {number}: a token is printable ASCII; it travels in a header")
+            raise SecurityError(
+                f"tokens: {where}, line {number}: a token must be printable ASCII: it travels in a header"
+            )
         if _digest(token) in callers:
-            raise SecurityError(f"tokens: {where}, line {number}: the token stands in an earlier line too")
+            raise SecurityError(f"tokens: {where}, line {number}: the token must differ from those of earlier lines")
         callers[_digest(token)] = Caller(name, operator=OPERATOR in roles, trusted=TRUSTED in roles)
     if not callers:
         raise SecurityError(f"tokens: {where} holds no token; no caller would be admitted")

@@ -122,7 +122,7 @@ def _place(path: Path) -> Iterator[None]:
         raise PortInUse(f"cannot listen on {UNIX}{path}: {lock}: {error.strerror}") from error
     try:
         if not _locked(held):
-            why = f"another process holds {lock}; if it is no server that starts, end it"
+            why = f"another process holds {lock}; unless that is a starting server, end it"
             raise PortInUse(f"cannot listen on {UNIX}{path}: {why}")
         if _taken(path):
             raise PortInUse(f"cannot listen on {UNIX}{path}: another process has it")

@@ -83,7 +83,7 @@ class ServerCertificates(WatchedFiles[grpc.ServerCertificateConfiguration]):
             context.load_cert_chain(cert, key, password="")
         except (ssl.SSLError, ValueError) as error:
             why = getattr(error, "reason", None) or "not PEM, or encrypted"
-            raise SecurityError(f"certificates: {cert} and {key} are no pair of certificate and key: {why}") from None
+            raise SecurityError(f"certificates: {cert} and {key} must be a certificate and its key: {why}") from None
         for path in client_ca:
             try:
                 context.load_verify_locations(cafile=path)

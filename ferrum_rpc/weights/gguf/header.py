@@ -118,7 +118,7 @@ class _Cursor:
     def _data_start(self, metadata: dict[str, Value]) -> int:
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 8 <= alignment <= 1 << 16 or alignment % 8:
-            raise self._wrong(f"general.alignment {str(alignment)[:80]} is no multiple of 8")
+            raise self._wrong(f"general.alignment {str(alignment)[:80]} must be a multiple of 8")
         return -(-self._at // alignment) * alignment
 
     def _value(self, kind: int) -> Value:

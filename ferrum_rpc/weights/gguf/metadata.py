@@ -58,7 +58,7 @@ def architecture(header: Header) -> Architecture:
     general = Fields(_kept(header, "general."), "general")
     name, kind = general.text("architecture", ""), general.text("type", "model")
     if kind != "model":
-        raise NotSupported(f"general.type: {kind[:80]!r} is no model", field="model")
+        raise NotSupported(f"general.type: {kind[:80]!r} is not a model", field="model")
     if name not in ARCHITECTURES:
         raise NotSupported(
             f"general.architecture: GGUF files of {name[:80]!r} are not read, those of {', '.join(ARCHITECTURES)} are; "

@@ -66,7 +66,7 @@ def _factors(files: Sequence[Path], headers: Sequence[Header]) -> Factors:
             if name in header.tensors:
                 entry = tensor_entry(header, file, name, header.tensors[name])
                 if entry.dtype != torch.float32 or entry.encoding is not None or entry.nbytes > 4 * MAX_FACTORS:
-                    raise broken(file, f"{name} is no list of float32")
+                    raise broken(file, f"{name} must be a list of float32")
                 found[name] = mapped(entry).flatten().clone().numpy()
     return found
 

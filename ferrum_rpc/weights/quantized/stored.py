@@ -53,7 +53,7 @@ class QuantizedTensors:
         """The shape of a part that must be a matrix of one of these dtypes."""
         shape = self.shape(module, role, dtypes)
         if len(shape) != 2 or 0 in shape:
-            raise wrong(module, f"{role} has the shape {[*shape]}, which is no matrix")
+            raise wrong(module, f"{role} must be a matrix, not of shape {[*shape]}")
         return shape[0], shape[1]
 
     def expect(
