@@ -91,7 +91,7 @@ class GlooGroup:
         """As `Group.abort`: closes this rank's connections, which those who wait for it notice. A rank that waits in
         `renew` learns of it when the others are there, or do not come."""
         self._given_up = True
-        self._end("this rank gave the group up")
+        self._end("this rank aborted the group")
 
     def renew(self, epoch: int) -> None:
         """As `Group.renew`; waits for the others."""

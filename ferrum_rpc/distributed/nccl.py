@@ -102,7 +102,7 @@ class NcclGroup:
 
     def abort(self) -> None:
         """As `Group.abort`: of this rank; the others are told otherwise."""
-        self._end("this rank gave the group up")
+        self._end("this rank aborted the group")
 
     def renew(self, epoch: int) -> None:
         """As `Group.renew`; waits for the others. Graphs that were recorded with the group must be gone: NCCL's end
