@@ -11,6 +11,7 @@ The library, which knows no terminal and no command line:
     speculation.py  guesses of what comes next, from the text itself or a smaller model
     refusals.py  what the executor's refusals mean, and for how long they are waited out
     queues.py    who waits, who runs and who moves with one executor
+    port.py      one executor: how full it is, work items, and calls until they are answered
     driver.py    turns each plan into one forward call, and each answer into tokens
     router.py    a driver at each of several executors, and the sequences that move between them
     report.py    what the run was like

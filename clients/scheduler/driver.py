@@ -1,4 +1,4 @@
-"""The loop: plan, forward, sample, again. All IO of the scheduler with one executor is here.
+"""The loop: plan, forward, sample, again.
 
 Each plan is one forward call. Refusals are handled by what they say: the call was refused at the door (wait and send
 the same items again), an item found no blocks (somebody is preempted), a sequence is gone (computed anew), the request
@@ -12,21 +12,20 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as ListOf
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from clients.scheduler.policy import Budget, PlannedFeed, Pool, StepPlan, arrivals, plan
+from clients.scheduler.port import ExecutorPort
 from clients.scheduler.queues import Observer, RequestQueues
-from clients.scheduler.refusals import NO_ANSWER, NO_ROOM, NOT_NOW, OUT_OF_STEP, ExecutorGone, Patience
+from clients.scheduler.refusals import NO_ROOM, NOT_NOW, OUT_OF_STEP, ExecutorGone
 from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Request, RequestEnd, Stage
 from clients.scheduler.runs import MAX_STOPS, SHORT, Chain, Flight
 from clients.scheduler.speculation import Drafter, Speculation
 from ferrum_rpc.client import (
     SEQUENCE_GONE,
-    Accept,
     Answer,
-    BatchResults,
     CacheMode,
     Capability,
     ChainBroken,
@@ -36,24 +35,16 @@ from ferrum_rpc.client import (
     ExecutorClient,
     ExecutorError,
     ExecutorInfo,
-    ExecutorState,
     Greedy,
     Item,
     KvCorrupt,
-    OutputSpec,
-    Positions,
     Run,
     Sample,
-    Sequence,
     StepFailed,
 )
 
 FAILURES_OF_A_REQUEST = 3
 LONGEST_DRAFT = 16
-HANGS = "the executor's device makes no progress"
-FULL = "the cache is full of other schedulers' sequences"
-STATUS_S = 1.0
-"""Within this an executor says why it does not answer."""
 
 
 class Driver:
@@ -80,14 +71,10 @@ class Driver:
         chains: bool = False,
         cache_mode: CacheMode = CacheMode.DEFAULT,
     ) -> None:
-        self._client, self.cache_mode = client, cache_mode
-        self.max_context = info.model.max_context
-        self._most_blocks = info.limits.max_blocks_per_caller
+        self.port = ExecutorPort(client, info, sampling=sampling, cache_mode=cache_mode, patience_s=patience_s)
         self._budget = replace(budget, exact=info.limits.exact_span_tokens)
-        self._sampling = sampling
         self._stops = tuple(sorted(stop_tokens))
         self._observer = observer
-        self.patience = Patience(patience_s)
         self.refusal: ExecutorError | None = None
         """Since this one nobody is admitted, until something ends here, or `idle` has waited."""
         offered = Capability.RUN in info.capabilities and len(stop_tokens) <= MAX_STOPS
@@ -102,7 +89,6 @@ class Driver:
         self._steps_a_trip = 1
         self._run = RunCounts(())
         self.hands_over = False
-        self._hung = False  # as of the last look
         self.leaving = False  # what runs here is about to go on elsewhere: no long runs
         self.goes_on: Callable[[Request], bool] = lambda request: False
         """Whether a request whose text fills the context here is to be handed over to an executor with a longer one."""
@@ -123,12 +109,12 @@ class Driver:
         """Around the steps of a run, of which no sequence is left behind here. ``waiting`` and ``back`` as in
         `RequestQueues`. ``hands_over``: requests go on elsewhere after their first token."""
         self._run, self.hands_over, began = run, hands_over, time.monotonic()
-        self.queues = RequestQueues(self._client, run, self._observer, waiting=waiting, back=back)
+        self.queues = RequestQueues(self.port.target, run, self._observer, waiting=waiting, back=back)
         for request in list(waiting):
             request.arrived = began
             self.admissible(request)
         try:
-            await self._look()
+            await self.port.look()
             yield
         finally:
             run.wall_seconds = time.monotonic() - began
@@ -138,12 +124,12 @@ class Driver:
 
     async def step(self) -> bool:
         """Do what can be done now. False: nothing can."""
-        queues, pool, speculation, limit = self.queues, self.pool, self._speculation, None
+        queues, pool, speculation, limit = self.queues, self.port.pool, self._speculation, None
         began = time.monotonic()
         if speculation is not None:
             drafts, limit = speculation.turn()
             if drafts:
-                await speculation.draft([each for each in queues.running if each.owed == 1], self.max_context)
+                await speculation.draft([each for each in queues.running if each.owed == 1], self.port.max_context)
         places = self._budget.at_once - len(queues.running) - len(queues.moving) if self.refusal is None else 0
         queues.arrived = False
         step = plan(queues.running, list(queues.waiting)[: max(0, places)], pool, self._budget)
@@ -161,55 +147,27 @@ class Driver:
                 speculation.took(time.monotonic() - began, tokens / len(step.feeds), drafts=drafts)
         elif queues.leaving:
             await queues.release()
-            await self._look()
+            await self.port.look()
         else:
             return bool(step.unservable or step.preempt)
         return True
 
     async def idle(self) -> None:
-        """Nothing of ours ends here soon: wait for blocks that are with other schedulers, for what was refused, or for
-        an executor that hangs."""
-        await self.patience.wait(HANGS if self._hung else self.refusal or FULL)
-        await self._look()
+        """Nothing of ours ends here soon: wait, and then admit again."""
+        await self.port.idle(self.refusal)
         self.refusal = None
-
-    @property
-    def pool(self) -> Pool:
-        """How full the executor is, by its last answer."""
-        pressure = self._client.pressure
-        assert pressure is not None  # noqa: S101 - `serving` asked for it
-        total = min(pressure.total_blocks, self._most_blocks or pressure.total_blocks)
-        return Pool(min(pressure.free_blocks, total), total, pressure.block_size)
 
     def admissible(self, request: Request) -> bool:
         """Whether its prompt can be served at all; otherwise it has failed now."""
-        fits = 1 <= request.known <= self.max_context
+        fits = 1 <= request.known <= self.port.max_context
         if not fits:
-            self._fail(request, f"the prompt has {request.known} tokens; 1 to {self.max_context} can be served")
+            self._fail(request, f"the prompt has {request.known} tokens; 1 to {self.port.max_context} can be served")
         return fits
 
-    def holds(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens could be here, if it were alone."""
-        return tokens <= self.max_context and self.pool.blocks(tokens) <= self.pool.total
-
-    def has_room(self, request: Request, coming: Iterable[Request] = ()) -> bool:
-        """Whether a request may come here now, beside those that are ``coming`` or wait here."""
-        beside = [*coming, *self.queues.waiting]
-        return not self.refusal and bool(arrivals([request], self.queues.running, beside, self.pool, self._budget))
-
-    def new_sequence(self) -> Sequence:
-        """One that is empty."""
-        return self._client.sequence(cache_mode=self.cache_mode)
-
-    async def _look(self) -> None:
-        """See how full the executor is."""
-        while True:
-            try:
-                self._hung = (await self._client.status()).state is ExecutorState.HUNG
-            except NOT_NOW + NO_ANSWER as error:
-                await self.patience.wait(error)
-            else:
-                return
+    def has_room(self, request: Request) -> bool:
+        """Whether a request may come here now, beside those that are coming or wait here."""
+        beside = [*self.queues.coming, *self.queues.waiting]
+        return not self.refusal and bool(arrivals([request], self.queues.running, beside, self.port.pool, self._budget))
 
     async def _forward(self, step: StepPlan, pool: Pool | None) -> None:
         """One step. With a ``pool``, short runs of the requests that have no draft beside those that have: not longer
@@ -217,13 +175,13 @@ class Driver:
         self.queues.run(step.admitted)
         runs = dict[Request, Run]()
         if pool is not None:
-            chain = Chain(pool, min(self._run_tokens, SHORT, self._steps_a_trip), self.max_context)
+            chain = Chain(pool, min(self._run_tokens, SHORT, self._steps_a_trip), self.port.max_context)
             chain.fed([feed for feed in step.feeds if feed.drafted])
             found = chain.extend([feed.request for feed in step.feeds if not feed.drafted])
             runs = {request: Run(count, self._stops) for request, count in found.items()}
-        items = [self._item(feed, run=runs.get(feed.request)) for feed in step.feeds]
+        items = [self.port.item(feed, run=runs.get(feed.request)) for feed in step.feeds]
         began = time.monotonic()
-        results, _ = await asyncio.gather(self._send(items), self.queues.release())
+        results, _ = await asyncio.gather(self.port.send(items, self._run), self.queues.release())
         answered, refused = results.split(step.feeds)
         self._count(answered, time.monotonic() - began, runs)
         for feed, answer in answered:
@@ -253,7 +211,7 @@ class Driver:
         or there is something else to plan. In a session each request goes its own way: its next run waits for nobody
         else's. Sequences leave when nothing of theirs is in flight. False: there are no blocks for runs."""
         most = min(self._run_tokens, SHORT) if self.queues.joining else self._run_tokens
-        chain = Chain(pool, most, self.max_context, limit)
+        chain = Chain(pool, most, self.port.max_context, limit)
         ways = [deque([flight]) for flight in self._launch(chain, [feed.request for feed in step.feeds])]
         if not ways:
             return False
@@ -280,7 +238,7 @@ class Driver:
         in flight has ended."""
         for way in ways:
             if len(way) == 1 and not (chain.broken or self._single or self.leaving or self.queues.joining):
-                items = way[0].items
+                items = {feed.request: item for feed, item in way[0].items}
                 going = [request for request in items if request.stage is Stage.RUNNING]
                 way.extend(self._launch(chain, going, items))
 
@@ -288,80 +246,44 @@ class Driver:
         self, chain: Chain, requests: Iterable[Request], behind: Mapping[Request, Item] | None = None
     ) -> list[Flight]:
         """Send the next runs of requests, ``behind`` their items in flight, if there are any."""
-        items = dict[Request, Item]()
+        items = list[tuple[PlannedFeed, Item]]()
         for request, count in chain.extend(requests).items():
-            follows = None if behind is None else behind[request]
-            items[request] = self._item(PlannedFeed(request, 1), run=Run(count, self._stops), follows=follows)
-        ways = [{request: item} for request, item in items.items()] if self._chains else [items] if items else []
-        return [Flight(way, asyncio.ensure_future(self._send(list(way.values())))) for way in ways]
+            feed, follows = PlannedFeed(request, 1), None if behind is None else behind[request]
+            items.append((feed, self.port.item(feed, run=Run(count, self._stops), follows=follows)))
+        ways = [[each] for each in items] if self._chains else [items] if items else []
+        return [
+            Flight(way, asyncio.ensure_future(self.port.send([item for _, item in way], self._run))) for way in ways
+        ]
 
     def _landed(self, chain: Chain, flights: Iterable[Flight], began: float) -> float:
         """Take the tokens of runs. What was refused is planned anew, by a single step where blocks are short. Returns
         the time."""
-        now, found = time.monotonic(), [flight.call.result().split(flight.items.items()) for flight in flights]
+        now, found = time.monotonic(), [flight.call.result().split(flight.items) for flight in flights]
         answered = [each for part, _ in found for each in part]
         refused = [each for _, part in found for each in part]
         if answers := [answer for _, answer in answered]:
             self._note(answers, now - began, decode=sum(len(each.tokens) for each in answers))
         # one that is not in ``running`` has ended with the run before, or is with another executor by now
-        for (request, _), answer in answered:
-            if request in self.queues.running:
-                self._taken(request, 1, answer)
-                self._chosen(request, answer)
-        for (request, item), error in refused:
-            if request not in self.queues.running:
+        for (feed, _), answer in answered:
+            if feed.request in self.queues.running:
+                self._fed(feed, answer)
+        for (feed, item), error in refused:
+            if feed.request not in self.queues.running:
                 continue
             if isinstance(error, NO_ROOM + NOT_NOW):
                 self._single = True
             elif isinstance(error, ChainBroken) or (item.follows is not None and isinstance(error, OUT_OF_STEP)):
                 chain.broken = True
             else:
-                self.refused(request, error)
+                self.refused(feed.request, error)
         return now
-
-    # --- what is sent -----------------------------------------------------------------------------------------------
-
-    def _item(self, feed: PlannedFeed, *, run: Run | None = None, follows: Item | None = None) -> Item:
-        """The work item of a feed, on the request's sequence; a new one where it has none. It ``follows`` the request's
-        item in flight, and feeds what that chooses."""
-        request, output = feed.request, self._output(feed, last=run is not None)
-        if request.sequence is None:
-            request.sequence = self.new_sequence()
-        if follows is not None:
-            return request.sequence.item(output=output, run=run, follows=follows)
-        fed = [*request.next_tokens(feed.count), *request.draft[: feed.drafted]]
-        return request.sequence.item(fed, output, run=run)
-
-    def _output(self, feed: PlannedFeed, *, last: bool) -> OutputSpec | Positions:
-        """A token of what is known completely. Each request has a seed of its own, so that a text depends neither on
-        its neighbours nor on whether it was preempted."""
-        if not (feed.completes or last):
-            return Positions.NONE
-        kind = self._sampling
-        if isinstance(kind, Sample) and kind.seed is not None:
-            kind = replace(kind, seed=(kind.seed << 32 | feed.request.index) % 2**64)
-        if feed.drafted:
-            return OutputSpec(Positions.ALL, Accept(kind if isinstance(kind, Sample) else None))
-        return OutputSpec(Positions.LAST, kind)
-
-    async def _send(self, items: list[Item]) -> BatchResults:
-        """One call. Refused at the door, or unanswered, it is made again with the same items: their request ids make
-        that safe."""
-        while True:
-            try:
-                return await self._client.forward(items)
-            except NOT_NOW + NO_ANSWER as error:
-                self._run.waits += 1
-                if isinstance(error, NO_ANSWER):
-                    with suppress(ExecutorError):
-                        self._hung = (await self._client.status(timeout_s=STATUS_S)).state is ExecutorState.HUNG
-                await self.patience.wait(HANGS if self._hung and isinstance(error, NO_ANSWER) else error)
 
     # --- what an answer means ---------------------------------------------------------------------------------------
 
     def _fed(self, feed: PlannedFeed, answer: Answer) -> None:
         request, completes = feed.request, feed.completes
-        self._taken(request, feed.count, answer)
+        request.fed(feed.count, answer.length, self._budget.exact)
+        request.failures = 0
         if not completes:
             return
         if feed.drafted and self._speculation is not None:
@@ -369,10 +291,6 @@ class Driver:
         self._chosen(request, answer)
         if self.hands_over and request.stage is Stage.RUNNING:
             self.queues.hand_over(request)
-
-    def _taken(self, request: Request, count: int, answer: Answer) -> None:
-        request.fed(count, answer.length, self._budget.exact)
-        request.failures = 0
 
     def _chosen(self, request: Request, answer: Answer) -> None:
         """Its next tokens."""
@@ -383,7 +301,7 @@ class Driver:
             self.queues.token(request, token)
         if len(request.generated) >= request.max_new_tokens:
             self._finish(request, RequestEnd.LENGTH)
-        elif request.known > self.max_context:
+        elif request.known > self.port.max_context:
             self._outgrown(request)
 
     def refused(self, request: Request, error: ExecutorError) -> None:
@@ -423,7 +341,7 @@ class Driver:
     def give_up(self, request: Request, pool: Pool) -> None:
         """It has no room in the whole ``pool``, or in the longest context: it ends."""
         if request.generated:
-            self._finish(request, RequestEnd.CONTEXT if request.known > self.max_context else RequestEnd.POOL)
+            self._finish(request, RequestEnd.CONTEXT if request.known > self.port.max_context else RequestEnd.POOL)
         else:
             need = pool.blocks(request.known)
             self._fail(request, f"the prompt needs {need} blocks of {pool.block_size} tokens; {pool.total} exist")
@@ -452,7 +370,7 @@ class Driver:
 
     def _note(self, answers: ListOf[Answer], seconds: float, *, decode: int, prompt: int = 0) -> None:
         """A trip has ended."""
-        self.patience.renew()
+        self.port.patience.renew()
         self._run.saw(answers[-1].pressure)
         timing = answers[-1].timing
         self._run.step(

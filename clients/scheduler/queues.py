@@ -10,7 +10,7 @@ from collections.abc import Sequence as ListOf
 
 from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Request, RequestEnd, Stage
-from ferrum_rpc.client import ExecutorClient, Sequence
+from ferrum_rpc.client import Sequence
 
 
 class Observer:
@@ -27,14 +27,16 @@ class Observer:
 
 
 class RequestQueues:
-    """The requests of one run that are with one executor. One in ``running`` has a sequence there, and its blocks; one
-    in ``moving`` too, which is to go on elsewhere; one in ``waiting`` has none. A request that loses its sequence goes
-    ``back`` to those that wait, here or where prompts are computed. ``arrived``: one has come from elsewhere since the
-    last plan."""
+    """The requests of one run that are with the executor at ``target``.
+
+    One in ``running`` has a sequence there, and its blocks; one in ``moving`` too, which is to go on elsewhere; one in
+    ``waiting`` has none. A request that loses its sequence goes ``back`` to those that wait, here or where prompts are
+    computed. ``coming``: those on their way here; ``arrived``: one has come since the last plan.
+    """
 
     def __init__(
         self,
-        client: ExecutorClient,
+        target: str,
         run: RunCounts,
         observer: Observer,
         *,
@@ -44,8 +46,9 @@ class RequestQueues:
         self.waiting, self._back = waiting, back
         self.running: list[Request] = []
         self.moving: list[Request] = []
+        self.coming: list[Request] = []
         self.arrived = False
-        self._client, self._run, self._observer = client, run, observer
+        self._target, self._run, self._observer = target, run, observer
         self._leaving: list[Sequence] = []
 
     @property
@@ -66,7 +69,7 @@ class RequestQueues:
     def run(self, requests: Iterable[Request]) -> None:
         """They run here from now on: from the queue, or because nobody else has room for them any more."""
         for request in requests:
-            request.executor = self._client.target
+            request.executor = self._target
             self._put(request, Stage.RUNNING)
 
     def hand_over(self, request: Request) -> None:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from clients.scheduler.driver import Driver
@@ -36,23 +36,12 @@ CANNOT_MOVE: Final = (LayoutMismatch, NotSupported)
 
 
 @dataclass(eq=False, slots=True)
-class Worker:
-    """A driver at an executor, while that is there. ``first``: prompts only, what follows goes on elsewhere.
-    ``coming``: requests on their way there."""
-
-    member: Member
-    driver: Driver
-    first: bool
-    coming: list[Request] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
 class Move:
     """Of a request from ``here`` to its new sequence ``target``, ``there``. One that is not ``under_way`` is made
     again, from where it stopped."""
 
-    here: Worker
-    there: Worker
+    here: Driver
+    there: Driver
     target: Sequence
     under_way: bool = False
 
@@ -77,7 +66,7 @@ class Router:
         self._patience = Patience(patience_s)
         self._run = RunCounts(())
         self._waiting: deque[Request] = deque()
-        self._workers: list[Worker] = []
+        self._drivers: dict[Driver, Member] = {}
         self._placed = False
         self._moves: dict[Request, Move] = {}
         self._awaited: dict[Request, float] = {}  # until when an executor with a longer context is waited for
@@ -119,16 +108,17 @@ class Router:
     # --- who is there -----------------------------------------------------------------------------------------------
 
     async def _watch(self, members: Members, *, first: bool) -> None:
-        """A worker at each executor, as long as it is there."""
+        """A driver at each executor, as long as it is there. ``first``: for prompts only, what follows goes on
+        elsewhere."""
         known: set[Member] = set()
         nobody_since = time.monotonic()
         while True:
             since, there = members.changes, members.there
             for member in set(there) - known:
-                self._tasks.create_task(self._run_worker(Worker(member, self._make(member, first), first), members))
+                self._tasks.create_task(self._run_driver(self._make(member, first), member, members, first=first))
             known = set(there)
-            for worker in self._workers:
-                worker.driver.leaving = worker.member.draining
+            for driver, member in self._drivers.items():
+                driver.leaving = member.draining
             self._notify()
             every = [each for some in (self._prefill, self._decode) if some is not None for each in some.there]
             self._watcher.executors([(each.target, each.condition) for each in every])
@@ -141,63 +131,61 @@ class Router:
             except TimeoutError:
                 raise ExecutorGone(f"no executor at {', '.join(members.targets)} for {self._patience_s:g} s") from None
 
-    async def _run_worker(self, worker: Worker, members: Members) -> None:
+    async def _run_driver(self, driver: Driver, member: Member, members: Members, *, first: bool) -> None:
         """Drive until everything is done or the executor is gone."""
-        worker.driver.patience = self._patience
-        worker.driver.goes_on = self._goes_on
+        driver.port.patience, driver.goes_on = self._patience, self._goes_on
         self._patience.renew()
-        driving = asyncio.create_task(self._drive(worker))
-        gone = asyncio.create_task(worker.member.ended())
+        driving = asyncio.create_task(self._drive(driver, member, first=first))
+        gone = asyncio.create_task(member.ended())
         try:
             await asyncio.wait({driving, gone}, return_when=asyncio.FIRST_COMPLETED)
             if driving.done() and isinstance(driving.exception(), ExecutorGone | ExecutorError):
-                await members.look(worker.member)
+                await members.look(member)
         finally:
             for task in (driving, gone):
                 task.cancel()
             await asyncio.wait({driving, gone})
-        self._run.executors_lost += worker.member.gone
+        self._run.executors_lost += member.gone
         error = None if driving.cancelled() else driving.exception()
-        if error is not None and not worker.member.gone:
+        if error is not None and not member.gone:
             raise error
 
-    async def _drive(self, worker: Worker) -> None:
-        driver = worker.driver
-        async with driver.serving(self._run, deque(), self._waiting, hands_over=worker.first):
-            self._workers.append(worker)
+    async def _drive(self, driver: Driver, member: Member, *, first: bool) -> None:
+        async with driver.serving(self._run, deque(), self._waiting, hands_over=first):
+            self._drivers[driver] = member
             self._notify()
             try:
                 while self._run.left:
                     changed = self._changed
-                    if worker.member.draining and not worker.member.hung:
-                        self._leave(worker)
+                    if member.draining and not member.hung:
+                        self._leave(driver)
                     if await driver.step():
                         self._notify()
-                    elif self._stuck(worker):
+                    elif self._stuck(driver, member):
                         await driver.idle()
                         self._notify()
                     else:
                         await changed.wait()
             finally:
-                self._workers.remove(worker)
+                del self._drivers[driver]
                 for request in driver.queues.all:
-                    self._give_back(worker, request)
+                    self._give_back(driver, request)
                 self._notify()
 
-    def _give_back(self, worker: Worker, request: Request) -> None:
+    def _give_back(self, driver: Driver, request: Request) -> None:
         """It is computed anew, here or elsewhere."""
         self._run.rebuilds += request.cached > 0
         request.rebuilds += request.cached > 0
-        worker.driver.queues.requeue(request)
+        driver.queues.requeue(request)
 
-    def _leave(self, worker: Worker) -> None:
+    def _leave(self, driver: Driver) -> None:
         """The executor drains: what has not begun waits for another one, and what has goes on elsewhere, few at a time;
         the others are served here meanwhile, and so is what has room nowhere else for all that it may become."""
-        queues = worker.driver.queues
-        if self._takers(first=worker.first):
+        queues = driver.queues
+        if self._takers(first=driver.hands_over):
             for request in list(queues.waiting):
                 queues.requeue(request)
-        if not worker.first:
+        if not driver.hands_over:
             room = MOVES_AT_ONCE - sum(each not in self._awaited for each in queues.moving)
             going = [each for each in queues.running if _with_room_for_all(self._takers(first=False), each)]
             for request in _oldest(going)[: max(0, room)]:
@@ -218,30 +206,30 @@ class Router:
             return
         self._placed = True
         for request in list(self._waiting) if takers else ():
-            longest = max((each.driver for each in takers), key=lambda each: each.max_context)
+            longest = max(takers, key=lambda each: each.port.max_context)
             if self._awaits(members, takers, request) or not (request.generated or longest.admissible(request)):
                 continue
             fit = self._fitting(takers, longest, request)
-            free = [each for each in fit if each.driver.has_room(request)]
+            free = [each for each in fit if each.has_room(request)]
             if fit and not free:
                 return
             if fit:
                 self._waiting.remove(request)
-                self._chosen(members, free, request).driver.queues.waiting.append(request)
+                self._chosen(members, free, request).queues.waiting.append(request)
 
-    def _takers(self, *, first: bool) -> list[Worker]:
-        """Those that take sequences: prompts that are computed ``first``, or texts."""
-        return [each for each in self._workers if each.first == first and each.member.serving]
+    def _takers(self, *, first: bool) -> list[Driver]:
+        """Those whose executors take sequences: prompts that are computed ``first``, or texts."""
+        return [each for each, member in self._drivers.items() if each.hands_over == first and member.serving]
 
     def _goes_on(self, request: Request) -> bool:
         """Whether another executor has room for a request whose context is full, or may come back that has."""
         takers = self._takers(first=False)
         return bool(_with_room(takers, request)) or self._awaits(self._decode, takers, request)
 
-    def _awaits(self, members: Members, takers: ListOf[Worker], request: Request) -> bool:
+    def _awaits(self, members: Members, takers: ListOf[Driver], request: Request) -> bool:
         """Whether no context holds a request, and one that is away may; for as long as the scheduler's patience."""
-        longer = any(each.driver.max_context >= request.known for each in takers)
-        if longer or not members.away(request.known, [each.member for each in takers]):
+        longer = any(each.port.max_context >= request.known for each in takers)
+        if longer or not members.away(request.known, [self._drivers[each] for each in takers]):
             self._awaited.pop(request, None)
             return False
         if request not in self._awaited:
@@ -249,38 +237,37 @@ class Router:
             asyncio.get_running_loop().call_later(self._patience_s + PATIENCE_OVER_S, self._notify)
         return time.monotonic() < self._awaited[request]
 
-    def _fitting(self, workers: list[Worker], holder: Driver, request: Request) -> list[Worker]:
+    def _fitting(self, takers: list[Driver], holder: Driver, request: Request) -> list[Driver]:
         """As `_with_room`. Where there is none a request that moves goes on where it is, if it can; else it ends, at
         the driver that has it or would have had it."""
-        fit = _with_room(workers, request)
-        if fit or not workers:
+        fit = _with_room(takers, request)
+        if fit or not takers:
             return fit
-        if request in holder.queues.moving and holder.holds(request.known) and not holder.hands_over:
+        if request in holder.queues.moving and holder.port.holds(request.known) and not holder.hands_over:
             holder.queues.run([request])
             if (begun := self._moves.pop(request, None)) is not None:
                 self._tasks.create_task(_released(begun.target))
         else:
-            holder.give_up(request, max((each.driver.pool for each in workers), key=lambda each: each.total))
+            holder.give_up(request, max((each.port.pool for each in takers), key=lambda each: each.total))
         return []
 
-    @staticmethod
-    def _chosen(members: Members, workers: list[Worker], request: Request) -> Worker:
-        salt = None if workers[0].driver.cache_mode is CacheMode.BYPASS else b""
-        chosen = members.choose([each.member for each in workers], request.tokens, salt)
-        return next(each for each in workers if each.member is chosen)
+    def _chosen(self, members: Members, drivers: list[Driver], request: Request) -> Driver:
+        salt = None if drivers[0].port.cache_mode is CacheMode.BYPASS else b""
+        chosen = members.choose([self._drivers[each] for each in drivers], request.tokens, salt)
+        return next(each for each in drivers if self._drivers[each] is chosen)
 
-    def _stuck(self, worker: Worker) -> bool:
+    def _stuck(self, driver: Driver, member: Member) -> bool:
         """Whether no other work of ours changes that nothing can be done there."""
-        queues, takes = worker.driver.queues, worker.first == (self._prefill is not None)
+        queues, takes = driver.queues, driver.hands_over == (self._prefill is not None)
         if queues.waiting:
             return not queues.moving
-        if worker.member.hung and not queues.running:
-            return takes and bool(self._waiting) and not any(each.member.serving for each in self._workers)
-        if queues.running or queues.moving or not worker.member.serving:
+        if member.hung and not queues.running:
+            return takes and bool(self._waiting) and not any(each.serving for each in self._drivers.values())
+        if queues.running or queues.moving or not member.serving:
             return False
-        moving = (request for each in self._workers for request in each.driver.queues.moving)
+        moving = (request for each in self._drivers for request in each.queues.moving)
         under_way = any(each.under_way for each in self._moves.values())
-        ready = not worker.first and not under_way and any(each not in self._awaited for each in moving)
+        ready = not driver.hands_over and not under_way and any(each not in self._awaited for each in moving)
         return ready or (takes and any(each not in self._awaited for each in self._waiting))
 
     # --- moves ------------------------------------------------------------------------------------------------------
@@ -288,61 +275,56 @@ class Router:
     def _begin_moves(self) -> None:
         """Those that there is room for, the oldest requests first."""
         takers = self._takers(first=False)
-        for source in list(self._workers):
-            driver = source.driver
-            under_way = sum(each.under_way and each.here is source for each in self._moves.values())
-            for request in _oldest(driver.queues.moving):
-                begun, stays = self._moves.get(request), driver.holds(request.known) and not driver.hands_over
+        for here in list(self._drivers):
+            under_way = sum(each.under_way and each.here is here for each in self._moves.values())
+            for request in _oldest(here.queues.moving):
+                begun, stays = self._moves.get(request), here.port.holds(request.known) and not here.hands_over
                 if begun is not None and begun.under_way:
                     continue
                 if not stays and self._awaits(self._decode, takers, request):
                     continue
-                if not (fit := self._fitting(takers, driver, request)):
+                if not (fit := self._fitting(takers, here, request)):
                     continue
                 if begun is not None and begun.there in fit:
                     fit = [begun.there]  # the same move again goes on where this one stopped
-                free = [
-                    each
-                    for each in fit
-                    if len(each.coming) < MOVES_AT_ONCE and each.driver.has_room(request, each.coming)
-                ]
+                free = [each for each in fit if len(each.queues.coming) < MOVES_AT_ONCE and each.has_room(request)]
                 if under_way >= MOVES_AT_ONCE or not free:
                     break
                 under_way += 1
-                self._begin_move(request, source, self._chosen(self._decode, free, request))
+                self._begin_move(request, here, self._chosen(self._decode, free, request))
 
-    def _begin_move(self, request: Request, here: Worker, there: Worker) -> None:
+    def _begin_move(self, request: Request, here: Driver, there: Driver) -> None:
         move = self._moves.get(request)
         if move is None or move.there is not there:
             if move is not None:
                 self._tasks.create_task(_released(move.target))
-            move = self._moves[request] = Move(here, there, there.driver.new_sequence())
+            move = self._moves[request] = Move(here, there, there.port.new_sequence())
         assert request.sequence is not None  # noqa: S101 - one that moves has been fed
         move.here, move.under_way = here, True
-        there.coming.append(request)
+        there.queues.coming.append(request)
         self._tasks.create_task(self._move(request, request.sequence, move))
 
     async def _move(self, request: Request, source: Sequence, move: Move) -> None:
         here, there, began, again, arrived = move.here, move.there, time.monotonic(), False, False
-        moving = here.driver.queues.moving
+        moving = here.queues.moving
         try:
             await source.move_to(move.target)
-            if request in moving and there in self._workers:
+            if request in moving and there in self._drivers:
                 arrived = True
                 moving.remove(request)
-                there.driver.queues.arrive(request, move.target)
+                there.queues.arrive(request, move.target)
                 self._run.moved(request.cached, time.monotonic() - began)
-                here.driver.refusal = None
+                here.refusal = None
                 self._patience.renew()
             elif request in moving:
                 self._give_back(here, request)
         except (ExecutorError, SequenceMisuseError) as error:
-            again = request in moving and there in self._workers and self._is_made_again(request, move, error)
+            again = request in moving and there in self._drivers and self._is_made_again(request, move, error)
         finally:
             move.under_way = False
             if not again:
                 del self._moves[request]
-            there.coming.remove(request)
+            there.queues.coming.remove(request)
             self._notify()
         if not (arrived or again):
             await _released(move.target)
@@ -351,14 +333,14 @@ class Router:
         """What a move means that has failed while both sides are there. Raises what no move can help."""
         here = move.here
         if isinstance(error, NO_ROOM + NOT_NOW + NO_ANSWER):
-            move.there.driver.refusal = error
+            move.there.refusal = error
             return True
-        if isinstance(error, SequenceMisuseError) or (isinstance(error, CANNOT_MOVE) and here.first):
+        if isinstance(error, SequenceMisuseError) or (isinstance(error, CANNOT_MOVE) and here.hands_over):
             raise error
         if isinstance(error, CANNOT_MOVE):
             self._give_back(here, request)
         else:
-            here.driver.refused(request, error)
+            here.refused(request, error)
         return False
 
 
@@ -366,19 +348,19 @@ def _oldest(requests: ListOf[Request]) -> list[Request]:
     return sorted(requests, key=lambda each: each.index)
 
 
-def _with_room_for_all(workers: ListOf[Worker], request: Request) -> list[Worker]:
+def _with_room_for_all(drivers: ListOf[Driver], request: Request) -> list[Driver]:
     """Those that have room for all that it may become."""
-    return [each for each in workers if each.driver.holds(request.becomes)]
+    return [each for each in drivers if each.port.holds(request.becomes)]
 
 
-def _with_room(workers: ListOf[Worker], request: Request) -> list[Worker]:
+def _with_room(drivers: ListOf[Driver], request: Request) -> list[Driver]:
     """Those whose context and whole cache have room for all that it may become, or if there is none, those of the
     longest context that have room for what it is."""
-    if fit := _with_room_for_all(workers, request):
+    if fit := _with_room_for_all(drivers, request):
         return fit
-    fit = [each for each in workers if each.driver.holds(request.known)]
-    longest = max((each.driver.max_context for each in fit), default=0)
-    return [each for each in fit if each.driver.max_context == longest]
+    fit = [each for each in drivers if each.port.holds(request.known)]
+    longest = max((each.port.max_context for each in fit), default=0)
+    return [each for each in fit if each.port.max_context == longest]
 
 
 async def _released(sequence: Sequence) -> None:

@@ -21,15 +21,13 @@ SHORT: Final = 4
 MAX_STOPS: Final = 256
 """Stop ids of a run."""
 
-Call = asyncio.Task[BatchResults]
-
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """Runs that are answered together: the item of each request."""
+    """Runs that are answered together: what each feeds, and its item."""
 
-    items: dict[Request, Item]
-    call: Call
+    items: list[tuple[PlannedFeed, Item]]
+    call: asyncio.Task[BatchResults]
 
 
 @dataclass(slots=True)
