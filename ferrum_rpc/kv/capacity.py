@@ -48,7 +48,7 @@ class Capacity:
         wanted = self._spares_for(state, state.length, tokens)
         state.spares += self.take(max(0, wanted - len(state.spares)))
         self.begin(state, state.length, tokens)
-        self._give_back(state, wanted)
+        self._free_surplus(state, wanted)
 
     def keep(self, state: SequenceBlocks) -> None:
         """More blocks may have become shared: hold spares for them. Raises `KvBlocksExhausted`."""
@@ -58,7 +58,7 @@ class Capacity:
     def trim(self, state: SequenceBlocks) -> None:
         """Blocks may be shared no more: give back the spares that were held for them."""
         if state.promised_tokens:
-            self._give_back(state, self._spares_for(state, state.promised_from, state.promised_tokens))
+            self._free_surplus(state, self._spares_for(state, state.promised_from, state.promised_tokens))
 
     def lacking_to_hold(self, state: SequenceBlocks, start: int, table: int, end: int, spares: int) -> int:
         """Blocks that the pool must give so that writes up to ``end`` find theirs, once a step has written from
@@ -89,7 +89,7 @@ class Capacity:
             if state.promised_tokens:  # which going back may have shortened
                 self.resize(state, state.promised_from, state.length)
             else:
-                self._give_back(state, 0)
+                self._free_surplus(state, 0)
 
     def resize(self, state: SequenceBlocks, lowest: int, length: int) -> None:
         """Set the length, ``lowest`` having been the least on the way, and make the spares fit the promise again.
@@ -108,7 +108,7 @@ class Capacity:
             whole = (state.promised_end - 1) // self._block_size * self._block_size
             state.promised_tokens = max(0, whole - state.promised_from)
             wanted = self._spares_for(state, state.promised_from, state.promised_tokens)
-        self._give_back(state, wanted)
+        self._free_surplus(state, wanted)
 
     @staticmethod
     def _promise_with(state: SequenceBlocks, start: int, end: int) -> tuple[int, int]:
@@ -135,7 +135,7 @@ class Capacity:
                 self._withdraw(block)
         return absent + self._pool.count_shared(held)
 
-    def _give_back(self, state: SequenceBlocks, wanted: int) -> None:
+    def _free_surplus(self, state: SequenceBlocks, wanted: int) -> None:
         """Spares beyond ``wanted`` are free again, e.g. when the fork that shared the last block is gone."""
         surplus = state.spares[wanted:]
         del state.spares[wanted:]

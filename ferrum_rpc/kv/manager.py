@@ -394,7 +394,7 @@ class KvManager:
         blocks = self._prefixes.published().tolist()
         self._prefixes.clear()
         for block in blocks:
-            self._pool.let_go(block)
+            self._pool.unkeep(block)
 
     def reset(self) -> None:
         """Forget all sequences. None may have an open reservation."""

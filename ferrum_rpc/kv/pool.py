@@ -119,7 +119,7 @@ class BlockPool:
         self._kept[blocks] = True
         self._references[blocks] += 1
 
-    def let_go(self, block: int) -> None:
+    def unkeep(self, block: int) -> None:
         """Keep ``block`` no more: its content is about to change, or is to be forgotten."""
         if not self._kept[block]:
             raise CacheCorrupt(f"block {block} was to be kept no more, and is not kept")

@@ -196,7 +196,7 @@ class PrefixCache:
     def withdraw(self, block: int) -> None:
         """Publish ``block`` no more: the one sequence that holds it will write there."""
         self._forget(block)
-        self._pool.let_go(block)
+        self._pool.unkeep(block)
 
     def key_of(self, block: int) -> bytes | None:
         """The key of a published block."""

@@ -241,11 +241,11 @@ def _new_span(  # noqa: PLR0917 - as `admit`
     parent = None if handle is None else held.parent(state, handle, owner, now)
     start = 0 if parent is None else check_length(parent.length, truncate_to, 0, None)
     end = start + len(tokens)
-    room = end + create.reserve_tokens
+    capacity = end + create.reserve_tokens
     check_length(start, None, len(tokens), model, create.reserve_tokens)
     if run is not None:
         run, output = _fitted(run, output, end, model)
-        room = max(room, end + run.max_tokens - 1)
+        capacity = max(capacity, end + run.max_tokens - 1)
     lease = None if parent is None else parent.lease
     if create.lease_id:
         lease = state.leases.find(create.lease_id, owner, field="create.lease_id")
@@ -256,8 +256,7 @@ def _new_span(  # noqa: PLR0917 - as `admit`
         adapter = state.adapters.find(create.adapter, "create.adapter")
     prefix = prefix_use(create.prefix, account, adapter)
     own = prefix if parent is None else parent.prefix
-    [record] = state.mint(1, account, lease, room, origin, held_to, own, adapter)
-    record.creation = request_id
+    [record] = state.mint(1, account, lease, capacity, origin, held_to, own, adapter, request_id)
     made_of = None if parent is None else parent.sequence
     number = 0 if adapter is None else adapter.number
     return record, named(Span, (record.sequence, tokens, start, output, True, ahead, run, made_of, prefix, number))

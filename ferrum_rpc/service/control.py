@@ -44,7 +44,7 @@ async def _warm_up(state: ServerState, batch_size: int, prefill_tokens: int) -> 
     model, limits = state.model, state.limits
     batch_size = min(batch_size, limits.max_batch_items)
     prefill_tokens = max(1, min(prefill_tokens, limits.max_batch_tokens - batch_size, model.max_context - 1))
-    numbers = [state.handles.mint().sequence for _ in range(batch_size)]
+    numbers = [state.handles.number() for _ in range(batch_size)]
     one = np.zeros(1, dtype=np.int32)
     prompts = [np.arange(prefill_tokens, dtype=np.int32) % model.vocab_size, *[one] * (batch_size - 1)]
     spec = OutputSpec(Positions.LAST)

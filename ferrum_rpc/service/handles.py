@@ -24,7 +24,7 @@ from ferrum_rpc.errors import (
     SequenceBusy,
     SequenceVersionMismatch,
 )
-from ferrum_rpc.service.records import SequenceEnd, SequenceRecord
+from ferrum_rpc.service.records import Account, SequenceEnd, SequenceRecord
 
 INSTANCE_BYTES: Final = 8
 SECRET_BYTES: Final = 16
@@ -69,10 +69,10 @@ class HandleTable:
         """Names this process lifetime."""
         return self.instance.hex()
 
-    def mint(self, owner: str = "") -> SequenceRecord:
+    def mint(self, account: Account) -> SequenceRecord:
         """A new record; it is not live before `insert`."""
         number = self.number()
-        return SequenceRecord(number, self.instance + secrets.token_bytes(SECRET_BYTES), owner, order=number)
+        return SequenceRecord(number, self.instance + secrets.token_bytes(SECRET_BYTES), account, order=number)
 
     def number(self) -> int:
         """A number for the engine that no sequence had."""
@@ -124,7 +124,7 @@ class HandleTable:
         otherwise. Whatever else comes of it, the sequence was used (``now``: see `SequenceRecord.touch`)."""
         handle_id, length, version = handle
         record = self.live.get(handle_id)
-        if record is None or record.owner != owner:
+        if record is None or record.account.caller.name != owner:
             record = self.find(handle, owner)
         record.touch(now)
         if record.busy:

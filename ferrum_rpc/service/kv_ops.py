@@ -31,11 +31,13 @@ def _nothing() -> Handles:
 class KvOperation(NamedTuple):
     """An operation on a claimed sequence, whose request is right. ``command``: for the model thread (None: it waits for
     the call in flight). ``commit`` makes the engine's change the service's, and returns the handles that are left;
-    ``undo`` gives back what the operation took, where the engine refused it."""
+    ``undo`` frees what the operation took, where the engine refused it; ``give_up`` what the engine has made or left,
+    where ``commit`` failed or what follows it did: no handle is answered then."""
 
     command: Command | None
     commit: Callable[[], Handles]
     undo: Callable[[], object] = _nothing
+    give_up: Callable[[], object] = _nothing
 
 
 class OperationCall(Transaction[tuple[Handles, bool]]):
@@ -126,8 +128,8 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         if self._change is None:
             return
         state, attempt, record = self._state, self._state.supervisor.attempt, self._record
-        made = [state.handles.live.get(handle.id, record) for handle in self._handles]
-        attempt(state.give_up, [each for each in made if each is not record])
+        if self.phase is CallPhase.SETTLED:
+            attempt(self._change.give_up)
         if record.id in state.handles.live:
             attempt(state.quotas.settle, record)
         if record.pending_end is not None and not record.busy:
@@ -144,6 +146,7 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
             record.busy = False
         refusal = result if isinstance(result, ExecutorError) else None
         if refusal is None:
+            self.phase = CallPhase.SETTLED
             self._handles = change.commit()
         else:
             change.undo()
@@ -210,26 +213,21 @@ def fork(
 
         def commit() -> Handles:
             state.counters.sequences_forked += count
-            try:
-                for child in children:
-                    child.length, child.version = length, 1
-                    state.publish(child)
-                    state.quotas.settle(child)
-                for child in children:
-                    if child.pending_end is not None:
-                        state.release([child], child.pending_end)
-            except Exception:  # their handles cannot be answered
-                state.supervisor.attempt(state.give_up, children)
-                raise
+            for child in children:
+                child.length, child.version = length, 1
+                state.publish(child)
+                state.quotas.settle(child)
+            for child in children:
+                if child.pending_end is not None:
+                    state.release([child], child.pending_end)
             return tuple([child.handle for child in children])
 
         def undo() -> None:
             for child in children:
                 state.discard(child)
 
-        return KvOperation(
-            Command("fork", (record.sequence, [child.sequence for child in children], length)), commit, undo
-        )
+        command = Command("fork", (record.sequence, [child.sequence for child in children], length))
+        return KvOperation(command, commit, undo, partial(state.give_up, children))
 
     fingerprint = ("fork", handle, count, at, lease_id)
     return OperationCall(state, handle, caller, begin, request_id=request_id, fingerprint=fingerprint)
@@ -253,14 +251,11 @@ def release(
             return KvOperation(None, _nothing)
 
         def commit() -> Handles:
-            try:
-                state.remove(record)
-            except Exception:  # the engine has freed it
-                state.supervisor.attempt(state.remove, record)
-                raise
+            state.remove(record)
             return ()
 
-        return KvOperation(Command("release", ([] if record.parked else [record.sequence],)), commit)
+        command = Command("release", ([] if record.parked else [record.sequence],))
+        return KvOperation(command, commit, give_up=partial(state.remove, record))
 
     fingerprint = ("release", handle, any_version)
     only = claim if any_version else None

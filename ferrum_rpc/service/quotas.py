@@ -111,6 +111,11 @@ class Quotas:
     def close(self, record: SequenceRecord) -> None:
         """The sequence is gone, or never was."""
         record.account.give(Resource.SEQUENCES)
+        self.refund(record)
+
+    @staticmethod
+    def refund(record: SequenceRecord) -> None:
+        """The sequence is charged for nothing."""
         record.account.give(Resource.BLOCKS, record.charged)
         record.charged = 0
 

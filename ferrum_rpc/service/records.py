@@ -151,20 +151,18 @@ class SequenceRecord:
 
     While a forward on it is in flight, ``followable`` says whether another item may wait for it, ``follower`` is called
     when it is over, and ``cut`` ends its run; of a transfer's sequence it ends the transfer. ``chosen``: the version at
-    which a forward left it, the token that this chose last, and whether that is a stop id of its run. ``creation``: the
-    request id that made it.
+    which a forward left it, the token that this chose last, and whether that is a stop id of its run.
     """
 
     sequence: int
     id: bytes
-    owner: str = ""
+    account: Account
     length: int = 0
     version: int = 0
     busy: bool = False
     pending_end: SequenceEnd | None = None
     lease: LeaseRecord | None = None
     used: float = 0.0
-    account: Account = field(init=False, repr=False)
     charged: int = 0
     held_to: int = 0
     origin: object | None = None
@@ -176,7 +174,6 @@ class SequenceRecord:
     follower: Callable[[], object] | None = None
     cut: Callable[[ExecutorError], object] | None = None
     chosen: tuple[int, int, bool] | None = None
-    creation: str = ""
     on_freed: list[Callable[[], None]] = field(default_factory=list)
 
     def touch(self, now: float | None = None) -> None:
@@ -187,6 +184,11 @@ class SequenceRecord:
         self.used = now
         if self.lease is not None:
             self.lease.renew(now)
+
+    @property
+    def owner(self) -> str:
+        """Its caller's name."""
+        return self.account.caller.name
 
     @property
     def label(self) -> str:

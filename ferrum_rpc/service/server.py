@@ -195,7 +195,7 @@ class ExecutorServer:
         if now is Lifecycle.HUNG:
             log.error(
                 "engine_hung",
-                reason=state.trouble,
+                reason=state.hang,
                 action="restart the executor if it does not go on by itself; look at the device's own log",
             )
         elif before is Lifecycle.HUNG:

@@ -125,11 +125,11 @@ class ServerState:
         self.empty = asyncio.Event()
         self.counters = ServiceCounters()
         self.lifecycle = Lifecycle.STARTING
-        self.trouble: str | None = None
+        self.hang: str | None = None
         """Why the engine makes no progress, as of the last `look`."""
         self.started = time.monotonic()
         self.empty.set()
-        self._creating: set[SequenceRecord] = set()
+        self._creating: dict[SequenceRecord, str] = {}  # with the request id of their creation
         self._closed = False
         self._model: ModelInfo | None = None
         self._device: DeviceInfo | None = None
@@ -157,13 +157,13 @@ class ServerState:
 
     def look(self) -> None:
         """See whether the engine makes progress."""
-        self.trouble = self.engine.trouble(time.monotonic())
+        self.hang = self.engine.trouble(time.monotonic())
 
     @property
     def condition(self) -> Lifecycle:
         """What is reported: health, `GetStatus` and the metrics all read this. A hang hides a drain, because a client
         that knew only of the drain would ask for the cache of its sequences, and wait."""
-        hangs = self.trouble is not None and self.lifecycle in {Lifecycle.SERVING, Lifecycle.DRAINING}
+        hangs = self.hang is not None and self.lifecycle in {Lifecycle.SERVING, Lifecycle.DRAINING}
         return Lifecycle.HUNG if hangs else self.lifecycle
 
     def farewell(self, message: str) -> ExecutorError:
@@ -214,10 +214,11 @@ class ServerState:
         held_to: int = 0,
         prefix: PrefixUse | None = None,
         adapter: Adapter | None = None,
+        creation: str = "",
     ) -> list[SequenceRecord]:
         """Records of sequences to be created with ``length`` tokens, or the refusal. Each must be followed by `publish`
         or `discard`. They are busy, and members of their lease, from the beginning: a long prefill must not outlive it.
-        """
+        ``creation``: the request id that makes them."""
         if self.lifecycle is Lifecycle.DRAINING:
             raise Draining("the executor takes no new sequences; nothing was started", retry_after_s=RETRY_ELSEWHERE_S)
         live, creating, most = len(self.handles), len(self._creating), self.limits.max_sequences
@@ -230,10 +231,10 @@ class ServerState:
             )
         account.take(Resource.SEQUENCES, count)
         self.empty.clear()
-        records = [self.handles.mint(account.caller.name) for _ in range(count)]
-        self._creating.update(records)
+        records = [self.handles.mint(account) for _ in range(count)]
         for record in records:
-            record.busy, record.account, record.origin, record.held_to = True, account, origin, held_to
+            self._creating[record] = creation
+            record.busy, record.origin, record.held_to = True, origin, held_to
             record.prefix, record.adapter = prefix, adapter
             if adapter is not None:
                 adapter.sequences += 1
@@ -255,11 +256,11 @@ class ServerState:
         record.busy = False
         self.handles.insert(record)
         self.counters.sequences_created += 1
-        self._creating.discard(record)
+        self._creating.pop(record, None)
 
     def discard(self, record: SequenceRecord) -> None:
         """A minted sequence never came to be."""
-        self._creating.discard(record)
+        self._creating.pop(record, None)
         record.busy = False
         self._uncharge(record)
         _call_on_freed([record])
@@ -268,11 +269,10 @@ class ServerState:
         """A sequence of a transfer is not needed any more: free what it has in the engine."""
         self.unnamed.pop(record, None)
         if record in self._creating:
-            self._creating.discard(record)
+            self._creating.pop(record, None)
             self._uncharge(record)
         else:
-            record.account.give(Resource.BLOCKS, record.charged)
-            record.charged = 0
+            self.quotas.refund(record)
             self._set_empty()
         self.free([record.sequence], partial(_call_on_freed, [record]))
 
@@ -323,17 +323,6 @@ class ServerState:
         else:
             then(result)
 
-    async def ask(self, command: Command) -> Any:
-        """Have the engine do it. Returns its result, or what it refused it with."""
-        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        def done(result: object) -> None:
-            if not answered.done():
-                answered.set_result(result)
-
-        self.engine.submit(Operation(command, done))
-        return await answered
-
     def end(self, records: Sequence[SequenceRecord], ending: SequenceEnd) -> None:
         """Release sequences: idle ones now, those with a call in flight when it ends. Runs are cut."""
         for record in records:
@@ -354,7 +343,7 @@ class ServerState:
 
     def creation(self, owner: str, request_id: str) -> SequenceRecord | None:
         """The sequence that a caller's creation in flight makes, if its request id is this."""
-        found = (each for each in self._creating if each.creation == request_id and each.owner == owner)
+        found = (each for each, made_by in self._creating.items() if made_by == request_id and each.owner == owner)
         return next(found, None)
 
     async def ended(self, records: Sequence[SequenceRecord], ending: SequenceEnd) -> int:

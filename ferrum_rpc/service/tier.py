@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from ferrum_rpc.core import PrefixUse, TokenArray
 from ferrum_rpc.engine.api import Command
+from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.service.asking import between_steps
 from ferrum_rpc.service.records import Account
 from ferrum_rpc.service.state import ServerState
 
@@ -30,8 +32,11 @@ async def fetch_prefix(  # noqa: PLR0917 - those of the runner's method, and who
     left = (start + len(prompt)) // size - start // size
     command = Command("fetch_prefix", (sequence, start, prompt, prefix))
     while left > 0:
-        async with state.tier_reads.held(((account, 1),)):
-            fetched = await state.ask(command) if goes_on() else 0
-        if not isinstance(fetched, int) or not fetched:
+        try:
+            async with state.tier_reads.held(((account, 1),)):
+                fetched: int = await between_steps(state.engine.submit, command) if goes_on() else 0
+        except ExecutorError:
+            return
+        if not fetched:
             return
         left -= fetched

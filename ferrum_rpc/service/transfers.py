@@ -14,6 +14,7 @@ import asyncio
 import enum
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from ferrum_rpc.core import Caller, CreateOptions, HandleRef, TokenArray
@@ -26,7 +27,7 @@ from ferrum_rpc.service.kv_ops import Handles, KvOperation, OperationCall
 from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.moving import Incoming, Moving, layout_of
 from ferrum_rpc.service.nixl import StagedChunks, offered
-from ferrum_rpc.service.records import Account, Adapter, Resource, SequenceRecord
+from ferrum_rpc.service.records import Account, Adapter, SequenceRecord
 from ferrum_rpc.service.replay import Entry
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
 from ferrum_rpc.service.transaction import FAILED
@@ -45,8 +46,8 @@ class Export(Moving):
 
     def __init__(self, state: ServerState, account: Account, layout: CacheLayout) -> None:
         super().__init__(state, layout)
-        self.record = record = state.handles.mint(account.caller.name)
-        record.account, record.busy, record.origin, record.cut = account, True, self, self._cut
+        self.record = record = state.handles.mint(account)
+        record.busy, record.origin, record.cut = True, self, self._cut
 
     async def frames(self, request: pb.ExportKvRequest) -> AsyncGenerator[Any, None]:
         """The frames of the stream."""
@@ -95,11 +96,8 @@ class Export(Moving):
                 self.close()
             return (source.handle,)
 
-        def undo() -> None:
-            record.account.give(Resource.BLOCKS, record.charged)
-            record.charged = 0
-
-        return KvOperation(Command("fork", (source.sequence, [record.sequence], None)), commit, undo)
+        command = Command("fork", (source.sequence, [record.sequence], None))
+        return KvOperation(command, commit, partial(state.quotas.refund, record))
 
     def _cut(self, error: ExecutorError) -> None:
         self.ended = self.ended or error
