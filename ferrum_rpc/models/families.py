@@ -5,11 +5,12 @@ The oracle of every default and of every detail is the source of transformers 5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from ferrum_rpc.models.parts.layer import NormNames
+from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.parts.layer import LayerSpec, NormNames
 
 ACTIVATIONS: Final = {
     "silu": "silu",
@@ -67,6 +68,8 @@ class Family:
     - ``multipliers``: the four of Granite. ``scaled_embedding``: by the root of the hidden size. ``query_scalar``,
       ``logit_scale``: what the absent fields ``query_pre_attn_scalar`` and ``logit_scale`` mean; None: there are none.
       ``softcaps``: the fields of soft caps, and what they mean where they are absent.
+    - ``vary``: of the configuration, a layer's index and what the rest of this table makes of it, what it is: where
+      layers differ in more than their windows and rotations.
     - ``irrelevant``, ``neutral``: as in `config_keys`, of this family alone.
     """
 
@@ -102,6 +105,7 @@ class Family:
     query_scalar: float | None = None
     logit_scale: float | None = None
     softcaps: Mapping[str, float | None] = field(default_factory=dict)
+    vary: Callable[[Fields, int, LayerSpec], LayerSpec] | None = None
     irrelevant: frozenset[str] = frozenset()
     neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 

@@ -173,8 +173,7 @@ def _activation(config: Fields, family: Family) -> str:
 def _layers(
     config: Fields, family: Family, hidden: int, max_context: int, norm: Norm
 ) -> tuple[tuple[LayerSpec, ...], tuple[RopeSpec, ...]]:
-    """All layers, and the rotations that they name. Where layers of a family differ in more than their windows and
-    rotations, their parts are made here."""
+    """All layers, and the rotations that they name."""
     count = config.integer("num_hidden_layers", high=MAX_LAYERS)
     heads = config.integer("num_attention_heads")
     kv_heads = _kv_heads(config, family, heads)
@@ -217,10 +216,12 @@ def _layers(
         parallel=family.parallel,
         residual=config.number("residual_multiplier", 1.0) if family.multipliers else 1.0,
     )
-    made = (
+    made = [
         replace(layer, mixer=replace(mixer, window=window), rope=rope)
         for window, rope in zip(windows, layer_ropes, strict=True)
-    )
+    ]
+    if family.vary is not None:
+        made = [family.vary(config, index, each) for index, each in enumerate(made)]
     return tuple(made), ropes
 
 

@@ -1,6 +1,10 @@
-"""Layers may differ in heads and head dimension: each computes what it computes in a model of its own."""
+"""Layers of a model may differ: each computes what it computes in a model of its own, or in transformers."""
 
 from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +12,17 @@ import torch
 
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.models.families import FAMILIES
+from ferrum_rpc.models.footprint import DecoderBuild, weight_bytes
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
-from tests.numerics.harness import CPU, Executor
+from ferrum_rpc.models.linear import PlainLinear
+from ferrum_rpc.models.shard import WHOLE, Shard
+from tests.adapters import make_adapter, merge
+from tests.checkpoints import make_model
+from tests.numerics.harness import CPU, Executor, convert, error, native, reference_logits, worst
+from tests.numerics.test_parity import SPLITS, TOKENS
+from tests.numerics.test_ranked_parity import on_ranks
 
 SHAPES = ((4, 4, 8), (8, 2, 16), (6, 1, 32), (4, 4, 8))
 """Heads, kv heads and head dimension of each layer."""
@@ -56,3 +69,83 @@ def rows(model, backend):
 def test_each_layer_gives_the_bits_that_it_gives_alone(backend):
     expected = [rows(Joined([shape]), backend) for shape in SHAPES]
     assert torch.equal(rows(Joined(SHAPES), backend), torch.cat(expected, dim=-1))
+
+
+# --- a family whose layers differ -------------------------------------------------------------------------------------
+
+ODD = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 320}
+"""Of every second layer, which has a window and no rotation besides."""
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 32}
+SHAPE |= {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}
+
+
+@pytest.fixture(autouse=True)
+def family(monkeypatch):
+    """SmolLM3 with such layers."""
+
+    def vary(config, index, layer):
+        mixer = replace(layer.mixer, heads=ODD["num_attention_heads"], kv_heads=ODD["num_key_value_heads"])
+        return (
+            replace(layer, mixer=mixer, mlp=replace(layer.mlp, inner=ODD["intermediate_size"])) if index % 2 else layer
+        )
+
+    name = "SmolLM3ForCausalLM"
+    monkeypatch.setitem(FAMILIES, name, replace(FAMILIES[name], vary=vary))
+
+
+def differing(dtype: torch.dtype, **overrides: Any) -> Any:
+    """Such a model of transformers, whose weights are exact in ``dtype``."""
+    model = make_model("smollm3", **SHAPE, **overrides)
+    config, generator = copy.deepcopy(model.config), torch.Generator().manual_seed(3)
+    for name, value in ODD.items():
+        setattr(config, name, value)
+    for index, layer in enumerate(model.model.layers):
+        if index % 2:
+            layer.self_attn, layer.mlp = type(layer.self_attn)(config, index), type(layer.mlp)(config)
+            for weight in (*layer.self_attn.parameters(), *layer.mlp.parameters()):
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.data.copy_(noise / weight.shape[1] ** 0.5)
+    return convert(convert(model.eval(), dtype), torch.float64)
+
+
+def test_float32_is_the_oracle_to_2e_5():
+    reference = differing(torch.float32)
+    truth, decoder = reference_logits(reference, TOKENS, torch.float64), native(reference)
+    assert {(layer.mixer.heads, layer.mixer.window, layer.rope) for layer in decoder.spec.layers} == {
+        (4, None, 0),
+        (2, 9, None),
+    }
+    for split in SPLITS:
+        assert worst(Executor(decoder).run(TOKENS, split), truth) <= 2e-5
+
+
+@pytest.mark.parametrize("whole", [Shard(0, 2), Shard(0, 1, 0, 2), Shard(0, 2, 0, 2)], ids=["2", "2 stages", "2 x 2"])
+def test_any_cut_is_the_oracle_to_2e_5_with_an_adapter(whole, tmp_path):
+    reference = differing(torch.float32, vocab_size=500)
+    folder = make_adapter(tmp_path / "one", reference, r=3)
+    ours = on_ranks(reference, whole, adapters=tmp_path)
+    assert worst(ours, reference_logits(merge(reference, folder), TOKENS, torch.float64)) <= 2e-5
+
+
+@pytest.mark.parametrize("linear", ["native", "plain"])
+def test_bfloat16_errs_at_most_twice_as_much_as_transformers_and_layers_in_c_have_the_same_bits(linear):
+    reference = differing(torch.bfloat16)
+    truth = reference_logits(reference, TOKENS, torch.float64)
+    try:
+        decoder = native(reference, torch.bfloat16, linear)
+    except InvalidRequest as missing:
+        pytest.skip(str(missing))
+    for split in SPLITS:
+        ours = Executor(decoder).run(TOKENS, split)
+        assert error(ours, truth) <= 2 * error(reference_logits(reference, TOKENS, torch.bfloat16), truth)
+        executor = Executor(decoder)
+        executor.compute._native = None
+        assert torch.equal(executor.run(TOKENS, split), ours)
+
+
+def test_the_plan_counts_each_layer():
+    reference = differing(torch.float32)
+    spec = native(reference).spec
+    build = DecoderBuild(spec, spec, WHOLE, torch.float32, PlainLinear, None)
+    assert weight_bytes(build) == 4 * sum(each.numel() for each in reference.parameters())
