@@ -73,14 +73,14 @@ class Adapters:
         if piece is None:
             del self._loading[number]
             return sha256(TAKEN.encode() + self._fingerprint + loading.digest.digest()).digest()
-        tensors = loading.files.tensors(name for each in piece for name in (each.down, each.up))
+        tensors = loading.files.tensors(name for each in piece for name in (each.a, each.b))
         for each in piece:
-            for name in (each.down, each.up):
+            for name in (each.a, each.b):
                 tensor = tensors[name]
                 about = f"{name} {tensor.dtype} {[*tensor.shape]} {each.scale!r}"
                 loading.digest.update(about.encode())
                 loading.digest.update(_bytes(tensor))
-            self._loras.put(number, each, tensors[each.down], tensors[each.up])
+            self._loras.put(number, each, tensors[each.a], tensors[each.b])
         return None
 
     def drop(self, number: int) -> None:

@@ -156,8 +156,8 @@ class Compute:
 
     def rows(self, hidden: Tensor, requests: Sequence[RowRequest]) -> list[Rows]:
         """What is wanted of ``hidden`` rows, in the order of the requests."""
-        largest = self.model.largest if self._whole_rows else None
-        return select_rows(hidden, requests, self.model.logits, largest, self.sampler.made)
+        argmax = self.model.argmax if self._whole_rows else None
+        return select_rows(hidden, requests, self.model.logits, argmax, self.sampler.made)
 
     def _history_and_masks(
         self, kind: Sample, span: Span, rows: int, tokens_of: Callable[[int], TokenArray]

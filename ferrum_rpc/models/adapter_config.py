@@ -19,7 +19,7 @@ from ferrum_rpc.models.fields import Fields
 
 FILE: Final = "adapter_config.json"
 PREFIX: Final = "base_model.model."
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 NAMED: Final = 8
 LONGEST_PATTERN: Final = 4096
 
@@ -73,14 +73,14 @@ _LAYER: Final = re.compile(r".*?\.(?P<list>[^.]*)\.(?P<index>\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to the products of the matrix ``module``: ``scale`` times the tensor ``up`` [out, rank] times
-    ``down`` [rank, in]."""
+    """What is added to the products of the matrix ``module``: ``scale`` times the tensor ``b`` [out, rank] times ``a``
+    [rank, in], both by name."""
 
     module: str
     rank: int
     scale: float
-    down: str
-    up: str
+    a: str
+    b: str
 
 
 def read_adapter(
@@ -117,7 +117,7 @@ def read_adapter(
             raise _wrong("has no tensors of what its target_modules name", missing)
     made = []
     for module in (each for each in modules if each in found):
-        down, up = f"{PREFIX}{module}{DOWN}", f"{PREFIX}{module}{UP}"
+        a, b = f"{PREFIX}{module}{LORA_A}", f"{PREFIX}{module}{LORA_B}"
         own = int(_matched(ranks, module, rank))
         if own > max_rank:
             raise InvalidRequest(
@@ -126,14 +126,14 @@ def read_adapter(
                 metadata={"max_adapter_rank": max_rank},
             )
         rows, width = modules[module]
-        if shapes[down] != (own, width) or shapes[up] != (rows, own):
+        if shapes[a] != (own, width) or shapes[b] != (rows, own):
             raise InvalidRequest(
-                f"{module}: the adapter's tensors have the shapes {[*shapes[down]]} and {[*shapes[up]]}; the model and "
+                f"{module}: the adapter's tensors have the shapes {[*shapes[a]]} and {[*shapes[b]]}; the model and "
                 f"{FILE} say {[own, width]} and {[rows, own]}",
                 field="adapter",
             )
         scale = _matched(alphas, module, alpha) / (math.sqrt(own) if rooted else own)
-        made.append(LowRank(module, own, scale, down, up))
+        made.append(LowRank(module, own, scale, a, b))
     return made
 
 
@@ -158,7 +158,7 @@ def _modules(shapes: Mapping[str, tuple[int, ...]], modules: Mapping[str, tuple[
     names: dict[str, set[str]] = {}
     strange = []
     for name in shapes:
-        ending = next((each for each in (DOWN, UP) if name.endswith(each)), None)
+        ending = next((each for each in (LORA_A, LORA_B) if name.endswith(each)), None)
         module = name.removeprefix(PREFIX).removesuffix(ending or "")
         if ending is None or not name.startswith(PREFIX) or module not in modules:
             strange.append(name)

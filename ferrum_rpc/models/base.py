@@ -85,12 +85,12 @@ class Model(Protocol):
     def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
         """Hidden rows [T, hidden] after the final norm."""
 
-    def largest(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor) -> Tensor:
         """int64 [R]: of each row of `logits` the token of its largest element, the first of several."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 [R, vocab] of hidden rows [R, hidden]; where ranks share the head, those of its own tokens, as
-        `largest` is the largest of these."""
+        `argmax` is the largest of these."""
 
 
 class NativeModel(Model, Protocol):

@@ -233,19 +233,19 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The product is computed and rounded in the model's dtype, as transformers does; what follows is float32."""
-        logits, scales = self._head.widened(hidden), self.spec.scales
+        logits, scales = self._head.fp32(hidden), self.spec.scales
         if scales.logits != 1.0:
             logits.mul_(scales.logits)
         if scales.logits_cap is not None:
             logits.div_(scales.logits_cap).tanh_().mul_(scales.logits_cap)
         return logits
 
-    def largest(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor) -> Tensor:
         """Rows are written only where they must be: a soft cap, or a scale in float32, may make two logits one."""
         scales = self.spec.scales
         if scales.logits_cap is not None or (scales.logits != 1.0 and self.dtype.itemsize > 2):
             return self.logits(hidden).argmax(dim=-1)
-        return self._head.largest(hidden)
+        return self._head.argmax(hidden)
 
     @property
     def _head(self) -> Linear:

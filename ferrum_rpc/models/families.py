@@ -36,8 +36,8 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How heads are turned. ``theta``: what an absent ``rope_theta`` means. ``partial``: what an absent
-    ``partial_rotary_factor`` means; None: heads are turned whole. ``pairs``: neighbouring channels are one pair, not
+    """How heads are rotated. ``theta``: what an absent ``rope_theta`` means. ``partial``: what an absent
+    ``partial_rotary_factor`` means; None: heads are rotated whole. ``pairs``: neighbouring channels are one pair, not
     channel i and i + half. ``longrope``: it has that scaling (and only that), with ``original`` as the context
     before it. ``local``: the base of layers with a window, which have a rotation of their own."""
 
@@ -57,14 +57,14 @@ class Family:
       the field that says it of the MLP.
     - ``windows``: "none"; "all" layers; all but every ``pattern``-th ("pattern"; ``pattern_field`` may say another);
       where ``use_sliding_window`` says so, those from ``max_window_layers`` on ("some") or those without a rotation
-      ("unturned"). ``listed``: ``layer_types`` goes before. ``window`` is what an absent ``sliding_window`` means.
+      ("no_rope"). ``listed``: ``layer_types`` goes before. ``window`` is what an absent ``sliding_window`` means.
     - ``kv_heads``, ``head_dim``, ``tied``: what absent fields mean.
     - ``norm``: root mean square, or "layer" (of the mean and the variance), with biases or without; ``offset``: weights
       are stored less one. ``eps``: the field, and what it means where it is absent. ``qk_norm``: of each head of query
       and key, or of the whole row.
     - ``activation``: as ``eps``; ``gelu_is_tanh``: its ``gelu`` means the tanh form. ``gated``: the MLP has a gate.
       ``parallel``: attention and MLP read the same row.
-    - ``unturned``: layers without a rotation: those that ``no_rope_layers`` says, or those without a window.
+    - ``no_rope``: layers without a rotation: those that ``no_rope_layers`` says, or those without a window.
     - ``multipliers``: the four of Granite. ``scaled_embedding``: by the root of the hidden size. ``query_scalar``,
       ``logit_scale``: what the absent fields ``query_pre_attn_scalar`` and ``logit_scale`` mean; None: there are none.
       ``softcaps``: the fields of soft caps, and what they mean where they are absent.
@@ -82,7 +82,7 @@ class Family:
     bias: str = "attention_bias"
     biased: bool = False
     mlp_bias: str | None = None
-    windows: Literal["none", "all", "some", "pattern", "unturned"] = "none"
+    windows: Literal["none", "all", "some", "pattern", "no_rope"] = "none"
     listed: bool = True
     window: int | None = None
     pattern: int = 1
@@ -99,7 +99,7 @@ class Family:
     gelu_is_tanh: bool = False
     parallel: bool = False
     gated: bool = True
-    unturned: Literal["listed", "windowless"] | None = None
+    no_rope: Literal["listed", "windowless"] | None = None
     multipliers: bool = False
     scaled_embedding: bool = False
     query_scalar: float | None = None
@@ -188,10 +188,10 @@ FAMILIES: Final[dict[str, Family]] = {
         ("smollm3",),
         rotation=Rotation(theta=2_000_000.0),
         mlp_bias="mlp_bias",
-        windows="unturned",
+        windows="no_rope",
         kv_heads=4,
         tied=True,
-        unturned="listed",
+        no_rope="listed",
         irrelevant=frozenset(("max_window_layers",)),
     ),
     "Olmo2ForCausalLM": Family(
@@ -245,7 +245,7 @@ FAMILIES: Final[dict[str, Family]] = {
         norm="layer",
         eps=("layer_norm_eps", 1e-5),
         parallel=True,
-        unturned="windowless",
+        no_rope="windowless",
         logit_scale=0.0625,
         irrelevant=frozenset(
             (

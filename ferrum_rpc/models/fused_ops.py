@@ -59,7 +59,7 @@ class FusedOps(Protocol):
     def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Heads:
         """Query [T, heads, head_dim], key and value [T, kv_heads, head_dim] of ``qkv`` [T, all heads side by side],
         which they may overwrite: query and key normed by ``norm`` ([heads + kv_heads, head_dim], or None), each head or
-        the whole query and the whole key, and turned by one rotation's ``cos`` and ``sin`` of `Rotary`, or not."""
+        the whole query and the whole key, and rotated by one rotation's ``cos`` and ``sin`` of `Rotary`, or not."""
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """activation(gate) * up [T, n] of ``gate_up`` [T, 2n]; of an MLP without a gate activation(up), of [T, n]."""

@@ -115,5 +115,5 @@ class IdentityModel:
         padded = torch.constant_pad_nd(hidden, (0, folds * vocab - width))
         return padded if folds == 1 else padded.view(rows, folds, vocab).sum(1)
 
-    def largest(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor) -> Tensor:
         return self.logits(hidden).argmax(dim=-1)

@@ -1,4 +1,4 @@
-"""In what the layers of one model differ: their windows, and whether their heads are turned."""
+"""In what the layers of one model differ: their windows, and whether their heads are rotated."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from ferrum_rpc.models.families import Family
 from ferrum_rpc.models.fields import Fields
 
 
-def read_unturned(config: Fields, family: Family, layers: int) -> tuple[bool, ...] | None:
+def read_no_rope(config: Fields, family: Family, layers: int) -> tuple[bool, ...] | None:
     """Which layers have no rotation: those with a 0 in ``no_rope_layers``, or where that is absent every n-th, n being
     ``no_rope_layer_interval``. None where the family has no such fields."""
-    if family.unturned != "listed":
+    if family.no_rope != "listed":
         return None
     interval = config.integer("no_rope_layer_interval", 4)
-    turned = config.integers("no_rope_layers")
-    if turned is None:
+    rotated = config.integers("no_rope_layers")
+    if rotated is None:
         return tuple((layer + 1) % interval == 0 for layer in range(layers))
-    if len(turned) < layers:
-        raise InvalidRequest(f"no_rope_layers has {len(turned)} entries for {layers} layers", field="no_rope_layers")
-    return tuple(not each for each in turned[:layers])
+    if len(rotated) < layers:
+        raise InvalidRequest(f"no_rope_layers has {len(rotated)} entries for {layers} layers", field="no_rope_layers")
+    return tuple(not each for each in rotated[:layers])
 
 
 def read_windows(
-    config: Fields, family: Family, layers: int, unturned: tuple[bool, ...] | None
+    config: Fields, family: Family, layers: int, no_rope: tuple[bool, ...] | None
 ) -> tuple[int | None, ...]:
     """The window of each layer. Null means none, as in transformers. A switch or a list that contradicts the family is
     refused."""
     window = family.window if "sliding_window" not in config else None
     if config.value("sliding_window") is not None:
         window = config.integer("sliding_window")
-    switched = family.windows in {"some", "unturned"}
+    switched = family.windows in {"some", "no_rope"}
     used = config.flag("use_sliding_window", window is not None and not switched)
     if family.windows == "none" and used:
         raise NotSupported(f"sliding_window: {window} is not supported for this architecture", field="sliding_window")
     if not switched and family.windows != "none" and used != (window is not None):
         raise InvalidRequest(f"use_sliding_window {used} contradicts sliding_window", field="use_sliding_window")
     window = window if used else None
-    sliding = _usual(config, family, layers, window is not None, unturned)
+    sliding = _usual(config, family, layers, window is not None, no_rope)
     if config.value("layer_types") is not None:
         listed = _listed(config, layers)
         if not family.listed and listed != sliding:
@@ -48,7 +48,7 @@ def read_windows(
 
 
 def _usual(
-    config: Fields, family: Family, layers: int, windows: bool, unturned: tuple[bool, ...] | None
+    config: Fields, family: Family, layers: int, windows: bool, no_rope: tuple[bool, ...] | None
 ) -> tuple[bool, ...]:
     """Which layers have a window where no list says it."""
     first = 0
@@ -57,8 +57,8 @@ def _usual(
     period = config.integer(family.pattern_field, family.pattern) if family.pattern_field else family.pattern
     if family.windows == "pattern":
         return tuple(windows and bool((layer + 1) % period) for layer in range(layers))
-    if family.windows == "unturned":
-        return tuple(windows and bool(unturned and unturned[layer]) for layer in range(layers))
+    if family.windows == "no_rope":
+        return tuple(windows and bool(no_rope and no_rope[layer]) for layer in range(layers))
     return tuple(windows and layer >= first for layer in range(layers))
 
 

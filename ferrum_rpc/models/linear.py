@@ -29,10 +29,10 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """The product, computed in at least float32 and rounded once."""
 
-    def widened(self, x: Tensor) -> Tensor:
+    def fp32(self, x: Tensor) -> Tensor:
         """The same values as float32."""
 
-    def largest(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         """int64 [...]: of each row of the product the column of its largest element, the first of several."""
 
 
@@ -61,10 +61,10 @@ class TorchLinear(ABC):
     def __call__(self, x: Tensor) -> Tensor:
         """The product, in the dtype of ``x``."""
 
-    def widened(self, x: Tensor) -> Tensor:
+    def fp32(self, x: Tensor) -> Tensor:
         return self(x).to(torch.float32)
 
-    def largest(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         return self(x).argmax(dim=-1)
 
 
@@ -145,7 +145,7 @@ def select_linear(device: torch.device, dtype: torch.dtype, requested: str = AUT
 def select_bytes(device: torch.device, dtype: torch.dtype) -> ByteFactory:
     """The factory of 8-bit weights. Raises InvalidRequest where they cannot be used, saying why."""
 
-    def rounded() -> LinearFactory:
+    def quantized() -> LinearFactory:
         if device.type == "cpu" and dtype != torch.bfloat16:
             raise Unsuited(f"it computes in bfloat16, not {str(dtype).removeprefix('torch.')}: add --dtype bfloat16")
         cpu.require(device, dtype, torch.bfloat16)
@@ -153,7 +153,7 @@ def select_bytes(device: torch.device, dtype: torch.dtype) -> ByteFactory:
         return ByteFactory()
 
     made: ByteFactory = select(
-        BackendCandidate("int8", rounded), what="quantize", field="quantize", requested="int8"
+        BackendCandidate("int8", quantized), what="quantize", field="quantize", requested="int8"
     ).made
     return made
 

@@ -130,7 +130,7 @@ class Loras(ABC):
         """Copy what is here of A [rank, in] and B [out, rank] into place. Raises InvalidRequest for numbers anywhere in
         them that are not finite, or do not stay so in the model's dtype."""
         scaled = b.to(torch.promote_types(b.dtype, torch.float32)) * change.scale  # rounded once, when stored
-        for name, tensor in ((change.down, a), (change.up, scaled)):
+        for name, tensor in ((change.a, a), (change.b, scaled)):
             if not tensor.to(self._dtype).isfinite().all():
                 raise InvalidRequest(
                     f"{name} holds NaN or infinity, or numbers that the model's type cannot hold", field="adapter"

@@ -27,7 +27,7 @@ GROUP: Final = 64
 SLAB: Final = 4096
 """Columns that are packed at a time: what the intermediate copies cost."""
 
-Room = tuple[tuple[int, ...], torch.dtype]
+PackedShape = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor of packed weights; panels are [panels, k / together, 16, together]."""
 
 
@@ -62,10 +62,10 @@ class NativeLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(x, x.new_empty((*x.shape[:-1], self.n)), 0)
 
-    def widened(self, x: Tensor) -> Tensor:
+    def fp32(self, x: Tensor) -> Tensor:
         return self._product(x, x.new_empty((*x.shape[:-1], self.n), dtype=torch.float32), 1)
 
-    def largest(self, x: Tensor) -> Tensor:
+    def argmax(self, x: Tensor) -> Tensor:
         """No row is written."""
         rows = self._rows(x)
         ids = torch.empty(x.shape[:-1], dtype=torch.int64)
@@ -84,7 +84,7 @@ class NativeLinear:
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
         return F.pad(rows, (0, self._k - rows.shape[1])) if rows.shape[1] < self._k else rows
 
-    def _product(self, x: Tensor, out: Tensor, wide: int) -> Tensor:
+    def _product(self, x: Tensor, out: Tensor, fp32: int) -> Tensor:
         rows = self._rows(x)
         status = self.space.library.ferrum_linear(
             self.space.handle,
@@ -93,7 +93,7 @@ class NativeLinear:
             rows.stride(0),
             len(rows),
             out.data_ptr(),
-            wide,
+            fp32,
             torch.get_num_threads(),
         )
         return self._checked(status, out)
@@ -118,7 +118,7 @@ class PairFactory:
         if weight.shape[1] % 2:  # a padding of nothing is a copy
             weight = F.pad(weight, (0, 1))
         n, k = weight.shape
-        panels = _room(*self._panels(n, k))
+        panels = _allocate(*self._panels(n, k))
         for first, slab in _slabs(weight):
             panels[first : first + len(slab) // COLUMNS] = slab.view(-1, COLUMNS, k // 2, 2).transpose(1, 2)
         return NativeLinear(self._space, library.PAIRS, n, k, (panels, None, _floats(bias)))
@@ -128,12 +128,12 @@ class PairFactory:
         return _size(*PairFactory._panels(n, k + k % 2)) + bias * _size((n,), torch.float32)
 
     @staticmethod
-    def _panels(n: int, k: int) -> Room:
+    def _panels(n: int, k: int) -> PackedShape:
         return (-(-n // COLUMNS), k // 2, COLUMNS, 2), torch.bfloat16
 
 
 class ByteFactory:
-    """A `LinearFactory`: weights rounded to 8 bits, every 64 of a column with a scale of their own. Raises OSError
+    """A `LinearFactory`: weights quantized to 8 bits, every 64 of a column with a scale of their own. Raises OSError
     where the kernel cannot run."""
 
     def __init__(self) -> None:
@@ -142,22 +142,22 @@ class ByteFactory:
 
     @property
     def error(self) -> float:
-        """Root mean square of what rounding changed, relative to the weights, over all that were packed."""
+        """Root mean square of what quantization changed, relative to the weights, over all that were packed."""
         changed, whole = self._squares.tolist()
         return float((changed / whole) ** 0.5) if whole else 0.0
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
-        """Round and pack ``weight`` [n, k]. Raises InvalidRequest where k is no multiple of 64."""
+        """Quantize and pack ``weight`` [n, k]. Raises InvalidRequest where k is no multiple of 64."""
         n, k = weight.shape
-        panels, scales = (_room(*each) for each in self._rooms(n, k))
+        panels, scales = (_allocate(*each) for each in self._shapes(n, k))
         for first, slab in _slabs(weight):
             grouped = slab.float().view(len(slab), k // GROUP, GROUP)
             scale = grouped.abs().amax(-1, keepdim=True) / 127.0
-            rounded = (grouped / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_()
-            self._squares[0] += (rounded * scale - grouped).double().square().sum()
+            quantized = (grouped / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_()
+            self._squares[0] += (quantized * scale - grouped).double().square().sum()
             self._squares[1] += grouped.double().square().sum()
             last = first + len(slab) // COLUMNS
-            unsigned = (rounded + 128.0).to(torch.uint8).view(-1, COLUMNS, k // 4, 4)
+            unsigned = (quantized + 128.0).to(torch.uint8).view(-1, COLUMNS, k // 4, 4)
             panels[first:last] = unsigned.transpose(1, 2)
             scales[first:last] = scale.view(-1, COLUMNS, k // GROUP).transpose(1, 2)
         return NativeLinear(self._space, library.BYTES, n, k, (panels, scales, _floats(bias)))
@@ -165,10 +165,10 @@ class ByteFactory:
     @staticmethod
     def nbytes(n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
         """Raises InvalidRequest where k is no multiple of 64."""
-        return sum(_size(*each) for each in ByteFactory._rooms(n, k)) + bias * _size((n,), torch.float32)
+        return sum(_size(*each) for each in ByteFactory._shapes(n, k)) + bias * _size((n,), torch.float32)
 
     @staticmethod
-    def _rooms(n: int, k: int) -> tuple[Room, Room]:
+    def _shapes(n: int, k: int) -> tuple[PackedShape, PackedShape]:
         """Of panels and of scales."""
         if k % GROUP:
             raise InvalidRequest(
@@ -180,10 +180,10 @@ class ByteFactory:
         return ((panels, k // 4, COLUMNS, 4), torch.uint8), ((panels, k // GROUP, COLUMNS), torch.float32)
 
 
-def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    room = torch.empty(shape, dtype=dtype)
-    library.prefer_huge_pages(room)
-    return room
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    buffer = torch.empty(shape, dtype=dtype)
+    library.prefer_huge_pages(buffer)
+    return buffer
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:

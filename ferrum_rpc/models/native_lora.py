@@ -29,36 +29,36 @@ ROWS: Final = np.dtype([("changes", np.uint64), ("first", np.int64), ("count", n
 MOST_ROWS: Final = 24
 """``LORA_ROWS`` there."""
 
-LOT: Final = 4
-"""Panels that lie beside each other, vector by vector."""
+GROUP: Final = 4
+"""Panels of a group: they lie alternately, vector by vector."""
 
 
 class NativeAdapted(AdaptedProduct):
-    """Panels of A of all parts, and of B of each, in ``room``, which is zero."""
+    """Panels of A of all parts, and of B of each, in ``buffer``, which is zero."""
 
-    def __init__(self, change: ProductChange, room: Tensor) -> None:
+    def __init__(self, change: ProductChange, buffer: Tensor) -> None:
         self._width = change.size_in
-        self.nbytes = room.nbytes
-        a, *each_b = _cut(room, _sizes(change))
-        self._a = _lots(a, change.size_in)
-        self._b = {part: _lots(b, part.rank) for part, b in zip(change.parts, each_b, strict=True)}
+        self.nbytes = buffer.nbytes
+        a, *each_b = _cut(buffer, _sizes(change))
+        self._a = _groups(a, change.size_in)
+        self._b = {part: _groups(b, part.rank) for part, b in zip(change.parts, each_b, strict=True)}
         self.struct = library.LoraChange(
-            a.data_ptr(), change.size_out, change.size_in, _whole(change.rank), len(change.parts)
+            a.data_ptr(), change.size_out, change.size_in, _align_up(change.rank), len(change.parts)
         )
         for place, (part, b) in enumerate(zip(change.parts, each_b, strict=True)):
             self.struct.part[place] = library.LoraPart(b.data_ptr(), part.first, part.rows, part.start, part.rank)
 
     def put(self, part: AdapterMatrix, a: Tensor, b: Tensor) -> None:
-        rank, size = part.change.rank, LOT * COLUMNS
+        rank, size = part.change.rank, GROUP * COLUMNS
         pairs, columns = a.to(torch.bfloat16).view(rank, -1, 2), torch.arange(part.start, part.start + rank)
-        for number, lot in enumerate(self._a):
+        for number, group in enumerate(self._a):
             here = columns // size == number
             place = columns[here] % size
-            lot.transpose(1, 2)[place // COLUMNS, place % COLUMNS] = pairs[here]
+            group.transpose(1, 2)[place // COLUMNS, place % COLUMNS] = pairs[here]
         padded = F.pad(b.to(torch.bfloat16), (0, part.rank - rank, 0, -part.rows % COLUMNS))
         panels = padded.view(-1, COLUMNS, part.rank // 2, 2).transpose(1, 2)
-        for number, lot in enumerate(self._b[part]):
-            lot.copy_(panels[number * LOT : number * LOT + LOT])
+        for number, group in enumerate(self._b[part]):
+            group.copy_(panels[number * GROUP : number * GROUP + GROUP])
 
 
 class NativeLoras(Loras):
@@ -94,7 +94,7 @@ class NativeLoras(Loras):
             if isinstance(each, NativeAdapted):
                 structs[place] = each.struct
         self._structs[number] = structs
-        self._ranks[number] = max([_whole(each.rank) for each in changes], default=0)
+        self._ranks[number] = max([_align_up(each.rank) for each in changes], default=0)
         return taken
 
     def drop(self, number: int) -> None:
@@ -104,10 +104,10 @@ class NativeLoras(Loras):
 
     def _adapted(self, changes: Sequence[ProductChange]) -> Sequence[AdaptedProduct]:
         """In one piece, in the order in which a step reads it."""
-        room = torch.empty(self.nbytes(changes) // 2, dtype=torch.bfloat16)
-        library.prefer_huge_pages(room)
-        rooms = _cut(room.zero_(), map(_size, changes))
-        return [NativeAdapted(each, own) for each, own in zip(changes, rooms, strict=True)]
+        buffer = torch.empty(self.nbytes(changes) // 2, dtype=torch.bfloat16)
+        library.prefer_huge_pages(buffer)
+        buffers = _cut(buffer.zero_(), map(_size, changes))
+        return [NativeAdapted(each, own) for each, own in zip(changes, buffers, strict=True)]
 
     def step(self, spans: Sequence[tuple[int, int, int]], tokens: int) -> StepAdapters:
         parts = [
@@ -135,29 +135,29 @@ class NativeStep:
         self._library.ferrum_lora(self.address, slot, x.data_ptr(), x.stride(0), y.data_ptr(), threads)
 
 
-def _whole(rank: int) -> int:
-    """A whole number of panels."""
-    return -(-rank // COLUMNS) * COLUMNS
+def _align_up(columns: int) -> int:
+    """To a whole number of panels."""
+    return -(-columns // COLUMNS) * COLUMNS
 
 
 def _sizes(change: ProductChange) -> list[int]:
     """Elements of the panels of A, and of B of each part."""
-    each_b = [_whole(part.rows) * part.rank for part in change.parts]
-    return [_whole(change.rank) * change.size_in, *each_b]
+    each_b = [_align_up(part.rows) * part.rank for part in change.parts]
+    return [_align_up(change.rank) * change.size_in, *each_b]
 
 
 def _size(change: ProductChange) -> int:
     return sum(_sizes(change))
 
 
-def _lots(room: Tensor, width: int) -> list[Tensor]:
-    """The lots of panels that fill the room: [panels, pairs, 16, 2] each, a view."""
-    size = LOT * COLUMNS * width
-    lots = [room[first : first + size] for first in range(0, len(room), size)]
-    return [lot.view(width // 2, -1, COLUMNS, 2).transpose(0, 1) for lot in lots]
+def _groups(buffer: Tensor, width: int) -> list[Tensor]:
+    """The groups of panels that fill the buffer: [panels, pairs, 16, 2] each, a view."""
+    size = GROUP * COLUMNS * width
+    groups = [buffer[first : first + size] for first in range(0, len(buffer), size)]
+    return [group.view(width // 2, -1, COLUMNS, 2).transpose(0, 1) for group in groups]
 
 
-def _cut(room: Tensor, sizes: Iterable[int]) -> list[Tensor]:
-    """The parts of a room, one behind the other."""
+def _cut(buffer: Tensor, sizes: Iterable[int]) -> list[Tensor]:
+    """The parts of a buffer, one behind the other."""
     ends = list(accumulate(sizes, initial=0))
-    return [room[first:last] for first, last in pairwise(ends)]
+    return [buffer[first:last] for first, last in pairwise(ends)]

@@ -34,7 +34,7 @@ class RopeSpec:
     """``original_context`` (llama3, yarn, longrope) is the context before scaling; ``attention_factor`` (yarn and
     longrope) multiplies cosines and sines. ``short_factors`` and ``long_factors`` (longrope) divide the frequencies of
     sequences up to that context and beyond: one of them is taken for all, by ``context``, the longest that is served.
-    ``partial`` is the part of a head that is turned. Fields that a kind does not use keep their defaults."""
+    ``partial`` is the part of a head that is rotated. Fields that a kind does not use keep their defaults."""
 
     kind: Kind = "default"
     theta: float = 10_000.0
@@ -56,8 +56,8 @@ class RopeSpec:
         """Whether the factors of long sequences are in use."""
         return self.kind == "longrope" and self.context > self.original_context
 
-    def turned(self, head_dim: int) -> int:
-        """How many channels of a head of ``head_dim`` are turned."""
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many channels of a head of ``head_dim`` are rotated."""
         return int(head_dim * self.partial)
 
 
@@ -119,17 +119,17 @@ def _partial(rope: Fields, config: Fields, rotation: Rotation, head_dim: int) ->
                 raise NotSupported(f"{field}: only whole heads can be rotated", field=field)
         return 1.0
     partial = _agreed(rope, config, "partial_rotary_factor") or rotation.partial
-    turned = int(head_dim * partial)
-    if partial > 1 or turned < 2 or turned % 2:
+    rotary_dim = int(head_dim * partial)
+    if partial > 1 or rotary_dim < 2 or rotary_dim % 2:
         raise InvalidRequest(
-            f"partial_rotary_factor {partial}: {turned} of {head_dim} channels cannot be rotated in pairs",
+            f"partial_rotary_factor {partial}: {rotary_dim} of {head_dim} channels cannot be rotated in pairs",
             field="partial_rotary_factor",
         )
     return partial
 
 
 def _of_kind(  # noqa: PLR0917
-    rope: Fields, config: Fields, theta: float, rotation: Rotation, max_context: int, turned: int
+    rope: Fields, config: Fields, theta: float, rotation: Rotation, max_context: int, rotary_dim: int
 ) -> RopeSpec:
     kind = rope.text("rope_type", rope.text("type", "default"))
     known = SUPPORTED
@@ -149,11 +149,11 @@ def _of_kind(  # noqa: PLR0917
     if kind == "llama3":
         return _llama3(rope, theta, original)
     if kind == "longrope":
-        return _longrope(rope, theta, original, max_context, turned)
+        return _longrope(rope, theta, original, max_context, rotary_dim)
     return _yarn(rope, theta, original, max_context)
 
 
-def _longrope(rope: Fields, theta: float, original: int, max_context: int, turned: int) -> RopeSpec:
+def _longrope(rope: Fields, theta: float, original: int, max_context: int, rotary_dim: int) -> RopeSpec:
     factor = rope.number("factor", max_context / original)
     scaling = rope.optional_number("attention_factor", positive=False)
     if scaling is None:
@@ -164,8 +164,8 @@ def _longrope(rope: Fields, theta: float, original: int, max_context: int, turne
         factor,
         original,
         attention_factor=scaling,
-        short_factors=rope.numbers("short_factor", turned // 2),
-        long_factors=rope.numbers("long_factor", turned // 2),
+        short_factors=rope.numbers("short_factor", rotary_dim // 2),
+        long_factors=rope.numbers("long_factor", rotary_dim // 2),
         context=max_context,
     )
 

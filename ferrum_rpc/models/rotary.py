@@ -18,9 +18,9 @@ from ferrum_rpc.models.rope import RopeSpec
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
-    """float32 [turned / 2] on the host: radians per position of each pair of channels that are turned."""
-    turned = spec.turned(head_dim)
-    exponents = torch.arange(0, turned, 2, dtype=torch.float32) / turned
+    """float32 [dim / 2] on the host: radians per position of each pair of channels that are rotated."""
+    dim = spec.rotary_dim(head_dim)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     periods = spec.theta**exponents
     if spec.kind == "longrope":
         return 1.0 / (torch.tensor(spec.long_factors if spec.long else spec.short_factors) * periods)
@@ -30,7 +30,7 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
     if spec.kind == "llama3":
         return _llama3_frequencies(spec, plain)
     if spec.kind == "yarn":
-        return _yarn_frequencies(spec, periods, turned)
+        return _yarn_frequencies(spec, periods, dim)
     return plain
 
 
@@ -46,7 +46,7 @@ def _llama3_frequencies(spec: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def _yarn_frequencies(spec: RopeSpec, periods: Tensor, head_dim: int) -> Tensor:
-    """Channels that turn often within the original context are kept, those that turn rarely are interpolated."""
+    """Channels that rotate often within the original context are kept, those that rotate rarely are interpolated."""
 
     def channel(turns: float) -> float:
         ratio = math.log(spec.original_context / (turns * 2 * math.pi))
@@ -64,7 +64,7 @@ def _yarn_frequencies(spec: RopeSpec, periods: Tensor, head_dim: int) -> Tensor:
 
 
 class Rotary:
-    """Cosines and sines of a step's positions, for every rotation of a model; all turn equally many channels."""
+    """Cosines and sines of a step's positions, for every rotation of a model; all rotate equally many channels."""
 
     def __init__(self, specs: Sequence[RopeSpec], head_dim: int, device: torch.device) -> None:
         self._frequencies = torch.stack([inverse_frequencies(spec, head_dim) for spec in specs])[:, None, None].to(
@@ -75,7 +75,7 @@ class Rotary:
             self._scaling = torch.tensor([spec.attention_factor for spec in specs]).view(-1, 1, 1, 1).to(device)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """``(cos [R, T, 1, turned], sin [R, T, 1, turned / 2])`` float32 of ``positions`` int64 [T]: of each of the R
+        """``(cos [R, T, 1, dim], sin [R, T, 1, dim / 2])`` float32 of ``positions`` int64 [T]: of each of the R
         rotations, for `rotate`."""
         angles = positions.to(torch.float32)[:, None, None] * self._frequencies
         cos, sin = angles.cos(), angles.sin()
@@ -85,12 +85,12 @@ class Rotary:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first channels of ``heads`` [T, n, head_dim] (float32 or wider), as many as ``cos`` [T, 1, turned] has,
-    pairing channel i with i + turned / 2; the same shape."""
-    turned = cos.shape[-1]
-    half = turned // 2
-    first, second = heads[..., :half], heads[..., half:turned]
-    rotated = heads * (cos if turned == heads.shape[-1] else F.pad(cos, (0, heads.shape[-1] - turned), value=1.0))
+    """Rotate the first channels of ``heads`` [T, n, head_dim] (float32 or wider), as many as ``cos`` [T, 1, dim] has,
+    pairing channel i with i + dim / 2; the same shape."""
+    dim = cos.shape[-1]
+    half = dim // 2
+    first, second = heads[..., :half], heads[..., half:dim]
+    rotated = heads * (cos if dim == heads.shape[-1] else F.pad(cos, (0, heads.shape[-1] - dim), value=1.0))
     rotated[..., :half].addcmul_(second, sin, value=-1)
-    rotated[..., half:turned].addcmul_(first, sin)
+    rotated[..., half:dim].addcmul_(first, sin)
     return rotated

@@ -17,7 +17,7 @@ from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, OF_MODEL, refuse_unread
 from ferrum_rpc.models.families import ACTIVATIONS, FAMILIES, Family
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.models.layer_kinds import read_unturned, read_windows
+from ferrum_rpc.models.layer_kinds import read_no_rope, read_windows
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.parts.layer import LayerSpec, Norm
@@ -178,9 +178,9 @@ def _layers(
     heads = config.integer("num_attention_heads")
     kv_heads = _kv_heads(config, family, heads)
     head_dim = _head_dim(config, family, hidden, heads)
-    unturned = read_unturned(config, family, count)
-    windows = read_windows(config, family, count, unturned)
-    ropes, layer_ropes = _ropes(config, family, max_context, head_dim, windows, unturned)
+    no_rope = read_no_rope(config, family, count)
+    windows = read_windows(config, family, count, no_rope)
+    ropes, layer_ropes = _ropes(config, family, max_context, head_dim, windows, no_rope)
     biased = config.flag(family.bias, family.biased) if None in {family.qkv_bias, family.output_bias} else False
     scale = head_dim**-0.5
     if family.query_scalar is not None:
@@ -191,7 +191,7 @@ def _layers(
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=config.number("attention_multiplier", 1.0) if family.multipliers else scale,
-        rotary_dim=ropes[0].turned(head_dim),
+        rotary_dim=ropes[0].rotary_dim(head_dim),
         names=family.names.qkv,
         softcap=_softcap(config, family, "attn_logit_softcapping"),
         pairs=family.rotation.pairs,
@@ -247,13 +247,13 @@ def _ropes(  # noqa: PLR0917
     max_context: int,
     head_dim: int,
     windows: tuple[int | None, ...],
-    unturned: tuple[bool, ...] | None,
+    no_rope: tuple[bool, ...] | None,
 ) -> tuple[tuple[RopeSpec, ...], tuple[int | None, ...]]:
     """All rotations of the model, and which of them every layer has."""
     if family.rotation.local is not None:
         ropes = read_ropes_of_windows(config, family.rotation, max_context)
         return ropes, tuple(int(window is not None) for window in windows)
     rope = read_rope(config, family.rotation, max_context, head_dim)
-    if family.unturned == "windowless":
-        unturned = tuple(window is None for window in windows)
-    return (rope,), tuple(None if unturned is not None and unturned[layer] else 0 for layer in range(len(windows)))
+    if family.no_rope == "windowless":
+        no_rope = tuple(window is None for window in windows)
+    return (rope,), tuple(None if no_rope is not None and no_rope[layer] else 0 for layer in range(len(windows)))

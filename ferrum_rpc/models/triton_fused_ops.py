@@ -144,7 +144,7 @@ def add_norm_kernel(
 
 @triton.jit
 def rotate_kernel(
-    qkv: tl.tensor,  # [T, HEADS, DIM], of which the first TURNING heads are normed and turned where they are
+    qkv: tl.tensor,  # [T, HEADS, DIM], of which the first TURNING heads are normed and rotated where they are
     norm: tl.tensor,  # float32 [TURNING, DIM]
     cos: tl.tensor,  # float32 [T, 1, 2 * HALF]: both halves are the same
     sin: tl.tensor,  # float32 [T, 1, HALF]
@@ -203,9 +203,9 @@ def rotate_kernel(
         if HAS_ROPE:
             c = tl.load(cos + token * (2 * HALF) + dim, mask=in_dim, other=0.0)[None, :]
             s = tl.load(sin + token * HALF + dim, mask=in_dim, other=0.0)[None, :]
-            turned = first * c - second * s
+            rotated = first * c - second * s
             second = second * c + first * s
-            first = turned
+            first = rotated
         tl.store(at, first.to(qkv.dtype.element_ty), mask=held)
         tl.store(at + HALF, second.to(qkv.dtype.element_ty), mask=held)
 

@@ -47,7 +47,7 @@ def test_a_native_product_is_the_exact_one_as_far_as_its_numbers_go(factory, all
         answer = product(x)
         assert answer.dtype == BF16 and answer.shape == (rows, n)
         assert error(answer, x, weight, bias) < allowed
-        assert torch.equal(product.widened(x), answer.float())
+        assert torch.equal(product.fp32(x), answer.float())
 
 
 @pytest.mark.parametrize("factory", [PairFactory, ByteFactory])
@@ -126,12 +126,12 @@ def test_the_largest_of_a_row_is_the_first_of_the_largest_that_would_be_written(
                 x = draw(rows, k, seed=rows)
                 if kind == "no numbers" and rows > 1:
                     x[1] = float("nan")
-                found = product.largest(x)
+                found = product.argmax(x)
                 assert found.dtype == torch.int64
-                assert torch.equal(found, product.widened(x).argmax(dim=-1))
+                assert torch.equal(found, product.fp32(x).argmax(dim=-1))
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(product.largest(draw(2, 3, k)), product.largest(draw(2, 3, k).view(6, k)).view(2, 3))
+    assert torch.equal(product.argmax(draw(2, 3, k)), product.argmax(draw(2, 3, k).view(6, k)).view(2, 3))
 
 
 def test_an_odd_width_is_filled_up():

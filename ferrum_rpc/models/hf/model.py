@@ -69,7 +69,7 @@ class HfModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden).float()
 
-    def largest(self, hidden: Tensor) -> Tensor:
+    def argmax(self, hidden: Tensor) -> Tensor:
         return self._head(hidden).argmax(dim=-1)
 
     def plain_logits(self, inputs: StepInputs) -> Tensor:
