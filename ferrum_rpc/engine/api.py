@@ -26,6 +26,7 @@ from ferrum_rpc.core import (
     StepResult,
     StepTiming,
 )
+from ferrum_rpc.engine.commands import Operations
 from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError
 
 LOOK_EVERY_S: Final = 0.25
@@ -43,7 +44,7 @@ class Described:
     device: DeviceInfo
 
 
-class Runner(Protocol):
+class Runner(Operations, Protocol):
     """What an engine drives. Called from one thread only."""
 
     info: ModelInfo
@@ -160,18 +161,6 @@ class Operation:
     def refuse(self, error: ExecutorError) -> None:
         """Answer with ``error``."""
         self.done(error)
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A method of the runner and its arguments: an operation that can be sent to where the runner is."""
-
-    method: str
-    arguments: tuple[Any, ...]
-
-    def __call__(self, runner: Any) -> object:
-        """Do it."""
-        return getattr(runner, self.method)(*self.arguments)
 
 
 @dataclass(slots=True)

@@ -59,7 +59,6 @@ class TorchRunner(StepRunner):
         self._adapters = adapters
 
     def truncate(self, sequence: int, length: int) -> int:
-        """Roll back to ``length``; returns it. Raises `TruncateBeyondLength`."""
         with self._operation("truncate"):
             self._settle()
             if self._stage is not None:
@@ -68,7 +67,6 @@ class TorchRunner(StepRunner):
         return length
 
     def fork(self, parent: int, children: Sequence[int], at: int | None) -> int:
-        """Make ``children`` of the first ``at`` tokens of ``parent``, all or none; returns their length."""
         made: list[int] = []
         with self._operation("fork"):
             self._settle()
@@ -87,7 +85,6 @@ class TorchRunner(StepRunner):
         return self.kv.length(parent) if at is None else at
 
     def reserve(self, sequence: int, tokens: int) -> None:
-        """Promise blocks for the next ``tokens`` tokens. Raises `KvBlocksExhausted`."""
         with self._operation("reserve_kv"):
             self._settle()
             if self._stage is not None:
@@ -95,8 +92,6 @@ class TorchRunner(StepRunner):
             self.kv.ensure_capacity(sequence, tokens)
 
     def release(self, sequences: Sequence[int]) -> int:
-        """Free sequences, imports that are not committed among them. Returns how many blocks are free now that were
-        not."""
         with self._operation("release"):
             if not self._taken().isdisjoint(sequences):
                 self._settle()
@@ -112,7 +107,6 @@ class TorchRunner(StepRunner):
             return self.kv.free_blocks - free
 
     def forget_prefixes(self) -> None:
-        """Find nothing any more of what was seen so far."""
         with self._operation("change of the prefix cache"):
             self._settle()
             self.kv.forget_prefixes()
@@ -120,9 +114,6 @@ class TorchRunner(StepRunner):
                 self._tier.clear()
 
     def fetch_prefix(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> int:
-        """Bring a piece of what the second tier has for ``prompt``, which a step is to write behind the first ``start``
-        tokens of ``sequence`` or of a fork of it, to where the step finds it. Returns how many blocks; 0: it has no
-        more."""
         if self._tier is None:
             return 0
         most = max(1, FETCH_BYTES // self.store.block_bytes)
@@ -139,37 +130,30 @@ class TorchRunner(StepRunner):
         return len(fetched)
 
     def watch_prefixes(self) -> list[BlockChange]:
-        """What the prefix cache has. From now on changes are kept, for `prefix_changes`."""
         return self.kv.watch_prefixes()
 
     def prefix_changes(self) -> list[BlockChange] | None:
-        """What has changed there since it was asked last, in its order. None: not known, watch again."""
         return self.kv.prefix_changes()
 
     def change_masks(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
-        """Keep the token masks ``added``, by id and words, and forget others; see `Masks`."""
         with self._operation("change of masks"):
             self.compute.masks.change(added, dropped)
 
     def open_adapter(self, number: int, name: str) -> AdapterFacts:
-        """Begin to load an adapter: see `Adapters.open`."""
         with self._operation("load of an adapter"):
             return self._known_adapters.open(number, name)
 
     def find_adapter(self, name: str) -> None:
-        """Raises what `open_adapter` would of its files."""
         with self._operation("look for an adapter"):
             self._known_adapters.find(name)
 
     def read_adapter(self, number: int) -> bytes | None:
-        """Read a piece of an adapter that was opened. The last answer is the fingerprint of the model with it."""
         with self._operation("load of an adapter"):
             if self._stage is not None:
                 self._stage("adapter")
             return self._known_adapters.read(number)
 
     def drop_adapter(self, number: int) -> None:
-        """No sequence uses it, and none will."""
         with self._operation("end of an adapter"):
             self._settle()
             self._known_adapters.drop(number)
@@ -183,11 +167,9 @@ class TorchRunner(StepRunner):
     # --- moving sequences, a piece at a time between steps ----------------------------------------------------------
 
     def token_ids(self, sequence: int) -> TokenArray:
-        """The tokens of ``sequence``, int32 [length]."""
         return self.kv.tokens(sequence).copy()
 
     def imported_from(self, sequence: int) -> int | None:
-        """See `KvManager.imported_from`."""
         return self.kv.imported_from(sequence)
 
     def read_kv(
@@ -201,8 +183,6 @@ class TorchRunner(StepRunner):
             return [self.store.read(slots, layer, self.info.head_dim) for layer in layers]
 
     def begin_import(self, sequence: int, tokens: TokenArray, ahead: int, prefix: PrefixUse | None) -> int:
-        """Take the blocks of a sequence that is to have ``tokens``, and of ``ahead`` tokens more. Returns how many of
-        the tokens the prefix cache has; `write_kv` brings the rest. Raises `KvBlocksExhausted`."""
         with self._operation("import"):
             self._settle()
             if self._stage is not None:
@@ -214,7 +194,6 @@ class TorchRunner(StepRunner):
         return taken.cached
 
     def write_kv(self, sequence: int, start: int, end: int, layer: int, parts: Sequence[Any]) -> None:
-        """Write the cache of the positions ``start .. end`` of an import: see `KvStore.write`."""
         with self._operation("import"):
             if self._stage is not None:
                 self._stage("import")
@@ -224,7 +203,6 @@ class TorchRunner(StepRunner):
             self.store.write(slots, layer, self.info.head_dim, parts)
 
     def commit_import(self, sequence: int) -> int:
-        """All of its cache was written: it is a sequence like others. Returns its length."""
         with self._operation("import"):
             self._settle()
             if self._stage is not None:

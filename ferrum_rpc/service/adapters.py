@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Final
 
-from ferrum_rpc.core import AdapterFacts
-from ferrum_rpc.engine.api import Command, Operation
+from ferrum_rpc.engine.api import Operation
+from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import (
     AdapterInUse,
     AdapterUnknown,
@@ -80,7 +80,7 @@ class AdapterTable:
         if task is None:
             if len(self._loaded) + len(self._loading) >= self._most:
                 await between_steps(
-                    self._submit, Command("find_adapter", (name,))
+                    self._submit, Command(Operations.find_adapter, name)
                 )  # one that there is not is refused as that
                 raise SequencesExhausted(
                     f"{counted(self._most, 'adapter')} may be loaded, and no more: unload one",
@@ -103,7 +103,9 @@ class AdapterTable:
                 metadata={"sequences": found.sequences},
             )
         del self._loaded[name]
-        await asyncio.shield(asyncio.create_task(between_steps(self._submit, Command("drop_adapter", (found.number,)))))
+        await asyncio.shield(
+            asyncio.create_task(between_steps(self._submit, Command(Operations.drop_adapter, found.number)))
+        )
 
     def _check_offered(self) -> None:
         if not self.offered:
@@ -115,12 +117,12 @@ class AdapterTable:
     async def _load(self, name: str) -> Adapter:
         number = next(self._numbers)
         try:
-            facts: AdapterFacts = await between_steps(self._submit, Command("open_adapter", (number, name)))
+            facts = await between_steps(self._submit, Command(Operations.open_adapter, number, name))
             fingerprint: bytes | None = None
             while fingerprint is None:
-                fingerprint = await between_steps(self._submit, Command("read_adapter", (number,)))
+                fingerprint = await between_steps(self._submit, Command(Operations.read_adapter, number))
         except BaseException:
-            self._submit(Operation(Command("drop_adapter", (number,)), _ignore))
+            self._submit(Operation(Command(Operations.drop_adapter, number), _ignore))
             raise
         else:
             loaded = self._loaded[name] = Adapter(name, number, facts.rank, facts.nbytes, fingerprint)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ferrum_rpc.core import Span, SpanOutcome
 from ferrum_rpc.engine.api import Operation, Submission
 from ferrum_rpc.errors import ExecutorError
 
+Result = TypeVar("Result")
+
 Submit = Callable[[Submission | Operation], None]
 """`Engine.submit`."""
 
 
-async def between_steps(submit: Submit, run: Callable[[Any], object]) -> Any:
+async def between_steps(submit: Submit, run: Callable[[Any], Result]) -> Result:
     """Run it in the engine, and wait for what it returns. Raises what it refuses."""
-    result = await _answer(submit, partial(Operation, run))
+    result: Result = await _answer(submit, partial(Operation, run))
     if isinstance(result, ExecutorError):
         raise result
     return result

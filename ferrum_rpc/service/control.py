@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from ferrum_rpc.core import OutputSpec, Positions, Span
-from ferrum_rpc.engine.api import Command
+from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest
 from ferrum_rpc.executor.v1 import executor_control_pb2 as pb
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, info_pb2
@@ -54,7 +54,7 @@ async def _warm_up(state: ServerState, batch_size: int, prefill_tokens: int) -> 
     if not made:
         return 0
     await in_a_step(state.engine.submit, [Span(span.sequence, one, span.end, spec) for span in made])
-    await between_steps(state.engine.submit, Command("release", ([span.sequence for span in made],)))
+    await between_steps(state.engine.submit, Command(Operations.release, [span.sequence for span in made]))
     return 2
 
 
@@ -90,7 +90,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
             raise InstanceMismatch("another process lifetime was meant; nothing was released")
         transfers = len(state.unnamed)
         released = await state.ended(state.sequences(), SequenceEnd.RESET) - transfers
-        await between_steps(state.engine.submit, Command("forget_prefixes", ()))
+        await between_steps(state.engine.submit, Command(Operations.forget_prefixes))
         return pb.ResetResponse(released_sequences=released, pressure=pressure_to_proto(self._state.pressure()))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from ferrum_rpc.core import BlockChange
-from ferrum_rpc.engine.api import Command
+from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import Draining, ExecutorError, SequencesExhausted
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.asking import between_steps
@@ -159,7 +159,7 @@ class KvEvents:
     async def _ask(self, done: int) -> None:
         submit = self._state.engine.submit
         if self._there is not None:
-            changes = await between_steps(submit, Command("prefix_changes", ()))
+            changes = await between_steps(submit, Command(Operations.prefix_changes))
             if changes is not None:
                 for each in changes:
                     self._note(each)
@@ -167,7 +167,7 @@ class KvEvents:
                 if changes:
                     self._wake()
                 return
-        there: list[BlockChange] = await between_steps(submit, Command("watch_prefixes", ()))
+        there = await between_steps(submit, Command(Operations.watch_prefixes))
         if self._there is not None:  # some changes are lost: whoever stands before them begins anew
             self._kept.clear()
             self.last += 1

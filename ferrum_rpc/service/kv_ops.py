@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ferrum_rpc.core import ANYBODY, Caller, HandleRef
-from ferrum_rpc.engine.api import Command, Operation
+from ferrum_rpc.engine.api import Operation
+from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest
 from ferrum_rpc.service.admission import check_length
 from ferrum_rpc.service.records import SequenceEnd, SequenceRecord
@@ -34,7 +35,7 @@ class KvOperation(NamedTuple):
     ``undo`` frees what the operation took, where the engine refused it; ``give_up`` what the engine has made or left,
     where ``commit`` failed or what follows it did: no handle is answered then."""
 
-    command: Command | None
+    command: Command[Any] | None
     commit: Callable[[], Handles]
     undo: Callable[[], object] = _nothing
     give_up: Callable[[], object] = _nothing
@@ -183,7 +184,7 @@ def truncate(
             record.version += 1
             return (record.handle,)
 
-        return KvOperation(Command("truncate", (record.sequence, length)), commit)
+        return KvOperation(Command(Operations.truncate, record.sequence, length), commit)
 
     return OperationCall(state, handle, caller, begin, request_id=request_id, fingerprint=("truncate", handle, length))
 
@@ -226,7 +227,7 @@ def fork(
             for child in children:
                 state.discard(child)
 
-        command = Command("fork", (record.sequence, [child.sequence for child in children], length))
+        command = Command(Operations.fork, record.sequence, [child.sequence for child in children], length)
         return KvOperation(command, commit, undo, partial(state.give_up, children))
 
     fingerprint = ("fork", handle, count, at, lease_id)
@@ -254,7 +255,7 @@ def release(
             state.remove(record)
             return ()
 
-        command = Command("release", ([] if record.parked else [record.sequence],))
+        command = Command(Operations.release, [] if record.parked else [record.sequence])
         return KvOperation(command, commit, give_up=partial(state.remove, record))
 
     fingerprint = ("release", handle, any_version)
@@ -275,6 +276,6 @@ def reserve(state: ServerState, handle: HandleRef, tokens: int, *, caller: Calle
             record.held_to = record.length + tokens if tokens else 0
             return (record.handle,)
 
-        return KvOperation(Command("reserve", (record.sequence, tokens)), commit)
+        return KvOperation(Command(Operations.reserve, record.sequence, tokens), commit)
 
     return OperationCall(state, handle, caller, begin)

@@ -24,7 +24,8 @@ from typing import Final
 import numpy as np
 
 from ferrum_rpc.core import Limits, Sample
-from ferrum_rpc.engine.api import Command, Operation
+from ferrum_rpc.engine.api import Operation
+from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, QueueFull, TokenMaskUnknown
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource
 
@@ -86,7 +87,7 @@ class MaskTable:
         added = [(mask_id, words)] if self._holders[mask_id] == 1 else []
         if added or dropped:
             self._on_way[name] += 1
-            command = Command("change_masks", (added, dropped))
+            command = Command(Operations.change_masks, added, dropped)
             self._submit(Operation(command, partial(self._changed, name, mask_id)))
         return mask
 

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Final
 import grpc
 
 from ferrum_rpc.core import HandleRef, PrefixUse, TokenArray
-from ferrum_rpc.engine.api import Command, Operation
+from ferrum_rpc.engine.api import Operation
+from ferrum_rpc.engine.commands import Command, Operations, Result
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest, KvCorrupt
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.meters import Direction
@@ -69,7 +70,7 @@ class Moving:
         self._bytes += size
         self._meter.bytes += size
 
-    async def _ask(self, command: Command, take: Callable[[Any], object] | None = None) -> Any:
+    async def _ask(self, command: Command[Result], take: Callable[[Any], object] | None = None) -> Result:
         """Have the engine do it. ``take`` is called with the answer, also where nothing waits for it any more. Raises
         what the engine refuses, and what has ended the transfer."""
         if self.ended is not None:
@@ -87,7 +88,7 @@ class Moving:
                 answered.set_result(result)
 
         self._state.engine.submit(Operation(command, done))
-        result = await answered
+        result: Result = await answered
         if self.ended is not None:
             raise self.ended
         if isinstance(result, ExecutorError):
@@ -111,7 +112,7 @@ class Moving:
             step = max(1, READ_BYTES // layout.chunk_bytes(end - start))
             for layer in range(0, layout.layers, step):
                 layers = range(layer, min(layer + step, layout.layers))
-                pieces = await self._ask(Command("read_kv", (number, start, end, layers)))
+                pieces = await self._ask(Command(Operations.read_kv, number, start, end, layers))
                 self._moved(found := layout.chunk_bytes(end - start) * len(layers))
                 large = found > INLINE_BYTES
                 if staging is None:
@@ -244,7 +245,7 @@ class Incoming(Moving, ABC):
             return
         if skipped:
             parts = tuple([each[len(each) // (end - start) * skipped :] for each in parts])
-        await self._ask(Command("write_kv", (self.record.sequence, start + skipped, end, layer, parts)))
+        await self._ask(Command(Operations.write_kv, self.record.sequence, start + skipped, end, layer, parts))
 
     @abstractmethod
     async def _commit(self) -> HandleRef:
@@ -266,7 +267,7 @@ def _checked(layout: CacheLayout, digest: Any, parts: Sequence[bytes]) -> tuple[
     return _summed(digest, parts), layout.not_finite(parts)
 
 
-def _summed(digest: Any, parts: Sequence[bytes]) -> int:
+def _summed(digest: Any, parts: Sequence[Any]) -> int:
     """The checksum of a chunk, whose bytes go into the digest. 0 without one."""
     if digest is None:
         return 0

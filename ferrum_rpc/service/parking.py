@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from grpc.aio import EOF
 
 from ferrum_rpc.core import Caller, HandleRef
-from ferrum_rpc.engine.api import Command
+from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import (
     Cancelled,
     ExecutorError,
@@ -162,8 +162,8 @@ class Park(Moving):
         """Write the file: the frames of an export."""
         layout, record, block_size = self._layout, self.record, self._state.engine.cache.block_size
         self._check()
-        tokens = await self._ask(Command("token_ids", (record.sequence,)))
-        imported_from = await self._ask(Command("imported_from", (record.sequence,)))
+        tokens = await self._ask(Command(Operations.token_ids, record.sequence))
+        imported_from = await self._ask(Command(Operations.imported_from, record.sequence))
         self._check()
         first = pb.ExportKvResponse(layout=layout.to_proto(tokens, block_size)).SerializeToString()
         starts: dict[int, int] = {}
@@ -235,7 +235,7 @@ class _Return(Incoming):
             prefix = record.prefix and record.prefix._replace(imported_from=parked.imported_from)
             await self._fetch(prefix)
             arguments = (record.sequence, self._tokens, ahead, prefix)
-            self.next_token = await self._ask(Command("begin_import", arguments))
+            self.next_token = await self._ask(Command(Operations.begin_import, *arguments))
             self._begun = True
             file.seek(parked.starts[max(each for each in parked.starts if each <= self.next_token)])
             waiting: list[bytes] = []
@@ -253,7 +253,7 @@ class _Return(Incoming):
     async def _commit(self) -> HandleRef:
         if self.next_token < len(self._tokens):
             raise KvCorrupt("chunks are missing")
-        await self._ask(Command("commit_import", (self.record.sequence,)))
+        await self._ask(Command(Operations.commit_import, self.record.sequence))
         return self.record.handle
 
     def _refusal(self, error: Exception) -> ExecutorError:

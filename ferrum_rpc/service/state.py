@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, PrefixUse, Pressure, named
-from ferrum_rpc.engine.api import Command, Engine, Operation
+from ferrum_rpc.engine.api import Engine, Operation
+from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExhausted, Starting, StepFailed, counted
 from ferrum_rpc.executor.v1.info_pb2 import CAPABILITY_ADAPTERS, CAPABILITY_KV_TRANSPORT_NIXL, CAPABILITY_PARK
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
@@ -313,7 +314,7 @@ class ServerState:
         """Have the engine free its sequences of these numbers; ``then`` is called with how many blocks it freed, or
         with the end of the engine."""
         if numbers:
-            self.engine.submit(Operation(Command("release", (numbers,)), partial(self._freed, numbers, then)))
+            self.engine.submit(Operation(Command(Operations.release, numbers), partial(self._freed, numbers, then)))
         else:
             then(0)
 

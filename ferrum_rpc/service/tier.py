@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ferrum_rpc.core import PrefixUse, TokenArray
-from ferrum_rpc.engine.api import Command
+from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.service.asking import between_steps
 from ferrum_rpc.service.records import Account
@@ -30,7 +30,7 @@ async def fetch_prefix(  # noqa: PLR0917 - those of the runner's method, and who
     early where ``goes_on()``, asked before each piece, says so; a tier that cannot be read has nothing."""
     size = state.engine.cache.block_size
     left = (start + len(prompt)) // size - start // size
-    command = Command("fetch_prefix", (sequence, start, prompt, prefix))
+    command = Command(Operations.fetch_prefix, sequence, start, prompt, prefix)
     while left > 0:
         try:
             async with state.tier_reads.held(((account, 1),)):

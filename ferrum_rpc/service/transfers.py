@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from ferrum_rpc.core import Caller, CreateOptions, HandleRef, TokenArray
-from ferrum_rpc.engine.api import Command
+from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import Cancelled, Draining, ExecutorError, InternalError, InvalidRequest, KvCorrupt, SequenceBusy
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.admission import check_length, prefix_use
@@ -64,7 +64,7 @@ class Export(Moving):
                 field="first_token",
                 metadata={"seq_len": length},
             )
-        tokens: TokenArray = await self._ask(Command("token_ids", (self.record.sequence,)))
+        tokens = await self._ask(Command(Operations.token_ids, self.record.sequence))
         yield pb.ExportKvResponse(layout=self._layout.to_proto(tokens, state.engine.cache.block_size))
         if self._staging is not None:
             yield pb.ExportKvResponse(source=self._staging.source)
@@ -96,7 +96,7 @@ class Export(Moving):
                 self.close()
             return (source.handle,)
 
-        command = Command("fork", (source.sequence, [record.sequence], None))
+        command = Command(Operations.fork, source.sequence, [record.sequence], None)
         return KvOperation(command, commit, partial(state.quotas.refund, record))
 
     def _cut(self, error: ExecutorError) -> None:
@@ -197,7 +197,7 @@ class Import(Incoming):
         if self._stage is ImportStage.NEW:
             await self._fetch(self.record.prefix)
             arguments = (self.record.sequence, self._tokens, self._options.reserve_tokens, self.record.prefix)
-            await self._change(ImportStage.BEGINNING, Command("begin_import", arguments), self._on_begun)
+            await self._change(ImportStage.BEGINNING, Command(Operations.begin_import, *arguments), self._on_begun)
 
     async def _commit(self) -> HandleRef:
         if self.next_token < len(self._tokens):
@@ -206,12 +206,12 @@ class Import(Incoming):
                 field="trailer",
                 metadata={"next_token": self.next_token},
             )
-        command = Command("commit_import", (self.record.sequence,))
+        command = Command(Operations.commit_import, self.record.sequence)
         await self._change(ImportStage.COMMITTING, command, self._on_committed)
         self._state.failpoints.reach("before_reply")
         return self.record.handle
 
-    async def _change(self, stage: ImportStage, command: Command, take: Callable[[Any], object]) -> None:
+    async def _change(self, stage: ImportStage, command: Command[Any], take: Callable[[Any], object]) -> None:
         if self.ended is not None:
             raise self.ended
         self._stage = stage

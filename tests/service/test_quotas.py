@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.core import ANYBODY, Caller, CreateOptions, HandleRef, ItemAnswer, OutputSpec, Positions, Run, WorkItem
-from ferrum_rpc.engine.api import Command
+from ferrum_rpc.engine.commands import Command
 from ferrum_rpc.errors import ExecutorError, QueueFull, QuotaExceeded, Reason
 from ferrum_rpc.executor.v1 import kv_transfer_pb2, session_pb2
 from ferrum_rpc.service.asking import between_steps
@@ -262,7 +262,7 @@ async def test_pieces_of_the_second_tier_are_read_one_at_a_time_and_turn_by_turn
 
     async def piece(account: Account, name: str) -> None:
         async with state.tier_reads.held(((account, 1),)):
-            await between_steps(state.engine.submit, Command(name, ()))
+            await between_steps(state.engine.submit, Command(SimpleNamespace(__name__=name)))
         read.append(name)
 
     names = [(alice, f"a{number}") for number in range(5)] + [(bob, "b0"), (bob, "b1")]

@@ -35,8 +35,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Positions, Span, Step
-from ferrum_rpc.engine.api import Command, Operation, Submission
+from ferrum_rpc.engine.api import Operation, Submission
 from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.commands import Command
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.places import Places
 from ferrum_rpc.engine.process.parent import EngineProcess, Program
@@ -644,7 +645,7 @@ class RunMachine(RuleBasedStateMachine):
         engine, records = self.state.engine, self.state.handles.records()
         lengths = {record.sequence: record.length for record in records}
         wrong: asyncio.Future[Any] = self.loop.create_future()
-        command = Command("audit", (lengths,)) if self.process else partial(audit, lengths=lengths)
+        command = Command(audit, lengths) if self.process else partial(audit, lengths=lengths)
         engine.submit(Operation(command, wrong.set_result))
         assert await wrong == ""
         assert {each.id: (each.length, each.version) for each in records} == {

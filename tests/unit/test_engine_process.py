@@ -14,13 +14,15 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ferrum_rpc.core import FullLogits, OutputSpec, Run, RunEnd, SelectedTokens, Span, SpanResult
-from ferrum_rpc.engine.api import Command, Operation, Submission
+from ferrum_rpc.engine.api import Operation, Submission
+from ferrum_rpc.engine.commands import Command
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.process.parent import EngineDied, EngineProcess, Program
 from ferrum_rpc.errors import (
@@ -76,7 +78,7 @@ class Harness:
 
     async def do(self, method: str, *arguments: Any) -> Any:
         done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self.engine.submit(Operation(Command(method, arguments), done.set_result))
+        self.engine.submit(Operation(Command(SimpleNamespace(__name__=method), *arguments), done.set_result))
         return await done
 
     async def reached(self) -> None:
@@ -140,7 +142,7 @@ async def test_cancelled_before_the_claim_never_runs_and_after_it_completes(tmp_
         await made.reached()
         queued, never = made.submit(span(2))
         operation: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        undone = Operation(Command("bug", ()), operation.set_result)
+        undone = Operation(Command(SimpleNamespace(__name__="bug")), operation.set_result)
         made.engine.submit(undone)
         assert not made.engine.cancel(running)
         assert made.engine.cancel(queued) and made.engine.cancel(undone)

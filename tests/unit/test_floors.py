@@ -63,7 +63,8 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.distributed": Floor("core errors native distributed.group", "numpy torch"),
     # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them
     "ferrum_rpc.engine.liveness": Floor(),
-    "ferrum_rpc.engine.api": Floor("core errors"),
+    "ferrum_rpc.engine.commands": Floor("core", "numpy"),
+    "ferrum_rpc.engine.api": Floor("core errors engine.commands"),
     "ferrum_rpc.engine.overlap": Floor(),
     "ferrum_rpc.engine.backlog": Floor("engine.api"),
     "ferrum_rpc.engine.places": Floor("engine.api"),
@@ -116,7 +117,7 @@ FLOORS: dict[str, Floor] = {
     ),
     "ferrum_rpc.service": Floor(
         "ferrum_rpc core errors failpoints install prefix_hash private_files executor wire engine.liveness engine.api "
-        "engine.thread engine.process.parent",
+        "engine.commands engine.thread engine.process.parent",
         "crc32c google grpc grpc_health grpc_reflection nixl numpy opentelemetry prometheus_client structlog",
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor prefix_hash wire", "google grpc grpc_health numpy"),

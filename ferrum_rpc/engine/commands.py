@@ -1,0 +1,102 @@
+"""What an engine can be asked for between steps, as commands that can be sent to where the runner is.
+
+`Operations` is the one list of them: a runner has these methods, and a `Command` takes one with its arguments. So a
+type checker holds both ends to the same signatures, in a thread and in a process of the engine's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ferrum_rpc.core import AdapterFacts, BlockChange, PrefixUse, TokenArray
+
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
+
+
+class Operations(Protocol):
+    """What a runner does to its cache between steps; see `Command`. All of them raise `DeviceLost` where the device is
+    gone, and `StepFailed` where something unexpected was undone."""
+
+    def truncate(self, sequence: int, length: int) -> int:
+        """Roll back to ``length``; returns it. Raises `TruncateBeyondLength`."""
+
+    def fork(self, parent: int, children: Sequence[int], at: int | None) -> int:
+        """Make ``children`` of the first ``at`` tokens of ``parent``, all or none; returns their length."""
+
+    def reserve(self, sequence: int, tokens: int) -> None:
+        """Promise blocks for the next ``tokens`` tokens. Raises `KvBlocksExhausted`."""
+
+    def release(self, sequences: Sequence[int]) -> int:
+        """Free sequences, imports that are not committed among them. Returns how many blocks are free now that were
+        not."""
+
+    def forget_prefixes(self) -> None:
+        """Find nothing any more of what was seen so far."""
+
+    def fetch_prefix(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> int:
+        """Bring a piece of what the second tier has for ``prompt``, which a step is to write behind the first ``start``
+        tokens of ``sequence`` or of a fork of it, to where the step finds it. Returns how many blocks; 0: it has no
+        more."""
+
+    def watch_prefixes(self) -> list[BlockChange]:
+        """What the prefix cache has. From now on changes are kept, for `prefix_changes`."""
+
+    def prefix_changes(self) -> list[BlockChange] | None:
+        """What has changed there since it was asked last, in its order. None: not known, watch again."""
+
+    def change_masks(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
+        """Keep the token masks ``added``, by id and words, and forget others."""
+
+    def open_adapter(self, number: int, name: str) -> AdapterFacts:
+        """Begin to load the adapter in the folder ``name``. Raises `AdapterUnknown`, `SequencesExhausted` for want of
+        memory, and InvalidRequest and NotSupported for files that are not right."""
+
+    def find_adapter(self, name: str) -> None:
+        """Raises what `open_adapter` would of its files."""
+
+    def read_adapter(self, number: int) -> bytes | None:
+        """Read a piece of an adapter that was opened. The last answer is the fingerprint of the model with it."""
+
+    def drop_adapter(self, number: int) -> None:
+        """No sequence uses it, and none will."""
+
+    def token_ids(self, sequence: int) -> TokenArray:
+        """The tokens of ``sequence``, int32 [length]."""
+
+    def imported_from(self, sequence: int) -> int | None:
+        """The position from which on its content is imported; None: it was computed."""
+
+    def read_kv(
+        self, sequence: int, start: int, end: int, layers: Sequence[int]
+    ) -> list[tuple[npt.NDArray[np.uint8], ...]]:
+        """The cache of the positions ``start .. end``, by layer."""
+
+    def begin_import(self, sequence: int, tokens: TokenArray, ahead: int, prefix: PrefixUse | None) -> int:
+        """Take the blocks of a sequence that is to have ``tokens``, and of ``ahead`` tokens more. Returns how many of
+        the tokens the prefix cache has; `write_kv` brings the rest. Raises `KvBlocksExhausted`."""
+
+    def write_kv(self, sequence: int, start: int, end: int, layer: int, parts: Sequence[Any]) -> None:
+        """Write the cache of the positions ``start .. end`` of an import: what `read_kv` returned of the layer."""
+
+    def commit_import(self, sequence: int) -> int:
+        """All of its cache was written: it is a sequence like others. Returns its length."""
+
+
+class Command(Generic[Result]):
+    """``operation``, one of `Operations`, with its arguments. Can be pickled."""
+
+    __slots__ = ("_arguments", "_method")
+
+    def __init__(self, operation: Callable[[Any, *Arguments], Result], *arguments: *Arguments) -> None:
+        self._method: str = operation.__name__
+        self._arguments = arguments
+
+    def __call__(self, runner: Any) -> Result:
+        """Do it."""
+        result: Result = getattr(runner, self._method)(*self._arguments)
+        return result
