@@ -10,7 +10,8 @@ gives attention in terms of C instead, and the layers run one after the other wi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -72,8 +73,7 @@ class Compute:
 
     def run(self, packed: Int64Array, geometry: BatchGeometry, adapters: StepAdapters | None = None) -> Tensor:
         """As `forward`, of ``packed`` token ids [T]."""
-        attention = self.attention
-        plan = attention.plan(geometry)
+        plan = self.attention.plan(geometry)
         tokens, positions, slots = self.to_device(packed, geometry.positions, geometry.slots)
         inputs = StepInputs(tokens, positions, adapters)
         if self._native is not None and (adapters is None or adapters.address is not None):
@@ -81,12 +81,14 @@ class Compute:
             step = native_attention.native_step(plan)
             if step is not None:
                 return native_model.forward_native(inputs, step)
+        return self.model.forward(inputs, partial(self._attend, slots, plan))
 
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            attention.write(layer, slots, key, value)
-            return attention.attend(layer, query, plan)
-
-        return self.model.forward(inputs, attend)
+    def _attend(  # noqa: PLR0917 - the model calls it, for each layer
+        self, slots: Tensor, plan: Any, layer: int, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """What the model calls in every layer: store the step's K and V, and attend."""
+        self.attention.write(layer, slots, key, value)
+        return self.attention.attend(layer, query, plan)
 
     def adapters_of(self, spans: Sequence[Span]) -> StepAdapters | None:
         """Those of a step's sequences; None: none has one."""

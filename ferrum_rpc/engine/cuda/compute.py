@@ -11,6 +11,7 @@ and by then the rows that are wanted of it have been queued before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,14 +57,8 @@ class StagedCompute(Compute):
 
     def run_layers(self, inputs: Sequence[Tensor], plan: Any, adapters: StepAdapters | None = None) -> Tensor:
         """Hidden rows of a step whose ``inputs`` (token ids, positions, slots) and ``plan`` are on the device."""
-        attention = self.attention
         tokens, positions, slots = inputs
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            attention.write(layer, slots, key, value)
-            return attention.attend(layer, query, plan)
-
-        return self.model.forward(StepInputs(tokens, positions, adapters), attend)
+        return self.model.forward(StepInputs(tokens, positions, adapters), partial(self._attend, slots, plan))
 
     def forget_graphs(self) -> None:
         self.graphs = None
