@@ -28,7 +28,7 @@ async def export_file(source: Sender[Owner], path: Path, deadline: Deadline) -> 
 
 
 async def import_file(target: Sender[Owner], path: Path, deadline: Deadline) -> None:
-    """Make the ``target``, which is new, of a file that `export_file` wrote."""
+    """Import a file that `export_file` wrote into the ``target``, which is new."""
     await transfer.check_offered(target.context, deadline)
     layout = await asyncio.to_thread(transfer.read_layout, path)
     await import_frames(target, layout, lambda first: transfer.file_frames(path, first), deadline)
@@ -37,8 +37,8 @@ async def import_file(target: Sender[Owner], path: Path, deadline: Deadline) -> 
 async def import_frames(
     target: Sender[Owner], layout: kv_transfer_pb2.KvLayout, frames: transfer.Frames, deadline: Deadline
 ) -> bool:
-    """Make the ``target``, which is new, of what comes; where K or V are not finite, of its tokens (False). Where that
-    fails the request id is kept, for the same again, or for the release, which gives the import up."""
+    """Import ``frames`` into the ``target``, which is new. Where K or V are not finite, prefill its tokens instead and
+    return False. After a failure the request id is kept: the same call goes on, and a release gives the import up."""
     tokens = list(layout.token_ids)
     await target.owner.find(deadline, tokens)
     state, connection = target.state, target.owner.connection
@@ -82,7 +82,7 @@ async def import_frames(
 
 
 async def move(owner: Owner, target: Sender[Owner], transport: transfer.Transport, deadline: Deadline) -> None:
-    """Make ``target`` of the sequence of ``owner``, which stays as it is."""
+    """Copy the cache of the sequence of ``owner`` into the ``target``. The source does not change."""
     context, state = owner.connection.context, owner.state
     there = target.owner.connection.context
     for each in (context, there):

@@ -1,9 +1,8 @@
-"""Runs of a stream, sent ahead of the program that reads their tokens.
+"""Runs of a stream of tokens, sent before the program has read the tokens of the run before.
 
-One run is under way, and where the executor lets items follow each other the next one waits behind it, so that a trip
-costs nothing as long as a run takes longer than a trip. What was computed and not yet yielded is in the executor's
-cache: a stream that is left early is settled by the sequence's next call, which rolls back to what the program has
-seen.
+One run is under way. Where the executor lets items follow each other, the next run waits there behind it: a round trip
+costs nothing as long as a run takes longer. Tokens that were computed and not yet yielded are in the executor's cache.
+After a stream that is left early, the sequence's next call rolls back to what the program has seen.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ferrum_rpc.core import OutputSpec, Run
 from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, QuotaExceeded
 
 _PATIENCE: Final = 4
-"""A run may take so many times what its steps took so far, beyond the time that one step may take."""
+"""The deadline of a run is that of one step, and this many times what its steps took so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,10 +39,10 @@ class SentRun:
 
 
 class RunPrefetcher:
-    """The runs of one stream. Its program has seen the tokens in the cache up to `SequenceState.seen`, and one that is
-    not fed yet. ``send`` sends an item and feeds again what was lost; ``lost`` says whether the error of what followed
-    one is of that kind. ``unknown``: more tokens than were seen may be in the cache. ``failed``: so the program was
-    told."""
+    """The runs of one stream. The program has seen the tokens in the cache up to `SequenceState.seen`, and one more
+    that is not fed yet. ``send`` sends an item, after feeding again what was lost; ``lost`` says whether an error of an
+    item that followed another means that the sequence was lost. ``unknown``: the cache may have more tokens than the
+    program has seen. ``failed``: the stream has raised an error that leaves that open."""
 
     def __init__(
         self,
@@ -67,22 +66,22 @@ class RunPrefetcher:
         self.failed = False
 
     def fill(self, tokens: list[int], at: int, left: int | None, info: ExecutorInfo, *, least: int = 0) -> None:
-        """Send what is missing ahead: behind ``tokens``, which are not fed yet to the ``at`` tokens in the cache, and
-        behind what is in flight. ``left``: tokens that are wanted, None without a bound. ``least``: those to ask for
-        where there is no room for any, which the executor refuses."""
+        """Send the runs that are missing: of ``tokens``, which are to be fed at length ``at``, and behind what is in
+        flight. ``left``: tokens that are still wanted, None without a bound. ``least``: tokens to ask for where the
+        context has no capacity for any, so that the executor refuses it."""
         connection, state, runs, limits = self._owner.connection, self._owner.state, self.in_flight_runs, info.limits
-        if runs and runs[-1].connection is not connection:  # what it would follow will never run
+        if runs and runs[-1].connection is not connection:  # the run that it would follow is at another executor
             return
         chains = connection.transport.chains and Capability.FOLLOW in info.capabilities and limits.max_followers > 0
         most = limits.max_run_tokens if self._most is None else self._most
         in_flight = sum(each.tokens for each in runs)
-        room = info.model.max_context - at - (len(tokens) - 1) - in_flight
+        capacity = info.model.max_context - at - (len(tokens) - 1) - in_flight
         if left is not None:
-            room = min(room, left - in_flight)
-        room = max(room, least)
-        while room > 0 and len(runs) < 1 + chains:
-            # What comes with a prompt comes late for its first token: no longer a run than one that is followed.
-            count = min(connection.pace.tokens(most, chains=chains or least > 0), room)
+            capacity = min(capacity, left - in_flight)
+        capacity = max(capacity, least)
+        while capacity > 0 and len(runs) < 1 + chains:
+            # The first token comes with the whole run: behind a prompt, no longer a run than one that is followed.
+            count = min(connection.pace.tokens(most, chains=chains or least > 0), capacity)
             run, number = Run(count, self._stops), next(connection.context.item_ids)
             if runs:
                 item = state.item_behind(
@@ -90,9 +89,9 @@ class RunPrefetcher:
                 )
             else:
                 item = state.item(number, tokens, self._output, None, run)
-            room -= count
+            capacity -= count
             self._add(item, count, connection)
-            if item.follows is None and item.start != at:  # rebuilt first: nothing is known yet that could be followed
+            if item.follows is None and item.start != at:  # it is rebuilt first: its handle is not known yet
                 return
 
     def _add(self, item: Item, count: int, connection: Connection) -> None:
@@ -118,13 +117,14 @@ class RunPrefetcher:
         return answer
 
     async def next_run(self) -> Answer | None:
-        """The answer of the first run in flight. None: nothing in flight will be answered, because a run before it was
-        shorter than foreseen or the cache has no room for so long ones: `fill` again. Raises its refusal."""
+        """The answer of the first run in flight. None: `fill` again. Nothing in flight will be answered, because an
+        earlier run was shorter than foreseen or the cache has no capacity for runs of this length. Raises the refusal
+        of the run."""
         run = self.in_flight_runs[0]
         try:
             answer = await asyncio.shield(run.task)
         except ExecutorError as error:
-            stays = run.connection is self._owner.connection  # else the sequence has moved since, and this one is old
+            stays = run.connection is self._owner.connection  # else the sequence has moved since
             if stays and fate_unknown(error) and (run.item.follows is None or not await self._lost(error)):
                 raise
             await self.drain()
@@ -137,20 +137,21 @@ class RunPrefetcher:
         return answer
 
     def cancel(self) -> list[asyncio.Task[Answer]]:
-        """Nothing in flight is wanted any more: it is taken back, or cut. Returns its calls, which end soon."""
+        """Cancel everything in flight: the executor drops runs that have not begun, and interrupts the others. Returns
+        their tasks, which end soon."""
         self.unknown = self.unknown or bool(self.in_flight_runs)
         for each in self.in_flight_runs:
             each.task.cancel()
         return [each.task for each in self.in_flight_runs]
 
     async def drain(self) -> None:
-        """Wait for the end of all that is in flight, whatever becomes of it."""
+        """Wait until nothing is in flight. Outcomes are ignored."""
         if self.in_flight_runs:
             await asyncio.wait([each.task for each in self.in_flight_runs])
         self.in_flight_runs.clear()
 
 
 def _retrieve(task: asyncio.Task[Answer]) -> None:
-    """Its outcome may be of no interest any more."""
+    """Keep asyncio from reporting an outcome that nobody waits for any more."""
     if not task.cancelled():
         task.exception()

@@ -1,6 +1,4 @@
-"""Streams of tokens: by runs that are a run ahead of their program, or by single steps where the executor has no
-runs.
-"""
+"""Streams of tokens: by runs that are sent ahead of the program, or by single steps where the executor has no runs."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ async def generated(
                     tokens, most = [token], None if most is None else most - 1
                     yield token
             return
-        except NotSupported as refusal:  # another executor stands there now: go on as it can
+        except NotSupported as refusal:  # another executor, without runs, answers there now
             if refusal.field != "run":
                 raise
     deadline = sender.deadline(timeout_s)
@@ -79,7 +77,7 @@ async def _in_runs(
     stop: frozenset[int] | None,
     timeout_s: float | None,
 ) -> AsyncGenerator[int, None]:
-    """The tokens behind ``unfed``, ``left`` at most. What goes in one call is fed by the first run."""
+    """The tokens that follow ``unfed``, ``left`` at most. The first run feeds the last chunk of ``unfed``."""
     state, owner = sender.state, sender.owner
 
     def begin() -> RunPrefetcher:

@@ -1,5 +1,5 @@
-"""What every call of a sequence goes through: it is sent to the owner, and what was lost with an executor is fed again
-before it where the program wants that. Prompts that are longer than a call go in chunks.
+"""The way of every call of a sequence: to its owner, after what was lost with an executor is fed again, if the program
+wants that. Prompts that are longer than a call go in chunks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MESSAGE_OVERHEAD: Final = 64 << 10
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt that goes in chunks: what is in the cache already, should the rest fail."""
+    """A prompt that goes in chunks: how much of it is in the cache, in case the rest fails."""
 
     tokens: list[int]
     output: OutputSpec
@@ -44,8 +44,8 @@ class Prompt:
 
 
 class Sender(Generic[AnyOwner_co]):
-    """Sends the calls of one sequence, which is its ``state``, to its ``owner``. ``prompt``: one that is fed in part.
-    ``prefetcher``: a stream that runs ahead of its program, or was left in the middle."""
+    """Sends the calls of one sequence, whose data is ``state``, to its ``owner``. ``prompt``: one of which a part is
+    fed. ``prefetcher``: that of a stream which is read, or was left in the middle."""
 
     def __init__(self, state: SequenceState, owner: AnyOwner_co) -> None:
         self.state = state
@@ -56,11 +56,11 @@ class Sender(Generic[AnyOwner_co]):
 
     @property
     def context(self) -> Context:
-        """That of the client that it is at."""
+        """The context of the client of its executor."""
         return self.owner.connection.context
 
     def deadline(self, timeout_s: float | None) -> Deadline:
-        """``timeout_s`` from now, or the default of the client that it is at."""
+        """``timeout_s`` from now, or the default of that client."""
         return self.owner.connection.context.deadline(timeout_s)
 
     @property
@@ -71,8 +71,8 @@ class Sender(Generic[AnyOwner_co]):
     # --- one call at a time -----------------------------------------------------------------------------------------
 
     def claim(self, what: str, *, keeps_prompt: bool = False) -> SequenceState:
-        """Begin a call that needs a sequence which exists, or will: when what was lost is fed again, or for a child
-        that this call feeds."""
+        """Begin a call that needs an existing sequence, or one that will exist: what was lost is fed again first, and a
+        child is made by the call that feeds it."""
         state = self.state.claim(what)
         made = state.parent is not None and what in {"decode", "verify"}
         if state.handle is None and state.lost is None and not made:
@@ -83,7 +83,7 @@ class Sender(Generic[AnyOwner_co]):
         return state
 
     def check_settled(self, what: str) -> None:
-        """Refuse what is built on the sequence as it stands, where that is not known."""
+        """Refuse to build on the present state of the sequence where that is not known."""
         state = self.state
         if state.released:
             raise SequenceMisuseError(f"{what}: this sequence was released")
@@ -95,7 +95,7 @@ class Sender(Generic[AnyOwner_co]):
             )
 
     def claim_new(self, what: str) -> SequenceState:
-        """Begin a call that only a sequence can make which nothing was fed to."""
+        """Begin a call that needs an empty sequence."""
         state = self.state.claim(what)
         if state.handle is not None or state.parent is not None or state.lost is not None:
             state.busy = ""
@@ -112,7 +112,7 @@ class Sender(Generic[AnyOwner_co]):
 
     @asynccontextmanager
     async def claim_settled(self, what: str, deadline: Deadline) -> AsyncIterator[HandleRef]:
-        """For a batch: the sequence claimed, at the handle that it stands at."""
+        """For a batch: claim the sequence, settle a stream that was left, and give its handle."""
         with self.claim(what):
             await self.settle(deadline)
             if self.state.lost is not None or self.state.handle is None:
@@ -155,9 +155,9 @@ class Sender(Generic[AnyOwner_co]):
     async def recover(
         self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
     ) -> Result:
-        """Send, after feeding again what was lost. While an earlier call of unknown fate may still run, a busy
-        sequence is no mistake of the program: send again. If the sequence is gone and may be rebuilt, feed its tokens
-        to a new one and send again, `Owner.rebuilds_of_a_call` times."""
+        """Feed again what was lost, then send. While an earlier call of unknown fate may still run, a busy sequence is
+        no mistake of the program: send again. If the sequence is gone and may be rebuilt, feed its tokens to a new one
+        and send again, `Owner.rebuilds_of_a_call` times."""
         state, owner = self.state, self.owner
         backoff: Backoff | None = None
         rebuilds = owner.rebuilds_of_a_call if state.rebuilds else 0
@@ -179,7 +179,7 @@ class Sender(Generic[AnyOwner_co]):
                     if not (made or may_run) or not await backoff.wait():
                         raise
                 except BaseException as error:
-                    if isinstance(error, FULL) and await owner.finds_room(error, deadline):
+                    if isinstance(error, FULL) and await owner.finds_capacity(error, deadline):
                         continue
                     if not rebuilds or not isinstance(error, ExecutorError) or not await owner.is_gone(error):
                         self._left = self._left or fate_unknown(error)
@@ -316,8 +316,8 @@ class Sender(Generic[AnyOwner_co]):
         return self.prefetcher
 
     async def settle(self, deadline: Deadline) -> None:
-        """Roll back what a stream that was left has computed beyond what its program has seen. Whether a run of unknown
-        fate has run does not matter: the executor says where the sequence stands."""
+        """Roll back what a stream that was left has computed beyond what the program has seen. Whether a run of unknown
+        fate has run does not matter: the executor reports the length of the sequence."""
         prefetcher, state = self.prefetcher, self.state
         if prefetcher is None:
             return
@@ -339,17 +339,17 @@ class Sender(Generic[AnyOwner_co]):
         self.end_stream()
 
     def end_stream(self) -> None:
-        """The sequence stands where its program believes it to stand."""
+        """The cache has what the program has seen, and nothing more."""
         self.prefetcher = self.state.seen = None
 
     def leave_stream(self) -> list[asyncio.Task[Answer]]:
-        """The sequence ends: what a stream has computed ahead ends with it. Returns the calls that are ending."""
+        """End a stream without rolling back, for a sequence that ends too. Returns the calls that are ending."""
         prefetcher = self.prefetcher
         self.end_stream()
         return [] if prefetcher is None else prefetcher.cancel()
 
     async def lost_behind(self, error: ExecutorError) -> bool:
-        """Whether what followed a run has failed because the executor is gone, and what it held is fed again."""
+        """Whether an item has failed because the executor is gone or hangs. The sequence is fed again then."""
         if self.owner.failed(error):
             return True
         if not self.state.rebuilds or not await self.owner.is_gone(error):
@@ -358,7 +358,7 @@ class Sender(Generic[AnyOwner_co]):
         return True
 
     async def _send_run(self, item: Item, deadline: Deadline) -> Answer:
-        """Send a run of a stream, and where the sequence is lost and may be rebuilt again on the new one."""
+        """Send a run of a stream; again on the rebuilt sequence where the old one was lost."""
         feed = PREFILL if item.handle is None or len(item.tokens) > 1 else DECODE
 
         async def send() -> Answer:
@@ -373,4 +373,4 @@ class Sender(Generic[AnyOwner_co]):
 
 
 async def nothing() -> None:
-    """What is sent by a call that only has the sequence be somewhere."""
+    """Send nothing: for a call that only needs the sequence to be with an owner."""

@@ -57,7 +57,7 @@ async def at_owners(
         if not isinstance(error, ExecutorError) or entry.follows:
             continue
         try:
-            again = isinstance(error, FULL) and await entry.sender.owner.finds_room(error, deadline)
+            again = isinstance(error, FULL) and await entry.sender.owner.finds_capacity(error, deadline)
         except ExecutorError as refusal:
             outcomes[at] = refusal
             continue

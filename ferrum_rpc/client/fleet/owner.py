@@ -1,8 +1,8 @@
-"""Who has a sequence of a fleet: one executor at a time.
+"""The executor of a fleet that has a sequence: one at a time.
 
-The owner is chosen when the sequence is first fed, and another one when it has drained, died or forgotten the sequence;
-then what that held is there before anything else is sent. The sequence has no handle in between, so nothing can be
-decoded at an executor that is not its owner.
+The owner is chosen when the sequence is first fed. Another one is chosen when it drains, dies or forgets the sequence;
+then the new owner has what the old one held before anything else is sent. The sequence has no handle in between, so
+nothing can be decoded at an executor that is not its owner.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ MOVES_AT_ONCE: Final = 2
 
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
-"""Between attempts to move to an executor that is full, where it does not say how long to wait."""
+"""Pauses between attempts to move to an executor that is full and does not say how long to wait."""
 
 log = logging.getLogger("ferrum_rpc.client.fleet")
 
 
 class FleetState:
-    """What the sequences of a fleet share: who is there, and which sender is of which sequence."""
+    """What the sequences of a fleet share: its members, and the sender of each sequence."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
@@ -58,10 +58,10 @@ class FleetState:
         self._releasing: set[asyncio.Task[None]] = set()
 
     def release_at(self, member: Member, state: SequenceState) -> None:
-        """Free what an executor still has of a sequence that is elsewhere now."""
+        """Free what a member still holds of a sequence that has another owner now, in the background."""
 
         async def released() -> None:
-            with suppress(ExecutorError):  # found by the end of its lease then
+            with suppress(ExecutorError):  # the end of its lease frees it then
                 await member.connection.release([state])
 
         task = asyncio.create_task(released())
@@ -78,13 +78,13 @@ class FleetOwner(Owner):
     def __init__(self, fleet: FleetState, member: Member, state: SequenceState) -> None:
         super().__init__(member.connection, state)
         self.fleet = fleet
-        self.member = member  # before it is first fed this one answers nothing but what all have in common
-        self._wanted: Member | None = None  # where a migration is to end
-        self._prompted: ListOf[int] = ()
-        self._chosen = False  # where it is to be fed first, until that is refused
-        self._becomes = 0  # how long it may be at last, where that is known
-        self._had = 0  # the longest context of its owners
-        self._asked: tuple[Deadline | None, set[Member]] = None, set()  # who has refused it in the call of a deadline
+        self.member = member  # before the sequence is first fed it is only asked what all members have in common
+        self._wanted: Member | None = None  # the target of a migration
+        self._prompt: ListOf[int] = ()  # what the call feeds
+        self._chosen = False  # `member` was chosen for the first call, which it has not refused
+        self._final_length = 0  # that the sequence may reach; 0: unknown
+        self._longest_context = 0  # of its owners so far
+        self._refusals: tuple[Deadline | None, set[Member]] = None, set()  # of the call with that deadline, by whom
 
     def beside(self, state: SequenceState) -> FleetOwner:
         return FleetOwner(self.fleet, self.member, state)
@@ -99,12 +99,12 @@ class FleetOwner(Owner):
         return not (self.state.unplaced or self.state.lost or self.member.gone or self.member.draining)
 
     def place_anew(self, tokens: ListOf[int]) -> None:
-        """Before ``tokens`` are fed: whoever was chosen for a sequence that no executor has is chosen again."""
-        self._prompted, self._chosen = tokens, False
+        """Before ``tokens`` are fed: choose again for a sequence that no executor has."""
+        self._prompt, self._chosen = tokens, False
 
     @contextmanager
     def wanting(self, to: Member) -> Iterator[None]:
-        """Be placed there meanwhile, where it is placed anew."""
+        """While this lasts, the sequence goes ``to`` this member if it is placed anew."""
         self._wanted, self._chosen = to, False
         try:
             yield
@@ -113,7 +113,7 @@ class FleetOwner(Owner):
 
     async def find(self, deadline: Deadline, tokens: list[int] | None = None) -> None:
         if tokens is not None:
-            self._prompted = tokens
+            self._prompt = tokens
         member = self.member
         if self.state.unplaced:
             if self._chosen and member.serving:
@@ -124,16 +124,16 @@ class FleetOwner(Owner):
             self.lose()
         elif member.hung or not member.draining or not await self._leave_draining(deadline):
             return
-        if self._asked[0] is not deadline:
-            self._asked = None, set()
+        if self._refusals[0] is not deadline:
+            self._refusals = None, set()
         least = max(self.state.seen_length, len(self._next_tokens) + self.state.create.reserve_tokens)
-        self._go(self._choose(await self.fleet.members.some(deadline, least), self._next_tokens))
+        self._go_to(self._choose(await self.fleet.members.some(deadline, least), self._next_tokens))
         self._chosen = True
 
     @property
     def _next_tokens(self) -> ListOf[int]:
-        """What is fed next: what was lost, or else what the call feeds, as far as that is known."""
-        return self._prompted if self.state.lost is None else self.state.lost.tokens
+        """What is fed next: what was lost, or else what the call feeds if that is known."""
+        return self._prompt if self.state.lost is None else self.state.lost.tokens
 
     def _choose(self, others: ListOf[Member], prompt: ListOf[int]) -> Member:
         wanted = self._wanted
@@ -141,26 +141,26 @@ class FleetOwner(Owner):
             return wanted
         length, becomes = self._lengths(prompt)
         return self.fleet.members.choose(
-            others, prompt, self._salt, length=length, becomes=becomes, refused=self._asked[1]
+            others, prompt, self._salt, length=length, becomes=becomes, refused=self._refusals[1]
         )
 
     def _lengths(self, prompt: ListOf[int]) -> tuple[int, int]:
-        """How long it is, and how long it may be at last."""
+        """The length of the sequence, and the one that it may reach."""
         length = self.state.seen_length
-        becomes = max(self._becomes, len(prompt) + self.state.create.reserve_tokens)
-        if length and not self._becomes:  # it may have become as long as it could where it was
+        becomes = max(self._final_length, len(prompt) + self.state.create.reserve_tokens)
+        if length and not self._final_length:  # it may have filled the context of its owner
             becomes = max(becomes, self.member.max_context)
         return length, becomes
 
     @property
     def _salt(self) -> bytes | None:
-        """That of its prefixes; None where it uses none, or those with an adapter, whose fingerprint is not known."""
+        """The salt of its prefixes. None: it uses no prefix cache, or an adapter, whose fingerprint is not known."""
         create = self.state.create
         return None if create.adapter or create.cache_mode == CACHE_MODE_BYPASS else create.cache_salt
 
-    def _go(self, member: Member) -> None:
+    def _go_to(self, member: Member) -> None:
         self.member.coming.discard(self.state)
-        self.member, self._had = member, max(self._had, member.max_context)
+        self.member, self._longest_context = member, max(self._longest_context, member.max_context)
         member.coming.add(self.state)
         self.connection = member.connection
 
@@ -174,7 +174,7 @@ class FleetOwner(Owner):
         super().restart(tokens)
 
     def failed(self, error: BaseException) -> bool:
-        """A call has ended with this error. Whether that was by its deadline because the owner hangs, so that what it
+        """A call has ended with this error. Returns whether its deadline passed because the owner hangs; what the owner
         held is fed elsewhere next."""
         self._chosen = False
         member, state = self.member, self.state
@@ -197,18 +197,18 @@ class FleetOwner(Owner):
         return member.gone or isinstance(error, Draining)
 
     def expect(self, tokens: int | None) -> None:
-        self._becomes = 0 if tokens is None else self.state.seen_length + tokens
+        self._final_length = 0 if tokens is None else self.state.seen_length + tokens
 
-    async def finds_room(self, error: ExecutorError, deadline: Deadline) -> bool:
+    async def finds_capacity(self, error: ExecutorError, deadline: Deadline) -> bool:
         if isinstance(error, ContextLengthExceeded):
             return await self.more_context(deadline) is not None
         self.member.refused(error)
         self._chosen = False
         if not self.state.unplaced or self._wanted is not None or not (others := self.fleet.members.serving):
             return False
-        if self._asked[0] is not deadline:
-            self._asked = deadline, set()
-        refused = self._asked[1]
+        if self._refusals[0] is not deadline:
+            self._refusals = deadline, set()
+        refused = self._refusals[1]
         refused.add(self.member)
         length, becomes = self._lengths(self._next_tokens)
         length = max(length, len(self._next_tokens))
@@ -222,15 +222,15 @@ class FleetOwner(Owner):
         if state.unplaced or not (state.rebuilds or state.handle):
             return None
         longer = await self.fleet.members.longer(member.max_context, deadline)
-        if not longer and self._had > member.max_context:
+        if not longer and self._longest_context > member.max_context:
             raise ContextLengthExceeded(
                 f"the sequence has {state.seen_length} tokens, no executor that takes it a context of more than "
-                f"{member.max_context}, and the one of {self._had} that it began with is gone",
+                f"{member.max_context}, and the one of {self._longest_context} that it began with is gone",
                 metadata={"max_context": member.max_context, "seq_len": state.seen_length},
             )
         if not longer:
             return None
-        self._becomes, self._asked = max(self._becomes, member.max_context + 1), (None, set())
+        self._final_length, self._refusals = max(self._final_length, member.max_context + 1), (None, set())
         while True:
             there = self._choose(longer, state.tokens or ())
             backoff = Backoff(deadline, first_s=0.005, longest_s=0.1)
@@ -243,7 +243,7 @@ class FleetOwner(Owner):
                 break
             others = await self.fleet.members.longer(member.max_context, deadline)
             if all(each.full for each in others) and not await pause.wait(refusal.retry_after_s):
-                raise refusal  # it stays where it is, as it was
+                raise refusal  # the sequence stays with its owner, as it was
             longer = await self.fleet.members.longer(member.max_context, deadline) or longer
         if not state.rebuilds:
             return None
@@ -252,7 +252,7 @@ class FleetOwner(Owner):
         return there.info
 
     async def _moved(self, there: Member, deadline: Deadline) -> ExecutorError | None:
-        """Move it there; returns why it could not be moved."""
+        """Move the sequence there; returns why it could not be moved."""
         try:
             await self.carry(there, "grpc", deadline)
         except ExecutorError as error:
@@ -262,11 +262,11 @@ class FleetOwner(Owner):
         return None
 
     async def _leave_draining(self, deadline: Deadline) -> bool:
-        """The owner drains: move to another, or be fed there. False: it is served here a little longer, because others
-        are being moved, no executor that holds all that it may become has a place for it, or what is in flight must end
-        first."""
+        """The owner drains: move to another member, or be fed there. Returns False where the owner serves the sequence
+        a little longer: others are being moved, no member that holds its final length has a place for it, or what is in
+        flight must end first."""
         member, state = self.member, self.state
-        length = max(state.seen_length, self._becomes)
+        length = max(state.seen_length, self._final_length)
         others = [each for each in self.fleet.members.serving if each.max_context >= length and not each.full]
         if state.seen is not None or state.in_doubt or not others:
             return False
@@ -283,7 +283,7 @@ class FleetOwner(Owner):
         return True
 
     async def carry(self, there: Member, transport: transfer.Transport, deadline: Deadline) -> None:
-        """Move the cache, and go on there. After an error it is here as it was."""
+        """Move the cache, and go on there. After an error the owner has the sequence as it was."""
         member, state = self.member, self.state
         arrived = SequenceState(state.create, tokens=None if state.tokens is None else [])
         member.leaving += 1
@@ -300,4 +300,4 @@ class FleetOwner(Owner):
         there.connection.live.add(state)
         state.handle, state.pieces, state.lease_id = arrived.handle, arrived.pieces, arrived.lease_id
         state.doubt = state.creation = state.fork = None
-        self._go(there)
+        self._go_to(there)
