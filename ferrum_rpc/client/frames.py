@@ -12,10 +12,11 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.transport import Forwarded, in_order, outcomes_of
+from ferrum_rpc.core import RowBlock
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import forward_pb2, session_pb2
 from ferrum_rpc.wire.items import timing_from_proto
@@ -54,6 +55,10 @@ class FrameCapacity:
     request_bytes: int
     vocab_size: int
     hidden_size: int
+
+
+UNSHARED: Final = FrameCapacity(items=1, tokens=0, row_bytes=0, request_bytes=0, vocab_size=0, hidden_size=0)
+"""Until it is known what a frame may hold."""
 
 
 class StreamRequest(Generic[Result]):
@@ -199,3 +204,44 @@ def joined_parts(parts: Parts, items: Sequence[Item]) -> list[forward_pb2.Forwar
             f"the executor answered {len(found)} of {len(items)} items", metadata={"grpc_code": "INTERNAL"}
         )
     return [found[place] for place in range(len(items))]
+
+
+class SessionStep:
+    """A step in flight. The futures of ``requests`` are done early where their callers gave up, and where the items are
+    ``apart``."""
+
+    __slots__ = ("apart", "blocks", "cancelled", "kind", "parts", "requests", "rows", "sent")
+
+    def __init__(self, requests: Sequence[StreamRequest[Any]], sent: float, apart: bool) -> None:
+        self.requests = requests
+        self.apart = apart
+        self.parts: Parts = []  # of one request, and the blocks of their rows
+        self.blocks: list[RowBlock] = []
+        self.sent = sent
+        self.kind = requests[0].kind
+        self.rows: list[session_pb2.SessionRows] = []
+        self.cancelled = False
+
+    @property
+    def given_up(self) -> bool:
+        """Whether no caller waits for it any longer."""
+        return all(request.future.done() for request in self.requests)
+
+
+def answer_batch(
+    step: SessionStep, parts: Parts, blocks: list[RowBlock], answer: session_pb2.SessionForwardAnswer
+) -> ExecutorError | None:
+    """Keep a part of one caller's batch, and answer it with the last one. Returns why that cannot be."""
+    for _, outcome in parts:
+        if step.blocks and not isinstance(outcome, ExecutorError) and outcome.HasField("rows"):
+            outcome.rows.block += len(step.blocks)
+    step.parts += parts
+    step.blocks += blocks
+    request = step.requests[0]
+    if not answer.more and not request.future.done():
+        try:
+            outcomes = joined_parts(step.parts, request.items)
+        except ExecutorError as error:
+            return error
+        request.future.set_result(Forwarded(outcomes, step.blocks, answer.pressure, timing_from_proto(answer)))
+    return None

@@ -20,15 +20,16 @@ import grpc
 
 from ferrum_rpc.client.context import Metadata, closed
 from ferrum_rpc.client.frames import (
+    UNSHARED,
     Frame,
-    FrameCapacity,
     Kind,
     Parts,
     Result,
+    SessionStep,
     StreamRequest,
+    answer_batch,
     frame_of,
     group,
-    joined_parts,
     part_of,
     results_of,
 )
@@ -43,35 +44,10 @@ from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_rpc
 
 METHOD: Final = "/ferrum_rpc.executor.v1.ModelExecutor/Session"
-UNSHARED: Final = FrameCapacity(items=1, tokens=0, row_bytes=0, request_bytes=0, vocab_size=0, hidden_size=0)
-"""Until it is known what a frame may hold."""
-
 _UNAVAILABLE: Final = {"grpc_code": "UNAVAILABLE"}
 _REQUEUE_S: Final = 0.001
 _TURNS: Final = 5
 """Of the event loop, until a program that was answered has sent its next request, through a task or two of its own."""
-
-
-class _Step:
-    """A step in flight. The futures of ``requests`` are done early where their callers gave up, and where the items are
-    ``apart``."""
-
-    __slots__ = ("apart", "blocks", "cancelled", "kind", "parts", "requests", "rows", "sent")
-
-    def __init__(self, requests: Sequence[StreamRequest[Any]], sent: float, apart: bool) -> None:
-        self.requests = requests
-        self.apart = apart
-        self.parts: Parts = []  # of one request, and the blocks of their rows
-        self.blocks: list[RowBlock] = []
-        self.sent = sent
-        self.kind = requests[0].kind
-        self.rows: list[session_pb2.SessionRows] = []
-        self.cancelled = False
-
-    @property
-    def given_up(self) -> bool:
-        """Whether no caller waits for it any longer."""
-        return all(request.future.done() for request in self.requests)
 
 
 class SessionStream:
@@ -88,7 +64,7 @@ class SessionStream:
         self._row_bytes = 0
         self._step_id = 0
         self._number = 0
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, SessionStep] = {}
         self._most = 1
         self._waiting: dict[Kind, OrderedDict[StreamRequest[Any], None]] = {kind: OrderedDict() for kind in Kind}
         self._in_flight = dict.fromkeys(Kind, 0)
@@ -206,7 +182,7 @@ class SessionStream:
             del waiting[request]
             request.step, request.resent = step_id, True
         frame = frame_of(requests, now)
-        self._steps[step_id] = _Step(requests, now, frame.forward.apart)
+        self._steps[step_id] = SessionStep(requests, now, frame.forward.apart)
         self._in_flight[first.kind] += 1
         frame.step_id = step_id
         return frame
@@ -256,7 +232,7 @@ class SessionStream:
         self._requeue(single, Kind.FRAME)
         self._wake.set()  # after the results: what their callers send next shares the next frame
 
-    def _receive_part(self, step_id: int, step: _Step, answer: session_pb2.SessionForwardAnswer) -> None:
+    def _receive_part(self, step_id: int, step: SessionStep, answer: session_pb2.SessionForwardAnswer) -> None:
         """Some items of a step are answered; the others where no ``more`` parts come."""
         failed: ExecutorError | None = None
         try:
@@ -267,7 +243,7 @@ class SessionStream:
         if step.requests[0].frame is None:
             self._answer_each(step, parts, blocks, answer)
         elif failed is None:
-            failed = self._answer_batch(step, parts, blocks, answer)
+            failed = answer_batch(step, parts, blocks, answer)
         if failed is not None or not answer.more:
             for request in step.requests:
                 if request.step == step_id and not request.future.done():
@@ -277,7 +253,7 @@ class SessionStream:
         self._wake.set()
 
     def _answer_each(
-        self, step: _Step, parts: Parts, blocks: list[RowBlock], answer: session_pb2.SessionForwardAnswer
+        self, step: SessionStep, parts: Parts, blocks: list[RowBlock], answer: session_pb2.SessionForwardAnswer
     ) -> None:
         """The items of a part, each to the caller of its own."""
         single, timing = [], timing_from_proto(answer)
@@ -293,25 +269,6 @@ class SessionStream:
                 request.future.set_result(Forwarded((outcome,), blocks, answer.pressure, timing))
         self._requeue(single, Kind.FRAME)
         self._linger = bool(parts)
-
-    @staticmethod
-    def _answer_batch(
-        step: _Step, parts: Parts, blocks: list[RowBlock], answer: session_pb2.SessionForwardAnswer
-    ) -> ExecutorError | None:
-        """Keep a part of one caller's batch, and answer it with the last one. Returns why that cannot be."""
-        for _, outcome in parts:
-            if step.blocks and not isinstance(outcome, ExecutorError) and outcome.HasField("rows"):
-                outcome.rows.block += len(step.blocks)
-        step.parts += parts
-        step.blocks += blocks
-        request = step.requests[0]
-        if not answer.more and not request.future.done():
-            try:
-                outcomes = joined_parts(step.parts, request.items)
-            except ExecutorError as error:
-                return error
-            request.future.set_result(Forwarded(outcomes, step.blocks, answer.pressure, timing_from_proto(answer)))
-        return None
 
     def _forget(self, step_id: int) -> None:
         """Count it as in flight no longer."""
