@@ -92,10 +92,9 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
             if record.parked and not stays:
                 self._wait(bring_in(state, record.account, self._goes_on, [record]))
             else:
-                state.engine.submit(self._operation)
-                self.phase = CallPhase.QUEUED
+                self._submit()
         except Exception as error:
-            if self._change is not None:  # what it has claimed is free again
+            if self._change is not None and self.phase is not CallPhase.DONE:  # what it has claimed is free again
                 self.settle(self._finish, InternalError(FAILED))
             self.end(error)
 
@@ -117,9 +116,17 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         if failed:
             [refusal] = failed.values()
             self._finish(refusal)
-        elif self._operation is not None:
+        else:
+            self._submit()
+
+    def _submit(self) -> None:
+        assert self._operation is not None  # noqa: S101 - it was made
+        try:
             self._state.engine.submit(self._operation)
-            self.phase = CallPhase.QUEUED
+        except Exception:  # what it has claimed is free again
+            self.settle(self._finish, InternalError(FAILED))
+            raise
+        self.phase = CallPhase.QUEUED
 
     def _undo(self, error: Exception | None) -> None:
         self.settle(self._finish, error)
@@ -142,7 +149,7 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         """Commit what the engine has done, or undo what the operation claimed where ``result`` is a refusal."""
         state, record, change = self._state, self._record, self._change
         assert change is not None  # noqa: S101 - it was begun
-        claimed = self._operation is not None
+        claimed = change.command is not None
         if claimed:
             record.busy = False
         refusal = result if isinstance(result, ExecutorError) else None

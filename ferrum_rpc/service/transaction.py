@@ -117,7 +117,13 @@ class Transaction(ABC, Generic[T]):
         self.phase = CallPhase.WAITING
 
         async def wait() -> None:
-            self.settle(self._waited, await caches)
+            failed: Failed = {}
+            try:
+                failed = await caches
+            except Exception as error:
+                self._state.supervisor.note(BackgroundTask.CALLBACK, error)
+                self._withdrawn = InternalError(FAILED)
+            self.settle(self._waited, failed)
 
         self._state.parked.start(wait())
 

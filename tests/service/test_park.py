@@ -16,16 +16,19 @@ import pytest
 import pytest_asyncio
 from structlog.testing import capture_logs
 
+from ferrum_rpc.engine.thread import ModelThread
 from ferrum_rpc.errors import InvalidRequest, Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, info_pb2, kv_transfer_pb2, session_pb2, types_pb2
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.private_files import PrivateFolder
+from ferrum_rpc.service import waits
 from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.metrics import Metrics, registry_of
 from ferrum_rpc.service.parked import ParkedFile, ParkedFiles
 from ferrum_rpc.service.records import Resource
 from ferrum_rpc.wire.status import error_from_status
+from tests.failing import failing
 from tests.service.test_session import opened
 from tests.service.transfers import brought, chunks_of, exported, header, imported, overflow, row
 from tests.serving import LIMITS, Gate, Served, serve_identity
@@ -273,6 +276,21 @@ async def test_an_item_that_follows_one_that_is_refused_is_answered(served: Serv
     reasons = [error_from_status(each).reason for each in answers]
     assert reasons == [Reason.KV_BLOCKS_EXHAUSTED, Reason.CHAIN_BROKEN]
     assert hogs and len(await files(served)) == 1
+
+
+@pytest.mark.parametrize("call", ["decode", "truncate"])
+@pytest.mark.parametrize("what", ["unpark", "submit"])
+async def test_a_return_that_fails_unexpectedly_leaves_it_parked_and_free(served: Served, call: str, what: str) -> None:
+    handle = await parked(served)
+    fault = failing(waits, "unpark")
+    if what == "submit":
+        fault = failing(ModelThread, "submit", of=lambda _, work: bool(work.spans) or work.run.method == "truncate")
+    with fault:
+        await refused(NEXT[call](served, handle), Reason.INTERNAL_ERROR, grpc.StatusCode.INTERNAL)
+    assert not any(each.busy for each in served.server.state.handles.records())
+    assert len(await files(served)) == (what == "unpark")
+    await NEXT[call](served, handle)
+    await served.check()
 
 
 async def test_to_release_it_nothing_comes_back(served: Served) -> None:
