@@ -1,4 +1,4 @@
-"""Do the books add up? The invariants of the KV floor, recounted from the holders' side.
+"""Does the accounting add up? The invariants of the KV floor, recounted from the holders' side.
 
 Kept apart from the manager so that it shares no shortcut with the code it checks: it reads tables, spares and open
 reservations, counts again, and names the first fault that it finds. Costs O(blocks); changes nothing.

@@ -32,8 +32,8 @@ class Capacity:
         if tokens:
             self.promised[state] = None
 
-    def take(self, count: int) -> list[int]:
-        """``count`` blocks from the pool. Raises `KvBlocksExhausted` where there are fewer; then none is taken."""
+    def allocate(self, count: int) -> list[int]:
+        """``count`` blocks from the pool. Raises `KvBlocksExhausted` where there are fewer; then none is allocated."""
         blocks = self._pool.allocate(count)
         if blocks is None:
             free = self._pool.free_blocks
@@ -46,17 +46,17 @@ class Capacity:
     def promise(self, state: SequenceBlocks, tokens: int) -> None:
         """Hold spares for the next ``tokens`` tokens, in place of an earlier promise. Raises `KvBlocksExhausted`."""
         wanted = self._spares_for(state, state.length, tokens)
-        state.spares += self.take(max(0, wanted - len(state.spares)))
+        state.spares += self.allocate(max(0, wanted - len(state.spares)))
         self.begin(state, state.length, tokens)
         self._free_surplus(state, wanted)
 
     def keep(self, state: SequenceBlocks) -> None:
         """More blocks may have become shared: hold spares for them. Raises `KvBlocksExhausted`."""
         wanted = self._spares_for(state, state.promised_from, state.promised_tokens)
-        state.spares += self.take(max(0, wanted - len(state.spares)))
+        state.spares += self.allocate(max(0, wanted - len(state.spares)))
 
     def trim(self, state: SequenceBlocks) -> None:
-        """Blocks may be shared no more: give back the spares that were held for them."""
+        """Blocks may be shared no more: free the spares that were held for them."""
         if state.promised_tokens:
             self._free_surplus(state, self._spares_for(state, state.promised_from, state.promised_tokens))
 
@@ -75,10 +75,10 @@ class Capacity:
         state.before_hold = state.promised_from, state.promised_tokens
         self.begin(state, *self._promise_with(state, start, end))
 
-    def undo_hold(self, state: SequenceBlocks, taken: int) -> None:
-        """It never was: its last ``taken`` spares go back."""
-        self._pool.release(state.spares[len(state.spares) - taken :])
-        del state.spares[len(state.spares) - taken :]
+    def undo_hold(self, state: SequenceBlocks, allocated: int) -> None:
+        """It never was: its last ``allocated`` spares go back."""
+        self._pool.release(state.spares[len(state.spares) - allocated :])
+        del state.spares[len(state.spares) - allocated :]
         assert state.before_hold is not None  # noqa: S101 - it holds
         (state.promised_from, state.promised_tokens), state.before_hold = state.before_hold, None
 
@@ -103,7 +103,7 @@ class Capacity:
         state.promised_from = min(state.promised_from, lowest)
         wanted = self._spares_for(state, state.promised_from, state.promised_tokens)
         missing = max(0, wanted - len(state.spares))
-        state.spares += self.take(min(missing, self._pool.free_blocks))
+        state.spares += self.allocate(min(missing, self._pool.free_blocks))
         while wanted > len(state.spares):  # below where it began, into what a fork shares: promise what there is
             whole = (state.promised_end - 1) // self._block_size * self._block_size
             state.promised_tokens = max(0, whole - state.promised_from)

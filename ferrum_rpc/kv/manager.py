@@ -172,8 +172,8 @@ class KvManager:
         extra = blocks_for(end + max(ahead, hold), size) - after if create else 0
         if hold and not create:
             extra = self._capacity.lacking_to_hold(state, start, after, end + hold, len(state.spares) - spared)
-        room = pool.free_blocks - (needed - spared + extra)
-        kept = min(len(published), room) if keep and room > 0 else 0
+        available = pool.free_blocks - (needed - spared + extra)
+        kept = min(len(published), available) if keep and available > 0 else 0
         replaced = sorted(replaced + published[:kept])
         needed += kept
         overwritten = _NO_SLOTS
@@ -181,21 +181,21 @@ class KvManager:
             skip = [index for index, _ in replaced]
             overwritten = slots_for(table.view(before), start, min(end, state.length), size, skip)
         try:
-            taken = self._capacity.take(needed - spared + extra)
+            allocated = self._capacity.allocate(needed - spared + extra)
         except KvBlocksExhausted:
             if found:
                 table.cut(place)
                 table.extend([block for _, block in displaced])
                 pool.release(found)
                 # raises, with the numbers before anything was found
-                self._capacity.take(needed - spared + extra + idle)
+                self._capacity.allocate(needed - spared + extra + idle)
             raise
         # From here on nothing fails.
         for _, block in published[kept:]:
             self._prefixes.withdraw(block)
         unspared = len(state.spares) - spared
-        fresh = state.spares[unspared:] + taken[: needed - spared]
-        state.spares[unspared:] = taken[needed - spared :]
+        fresh = state.spares[unspared:] + allocated[: needed - spared]
+        state.spares[unspared:] = allocated[needed - spared :]
         for (index, _), block in zip(replaced, fresh, strict=False):
             table[index] = block
         table.extend(fresh[len(replaced) :])
@@ -476,7 +476,7 @@ class KvManager:
         return CacheState(self.block_size, *blocks, len(self._sequences), pool.idle_blocks, *evicted, 0, changed)
 
     def check(self) -> None:
-        """Raise `CacheCorrupt`, naming the fault, unless all books agree. O(blocks): for tests and idle moments."""
+        """Raise `CacheCorrupt`, naming the fault, unless the accounting agrees. O(blocks): for tests."""
         audit.check(self._pool, self._sequences, self._prefixes, self.block_size)
 
     # --- inside -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class CacheCorrupt(RuntimeError):
-    """The books do not add up: a defect of this program, never of a request. The message names what is wrong."""
+    """The accounting does not add up: a defect of this program, never of a request. The message names what is wrong."""
 
 
 class BlockPool:

@@ -55,7 +55,7 @@ class Reservation:
     """Blocks that this reservation put into the table; the first ``spares_used`` of them were spares."""
     spares_used: int = 0
     held: int | None = None
-    """Spares that were taken for a hold, the last of the sequence's; None: it holds nothing."""
+    """Spares that were allocated for a hold, the last of the sequence's; None: it holds nothing."""
     found: Sequence[int] = ()
     """Blocks of the prefix cache that it put into the table, before the fresh ones."""
     cached: int = 0

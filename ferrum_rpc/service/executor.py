@@ -66,8 +66,8 @@ def _forward(name: str, response_class: type[Any], shape: CallShape, *, one: boo
             deadline=deadline_of(context),
             peer=context.peer,
         )
-        if (give_back := call.give_back) is not None:  # when gRPC has sent the answer, or the call is over
-            done: Any = lambda _: give_back()  # noqa: E731 - the stubs have a class of theirs
+        if (free_answer := call.free_answer) is not None:  # when gRPC has sent the answer, or the call is over
+            done: Any = lambda _: free_answer()  # noqa: E731 - the stubs have a class of theirs
             context.add_done_callback(done)
         await call
         response = response_class()

@@ -78,15 +78,15 @@ class ForwardCall(Transaction["ForwardCall"]):
     size, for the queue, and with ``all_or_nothing`` for the first item that is. ``deadline`` is on `time.monotonic`.
     ``max_bytes`` bounds the answer's rows (default: what a unary answer may take). ``origin``: the session that creates
     sequences. ``on_tokens`` is called with what runs choose, step by step: a list of (item, tokens before, token).
-    ``peer()`` names the connection, which a large answer takes room of before anything is submitted; call ``give_back``
-    once, when the answer has left or the call is over.
+    ``peer()`` names the connection, whose unread bytes a large answer counts in before anything is submitted; call
+    ``free_answer`` once, when the answer has left or the call is over.
     """
 
     _submission: Submission | None = None  # what is queued or runs for it now, and counts in its account
     _abandoned = False  # its caller was cancelled
     _first_failed: int | None = None  # the item for whose refusal the engine refused an atomic group
     timing: StepTiming | None = None
-    give_back: Callable[[], object] | None = None
+    free_answer: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                 raise too_large(tokens, size, limits, max_bytes)
             if peer is not None and size > UNCOUNTED_BYTES:
                 try:
-                    self.give_back = state.unread.take(peer(), account, size)
+                    self.free_answer = state.unread.allocate(peer(), account, size)
                 except QueueFull:
                     state.counters.queue_full += 1
                     raise

@@ -84,7 +84,7 @@ class KvEvents:
         if self._state.watchers >= most:
             message = f"{self._state.watchers} callers watch events and {most} may; end some"
             raise SequencesExhausted(message, metadata={"max_watchers": most}, retry_after_s=RETRY_AFTER_S)
-        account.take(Resource.WATCHERS)
+        account.allocate(Resource.WATCHERS)
         self._state.watchers += 1
         if self._polling is None or self._polling.done():
             self._polling = self._state.supervisor.start(BackgroundTask.EVENTS, self._poll)
@@ -93,7 +93,7 @@ class KvEvents:
                 yield each
         finally:
             self._state.watchers -= 1
-            account.give(Resource.WATCHERS)
+            account.free(Resource.WATCHERS)
 
     async def _answers(self, after: int, instance_id: str, caller: bytes) -> AsyncIterator[pb.WatchKvEventsResponse]:
         own = self._state.handles.instance_id

@@ -49,7 +49,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
     ) -> None:
         state, caller = self._state, CALLER.get()
         account, layout = state.quotas.account(caller), layout_of(state)
-        unread = state.unread.take(context.peer(), account, min(2 * CHUNK_BYTES, state.unread.limit // 8))
+        unread = state.unread.allocate(context.peer(), account, min(2 * CHUNK_BYTES, state.unread.limit // 8))
         try:
             await self._export(request, context, account, layout)
         except PeerSilent:  # until it reads, or goes, gRPC has what was written, and the status
@@ -141,13 +141,13 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
                 metadata={"max_transfers": most},
                 retry_after_s=RETRY_AFTER_S,
             )
-        account.take(Resource.TRANSFERS)
+        account.allocate(Resource.TRANSFERS)
         self._under_way += 1
         try:
             yield
         finally:
             self._under_way -= 1
-            account.give(Resource.TRANSFERS)
+            account.free(Resource.TRANSFERS)
 
     async def _abandon(self, caller: Caller, header: pb.ImportKvHeader) -> tuple[HandleRef, ...]:
         """Give up the import that a header names. Returns the handle of what it has become, if it has."""

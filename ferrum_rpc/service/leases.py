@@ -53,7 +53,7 @@ class LeaseTable:
                 retry_after_s=1.0,
             )
         account = self._quotas.account(caller)
-        account.take(Resource.LEASES)
+        account.allocate(Resource.LEASES)
         ttl = limits.lease_ttl_s if ttl_s is None else min(max(ttl_s, limits.min_lease_ttl_s), limits.max_lease_ttl_s)
         lease = LeaseRecord(
             f"{self._instance}-{secrets.token_hex(SECRET_BYTES)}", account, client_name, ttl, time.monotonic() + ttl
@@ -86,7 +86,7 @@ class LeaseTable:
         """Remove it; the caller ends its sequences. False: it was removed already."""
         if self._live.pop(lease.id, None) is None:
             return False
-        lease.account.give(Resource.LEASES)
+        lease.account.free(Resource.LEASES)
         if expired:
             self._expired[lease.id] = lease.owner
             if len(self._expired) > TOMBSTONES:

@@ -154,7 +154,7 @@ class MaskTable:
         owner.idle.pop(mask.id, None)
         if not owner.masks:
             del self._owners[owner.account.caller.name]
-        owner.account.give(Resource.TOKEN_MASKS)
+        owner.account.free(Resource.TOKEN_MASKS)
         self._count -= 1
         self._holders[mask.id] -= 1
         if self._holders[mask.id]:

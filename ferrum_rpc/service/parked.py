@@ -112,7 +112,7 @@ class ParkedFiles:
                 f"{self.bytes} bytes are parked, {size} more would be above {self._most}; release some",
                 metadata={"kv_park_bytes": self._most, "parked_bytes": self.bytes, "needed_bytes": size},
             )
-        account.take(Resource.PARKED_BYTES, size)
+        account.allocate(Resource.PARKED_BYTES, size)
         self.bytes += size
         self._count += 1
         return self._opened.path / f"{PREFIX}{self._count}"
@@ -133,7 +133,7 @@ class ParkedFiles:
 
     def give(self, account: Account, size: int) -> None:
         """So many bytes are free again."""
-        account.give(Resource.PARKED_BYTES, size)
+        account.free(Resource.PARKED_BYTES, size)
         self.bytes -= size
 
     def keep(self, record: SequenceRecord, parked: Parked, taken: int) -> None:

@@ -4,8 +4,8 @@ Where there are several callers, each has `Limits.caller_share` of every table. 
 of it: an operator could reset the executor anyway. Exact numbers of sequences and blocks, where they are set, hold for
 every caller in place of the share.
 
-An `Account` counts by `Resource`: what is handed out is taken from the caller's account first, and given back when it
-is free again. It counts always, for 3 µs a call, so what is taken and what is given agree.
+An `Account` counts by `Resource`: what a caller gets is allocated in its account first, and freed there when it is free
+again. It counts always, for 3 µs a call, so allocations and releases agree.
 
 For blocks a caller pays for what its sequences refer to, up to their length or what was reserved for them, and in full
 for those that sequences share: what it would hold if they diverged. They are counted where they are bounded.
@@ -54,7 +54,7 @@ class Quotas:
             Resource.WATCHERS: limits.max_watchers,
             Resource.RUNS: limits.max_running,  # those beyond wait, in the engine
         }
-        # A call and an answer at the limits of their size must find room where nothing waits.
+        # A call and an answer at the limits of their size must fit where nothing waits.
         self._least = {
             Resource.QUEUED_ITEMS: limits.max_batch_items,
             Resource.QUEUED_TOKENS: limits.max_batch_tokens,
@@ -98,25 +98,25 @@ class Quotas:
         if account.most[Resource.BLOCKS] == UNBOUNDED:
             return
         more = max(0, self._blocks(max(length, record.held_to)) - record.charged)
-        account.take(Resource.BLOCKS, more)
+        account.allocate(Resource.BLOCKS, more)
         record.charged += more
 
     def settle(self, record: SequenceRecord) -> None:
         """The call is over: the sequence is charged for what it has."""
         if record.charged:
             due = 0 if record.parked else self._blocks(max(record.length, record.held_to))
-            record.account.give(Resource.BLOCKS, record.charged - due)
+            record.account.free(Resource.BLOCKS, record.charged - due)
             record.charged = due
 
     def close(self, record: SequenceRecord) -> None:
         """The sequence is gone, or never was."""
-        record.account.give(Resource.SEQUENCES)
+        record.account.free(Resource.SEQUENCES)
         self.refund(record)
 
     @staticmethod
     def refund(record: SequenceRecord) -> None:
         """The sequence is charged for nothing."""
-        record.account.give(Resource.BLOCKS, record.charged)
+        record.account.free(Resource.BLOCKS, record.charged)
         record.charged = 0
 
     def _shares(self) -> tuple[Sequence[int], Sequence[int]]:
@@ -137,19 +137,19 @@ class Unread:
     """Bytes of answers on their way, of one connection, one caller and in all.
 
     A client that asks for large answers and does not read them holds them in the server's memory, twice their size:
-    gRPC takes as much from a handler as it gives, however little the client takes from gRPC. So room for a large answer
-    is taken when its call is admitted, and given back when gRPC has sent the answer or the call is over.
+    gRPC takes as much from a handler as it gives, however little the client takes from gRPC. So the bytes of a
+    large answer are allocated when its call is admitted, and freed when gRPC has sent the answer or the call is over.
     """
 
     def __init__(self, limits: Limits) -> None:
-        largest = max(limits.max_response_bytes, limits.max_session_response_bytes)  # finds room where nothing waits
+        largest = max(limits.max_response_bytes, limits.max_session_response_bytes)  # fits where nothing waits
         self.limit = max(limits.max_unread_bytes, largest)
         self._most_of_one = max(limits.max_unread_bytes // 2, largest)
         self._of: dict[str, int] = {}
         self.bytes = 0
 
-    def take(self, peer: str, account: Account, size: int) -> Callable[[], None]:
-        """Take room for an answer of up to ``size`` bytes, above `UNCOUNTED_BYTES`, to ``peer``; call what is returned
+    def allocate(self, peer: str, account: Account, size: int) -> Callable[[], None]:
+        """Allocate an answer of up to ``size`` bytes, above `UNCOUNTED_BYTES`, to ``peer``; call what is returned
         once, when it has left. Raises `QueueFull`, having changed nothing."""
         mine = self._of.get(peer, 0)
         held, most = account.held[Resource.UNREAD_BYTES], account.most[Resource.UNREAD_BYTES]
@@ -167,14 +167,14 @@ class Unread:
                 )
         self.bytes += size
         self._of[peer] = mine + size
-        account.take(Resource.UNREAD_BYTES, size)
-        return partial(self._give, peer, account, size)
+        account.allocate(Resource.UNREAD_BYTES, size)
+        return partial(self._free, peer, account, size)
 
-    def _give(self, peer: str, account: Account, size: int) -> None:
+    def _free(self, peer: str, account: Account, size: int) -> None:
         self.bytes -= size
         left = self._of[peer] - size
         if left:
             self._of[peer] = left
         else:
             del self._of[peer]
-        account.give(Resource.UNREAD_BYTES, size)
+        account.free(Resource.UNREAD_BYTES, size)

@@ -20,7 +20,7 @@ from ferrum_rpc.prefix_hash import caller_digest
 RENEWALS_PER_TTL: Final = 6
 
 RETRY_AFTER_S: Final = 0.05
-"""What a refusal for want of room suggests to wait: about a step."""
+"""What a refusal for want of capacity suggests to wait: about a step."""
 
 
 class Resource(enum.IntEnum):
@@ -54,8 +54,8 @@ class Account:
     def __post_init__(self) -> None:
         self.digest = caller_digest(self.caller.name)
 
-    def take(self, resource: Resource, amount: int = 1) -> None:
-        """``amount`` more are the caller's until `give`. Raises `QuotaExceeded`, having changed nothing."""
+    def allocate(self, resource: Resource, amount: int = 1) -> None:
+        """``amount`` more are the caller\'s until `free`. Raises `QuotaExceeded`, having changed nothing."""
         held, most = self.held[resource], self.most[resource]
         if held + amount > most:
             name = resource.name.lower()
@@ -65,7 +65,7 @@ class Account:
             )
         self.held[resource] = held + amount
 
-    def give(self, resource: Resource, amount: int = 1) -> None:
+    def free(self, resource: Resource, amount: int = 1) -> None:
         self.held[resource] -= amount
 
 

@@ -103,7 +103,7 @@ class Session:
                 metadata={"max_sessions": most},
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._account.take(Resource.SESSIONS)
+        self._account.allocate(Resource.SESSIONS)
         self._sessions.add(self)  # before `hello`, which may never come: the server's end must end the stream
         try:
             if (frame := await self._next()) is not None:
@@ -112,7 +112,7 @@ class Session:
                 raise self._ending
         finally:
             self._sessions.discard(self)
-            self._account.give(Resource.SESSIONS)
+            self._account.free(Resource.SESSIONS)
 
     async def _serve(self, welcome: Answer) -> None:
         self._state.sessions += 1
@@ -129,8 +129,8 @@ class Session:
             for step in self._open.values():  # take back what has not begun, and let the rest run without a caller
                 for call in step.calls:
                     call.abandon()
-                if step.give_back is not None:
-                    step.give_back()
+                if step.free_answer is not None:
+                    step.free_answer()
             self._open.clear()  # they refer to this session: unread answers would stay until the collector runs
             self._ended.clear()
             writer.cancel()
@@ -298,10 +298,10 @@ class Session:
         on_tokens = partial(self._on_tokens, step.number) if self._wants_tokens else None
         if not request.apart:
             whole = call(items, all_or_nothing=request.all_or_nothing, on_tokens=on_tokens)
-            step.calls, step.reply, step.give_back = (
+            step.calls, step.reply, step.free_answer = (
                 (whole,),
                 partial(self._on_forward, request, whole),
-                whole.give_back,
+                whole.free_answer,
             )
             return
         if request.all_or_nothing:
@@ -313,7 +313,7 @@ class Session:
             for index, item in enumerate(items)
         ]
         step.calls, step.reply, step.parts = calls, partial(self._on_part, request, calls, step), []
-        step.give_back = partial(_give_back, calls)
+        step.free_answer = partial(_free_answers, calls)
 
     def _on_forward(self, request: session_pb2.SessionForward, call: ForwardCall, response: Answer) -> Iterable[Answer]:
         outcomes = call.answer().outcomes
@@ -372,8 +372,8 @@ class Session:
                     await self._answer(step, more=more)
                 finally:
                     self._leaving = False
-                    if not more and self._open.pop(step.number, None) is not None and step.give_back is not None:
-                        step.give_back()
+                    if not more and self._open.pop(step.number, None) is not None and step.free_answer is not None:
+                        step.free_answer()
                     if not self._open and self._idle is not None and not self._idle.done():
                         self._idle.set_result(None)
             self._wake = asyncio.get_running_loop().create_future()
@@ -442,10 +442,10 @@ def _only_outcome(call: ForwardCall) -> ItemOutcome:
     return found
 
 
-def _give_back(calls: Iterable[ForwardCall]) -> None:
+def _free_answers(calls: Iterable[ForwardCall]) -> None:
     for call in calls:
-        if call.give_back is not None:
-            call.give_back()
+        if call.free_answer is not None:
+            call.free_answer()
 
 
 def _raise(error: Exception, _: Answer) -> NoReturn:

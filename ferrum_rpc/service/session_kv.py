@@ -34,7 +34,7 @@ refuses the frame."""
 @dataclass(slots=True, eq=False)
 class PendingFrame:
     """A frame in progress. ``waits``: how many of its ``calls`` have not ended. ``parts``: those that have and are not
-    answered, where it is answered in parts; None where it is answered as a whole. ``give_back`` gives back the room of
+    answered, where it is answered in parts; None where it is answered as a whole. ``free_answer`` frees the bytes of
     large answers. A forward has so many ``items`` and arrived
     at ``began``, on `time.monotonic`."""
 
@@ -43,7 +43,7 @@ class PendingFrame:
     reply: Reply | None = None
     waits: int = 0
     parts: list[int] | None = None
-    give_back: Callable[[], object] | None = None
+    free_answer: Callable[[], object] | None = None
     items: int = 0
     began: float = 0.0
 

@@ -230,7 +230,7 @@ class ServerState:
                 metadata={"max_sequences": self.limits.max_sequences},
                 retry_after_s=RETRY_AFTER_S,
             )
-        account.take(Resource.SEQUENCES, count)
+        account.allocate(Resource.SEQUENCES, count)
         self.empty.clear()
         records = [self.handles.mint(account) for _ in range(count)]
         for record in records:

@@ -346,9 +346,9 @@ async def test_one_that_parks_much_does_not_keep_another_from_parking(
 def test_what_a_refused_call_took_is_given_back_and_empty_accounts_are_dropped() -> None:
     quotas = Quotas(replace(LIMITS, max_leases=2))
     holder = quotas.account(ALICE)
-    holder.take(Resource.LEASES)
+    holder.allocate(Resource.LEASES)
     with pytest.raises(QuotaExceeded):
-        holder.take(Resource.LEASES)
+        holder.allocate(Resource.LEASES)
     assert holder.held[Resource.LEASES] == 1
     for number in range(EMPTY_ACCOUNTS + 1):
         quotas.account(Caller(f"visitor {number}"))
