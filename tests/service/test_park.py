@@ -284,7 +284,7 @@ async def test_a_return_that_fails_unexpectedly_leaves_it_parked_and_free(served
     handle = await parked(served)
     fault = failing(waits, "unpark")
     if what == "submit":
-        fault = failing(ModelThread, "submit", of=lambda _, work: bool(work.spans) or work.run.method == "truncate")
+        fault = failing(ModelThread, "submit", of=lambda _, work: bool(work.spans) or work.run._method == "truncate")
     with fault:
         await refused(NEXT[call](served, handle), Reason.INTERNAL_ERROR, grpc.StatusCode.INTERNAL)
     assert not any(each.busy for each in served.server.state.handles.records())
