@@ -10,7 +10,6 @@ gives attention in terms of C instead, and the layers run one after the other wi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -69,31 +68,31 @@ class Compute:
 
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
         """Write K and V of the spans' tokens; hidden rows [T, hidden]."""
-        return self.run(packed_tokens(spans), geometry, self.adapters_of(spans))
+        packed = packed_tokens(spans)
+        adapters = self.adapters_at(self.adapted_rows(spans), len(packed)) if self.loras else None
+        return self.run(packed, geometry, adapters)
 
     def run(self, packed: Int64Array, geometry: BatchGeometry, adapters: StepAdapters | None = None) -> Tensor:
         """As `forward`, of ``packed`` token ids [T]."""
         plan = self.attention.plan(geometry)
-        tokens, positions, slots = self.to_device(packed, geometry.positions, geometry.slots)
-        inputs = StepInputs(tokens, positions, adapters)
+        inputs = self.to_device(packed, geometry.positions, geometry.slots)
         if self._native is not None and (adapters is None or adapters.address is not None):
             native_model, native_attention = self._native
             step = native_attention.native_step(plan)
             if step is not None:
-                return native_model.forward_native(inputs, step)
-        return self.model.forward(inputs, partial(self._attend, slots, plan))
+                return native_model.forward_native(StepInputs(inputs[0], inputs[1], adapters), step)
+        return self.run_layers(inputs, plan, adapters)
 
-    def _attend(  # noqa: PLR0917 - the model calls it, for each layer
-        self, slots: Tensor, plan: Any, layer: int, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        """What the model calls in every layer: store the step's K and V, and attend."""
-        self.attention.write(layer, slots, key, value)
-        return self.attention.attend(layer, query, plan)
+    def run_layers(self, inputs: Sequence[Tensor], plan: Any, adapters: StepAdapters | None = None) -> Tensor:
+        """Hidden rows of a step whose ``inputs`` (token ids, positions, slots) and ``plan`` are on the device."""
+        attention = self.attention
+        tokens, positions, slots = inputs
 
-    def adapters_of(self, spans: Sequence[Span]) -> StepAdapters | None:
-        """Those of a step's sequences; None: none has one."""
-        adapted = self.adapted_rows(spans)
-        return self.adapters_at(adapted, sum([len(span.tokens) for span in spans])) if adapted else None
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            attention.write(layer, slots, key, value)
+            return attention.attend(layer, query, plan)
+
+        return self.model.forward(StepInputs(tokens, positions, adapters), attend)
 
     def adapters_at(self, adapted: Sequence[AdaptedRows], tokens: int) -> StepAdapters | None:
         """Of a step of so many tokens."""

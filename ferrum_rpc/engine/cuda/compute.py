@@ -10,10 +10,6 @@ and by then the rows that are wanted of it have been queued before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,7 +19,7 @@ from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.graphs import STEP_INPUTS, Graphs
-from ferrum_rpc.models.base import Model, StepAdapters, StepInputs
+from ferrum_rpc.models.base import Model, StepAdapters
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.parted import VocabShard
 from ferrum_rpc.sampling.transfer import to_device
@@ -54,11 +50,6 @@ class StagedCompute(Compute):
         sections = self._staging.open(layout)
         self._staging.send(layout, [packed, geometry.positions, geometry.slots, *planned])
         return self.run_layers(sections[:STEP_INPUTS], self.staged.bind(capacity, sections[STEP_INPUTS:]), adapters)
-
-    def run_layers(self, inputs: Sequence[Tensor], plan: Any, adapters: StepAdapters | None = None) -> Tensor:
-        """Hidden rows of a step whose ``inputs`` (token ids, positions, slots) and ``plan`` are on the device."""
-        tokens, positions, slots = inputs
-        return self.model.forward(StepInputs(tokens, positions, adapters), partial(self._attend, slots, plan))
 
     def forget_graphs(self) -> None:
         self.graphs = None
