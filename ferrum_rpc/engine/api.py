@@ -104,9 +104,9 @@ class Submission:
     one outcome per span and, if a step ran, its timing. ``deadline`` is on `time.monotonic`. ``caller`` is a number of
     whose it is: callers share the steps. ``arrived``: when its call did, on the same clock; now, where it is 0.
     ``on_tokens`` is called on the event loop, ahead of ``done``, with what its runs chose in a step: (index of the
-    span, tokens before, token) of each. ``runs``: how many of its spans have one; ``cuts`` what cuts them, by index or
-    all. ``most_running``: runs of its caller that may be under way at a time (`engine.places`).
-    ``slot`` is its place in the memory that an engine process shares."""
+    span, tokens before, token) of each. ``runs``: how many of its spans have one; ``interrupts``: the
+    errors that end them early, by index, or by None for all. ``most_running``: runs of its caller that may be under way
+    at a time (`engine.places`). ``slot`` is its place in the memory that an engine process shares."""
 
     spans: tuple[Span, ...]
     done: Callable[[tuple[SpanOutcome, ...], StepTiming | None], None]
@@ -118,7 +118,7 @@ class Submission:
     most_running: int = sys.maxsize
     tokens: int = field(init=False)
     runs: int = field(init=False)
-    cuts: dict[int | None, ExecutorError] = field(default_factory=dict)
+    interrupts: dict[int | None, ExecutorError] = field(default_factory=dict)
     state: WorkState = WorkState.QUEUED
     slot: int = -1
 
@@ -139,7 +139,7 @@ class Submission:
 @dataclass(frozen=True, slots=True, eq=False)
 class Interrupt:
     """End the runs of a submission at the next step, or the run of the span ``index``; ``error`` says why. Without
-    effect where they are over. What has not begun is refused, where all of it is cut."""
+    effect where they are over. What has not begun is refused, where all of it is interrupted."""
 
     work: Submission | None
     index: int | None
@@ -209,7 +209,7 @@ class Engine(Protocol):
         """Take work back. True: it will never run and ``done`` is not called. False: it is past the point of no
         return."""
 
-    def cut(self, work: Submission, index: int | None, error: ExecutorError) -> None:
+    def interrupt(self, work: Submission, index: int | None, error: ExecutorError) -> None:
         """End its runs at the next step, or one of them: see `Interrupt`."""
 
     def trouble(self, now: float) -> str | None:

@@ -181,7 +181,7 @@ class EngineLoop(ABC):
                     self._backlog.add(work)
                 elif isinstance(work, Interrupt):
                     if work.work is not None:
-                        work.work.cuts.setdefault(work.index, work.error)
+                        work.work.interrupts.setdefault(work.index, work.error)
                 elif self._claim_one(work):
                     finished.append(self._operate(runner, work))
         except BaseException:
@@ -254,11 +254,11 @@ class EngineLoop(ABC):
         return claimed
 
     def _is_over(self, now: float, finished: Finished, work: Submission) -> bool:
-        """Whether what waits was cancelled, or is refused: its deadline has passed, or all of it was cut. Called with
-        the lock held, once where it is."""
+        """Whether what waits was cancelled, or is refused: its deadline has passed, or all of it was interrupted.
+        Called with the lock held, once where it is."""
         if self._cancelled(work):
             return True
-        late: ExecutorError | None = work.cuts.get(None)
+        late: ExecutorError | None = work.interrupts.get(None)
         if work.deadline is not None and now >= work.deadline:
             late = DeadlineExceeded("the deadline passed before the step began; nothing happened")
         if late is None:

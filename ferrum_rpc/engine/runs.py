@@ -4,8 +4,8 @@ A run that is under way has its place in every step, ahead of what waits and out
 and leave between its steps, which are steps like all others. It is in the loop, and not in front of it, because a
 token's way to the event loop and back is longer than a small model's step.
 
-Blocks for the whole of a run are held by its first step (`Span.run`). At a step's boundary a run may be cut: by the
-caller, the deadline, the lease. What it has chosen until then is its answer.
+Blocks for the whole of a run are held by its first step (`Span.run`). At a step's boundary a run may be
+interrupted by the caller, the deadline or the lease. What it has chosen until then is its answer.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Running:
     rows: list[Rows]
 
     @property
-    def cut(self) -> ExecutorError | None:
-        """What cuts it, if anything does."""
-        cuts = self.call.work.cuts
-        return cuts.get(self.index) or cuts.get(None)
+    def interrupt(self) -> ExecutorError | None:
+        """What interrupts it, if anything does."""
+        interrupts = self.call.work.interrupts
+        return interrupts.get(self.index) or interrupts.get(None)
 
 
 class Runs:
@@ -63,12 +63,12 @@ class Runs:
         self._ended: list[int] = []
 
     def take(self, now: float, most: int | None = None) -> list[Running]:
-        """The runs of the next step, at most so many. Those that are cut, or whose deadline has passed at ``now``, have
-        ended."""
+        """The runs of the next step, at most so many. Those that are interrupted, or whose deadline has passed at
+        ``now``, have ended."""
         going: list[Running] = []
         for each in self.ready[:most]:
             work = each.call.work
-            cause = each.cut if work.cuts else None
+            cause = each.interrupt if work.interrupts else None
             if cause is None and work.deadline is not None and now >= work.deadline:
                 cause = DeadlineExceeded("the deadline passed; these are the tokens until then")
             if cause is None:

@@ -86,7 +86,7 @@ class ModelThread(EngineLoop):
             self._claimed(work, WorkState.CANCELLED)
             return True
 
-    def cut(self, work: Submission, index: int | None, error: ExecutorError) -> None:
+    def interrupt(self, work: Submission, index: int | None, error: ExecutorError) -> None:
         self._arrived.put(Interrupt(work, index, error))
 
     def trouble(self, now: float) -> str | None:

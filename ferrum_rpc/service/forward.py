@@ -252,7 +252,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                 if submission.runs:
                     for index, each in enumerate(admitted):
                         if each.span.run is not None:
-                            each.record.cut = partial(state.engine.cut, submission, index)
+                            each.record.cut = partial(state.engine.interrupt, submission, index)
                 state.engine.submit(submission)
                 self.phase = CallPhase.QUEUED
                 return
@@ -406,7 +406,7 @@ class ForwardCall(Transaction["ForwardCall"]):
             return True
         if submission.runs:
             cause = Cancelled("the call was cancelled; these are the tokens until then")
-            engine.cut(submission, None, cause)
+            engine.interrupt(submission, None, cause)
         return False
 
     def _awaited(self) -> bool:

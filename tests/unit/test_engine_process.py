@@ -371,12 +371,12 @@ async def test_a_run_is_cut_where_it_stands(tmp_path: Path) -> None:
         first, done = made.submit(span(1, WAIT), span(2, COUNT, run=Run(30)), span(3, COUNT, run=Run(3)))
         await made.reached()
         assert not made.engine.cancel(first)
-        made.engine.cut(first, 1, Cancelled("as asked"))
+        made.engine.interrupt(first, 1, Cancelled("as asked"))
         await made.open()
         outcomes, _ = await done
         assert tokens_of(outcomes[1]) == [1001] and tokens_of(outcomes[2]) == [1001, 1002, 1003]
         assert outcomes[1].ended.end is RunEnd.CUT and isinstance(outcomes[1].ended.cause, Cancelled)
-        made.engine.cut(first, None, Cancelled("too late"))
+        made.engine.interrupt(first, None, Cancelled("too late"))
         assert await made.outcome(span(4)) is not None
 
 

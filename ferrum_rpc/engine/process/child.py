@@ -66,7 +66,7 @@ class ChildLoop(EngineLoop):
         self._answers: list[tuple[int, tuple[Any, ...]]] = []
         self._chosen: list[tuple[int, Any]] = []
         self._steps: list[tuple[StepTiming, Sequence[float]]] = []
-        self._with_runs: dict[int, Submission] = {}  # by slot, for what cuts them
+        self._with_runs: dict[int, Submission] = {}  # by slot, for what interrupts them
         self._reported: object = None
         self._ranks_at = 0.0  # when to report them next
 

@@ -1,7 +1,7 @@
 """Messages and memory between a server (`parent`) and the engine process that it started (`child`).
 
     server -> engine   (slot, a submission's spans, all or nothing, deadline, caller, arrived, tokens wanted, most
-                       running), (slot, `Command`), (slot, `Cut`), or None: stop
+                       running), (slot, `Command`), (slot, `Interrupt`), or None: stop
     engine -> server   ((chosen, answers, steps), counters, cache, ranks, news) for all that one turn of the engine's
                        loop finished: by slot, what ``on_tokens`` and ``done`` get, and nothing where the work was
                        cancelled; by step, what ``on_step`` gets; the `RankState`s or None, where they were sent within

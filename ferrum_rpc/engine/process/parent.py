@@ -159,7 +159,7 @@ class EngineProcess:
         self._submitted[1] -= work.tokens
         return True
 
-    def cut(self, work: Submission, index: int | None, error: ExecutorError) -> None:
+    def interrupt(self, work: Submission, index: int | None, error: ExecutorError) -> None:
         if self._open.get(work.slot) is work:
             self._send((work.slot, Interrupt(None, index, error)))
 
