@@ -26,7 +26,7 @@ from ferrum_rpc.models.layers import Layer, NativeLayers, PlainLayers, assemble
 from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
 from ferrum_rpc.models.lora import Loras
-from ferrum_rpc.models.lora_choice import select_loras
+from ferrum_rpc.models.native_lora import select_loras
 from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.rotary import Rotary
 from ferrum_rpc.models.shard import WHOLE, Shard

@@ -81,14 +81,15 @@ class TensorPlacement:
 def layout(spec: ModelSpec, shard: Shard = WHOLE) -> dict[str, TensorPlacement]:
     """By its checkpoint name, every tensor that the decoder needs of the model ``spec``; of a rank's ``shard``, those
     that it reads."""
-    table = {}
-    vocabulary = Channels(spec.vocab_size), shard.tokens(spec.vocab_size), spec.hidden_size
+    table, (low, high) = {}, shard.tokens(spec.vocab_size)
+    cut = Slice(0, ((low, high),)) if shard.ranks > 1 else None
+    tokens = (spec.vocab_size, spec.hidden_size), 0, (high - low, spec.hidden_size), cut
     if shard.first or (shard.last and spec.tied_embeddings):  # a tied head is made of the embedding
-        table[embedding_name(spec)] = _tokens("embedding", *vocabulary)
+        table[embedding_name(spec)] = TensorPlacement("embedding", *tokens)
     if shard.last:
         table.update(_norm(spec.norm.weights("norm", f"{spec.roots.body}norm", spec.hidden_size), "", "", shard))
         if not spec.tied_embeddings:
-            table[head_name(spec)] = _tokens("head.weight", *vocabulary)
+            table[head_name(spec)] = TensorPlacement("head.weight", *tokens)
     slots = count()
     for layer, source in enumerate(shard.layers(len(spec.layers))):
         prefix, checkpoint = f"layers.{layer}.", f"{spec.roots.body}layers.{source}."
@@ -122,12 +123,6 @@ def parameter_shapes(placements: Iterable[TensorPlacement]) -> dict[str, Shape]:
 def parameter_count(spec: ModelSpec) -> int:
     """Weights of the model, a tied head counted once."""
     return sum(math.prod(placement.shape) for placement in layout(spec).values())
-
-
-def _tokens(parameter: str, vocabulary: Channels, tokens: tuple[int, int], width: int) -> TensorPlacement:
-    rows = tokens[1] - tokens[0]
-    cut = Slice(0, (tokens,)) if rows < vocabulary.size else None
-    return TensorPlacement(parameter, (vocabulary.size, width), 0, (rows, width), cut)
 
 
 def _norm(norm: NormWeights, prefix: str, checkpoint: str, shard: Shard) -> Iterator[tuple[str, TensorPlacement]]:

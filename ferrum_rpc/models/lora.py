@@ -26,7 +26,7 @@ from torch import Tensor
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.adapter_config import LowRank
 from ferrum_rpc.models.base import Model, StepAdapters
-from ferrum_rpc.models.layout import TensorPlacement
+from ferrum_rpc.models.layout import TensorPlacement, parameter_shapes
 
 
 class AdapterMatrix(NamedTuple):
@@ -55,8 +55,9 @@ class ProductChange(NamedTuple):
 
 
 class AdaptedProduct(ABC):
-    """The tensors of one `ProductChange`."""
+    """The tensors of a ``change``."""
 
+    change: ProductChange
     nbytes: int
 
     @abstractmethod
@@ -80,22 +81,15 @@ class Loras(ABC):
     ) -> None:
         here = table if here is None else here
         self._dtype = dtype
+        self.modules = modules_of(table)
         self._table, self._here = _adaptable(table), _adaptable(here)
+        self._shapes = parameter_shapes(here.values())
         self._slots = 1 + max([each.slot for each in here.values()], default=-1)
-        self._sizes_out: dict[int, int] = {}
-        for each in self._here.values():
-            self._sizes_out[each.slot] = max(self._sizes_out.get(each.slot, 0), each.first + each.rows)
         self._adapters: dict[int, list[AdaptedProduct | None]] = {}
-        self._places: dict[int, dict[str, tuple[AdaptedProduct, AdapterMatrix]]] = {}
 
     def __len__(self) -> int:
         """Adapters that there are."""
         return len(self._adapters)
-
-    @property
-    def modules(self) -> dict[str, tuple[int, int]]:
-        """See `modules_of`."""
-        return _sizes(self._table)
 
     def changes(self, adapter: Sequence[LowRank]) -> list[ProductChange]:
         """What an adapter changes of what is here, product by product in the order of the layers."""
@@ -106,10 +100,11 @@ class Loras(ABC):
             parts = products.setdefault(placement.slot, [])
             start = parts[-1].start + parts[-1].rank if parts else 0
             parts.append(AdapterMatrix(each, placement.first, placement.rows, start, each.rank + each.rank % 2))
-        return [
-            ProductChange(slot, self._here[parts[0].change.module].local[1], self._sizes_out[slot], tuple(parts))
-            for slot, parts in sorted(products.items())
-        ]
+        found = []
+        for slot, parts in sorted(products.items()):
+            size_out, size_in = self._shapes[self._here[parts[0].change.module].parameter]
+            found.append(ProductChange(slot, size_in, size_out, tuple(parts)))
+        return found
 
     def pieces(self, adapter: Sequence[LowRank]) -> list[list[LowRank]]:
         """All that an adapter changes, wherever it is, by layers: the same everywhere, and in the same order."""
@@ -119,11 +114,9 @@ class Loras(ABC):
     def add(self, number: int, changes: Sequence[ProductChange]) -> int:
         """Make room for an adapter, which is to be `put`. Returns its bytes."""
         adapted: list[AdaptedProduct | None] = [None] * self._slots
-        places: dict[str, tuple[AdaptedProduct, AdapterMatrix]] = {}
-        for each, made in zip(changes, self._adapted(changes), strict=True):
-            adapted[each.slot] = made
-            places.update({part.change.module: (made, part) for part in each.parts})
-        self._adapters[number], self._places[number] = adapted, places
+        for each in self._adapted(changes):
+            adapted[each.change.slot] = each
+        self._adapters[number] = adapted
         return sum([each.nbytes for each in adapted if each is not None])
 
     def put(self, number: int, change: LowRank, a: Tensor, b: Tensor) -> None:
@@ -136,13 +129,14 @@ class Loras(ABC):
                     f"{name} holds NaN or infinity, or numbers that the model's type cannot hold", field="adapter"
                 )
         if (placement := self._here.get(change.module)) is not None:
-            adapted, part = self._places[number][change.module]
+            adapted = self._adapters[number][placement.slot]
+            assert adapted is not None  # noqa: S101 - of what `add` was told
+            part = next(each for each in adapted.change.parts if each.change == change)
             adapted.put(part, placement.along(1, a), placement.along(0, scaled))
 
     def drop(self, number: int) -> None:
         """It is no more; no step uses it."""
         self._adapters.pop(number, None)
-        self._places.pop(number, None)
 
     @abstractmethod
     def nbytes(self, changes: Sequence[ProductChange]) -> int:
@@ -166,16 +160,12 @@ class AdaptableModel(Model, Protocol):
 
 def modules_of(table: Mapping[str, TensorPlacement]) -> dict[str, tuple[int, int]]:
     """The matrices of a ``table`` that can be adapted, by their checkpoint names, with their sizes [out, in]."""
-    return _sizes(_adaptable(table))
+    return {module: (each.shape[0], each.shape[1]) for module, each in _adaptable(table).items()}
 
 
 def _adaptable(table: Mapping[str, TensorPlacement]) -> dict[str, TensorPlacement]:
     """By the names of their modules."""
     return {name.removesuffix(".weight"): each for name, each in table.items() if each.adaptable}
-
-
-def _sizes(adaptable: Mapping[str, TensorPlacement]) -> dict[str, tuple[int, int]]:
-    return {module: (each.shape[0], each.shape[1]) for module, each in adaptable.items()}
 
 
 # --- torch, on any device -------------------------------------------------------------------------------------------
@@ -185,6 +175,7 @@ class TorchAdapted(AdaptedProduct):
     """A of all parts [rank, in]; B of all parts, transposed: [rank, out], zero where a part has no rows."""
 
     def __init__(self, change: ProductChange, dtype: torch.dtype, device: torch.device) -> None:
+        self.change = change
         self.a = torch.zeros((change.rank, change.size_in), dtype=dtype, device=device)
         self.b = torch.zeros((change.rank, change.size_out), dtype=dtype, device=device)
         self.nbytes = self.a.nbytes + self.b.nbytes

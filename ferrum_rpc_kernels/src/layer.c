@@ -116,32 +116,8 @@ static void rotate(const struct layer_step *step, char *qkv, const float *cos, c
         ferrum_rows(&rows, weights->lanes);
 }
 
-/* Where the rows within a layer are: `normed`, then gate and up, then the gated ones; query, key and value, then what
- * attention found. */
-struct buffers {
-    char *normed, *gate_up, *gated, *qkv, *attended;
-};
-
-static int reserve(const struct layer_step *step, struct buffers *to)
-{
-    struct ferrum_layers *self = step->self;
-    const struct matrix *const *products = step->weights->products;
-    const size_t bytes = (size_t)step->count * 2;
-    const size_t normed = align_up(bytes * products[OUTPUT]->n), gate_up = align_up(bytes * products[GATE_UP]->n);
-    const size_t qkv = align_up(bytes * products[QKV]->n);
-    if (!reserve_buffer(&self->rows, &self->rows_size, normed + gate_up + bytes * products[DOWN]->k) ||
-        !reserve_buffer(&self->heads, &self->heads_size, qkv + bytes * products[OUTPUT]->k))
-        return 0;
-    to->normed = self->rows;
-    to->gate_up = to->normed + normed;
-    to->gated = to->gate_up + gate_up;
-    to->qkv = self->heads;
-    to->attended = to->qkv + qkv;
-    return 1;
-}
-
-/* delta = the MLP of normed rows. 0, -1, or what the ranks' sum returned. */
-static int32_t mlp(const struct layer_step *step, const struct buffers *at, const char *normed, char *delta)
+/* delta = the MLP of normed rows; `gate_up` and `gated`: buffers for what lies between. As summed_product. */
+static int32_t mlp(const struct layer_step *step, const char *normed, char *gate_up, char *gated, char *delta)
 {
     const struct row_task rows = {
         .kind = &step->weights->kind,
@@ -149,41 +125,46 @@ static int32_t mlp(const struct layer_step *step, const struct buffers *at, cons
         .threads = step->threads,
         .width = step->weights->products[DOWN]->k,
         .count = step->count,
-        .hidden = at->gate_up,
-        .out = at->gated,
+        .hidden = gate_up,
+        .out = gated,
     };
-    if (product(step, GATE_UP, normed, at->gate_up))
+    if (product(step, GATE_UP, normed, gate_up))
         return -1;
     ferrum_rows(&rows, step->weights->lanes);
-    return summed_product(step, DOWN, at->gated, delta);
+    return summed_product(step, DOWN, gated, delta);
 }
 
 /* hidden [count, width] += `added`, where there is any, and then attention's answer; delta = the MLP of the sum, or, where
- * the two are parallel, of what attention read. 0, -1, or what the ranks' sum returned. */
+ * the two are parallel, of what attention read. As summed_product. */
 static int32_t run_layer(const struct layer_step *step, const struct attention_step *attention, int32_t layer, char *hidden,
                          const char *added, char *delta, const float *cos, const float *sin)
 {
     const struct layer_weights *weights = step->weights;
-    struct buffers at;
-    if (!reserve(step, &at))
+    const struct matrix *const *products = weights->products;
+    struct ferrum_layers *self = step->self;
+    const size_t bytes = (size_t)step->count * 2, row = align_up(bytes * products[OUTPUT]->n);
+    const size_t wide_row = align_up(bytes * products[GATE_UP]->n), heads = align_up(bytes * products[QKV]->n);
+    if (!reserve_buffer(&self->rows, &self->rows_size, row + wide_row + bytes * products[DOWN]->k) ||
+        !reserve_buffer(&self->heads, &self->heads_size, heads + bytes * products[OUTPUT]->k))
         return -1;
-    char *normed = add_norm(step, hidden, added, weights->before_mixer, at.normed);
-    if (product(step, QKV, normed, at.qkv))
+    char *const buffer = self->rows, *const qkv = self->heads, *const attended = qkv + heads;
+    char *normed = add_norm(step, hidden, added, weights->before_mixer, buffer);
+    if (product(step, QKV, normed, qkv))
         return -1;
-    rotate(step, at.qkv, cos, sin);
-    if (ferrum_attention_layer(attention, layer, at.qkv, step->count, at.attended))
+    rotate(step, qkv, cos, sin);
+    if (ferrum_attention_layer(attention, layer, qkv, step->count, attended))
         return -1;
-    int32_t status = summed_product(step, OUTPUT, at.attended, delta);
+    int32_t status = summed_product(step, OUTPUT, attended, delta);
     if (status)
         return status;
     add_norm(step, delta, NULL, weights->after_mixer, delta);
     if (weights->parallel) {
-        normed = add_norm(step, hidden, NULL, weights->before_mixer, at.normed);
+        normed = add_norm(step, hidden, NULL, weights->before_mixer, buffer);
         add_norm(step, hidden, delta, NULL, NULL);
     } else {
-        normed = add_norm(step, hidden, delta, weights->before_mlp, at.normed);
+        normed = add_norm(step, hidden, delta, weights->before_mlp, buffer);
     }
-    status = mlp(step, &at, normed, delta);
+    status = mlp(step, normed, buffer + row, buffer + row + wide_row, delta);
     if (!status)
         add_norm(step, delta, NULL, weights->after_mlp, delta);
     return status;
