@@ -45,7 +45,7 @@ from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.service.fingerprints import item_fingerprint
 from ferrum_rpc.service.handles import stale
 from ferrum_rpc.service.masks import Registered
-from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Adapter, Resource, SequenceRecord
+from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Adapter, Resource, SequenceRecord, no_follower
 from ferrum_rpc.service.replay import Entry, scope_of
 from ferrum_rpc.service.state import ServerState
 
@@ -221,7 +221,7 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
                 record.busy = False
                 state.quotas.settle(record)
             raise
-    record.followable = not isinstance(output.kind, Accept)
+    record.follower = None if isinstance(output.kind, Accept) else no_follower
     entry = replay.begin(scope, request_id, fingerprint) if request_id else None
     return named(Admitted, (index, record, span, entry))
 
@@ -347,7 +347,7 @@ def follow_up(state: ServerState, account: Account, index: int, item: WorkItem, 
     model = state.model  # raises where the executor has ended: nothing is claimed then
     state.handles.claim(handle, account.caller.name)
     span = claimed_span(state, record, item, tokens, model)
-    record.followable = not isinstance(item.output.kind, Accept)
+    record.follower = None if isinstance(item.output.kind, Accept) else no_follower
     return named(Admitted, (index, record, span, entry))
 
 

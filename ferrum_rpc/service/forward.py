@@ -58,7 +58,7 @@ from ferrum_rpc.service.admission import (
 from ferrum_rpc.service.fingerprints import item_fingerprint
 from ferrum_rpc.service.guard.auth import ARRIVED
 from ferrum_rpc.service.quotas import UNCOUNTED_BYTES
-from ferrum_rpc.service.records import Account, Resource, SequenceEnd, SequenceRecord
+from ferrum_rpc.service.records import Account, Resource, SequenceEnd, SequenceRecord, no_follower
 from ferrum_rpc.service.replay import Entry, Outcome, scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
@@ -195,7 +195,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         if not record.busy:
             each = follow_up(state, self._account, index, item, None)
             return each._replace(entry=state.replay.begin(scope, item.request_id, fingerprint))
-        if not record.followable or record.follower is not None:
+        if record.follower is not no_follower:
             raise SequenceBusy("another item follows the one in flight, or what is in flight cannot be followed")
         entry = state.replay.begin(scope, item.request_id, fingerprint)
         record.follower = partial(self.settle, self._on_followed, index, item, entry)
@@ -387,7 +387,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         now, present = time.monotonic(), not isinstance(error, Cancelled)
         self._leave_queue()
         for record, entry in self._following.values():
-            record.follower = None
+            record.follower = no_follower
             self._state.supervisor.attempt(self._state.replay.finish, entry, outcome)
         self._following.clear()
         for each in self._admitted:
@@ -451,8 +451,9 @@ def end_item(state: ServerState, each: Admitted, outcome: ItemOutcome, now: floa
     _, record, span, entry = each
     refused = isinstance(outcome, ExecutorError)
     try:
-        record.busy = record.followable = False
-        record.cut = None
+        record.busy, record.cut = False, None
+        if record.follower is no_follower:
+            record.follower = None
         if span.create and refused:
             state.discard(record)
         else:
@@ -478,8 +479,9 @@ def fail_item(state: ServerState, each: Admitted, *, refused: bool = False) -> I
     """
     (_, record, span, entry), attempt = each, state.supervisor.attempt
     outcome = InternalError(FAILED)
-    record.busy = record.followable = False
-    record.cut = None
+    record.busy, record.cut = False, None
+    if record.follower is no_follower:
+        record.follower = None
     if not span.create:
         attempt(state.quotas.settle, record)
         if record.pending_end is not None:

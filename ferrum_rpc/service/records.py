@@ -136,6 +136,10 @@ class Adapter:
     sequences: int = 0
 
 
+def no_follower() -> None:
+    """In the place of a sequence's follower."""
+
+
 @dataclass(slots=True, eq=False)
 class SequenceRecord:
     """A live sequence as the service floor sees it: the engine's number, and the content of its next handle.
@@ -149,9 +153,10 @@ class SequenceRecord:
     ``parked``: where its cache is, if not in the engine; ``sequence`` is then the number that it has there when it is
     back. ``order``: its place among all, in the order of their creation.
 
-    While a forward on it is in flight, ``followable`` says whether another item may wait for it, ``follower`` is called
-    when it is over, and ``cut`` ends its run; of a transfer's sequence it ends the transfer. ``chosen``: the version at
-    which a forward left it, the token that this chose last, and whether that is a stop id of its run.
+    While a forward on it is in flight, ``follower`` is called when it is over: `no_follower` where another item may
+    wait for it and none does, None where none may. ``cut`` ends its run; of a transfer's sequence it ends the transfer.
+    ``chosen``: the version at which a forward left it, the token that this chose last, and whether that is a stop id of
+    its run.
     """
 
     sequence: int
@@ -170,7 +175,6 @@ class SequenceRecord:
     adapter: Adapter | None = None
     parked: Parked | None = None
     order: int = 0
-    followable: bool = False
     follower: Callable[[], object] | None = None
     cut: Callable[[ExecutorError], object] | None = None
     chosen: tuple[int, int, bool] | None = None

@@ -14,7 +14,7 @@ from google.protobuf import duration_pb2
 
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, output_pb2, session_pb2, types_pb2
-from ferrum_rpc.service.records import SequenceEnd
+from ferrum_rpc.service.records import SequenceEnd, no_follower
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_status
 from tests.service.test_session import Stream, opened
@@ -638,8 +638,8 @@ async def test_what_waits_is_taken_back_with_its_step_and_with_its_stream() -> N
             assert answer.step_id == step and error_from_status(answer.error).reason is Reason.CANCELLED
             await stream.send(forward=frame(sent))
             [record] = served.server.state.handles.records()
-            await until(lambda: record.follower is not None)
-        await until(lambda: record.follower is None)  # the stream is gone
+            await until(lambda: record.follower is not no_follower)
+        await until(lambda: record.follower is no_follower)  # the stream is gone
         gate.open()
         async with opened(served) as stream:
             answer = (await stream.ask(forward=frame(sent))).forward  # as if it had never been sent
@@ -654,7 +654,7 @@ async def test_a_follower_whose_turn_comes_after_a_drain_leaves_its_sequence_fre
         await gate.hold(stream.send(forward=frame(item([1], handle, output=SAMPLE))))
         await stream.send(forward=frame(following(ahead(handle, 1))))
         [record] = served.server.state.handles.records()
-        await until(lambda: record.follower is not None)
+        await until(lambda: record.follower is not no_follower)
         served.server.drain(0)
         await served.server.draining.done.wait()
         gate.open()
