@@ -24,9 +24,9 @@ from ferrum_rpc.models.base import Model, NativeModel, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.masks import Masks
-from ferrum_rpc.sampling.parted import VocabShard, select_sampler
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.sampling.transfer import Mark
+from ferrum_rpc.sampling.vocab_parallel import VocabShard, select_sampler
 
 AdaptedRows = tuple[int, int, int]
 """The number of an adapter, the first of its rows in a step, and how many there are."""

@@ -65,7 +65,7 @@ class Best(NamedTuple):
 
 class Sampler(Protocol):
     """How tokens are chosen from logits, float32 [R, V], on one kind of device. Of rows that ranks share it is given
-    the part of its own tokens (`parted`); ids are of the whole vocabulary everywhere."""
+    the part of its own tokens (`vocab_parallel`); ids are of the whole vocabulary everywhere."""
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """A token for each row of ``logits``, int64 [R], on their device."""

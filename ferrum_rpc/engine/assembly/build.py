@@ -45,7 +45,7 @@ from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.lora import AdaptableModel, Loras
 from ferrum_rpc.native import library
-from ferrum_rpc.sampling.parted import VocabShard
+from ferrum_rpc.sampling.vocab_parallel import VocabShard
 
 
 def build_runner(

@@ -21,8 +21,8 @@ from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.graphs import STEP_INPUTS, Graphs
 from ferrum_rpc.models.base import Model, StepAdapters
 from ferrum_rpc.models.lora import Loras
-from ferrum_rpc.sampling.parted import VocabShard
 from ferrum_rpc.sampling.transfer import to_device
+from ferrum_rpc.sampling.vocab_parallel import VocabShard
 
 
 class StagedCompute(Compute):

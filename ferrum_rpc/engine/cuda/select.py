@@ -15,7 +15,7 @@ from ferrum_rpc.engine.cuda.graphs import MOST_SPANS, Capture, CudaCapture, Grap
 from ferrum_rpc.errors import InvalidRequest, counted
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.lora import Loras
-from ferrum_rpc.sampling.parted import VocabShard
+from ferrum_rpc.sampling.vocab_parallel import VocabShard
 
 OFF = "off"
 

@@ -24,7 +24,7 @@ from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import ParallelContext, PipelineLinks
 from ferrum_rpc.models.shard import Shard
-from ferrum_rpc.sampling.parted import VocabShard
+from ferrum_rpc.sampling.vocab_parallel import VocabShard
 
 SHARED_MEMORY: Final = "shared-memory"
 GLOO: Final = "gloo"

@@ -31,9 +31,9 @@ from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.sampling import rows as sampling_rows
 from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.draw import DRAW, SORTED, Draws, Sampler
-from ferrum_rpc.sampling.parted import VocabParallelSampler, VocabShard
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.sampling.samplers import NativeSampler, PartSampler, TorchSampler
+from ferrum_rpc.sampling.vocab_parallel import VocabParallelSampler, VocabShard
 from tests.fake_device import fake_device
 from tests.numerics.test_draws import draws, logits
 from tests.numerics.test_token_masks import random_mask, words_of
