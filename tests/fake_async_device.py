@@ -13,12 +13,12 @@ from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.step import Stage
-from ferrum_rpc.sampling.transfer import Mark
+from ferrum_rpc.sampling.transfer import Marker
 
 LOOKS = 8
 
 
-class LateMark(Mark):
+class LateMark(Marker):
     """Passed once it was waited for, or, if it is ``seen``, looked at more than `LOOKS` times. ``error`` is what the
     device then turns out to have failed of."""
 

@@ -25,7 +25,7 @@ from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.masks import Masks
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
-from ferrum_rpc.sampling.transfer import Mark
+from ferrum_rpc.sampling.transfer import Marker
 from ferrum_rpc.sampling.vocab_parallel import VocabShard, select_sampler
 
 AdaptedRows = tuple[int, int, int]
@@ -56,7 +56,7 @@ class Compute:
         self._whole_rows = part is None
         self.masks = Masks(model.device)
         self._on_host = model.device.type == "cpu"
-        self._done = Mark(torch.device("cpu"))
+        self._done = Marker(torch.device("cpu"))
         self._native: tuple[NativeModel, NativeAttention] | None = None
         if model.native and isinstance(attention, NativeAttention):
             self._native = cast(NativeModel, model), attention
@@ -183,9 +183,9 @@ class Compute:
     def close(self) -> None:
         """No step will follow."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> Marker:
         """The end of all that was asked so far, the caller's own operations on the device among it."""
-        return self._done if self._on_host else Mark(self.model.device)
+        return self._done if self._on_host else Marker(self.model.device)
 
     def to_device(self, *arrays: Int64Array) -> list[Tensor]:
         """The same integers where the model is."""

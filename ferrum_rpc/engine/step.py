@@ -38,7 +38,7 @@ from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.store import KvStore, Saved
 from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.sampling.accept import accepted
-from ferrum_rpc.sampling.transfer import Mark
+from ferrum_rpc.sampling.transfer import Marker
 
 log = structlog.get_logger("ferrum_rpc.engine")
 
@@ -72,7 +72,7 @@ class Pending:
     rows: Sequence[Rows | None] = ()
     drafts: Sequence[int] = ()
     saved: Saved | None = None
-    mark: Mark | None = None
+    mark: Marker | None = None
     closes_first: bool = False
     """Whether its commit may take blocks, so that no other step may reserve any before."""
     ended: StepResult | ExecutorError | None = None

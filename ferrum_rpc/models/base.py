@@ -90,7 +90,7 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 [R, vocab] of hidden rows [R, hidden]; where ranks share the head, those of its own tokens, as
-        `argmax` is the largest of these."""
+        `argmax` is that of these."""
 
 
 class NativeModel(Model, Protocol):

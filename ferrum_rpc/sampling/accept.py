@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.core import Accept, RowBlock, Rows, TokenArray
-from ferrum_rpc.sampling.draw import ACCEPT, TOKEN, Draws, Sampler, uniforms
+from ferrum_rpc.sampling.draw import ACCEPT, TOKEN, Sampler, SamplingParams, uniforms
 from ferrum_rpc.sampling.transfer import to_device
 
 ROWS_AT_ONCE: Final = 32
@@ -59,35 +59,35 @@ class Draft(NamedTuple):
 
 
 def verify(
-    logits: Tensor, draws: Draws, proposals: Sequence[tuple[int, Proposal]], tokens: Tensor, sampler: Sampler
+    logits: Tensor, params: SamplingParams, proposals: Sequence[tuple[int, Proposal]], tokens: Tensor, sampler: Sampler
 ) -> None:
     """Choose the tokens of the rows of ``proposals``, into ``tokens`` (int64 [R]). ``logits`` float32 [R, V] and
-    ``draws`` [R] are those of all rows."""
+    ``params`` [R] are those of all rows."""
     for first in range(0, len(proposals), ROWS_AT_ONCE):
         part = proposals[first : first + ROWS_AT_ONCE]
         rows = np.array([row for row, _ in part])
         where = to_device(torch.from_numpy(rows), logits.device)
-        tokens[where] = _verified(logits[where], draws[rows], [proposal for _, proposal in part], sampler)
+        tokens[where] = _verified(logits[where], params[rows], [proposal for _, proposal in part], sampler)
 
 
-def _verified(logits: Tensor, draws: Draws, proposals: Sequence[Proposal], sampler: Sampler) -> Tensor:
+def _verified(logits: Tensor, params: SamplingParams, proposals: Sequence[Proposal], sampler: Sampler) -> Tensor:
     """The token of each row, int64 [r]."""
     on_host = logits.device.type == "cpu"
-    widest = max(len(each.token_ids) for each in proposals)
-    ids = np.zeros((len(proposals), widest), np.int64)
-    probabilities = np.zeros((len(proposals), widest), np.float64)
+    max_candidates = max(len(each.token_ids) for each in proposals)
+    ids = np.zeros((len(proposals), max_candidates), np.int64)
+    probabilities = np.zeros((len(proposals), max_candidates), np.float64)
     for row, (_, row_ids, row_probabilities) in enumerate(proposals):
         ids[row, : len(row_ids)], probabilities[row, : len(row_ids)] = row_ids, row_probabilities
     tokens = np.array([each.token for each in proposals])
     of_draft = np.where(ids == tokens[:, None], probabilities, 0).max(axis=-1)
-    chances = [uniforms(draws["seed"], draws["position"], stream) for stream in (ACCEPT, TOKEN)]
+    chances = [uniforms(params["seed"], params["position"], stream) for stream in (ACCEPT, TOKEN)]
     on_device = [
         to_device(torch.from_numpy(each), logits.device) for each in (ids, probabilities, tokens, of_draft, *chances)
     ]
     candidates, drafted, token, odds, luck, chance = on_device
-    weights, plain, total = sampler.filtered(logits, draws)
+    weights, plain, total = sampler.filtered(logits, params)
     held = sampler.at(weights, token[:, None]).squeeze(-1) > luck * odds * total
-    best = sampler.largest(logits)
+    best = sampler.argmax(logits)
     chosen = token.where(plain, best)
     # On a GPU the host must not wait for how many are rejected.
     rejected = (~held & plain).nonzero().squeeze(-1) if on_host else torch.arange(len(token), device=logits.device)
@@ -95,8 +95,8 @@ def _verified(logits: Tensor, draws: Draws, proposals: Sequence[Proposal], sampl
         left = weights[rejected].to(torch.float64)
         sampler.add(left, candidates[rejected], (-drafted * total[:, None])[rejected])
         # where nothing is left p and q differ by rounding
-        drawn = sampler.picked(left.clamp_(min=0), chance[rejected], best[rejected])
-        chosen[rejected] = chosen[rejected].where(held[rejected] | ~plain[rejected], drawn)
+        sampled = sampler.picked(left.clamp_(min=0), chance[rejected], best[rejected])
+        chosen[rejected] = chosen[rejected].where(held[rejected] | ~plain[rejected], sampled)
     return chosen
 
 

@@ -1,18 +1,19 @@
-"""Tokens drawn from rows of logits, reproducible for a seed and the same whatever else is in the batch.
+"""Sampling of tokens from rows of logits: reproducible for a seed, and independent of the rest of the batch.
 
-A row's only chance is one number from [0, 1), a function of its seed and its position (`uniforms`). It picks from what
-the filters left, by weight, in the order of the ids. In their order, each over what the one before left:
+A row uses one random number from [0, 1), a function of its seed and position (`uniforms`). The number selects, by
+weight and in the order of the ids, from the tokens that the filters keep. Each filter applies to the result of the
+previous one:
 
-masks        leave only the tokens that they allow: the others' logits are -inf, whatever is added to them
-bias         is added to its tokens' logits
+masks        keep only the tokens that they allow: other logits are -inf, whatever is added to them
+bias         is added to the logits of its tokens
 penalties    repetition, then frequency, then presence (`Penalty`)
-temperature  divides the logits; 0 takes the largest, the lowest id of several, and ends it
+temperature  divides the logits; 0 selects the largest, with ties the lowest id, and ends here
 top-k        keeps the k largest, and those that equal the last of them
-top-p        keeps the smallest set of the largest whose probability reaches p, lower ids first where they are equal
-min-p        keeps what has at least this share of the largest one's probability
+top-p        keeps the smallest set of the largest whose probability reaches p, with ties the lower ids
+min-p        keeps tokens with at least this fraction of the largest probability
 
-This is the order of `transformers` and of vLLM, but for min-p, which vLLM puts before top-k. A row with a logit that is
-no number, or whose largest is infinite, takes the arg-max.
+This is the order of `transformers` and of vLLM, except that vLLM applies min-p before top-k. A row with a NaN logit, or
+whose largest logit is infinite, takes the argmax.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from ferrum_rpc.sampling.masks import RowMask
 from ferrum_rpc.sampling.top import top_tokens
 from ferrum_rpc.sampling.transfer import to_device
 
-DRAW: Final = np.dtype(library.Draw)
-"""How one row is drawn. Filters that do nothing: top_k 0, top_p 1, min_p 0."""
+PARAMS_DTYPE: Final = np.dtype(library.Draw)
+"""Seed, position and filters of one row. Inactive filters: top_k 0, top_p 1, min_p 0."""
 
-Draws = npt.NDArray[Any]
-"""`DRAW` [R]."""
+SamplingParams = npt.NDArray[Any]
+"""`PARAMS_DTYPE` [R]."""
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
 
 class Penalty(NamedTuple):
-    """What ``row`` of the logits loses by the ``tokens`` (int32 [n]) of its sequence up to it: ``repetition`` divides
-    what is positive and multiplies the rest, once a token; ``frequency`` goes off for each occurrence from
-    ``counted_from`` on, and ``presence`` once for those."""
+    """Penalties on a ``row`` of the logits for the ``tokens`` (int32 [n]) of its sequence up to it. ``repetition``
+    divides positive logits and multiplies others, once per token. ``frequency`` is subtracted for each occurrence from
+    ``counted_from`` on, ``presence`` once for those."""
 
     row: int
     tokens: TokenArray
@@ -55,8 +56,8 @@ class Penalty(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Of each row the best tokens by falling logit, then rising id: their ids, int64 [R, k], their logits, float32
-    [R, k]; and the logsumexp of the whole row, float32 [R]."""
+    """The best tokens of each row by descending logit, then ascending id: their ids, int64 [R, k], their logits,
+    float32 [R, k]; and the logsumexp of the whole row, float32 [R]."""
 
     token_ids: Tensor
     logits: Tensor
@@ -64,10 +65,10 @@ class Best(NamedTuple):
 
 
 class Sampler(Protocol):
-    """How tokens are chosen from logits, float32 [R, V], on one kind of device. Of rows that ranks share it is given
-    the part of its own tokens (`vocab_parallel`); ids are of the whole vocabulary everywhere."""
+    """Samples tokens from logits, float32 [R, V], on one kind of device. With vocabulary-parallel ranks it gets the
+    logits of this rank's tokens (`vocab_parallel`); token ids always refer to the whole vocabulary."""
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+    def draw(self, logits: Tensor, params: SamplingParams) -> Tensor:
         """A token for each row of ``logits``, int64 [R], on their device."""
 
     def bias(self, logits: Tensor, rows: IntArray, tokens: IntArray, values: FloatArray) -> None:
@@ -82,17 +83,17 @@ class Sampler(Protocol):
     def best(self, logits: Tensor, k: int) -> Best:
         """The k ≥ 0 best tokens of each row."""
 
-    def largest(self, logits: Tensor) -> Tensor:
-        """The arg-max of each row, int64 [R]: the first of several, and what is no number is larger."""
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The argmax of each row, int64 [R]: with ties the first; NaN counts as largest."""
 
     def at(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """What ``rows`` [R, V] have at ``tokens`` (int64 [R, n]), [R, n]."""
+        """The values of ``rows`` [R, V] at ``tokens`` (int64 [R, n]), [R, n]."""
 
     def whole(self, logits: Tensor) -> Tensor:
-        """The rows, of all tokens."""
+        """The complete rows, of all tokens."""
 
-    def filtered(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
-        """As the function `filtered`, and what the weights of each row come to, float64 [R]."""
+    def filtered(self, logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
+        """As the function `filtered`, and the sum of the weights of each row, float64 [R]."""
 
     def add(self, weights: Tensor, tokens: Tensor, values: Tensor) -> None:
         """Add ``values`` [R, n] to the ``weights`` [R, V] of ``tokens`` (int64 [R, n]), in place."""
@@ -102,7 +103,7 @@ class Sampler(Protocol):
 
 
 TOKEN, ACCEPT = 0, 1
-"""What a number is for: the streams of `uniforms`."""
+"""The streams of `uniforms`: one for choosing a token, one for accepting a draft."""
 
 _ROUNDS: Final = 10
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
@@ -110,10 +111,10 @@ _KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
 _LOW: Final = np.uint64(0xFFFFFFFF)
 STEEPEST: Final = 1e30
 FINITE: Final = 3.4e38
-"""Of a largest logit: above it, as `masks.LEAST`, it is none to divide by."""
+"""Bound of a row's largest logit. A larger one, and `masks.MIN_LOGIT`, cannot be divided by a temperature."""
 
 SORTED: Final = 1024
-"""To sort 152 thousand logits takes 25 ms, to find so many of the largest 2 ms, and mostly they are enough."""
+"""Number of largest logits that are sorted first: 2 ms, and usually enough. Sorting all 152 thousand takes 25 ms."""
 
 
 def philox(key: npt.NDArray[np.uint64], counter: tuple[npt.NDArray[np.uint64], ...]) -> list[npt.NDArray[np.uint64]]:
@@ -146,22 +147,23 @@ def uniforms(
 
 
 def weights_of(logits: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
-    """Of float32 ``logits`` [R, V] as shares of the ``largest``'s (float32 [R, 1]), at a ``temperature`` [R, 1]."""
+    """Weights of float32 ``logits`` [R, V] relative to the ``largest`` (float32 [R, 1]), at a ``temperature`` [R,
+    1]."""
     return ((logits - largest) * temperature.reciprocal().clamp(max=STEEPEST)).exp()
 
 
-def filtered(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """What the filters leave of each row, as weights of its largest token's, float32 [R, V]; and bool [R], whether they
-    are drawn from at all: otherwise the arg-max is taken."""
+def filtered(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """What the filters keep of each row, as weights relative to its largest, float32 [R, V]; and bool [R], whether the
+    row is sampled at all: otherwise the argmax is taken."""
     vocabulary = logits.shape[-1]
 
     def column(name: str, dtype: torch.dtype) -> Tensor:
-        return to_device(torch.from_numpy(np.ascontiguousarray(draws[name])).to(dtype), logits.device)[:, None]
+        return to_device(torch.from_numpy(np.ascontiguousarray(params[name])).to(dtype), logits.device)[:, None]
 
     temperature, top_p = column("temperature", torch.float32), column("top_p", torch.float64)
     largest = logits.max(dim=-1, keepdim=True).values
     weights = weights_of(logits, largest, temperature)
-    cut = (draws["top_p"] < 1) | ((draws["top_k"] > 0) & (draws["top_k"] < vocabulary))
+    cut = (params["top_p"] < 1) | ((params["top_k"] > 0) & (params["top_k"] < vocabulary))
     if cut.any():
         top_k = column("top_k", torch.int64)
         top_k = top_k.where((top_k > 0) & (top_k < vocabulary), torch.full_like(top_k, vocabulary))
@@ -180,17 +182,17 @@ def filtered(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
 def _cut(
     logits: Tensor, weights: Tensor, filters: tuple[Tensor, Tensor], largest: tuple[Tensor, Tensor]
 ) -> Tensor | None:
-    """What the ``filters`` top-k (int64 [R, 1], 1 to V, which is none) and top-p ([R, 1]) leave of ``weights`` [R, V],
-    where the ``largest`` logits, sorted [R, n], and their ids are enough to say; None where they are not."""
+    """What the ``filters`` top-k (int64 [R, 1], 1 to V, which means none) and top-p ([R, 1]) keep of ``weights`` [R,
+    V]. ``largest``: the largest logits, sorted [R, n], and their ids. None if these do not determine the result."""
     (top_k, top_p), (ordered, ids) = filters, largest
-    vocabulary, most = logits.shape[-1], ordered.shape[-1]
+    vocabulary, count = logits.shape[-1], ordered.shape[-1]
     nothing = torch.zeros_like(weights)
-    least = ordered.gather(-1, (top_k - 1).clamp(max=most - 1))
-    weights = weights.where((logits >= least) | (top_k == vocabulary), nothing)
+    threshold = ordered.gather(-1, (top_k - 1).clamp(max=count - 1))
+    weights = weights.where((logits >= threshold) | (top_k == vocabulary), nothing)
     sorted_weights = weights.gather(-1, ids)
     masses, total = sorted_weights.to(torch.float64).cumsum(-1), weights.sum(-1, dtype=torch.float64, keepdim=True)
-    if most < vocabulary:
-        known = ((top_k <= most) | (top_k == vocabulary)) & ((top_p >= 1) | (masses[:, -1:] >= top_p * total))
+    if count < vocabulary:
+        known = ((top_k <= count) | (top_k == vocabulary)) & ((top_p >= 1) | (masses[:, -1:] >= top_p * total))
         if not known.all():
             return None
     kept = masses - sorted_weights < top_p * total

@@ -1,7 +1,7 @@
-"""Token masks on the device: which tokens a row may yield, as the words that were registered.
+"""Token masks on the device: which tokens a row may yield, as registered words.
 
-A mask stays as it came, a bit for each token: 19 kB at a 152k vocabulary. It is spread over a row where it is used, by
-the `Sampler`. Which masks are there, and for how long, the service floor decides; what it names, it has sent before.
+A mask is stored as it arrives, one bit per token: 19 kB with a vocabulary of 152k. The `Sampler` expands it over a row
+when it is used. The service floor decides which masks exist and for how long; it sends a mask before it names it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ferrum_rpc.sampling.transfer import to_device
 WORD: Final = 32
 """Tokens of a word: bit t % 32 of word t / 32 allows token t."""
 
-LEAST: Final = torch.finfo(torch.float32).min
-"""What an allowed token's logit is at least, so that no forbidden one equals it."""
+MIN_LOGIT: Final = torch.finfo(torch.float32).min
+"""Minimum logit of an allowed token, so that no forbidden one equals it."""
 
 
 class RowMask(NamedTuple):
@@ -31,14 +31,14 @@ class RowMask(NamedTuple):
 
 
 class Masks:
-    """The masks that were registered, by id, on ``device``."""
+    """The registered masks by id, on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._words: dict[bytes, Tensor] = {}
 
     def change(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
-        """Keep ``added`` (ids and words), and those that were ``dropped`` no more."""
+        """Store ``added`` masks (ids and words), and remove ``dropped`` ones."""
         for each in dropped:
             self._words.pop(each, None)
         for each, words in added:
@@ -55,12 +55,12 @@ class Masks:
 
 def forbid(logits: Tensor, masks: Sequence[RowMask]) -> None:
     """Set what the ``masks`` do not allow to -inf, in place, in rows of float32 ``logits`` [R, V]; what they allow, to
-    `LEAST` at least. Nothing waits for the device."""
+    `MIN_LOGIT` at least. Nothing waits for the device."""
     rows = [each.row for each in masks]
     words = torch.stack([each.words for each in masks])
     whole = rows == list(range(len(logits)))
     where = None if whole else to_device(torch.tensor(rows), logits.device)
-    changed = (logits if where is None else logits.index_select(0, where)).clamp_(min=LEAST)
+    changed = (logits if where is None else logits.index_select(0, where)).clamp_(min=MIN_LOGIT)
     bits = (words[:, :, None] & _bits(logits.device)) != 0
     changed.masked_fill_(~bits.flatten(1)[:, : logits.shape[-1]], -torch.inf)
     if where is not None:

@@ -37,7 +37,7 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.sampling.accept import Draft, Proposal, verify
-from ferrum_rpc.sampling.draw import DRAW, Penalty, Sampler
+from ferrum_rpc.sampling.draw import PARAMS_DTYPE, Penalty, Sampler
 from ferrum_rpc.sampling.masks import RowMask
 from ferrum_rpc.sampling.samplers import TorchSampler
 from ferrum_rpc.sampling.scores import Columns, Scored, select_tokens, token_columns
@@ -83,19 +83,19 @@ def select_rows(
     hidden: Tensor,
     requests: Sequence[RowRequest],
     head: Callable[[Tensor], Tensor],
-    largest: Callable[[Tensor], Tensor] | None = None,
+    argmax: Callable[[Tensor], Tensor] | None = None,
     sampler: Sampler = _TORCH,
 ) -> list[Rows]:
     """Answer every request.
 
-    ``hidden`` [T, hidden] on the device; ``head`` maps [R, hidden] to float32 logits [R, V], ``largest`` to the int64
+    ``hidden`` [T, hidden] on the device; ``head`` maps [R, hidden] to float32 logits [R, V], ``argmax`` to the int64
     arg-max [R] of them, which may spare writing them; ``sampler`` draws, and knows which tokens' logits ``head`` gives.
     Returns host rows, one per request; requests of the same kind share a block, in the order of the requests. From a
-    GPU their contents are on their way, and there when a `sampling.transfer.Mark` that is made afterwards is passed.
+    GPU their contents are on their way, and there when a `sampling.transfer.Marker` that is made afterwards is passed.
     """
     single = len(requests) == 1 and requests[0].rows == hidden.shape[0] <= HEAD_ROWS
-    if single and largest is not None and requests[0].kind == _GREEDY:  # a decode: 14 µs instead of 25
-        return [Rows(_to_host(RowKind.TOKENS, {"token_ids": largest(hidden)}), 0, requests[0].rows)]
+    if single and argmax is not None and requests[0].kind == _GREEDY:  # a decode: 14 µs instead of 25
+        return [Rows(_to_host(RowKind.TOKENS, {"token_ids": argmax(hidden)}), 0, requests[0].rows)]
     groups: dict[OutputKind, list[int]] = {}
     members: list[int] = []
     previous: OutputKind | None = None
@@ -111,7 +111,7 @@ def select_rows(
             rows = hidden.index_select(0, to_device(_packed(groups[kind], requests), hidden.device))
             parts[kind] = [{"hidden_states": rows.to(_TORCH_DTYPE[kind.dtype])}]
     if of_head:
-        parts |= _reduced(hidden, requests, of_head, head=head, largest=largest, sampler=sampler)
+        parts |= _reduced(hidden, requests, of_head, head=head, argmax=argmax, sampler=sampler)
     answers: dict[int, Rows] = {}
     for kind, members in groups.items():
         columns, *others = parts[kind]
@@ -144,21 +144,21 @@ def _reduced(
     groups: dict[OutputKind, list[int]],
     *,
     head: Callable[[Tensor], Tensor],
-    largest: Callable[[Tensor], Tensor] | None,
+    argmax: Callable[[Tensor], Tensor] | None,
     sampler: Sampler,
 ) -> dict[OutputKind, list[Columns]]:
     """What each kind wants of its rows' logits, slice by slice of the head; ``groups``: the requests of each kind."""
     order = [index for members in groups.values() for index in members]
     extents, total = _extents(groups, requests)
     packed = None if _is_all(hidden, order, requests) else to_device(_packed(order, requests), hidden.device)
-    if largest is not None and list(groups) == [_GREEDY]:
+    if argmax is not None and list(groups) == [_GREEDY]:
         rows = hidden if packed is None else hidden.index_select(0, packed)
-        return {_GREEDY: [{"token_ids": largest(rows[low : low + HEAD_ROWS])} for low in range(0, total, HEAD_ROWS)]}
-    chosen: dict[OutputKind, Drawn | Scored] = {}
+        return {_GREEDY: [{"token_ids": argmax(rows[low : low + HEAD_ROWS])} for low in range(0, total, HEAD_ROWS)]}
+    chosen: dict[OutputKind, SampledRows | Scored] = {}
     for kind, members in groups.items():
         if isinstance(kind, Sample):
             keep = kind.logprob or kind.logprobs is not None
-            chosen[kind] = Drawn([requests[each] for each in members], sampler, keep=keep)
+            chosen[kind] = SampledRows([requests[each] for each in members], sampler, keep=keep)
         elif isinstance(kind, NextToken):
             scored = [each for each in (requests[index].scored for index in members) if each is not None]
             chosen[kind] = Scored.of(scored, hidden.device)
@@ -207,10 +207,10 @@ def _extents(
     return extents, first
 
 
-class Drawn:
-    """The draws of some requests' rows, one after the other. Unless it is to ``keep`` logits, they change."""
+class SampledRows:
+    """Samples the rows of some requests, in order. It changes the logits unless it must ``keep`` them."""
 
-    __slots__ = ("_bias", "_draws", "_keep", "_masks", "_penalties", "_proposals", "_sampler")
+    __slots__ = ("_bias", "_keep", "_masks", "_params", "_penalties", "_proposals", "_sampler")
 
     def __init__(self, requests: Iterable[RowRequest], sampler: Sampler, *, keep: bool) -> None:
         rows: list[tuple[int | float, ...]] = []
@@ -232,14 +232,14 @@ class Drawn:
                     counts = kind.repetition_penalty, kind.presence_penalty, kind.frequency_penalty
                     self._penalties.append(Penalty(len(rows), history[: position + row], kind.penalty_from, *counts))
                 rows.append((seed, position + row, kind.temperature, kind.top_p, kind.min_p, kind.top_k))
-        self._draws = np.array(rows, DRAW)
+        self._params = np.array(rows, PARAMS_DTYPE)
         self._sampler = sampler
         self._keep = keep
 
-    def between(self, first: int, last: int) -> Drawn:
+    def between(self, first: int, last: int) -> SampledRows:
         """Those of the rows ``first .. last``."""
-        part = Drawn((), self._sampler, keep=self._keep)
-        part._draws = self._draws[first:last]
+        part = SampledRows((), self._sampler, keep=self._keep)
+        part._params = self._params[first:last]
         part._bias = [(row - first, token, value) for row, token, value in self._bias if first <= row < last]
         part._penalties = [each._replace(row=each.row - first) for each in self._penalties if first <= each.row < last]
         part._proposals = [(row - first, each) for row, each in self._proposals if first <= row < last]
@@ -257,9 +257,9 @@ class Drawn:
             self._sampler.penalise(logits, self._penalties)
         if self._masks:  # what is forbidden is so before the others and after them: last, it is -inf for certain
             self._sampler.forbid(logits, self._masks)
-        chosen = self._sampler.draw(logits, self._draws)
+        chosen = self._sampler.draw(logits, self._params)
         if self._proposals:
-            verify(logits, self._draws, self._proposals, chosen, self._sampler)
+            verify(logits, self._params, self._proposals, chosen, self._sampler)
         return chosen
 
 
@@ -267,10 +267,10 @@ def _select(logits: Tensor, kind: OutputKind, tokens: Tensor | None, sampler: Sa
     """What ``kind`` wants of float32 ``logits`` [r, V], still on the device. ``tokens`` int64 [r]: of rows that are
     drawn or scored."""
     match kind:
-        case Greedy(logprob, beside) | Sample(logprob=logprob, logprobs=beside):
-            return token_columns(logits, tokens, logprob, beside, sampler)
-        case NextToken(logprobs=beside):
-            return token_columns(logits, tokens, True, beside, sampler)
+        case Greedy(logprob, logprobs) | Sample(logprob=logprob, logprobs=logprobs):
+            return token_columns(logits, tokens, logprob, logprobs, sampler)
+        case NextToken(logprobs=logprobs):
+            return token_columns(logits, tokens, True, logprobs, sampler)
         case TopTokens(k):
             return sampler.best(logits, k)._asdict()
         case SelectedTokens(token_ids):
@@ -279,7 +279,7 @@ def _select(logits: Tensor, kind: OutputKind, tokens: Tensor | None, sampler: Sa
         case FullLogits(dtype):
             return {"logits": sampler.whole(logits).to(_TORCH_DTYPE[dtype])}
         case HiddenStates() | Accept():
-            raise AssertionError("these rows do not go through the head, or as another kind")
+            raise AssertionError("rows of this kind do not reach the head")
 
 
 def _to_host(kind: RowKind, columns: Columns) -> RowBlock:

@@ -15,11 +15,11 @@ from ferrum_rpc.native import library
 from ferrum_rpc.sampling import masks as token_masks
 from ferrum_rpc.sampling.draw import (
     Best,
-    Draws,
     FloatArray,
     IntArray,
     Penalty,
     Sampler,
+    SamplingParams,
     filtered,
     passed,
     picked,
@@ -42,7 +42,7 @@ Limits = npt.NDArray[Any]
 ALL_TIES: Final = np.iinfo(np.int64).max
 
 
-class PartSampler(Sampler, Protocol):
+class ShardSampler(Sampler, Protocol):
     """What knows parts of rows too."""
 
     def weigh(self, logits: Tensor, limits: Limits) -> Tensor:
@@ -62,7 +62,7 @@ class WholeRows:
         where = tuple(to_device(torch.from_numpy(each), logits.device) for each in (rows, tokens))
         logits.index_put_(where, to_device(torch.from_numpy(values), logits.device), accumulate=True)
 
-    def largest(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)
 
     def at(self, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -71,8 +71,8 @@ class WholeRows:
     def whole(self, logits: Tensor) -> Tensor:
         return logits
 
-    def filtered(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
-        weights, plain = filtered(logits, draws)
+    def filtered(self, logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
+        weights, plain = filtered(logits, params)
         return weights, plain, weights.sum(-1, dtype=torch.float64)
 
     def add(self, weights: Tensor, tokens: Tensor, values: Tensor) -> None:
@@ -85,9 +85,9 @@ class WholeRows:
 class TorchSampler(WholeRows):
     """A `Sampler` that runs everywhere. It sorts the rows where a filter asks for it."""
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        chances = to_device(torch.from_numpy(uniforms(draws["seed"], draws["position"])), logits.device)
-        weights, plain = filtered(logits, draws)
+    def draw(self, logits: Tensor, params: SamplingParams) -> Tensor:
+        chances = to_device(torch.from_numpy(uniforms(params["seed"], params["position"])), logits.device)
+        weights, plain = filtered(logits, params)
         return picked(weights, chances).where(plain, logits.argmax(dim=-1))
 
     def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
@@ -142,7 +142,7 @@ class NativeSampler(WholeRows):
         if getattr(self, "_handle", None):
             self._library.ferrum_sampler_free(self._handle)
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+    def draw(self, logits: Tensor, params: SamplingParams) -> Tensor:
         rows, vocabulary = logits.shape
         logits = logits.contiguous()
         tokens = torch.empty(rows, dtype=torch.int32)
@@ -151,7 +151,7 @@ class NativeSampler(WholeRows):
             logits.data_ptr(),
             rows,
             vocabulary,
-            draws.ctypes.data,
+            params.ctypes.data,
             tokens.data_ptr(),
             torch.get_num_threads(),
         ):

@@ -1,6 +1,6 @@
-"""Tokens with log-probabilities: what is returned beside a chosen token, and scores of tokens that are given.
+"""Log-probabilities: those returned with a sampled token, and scores of given tokens.
 
-All of it is of the row as the model gave it, whatever chose the token.
+All are of the row as the model computed it, however the token was chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Columns = dict[str, Tensor]
 
 
 class Scored:
-    """The given tokens of some rows, one after the other, where `rows.Drawn` would draw them."""
+    """The given tokens of some rows, in order, in place of `rows.SampledRows`."""
 
     __slots__ = ("_tokens",)
 
@@ -42,13 +42,13 @@ class Scored:
 
 
 def token_columns(
-    logits: Tensor, tokens: Tensor | None, logprob: bool, beside: RowLogprobs | None, sampler: Sampler
+    logits: Tensor, tokens: Tensor | None, logprob: bool, logprobs: RowLogprobs | None, sampler: Sampler
 ) -> Columns:
-    """The ``tokens`` int64 [r] (None: the largest) of float32 ``logits`` [r, V], their log-probabilities where
-    ``logprob`` says so, and those ``beside`` them. One pass finds the best, one the logsumexp."""
-    if not logprob and beside is None:
-        return {"token_ids": sampler.largest(logits) if tokens is None else tokens}
-    top_k, token_ids = (0, ()) if beside is None else (beside.top_k, beside.token_ids)
+    """The ``tokens`` int64 [r] (None: the argmax) of float32 ``logits`` [r, V], their log-probabilities if
+    ``logprob`` is set, and the additional ``logprobs``. One pass finds the best tokens, one the logsumexp."""
+    if not logprob and logprobs is None:
+        return {"token_ids": sampler.argmax(logits) if tokens is None else tokens}
+    top_k, token_ids = (0, ()) if logprobs is None else (logprobs.top_k, logprobs.token_ids)
     best = sampler.best(logits, max(top_k, int(tokens is None)))
     columns = {"token_ids": best.token_ids[:, 0] if tokens is None else tokens}
     logsumexp = best.logsumexp[:, None]

@@ -1,7 +1,8 @@
-"""Between the host and a GPU without waiting: page-locked memory, and marks that pass when a step's copies are there.
+"""Copies between the host and a GPU that do not wait: pinned memory, and markers that signal when a step's copies are
+done.
 
-A copy from or to ordinary memory waits for the device by itself, each one. The page-locked memory is torch's to reuse
-once no tensor refers to it: rows on their way to a caller keep theirs. On a CPU nothing is copied.
+Every copy from or to pageable memory waits for the device. Torch reuses the pinned memory when no tensor refers to it;
+rows that a caller has not read yet keep theirs. On a CPU nothing is copied.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 
-class Mark:
-    """The end of what has been queued on ``device`` so far. On a CPU that is done."""
+class Marker:
+    """The end of the work that is queued on ``device`` so far. On a CPU that work is done."""
 
     __slots__ = ("_event",)
 
@@ -25,25 +26,25 @@ class Mark:
             self._event.record(torch.cuda.current_stream(device))
 
     def passed(self) -> bool:
-        """Whether the device has come here. Never waits; raises what the device failed of."""
+        """Whether the device has reached this marker. Never waits; raises the device's failure."""
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Until the device has come here, without the interpreter. Raises what the device failed of."""
+        """Wait until the device has reached this marker, without the interpreter lock. Raises the device's failure."""
         if self._event is not None:
             self._event.synchronize()
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """``host`` (not to be written any more) where ``device`` is, in the order of the stream."""
+    """``host`` on ``device``, in the order of the stream. Do not write to ``host`` afterwards."""
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(columns: Sequence[Tensor]) -> list[Tensor]:
-    """Dense copies of ``columns`` (of one device) on the host; on a CPU the columns themselves. From a GPU they are on
-    their way: a `Mark` that is made from now on is passed when they are there, and until then they hold anything."""
+    """Dense copies of ``columns`` (of one device) on the host; on a CPU the columns themselves. Copies from a GPU are
+    complete when a `Marker` that is made afterwards has passed; until then their content is undefined."""
     if columns[0].device.type == "cpu":
         return [*map(Tensor.contiguous, columns)]
     host = [torch.empty(column.shape, dtype=column.dtype, pin_memory=True) for column in columns]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ferrum_rpc.attention.staging import BORDER, Layout, Staging
-from ferrum_rpc.sampling.transfer import Mark, to_device, to_host
+from ferrum_rpc.sampling.transfer import Marker, to_device, to_host
 
 LAYOUT = Layout(((np.int64, 3), (np.int32, 5), (np.int32, 0), (np.int32, 40)))
 
@@ -73,7 +73,7 @@ def test_rows_come_back_dense_and_complete(device):
     wide = to_device(torch.arange(24.0).view(4, 6), device)
     columns = [wide[:, ::2], (wide[0] > 2), wide.to(torch.int64).argmax(-1)]
     found = to_host(columns)
-    mark = Mark(device)
+    mark = Marker(device)
     mark.wait()
     assert mark.passed()
     assert all(each.device.type == "cpu" and each.is_contiguous() for each in found)

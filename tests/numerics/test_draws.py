@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ferrum_rpc.sampling.draw import ACCEPT, DRAW, Penalty, philox, uniforms
+from ferrum_rpc.sampling.draw import ACCEPT, PARAMS_DTYPE, Penalty, philox, uniforms
 from ferrum_rpc.sampling.samplers import ALL_TIES, LIMITS, NativeSampler, TorchSampler
 
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
@@ -31,7 +31,7 @@ FILTERS = (
 
 
 def draws(count, **how):
-    made = np.zeros(count, DRAW)
+    made = np.zeros(count, PARAMS_DTYPE)
     for name, value in (PLAIN | {"seed": 1, "position": np.arange(count)} | how).items():
         made[name] = value
     return made

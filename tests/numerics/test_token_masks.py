@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 from ferrum_rpc.core import Greedy, Sample
-from ferrum_rpc.sampling.masks import LEAST, Masks, RowMask
+from ferrum_rpc.sampling.masks import MIN_LOGIT, Masks, RowMask
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.sampling.samplers import NativeSampler, TorchSampler
 from ferrum_rpc.wire.masks import id_of, pack_mask
@@ -49,14 +49,14 @@ def test_what_is_not_allowed_is_minus_infinite_and_the_rest_as_it_was(sampler, v
     }
     expected = rows.clone()
     for row, allowed in masks.items():
-        expected[row] = torch.where(torch.from_numpy(allowed), rows[row].clamp(min=LEAST), -torch.inf)
+        expected[row] = torch.where(torch.from_numpy(allowed), rows[row].clamp(min=MIN_LOGIT), -torch.inf)
     for given in (masks, dict.fromkeys(range(7), masks[0])):
         changed = rows.clone()
         sampler.forbid(changed, [RowMask(row, words_of(allowed)) for row, allowed in given.items()])
         if given is masks:
             torch.testing.assert_close(changed, expected, rtol=0, atol=0, equal_nan=True)
         else:
-            assert (changed[:, ~masks[0]] == -torch.inf).all() and (changed[:, masks[0]] >= LEAST).sum() >= 6
+            assert (changed[:, ~masks[0]] == -torch.inf).all() and (changed[:, masks[0]] >= MIN_LOGIT).sum() >= 6
 
 
 def by_transformers(row, allowed, sample, history):

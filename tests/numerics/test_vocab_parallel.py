@@ -30,16 +30,16 @@ from ferrum_rpc.distributed.group import Group
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.sampling import rows as sampling_rows
 from ferrum_rpc.sampling.accept import Draft
-from ferrum_rpc.sampling.draw import DRAW, SORTED, Draws, Sampler
+from ferrum_rpc.sampling.draw import PARAMS_DTYPE, SORTED, Sampler, SamplingParams
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
-from ferrum_rpc.sampling.samplers import NativeSampler, PartSampler, TorchSampler
+from ferrum_rpc.sampling.samplers import NativeSampler, ShardSampler, TorchSampler
 from ferrum_rpc.sampling.vocab_parallel import VocabParallelSampler, VocabShard
 from tests.fake_device import fake_device
 from tests.numerics.test_draws import draws, logits
 from tests.numerics.test_token_masks import random_mask, words_of
 from tests.unit.test_groups import GLOO, REASON, SHARED, joined
 
-SAMPLERS: dict[str, Callable[[], PartSampler]] = {"torch": TorchSampler, "native": NativeSampler}
+SAMPLERS: dict[str, Callable[[], ShardSampler]] = {"torch": TorchSampler, "native": NativeSampler}
 
 
 class Counting:
@@ -58,7 +58,7 @@ class World:
     """``size`` ranks, threads of this process, which share rows; and ``one`` that has them whole. ``on_device``: the
     ranks' rows lie on a device, what they tell each other on the host."""
 
-    def __init__(self, groups: list[Group], make: Callable[[], PartSampler], *, on_device: bool = False) -> None:
+    def __init__(self, groups: list[Group], make: Callable[[], ShardSampler], *, on_device: bool = False) -> None:
         self._on_device = on_device
         self.groups = [Counting(each) for each in groups]
         self.size, self.one = len(groups), make()
@@ -95,7 +95,7 @@ class World:
         assert all(group.told == self.groups[0].told for group in self.groups)
         return found
 
-    def check_draws(self, rows: Tensor, given: Draws) -> None:
+    def check_draws(self, rows: Tensor, given: SamplingParams) -> None:
         """The same tokens on every rank, and on one."""
         expected = self.one.draw(rows, given)
         for found in self.each(rows, lambda sampler, part: sampler.draw(part, given)):
@@ -136,7 +136,7 @@ def world(request: pytest.FixtureRequest, groups: list[Group]) -> World:
         pytest.skip(f"no kernels: {error}")
 
 
-def any_draws(count: int, vocabulary: int, seed: int) -> Draws:
+def any_draws(count: int, vocabulary: int, seed: int) -> SamplingParams:
     rng = np.random.default_rng(seed)
     return draws(
         count,
@@ -225,7 +225,7 @@ def test_the_best_and_the_named_are_those_of_one_rank(world: World, vocabulary: 
             assert torch.equal(found.logits[known], expected.logits[known])
             torch.testing.assert_close(found.logsumexp, expected.logsumexp, rtol=1e-6, atol=1e-6, equal_nan=True)
     for found in world.each(
-        rows, lambda sampler, part: (sampler.largest(part), sampler.at(part, tokens.to(part.device)))
+        rows, lambda sampler, part: (sampler.argmax(part), sampler.at(part, tokens.to(part.device)))
     ):
         assert torch.equal(found[0], rows.argmax(-1))
         torch.testing.assert_close(found[1], rows.gather(-1, tokens), rtol=0, atol=0, equal_nan=True)
@@ -349,4 +349,4 @@ def test_a_rank_tells_a_few_bytes_of_a_row(world: World, kind: OutputKind, told:
         table, lambda sampler, part: select_rows(part, [RowRequest(0, 3, kind)], lambda each: part, None, sampler)
     )
     assert [each / 3 for each in world.groups[0].told] == told
-    assert DRAW.itemsize == 32
+    assert PARAMS_DTYPE.itemsize == 32

@@ -27,7 +27,7 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.sampling import rows as sampling_rows
-from ferrum_rpc.sampling.draw import DRAW
+from ferrum_rpc.sampling.draw import PARAMS_DTYPE
 from ferrum_rpc.sampling.rows import HEAD_ROWS, RowRequest
 from ferrum_rpc.sampling.samplers import TorchSampler
 from ferrum_rpc.sampling.top import top_tokens, top_tokens_queued
@@ -446,7 +446,7 @@ def test_draws_of_all_seeds_share_a_block_and_each_has_its_own_seed_position_and
             continue
         draws = np.array(
             [(kind.seed, position + i, kind.temperature, kind.top_p, kind.min_p, kind.top_k) for i in range(count)],
-            DRAW,
+            PARAMS_DTYPE,
         )
         biased = logits.clone()
         for token, value in kind.bias:

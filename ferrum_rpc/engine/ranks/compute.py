@@ -30,7 +30,7 @@ from ferrum_rpc.models.base import StepAdapters
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.sampling.masks import Masks
 from ferrum_rpc.sampling.rows import RowRequest
-from ferrum_rpc.sampling.transfer import Mark, to_device
+from ferrum_rpc.sampling.transfer import Marker, to_device
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -110,7 +110,7 @@ class RankedCompute(Compute):
                 rows[index] = answer
         return rows, drafts
 
-    def mark(self) -> Mark:
+    def mark(self) -> Marker:
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
             return awaited
@@ -171,7 +171,7 @@ def _seeded(request: RowRequest) -> RowRequest:
     return request._replace(kind=replace(kind, seed=random.getrandbits(64)))
 
 
-class Together(Mark):
+class Together(Marker):
     """The end of a step on this rank's device. Where ranks gave a step up meanwhile, what came of it is nothing."""
 
     __slots__ = ("_groups",)
@@ -185,7 +185,7 @@ class Together(Mark):
         self._groups.check()
 
 
-class Awaited(Mark):
+class Awaited(Marker):
     """The rows of a step, of which the last stage answers those that are ``wanted``."""
 
     __slots__ = ("_ranks", "_rows", "_serial", "_wanted")
