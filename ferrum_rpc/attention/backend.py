@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.attention import triton_probe
-from ferrum_rpc.attention.eight_bits import LARGEST
+from ferrum_rpc.attention.eight_bits import MAX_MAGNITUDE
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.native_paged import NativePagedAttention, probe
 from ferrum_rpc.attention.sinks import Sinks
@@ -110,8 +110,10 @@ def select_backend(
     """
 
     cached = cached or dtype
-    rounded = cached in LARGEST
-    native = BackendCandidate(NATIVE, lambda: probe(specs, device, dtype, rounded), "K and V are read in place with {}")
+    quantized = cached in MAX_MAGNITUDE
+    native = BackendCandidate(
+        NATIVE, lambda: probe(specs, device, dtype, quantized), "K and V are read in place with {}"
+    )
     triton = BackendCandidate(
         TRITON,
         lambda: triton_probe.probe(device, specs, dtype, cached),
@@ -121,4 +123,4 @@ def select_backend(
     fast = (native, triton) if requested != AUTO else (triton,) if device.type == "cuda" else (native,)
     name, reason, made = select(*fast, plain, what="attention backend", field="attention_backend", requested=requested)
     factory = NativePagedAttention if name == NATIVE else made
-    return name, reason, partial(factory, dtype=dtype) if rounded else factory
+    return name, reason, partial(factory, dtype=dtype) if quantized else factory

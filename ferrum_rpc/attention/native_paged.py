@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ferrum_rpc.attention.eight_bits import to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.sinks import Sinks, drawn, held
+from ferrum_rpc.attention.sinks import Sinks, held, random_sinks
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention, TorchPlan
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.native import cpu, library
@@ -198,20 +198,20 @@ def takes_long_spans(dtype: torch.dtype, head_dim: int) -> bool:
     return dtype == torch.bfloat16 and bool(library.load().ferrum_prefill_supported(head_dim))
 
 
-def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype, rounded: bool = False) -> str:
+def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype, quantized: bool = False) -> str:
     """The instruction set that the kernel uses, after a small step whose answer must be torch's, over a cache in
-    ``dtype``, or ``rounded`` to int8. Raises OSError or Unsuited."""
+    ``dtype``, or ``quantized`` to int8. Raises OSError or Unsuited."""
     cpu.require(device, dtype, *DTYPES)
     generator = torch.Generator().manual_seed(0)
     keys, values = (
         [torch.randn((6, 4, spec.kv_heads, spec.head_dim), generator=generator).to(dtype) for spec in specs]
         for _ in range(2)
     )
-    if rounded:
+    if quantized:
         keys, values = ([to_rows(each) for each in layers] for layers in (keys, values))
     tables: list[Any] = [np.array(each, dtype=np.int32) for each in ((5, 1), (3, 2, 4))]
     geometry = BatchGeometry.build(4, [6, 9], [1, 3], tables)
-    sinks = drawn(specs, generator)
+    sinks = random_sinks(specs, generator)
     native = NativePagedAttention(specs, keys, values, dtype=dtype, sinks=sinks)
     oracle = TorchPagedAttention(specs, keys, values, dtype, sinks=sinks)
     ours, expected = native.plan(geometry), oracle.plan(geometry)

@@ -26,6 +26,6 @@ def held(specs: Sequence[AttentionSpec], sinks: Sinks, device: torch.device) -> 
     return [None if each is None else each.detach().to(device, torch.float32, copy=True) for each in found]
 
 
-def drawn(specs: Sequence[AttentionSpec], generator: torch.Generator) -> list[Tensor | None]:
+def random_sinks(specs: Sequence[AttentionSpec], generator: torch.Generator) -> list[Tensor | None]:
     """Random ones for a probe."""
     return [torch.randn(spec.heads, generator=generator) if spec.sinks else None for spec in specs]

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ferrum_rpc.attention.eight_bits import LARGEST, from_rows, to_rows
+from ferrum_rpc.attention.eight_bits import MAX_MAGNITUDE, from_rows, to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.sinks import Sinks, held
 from ferrum_rpc.attention.tiles import TILE_ROWS, BandMask, DecodeGroup, LongSpan, MaskPattern, PatternWork, Planner
@@ -54,7 +54,7 @@ class TorchPagedAttention:
             raise ValueError("specs, keys and values must have one entry per layer")
         self._specs = tuple(specs)
         self._patterns = [
-            MaskPattern(spec.window, _fused(spec), dtype if key.dtype in LARGEST else key.dtype)
+            MaskPattern(spec.window, _fused(spec), dtype if key.dtype in MAX_MAGNITUDE else key.dtype)
             for spec, key in zip(specs, keys, strict=True)
         ]
         self._keys, self._values = keys, values
@@ -73,7 +73,9 @@ class TorchPagedAttention:
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Converts where ``key`` and ``value`` are of another dtype."""
         for place, rows in zip(self._slots[layer], (key, value), strict=True):
-            place.index_copy_(0, slots, to_rows(rows, place.dtype) if place.dtype in LARGEST else rows.to(place.dtype))
+            place.index_copy_(
+                0, slots, to_rows(rows, place.dtype) if place.dtype in MAX_MAGNITUDE else rows.to(place.dtype)
+            )
 
     def attend(self, layer: int, query: Tensor, plan: TorchPlan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`."""
@@ -135,7 +137,7 @@ class TorchPagedAttention:
         key, value = scratch[0][:count], scratch[1][:count]
         torch.index_select(cached, 0, blocks, out=key)
         torch.index_select(self._values[layer], 0, blocks, out=value)
-        if cached.dtype in LARGEST:
+        if cached.dtype in MAX_MAGNITUDE:
             dtype = self._patterns[layer].dtype
             key, value = from_rows(key, dtype), from_rows(value, dtype)
         return key.flatten(0, 1), value.flatten(0, 1)
@@ -151,7 +153,7 @@ class Scratch(NamedTuple):
 
 
 def scratch_bytes(spec: AttentionSpec, dtype: torch.dtype, slot_bytes: int, tokens: int, context: int) -> Scratch:
-    """Of the last ``tokens`` tokens of a sequence of ``context``. In passing: K and V widened to ``dtype`` where the
+    """Of the last ``tokens`` tokens of a sequence of ``context``. In passing: K and V converted to ``dtype`` where the
     cache, ``slot_bytes`` of a token, is rounded; what SDPA returns of a tile, or its scores where they are written."""
     seen = context if spec.window is None else min(context, spec.window + tokens)
     exact = 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
@@ -159,12 +161,14 @@ def scratch_bytes(spec: AttentionSpec, dtype: torch.dtype, slot_bytes: int, toke
     rows = tokens if whole else min(tokens, TILE_ROWS)
     columns = seen if spec.window is None else min(seen, max(TILE_ROWS, spec.window))
     mask = 0 if whole else TILE_ROWS * (TILE_ROWS + columns) * dtype.itemsize
-    widened = 0 if slot_bytes == exact else seen * exact
+    converted = 0 if slot_bytes == exact else seen * exact
     result = rows * spec.heads * spec.head_dim * dtype.itemsize
     if not _fused(spec):
         keys = context if spec.window is None else min(context, spec.window + rows)
         result += spec.heads * keys * (2 * rows + spec.head_dim) * max(4, dtype.itemsize)  # scores, weights, K or V
-    return Scratch(seen * slot_bytes, mask, widened + max(result, widened // 2))  # values are widened in two steps
+    return Scratch(
+        seen * slot_bytes, mask, converted + max(result, converted // 2)
+    )  # values are converted in two steps
 
 
 def _fused(spec: AttentionSpec) -> bool:

@@ -57,7 +57,7 @@ def attend_kernel(
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,  # tokens that a query sees; 0: all
     HAS_CAP: tl.constexpr,
-    ROUNDED: tl.constexpr,  # keys and values are fp8, to be multiplied with their scales
+    QUANTIZED: tl.constexpr,  # keys and values are fp8, to be multiplied with their scales
     PRECISION: tl.constexpr,
 ) -> None:
     """One program per work item and KV head: the item's rows against its keys."""
@@ -97,7 +97,7 @@ def attend_kernel(
         inner = tl.minimum(low + (unseen + KEYS - 1) // KEYS * KEYS, outer)
 
     head_at = head * kv_head
-    if ROUNDED:  # rows begin at words, so that four numbers are one access; the compiler cannot know it
+    if QUANTIZED:  # rows begin at words, so that four numbers are one access; the compiler cannot know it
         head_at = tl.multiple_of(head_at, 4)
         key_scales += head_at // 4
         value_scales += head_at // 4
@@ -129,10 +129,10 @@ def attend_kernel(
                     block = tl.load(table + n // BLOCK_SIZE, mask=n < high, other=0)
                     held = (n < high)[:, None] & in_dim[None, :]
                 at = block.to(tl.int64) * kv_block + n % BLOCK_SIZE * kv_slot
-                if ROUNDED:
+                if QUANTIZED:
                     at = tl.multiple_of(at, 4)
                 k = tl.load(keys + at[:, None] + dim[None, :], mask=held, other=0.0)
-                if ROUNDED:
+                if QUANTIZED:
                     scale = tl.load(key_scales + at // 4, mask=n < high, other=0.0)
                     k = (k.to(tl.float32) * scale[:, None]).to(q.dtype)
                 scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
@@ -155,7 +155,7 @@ def attend_kernel(
                 decay = tl.exp2(maximum - base)
                 denominator = denominator * decay + tl.sum(weights, 1)
                 v = tl.load(values + at[:, None] + dim[None, :], mask=held, other=0.0)
-                if ROUNDED:
+                if QUANTIZED:
                     scale = tl.load(value_scales + at // 4, mask=n < high, other=0.0)
                     v = (v.to(tl.float32) * scale[:, None]).to(q.dtype)
                 total = tl.dot(weights.to(v.dtype), v, total * decay[:, None], input_precision=PRECISION)

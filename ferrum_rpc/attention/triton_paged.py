@@ -37,7 +37,7 @@ from ferrum_rpc.attention.triton_plan import (
     sections_of,
     tile_shapes,
 )
-from ferrum_rpc.attention.triton_store import store, store_rounded
+from ferrum_rpc.attention.triton_store import store, store_quantized
 from ferrum_rpc.core import AttentionSpec
 
 PROGRAMS_PER_PROCESSOR = (3, 1)
@@ -95,10 +95,10 @@ class TritonPagedAttention:
         self._kinds = [LayerKind(spec.heads // spec.kv_heads, spec.window) for spec in specs]
         _, self._block_size, self._kv_heads, _ = keys[0].shape
         self._head_dim = specs[0].head_dim
-        self._rounded = keys[0].dtype == FP8
-        self._dtype = dtype if self._rounded else keys[0].dtype
+        self._quantized = keys[0].dtype == FP8
+        self._dtype = dtype if self._quantized else keys[0].dtype
         self._scales = list(zip(keys, values, strict=True))  # not read
-        if self._rounded:
+        if self._quantized:
             behind = self._head_dim // SCALE_BYTES
             words = [[each.view(torch.float32)[..., behind] for each in layers] for layers in (keys, values)]
             self._scales = list(zip(*words, strict=True))
@@ -195,8 +195,8 @@ class TritonPagedAttention:
     # --- the layers -------------------------------------------------------------------------------------------------
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        if self._rounded:
-            store_rounded(self._keys[layer], self._values[layer], self._scales[layer], slots, key, value)
+        if self._quantized:
+            store_quantized(self._keys[layer], self._values[layer], self._scales[layer], slots, key, value)
         else:
             store(self._keys[layer], self._values[layer], slots, key, value)
 
@@ -240,7 +240,7 @@ class TritonPagedAttention:
                 KEYS=tile.keys,
                 WINDOW=spec.window or 0,
                 HAS_CAP=spec.softcap is not None,
-                ROUNDED=self._rounded,
+                QUANTIZED=self._quantized,
                 PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
                 num_warps=tile.warps,
                 num_stages=tile.stages,
@@ -272,5 +272,5 @@ def _device_facts(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 4, 99 << 10
     properties = torch.cuda.get_device_properties(device)
-    least = properties.shared_memory_per_block  # without the opt-in that triton takes
-    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", least)
+    guaranteed = properties.shared_memory_per_block  # without the opt-in that triton takes
+    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", guaranteed)

@@ -18,15 +18,15 @@ import torch
 
 from ferrum_rpc.attention.eight_bits import FP8, from_rows, to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.sinks import drawn
+from ferrum_rpc.attention.sinks import random_sinks
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.selection import Unsuited
 
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 """The first with bfloat16 and asynchronous copies to shared memory."""
 
-WIDEST_HEAD = 256
+MAX_HEAD_DIM = 256
 """Wider heads do not fit a program's registers."""
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -53,15 +53,15 @@ def probe(
             raise Unsuited(f"the kernels do not support {each}")
     if len({(spec.kv_heads, spec.head_dim) for spec in specs}) > 1:
         raise Unsuited("the layers' heads differ")
-    if (widest := max(spec.head_dim for spec in specs)) > WIDEST_HEAD:
-        raise Unsuited(f"heads of {widest} are wider than {WIDEST_HEAD}")
+    if (max_head_dim := max(spec.head_dim for spec in specs)) > MAX_HEAD_DIM:
+        raise Unsuited(f"heads of {max_head_dim} are wider than {MAX_HEAD_DIM}")
     from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 
     for spec in dict.fromkeys(specs):
         error = _error(TritonPagedAttention, device, spec, dtype, cached)
         if not error <= TOLERANCE[dtype]:  # so that NaN fails too
-            most = f"{TOLERANCE[dtype]:.0e}"
-            raise Unsuited(f"a small step differs from float32 arithmetic by {error:.1e}, more than {most}")
+            tolerance = f"{TOLERANCE[dtype]:.0e}"
+            raise Unsuited(f"a small step differs from float32 arithmetic by {error:.1e}, more than {tolerance}")
     return TritonPagedAttention
 
 
@@ -72,9 +72,9 @@ def _check_device(device: torch.device) -> None:
         return
     if device.type != "cuda" or torch.version.hip is not None:
         raise Unsuited(f"the kernels support CUDA, not {'ROCm' if device.type == 'cuda' else device.type}")
-    if (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
-        found, least = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
-        raise Unsuited(f"compute capability {found} is below {least}")
+    if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+        found, minimum = (".".join(map(str, each)) for each in (capability, MIN_CAPABILITY))
+        raise Unsuited(f"compute capability {found} is below {minimum}")
 
 
 def _error(backend: Any, device: torch.device, spec: AttentionSpec, dtype: torch.dtype, cached: torch.dtype) -> float:
@@ -92,7 +92,7 @@ def _error(backend: Any, device: torch.device, spec: AttentionSpec, dtype: torch
     if cached == FP8:
         keys, values = (to_rows(each, FP8) for each in (keys, values))
     known = [from_rows(each, dtype) if cached == FP8 else each for each in (keys, values)]
-    sinks = drawn([spec], generator)
+    sinks = random_sinks([spec], generator)
     exact = TorchPagedAttention([spec], [known[0].float()], [known[1].float()], sinks=sinks)
     expected = exact.attend(0, query.float(), exact.plan(geometry))
     kernels = backend([spec], [keys.to(device)], [values.to(device)], dtype, sinks=sinks)

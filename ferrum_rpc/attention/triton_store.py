@@ -45,7 +45,7 @@ def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
     )
 
 
-def store_rounded(  # noqa: PLR0917
+def store_quantized(  # noqa: PLR0917
     keys: Tensor, values: Tensor, scales: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor
 ) -> None:
     """As `store`, to rows of `eight_bits` in fp8: ``keys`` and ``values`` float8_e4m3fn [num_blocks, block_size,
@@ -55,7 +55,7 @@ def store_rounded(  # noqa: PLR0917
     _check_dense(keys, values, key, value)
     if not len(slots):
         return
-    round_kernel[(len(slots), heads)](
+    quantize_kernel[(len(slots), heads)](
         keys,
         values,
         *scales,
@@ -107,7 +107,7 @@ def store_kernel(  # noqa: PLR0917
 
 
 @triton.jit
-def round_kernel(  # noqa: PLR0917
+def quantize_kernel(  # noqa: PLR0917
     keys: tl.tensor,  # fp8 [slots, HEADS, ROW], dense
     values: tl.tensor,
     key_scales: tl.tensor,  # float32 [slots, HEADS], strides ROW / 4: the last four bytes of each row
@@ -132,8 +132,8 @@ def round_kernel(  # noqa: PLR0917
     held = dim < HEAD_DIM
     k = tl.load(key + token * key_token + head * key_head + dim, mask=held, other=0.0)
     v = tl.load(value + token * value_token + head * value_head + dim, mask=held, other=0.0)
-    k, key_scale = _rounded(k.to(tl.float32))
-    v, value_scale = _rounded(v.to(tl.float32))
+    k, key_scale = _quantized(k.to(tl.float32))
+    v, value_scale = _quantized(v.to(tl.float32))
     tl.store(keys + row * ROW + dim, k, mask=held)
     tl.store(values + row * ROW + dim, v, mask=held)
     tl.store(key_scales + row * (ROW // 4), key_scale)
@@ -141,7 +141,7 @@ def round_kernel(  # noqa: PLR0917
 
 
 @triton.jit
-def _rounded(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _quantized(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """As `eight_bits.to_rows`: fp8 numbers and their scale, which is NaN where a number is not finite. Divisions are
     exact, and no instruction for a maximum is given a NaN."""
     size = tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf"))

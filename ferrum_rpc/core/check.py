@@ -28,21 +28,21 @@ from ferrum_rpc.errors import ExecutorError, InvalidRequest, OutputTooLarge, abo
 ANSWER_OVERHEAD = 256
 """Bytes that an item's result takes besides its rows, generously."""
 
-ROUNDED: Final = 1e-3
+SUM_TOLERANCE: Final = 1e-3
 """How far from 1 the sum of a draft's probabilities may be: rounded to 16 bits it is not exactly 1."""
 
 
 def check_limit(limits: Limits | None, name: str, count: int, what: str, field: str) -> None:
     """Raise `InvalidRequest` for more than the limit ``name`` allows. A client may not know the limits (None), or not
     this one (0)."""
-    most = 0 if limits is None else getattr(limits, name)
-    if most and count > most:
-        raise above(name, most, count, what, field)
+    limit = 0 if limits is None else getattr(limits, name)
+    if limit and count > limit:
+        raise above(name, limit, count, what, field)
 
 
-def check_run(run: Run, output: OutputSpec, most_stops: int = 0) -> None:
+def check_run(run: Run, output: OutputSpec, max_stops: int = 0) -> None:
     """Raise `InvalidRequest` for a run of an output that chooses no next token, of no token, or with more stop ids than
-    ``most_stops`` (0: their limit is not known)."""
+    ``max_stops`` (0: their limit is not known)."""
     kind = output.kind
     if not isinstance(kind, Greedy | Sample) or output.positions is not Positions.LAST:
         raise InvalidRequest(
@@ -52,8 +52,8 @@ def check_run(run: Run, output: OutputSpec, most_stops: int = 0) -> None:
         raise InvalidRequest("a run takes one mask for all its rows, or none", field="output.row_mask_ids")
     if run.max_tokens < 1:
         raise InvalidRequest("run.max_tokens must be at least 1", field="run.max_tokens")
-    if most_stops and (count := len(run.stop_token_ids)) > most_stops:
-        raise above("max_stop_tokens", most_stops, count, "stop ids", "run.stop_token_ids")
+    if max_stops and (count := len(run.stop_token_ids)) > max_stops:
+        raise above("max_stop_tokens", max_stops, count, "stop ids", "run.stop_token_ids")
 
 
 def too_large(tokens: int, size: int, limits: Limits, max_bytes: int) -> ExecutorError:
@@ -74,19 +74,19 @@ def answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
     match output.kind:
         case Greedy(logprobs=None):
             pass
-        case Greedy(logprobs=RowLogprobs() as beside):
-            _check_logprobs(beside, "output.greedy.logprobs", model, limits)
+        case Greedy(logprobs=RowLogprobs() as logprobs):
+            _check_logprobs(logprobs, "output.greedy.logprobs", model, limits)
         case Sample() as sample:
             _check_sample(sample, "output.sample", model, limits)
         case Accept() as accept:
             _check_draft(accept, item.tokens, model, limits)
             if accept.sampling is not None:
                 _check_sample(accept.sampling, "output.accept.sampling", model, limits)
-        case NextToken(following_token=following, logprobs=beside):
+        case NextToken(following_token=following, logprobs=logprobs):
             if following is not None:
                 _check_vocabulary(following, "the following token", "output.next_token.following_token", model)
-            if beside is not None:
-                _check_logprobs(beside, "output.next_token.logprobs", model, limits)
+            if logprobs is not None:
+                _check_logprobs(logprobs, "output.next_token.logprobs", model, limits)
         case TopTokens(k):
             check_limit(limits, "max_top_tokens", k, "top tokens", "output.top_tokens.k")
         case SelectedTokens(token_ids):
@@ -142,20 +142,20 @@ def _check_draft(accept: Accept, tokens: TokenArray, model: ModelInfo, limits: L
         raise InvalidRequest("a draft's probabilities must be 0 or more", field=field)
     sums = probabilities.sum(axis=-1, dtype=np.float64)
     worst = int(np.argmax(np.abs(sums - 1)))
-    if not abs(sums[worst] - 1) <= ROUNDED:
+    if not abs(sums[worst] - 1) <= SUM_TOLERANCE:
         raise InvalidRequest(
-            f"the probabilities of draft token {worst} sum to {sums[worst]:.6g}, not to 1 within {ROUNDED:g}: divide "
-            "a q that was cut to its best candidates by its sum, and draw from that",
+            f"the probabilities of draft token {worst} sum to {sums[worst]:.6g}, not to 1 within {SUM_TOLERANCE:g}: "
+            "divide a q that was cut to its best candidates by its sum, and draw from that",
             field=field,
         )
     if not probabilities[found].all():
         raise InvalidRequest("each draft token must have a probability above 0", field=field)
 
 
-def _check_logprobs(beside: RowLogprobs, field: str, model: ModelInfo, limits: Limits) -> None:
-    check_limit(limits, "max_top_tokens", beside.top_k, "top tokens", f"{field}.top_k")
-    if beside.token_ids:
-        _check_selected(beside.token_ids, f"{field}.token_ids", model, limits)
+def _check_logprobs(logprobs: RowLogprobs, field: str, model: ModelInfo, limits: Limits) -> None:
+    check_limit(limits, "max_top_tokens", logprobs.top_k, "top tokens", f"{field}.top_k")
+    if logprobs.token_ids:
+        _check_selected(logprobs.token_ids, f"{field}.token_ids", model, limits)
 
 
 def _check_selected(token_ids: tuple[int, ...], field: str, model: ModelInfo, limits: Limits) -> None:

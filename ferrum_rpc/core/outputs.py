@@ -91,8 +91,8 @@ class Sample:
     @property
     def listed(self) -> bool:
         """As `Greedy.listed`."""
-        beside = self.logprobs
-        return self.bias != () or self.row_masks != () or (beside is not None and beside.token_ids != ())
+        logprobs = self.logprobs
+        return self.bias != () or self.row_masks != () or (logprobs is not None and logprobs.token_ids != ())
 
     @property
     def masks(self) -> tuple[bytes, ...]:
@@ -255,10 +255,10 @@ class OutputSpec:
         """Bytes of one row on the wire."""
         kind = self.kind
         match kind.choice if isinstance(kind, Accept) else kind:
-            case Greedy(logprob, beside) | Sample(logprob=logprob, logprobs=beside):
-                return (8 if logprob else 4) + _bytes_beside(beside)
-            case NextToken(logprobs=beside):
-                return 8 + _bytes_beside(beside)
+            case Greedy(logprob, logprobs) | Sample(logprob=logprob, logprobs=logprobs):
+                return (8 if logprob else 4) + _logprobs_bytes(logprobs)
+            case NextToken(logprobs=logprobs):
+                return 8 + _logprobs_bytes(logprobs)
             case TopTokens(k):
                 return 8 * k + 4
             case SelectedTokens(token_ids):
@@ -269,5 +269,5 @@ class OutputSpec:
                 return dtype.itemsize * hidden_size
 
 
-def _bytes_beside(logprobs: RowLogprobs | None) -> int:
+def _logprobs_bytes(logprobs: RowLogprobs | None) -> int:
     return 0 if logprobs is None else 8 * logprobs.top_k + 4 * len(logprobs.token_ids)

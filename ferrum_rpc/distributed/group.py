@@ -1,6 +1,6 @@
-"""What ranks say to each other in the middle of a step, however it travels.
+"""The collectives of ranks within a step, independent of the transport.
 
-The models know this protocol and no more of the floor. Every rank of a group makes the same calls in the same order.
+The models depend on this protocol only. Every rank of a group makes the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from torch import Tensor
 
 
 class GroupAborted(RuntimeError):
-    """The group was given up, here or by another rank, or a rank of it is gone. What the call was to write is
-    undefined, and every call ends so until all ranks have renewed the group."""
+    """The group was aborted, here or by another rank, or a rank is gone. The output of the call is undefined, and every
+    call raises this until all ranks have renewed the group."""
 
 
 class Group(Protocol):
-    """Some ranks. Tensors lie on the group's device and are contiguous, and of one call have the same size on every
-    rank.
+    """A group of ranks. Tensors are contiguous on the group's device, and the tensors of one call have the same size on
+    every rank.
 
-    One call at a time; `abort` alone may come from another thread. Every call raises `GroupAborted`. On a GPU a call
-    may return before it is carried out, in the order of the stream; what it did counts where a later `check` raises
-    nothing.
+    Make one call at a time; only `abort` may come from another thread. Every call may raise `GroupAborted`. On a GPU a
+    call may return before it is executed, in the order of the stream; its result is valid if a later `check` does not
+    raise.
     """
 
     @property
     def rank(self) -> int:
-        """Which of them this is, from 0."""
+        """The number of this rank, from 0."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
 
     def all_reduce(self, rows: Tensor) -> None:
-        """Make ``rows`` the sum of all ranks' rows, in place, with the same bits on every rank: in the order of the
-        ranks, in float32 and rounded once; NCCL's is equal to that within rounding. bfloat16, float16, float32, or
-        int64, which is summed as it is."""
+        """Replace ``rows`` by the sum of all ranks' rows, in place, with the same bits on every rank. The sum is in the
+        order of the ranks, in float32 and rounded once; NCCL's equals it within rounding. bfloat16, float16, float32,
+        or int64, which is summed as int64."""
 
     @property
     def native_sum(self) -> tuple[int, int] | None:
-        """The addresses of a C function ``int32_t (void *context, void *rows, int64_t elements)`` that does the same to
-        bfloat16 rows, and of its context, both as long as this object lives; 0 is success, a number above it is what
-        would be raised. None: there is no such function."""
+        """The addresses of a C function ``int32_t (void *context, void *rows, int64_t elements)`` that all-reduces
+        bfloat16 rows, and of its context. Both are valid as long as this object lives. The function returns 0 for
+        success, otherwise the error that `all_reduce` would raise. None if there is no such function."""
 
     def all_gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, [size, ...], of any dtype."""
@@ -51,28 +51,28 @@ class Group(Protocol):
         """Send ``rows`` to another rank. It may return before they are received. Any dtype."""
 
     def receive(self, rows: Tensor, source: int) -> None:
-        """Overwrite ``rows`` with what ``source`` sent, in the order in which it did."""
+        """Overwrite ``rows`` with what ``source`` sent, in the order of sending."""
 
     def check(self) -> None:
-        """Raise where an earlier call may not have been carried out though it returned: a group on a GPU was given up
-        meanwhile. Elsewhere what fails raises at once."""
+        """Raise if an earlier call may have returned without being executed, because a group on a GPU was aborted
+        meanwhile. On other devices a failure raises at once."""
 
     def abort(self) -> None:
-        """Give up what waits in this process, and every later call until `renew`. In shared memory that is so on all
-        ranks at once; elsewhere each is told by its own process."""
+        """Fail the calls that wait in this process, and every later call until `renew`. With shared memory this affects
+        all ranks at once; otherwise each rank's own process must abort."""
 
     def renew(self, epoch: int) -> None:
-        """Begin anew, as if nothing had been called: on every rank, with the same ``epoch``, above all before (the
-        group's first is 0)."""
+        """Reset the group as if nothing had been called. Call it on every rank with the same ``epoch``, greater than
+        all previous ones (the first is 0)."""
 
     def close(self) -> None:
-        """Free what it holds. No other call may be under way; later ones raise."""
+        """Free its resources. No other call may be in progress; later ones raise."""
 
 
 def check_rows(rows: Tensor, device: str = "cpu") -> None:
-    """Raise ValueError where a group of this kind of ``device`` cannot take ``rows`` as they lie."""
+    """Raise ValueError if ``rows`` are not contiguous on the ``device`` of the group."""
     if rows.device.type != device or not rows.is_contiguous():
-        raise ValueError(f"a group on {device} takes contiguous tensors there, not on {rows.device}, {rows.stride()}")
+        raise ValueError(f"rows must be contiguous on {device}, not on {rows.device} with strides {rows.stride()}")
 
 
 def as_bytes(rows: Tensor, device: str = "cpu") -> Tensor:
@@ -83,16 +83,16 @@ def as_bytes(rows: Tensor, device: str = "cpu") -> Tensor:
 
 
 def check_other(group: Group, rank: int) -> None:
-    """Raise ValueError where ``rank`` is none of the others."""
+    """Raise ValueError unless ``rank`` is another rank of the group."""
     if rank == group.rank or not 0 <= rank < group.size:
         raise ValueError(f"rank {group.rank} of {group.size} has no other rank {rank}")
 
 
 def sum_in_order(parts: Tensor, rows: Tensor) -> None:
-    """``rows`` become the sum of ``parts`` [size, ...] as `Group.all_reduce` wants it: what all of its implementations
-    are equal to, bit by bit."""
-    wide = torch.float32 if rows.dtype.is_floating_point else rows.dtype
-    total = parts[0].to(wide, copy=True)
+    """Write the sum of ``parts`` [size, ...] to ``rows`` as `Group.all_reduce` defines it. All implementations equal it
+    bit for bit."""
+    accumulator = torch.float32 if rows.dtype.is_floating_point else rows.dtype
+    total = parts[0].to(accumulator, copy=True)
     for part in parts[1:]:
         total += part
     rows.copy_(total)

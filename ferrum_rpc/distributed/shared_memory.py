@@ -1,7 +1,7 @@
-"""Ranks of one machine, through memory that they share: the C of ``group.c``.
+"""A group of ranks on one machine that use shared memory: the C of ``group.c``.
 
-The memory has no name in any folder: rank 0 makes it and tells the others under which of its file descriptors they find
-it. So nothing is left behind, whoever is killed at whatever time.
+The memory has no name in the file system: rank 0 creates it and sends the others its file descriptor's path. So nothing
+is left behind, whichever process is killed at any time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ferrum_rpc.distributed.group import GroupAborted, check_other, check_rows, 
 from ferrum_rpc.native import library
 
 SUMMED: Final = {torch.bfloat16: 0, torch.float32: 1}
-"""What the C sums, as it calls them; anything else is gathered, and summed by torch."""
+"""Dtypes that the C code sums, with its codes. Others are gathered and summed by torch."""
 
 _NAME_BYTES: Final = 16
 """``name`` in ``struct shared`` of group.c."""
@@ -30,7 +30,7 @@ _SEGMENT, _YES = "segment", "yes"
 
 
 def available() -> str | None:
-    """Why ranks of this machine cannot share memory; None where they can."""
+    """The reason why ranks of this machine cannot share memory, or None."""
     if not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
         return "it needs Linux, and /proc"
     try:
@@ -55,11 +55,11 @@ class SharedMemoryGroup:
 
     def all_reduce(self, rows: Tensor) -> None:
         """As `Group.all_reduce`."""
-        wide = SUMMED.get(rows.dtype)
-        if wide is None:
+        dtype_code = SUMMED.get(rows.dtype)
+        if dtype_code is None:
             sum_in_order(self.all_gather(rows), rows)
             return
-        self._check(self._library.ferrum_group_reduce(self._handle, _address(rows), rows.numel(), wide))
+        self._check(self._library.ferrum_group_reduce(self._handle, _address(rows), rows.numel(), dtype_code))
 
     @property
     def native_sum(self) -> tuple[int, int]:
@@ -116,8 +116,8 @@ class SharedMemoryGroup:
 
 
 def join(store: Store, rank: int, size: int) -> SharedMemoryGroup:
-    """The group of all that call this with the same ``store``, each with a rank of its own. Raises OSError on all of
-    them where one cannot take part, and says which and why; what the store raises where one does not come."""
+    """The group of all ranks that call this with the same ``store``. If one cannot take part, OSError is raised on all
+    of them, with the rank and the reason. If one does not come, the error of the store is raised."""
     _agree(store, "able", rank, size, available())
     length = library.load().ferrum_group_bytes(size)
     if not length:
@@ -143,7 +143,7 @@ def join(store: Store, rank: int, size: int) -> SharedMemoryGroup:
 
 
 def _agree(store: Store, question: str, rank: int, size: int, reason: str | None) -> None:
-    """Raise OSError on every rank where one of them has a reason."""
+    """Raise OSError on every rank if one of them has a reason."""
     store.set(f"{question}/{rank}", reason or _YES)
     answers = [store.get(f"{question}/{each}").decode() for each in range(size)]
     refused = [f"rank {each}: {answer}" for each, answer in enumerate(answers) if answer != _YES]
@@ -152,7 +152,7 @@ def _agree(store: Store, question: str, rank: int, size: int, reason: str | None
 
 
 def _create(length: int) -> tuple[int, mmap.mmap, str]:
-    """A new segment: its descriptor, the memory, and what other ranks find it by."""
+    """A new segment: its descriptor, the memory, and the place by which other ranks find it."""
     descriptor = os.memfd_create("ferrum-rpc-group", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, length)
@@ -166,7 +166,7 @@ def _create(length: int) -> tuple[int, mmap.mmap, str]:
 
 
 def _map(place: str, length: int) -> mmap.mmap:
-    """Another rank's segment. On another machine, or in another container, the same path is something else."""
+    """Map another rank's segment. On another machine, or in another container, the path means something else."""
     name, _, path = place.partition(" ")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -212,8 +212,10 @@ def _entries(folder: Path) -> dict[str, TensorEntry]:
             field="model",
         )
     others = sorted(file.name for file in folder.glob("*.safetensors"))
-    beside = f", only {listed('other safetensors files', others)}: {INDEX} would say what is in each" if others else ""
-    raise InvalidRequest(f"model folder {folder.name!r} has neither {SINGLE} nor {INDEX}{beside}", field="model")
+    other_files = (
+        f", only {listed('other safetensors files', others)}: {INDEX} would say what is in each" if others else ""
+    )
+    raise InvalidRequest(f"model folder {folder.name!r} has neither {SINGLE} nor {INDEX}{other_files}", field="model")
 
 
 def _sharded(folder: Path, index: dict[str, Any]) -> dict[str, TensorEntry]:

@@ -114,9 +114,9 @@ def read(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
             size = int.from_bytes(handle.read(HEADER_SIZE), "little")
             header = json.loads(handle.read(min(size, MAX_HEADER)))
             for name, entry in entries.items():
-                told = header[name]
-                first, last = told["data_offsets"]
-                if (DTYPES[told["dtype"]], tuple(told["shape"]), last - first) != (
+                declared = header[name]
+                first, last = declared["data_offsets"]
+                if (DTYPES[declared["dtype"]], tuple(declared["shape"]), last - first) != (
                     entry.dtype,
                     entry.shape,
                     entry.nbytes,

@@ -51,8 +51,8 @@ def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
     """Domain to wire."""
     positions = _POSITIONS_TO_PROTO[spec.positions]
     match spec.kind:
-        case Greedy(logprob, beside) as kind:
-            greedy = output_pb2.GreedyOutput(logprob=logprob, logprobs=_logprobs_to_proto(beside))
+        case Greedy(logprob, logprobs) as kind:
+            greedy = output_pb2.GreedyOutput(logprob=logprob, logprobs=_logprobs_to_proto(logprobs))
             fill_masks(greedy, kind)
             return output_pb2.OutputSpec(positions=positions, greedy=greedy)
         case Sample() as kind:
@@ -68,9 +68,9 @@ def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
         case HiddenStates(dtype):
             hidden = output_pb2.HiddenStatesOutput(dtype=ROW_DTYPE_TO_PROTO[dtype])
             return output_pb2.OutputSpec(positions=positions, hidden_states=hidden)
-        case NextToken(first_position, following_token, beside):
+        case NextToken(first_position, following_token, logprobs):
             scores = output_pb2.NextTokenOutput(
-                first_position=first_position, following_token=following_token, logprobs=_logprobs_to_proto(beside)
+                first_position=first_position, following_token=following_token, logprobs=_logprobs_to_proto(logprobs)
             )
             return output_pb2.OutputSpec(next_token=scores)
         case Accept() as kind:
@@ -85,8 +85,8 @@ def needs_of(spec: OutputSpec) -> tuple[info_pb2.Capability, ...]:
         return scores if kind.logprobs is None else (*scores, info_pb2.CAPABILITY_ROW_LOGPROBS)
     if not isinstance(kind, Greedy | Sample):
         return ()
-    beside = () if kind.logprobs is None else (info_pb2.CAPABILITY_ROW_LOGPROBS,)
-    return (*beside, info_pb2.CAPABILITY_TOKEN_MASKS) if kind.row_masks else beside
+    logprobs = () if kind.logprobs is None else (info_pb2.CAPABILITY_ROW_LOGPROBS,)
+    return (*logprobs, info_pb2.CAPABILITY_TOKEN_MASKS) if kind.row_masks else logprobs
 
 
 def output_from_proto(spec: output_pb2.OutputSpec, default: Positions) -> OutputSpec:
@@ -171,7 +171,7 @@ def _sample_to_proto(kind: Sample) -> output_pb2.SampleOutput:
 
 def _greedy_from_proto(message: output_pb2.GreedyOutput) -> Greedy | Sample:
     """A penalty or a mask makes it a `Sample` at temperature 0."""
-    beside = _logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None
+    logprobs = _logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None
     penalty = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
     mask, row_masks = masks_from_proto(message, "output.greedy")
     if penalty != 1.0 or mask or row_masks:
@@ -180,11 +180,11 @@ def _greedy_from_proto(message: output_pb2.GreedyOutput) -> Greedy | Sample:
             temperature=0.0,
             repetition_penalty=penalty,
             logprob=message.logprob,
-            logprobs=beside,
+            logprobs=logprobs,
             mask=mask,
             row_masks=row_masks,
         )
-    return Greedy(message.logprob, beside) if message.logprob or beside is not None else _GREEDY
+    return Greedy(message.logprob, logprobs) if message.logprob or logprobs is not None else _GREEDY
 
 
 def _sample_from_proto(message: output_pb2.SampleOutput, field: str) -> Sample:

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 
 from ferrum_rpc.attention.triton_kernels import attend_kernel, merge_kernel
 from ferrum_rpc.attention.triton_plan import TileShape, padded_dim, tile_shapes
-from ferrum_rpc.attention.triton_store import round_kernel, store_kernel
+from ferrum_rpc.attention.triton_store import quantize_kernel, store_kernel
 from ferrum_rpc.models.triton_fused_ops import add_norm_kernel, gate_kernel, rotate_kernel
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -75,7 +75,7 @@ def usage(
             "KEYS": tile.keys,
             "WINDOW": window,
             "HAS_CAP": cap,
-            "ROUNDED": rounded,
+            "QUANTIZED": rounded,
             "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
         }
         name = f"{tile.rows}x{tile.keys}x{head_dim} {TRITON_TYPES[dtype]}{' of fp8' * rounded}"
@@ -96,7 +96,7 @@ def row_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
     turning |= {"AT_ONCE": 8, "BLOCKS": 1, "ROW": 0, "HAS_NORM": True, "HAS_ROPE": True}
     kernels: list[tuple[Any, dict[str, Any], int]] = [
         (store_kernel, {"HEAD_DIM": 2 * half, "SIZE": 1024, "WIDTH": 1024}, 4),
-        (round_kernel, {"HEADS": 8, "HEAD_DIM": 2 * half, "PADDED_DIM": 2 * half, "ROW": 2 * half + 4}, 4),
+        (quantize_kernel, {"HEADS": 8, "HEAD_DIM": 2 * half, "PADDED_DIM": 2 * half, "ROW": 2 * half + 4}, 4),
         (add_norm_kernel, norming, 8),
         (
             rotate_kernel,
@@ -107,9 +107,9 @@ def row_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
     ]
     name = TRITON_TYPES[dtype]
     return [
-        _compile(kernel, name, capability, dtype, constants, (warps, 3), FP8 if kernel is round_kernel else {})
+        _compile(kernel, name, capability, dtype, constants, (warps, 3), FP8 if kernel is quantize_kernel else {})
         for kernel, constants, warps in kernels
-        if kernel is not round_kernel or capability >= 89
+        if kernel is not quantize_kernel or capability >= 89
     ]
 
 

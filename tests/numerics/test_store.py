@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ferrum_rpc.attention.eight_bits import FP8, LARGEST, from_rows
+from ferrum_rpc.attention.eight_bits import FP8, MAX_MAGNITUDE, from_rows
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from tests.poison import fill_slots
 
@@ -57,7 +57,7 @@ def test_fill_by_slots_or_by_mask(store):
     mask[3:7] = True
     fill_slots(store, mask)
     for tensor in (*store.keys, *store.values):
-        nothing = from_rows(tensor, torch.float32) if tensor.dtype in LARGEST else tensor
+        nothing = from_rows(tensor, torch.float32) if tensor.dtype in MAX_MAGNITUDE else tensor
         assert torch.equal(nothing.reshape(24, -1).isnan().all(1), mask)
     fill_slots(store, torch.tensor([3, 4, 5, 6]), 0.0)
     for tensor in (*store.keys, *store.values):

@@ -80,7 +80,7 @@ class Architecture:
 
 
 def _gemma2(facts: Facts) -> dict[str, Any]:
-    made = _query_scalar(facts, GEMMA2_27B) | _windows(facts, told="attention.sliding_window" in facts.fields)
+    made = _query_scalar(facts, GEMMA2_27B) | _windows(facts, declared="attention.sliding_window" in facts.fields)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if name in facts.fields:
             made[name] = facts.fields.number(name)
@@ -88,7 +88,7 @@ def _gemma2(facts: Facts) -> dict[str, Any]:
 
 
 def _gemma3(facts: Facts) -> dict[str, Any]:
-    made = _query_scalar(facts, GEMMA3_27B) | _windows(facts, told=True)
+    made = _query_scalar(facts, GEMMA3_27B) | _windows(facts, declared=True)
     local = facts.fields.number("rope.freq_base_swa", 10_000.0)
     made["rope_parameters"] = {"full_attention": facts.rope, "sliding_attention": {"rope_theta": local}}
     cap = facts.fields.optional_number("final_logit_softcapping", positive=False)
@@ -121,7 +121,7 @@ def _granite(facts: Facts) -> dict[str, Any]:
 
 
 def _cohere2(facts: Facts) -> dict[str, Any]:
-    return {"logit_scale": facts.fields.number("logit_scale"), **_windows(facts, told=True)}
+    return {"logit_scale": facts.fields.number("logit_scale"), **_windows(facts, declared=True)}
 
 
 def _query_scalar(facts: Facts, largest: int) -> dict[str, Any]:
@@ -129,10 +129,10 @@ def _query_scalar(facts: Facts, largest: int) -> dict[str, Any]:
     return {"query_pre_attn_scalar": facts.hidden // facts.heads if whole else facts.head_dim}
 
 
-def _windows(facts: Facts, *, told: bool) -> dict[str, Any]:
-    """``told``: an absent window means that there is none, and not Hugging Face's own."""
+def _windows(facts: Facts, *, declared: bool) -> dict[str, Any]:
+    """``declared``: an absent window means that there is none, and not Hugging Face's own."""
     made: dict[str, Any] = {}
-    if told:
+    if declared:
         made["sliding_window"] = facts.fields.integer("attention.sliding_window", 0, low=0) or None
     pattern = facts.fields.value("attention.sliding_window_pattern")
     if pattern is not None and made.get("sliding_window", 1):

@@ -75,13 +75,13 @@ def config(header: Header, factors: Factors) -> dict[str, Any]:
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_dim, layers = fields.integer("attention.key_length", max(1, hidden // heads)), fields.integer("block_count")
     _expect(fields, "attention.value_length", head_dim, f"heads of {head_dim} with {{}} values")
-    turned = fields.integer("rope.dimension_count", head_dim)
+    rotary_dim = fields.integer("rope.dimension_count", head_dim)
     if not known.partial:
         _expect(fields, "rope.dimension_count", head_dim, f"heads of {head_dim} with {{}} rotated channels")
     theta = fields.number("rope.freq_base", 10_000.0)
-    rope = {"rope_theta": theta, **_scaling(fields, theta, turned, factors)}
+    rope = {"rope_theta": theta, **_scaling(fields, theta, rotary_dim, factors)}
     if known.partial:
-        rope["partial_rotary_factor"] = _part(turned, head_dim)
+        rope["partial_rotary_factor"] = _part(rotary_dim, head_dim)
     eps, hugging_face_eps = known.eps
     made: dict[str, Any] = {
         "architectures": [known.name],
@@ -115,10 +115,10 @@ def _expect(fields: Fields, field: str, value: int, otherwise: str) -> None:
         raise NotSupported(f"{full}: {otherwise.format(found)} are not read", field=full)
 
 
-def _part(turned: int, head_dim: int) -> float:
+def _part(rotary_dim: int, head_dim: int) -> float:
     """The part of a head that gives so many channels."""
-    part = turned / head_dim
-    return part if int(head_dim * part) == turned else math.nextafter(part, 2.0)
+    part = rotary_dim / head_dim
+    return part if int(head_dim * part) == rotary_dim else math.nextafter(part, 2.0)
 
 
 def _kept(header: Header, prefix: str) -> dict[str, object]:
@@ -133,8 +133,8 @@ def _kept(header: Header, prefix: str) -> dict[str, object]:
 def _vocabulary(fields: Fields, header: Header) -> int:
     """As told; else the rows of the embedding."""
     embedding = header.tensors.get("token_embd.weight")
-    told = fields.value("vocab_size")
-    if told is None and embedding is not None:
+    declared = fields.value("vocab_size")
+    if declared is None and embedding is not None:
         return embedding.shape[0]
     return fields.integer("vocab_size")
 
@@ -144,7 +144,7 @@ def _stops(tokens: Fields) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-def _scaling(fields: Fields, theta: float, turned: int, factors: Factors) -> dict[str, Any]:
+def _scaling(fields: Fields, theta: float, rotary_dim: int, factors: Factors) -> dict[str, Any]:
     kind = fields.text("rope.scaling.type", "none")
     lists = {SHORT: "short_factor", LONG: "long_factor"}
     if not factors.keys().isdisjoint(lists) and kind in ("none", "longrope"):
@@ -153,7 +153,7 @@ def _scaling(fields: Fields, theta: float, turned: int, factors: Factors) -> dic
     if frequencies is not None and not bool((frequencies == 1).all()):
         if kind != "none":
             raise NotSupported(f"{FREQUENCIES} beside {fields.name('rope.scaling.type')} {kind[:80]!r}", field="model")
-        return _llama3(frequencies, theta, turned)
+        return _llama3(frequencies, theta, rotary_dim)
     if kind == "none":
         return {"rope_type": "default"}
     made: dict[str, Any] = {"rope_type": kind, "factor": fields.number("rope.scaling.factor")}
@@ -172,12 +172,12 @@ def _scaling(fields: Fields, theta: float, turned: int, factors: Factors) -> dic
     return made
 
 
-def _llama3(factors: np.ndarray[Any, np.dtype[np.float32]], theta: float, turned: int) -> dict[str, Any]:
+def _llama3(factors: np.ndarray[Any, np.dtype[np.float32]], theta: float, rotary_dim: int) -> dict[str, Any]:
     """The scaling that gives these factors. Llama 3.1 and 3.2 have a factor of 8 and 32, frequency factors of 1 and 4,
     and an original context that is a power of two; a file keeps only what comes out."""
     factor = float(factors.max())
-    if factors.shape == (turned // 2,) and math.isfinite(factor) and factor > 1:
-        waves = 2 * math.pi * theta ** (np.arange(0, turned, 2, dtype=np.float64) / turned)
+    if factors.shape == (rotary_dim // 2,) and math.isfinite(factor) and factor > 1:
+        waves = 2 * math.pi * theta ** (np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
         for original in (1 << power for power in range(4, 24)):
             smooth = (original / waves - 1) / 3
             with np.errstate(divide="ignore", invalid="ignore"):

@@ -50,9 +50,9 @@ def _check_parts(files: Sequence[Path], headers: Sequence[Header]) -> None:
             raise broken(files[0], f"is one of {str(count)[:40]} parts by split.count; they are found by their names")
         return
     for index, (file, header) in enumerate(zip(files, headers, strict=True)):
-        told = [header.metadata.get(key) for key in ("split.no", "split.count")]
-        if told != [index, len(files)]:
-            said = f"split.no {str(told[0])[:40]} and split.count {str(told[1])[:40]}"
+        declared = [header.metadata.get(key) for key in ("split.no", "split.count")]
+        if declared != [index, len(files)]:
+            said = f"split.no {str(declared[0])[:40]} and split.count {str(declared[1])[:40]}"
             raise broken(file, f"{said} are not those of part {index + 1} of {len(files)}")
     claimed, tensors = headers[0].metadata.get("split.tensors.count"), sum(len(header.tensors) for header in headers)
     if claimed != tensors:
@@ -83,11 +83,11 @@ def _entries(file: Path, header: Header, known: Architecture, read: dict[str, An
             heads = read["num_key_value_heads"]
         shifted = known.shifted and to.endswith("norm.weight")
         entries[to] = tensor_entry(header, file, name, info, heads, shifted=shifted)
-    _check_apart(file, entries)
+    _check_overlap(file, entries)
     return {name: entry for name, entry in entries.items() if name not in FACTORS}
 
 
-def _check_apart(file: Path, entries: dict[str, TensorEntry]) -> None:
+def _check_overlap(file: Path, entries: dict[str, TensorEntry]) -> None:
     """Raise where tensors share bytes."""
     last, before = 0, ""
     for name, entry in entries.items():

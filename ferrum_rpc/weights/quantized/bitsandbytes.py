@@ -108,8 +108,8 @@ def _decode(width: int, block: int, outer: int, offset: float) -> Decode:
         blocks = torch.arange(begin // block, -(-end // block))
         scales = parts["weight.absmax"][blocks]
         if "weight.nested_absmax" in parts:
-            rounded = parts["weight.nested_quant_map"][scales.to(torch.int32)]
-            scales = rounded * parts["weight.nested_absmax"][blocks // outer] + offset
+            nested = parts["weight.nested_quant_map"][scales.to(torch.int32)]
+            scales = nested * parts["weight.nested_absmax"][blocks // outer] + offset
         if len(values) == len(blocks) * block:
             values = values.view(-1, block) * scales[:, None]
         else:

@@ -42,7 +42,7 @@ WEIGHTS_IRRELEVANT: Final = ("observer", "observer_kwargs", "scale_dtype", "zp_d
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding:
+class QuantizationArgs:
     """How a group's weights were rounded. ``size``: columns that share a scale; ``block``: rows and columns that do.
     ``ordered``: columns are in groups by an index."""
 
@@ -62,8 +62,8 @@ class Rounding:
             return [(rows, 1), (rows,)]
         if self.strategy == "group":
             return [(rows, -(-width // self.size))]
-        high, wide = self.block or (1, 1)
-        return [(-(-rows // high), -(-width // wide))]
+        block_rows, block_columns = self.block or (1, 1)
+        return [(-(-rows // block_rows), -(-width // block_columns))]
 
 
 def read(config: Fields, stored: QuantizedTensors) -> None:
@@ -75,15 +75,15 @@ def read(config: Fields, stored: QuantizedTensors) -> None:
     groups = config.table("config_groups")
     if groups is None:
         raise InvalidRequest(f"{config.name('config_groups')} is missing or empty", field=config.name("config_groups"))
-    found = [_rounding(groups, name) for name in groups.unread()]
-    roundings = [each for each in found if each is not None]
+    found = [_quantization_args(groups, name) for name in groups.unread()]
+    arguments = [each for each in found if each is not None]
     refuse_unread(config, IRRELEVANT, OFF)
     for module in stored.modules("weight_packed"):
-        _packed(stored, module, roundings)
+        _packed(stored, module, arguments)
     for module in stored.modules("weight_scale"):
         weight = stored.get(module, "weight")
         if weight is not None and weight.dtype in (torch.int8, torch.float8_e4m3fn):
-            _plain(stored, module, roundings)
+            _plain(stored, module, arguments)
     stored.drop((*ACTIVATIONS, "q_scale", "input_zero_point", "output_scale", "output_zero_point"))
 
 
@@ -93,7 +93,7 @@ def _check_format(config: Fields) -> None:
         raise not_read(config.name("format"), form, f"{', '.join(FORMATS)} are")
 
 
-def _rounding(groups: Fields, name: str) -> Rounding | None:
+def _quantization_args(groups: Fields, name: str) -> QuantizationArgs | None:
     """None for a group that rounds no weights."""
     group = groups.table(name)
     if group is None:
@@ -122,18 +122,18 @@ def _rounding(groups: Fields, name: str) -> Rounding | None:
         raise not_read(weights.name("actorder"), order, "null, weight and group are")
     refuse_unread(weights, WEIGHTS_IRRELEVANT, {})
     dtype = torch.int8 if kind == "int" else torch.float8_e4m3fn
-    return Rounding(name, bits, dtype, strategy, size, block, order in (True, "group", "dynamic"))
+    return QuantizationArgs(name, bits, dtype, strategy, size, block, order in (True, "group", "dynamic"))
 
 
-def _plain(stored: QuantizedTensors, module: str, roundings: list[Rounding]) -> None:
+def _plain(stored: QuantizedTensors, module: str, arguments: list[QuantizationArgs]) -> None:
     weight, scale = stored.get(module, "weight"), stored.get(module, "weight_scale")
     assert weight is not None and scale is not None  # noqa: S101 - the caller looked
     rows, width = stored.matrix(module, "weight", (torch.int8, torch.float8_e4m3fn))
-    for each in roundings:
+    for each in arguments:
         if each.dtype == weight.dtype and each.bits == 8 and scale.shape in each.scales(rows, width):
             break
     else:
-        raise _unlike(module, roundings, f"weight {weight.dtype} {[*weight.shape]}, weight_scale {[*scale.shape]}")
+        raise _unlike(module, arguments, f"weight {weight.dtype} {[*weight.shape]}, weight_scale {[*scale.shape]}")
     stored.expect(module, "weight_scale", FLOATS, [scale.shape])
     parts = ["weight", "weight_scale"]
     if each.strategy == "block":
@@ -148,7 +148,7 @@ def _plain(stored: QuantizedTensors, module: str, roundings: list[Rounding]) -> 
     stored.make(module, parts, (rows, width), _decode(module, size, 0, width))
 
 
-def _add_order(stored: QuantizedTensors, module: str, each: Rounding, parts: list[str], width: int) -> None:
+def _add_order(stored: QuantizedTensors, module: str, each: QuantizationArgs, parts: list[str], width: int) -> None:
     """Which group each column is of, where the file says so."""
     if stored.get(module, "weight_g_idx") is not None:
         stored.expect(module, "weight_g_idx", INT, [(width,)])
@@ -157,7 +157,7 @@ def _add_order(stored: QuantizedTensors, module: str, each: Rounding, parts: lis
         raise wrong(module, "weight_g_idx is missing, and actorder is group")
 
 
-def _packed(stored: QuantizedTensors, module: str, roundings: list[Rounding]) -> None:
+def _packed(stored: QuantizedTensors, module: str, arguments: list[QuantizationArgs]) -> None:
     rows, words = stored.matrix(module, "weight_packed", INT)
     stored.expect(module, "weight_shape", (torch.int64, torch.int32), [(2,)])
     shape = tuple(stored.small(module, "weight_shape").tolist())
@@ -166,12 +166,12 @@ def _packed(stored: QuantizedTensors, module: str, roundings: list[Rounding]) ->
         raise wrong(module, f"weight_shape is {[*shape]} for {rows} rows of {words} words")
     if scale is None:
         raise wrong(module, "weight_scale is missing")
-    for each in roundings:
+    for each in arguments:
         fits = -(-width * each.bits // 32) == words and each.strategy != "block"
         if each.dtype == torch.int8 and fits and scale.shape in each.scales(rows, width):
             break
     else:
-        raise _unlike(module, roundings, f"{words} words for {width} numbers, weight_scale {[*scale.shape]}")
+        raise _unlike(module, arguments, f"{words} words for {width} numbers, weight_scale {[*scale.shape]}")
     stored.expect(module, "weight_scale", FLOATS, [scale.shape])
     parts, zero = ["weight_packed", "weight_scale", "weight_shape"], stored.get(module, "weight_zero_point")
     if zero is not None:
@@ -213,11 +213,11 @@ def _rows(scales: Tensor, first: int, last: int) -> Tensor:
     return scales.view(scales.shape[0], -1)[first:last]
 
 
-def _unlike(module: str, roundings: list[Rounding], found: str) -> InvalidRequest:
+def _unlike(module: str, arguments: list[QuantizationArgs], found: str) -> InvalidRequest:
     ways = (
         ", ".join(
             f"{each.name[:40]} ({str(each.dtype).removeprefix('torch.')}, {each.bits} bits, {each.strategy})"
-            for each in roundings[:8]
+            for each in arguments[:8]
         )
         or "none"
     )

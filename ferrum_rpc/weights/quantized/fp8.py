@@ -45,8 +45,8 @@ def read(config: Fields, stored: QuantizedTensors) -> None:
             stored.expect(module, "weight_scale", FLOATS, [(), (1,), (1, 1)])
             stored.make(module, ["weight", "weight_scale"], (rows, width), by_blocks("weight_scale", rows, width))
             continue
-        high, wide = block
-        stored.expect(module, "weight_scale_inv", SCALES, [(-(-rows // high), -(-width // wide))])
+        block_rows, block_columns = block
+        stored.expect(module, "weight_scale_inv", SCALES, [(-(-rows // block_rows), -(-width // block_columns))])
         stored.make(module, ["weight", "weight_scale_inv"], (rows, width), by_blocks("weight_scale_inv", *block))
     stored.drop(ACTIVATIONS)
 
@@ -65,13 +65,13 @@ def block_size(config: Fields, field: str) -> tuple[int, int] | None:
     return value[0], value[1]
 
 
-def by_blocks(scale: str, high: int, wide: int) -> Decode:
-    """``weight`` times the part ``scale``, which has a number for each block of ``high`` rows and ``wide`` columns."""
+def by_blocks(scale: str, block_rows: int, block_columns: int) -> Decode:
+    """``weight`` times the part ``scale``, which has a number for each block of rows and columns."""
 
     def decode(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
         values, scales = as_float32(parts["weight"][first:last]), parts[scale].to(torch.float32)
         if scales.numel() == 1:
             return values * scales.view(())
-        return rescaled(values, scales[torch.arange(first, last) // high], None, wide)
+        return rescaled(values, scales[torch.arange(first, last) // block_rows], None, block_columns)
 
     return decode
