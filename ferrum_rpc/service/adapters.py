@@ -1,11 +1,11 @@
-"""Loaded adapters: which there are, how many sequences have each, and how one comes and goes.
+"""Loaded adapters: which exist, how many sequences use each, and how one is loaded and unloaded.
 
-An adapter has a number in the engine, which is never used again, and spans say it. It is brought there in pieces, by
-commands in the queue of the steps: so steps go on meanwhile, and none meets an adapter that is not there. It is found
-by its name when all of it has come, and no more from the moment at which it is to go; with sequences it does not go.
+An adapter has a number in the engine, which is never reused, and spans carry it. It is sent to the engine in pieces, by
+commands in the queue of the steps. So steps continue meanwhile, and none refers to a missing adapter. It can be found
+by name once all of it has arrived, until its unloading begins. An adapter with sequences is not unloaded.
 
-What is computed with it is kept apart by its fingerprint: of another adapter that is loaded under the name of one that
-went, no cached block is found and no cache is imported.
+Its fingerprint keeps its results separate: cached blocks and exported caches of another adapter that was loaded under
+the same name are not found.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ferrum_rpc.service.asking import Submit, between_steps
 from ferrum_rpc.service.records import Adapter
 
 NAMED: Final = 80
-"""Characters of an adapter's name in an error."""
+"""Maximum characters of an adapter's name in an error."""
 
 
 class AdapterTable:
-    """The adapters of one executor, at most ``most``; 0: none are offered. ``submit`` queues an operation of the
+    """The adapters of one executor, at most ``most``; 0 if none are offered. ``submit`` queues an operation of the
     engine."""
 
     def __init__(self, most: int, submit: Submit) -> None:
@@ -45,7 +45,7 @@ class AdapterTable:
 
     @property
     def offered(self) -> bool:
-        """Whether there may be any."""
+        """Whether adapters are offered."""
         return self._most > 0
 
     def __len__(self) -> int:
@@ -53,11 +53,11 @@ class AdapterTable:
         return len(self._loaded)
 
     def __iter__(self) -> Iterator[Adapter]:
-        """Loaded ones, in the order in which they came."""
+        """The loaded adapters, in the order of loading."""
         return iter(list(self._loaded.values()))
 
     def listed(self) -> list[Adapter]:
-        """Loaded ones, for an operator. Raises `NotSupported`."""
+        """The loaded adapters, for an operator. Raises `NotSupported`."""
         self._check_offered()
         return list(self)
 
@@ -71,8 +71,8 @@ class AdapterTable:
         return found
 
     async def load(self, name: str) -> Adapter:
-        """Load it, unless it is loaded; a caller that is cancelled leaves it loading. Raises `SequencesExhausted` where
-        there are too many, and what the engine refuses; then nothing of it is left."""
+        """Load it, unless it is loaded; it continues to load if the caller is cancelled. Raises `SequencesExhausted` if
+        there are too many, and the engine's refusals; nothing of it is left then."""
         self._check_offered()
         if (found := self._loaded.get(name)) is not None:
             return found
@@ -91,7 +91,8 @@ class AdapterTable:
         return await asyncio.shield(task)
 
     async def unload(self, name: str) -> None:
-        """Answers when its memory is free. Raises `AdapterUnknown` where it is not loaded, and `AdapterInUse`."""
+        """Unload it; returns when its memory is free. Raises `AdapterUnknown` if it is not loaded, and
+        `AdapterInUse`."""
         self._check_offered()
         found = self._loaded.get(name)
         if found is None:
@@ -132,4 +133,4 @@ class AdapterTable:
 
 
 def _ignore(_: object) -> None:
-    """Nothing waits for it."""
+    """A command whose result nothing waits for."""

@@ -1,8 +1,9 @@
-"""Leases: a scheduler's sequences are kept while it renews its lease, and freed when it has stopped.
+"""Leases: a scheduler's sequences are kept while it renews its lease, and freed after it has stopped.
 
-One lease per scheduler. Any call on one of its sequences renews it; an idle scheduler sends a keep-alive every sixth of
-its time (etcd renews every third; a sixth survives lost ones and a client whose loop stalls).
-Time is the monotonic clock's. Like a handle, a lease is its caller's, and one of an earlier process is refused as such.
+There is one lease per scheduler. Any call on one of its sequences renews it; an idle scheduler sends a keep-alive every
+sixth of its duration (etcd renews every third; a sixth survives lost messages and stalls of the client's loop). Times
+are those of the monotonic clock. Like a handle, a lease belongs to its caller, and one of an earlier process is refused
+as such.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SECRET_BYTES: Final = 16
 
 
 class LeaseTable:
-    """The leases that live, and which of the others expired."""
+    """The live leases, and which others have expired."""
 
     def __init__(self, limits: Limits, quotas: Quotas, instance_id: str) -> None:
         self._limits = limits
@@ -79,11 +80,11 @@ class LeaseTable:
         return lease
 
     def due(self, now: float) -> list[LeaseRecord]:
-        """The leases whose time is over and that no call in flight pins. A full sweep: leases are few."""
+        """The expired leases that no call in flight pins. This scans all leases, which are few."""
         return [lease for lease in self._live.values() if lease.expires <= now and not lease.pinned]
 
     def remove(self, lease: LeaseRecord, *, expired: bool) -> bool:
-        """Remove it; the caller ends its sequences. False: it was removed already."""
+        """Remove it; the caller ends its sequences. False if it was removed already."""
         if self._live.pop(lease.id, None) is None:
             return False
         lease.account.free(Resource.LEASES)
@@ -94,6 +95,6 @@ class LeaseTable:
         return True
 
     def extend(self, seconds: float) -> None:
-        """This process received nothing for so long: silence in that time does not count."""
+        """Extend all leases by the time in which this process received nothing."""
         for lease in self._live.values():
             lease.expires += seconds

@@ -1,16 +1,16 @@
-"""Registered token masks: which there are, whose they are, and which goes when another takes its place.
+"""Registered token masks: which exist, who registered them, and which are dropped when others need their place.
 
-A mask's id is the hash of its content, and the engine keeps each content once. But a caller may name only what it has
-registered itself: whether another has, it cannot find out. The words are in the engine alone; they go there, and masks
-that went are dropped, by commands in the queue of the steps. So a step never meets a mask that is not there:
+A mask's id is the hash of its content, and the engine stores each content once. A caller may name only masks that it
+has registered itself, so it cannot find out whether another caller has registered one. Only the engine has the words.
+They are sent, and dropped, by commands in the queue of the steps, so a step never refers to a missing mask:
 
 - a mask is sent before the first item that names it;
-- one that a call in flight names does not go.
+- a mask that a call in flight names is not dropped.
 
-Of the others the one that was used least recently goes: the caller's own, where it has its share of the table, else one
-of the caller that has most, if that has more than this one. Where nothing can go the refusal says when to come back; so
-it does where as many as the table holds, or `ON_WAY`, are still on their way to the engine, which takes them between
-steps.
+Otherwise the least recently used mask is dropped: one of the caller itself if it has its share of the table, else one
+of the caller that has most, if that has more than this one. If none can be dropped, the refusal says when to come back.
+The same applies if as many masks as the table holds, or `ON_WAY`, are still on their way to the engine, which takes
+them between steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource
 WORD_BYTES: Final = 4
 WORD_BITS: Final = 32
 ON_WAY: Final = 64
-"""Masks that may be on their way to the engine however small the table is."""
+"""Masks that may be on their way to the engine, however small the table is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class Registered:
 
 @dataclass(slots=True, eq=False)
 class CallerMasks:
-    """One caller's masks by id; ``idle`` are those without uses, the one that was used least recently first."""
+    """One caller's masks by id. ``idle``: the unused ones, the least recently used first."""
 
     account: Account
     masks: dict[bytes, Registered] = field(default_factory=dict)
@@ -65,12 +65,13 @@ class MaskTable:
         self._on_way: Counter[str] = Counter()  # by caller: masks that the engine has not taken yet
 
     def __len__(self) -> int:
-        """Masks of all callers, which is what the limit counts."""
+        """The number of masks of all callers, to which the limit applies."""
         return self._count
 
     def register(self, account: Account, mask_id: bytes, words: bytes, vocab_size: int, field: str) -> Registered:
-        """Register a mask, or use it where it is registered. ``mask_id`` is the hash of the ``words``; ``field`` names
-        them in the request. Raises `InvalidRequest`, or `QueueFull` where it has no room, having changed nothing."""
+        """Register a mask, or mark it as used if it is registered. ``mask_id`` is the hash of the ``words``; ``field``
+        names them in the request. Raises `InvalidRequest`, or `QueueFull` if there is no room; nothing has changed
+        then."""
         name = account.caller.name
         owner = self._owners.get(name)
         if owner is not None and (known := owner.masks.get(mask_id)) is not None:
@@ -92,8 +93,8 @@ class MaskTable:
         return mask
 
     def pin(self, account: Account, kind: Sample, words: bytes, vocab_size: int) -> list[Registered]:
-        """The masks that an item names; with ``words`` its one mask is registered first. `unpin` must follow. Raises
-        `TokenMaskUnknown`, or as `register`, having changed nothing."""
+        """Pin the masks that an item names; with ``words`` its one mask is registered first. `unpin` must follow.
+        Raises `TokenMaskUnknown`, or as `register`; nothing has changed then."""
         if words:
             found = [self.register(account, kind.mask, words, vocab_size, "output.token_mask")]
         else:
@@ -112,7 +113,7 @@ class MaskTable:
         return found
 
     def unpin(self, masks: Iterable[Registered]) -> None:
-        """The call that named them is over."""
+        """Unpin the masks of a call that has ended."""
         for mask in masks:
             self._unuse(mask)
 
@@ -129,7 +130,7 @@ class MaskTable:
             mask.owner.idle[mask.id] = mask
 
     def _make_room(self, account: Account, mine: CallerMasks | None) -> list[bytes]:
-        """Let one mask go if another needs its place. Returns what the engine has to drop."""
+        """Drop one mask if another needs its place. Returns what the engine has to drop."""
         most = min(self._most, account.most[Resource.TOKEN_MASKS])
         if self._on_way[account.caller.name] >= max(most, ON_WAY) or self._on_way.total() >= max(self._most, ON_WAY):
             raise _full(f"{self._on_way.total()} token masks are on their way to the engine", most)
@@ -148,7 +149,7 @@ class MaskTable:
         return [oldest.id] if self._forget(oldest) else []
 
     def _forget(self, mask: Registered) -> bool:
-        """The caller has it no longer. True: nor has any other."""
+        """Remove the mask from the caller. True if no other caller has it."""
         owner = mask.owner
         del owner.masks[mask.id]
         owner.idle.pop(mask.id, None)
@@ -163,7 +164,7 @@ class MaskTable:
         return True
 
     def _changed(self, name: str, mask_id: bytes, result: object) -> None:
-        """The engine has it, or has refused to: then it is as if no caller had ever registered it."""
+        """The engine has stored the mask, or refused it: then it is as if no caller had ever registered it."""
         self._on_way[name] -= 1
         if not self._on_way[name]:
             del self._on_way[name]
@@ -178,7 +179,7 @@ def _full(why: str, most: int) -> QueueFull:
 
 
 def check_words(words: bytes, vocab_size: int, field: str) -> None:
-    """Raise `InvalidRequest` for words that are no mask of the vocabulary, or that allow no token of it."""
+    """Raise `InvalidRequest` for words that are not a mask of the vocabulary, or that allow none of its tokens."""
     count, rest = divmod(vocab_size, WORD_BITS)
     wanted = count + (rest > 0)
     if len(words) != wanted * WORD_BYTES:

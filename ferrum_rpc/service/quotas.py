@@ -1,14 +1,14 @@
-"""What each caller holds, and how much it may: a share of everything that callers could take from each other.
+"""Quotas: what each caller holds, and its share of every shared resource.
 
-Where there are several callers, each has `Limits.caller_share` of every table. A single caller, or an operator, has all
-of it: an operator could reset the executor anyway. Exact numbers of sequences and blocks, where they are set, hold for
-every caller in place of the share.
+With several callers, each has `Limits.caller_share` of every table. A single caller, or an operator, may hold
+everything; an operator could reset the executor anyway. Exact numbers of sequences and blocks, if set, apply to every
+caller in place of the share.
 
-An `Account` counts by `Resource`: what a caller gets is allocated in its account first, and freed there when it is free
-again. It counts always, for 3 µs a call, so allocations and releases agree.
+An `Account` counts by `Resource`: an allocation is charged to the caller's account first, and credited when it is
+freed. Accounting is always on and costs 3 µs per call, so allocations and releases agree.
 
-For blocks a caller pays for what its sequences refer to, up to their length or what was reserved for them, and in full
-for those that sequences share: what it would hold if they diverged. They are counted where they are bounded.
+A caller is charged for the blocks that its sequences refer to, up to their length or their reservation, and in full for
+shared ones: what it would hold if they diverged. They are counted where they are bounded.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ferrum_rpc.errors import QueueFull
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Resource, SequenceRecord
 
 UNCOUNTED_BYTES: Final = 1 << 14
-"""Smaller answers are not counted: a connection's streams bound them."""
+"""Smaller answers are not counted: the number of streams of a connection bounds them."""
 
 UNBOUNDED: Final = sys.maxsize
 EMPTY_ACCOUNTS: Final = 1024
-"""Beyond so many accounts, those of callers that hold nothing are dropped."""
+"""Above this number, accounts of callers that hold nothing are dropped."""
 
 
 class Quotas:
-    """Accounts by caller's name."""
+    """Accounts by the caller's name."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -80,20 +80,21 @@ class Quotas:
         return account
 
     def limits(self, limits: Limits, caller: Caller) -> Limits:
-        """``limits`` as they are for this caller: what it may hold of sequences and blocks stands in them."""
+        """``limits`` for this caller, with its own limits of sequences and blocks."""
         most = self.account(caller).most
         sequences, blocks = (0 if most[each] == UNBOUNDED else most[each] for each in self._exact)
         return replace(limits, max_sequences_per_caller=sequences, max_blocks_per_caller=blocks)
 
     def cache(self, total_blocks: int, block_size: int) -> None:
-        """The model is loaded: its cache has ``total_blocks`` of ``block_size`` tokens."""
+        """Set the size of the cache once the model is loaded: ``total_blocks`` of ``block_size`` tokens."""
         self._tables[Resource.BLOCKS], self._block_size = total_blocks, block_size
         self._most = self._shares()
         for account in self._accounts.values():
             account.most = self._most[account.caller.shares]
 
     def charge(self, record: SequenceRecord, length: int) -> None:
-        """The sequence is to grow to ``length`` tokens. Raises `QuotaExceeded`; `settle` must follow otherwise."""
+        """Charge for a sequence that is to grow to ``length`` tokens. Raises `QuotaExceeded`; otherwise `settle` must
+        follow."""
         account = record.account
         if account.most[Resource.BLOCKS] == UNBOUNDED:
             return
@@ -102,25 +103,25 @@ class Quotas:
         record.charged += more
 
     def settle(self, record: SequenceRecord) -> None:
-        """The call is over: the sequence is charged for what it has."""
+        """Charge the sequence for what it holds after the call."""
         if record.charged:
             due = 0 if record.parked else self._blocks(max(record.length, record.held_to))
             record.account.free(Resource.BLOCKS, record.charged - due)
             record.charged = due
 
     def close(self, record: SequenceRecord) -> None:
-        """The sequence is gone, or never was."""
+        """Credit a sequence that has ended, or was never created."""
         record.account.free(Resource.SEQUENCES)
         self.refund(record)
 
     @staticmethod
     def refund(record: SequenceRecord) -> None:
-        """The sequence is charged for nothing."""
+        """Free the blocks that the sequence is charged for."""
         record.account.free(Resource.BLOCKS, record.charged)
         record.charged = 0
 
     def _shares(self) -> tuple[Sequence[int], Sequence[int]]:
-        """What one caller may hold: one that does not share, and one that does."""
+        """The limits of one caller: of one that does not share, and of one that does."""
         unshared, shared = [UNBOUNDED] * len(Resource), [UNBOUNDED] * len(Resource)
         for resource, size in self._tables.items():
             shared[resource] = max(math.ceil(size * self._limits.caller_share), self._least.get(resource, 1))
@@ -134,11 +135,11 @@ class Quotas:
 
 
 class Unread:
-    """Bytes of answers on their way, of one connection, one caller and in all.
+    """Bytes of answers being sent, per connection, per caller and in total.
 
-    A client that asks for large answers and does not read them holds them in the server's memory, twice their size:
-    gRPC takes as much from a handler as it gives, however little the client takes from gRPC. So the bytes of a
-    large answer are allocated when its call is admitted, and freed when gRPC has sent the answer or the call is over.
+    A client that requests large answers and does not read them holds them in the server's memory, twice their size:
+    gRPC accepts everything from a handler, however little the client reads. So capacity for a large answer is allocated
+    when its call is admitted, and released when gRPC has sent the answer or the call is over.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -149,8 +150,8 @@ class Unread:
         self.bytes = 0
 
     def allocate(self, peer: str, account: Account, size: int) -> Callable[[], None]:
-        """Allocate an answer of up to ``size`` bytes, above `UNCOUNTED_BYTES`, to ``peer``; call what is returned
-        once, when it has left. Raises `QueueFull`, having changed nothing."""
+        """Allocate capacity for an answer of up to ``size`` bytes, above `UNCOUNTED_BYTES`, to ``peer``. Call the
+        returned function once, when the answer has been sent. Raises `QueueFull`; nothing has changed then."""
         mine = self._of.get(peer, 0)
         held, most = account.held[Resource.UNREAD_BYTES], account.most[Resource.UNREAD_BYTES]
         for waiting, bound, whose in (

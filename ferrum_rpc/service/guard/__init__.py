@@ -1,1 +1,1 @@
-"""What keeps hostile or careless peers out: who may connect and call, and how much each may have under way."""
+"""Protection against hostile or careless peers: who may connect and call, and how much each may have in progress."""

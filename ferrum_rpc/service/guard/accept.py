@@ -1,10 +1,10 @@
-"""Accepts calls: as many at a time as come, where grpc.aio takes them one by one.
+"""Accepts several calls at a time; grpc.aio accepts them one by one.
 
-grpc.aio has one call accepted at a time, which takes about five turns of the event loop: with 4 ms of other work a
-turn, 64 callers together get 49 calls a second, and a new one waits behind all of them, unseen. gRPC's core takes
-any number of pending accepts. So each method has some of its own here, beside grpc.aio's, by the functions that
-grpc.aio's own loop is made of. They are private to grpcio: where they are missing or have changed, the server logs it
-and goes on with grpc.aio's own loop.
+One accept of grpc.aio takes about five turns of the event loop. With 4 ms of other work per turn, 64 callers together
+get 49 calls per second, and a new one waits unseen behind all of them. gRPC's core allows any number of pending
+accepts. So each method has some of its own here, in addition to grpc.aio's, made with the functions of grpc.aio's own
+loop. These functions are private to grpcio: if they are missing or have changed, the server logs it and uses grpc.aio's
+own loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ferrum_rpc.service.guard.auth import ARRIVED
 log = structlog.get_logger("ferrum_rpc.server")
 
 AT_ONCE: Final = 8
-"""Pending accepts of a method, beside grpc.aio's own one."""
+"""Pending accepts per method, in addition to grpc.aio's own."""
 
 _SIGNATURES: Final = {
     "_handle_stream_unary_rpc": ("method_handler", "rpc_state", "loop"),
@@ -34,7 +34,8 @@ _SIGNATURES: Final = {
 
 
 class Acceptors:
-    """The accepts of one server. Made before it starts: registers its ``handlers``, by path, at the server."""
+    """The accepts of one server. Create it before the server starts: it registers its ``handlers``, by path, at the
+    server."""
 
     def __init__(self, server: grpc.aio.Server, handlers: Mapping[str, Any]) -> None:
         self._server: Any = getattr(server, "_server", None)
@@ -46,7 +47,7 @@ class Acceptors:
             server.add_registered_method_handlers(service, {method: handler})
 
     def start(self) -> None:
-        """Begin to accept; the server has started."""
+        """Begin to accept. The server must have started."""
         if not self._handlers:
             log.warning(
                 "grpc_accept_fallback", grpcio=grpc.__version__, action="callers wait longer; pin a tried grpcio"
@@ -55,7 +56,7 @@ class Acceptors:
             self._loops.update(asyncio.create_task(self._accept(path, handler)) for _ in range(AT_ONCE))
 
     def _known(self) -> bool:
-        """Whether this grpcio has what it takes."""
+        """Whether this grpcio has the private functions."""
         names = {name: getattr(cygrpc, name, None) for name in _SIGNATURES}
         return hasattr(self._server, "_request_registered_call") and all(
             function is not None and function.__code__.co_varnames[: function.__code__.co_argcount] == _SIGNATURES[name]
@@ -63,7 +64,7 @@ class Acceptors:
         )
 
     async def _accept(self, path: str, handler: Any) -> None:
-        """Accept the calls of one method until the server stops, which fails what is pending."""
+        """Accept the calls of one method until the server stops, which fails the pending accepts."""
         private: Any = cygrpc
         handle: Callable[..., Any] = (
             private._handle_stream_stream_rpc if handler.response_streaming else private._handle_stream_unary_rpc

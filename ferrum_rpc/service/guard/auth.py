@@ -1,8 +1,8 @@
-"""Who may call, and who calls: the settings of security as a value, the file of tokens, and the guard of every method.
+"""Authentication: the security settings as a value, the tokens file, and the guard of every method.
 
-Default deny: every method needs credentials, but the health check. The guard comes first: a request without credentials
-is not parsed. Where none are needed, there is no guard. grpc.aio runs every handler
-in a task of its own, so a context variable that is set before the handler belongs to that call.
+The default is to deny: every method but the health check needs credentials. The guard runs first, so a request without
+credentials is not parsed. If no credentials are configured, there is no guard. grpc.aio runs every handler in a task of
+its own, so a context variable set before the handler belongs to that call.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = structlog.get_logger("ferrum_rpc.security")
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """Nothing set: plain text, and every caller is `ferrum_rpc.core.ANYBODY`.
+    """The security settings. By default the port is plain text, and every caller is `ferrum_rpc.core.ANYBODY`.
 
-    ``tokens``: a file of bearer tokens. ``tls_cert``, ``tls_key``: PEM files, the server's certificate chain and its
-    key. ``tls_client_ca``: PEM, who signs the certificates that clients must then show. ``operators``: names of
-    certificates that may use ExecutorControl; ``trusted``: of those whose imports all callers may find; with tokens,
-    their file has both instead. ``insecure``: listen beyond this machine without any of these. Raises `SecurityError`
-    where one needs another.
+    ``tokens``: a file of bearer tokens. ``tls_cert``, ``tls_key``: PEM files of the server's certificate chain and its
+    key. ``tls_client_ca``: PEM file of the authorities that must have signed the clients' certificates. ``operators``:
+    names of certificates that may use ExecutorControl. ``trusted``: names of certificates whose imports all callers may
+    find. With tokens, their file defines both roles instead. ``insecure``: listen beyond this machine without any of
+    these. Raises `SecurityError` if a setting needs another one.
     """
 
     tokens: Path | None = None
@@ -57,7 +57,7 @@ class Security:
 
     @property
     def encrypted(self) -> bool:
-        """Whether the port speaks TLS."""
+        """Whether the port uses TLS."""
         return self.tls_cert is not None
 
     @property
@@ -67,11 +67,11 @@ class Security:
 
 
 ARRIVED: Final[ContextVar[float]] = ContextVar("ferrum_arrived", default=0.0)
-"""When the event loop took the call, or read the frame, on `time.monotonic`. A call's queueing time begins here: its
-own turns of a busy event loop are part of it."""
+"""When the event loop accepted the call, or read the frame, on `time.monotonic`. A call's queueing time begins here and
+so includes its own turns of a busy event loop."""
 
 CALLER: Final[ContextVar[Caller]] = ContextVar("ferrum_caller", default=ANYBODY)
-"""Who makes the present call; `ANYBODY` where no credentials are asked for."""
+"""The caller of the current call; `ANYBODY` without authentication."""
 
 
 OPERATOR: Final = "operator"
@@ -79,7 +79,7 @@ TRUSTED: Final = "trusted"
 
 
 class TokenFile(WatchedFiles[dict[bytes, Caller]]):
-    """The tokens of a file."""
+    """The callers of a tokens file."""
 
     what = "tokens"
 
@@ -87,7 +87,7 @@ class TokenFile(WatchedFiles[dict[bytes, Caller]]):
         return len(self.content)
 
     def caller(self, token: str) -> Caller | None:
-        """Who a token stands for, or None."""
+        """The caller of a token, or None."""
         return self.content.get(_digest(token))
 
     def refresh(self) -> bool:
@@ -106,8 +106,8 @@ class TokenFile(WatchedFiles[dict[bytes, Caller]]):
 
 
 def parse(text: str, where: str) -> dict[bytes, Caller]:
-    """Callers by the SHA-256 of their token; where more than one is no operator, those share. Raises `SecurityError`
-    with the line's number, never with its content."""
+    """Callers by the SHA-256 of their token. If more than one of them is not an operator, these share the limits.
+    Raises `SecurityError` with the line's number, never with its content."""
     callers: dict[bytes, Caller] = {}
     for number, line in enumerate(text.splitlines(), 1):
         parts = line.split()
@@ -136,19 +136,18 @@ def _digest(token: str) -> bytes:
 
 
 OPEN_SERVICES: Final = frozenset({health.SERVICE_NAME})
-"""A supervisor or a router must see how the server does, without a secret."""
+"""Services without authentication: a supervisor or a router must see the server's state without a secret."""
 
 OPERATOR_SERVICES: Final = frozenset({"ferrum_rpc.executor.v1.ExecutorControl"})
-"""Its methods affect every caller."""
+"""Services for operators: their methods affect every caller."""
 
 AUTHORIZATION: Final = "authorization"
 SCHEME: Final = "bearer"
 
 
 class Guard:
-    """Lets a call in, or refuses it, by its headers. A call is from the name of its token, or else of the certificate
-    that its connection showed. Where both are asked for, TLS itself has checked the certificate, and the token has the
-    name."""
+    """Admits or refuses a call by its headers. The caller is identified by its token, or else by the certificate of its
+    connection. With both, TLS has already checked the certificate, and the token identifies the caller."""
 
     def __init__(
         self,
@@ -161,7 +160,7 @@ class Guard:
         self._trusted = trusted
 
     def admit(self, service: str, context: Context) -> None:
-        """Make the call's caller known to its handler. Raises `Unauthenticated` or `PermissionDenied`."""
+        """Set the caller for the call's handler. Raises `Unauthenticated` or `PermissionDenied`."""
         if service in OPEN_SERVICES:
             return
         caller = self.caller(context)

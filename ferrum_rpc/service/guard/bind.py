@@ -1,7 +1,8 @@
-"""Opening the port: where a server may listen without credentials, TCP and unix sockets, and who had the place first.
+"""Opening the port: where a server may listen without credentials, TCP and unix sockets, and detection of another
+server.
 
-Any program that can reach an executor can use the model and read the cache. So it is reachable from this machine only,
-unless TLS or tokens are set, or a setting says that the network around it is trusted.
+Any program that can reach an executor can use the model and read the cache. The executor is therefore reachable from
+this machine only, unless TLS or tokens are set, or a setting says that the network is trusted.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ferrum_rpc.service.guard.watched_file import SecurityError
 UNIX: Final = "unix:"
 LOCK_TRIES: Final = 25
 LOCK_WAIT_S: Final = 0.02
-"""Between two tries: half a second for a server that binds, which takes milliseconds."""
+"""Between two attempts: half a second for a server that binds, which takes milliseconds."""
 
 log = structlog.get_logger("ferrum_rpc.security")
 
@@ -37,7 +38,7 @@ class PortInUse(RuntimeError):
 
 
 def socket_path(host: str) -> Path | None:
-    """The path of ``unix:path`` or ``unix:///path``, or None where ``host`` is none."""
+    """The path of ``unix:path`` or ``unix:///path``; None for any other ``host``."""
     if not host.startswith(UNIX):
         return None
     path = host.removeprefix(UNIX)
@@ -45,7 +46,7 @@ def socket_path(host: str) -> Path | None:
 
 
 def address(host: str, port: int) -> str:
-    """What gRPC binds and a client dials: ``host:port``, ``[v6]:port`` or ``unix:path``."""
+    """The address that gRPC binds and a client dials: ``host:port``, ``[v6]:port`` or ``unix:path``."""
     path = socket_path(host)
     if path is not None:
         return f"{UNIX}{path}"
@@ -53,7 +54,8 @@ def address(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can dial it. A host name, but for ``localhost``, is not: it may resolve to any."""
+    """Whether only this machine can connect to it. False for host names except ``localhost``: they may resolve to any
+    address."""
     if host == "localhost" or socket_path(host) is not None:
         return True
     try:
@@ -63,8 +65,8 @@ def is_loopback(host: str) -> bool:
 
 
 def check_bind(host: str, security: Security) -> None:
-    """Refuse to be reachable from other machines without credentials (`SecurityError`), and log what is allowed but
-    weak."""
+    """Raise `SecurityError` if other machines could connect without credentials, and log configurations that are
+    allowed but weak."""
     if is_loopback(host):
         return
     if not security.encrypted and not security.asks:
@@ -109,11 +111,12 @@ def open_port(
 
 @contextlib.contextmanager
 def _place(path: Path) -> Iterator[None]:
-    """Hold the path of a unix socket while it is bound, with access for this user only.
+    """Hold the path of a unix socket while it is bound, accessible to this user only.
 
-    gRPC unlinks whatever socket it finds there, that of a running server too. So the path is probed first, and a file
-    beside the socket is locked meanwhile, against a server that starts at the same time. Only this user may open the
-    lock file, because who can open a file can lock it; and it stays, because a lock on a removed file excludes no one.
+    gRPC unlinks any socket that it finds there, including that of a running server. So the path is probed first, and a
+    file beside the socket is locked meanwhile, against a server that starts at the same time. Only this user may open
+    the lock file, because anyone who can open a file can lock it. The file stays, because a lock on a removed file
+    excludes no one.
     """
     lock = path.with_name(f"{path.name}.lock")
     try:
@@ -136,7 +139,7 @@ def _place(path: Path) -> Iterator[None]:
 
 
 def _locked(held: int) -> bool:
-    """Lock an open file; a server that starts at the same time has it for an instant."""
+    """Lock an open file. A server that starts at the same time holds the lock for an instant."""
     for _ in range(LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):  # it is locked: try again
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,7 +149,7 @@ def _locked(held: int) -> bool:
 
 
 def _taken(path: Path) -> bool:
-    """Whether something is there other than the socket of a server that has ended."""
+    """Whether the path holds anything but the socket of a server that has ended."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             return True

@@ -1,9 +1,9 @@
-"""Requests under way: how many bodies may be coming in at once, of a connection, of one of several callers, and in all.
+"""Slots for incoming request bodies: per connection, per caller if there are several, and in total.
 
-gRPC takes a request's body into memory while it comes, up to the message limit, as soon as it is read. Until then it
-takes what its window allows, 16 KiB a call. So a body is read when its call has a slot, and calls wait for slots in
-turn. A body mostly comes with its headers and leaves its slot at once; a slow one is refused when others wait that its
-slot would help.
+gRPC reads the body of a request into memory as it arrives, up to the message limit, once reading has begun. Before that
+it holds what its window allows, 16 KiB per call. So a body is read when its call has a slot, and calls wait for slots
+in turn. Most bodies arrive with their headers and leave their slot at once. A slow one is refused if calls wait that
+could use its slot.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ferrum_rpc.service.trace_context import Context
 
 TIMEOUT_S: Final = 0.5
 TURNS: Final = 4
-"""How long a body may take while others wait for its slot: so many seconds, and turns of the event loop after them. A
-body that has come is seen within three turns, however long those are."""
+"""How long a body may take while others wait for its slot: seconds, and turns of the event loop after them. A body that
+has arrived is seen within three turns, however long those are."""
 
 
 class Bodies:
-    """Slots for bodies: ``in_all``, ``per_connection`` for a caller on one, ``per_caller`` (default: all) for one of
-    several callers. Bound to the running event loop."""
+    """Slots for bodies: ``in_all``, ``per_connection`` for a caller on one connection, ``per_caller`` (default: all)
+    for one of several callers. Bound to the running event loop."""
 
     def __init__(self, in_all: int, per_connection: int, per_caller: int | None = None) -> None:
         self._slots = Slots(in_all)
@@ -44,8 +44,8 @@ class Bodies:
         return len(self._reading)
 
     async def read(self, context: Context, caller: Caller = ANYBODY) -> bytes:
-        """The body of a call of one request. Raises `QueueFull` where it took too long while others waited, and
-        `InvalidRequest` where the call ended without one."""
+        """The body of a call of one request. Raises `QueueFull` if it took too long while others waited, and
+        `InvalidRequest` if the call ended without one."""
         name, most = caller.name, self._per_caller if caller.shares else self._in_all
         line = ((context.peer(), name), self._per_connection), (name, most)
         if not self._slots.enter(line):
@@ -74,8 +74,8 @@ class Bodies:
             self._timer = asyncio.get_running_loop().call_later(TIMEOUT_S, self._refuse_late)
 
     def _refuse_late(self) -> None:
-        """Others wait: refuse the bodies that have had their time, of all callers, or where all that wait are beyond
-        their own limits, of those."""
+        """Refuse the bodies that have exceeded their time because others wait: those of all callers, or, if all that
+        wait are beyond their own limits, only those of the same callers."""
         self._timer = None
         since = asyncio.get_running_loop().time() - TIMEOUT_S
         late: list[asyncio.Task[Any]] = []

@@ -1,6 +1,7 @@
-"""Slots for work that takes a while: a bounded number, of which nobody has more than its share.
+"""Slots for long work: a bounded number, with a share for each caller.
 
-Who waits gets the next slot in turn: first the caller that has the fewest, and of one caller who waits longest.
+Waiting callers take turns: the next slot goes to the caller that has the fewest, and within a caller to the one that
+waited longest.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import AsyncIterator, Collection, Hashable
 from contextlib import asynccontextmanager
 
 Line = tuple[tuple[Hashable, int], ...]
-"""Those who wait for the same: what a slot of theirs counts against, each with the most that it may have. The last is
+"""A queue of waiters with the same limits: the keys against which a slot counts, each with its maximum. The last key is
 the caller."""
 
 
@@ -25,18 +26,18 @@ class Slots:
 
     @property
     def waiting(self) -> Collection[Line]:
-        """The lines in which somebody waits."""
+        """The queues that have waiters."""
         return self._waiting
 
     def allows(self, line: Line) -> bool:
-        """Whether one more slot is within the limits of the line."""
+        """Whether one more slot is within the limits of the queue."""
         for key, most in line:  # noqa: SIM110 - a generator is a call for each key
             if self._held.get(key, 0) >= most:
                 return False
         return True
 
     def enter(self, line: Line) -> bool:
-        """Take a slot. False: it has to wait for one."""
+        """Take a slot. False if the caller has to wait for one."""
         if not self._free or not self.allows(line):
             return False
         self._free -= 1
@@ -45,7 +46,7 @@ class Slots:
         return True
 
     def leave(self, line: Line) -> None:
-        """Free a slot, and pass it on."""
+        """Free a slot, and pass it to the next waiter."""
         self._free += 1
         for key, _ in line:
             self._held[key] -= 1
@@ -55,7 +56,7 @@ class Slots:
             self._pass_on()
 
     async def wait(self, line: Line) -> None:
-        """Take a slot in turn."""
+        """Wait for a slot in turn."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(line, deque()).append(turn)
         try:
@@ -67,7 +68,7 @@ class Slots:
 
     @asynccontextmanager
     async def held(self, line: Line) -> AsyncIterator[None]:
-        """A slot while the body runs. Waits for it."""
+        """Wait for a slot and hold it while the body runs."""
         if not self.enter(line):
             await self.wait(line)
         try:
@@ -76,7 +77,7 @@ class Slots:
             self.leave(line)
 
     def _pass_on(self) -> None:
-        """Give the free slot to the next that may have it."""
+        """Give the free slot to the next waiter that may have it."""
         able = filter(self.allows, self._waiting)
         for line in sorted(able, key=lambda each: self._held.get(each[-1][0], 0)):
             turns = self._waiting.pop(line)

@@ -1,7 +1,7 @@
-"""The server's side of TLS: its certificate files, which rotate without a restart.
+"""The server's certificate files for TLS, which rotate without a restart.
 
-gRPC asks for the certificates before every handshake, from threads of its own; connections that stand keep theirs. A
-pair that does not fit is never given to gRPC, for it would refuse every handshake.
+gRPC asks for the certificates before every handshake, from threads of its own; existing connections keep theirs. A
+certificate and key that do not match are never given to gRPC, because it would refuse every handshake.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = structlog.get_logger("ferrum_rpc.security")
 
 class ServerCertificates(WatchedFiles[grpc.ServerCertificateConfiguration]):
     """Certificate chain, key, and with mutual TLS the authorities of clients. ``expiries``: when the first certificate
-    of a file ends, in seconds since 1970, by `SERVER` and `CLIENT_CA`."""
+    of a file expires, in seconds since 1970, by `SERVER` and `CLIENT_CA`."""
 
     what = "certificates"
 
@@ -45,13 +45,13 @@ class ServerCertificates(WatchedFiles[grpc.ServerCertificateConfiguration]):
         self._given = self.content
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For `grpc.aio.Server.add_secure_port`. With ``tls_client_ca``, a client without a certificate of these
-        authorities gets no connection."""
+        """For `grpc.aio.Server.add_secure_port`. With ``tls_client_ca``, clients without a certificate of these
+        authorities cannot connect."""
         fetch: Any = self.changed  # None is "no change", which grpc documents and its stubs forget
         return grpc.dynamic_ssl_server_credentials(self.content, fetch, len(self.paths) == 3)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """The certificates, if gRPC does not have them. Called by any thread; never raises."""
+        """The certificates, if gRPC does not have them yet. May be called by any thread; never raises."""
         self.refresh()
         if (content := self.content) is self._given:
             return None
@@ -75,7 +75,7 @@ class ServerCertificates(WatchedFiles[grpc.ServerCertificateConfiguration]):
         return grpc.ssl_server_certificate_configuration([(key, cert)], client_ca[0] if client_ca else None)
 
     def _check(self) -> None:
-        """That the key is the certificate's and that the authorities are certificates, by OpenSSL."""
+        """Check with OpenSSL that the key belongs to the certificate, and that the authorities are certificates."""
         cert, key, *client_ca = self.paths
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
@@ -93,8 +93,8 @@ class ServerCertificates(WatchedFiles[grpc.ServerCertificateConfiguration]):
 
 
 def earliest_end(pem: bytes) -> float | None:
-    """When the first of the certificates in a file ends, in seconds since 1970; None where it does not say so as
-    RFC 5280 has it."""
+    """When the first of the certificates in a file expires, in seconds since 1970; None if the date is not in the
+    format of RFC 5280."""
     try:
         return min([_end(ssl.PEM_cert_to_DER_cert(each.decode())) for each in PEM_CERTIFICATE.findall(pem)])
     except (ValueError, IndexError):
@@ -102,8 +102,8 @@ def earliest_end(pem: bytes) -> float | None:
 
 
 def _end(der: bytes) -> float:
-    """``notAfter`` of a certificate. `ssl` offers it of authorities and of peers, but not of the certificate that a
-    server shows."""
+    """``notAfter`` of a certificate. `ssl` provides it for authorities and peers, but not for a server's own
+    certificate."""
     _, at, _ = _element(der, 0)  # Certificate
     _, at, _ = _element(der, at)  # TBSCertificate
     for _ in range(4 if der[at] == VERSION else 3):  # version, serial number, algorithm, issuer
@@ -118,7 +118,7 @@ def _end(der: bytes) -> float:
 
 
 def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """The tag of the element at ``at``, where its content begins, and where that ends."""
+    """The tag of the DER element at ``at``, where its content begins, and where that ends."""
     length, first = der[at + 1], at + 2
     if length >= LONG_LENGTH:
         first += length - LONG_LENGTH

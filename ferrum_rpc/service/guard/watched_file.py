@@ -1,6 +1,6 @@
-"""Files of the security settings, read anew when they change: tokens and certificates rotate without a restart.
+"""Files of the security settings, reloaded when they change: tokens and certificates rotate without a restart.
 
-A change that cannot be used is logged once and counted, and what was read before stays in use.
+An invalid change is logged once and counted, and the previous content stays in use.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Stamps = tuple[tuple[int, int, int], ...]
 
 
 class SecurityError(RuntimeError):
-    """A setting of security, or a file that it names, is wrong; the server does not start. The message names it and
-    never holds a secret."""
+    """A security setting, or a file that it names, is invalid; the server does not start. The message names it and
+    never contains a secret."""
 
 
 class WatchedFiles(ABC, Generic[T]):
-    """``content``: what the files at ``paths`` hold. Raises `SecurityError` when they cannot be used at the start;
-    ``failed`` is called when they cannot be used later."""
+    """``content``: the content of the files at ``paths``. Raises `SecurityError` if they are invalid at the start;
+    ``failed`` is called if they are invalid later."""
 
     what: ClassVar[str]
-    """Names them in log events and errors."""
+    """The name of the files in log events and errors."""
 
     def __init__(self, *paths: Path, failed: Callable[[], object] = lambda: None) -> None:
         self.paths = paths
@@ -46,10 +46,11 @@ class WatchedFiles(ABC, Generic[T]):
 
     @abstractmethod
     def _read(self) -> T:
-        """The content. Raises `SecurityError` or OSError where it cannot be used."""
+        """The content. Raises `SecurityError` or OSError if it is invalid."""
 
     def refresh(self) -> bool:
-        """Read the files again if one has changed. True: the content is new. Called by any thread; never raises."""
+        """Reload the files if one has changed. True if the content is new. May be called by any thread; never
+        raises."""
         with self._lock:
             stamps: Stamps = ()
             try:
@@ -72,8 +73,8 @@ class WatchedFiles(ABC, Generic[T]):
         return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in status)
 
     def _warn_if_open(self, path: Path) -> None:
-        """A secret that other users of the machine can read or write is logged, not refused: in a container there may
-        be none."""
+        """Log a secret that other users of the machine can read or write. It is not refused, because a container may
+        have no other users."""
         mode = path.stat().st_mode
         if mode & (stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH):
             action = f"chmod go-rw {path}"
