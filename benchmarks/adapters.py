@@ -21,6 +21,7 @@ from benchmarks.cases import CACHE, CONTEXT, DECODE, QUICK_CELLS, SEED, Cell
 from benchmarks.engines.inprocess import Inside
 from benchmarks.record import Contest, Record, finish, out_of, read_options
 from ferrum_rpc.models.layout import layout
+from ferrum_rpc.models.lora import modules_of
 from ferrum_rpc.models.spec import ModelSpec
 
 EACH, ONE, BASE = "an adapter each", "one adapter for all", "without adapters"
@@ -38,10 +39,7 @@ def write_adapter(spec: ModelSpec, rank: int, folder: Path) -> str:
     from safetensors.torch import save_file
 
     generator, tensors, modules = torch.Generator().manual_seed(SEED), {}, set()
-    for name, placement in layout(spec).items():
-        if not name.endswith("_proj.weight"):
-            continue
-        module, (rows, width) = name.removesuffix(".weight"), placement.shape
+    for module, (rows, width) in modules_of(layout(spec)).items():
         modules.add(module.rpartition(".")[2])
         for end, shape, size in (("lora_A", (rank, width), width**-0.5), ("lora_B", (rows, rank), 0.1)):
             numbers = torch.randn(shape, generator=generator) * size

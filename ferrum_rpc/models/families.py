@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.models.parts.layer import LayerSpec, NormNames
+from ferrum_rpc.models.parts.layer import LayerSpec, Norm, NormNames
 
 ACTIVATIONS: Final = {
     "silu": "silu",
@@ -59,9 +59,8 @@ class Family:
       where ``use_sliding_window`` says so, those from ``max_window_layers`` on ("some") or those without a rotation
       ("no_rope"). ``listed``: ``layer_types`` goes before. ``window`` is what an absent ``sliding_window`` means.
     - ``kv_heads``, ``head_dim``, ``tied``: what absent fields mean.
-    - ``norm``: root mean square, or "layer" (of the mean and the variance), with biases or without; ``offset``: weights
-      are stored less one. ``eps``: the field, and what it means where it is absent. ``qk_norm``: of each head of query
-      and key, or of the whole row.
+    - ``norm``: but for its ``eps``, of which the field is given and what it means where it is absent. ``qk_norm``: of
+      each head of query and key, or of the whole row.
     - ``activation``: as ``eps``; ``gelu_is_tanh``: its ``gelu`` means the tanh form. ``gated``: the MLP has a gate.
       ``parallel``: attention and MLP read the same row.
     - ``no_rope``: layers without a rotation: those that ``no_rope_layers`` says, or those without a window.
@@ -90,9 +89,7 @@ class Family:
     kv_heads: int | None = None
     head_dim: int | None = None
     tied: bool = False
-    norm: Literal["rms", "layer"] = "rms"
-    norm_bias: bool = False
-    offset: bool = False
+    norm: Norm = field(default_factory=Norm)
     eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
     qk_norm: Literal["head", "row"] | None = None
     activation: tuple[str, str] = ("hidden_act", "silu")
@@ -131,7 +128,7 @@ FAMILIES: Final[dict[str, Family]] = {
         kv_heads=16,
         head_dim=256,
         tied=True,
-        offset=True,
+        norm=Norm(offset=True),
         activation=("hidden_act", _GELU_TANH),
         gelu_is_tanh=True,
         scaled_embedding=True,
@@ -146,7 +143,7 @@ FAMILIES: Final[dict[str, Family]] = {
         kv_heads=4,
         head_dim=256,
         tied=True,
-        offset=True,
+        norm=Norm(offset=True),
         activation=("hidden_activation", _GELU_TANH),
         scaled_embedding=True,
         query_scalar=256.0,
@@ -164,7 +161,7 @@ FAMILIES: Final[dict[str, Family]] = {
         kv_heads=4,
         head_dim=256,
         tied=True,
-        offset=True,
+        norm=Norm(offset=True),
         qk_norm="head",
         activation=("hidden_activation", _GELU_TANH),
         scaled_embedding=True,
@@ -226,8 +223,7 @@ FAMILIES: Final[dict[str, Family]] = {
         listed=False,
         kv_heads=2,
         tied=True,
-        norm="layer",
-        norm_bias=True,
+        norm=Norm("layer", bias=True),
         gated=False,
         eps=("norm_epsilon", 1e-5),
         activation=("hidden_act", _GELU_TANH),
@@ -242,7 +238,7 @@ FAMILIES: Final[dict[str, Family]] = {
         pattern=4,
         pattern_field="sliding_window_pattern",
         tied=True,
-        norm="layer",
+        norm=Norm("layer"),
         eps=("layer_norm_eps", 1e-5),
         parallel=True,
         no_rope="windowless",

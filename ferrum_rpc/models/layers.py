@@ -58,7 +58,7 @@ class PlainLayers:
         delta = None
         for index, layer in enumerate(self._layers):
             attended = attend(index, *self._heads(layer, hidden, delta, cos, sin, adapters))
-            delta = self._rest(layer, hidden, attended, adapters)
+            delta = self._output_and_mlp(layer, hidden, attended, adapters)
         return delta
 
     def _heads(  # noqa: PLR0917 - once a layer: keywords cost time
@@ -75,12 +75,12 @@ class PlainLayers:
         normed = ops.add_norm(hidden, delta, layer.before_mixer)
         qkv = _product(layer, 0, normed, adapters)
         if norm is not None and self._group is not None and layer.spec.mixer.qk_norm == "row":
-            _norm_together(layer.spec, qkv, norm, self._group)
+            _norm_across_ranks(layer.spec, qkv, norm, self._group)
             norm = None
         rotation = (None, None) if rope is None else (cos[rope], sin[rope])
         return ops.heads(qkv, norm, *rotation)
 
-    def _rest(self, layer: Layer, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None) -> Tensor:
+    def _output_and_mlp(self, layer: Layer, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None) -> Tensor:
         """Add what attention found ([T, heads, head_dim]) to ``hidden``; the MLP's answer, yet to be added."""
         ops, group = layer.ops, self._group
         output = _product(layer, 1, attended.flatten(1), adapters)
@@ -108,7 +108,7 @@ def _product(layer: Layer, index: int, x: Tensor, adapters: StepAdapters | None)
     return y
 
 
-def _norm_together(layer: LayerSpec, qkv: Tensor, norm: Tensor, group: Group) -> None:
+def _norm_across_ranks(layer: LayerSpec, qkv: Tensor, norm: Tensor, group: Group) -> None:
     """Norm the whole query and the whole key of every row, in place; each rank has as many heads of them, and a head
     that several have counts for each."""
     mixer = layer.mixer

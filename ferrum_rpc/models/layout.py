@@ -127,12 +127,12 @@ def parameter_count(spec: ModelSpec) -> int:
 
 def _norm(norm: NormWeights, prefix: str, checkpoint: str, shard: Shard) -> Iterator[tuple[str, TensorPlacement]]:
     first = 0
-    for name, extent in zip(norm.names, norm.extents, strict=True):
-        low, high = shard.share(extent)
-        local = (high - low) // extent.width, extent.width
-        cut = None if norm.spread or high - low == extent.size else Slice(0, ((low, high),))
-        shape = (extent.width if norm.spread else extent.size,)
-        yield checkpoint + name, TensorPlacement(prefix + norm.role, shape, first, local, cut, extent, norm=True)
+    for name, channels in zip(norm.names, norm.channels, strict=True):
+        low, high = shard.share(channels)
+        local = (high - low) // channels.width, channels.width
+        cut = None if norm.spread or high - low == channels.size else Slice(0, ((low, high),))
+        shape = (channels.width if norm.spread else channels.size,)
+        yield checkpoint + name, TensorPlacement(prefix + norm.role, shape, first, local, cut, channels, norm=True)
         first += local[0]
 
 
@@ -142,18 +142,18 @@ def _matrix(  # noqa: PLR0917
     by_rows, by_columns = (matrix.cut is cut and shard.ranks > 1 for cut in (Cut.ROWS, Cut.COLUMNS))
     width, first = matrix.columns.size, 0
     columns = shard.share(matrix.columns) if by_columns else (0, width)
-    for name, extents in matrix.modules():
+    for name, held in matrix.modules():
         height, ranges = 0, []
-        for extent in extents:
-            low, high = shard.share(extent) if by_rows else (0, extent.size)
+        for channels in held:
+            low, high = shard.share(channels) if by_rows else (0, channels.size)
             ranges.append((height + low, height + high))
-            height += extent.size
+            height += channels.size
         rows = sum(high - low for low, high in ranges)
         cut = of_bias = Slice(0, tuple(ranges)) if by_rows else None
         if by_columns:
             cut, of_bias = Slice(1, (columns,)), Slice(0, ()) if shard.rank else None
         local = rows, columns[1] - columns[0]
-        unit = extents[0] if len(extents) == 1 else None
+        unit = held[0] if len(held) == 1 else None
         place = partial(TensorPlacement, first=first, unit=unit, layer=layer, slot=slot)
         parameter, module = prefix + matrix.role, checkpoint + name
         yield (

@@ -45,8 +45,8 @@ class Cut(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A product of a layer: x [.., columns] -> y [.., rows]. ``role``: what it is called within the layer. ``names``:
-    the checkpoint's modules, one for each extent of ``rows``, or one that holds all of them. ``adaptable``: adapters
-    may change it."""
+    the checkpoint's modules, one for each of ``rows``, or one that holds all of them. ``adaptable``: adapters may
+    change it."""
 
     role: str
     rows: tuple[Channels, ...]
@@ -69,15 +69,15 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """The parameter of a norm, [rows, width]: the units of all ``extents``, one below the other. ``names``: the
-    checkpoint's tensors, one for each extent. ``spread``: such a tensor is one row, which serves all of its units."""
+    """The parameter of a norm: a row for each unit of all ``channels``. ``names``: the checkpoint's tensors, one for
+    each of ``channels``. ``spread``: such a tensor is one row, which serves all of its units."""
 
     role: str
-    extents: tuple[Channels, ...]
+    channels: tuple[Channels, ...]
     names: tuple[str, ...]
     spread: bool = False
 
     @property
     def size(self) -> int:
         """Numbers in all."""
-        return sum(each.size for each in self.extents)
+        return sum(each.size for each in self.channels)

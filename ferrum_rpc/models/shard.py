@@ -52,9 +52,9 @@ class Shard:
         is not waited for."""
         return range(count * self.stage // self.stages, count * (self.stage + 1) // self.stages)
 
-    def share(self, extent: Channels) -> tuple[int, int]:
+    def share(self, channels: Channels) -> tuple[int, int]:
         """The first channel that it has of rows or columns which are cut, and the end."""
-        return extent.share(self.rank, self.ranks)
+        return channels.share(self.rank, self.ranks)
 
     def token_width(self, vocab_size: int) -> int:
         """How many tokens each rank has, but for the last, which may have fewer."""

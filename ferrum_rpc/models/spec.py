@@ -69,7 +69,7 @@ class ModelSpec:
         architecture, family, config = _family(Fields(data))
         hidden = config.integer("hidden_size")
         max_context = config.integer("max_position_embeddings")
-        norm = Norm(family.norm, config.number(*family.eps), family.norm_bias, family.offset)
+        norm = replace(family.norm, eps=config.number(*family.eps))
         layers, ropes = _layers(config, family, hidden, max_context, norm)
         bos = config.token_ids("bos_token_id")
         spec = cls(

@@ -153,19 +153,8 @@ class LoraStep(ctypes.Structure):
 
 
 STRUCTS: Final = (
-    *(
-        SpanArrays,
-        RowKindStruct,
-        RowTask,
-        MatrixStruct,
-        LayerWeights,
-        AttentionLayer,
-        AttentionStep,
-        Draw,
-        PenaltyStruct,
-        RowMaskStruct,
-    ),
-    *(LimitsStruct, LoraPart, LoraChange, LoraStep),
+    *(SpanArrays, RowKindStruct, RowTask, MatrixStruct, LayerWeights, AttentionLayer, AttentionStep, Draw),
+    *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep),
 )
 ABI_VERSION: Final = 16
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
