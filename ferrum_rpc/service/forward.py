@@ -145,7 +145,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         """Claim the sequences of the items, or refuse them. Returns those that repeat an earlier call, and of all that
         were not refused the tokens and the bytes of their answers, at most."""
         state, account, admitted = self._state, self._account, self._admitted
-        repeated: list[tuple[int, Entry]] = []
+        repeated, begun = list[tuple[int, Entry]](), dict[Entry, int]()
         tokens = size = 0
         now = time.monotonic()
         if [item for _, item, _ in valid if item.create.fork]:  # last: what is fed besides is the call's own by then
@@ -162,13 +162,13 @@ class ForwardCall(Transaction["ForwardCall"]):
             size += most
             tokens += len(item.tokens) or 1
             if found is None:
-                continue
-            if isinstance(found, Admitted):
+                begun[self._following[index][1]] = index
+            elif isinstance(found, Admitted):
                 admitted.append(found)
-            elif (twin := next((each for each in admitted if each.entry is found), None)) is not None:
-                self._duplicates[index] = twin.place  # a repetition within the call waits for no other call
-            elif (place := next((at for at, each in self._following.items() if each[1] is found), None)) is not None:
-                self._duplicates[index] = place
+                if found.entry is not None:
+                    begun[found.entry] = index
+            elif (place := begun.get(found)) is not None:
+                self._duplicates[index] = place  # a repetition within the call waits for no other call
             else:
                 repeated.append((index, found))
         return repeated, tokens, size

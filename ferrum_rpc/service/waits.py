@@ -7,7 +7,7 @@ The sequences are claimed meanwhile. All of it is one wait, outside of steps and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ferrum_rpc.core import Span
 from ferrum_rpc.service.admission import Admitted
@@ -34,8 +34,8 @@ async def bring_in(
     state: ServerState,
     account: Account,
     goes_on: Callable[[], bool],
-    parked: Iterable[SequenceRecord],
-    prompts: Iterable[Span] = (),
+    parked: Sequence[SequenceRecord],
+    prompts: Sequence[Span] = (),
 ) -> Failed:
     """Bring back ``parked`` sequences, and then what the second tier has of ``prompts``; of those less where
     ``goes_on()`` says so. Returns what could not be brought back."""
@@ -52,6 +52,8 @@ async def bring_in(
         if span.prompt is not None and behind not in failed:
             await fetch_prefix(state, account, goes_on, behind, span.start, span.prompt, span.prefix)
 
-    await asyncio.gather(*map(back, parked))
-    await asyncio.gather(*map(fetch, prompts))
+    if parked:
+        await asyncio.gather(*map(back, parked))
+    if prompts:
+        await asyncio.gather(*map(fetch, prompts))
     return failed
