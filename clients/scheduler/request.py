@@ -81,7 +81,7 @@ class Request:
     @property
     def owed(self) -> int:
         """Known tokens that the executor does not hold. At least one for a request that wants another token."""
-        return self.known - self.cached
+        return len(self.prompt) + len(self.generated) - self.cached
 
     @property
     def becomes(self) -> int:
@@ -102,7 +102,8 @@ class Request:
         """``count`` owed tokens went, and ``length`` are in the cache, what was accepted of a draft among them."""
         self.draft = ()
         if length > self.computed:
-            self.pieces.fed(length - count, count, exact)
+            if 0 < exact < count:
+                self.pieces.fed(length - count, count, exact)
             self.computed = length
         self.cached = length
 
