@@ -1,4 +1,4 @@
-"""What a person sees while it runs: a panel per prompt on a terminal, finished texts elsewhere."""
+"""What a person sees during a run: a panel per prompt on a terminal, otherwise finished texts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ METHOD_HEADINGS = ("RPC", "calls", "items", "failed calls", "refused items")
 
 
 class Display(Observer, AbstractContextManager[Any]):
-    """Watches a run and shows its summary. A context manager around the run. ``texts``: what each request, by its
-    index, has written so far, safe for a terminal."""
+    """Shows a run and its summary. A context manager around the run. ``texts``: the text of each request so far, by its
+    index, without control sequences."""
 
     def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer) -> None:
         self._requests = requests
@@ -43,7 +43,7 @@ class Display(Observer, AbstractContextManager[Any]):
         return self._add(request, self._streams[request.index].push(token))
 
     def _rest(self, request: Request) -> str:
-        """What was held back, once."""
+        """The piece that was held back, once."""
         stream = self._streams.pop(request.index, None)
         return "" if stream is None else self._add(request, stream.finish())
 
@@ -80,7 +80,7 @@ class PlainDisplay(Display):
             self._print(f"\n({_ending(request)})" if self._single else f"{number} {_ending(request)}: {text}")
 
     def executors(self, there: Sequence[tuple[str, str]]) -> None:
-        """Print what has changed; one executor that is there is no news."""
+        """Print the changes. The executors known at the start are not printed."""
         before, self._there = self._there, dict(there)
         news = [f"{target} is {how}" for target, how in there if before.get(target) not in {how, None}]
         news += [f"{target} is there" for target in self._there.keys() - before.keys() if before]
@@ -143,7 +143,7 @@ class LiveDisplay(Display):
             self._rest(request)
 
     def executors(self, there: Sequence[tuple[str, str]]) -> None:
-        """A line about each, where there are several."""
+        """Shown as a table if there are several."""
         now = dict(there)
         self._there = {target: now.get(target, "gone") for target in [*self._there, *now]}
 
@@ -171,7 +171,7 @@ class LiveDisplay(Display):
         return Group(self._executors(), grid) if above else grid
 
     def _executors(self) -> Any:
-        """Who is there, and who has what."""
+        """The executors and the requests at each."""
         from rich.table import Table
 
         table = Table("executor", "", "has", "finished", box=None)
@@ -217,7 +217,7 @@ class LiveDisplay(Display):
 
 
 def _ending(request: Request) -> str:
-    """Where it stands, in a few words."""
+    """The state of a request, in a few words."""
     tokens = f"{len(request.generated)} tokens"
     if request.ending is RequestEnd.ERROR:
         return f"{tokens}, failed"
@@ -227,7 +227,7 @@ def _ending(request: Request) -> str:
 
 
 def display_for(requests: Sequence[Request], tokenizer: Tokenizer, *, plain: bool) -> Display:
-    """Panels on a terminal that can draw them, lines elsewhere, when asked, or where rich is not installed."""
+    """Panels on a terminal; lines if ``plain``, without a terminal, or if rich is not installed."""
     if not plain and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
         with suppress(ImportError):
             return LiveDisplay(requests, tokenizer)

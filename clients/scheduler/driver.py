@@ -1,8 +1,8 @@
 """The loop: plan, forward, sample, again.
 
-Each plan is one forward call. Refusals are handled by what they say: the call was refused at the door (wait and send
-the same items again), an item found no blocks (somebody is preempted), a sequence is gone (computed anew), the request
-itself cannot go on (it ends). Nothing here decides who runs: see `policy`.
+Each plan is one forward call. Refusals are handled by their reason: a refused call is sent again with the same items,
+an item without blocks preempts the youngest request, a lost sequence is computed again, and a request that cannot
+continue ends. `policy` decides which requests run.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ LONGEST_DRAFT = 16
 
 
 class Driver:
-    """Runs requests on one executor. ``stop_tokens`` end a text and are not part of it. ``run_tokens``: the most that
-    the executor chooses with one trip, 0 for single steps; where it ``chains``, the next run is sent before the answer
-    of the one before. With a ``drafter`` runs are for requests without a draft, and for all while that is faster.
-    Preempted requests go on with the very bits where the executor promises it and ``cache_mode`` is BYPASS; else they
-    find much of what they had in the prefix cache."""
+    """Runs requests on one executor. ``stop_tokens`` end a text and are not part of it. ``run_tokens``: the maximum
+    length of a run, 0 for single steps. With ``chains`` the next run is sent before the answer of the one before. With
+    a ``drafter`` runs are for requests without a draft, and for all requests while runs are faster. Preempted requests
+    continue with the same bits if the executor promises that (``exact_span_tokens``) and ``cache_mode`` is BYPASS;
+    otherwise they find most of their tokens in the prefix cache."""
 
     queues: RequestQueues
 
@@ -76,7 +76,7 @@ class Driver:
         self._stops = tuple(sorted(stop_tokens))
         self._observer = observer
         self.refusal: ExecutorError | None = None
-        """Since this one nobody is admitted, until something ends here, or `idle` has waited."""
+        """If set, no request is admitted until one ends here or `idle` has waited."""
         offered = Capability.RUN in info.capabilities and len(stop_tokens) <= MAX_STOPS
         self._run_tokens = min(run_tokens, info.limits.max_run_tokens) if offered else 0
         self._chains = chains and Capability.FOLLOW in info.capabilities
@@ -85,16 +85,16 @@ class Driver:
             exact = self._budget.exact  # a draft within it gives the very bits of single decodes
             most = min(info.limits.max_draft_tokens, exact - 1 if exact > 1 else LONGEST_DRAFT)
             self._speculation = Speculation(drafter, most, runs=self._run_tokens > 0)
-        self._single = False  # for a step: blocks were short
+        self._single = False  # the next step is a single one: blocks were short
         self._steps_a_trip = 1
         self._run = RunCounts(())
         self.hands_over = False
-        self.leaving = False  # what runs here is about to go on elsewhere: no long runs
+        self.leaving = False  # requests are about to move away: no runs
         self.goes_on: Callable[[Request], bool] = lambda request: False
-        """Whether a request whose text fills the context here is to be handed over to an executor with a longer one."""
+        """Whether a request whose text fills the context is to move to an executor with a longer one."""
 
     async def run(self, requests: ListOf[Request]) -> RunCounts:
-        """Every request to its end. Raises `ExecutorGone`; whatever happens, no sequence is left behind."""
+        """Run every request to its end. Raises `ExecutorGone`. All sequences are released in every case."""
         run, waiting = RunCounts(requests), deque(requests)
         async with self.serving(run, waiting, waiting):
             while run.left:
@@ -106,8 +106,8 @@ class Driver:
     async def serving(
         self, run: RunCounts, waiting: deque[Request], back: deque[Request], *, hands_over: bool = False
     ) -> AsyncIterator[None]:
-        """Around the steps of a run, of which no sequence is left behind here. ``waiting`` and ``back`` as in
-        `RequestQueues`. ``hands_over``: requests go on elsewhere after their first token."""
+        """Surrounds the steps of a run and releases all its sequences. ``waiting`` and ``back`` as in `RequestQueues`.
+        ``hands_over``: requests move to another executor after their first token."""
         self._run, self.hands_over, began = run, hands_over, time.monotonic()
         self.queues = RequestQueues(self.port.target, run, self._observer, waiting=waiting, back=back)
         for request in list(waiting):
@@ -123,7 +123,7 @@ class Driver:
                 await self._speculation.forget(run.requests)
 
     async def step(self) -> bool:
-        """Do what can be done now. False: nothing can."""
+        """Run one step, or one sequence of runs. False: nothing can be done now."""
         queues, pool, speculation, limit = self.queues, self.port.pool, self._speculation, None
         began = time.monotonic()
         if speculation is not None:
@@ -153,25 +153,25 @@ class Driver:
         return True
 
     async def idle(self) -> None:
-        """Nothing of ours ends here soon: wait, and then admit again."""
+        """No request can end here soon: wait, then admit requests again."""
         await self.port.idle(self.refusal)
         self.refusal = None
 
     def admissible(self, request: Request) -> bool:
-        """Whether its prompt can be served at all; otherwise it has failed now."""
+        """Whether its prompt fits the context. If not, the request fails here."""
         fits = 1 <= request.known <= self.port.max_context
         if not fits:
             self._fail(request, f"the prompt has {request.known} tokens; 1 to {self.port.max_context} can be served")
         return fits
 
     def has_room(self, request: Request) -> bool:
-        """Whether a request may come here now, beside those that are coming or wait here."""
+        """Whether a request may be assigned to this executor now, with those that are assigned already."""
         beside = [*self.queues.coming, *self.queues.waiting]
         return not self.refusal and bool(arrivals([request], self.queues.running, beside, self.port.pool, self._budget))
 
     async def _forward(self, step: StepPlan, pool: Pool | None) -> None:
-        """One step. With a ``pool``, short runs of the requests that have no draft beside those that have: not longer
-        than a trip, which all wait for."""
+        """Run one step. With a ``pool``, requests without a draft get short runs, no longer than a round trip, because
+        all wait for the same answer."""
         self.queues.run(step.admitted)
         runs = dict[Request, Run]()
         if pool is not None:
@@ -202,14 +202,14 @@ class Driver:
     # --- several tokens a trip --------------------------------------------------------------------------------------
 
     def _may_run(self, step: StepPlan) -> bool:
-        """Whether all that runs is decoded, and nothing else is to be done meanwhile."""
+        """Whether every running request decodes in this step, and runs are on."""
         decodes = all(feed.request.decodes for feed in step.feeds)
         return self._run_tokens > 0 and decodes and len(step.feeds) == len(self.queues.running)
 
     async def _decode(self, step: StepPlan, pool: Pool, limit: int | None) -> bool:
-        """Decode by runs, each with its follower behind it, until all texts are complete, or ``limit`` tokens longer,
-        or there is something else to plan. In a session each request goes its own way: its next run waits for nobody
-        else's. Sequences leave when nothing of theirs is in flight. False: there are no blocks for runs."""
+        """Decode by runs, each followed by the next, until all texts are complete or ``limit`` tokens longer, or
+        something else must be planned. In a session the runs of each request are independent of the others'. Sequences
+        are released once none of their items is in flight. False: there are no blocks for runs."""
         most = min(self._run_tokens, SHORT) if self.queues.joining else self._run_tokens
         chain = Chain(pool, most, self.port.max_context, limit)
         ways = [deque([flight]) for flight in self._launch(chain, [feed.request for feed in step.feeds])]
@@ -234,8 +234,8 @@ class Driver:
             await asyncio.gather(releasing, *calls, return_exceptions=True)
 
     def _follow(self, chain: Chain, ways: Iterable[deque[Flight]]) -> None:
-        """Send the next run behind each that has none there, unless what runs is to be planned anew as soon as what is
-        in flight has ended."""
+        """Send the next run behind each run that has none, unless a new plan is needed once the runs in flight have
+        ended."""
         for way in ways:
             if len(way) == 1 and not (chain.broken or self._single or self.leaving or self.queues.joining):
                 items = {feed.request: item for feed, item in way[0].items}
@@ -245,7 +245,7 @@ class Driver:
     def _launch(
         self, chain: Chain, requests: Iterable[Request], behind: Mapping[Request, Item] | None = None
     ) -> list[Flight]:
-        """Send the next runs of requests, ``behind`` their items in flight, if there are any."""
+        """Send the next runs of requests, ``behind`` their items in flight if they have any."""
         items = list[tuple[PlannedFeed, Item]]()
         for request, count in chain.extend(requests).items():
             feed, follows = PlannedFeed(request, 1), None if behind is None else behind[request]
@@ -256,14 +256,14 @@ class Driver:
         ]
 
     def _landed(self, chain: Chain, flights: Iterable[Flight], began: float) -> float:
-        """Take the tokens of runs. What was refused is planned anew, by a single step where blocks are short. Returns
-        the time."""
+        """Take the tokens of runs that were answered. Refused ones are planned again, as a single step if blocks are
+        short. Returns the time."""
         now, found = time.monotonic(), [flight.call.result().split(flight.items) for flight in flights]
         answered = [each for part, _ in found for each in part]
         refused = [each for _, part in found for each in part]
         if answers := [answer for _, answer in answered]:
             self._note(answers, now - began, decode=sum(len(each.tokens) for each in answers))
-        # one that is not in ``running`` has ended with the run before, or is with another executor by now
+        # one that is not in ``running`` ended with the run before, or has moved to another executor
         for (feed, _), answer in answered:
             if feed.request in self.queues.running:
                 self._fed(feed, answer)
@@ -293,7 +293,7 @@ class Driver:
             self.queues.hand_over(request)
 
     def _chosen(self, request: Request, answer: Answer) -> None:
-        """Its next tokens."""
+        """Append the next tokens, and end the text if it is complete."""
         for token in answer.tokens.tolist():
             if token in self._stops:
                 self._finish(request, RequestEnd.STOP)
@@ -305,7 +305,8 @@ class Driver:
             self._outgrown(request)
 
     def refused(self, request: Request, error: ExecutorError) -> None:
-        """Gone or out of step: computed anew. A failed step: tried again. Else it ends."""
+        """Compute a lost sequence again, retry a failed step a few times, and end the request otherwise. Raises
+        `ExecutorGone` if the device is lost."""
         if isinstance(error, SEQUENCE_GONE + OUT_OF_STEP):
             self._run.rebuilds += 1
             self.queues.requeue(request)
@@ -319,8 +320,8 @@ class Driver:
             self._fail(request, error.message)
 
     async def _make_way(self, error: ExecutorError) -> None:
-        """The executor takes fewer than its last answer told: others use it too, or it is draining. Nobody is admitted
-        until something ends; where blocks are missing, the youngest makes way."""
+        """The executor has less room than its last answer said: other callers use it, or it drains. Stop admitting
+        until a request ends; if blocks are missing, preempt the youngest request."""
         self.refusal = error
         if isinstance(error, NO_ROOM) and self.queues.running:
             await self.queues.preempt(max(self.queues.running, key=lambda each: each.index))
@@ -339,7 +340,7 @@ class Driver:
         self.queues.end(request, RequestEnd.ERROR, error)
 
     def give_up(self, request: Request, pool: Pool) -> None:
-        """It has no room in the whole ``pool``, or in the longest context: it ends."""
+        """End a request that the whole ``pool`` or the longest context cannot hold."""
         if request.generated:
             self._finish(request, RequestEnd.CONTEXT if request.known > self.port.max_context else RequestEnd.POOL)
         else:
@@ -347,7 +348,7 @@ class Driver:
             self._fail(request, f"the prompt needs {need} blocks of {pool.block_size} tokens; {pool.total} exist")
 
     def _count(self, done: ListOf[tuple[PlannedFeed, Answer]], seconds: float, runs: Collection[Request]) -> None:
-        """Note a step, before its answers change the requests."""
+        """Count a step. Called before its answers change the requests."""
         if not done:
             return
         decodes = [(feed, answer) for feed, answer in done if feed.request.decodes]
@@ -369,7 +370,7 @@ class Driver:
         )
 
     def _note(self, answers: ListOf[Answer], seconds: float, *, decode: int, prompt: int = 0) -> None:
-        """A trip has ended."""
+        """Count the answers of a trip."""
         self.port.patience.renew()
         self._run.saw(answers[-1].pressure)
         timing = answers[-1].timing

@@ -1,18 +1,19 @@
-"""What runs next: a pure function of the requests and of how full the executor is. No IO, no clock, no randomness.
+"""The next step as a pure function of the requests and the executor's free blocks. No IO, no clock, no randomness.
 
 A step is made in three passes over a ledger of free blocks:
 
-1. *decodes first*: every running request that owes one token gets it, oldest first. A request that needs a block when
-   none is left takes it from the youngest running one, which is preempted; the youngest itself steps aside.
-2. *chunks*: running prompts go on, oldest first, with what is left of the token budget.
-3. *admission*: waiting requests join in order, while the free blocks cover all their known tokens plus some headroom
-   for everybody, and nobody was preempted in this step.
+1. *decodes first*: every running request that owes one token gets it, oldest first. If no block is left for it, the
+   youngest running request is preempted, be it that request itself.
+2. *chunks*: running prompts continue, oldest first, with what is left of the token budget.
+3. *admission*: waiting requests join in order, while the free blocks cover all their known tokens and some headroom for
+   every running request, and no request was preempted in this step.
 
-Drafts go with the decodes while there are tokens and blocks that nothing else takes.
+Drafts are added to decodes while tokens and blocks are left over.
 
-Preemption is by recompute: the victim's sequence is released and it comes back as a longer prompt. The oldest running
-request is never a victim while another is there, so something always finishes. Block arithmetic is the executor's own
-(`ceil(length / block_size)`), without shared prefixes: those only make the true number smaller.
+Preemption is by recomputation: the sequence of the request is released, and the request is admitted again as a longer
+prompt. The oldest running request is never preempted while there is another, so a request always finishes. Block
+arithmetic is the executor's (`ceil(length / block_size)`), without shared prefixes, which only make the true number
+smaller.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from clients.scheduler.request import Request
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Limits of a step: ``tokens`` and ``items`` in it, requests ``running`` at a time, and the ``headroom`` tokens
-    that every running request should be able to grow by before another is admitted. ``exact``: what was computed before
-    is computed again in the spans that it was, above so many tokens, and in spans of so many; 0: in any."""
+    that every running request should be able to grow by before another is admitted. ``exact``: the executor's
+    ``exact_span_tokens``; tokens are computed again in the same longer spans as before, and in spans of at most that
+    many between them. 0: in any spans."""
 
     tokens: int
     items: int
@@ -41,13 +43,13 @@ class Budget:
 
     @property
     def at_once(self) -> int:
-        """Requests that may run: each must fit in a step with its one token, or it would starve."""
+        """Maximum number of running requests: each needs a place in every step for its one token."""
         return min(self.running, self.tokens, self.items)
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The executor's blocks, as its last answer told."""
+    """The executor's blocks, as of its last answer."""
 
     free: int
     total: int
@@ -76,14 +78,14 @@ class PlannedFeed:
 
     @property
     def completes(self) -> bool:
-        """Whether nothing is owed afterwards: then the answer holds the row to sample from."""
+        """Whether nothing is owed afterwards, so that the answer holds the next token."""
         return self.count == self.request.owed
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """``preempt`` first (release, to be waited for again), then ``feeds`` in one forward pass. ``admitted`` are those
-    of the feeds that were waiting. ``unservable`` can never run: their tokens exceed the whole pool."""
+    """First release the requests to ``preempt``, then run ``feeds`` in one forward pass. ``admitted``: the requests
+    among the feeds that were waiting. ``unservable``: requests whose tokens exceed the whole pool."""
 
     preempt: tuple[Request, ...] = ()
     feeds: tuple[PlannedFeed, ...] = ()
@@ -106,14 +108,14 @@ def plan(running: Iterable[Request], waiting: Sequence[Request], pool: Pool, bud
 def arrivals(
     ready: Iterable[Request], running: Sequence[Request], coming: Sequence[Request], pool: Pool, budget: Budget
 ) -> list[Request]:
-    """Which sequences that were computed elsewhere may come now: in order, while the free blocks cover them, those that
-    are ``coming`` already, and headroom for everybody."""
+    """Which of the ``ready`` requests, computed at another executor, may be moved here now: in order, while the free
+    blocks cover them, those that are ``coming`` already, and the headroom of all."""
     free = pool.free - sum(pool.growth(each.cached, each.owed + budget.headroom) for each in running)
     free -= sum(pool.blocks(each.known + budget.headroom) for each in coming)
     found: list[Request] = []
     for request in ready:
         beside = len(running) + len(coming) + len(found)
-        free -= pool.blocks(request.known + (budget.headroom if beside else 0))  # alone, it may as well try
+        free -= pool.blocks(request.known + (budget.headroom if beside else 0))  # the only request needs none
         if free < 0 or beside >= budget.at_once:
             break
         found.append(request)
@@ -122,7 +124,7 @@ def arrivals(
 
 @dataclass(slots=True)
 class _Planner:
-    """The ledger of one step in the making. ``kept`` are the running requests, oldest first."""
+    """The ledger of a step that is being planned. ``kept``: the running requests, oldest first."""
 
     pool: Pool
     budget: Budget
@@ -156,7 +158,7 @@ class _Planner:
                 self._feed_some(request)
 
     def unblock(self) -> None:
-        """Prompts can hold all blocks between them and none go on: the youngest make way for the oldest."""
+        """If prompts hold all blocks and none can continue, preempt the youngest for the oldest."""
         while self.kept and not self.feeds:
             oldest = self.kept[0]
             if self._feed_some(oldest):
@@ -164,7 +166,7 @@ class _Planner:
             if self.kept[-1] is not oldest:
                 self._preempt(self.kept[-1])
             elif (count := self._most(oldest)) > 0:
-                self._feed(oldest, min(count, oldest.owed))  # better not to the last bit than never
+                self._feed(oldest, min(count, oldest.owed))  # not bit-exact, but it runs
             else:
                 self._step_aside(oldest)
 
@@ -175,7 +177,7 @@ class _Planner:
                 continue
             if len(self.kept) >= self.budget.at_once or not self._has_room():
                 return
-            headroom = self.budget.headroom if self.kept else 0  # alone, it may as well try
+            headroom = self.budget.headroom if self.kept else 0  # the only request needs none
             if self._promised() + self.pool.blocks(request.known + headroom) > self.free:
                 return
             if self.kept and request.span(self._most(request), self.budget.exact) == 0:
@@ -196,7 +198,7 @@ class _Planner:
                 self.feeds[at] = replace(feed, drafted=drafted)
 
     def _promised(self) -> int:
-        """Blocks that running requests still need for what they owe, and to grow a little."""
+        """Blocks that running requests still need for the tokens that they owe, and for their headroom."""
         fed = {feed.request.index: feed.count for feed in self.feeds}
         promised = 0
         for each in self.kept:
@@ -227,7 +229,7 @@ class _Planner:
         self.free += self.pool.blocks(request.cached)
 
     def _step_aside(self, request: Request) -> None:
-        """The youngest cannot grow. If the whole pool could not hold it, waiting is no use."""
+        """Preempt the youngest request, which cannot grow. If the whole pool could not hold it, it is unservable."""
         if self.pool.blocks(request.cached + 1) > self.pool.total:
             self.kept.remove(request)
             self.free += self.pool.blocks(request.cached)

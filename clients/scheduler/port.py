@@ -1,5 +1,5 @@
-"""One executor as its driver uses it: how full it is, work items of requests, and calls that are made until they are
-answered. All IO of steps is here.
+"""One executor as its driver uses it: its free blocks, work items of requests, and calls that are repeated until they
+are answered.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from ferrum_rpc.client import (
 HANGS: Final = "the executor's device makes no progress"
 FULL: Final = "the cache is full of other schedulers' sequences"
 STATUS_S: Final = 1.0
-"""Within this an executor says why it does not answer."""
+"""Time for the status call that explains why an executor does not answer."""
 
 
 class ExecutorPort:
-    """``sampling``: how tokens are chosen. ``cache_mode``: of new sequences. ``patience``: for how long an executor
-    that takes nothing is asked again; the fleet's where there are several."""
+    """The IO of one driver with its executor. ``sampling``: how tokens are chosen; ``cache_mode``: that of new
+    sequences. ``patience``: how long calls that the executor does not accept are repeated. A `Router` shares one among
+    its drivers."""
 
     def __init__(
         self,
@@ -55,27 +56,27 @@ class ExecutorPort:
 
     @property
     def target(self) -> str:
-        """Where it is."""
+        """The address of the executor."""
         return self._client.target
 
     @property
     def pool(self) -> Pool:
-        """How full the executor is, by its last answer."""
+        """The executor's blocks, as of its last answer."""
         pressure = self._client.pressure
         assert pressure is not None  # noqa: S101 - `look` came first
         total = min(pressure.total_blocks, self._most_blocks or pressure.total_blocks)
         return Pool(min(pressure.free_blocks, total), total, pressure.block_size)
 
     def holds(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens could be here, if it were alone."""
+        """Whether the context and the whole cache could hold a sequence of so many tokens."""
         return tokens <= self.max_context and self.pool.blocks(tokens) <= self.pool.total
 
     def new_sequence(self) -> Sequence:
-        """One that is empty."""
+        """A new, empty sequence."""
         return self._client.sequence(cache_mode=self.cache_mode)
 
     async def look(self) -> None:
-        """See how full the executor is."""
+        """Ask for the status, which updates `pool`, until the executor answers."""
         while True:
             try:
                 self._hung = (await self._client.status()).state is ExecutorState.HUNG
@@ -85,13 +86,14 @@ class ExecutorPort:
                 return
 
     async def idle(self, refusal: ExecutorError | None) -> None:
-        """Wait for blocks that are with other schedulers, for what was refused, or for an executor that hangs."""
+        """Wait: until other schedulers release blocks, before a ``refusal`` is tried again, or until a hung device
+        recovers. Raises `ExecutorGone`."""
         await self.patience.wait(HANGS if self._hung else refusal or FULL)
         await self.look()
 
     def item(self, feed: PlannedFeed, *, run: Run | None = None, follows: Item | None = None) -> Item:
-        """The work item of a feed, on the request's sequence; a new one where it has none. It ``follows`` the request's
-        item in flight, and feeds what that chooses."""
+        """The work item of a feed, on the request's sequence, which is made if it has none. An item that ``follows``
+        the request's item in flight feeds the token that this one chooses."""
         request, output = feed.request, self._output(feed, last=run is not None)
         if request.sequence is None:
             request.sequence = self.new_sequence()
@@ -101,8 +103,8 @@ class ExecutorPort:
         return request.sequence.item(fed, output, run=run)
 
     def _output(self, feed: PlannedFeed, *, last: bool) -> OutputSpec | Positions:
-        """A token of what is known completely. Each request has a seed of its own, so that a text depends neither on
-        its neighbours nor on whether it was preempted."""
+        """One token if the feed completes the request, else no rows. The seed is derived from the index of the request,
+        so that its text depends neither on other requests nor on preemptions."""
         if not (feed.completes or last):
             return Positions.NONE
         kind = self._sampling
@@ -113,8 +115,8 @@ class ExecutorPort:
         return OutputSpec(Positions.LAST, kind)
 
     async def send(self, items: list[Item], counts: RunCounts) -> BatchResults:
-        """One call. Refused at the door, or unanswered, it is made again with the same items: their request ids make
-        that safe."""
+        """One forward call. It is repeated with the same items while the executor refuses the call or does not answer;
+        the request ids of the items make that safe. Raises `ExecutorGone`."""
         while True:
             try:
                 return await self._client.forward(items)

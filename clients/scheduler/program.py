@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def serve(options: Options) -> RunCounts:
-    """Run the prompts of ``options`` and show them. Raises what the program cannot go on with."""
+    """Run the prompts of ``options`` and show them. Raises `ExecutorGone`, `TokenizerError` and `ExecutorError`."""
     async with AsyncExitStack() as stack:
         fleets = [
             await stack.enter_async_context(Members(targets, connect=partial(_client, options, targets)))
@@ -87,7 +87,7 @@ async def serve(options: Options) -> RunCounts:
 
 
 def _text(request: Request, tokenizer: Tokenizer) -> dict[str, object]:
-    """What became of a prompt, for another program."""
+    """A request as JSON, for another program."""
     return {
         "prompt": request.text,
         "text": tokenizer.decode(request.generated),
@@ -99,8 +99,8 @@ def _text(request: Request, tokenizer: Tokenizer) -> dict[str, object]:
 
 
 async def _first(members: Members, options: Options) -> Member:
-    """One that takes sequences, when the others have answered too, or had `OTHERS_S` for it: prompts are spread over
-    all. Waits while they are still loading."""
+    """An executor that accepts sequences, once the others have answered too or `OTHERS_S` have passed, so that prompts
+    are spread over all. Waits while models load."""
     clock = asyncio.get_running_loop().time
     until = clock() + options.patience_s
     while True:
@@ -121,7 +121,7 @@ async def _first(members: Members, options: Options) -> Member:
 
 
 async def _status(members: Members) -> ExecutorStatus | None:
-    """What the executor has counted; None where there are several, or it is gone by now."""
+    """The status of the only executor; None if there are several, or it is gone."""
     with suppress(ExecutorError):
         if len(members.named) == len(members.there) == 1:
             return await members.there[0].client.status()
@@ -152,7 +152,7 @@ def _driver(options: Options, member: Member, display: Display, drafter: Drafter
 
 
 async def _drafter(clients: AsyncExitStack, options: Options, member: Member) -> Drafter | None:
-    """Where guesses come from; an executor of a smaller model is waited for while it loads."""
+    """The source of drafts, if wanted. Waits while the smaller model loads."""
     if (target := options.draft) is None:
         return Lookup() if options.speculate else None
     client = await clients.enter_async_context(_client(options, (target,), target))
@@ -169,7 +169,7 @@ async def _drafter(clients: AsyncExitStack, options: Options, member: Member) ->
 
 
 def _check_same_cache(decode: Member, prefill: Member | None = None) -> None:
-    """Raise `LayoutMismatch` before anything is computed that could not move."""
+    """Raise `LayoutMismatch` before anything is computed that cannot be moved."""
     if prefill is None:
         return
     here, there = prefill.info.model, decode.info.model
@@ -181,7 +181,8 @@ def _check_same_cache(decode: Member, prefill: Member | None = None) -> None:
 
 
 def _client(options: Options, targets: Sequence[str], target: str) -> ExecutorClient:
-    """A client of one of the ``targets``, or of an address behind one: whose certificate has the name, not that."""
+    """A client of one of the ``targets``, or of an address that one resolves to, whose certificate has the name of the
+    target."""
     names = [host_and_port(each)[0] for each in targets if each.startswith("dns:") and target not in targets]
     overrides = [("grpc.ssl_target_name_override", name) for name in names[:1] if options.credentials is not None]
     return ExecutorClient(
@@ -195,7 +196,7 @@ def _client(options: Options, targets: Sequence[str], target: str) -> ExecutorCl
 
 
 def _explained(error: ExecutorError, target: str) -> str:
-    """One line."""
+    """An error in one line."""
     if unreachable(error):
         return explained(error, target)
     how = "; name a file with a token, --token-file FILE" if isinstance(error, Unauthenticated) else ""

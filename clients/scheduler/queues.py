@@ -1,4 +1,4 @@
-"""Who waits, who runs, and who moves. Moves requests from one queue to another, and releases their sequences."""
+"""The queues of requests at one executor. Requests move between queues, and their sequences are released, here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ferrum_rpc.client import Sequence
 
 
 class Observer:
-    """Who watches a run. Does nothing: a base for those who want to know of some of it."""
+    """Receives the events of a run. The base class ignores them."""
 
     def token(self, request: Request, token: int) -> None:
         """A request got its next token."""
@@ -23,15 +23,16 @@ class Observer:
         """A request was admitted, preempted, moved, finished or failed."""
 
     def executors(self, there: ListOf[tuple[str, str]]) -> None:
-        """Which executors are there (target) and how (serving, draining, hung), each time that changes."""
+        """The known executors as (target, condition), each time that changes: serving, draining, hung."""
 
 
 class RequestQueues:
-    """The requests of one run that are with the executor at ``target``.
+    """The requests of one run that are assigned to the executor at ``target``.
 
-    One in ``running`` has a sequence there, and its blocks; one in ``moving`` too, which is to go on elsewhere; one in
-    ``waiting`` has none. A request that loses its sequence goes ``back`` to those that wait, here or where prompts are
-    computed. ``coming``: those on their way here; ``arrived``: one has come since the last plan.
+    Requests in ``running`` and ``moving`` have a sequence there, with its blocks; those in ``moving`` are to continue
+    at another executor. Requests in ``waiting`` have none. A request that loses its sequence goes to ``back``, the
+    queue that requests are placed from. ``coming``: requests that are being moved here. ``arrived``: whether one has
+    arrived since the last plan.
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class RequestQueues:
 
     @property
     def all(self) -> list[Request]:
-        """Those that are here in whatever queue."""
+        """The requests of all queues."""
         return [*self.running, *self.moving, *self.waiting]
 
     @property
     def joining(self) -> bool:
-        """Whether there are requests that wait for a place here or have just got one, or may come back here."""
+        """Whether requests wait to be admitted, or one has just arrived. Runs are kept short then."""
         return bool(self.waiting or self._back or self.arrived)
 
     @property
@@ -67,17 +68,17 @@ class RequestQueues:
         return bool(self._leaving)
 
     def run(self, requests: Iterable[Request]) -> None:
-        """They run here from now on: from the queue, or because nobody else has room for them any more."""
+        """Requests are admitted, or stay here because no other executor has room for them any more."""
         for request in requests:
             request.executor = self._target
             self._put(request, Stage.RUNNING)
 
     def hand_over(self, request: Request) -> None:
-        """It goes on elsewhere. Until it has moved, its sequence is here."""
+        """A request is to continue at another executor. Until it has moved, its sequence stays here."""
         self._put(request, Stage.MOVING)
 
     def arrive(self, request: Request, sequence: Sequence) -> None:
-        """It has come, with its sequence."""
+        """A request has been moved here, with its sequence."""
         self.arrived, request.sequence = True, sequence
         self.run([request])
 
@@ -88,30 +89,32 @@ class RequestQueues:
         self._observer.token(request, token)
 
     async def preempt(self, request: Request) -> None:
-        """Take a request's blocks; it comes back as a longer prompt."""
+        """Release a request's blocks. It is admitted again as a longer prompt."""
         request.preemptions += 1
         self._run.preemptions += 1
         self.requeue(request)
         await self.release()
 
     def requeue(self, request: Request) -> None:
-        """Back to the front of the queue, in the order of arrival among those that came back. Its sequence leaves."""
+        """Put a request back to the front of the queue, ordered by index among those that were put back, and let its
+        sequence be released."""
         request.cached = 0
         self._put(request, Stage.WAITING)
 
     def end(self, request: Request, ending: RequestEnd, error: str = "") -> None:
-        """The text is complete, or with an ``error`` the request cannot be served."""
+        """The text is complete, or the request failed with an ``error``."""
         self._run.left -= 1
         request.ending, request.error, request.finished = ending, error, time.monotonic()
         self._put(request, Stage.FAILED if ending is RequestEnd.ERROR else Stage.FINISHED)
 
     async def release(self) -> None:
-        """Release what is leaving. What cannot be released now is found by the executor's idle time-out."""
+        """Release the sequences that no request has any more. The executor's idle time-out frees what cannot be
+        released now."""
         leaving, self._leaving = self._leaving, []
         await asyncio.gather(*(sequence.release() for sequence in leaving), return_exceptions=True)
 
     async def clear(self) -> None:
-        """Release everything."""
+        """Release all sequences."""
         for request in [*self.running, *self.moving]:
             self._leave(request)
         await self.release()

@@ -1,4 +1,4 @@
-"""What an executor's refusals mean to a scheduler, and for how long it puts up with them."""
+"""What an executor's refusals mean to a scheduler, and how long it waits them out."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ LONGEST_PAUSE_S = 1.0
 
 
 class ExecutorGone(Exception):
-    """The executor could not be reached, or would not work, for longer than the scheduler's patience."""
+    """An executor could not be reached, or accepted no work, for longer than the scheduler's patience."""
 
 
 class Patience:
-    """How long the same trouble may last; progress renews it."""
+    """How long a run may go without progress, and the pauses between attempts."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.renew()
 
     def renew(self) -> None:
-        """There was progress."""
+        """Start again: there was progress."""
         self._until = time.monotonic() + self._seconds
         self._pause = FIRST_PAUSE_S
 
-    async def wait(self, trouble: ExecutorError | str) -> None:
-        """Pause, longer each time, or as the executor says. Raises `ExecutorGone` at the end of it."""
+    async def wait(self, reason: ExecutorError | str) -> None:
+        """Pause, twice as long each time, or as long as the executor asks for. Raises `ExecutorGone` with the
+        ``reason`` when the time is over."""
         if time.monotonic() >= self._until:
-            why = in_words(trouble, FLAGS) if isinstance(trouble, ExecutorError) and unreachable(trouble) else trouble
+            why = in_words(reason, FLAGS) if isinstance(reason, ExecutorError) and unreachable(reason) else reason
             raise ExecutorGone(f"no progress for {self._seconds:g} s: {why}")
-        await asyncio.sleep((isinstance(trouble, ExecutorError) and trouble.retry_after_s) or self._pause)
+        await asyncio.sleep((isinstance(reason, ExecutorError) and reason.retry_after_s) or self._pause)
         self._pause = min(2 * self._pause, LONGEST_PAUSE_S)

@@ -1,4 +1,4 @@
-"""What a run was like: counts while it runs, a summary at its end."""
+"""The counts of a run, and its summary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ferrum_rpc.client import ExecutorStatus, MethodCount, Pressure
 
 @dataclass(slots=True)
 class RunCounts:
-    """Counts of one run. Times are seconds, as the scheduler saw them: the wire is part of them. ``left``: requests
+    """Counts of one run. Times are seconds as the scheduler measures them, so they include the wire. ``left``: requests
     that have not ended. ``moves``: seconds of each move to another executor."""
 
     requests: Sequence[Request]
@@ -54,18 +54,18 @@ class RunCounts:
             self.decode_only_tokens += decode
 
     def drafts(self, *, trips: int, drafted: int, emitted: int) -> None:
-        """Of one forward pass: decodes, the draft tokens that went with them, and the tokens that came of both."""
+        """Count one forward pass: its decodes (``trips``), their draft tokens, and the tokens that came of both."""
         self.trips += trips
         self.drafted += drafted
         self.accepted += emitted - trips
 
     def moved(self, tokens: int, seconds: float) -> None:
-        """A sequence of so many tokens has come to the executor that decodes."""
+        """A sequence of so many tokens was moved, in so many seconds."""
         self.moves.append(seconds)
         self.moved_tokens += tokens
 
     def saw(self, pressure: Pressure) -> None:
-        """Note how full the cache is."""
+        """Note the cache use."""
         if pressure.total_blocks:
             self.peak_use = max(self.peak_use, 1 - pressure.free_blocks / pressure.total_blocks)
 
@@ -118,7 +118,7 @@ def summarise(run: RunCounts, before: ExecutorStatus | None, after: ExecutorStat
 
 
 def method_rows(before: Iterable[MethodCount], after: Iterable[MethodCount]) -> list[tuple[str, int, int, int, int]]:
-    """What was added between two counts: (method, calls, items, failed calls, refused items), busiest first."""
+    """The difference of two counts: (method, calls, items, failed calls, refused items), busiest first."""
     old = {each.method: each for each in before}
     rows = []
     for each in after:

@@ -1,8 +1,7 @@
-"""A request on its way through the scheduler. Plain data: the policy reads it, the driver writes it.
+"""A request in the scheduler: plain data that the policy reads and the driver writes.
 
-What is known of a request is ``prompt + generated``; what the executor holds is its first ``cached`` tokens. The
-difference is owed. Prefill, a chunk of it, decode, and the recomputation after a preemption are all the same thing:
-feeding what is owed.
+The known tokens of a request are ``prompt + generated``; the executor holds the first ``cached`` of them and is owed
+the rest. Prefill, chunks, decode and recomputation after a preemption all feed owed tokens.
 """
 
 from __future__ import annotations
@@ -38,11 +37,10 @@ class RequestEnd(enum.Enum):
 class Request:
     """One prompt. ``index`` is the order of arrival: the older is served first and preempted last.
 
-    ``sequence``: the one that it has at an executor, while it has one, and ``executor``: the target where it runs, or
-    ran last. ``computed``: tokens that have been in the cache, now or before a preemption, and ``pieces`` those that
-    were fed in spans above the executor's ``exact_span_tokens``: computed again in the same spans they have the same
-    bits. ``draft``: what may come next, to be verified with the one token that it owes.
-    ``rebuilds``: how often it was lost with its executor.
+    ``sequence``: its sequence at an executor, if it has one; ``executor``: the target where it runs or ran last.
+    ``computed``: how many tokens have been in the cache, now or before a preemption; ``pieces``: the spans above the
+    executor's ``exact_span_tokens`` among them, which give the same bits when they are computed again. ``draft``:
+    guessed tokens, to be verified with the one that is owed. ``rebuilds``: how often it was lost with its executor.
 
     Times are seconds on the scheduler's monotonic clock; 0 stands for not yet.
     """
@@ -85,12 +83,12 @@ class Request:
 
     @property
     def becomes(self) -> int:
-        """How long it may be at last."""
+        """The length that it may reach."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
     def decodes(self) -> bool:
-        """Whether it owes its last token alone."""
+        """Whether it owes one generated token."""
         return bool(self.generated) and self.owed == 1
 
     def span(self, most: int, exact: int) -> int:
@@ -99,7 +97,7 @@ class Request:
         return self.pieces.span(self.cached, min(self.owed, most), self.computed, exact)
 
     def fed(self, count: int, length: int, exact: int) -> None:
-        """``count`` owed tokens went, and ``length`` are in the cache, what was accepted of a draft among them."""
+        """``count`` owed tokens were fed. ``length`` tokens are in the cache now, with the accepted ones of a draft."""
         self.draft = ()
         if length > self.computed:
             if 0 < exact < count:

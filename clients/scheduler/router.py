@@ -1,10 +1,11 @@
-"""Requests over several executors: a driver at each of them, and who gets which request.
+"""Requests over several executors: a driver for each executor, and the assignment of requests to drivers.
 
-Requests wait in one queue. One is placed when a driver has room for it, where the client's placement says. Executors
-that are there for prompts hand over what they have computed, with its first token; so does one that drains. What is
-handed over stays where it is until another executor has room for it and for what it grows by, and moves while both go
-on with others. A move that finds no room, or is not answered, is made again later. Until all of a sequence has arrived,
-its source keeps it. What a dead executor had, and what is lost on the way, is a prompt again, with its text so far.
+Requests wait in one queue. A request is placed when a driver has room for it, at the executor that the client's
+placement chooses. Executors for prompts hand requests over after their first token; so does an executor that drains. A
+request that is handed over stays at its executor until another one has room for it and its growth, and moves while both
+serve other requests. A move that finds no room or is not answered is repeated later. The source keeps the sequence
+until all of it has arrived. A request that is lost with its executor, or on the way, is computed again as a prompt with
+its text so far.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from ferrum_rpc.client import CacheMode, ExecutorError, LayoutMismatch, NotSuppo
 from ferrum_rpc.client.fleet import Member, Members
 
 MOVES_AT_ONCE: Final = 2
-"""An executor takes part in 4 transfers by default (`max_transfers`), those of other schedulers among them."""
+"""Per executor, whose `max_transfers` is 4 by default and shared with other schedulers."""
 
 PATIENCE_OVER_S: Final = 0.01
-"""So long after the end of a patience it is looked at."""
+"""Delay of the timer behind the end of a wait, so that the wait is over when it fires."""
 
 CANNOT_MOVE: Final = (LayoutMismatch, NotSupported)
 
 
 @dataclass(eq=False, slots=True)
 class Move:
-    """Of a request from ``here`` to its new sequence ``target``, ``there``. One that is not ``under_way`` is made
-    again, from where it stopped."""
+    """The move of a request from ``here`` to the sequence ``target`` at ``there``. If it is not ``under_way`` it is to
+    be repeated, and continues where it stopped."""
 
     here: Driver
     there: Driver
@@ -47,8 +48,8 @@ class Move:
 
 
 class Router:
-    """Runs requests on the executors of one model: all of a text by those of ``decode``, or its prompt by those of
-    ``prefill`` where there are any. ``make`` makes the driver for an executor, told whether it computes prompts."""
+    """Runs requests on the executors of one model: on those of ``decode``, or prompts on those of ``prefill`` if given.
+    ``make`` makes the driver of an executor; its second argument is whether it computes prompts only."""
 
     def __init__(
         self,
@@ -69,12 +70,12 @@ class Router:
         self._drivers: dict[Driver, Member] = {}
         self._placed = False
         self._moves: dict[Request, Move] = {}
-        self._awaited: dict[Request, float] = {}  # until when an executor with a longer context is waited for
+        self._awaited: dict[Request, float] = {}  # until when each waits for an executor with a longer context
         self._changed = asyncio.Event()
 
     async def run(self, requests: ListOf[Request]) -> RunCounts:
-        """Every request to its end. Raises `ExecutorGone`, and `LayoutMismatch` or `NotSupported` where prompts cannot
-        move; whatever happens, no sequence is left behind."""
+        """Run every request to its end. Raises `ExecutorGone`, and `LayoutMismatch` or `NotSupported` if prompts cannot
+        move. All sequences are released in every case."""
         self._run, self._waiting, began = RunCounts(requests), deque(requests), time.monotonic()
         self._awaited.clear()
         for request in requests:
@@ -101,15 +102,14 @@ class Router:
         return self._run
 
     def _notify(self) -> None:
-        """Everybody looks again."""
+        """Wake every task that waits for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     # --- who is there -----------------------------------------------------------------------------------------------
 
     async def _watch(self, members: Members, *, first: bool) -> None:
-        """A driver at each executor, as long as it is there. ``first``: for prompts only, what follows goes on
-        elsewhere."""
+        """Keep a driver for each executor while it is known. ``first``: for prompts only."""
         known: set[Member] = set()
         nobody_since = time.monotonic()
         while True:
@@ -132,7 +132,7 @@ class Router:
                 raise ExecutorGone(f"no executor at {', '.join(members.targets)} for {self._patience_s:g} s") from None
 
     async def _run_driver(self, driver: Driver, member: Member, members: Members, *, first: bool) -> None:
-        """Drive until everything is done or the executor is gone."""
+        """Drive an executor until all requests have ended or it is gone."""
         driver.port.patience, driver.goes_on = self._patience, self._goes_on
         self._patience.renew()
         driving = asyncio.create_task(self._drive(driver, member, first=first))
@@ -173,14 +173,15 @@ class Router:
                 self._notify()
 
     def _give_back(self, driver: Driver, request: Request) -> None:
-        """It is computed anew, here or elsewhere."""
+        """Have a request computed again, here or at another executor."""
         self._run.rebuilds += request.cached > 0
         request.rebuilds += request.cached > 0
         driver.queues.requeue(request)
 
     def _leave(self, driver: Driver) -> None:
-        """The executor drains: what has not begun waits for another one, and what has goes on elsewhere, few at a time;
-        the others are served here meanwhile, and so is what has room nowhere else for all that it may become."""
+        """The executor drains: requests that have not begun wait for another executor; the others move away, a few at a
+        time. Requests are served here meanwhile, and to their end if no other executor has room for all that they may
+        become."""
         queues = driver.queues
         if self._takers(first=driver.hands_over):
             for request in list(queues.waiting):
@@ -198,8 +199,8 @@ class Router:
     # --- who goes where ---------------------------------------------------------------------------------------------
 
     def _place(self) -> None:
-        """Of those that wait, the oldest first, while there is room. The first ones when all have begun, so that not
-        the first driver has them all."""
+        """Place waiting requests, the oldest first, while there is room. Placing starts once all executors have a
+        driver, so that the first driver does not get all requests."""
         first, members = self._prefill is not None, self._prefill or self._decode
         takers = self._takers(first=first)
         if not self._placed and len(takers) < len(members.serving):
@@ -218,16 +219,17 @@ class Router:
                 self._chosen(members, free, request).queues.waiting.append(request)
 
     def _takers(self, *, first: bool) -> list[Driver]:
-        """Those whose executors take sequences: prompts that are computed ``first``, or texts."""
+        """The drivers whose executors accept sequences: for prompts (``first``), or for texts."""
         return [each for each, member in self._drivers.items() if each.hands_over == first and member.serving]
 
     def _goes_on(self, request: Request) -> bool:
-        """Whether another executor has room for a request whose context is full, or may come back that has."""
+        """Whether another executor has room for a request whose context is full, or one that is away may have."""
         takers = self._takers(first=False)
         return bool(_with_room(takers, request)) or self._awaits(self._decode, takers, request)
 
     def _awaits(self, members: Members, takers: ListOf[Driver], request: Request) -> bool:
-        """Whether no context holds a request, and one that is away may; for as long as the scheduler's patience."""
+        """Whether no context holds a request but that of an executor that is away may. False after the scheduler's
+        patience."""
         longer = any(each.port.max_context >= request.known for each in takers)
         if longer or not members.away(request.known, [self._drivers[each] for each in takers]):
             self._awaited.pop(request, None)
@@ -238,8 +240,8 @@ class Router:
         return time.monotonic() < self._awaited[request]
 
     def _fitting(self, takers: list[Driver], holder: Driver, request: Request) -> list[Driver]:
-        """As `_with_room`. Where there is none a request that moves goes on where it is, if it can; else it ends, at
-        the driver that has it or would have had it."""
+        """As `_with_room`. If there is none, a moving request continues at its ``holder`` if possible; otherwise it
+        ends."""
         fit = _with_room(takers, request)
         if fit or not takers:
             return fit
@@ -257,7 +259,7 @@ class Router:
         return next(each for each in drivers if self._drivers[each] is chosen)
 
     def _stuck(self, driver: Driver, member: Member) -> bool:
-        """Whether no other work of ours changes that nothing can be done there."""
+        """Whether no other work of this scheduler can give the driver something to do."""
         queues, takes = driver.queues, driver.hands_over == (self._prefill is not None)
         if queues.waiting:
             return not queues.moving
@@ -273,7 +275,7 @@ class Router:
     # --- moves ------------------------------------------------------------------------------------------------------
 
     def _begin_moves(self) -> None:
-        """Those that there is room for, the oldest requests first."""
+        """Begin the moves that there is room for, the oldest requests first."""
         takers = self._takers(first=False)
         for here in list(self._drivers):
             under_way = sum(each.under_way and each.here is here for each in self._moves.values())
@@ -286,7 +288,7 @@ class Router:
                 if not (fit := self._fitting(takers, here, request)):
                     continue
                 if begun is not None and begun.there in fit:
-                    fit = [begun.there]  # the same move again goes on where this one stopped
+                    fit = [begun.there]  # repeated, it continues where it stopped
                 free = [each for each in fit if len(each.queues.coming) < MOVES_AT_ONCE and each.has_room(request)]
                 if under_way >= MOVES_AT_ONCE or not free:
                     break
@@ -330,7 +332,8 @@ class Router:
             await _released(move.target)
 
     def _is_made_again(self, request: Request, move: Move, error: ExecutorError | SequenceMisuseError) -> bool:
-        """What a move means that has failed while both sides are there. Raises what no move can help."""
+        """Handle a move that failed while both executors are known. Raises errors that every further move would
+        have."""
         here = move.here
         if isinstance(error, NO_ROOM + NOT_NOW + NO_ANSWER):
             move.there.refusal = error
@@ -349,13 +352,13 @@ def _oldest(requests: ListOf[Request]) -> list[Request]:
 
 
 def _with_room_for_all(drivers: ListOf[Driver], request: Request) -> list[Driver]:
-    """Those that have room for all that it may become."""
+    """The drivers with room for all that the request may become."""
     return [each for each in drivers if each.port.holds(request.becomes)]
 
 
 def _with_room(drivers: ListOf[Driver], request: Request) -> list[Driver]:
-    """Those whose context and whole cache have room for all that it may become, or if there is none, those of the
-    longest context that have room for what it is."""
+    """The drivers whose context and cache have room for all that the request may become. If there is none, those with
+    the longest context of all that have room for what it is now."""
     if fit := _with_room_for_all(drivers, request):
         return fit
     fit = [each for each in drivers if each.port.holds(request.known)]
@@ -364,6 +367,6 @@ def _with_room(drivers: ListOf[Driver], request: Request) -> list[Driver]:
 
 
 async def _released(sequence: Sequence) -> None:
-    """Give up what has come of a sequence; what cannot be freed now is found by the executor's idle time-out."""
+    """Release a sequence that has partly arrived. The executor's idle time-out frees what cannot be released now."""
     with suppress(ExecutorError):
         await sequence.release()

@@ -1,7 +1,7 @@
-"""How long runs are: several tokens with one trip, and the next run sent before the answer of the one before.
+"""The lengths of runs: several tokens per round trip, and the next run sent before the answer of the one before.
 
-Blocks are planned as the executor holds them: a run has all of its own from its first step on. Runs are short while
-somebody waits to be admitted, because nothing is admitted while they last.
+Blocks are planned as the executor reserves them: a run has all its blocks from its first step on. Runs are short while
+requests wait to be admitted, because none is admitted during a run.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from clients.scheduler.request import Request
 from ferrum_rpc.client import BatchResults, Item
 
 SHORT: Final = 4
-"""Tokens of a run while a request waits, or beside drafts."""
+"""Tokens of a run while a request waits, or in a step with drafts."""
 
 MAX_STOPS: Final = 256
-"""Stop ids of a run."""
+"""Maximum number of stop ids of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """Runs that are answered together: what each feeds, and its item."""
+    """Runs of one call: their feeds with their items."""
 
     items: list[tuple[PlannedFeed, Item]]
     call: asyncio.Task[BatchResults]
@@ -32,9 +32,9 @@ class Flight:
 
 @dataclass(slots=True)
 class Chain:
-    """Runs of some requests, one behind the other. ``limit``: tokens of each request in all, None without a bound.
-    ``ends``: the length that each request's sequence has when all its runs have ended, as foreseen; ``began``: the one
-    it had before the first. ``broken``: blocks were short, or a run ended otherwise than foreseen."""
+    """Successive runs of some requests. ``limit``: tokens per request in total; None: no limit. ``began`` and ``ends``:
+    the length of each request's sequence before its first run, and the expected length after its last. ``broken``:
+    blocks were short, or a run ended other than expected."""
 
     pool: Pool
     most: int
@@ -45,14 +45,14 @@ class Chain:
     broken: bool = False
 
     def fed(self, feeds: Iterable[PlannedFeed]) -> None:
-        """What is fed beside the runs takes its blocks first."""
+        """Feeds in the same step take their blocks first."""
         for feed in feeds:
             length = feed.request.cached
             self.began[feed.request], self.ends[feed.request] = length, length + feed.count + feed.drafted
 
     def extend(self, requests: Iterable[Request]) -> dict[Request, int]:
-        """Tokens of the next run of each request that wants more. Shorter ones where the blocks are few, none where
-        they do not cover a token each; then nothing changes."""
+        """Tokens of the next run of each request that needs more. Runs are shorter if blocks are few. If the blocks do
+        not cover one token each there are none, and nothing changes."""
         for request in (requests := list(requests)):
             self.began.setdefault(request, request.cached)
         most = self.most

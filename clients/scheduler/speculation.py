@@ -1,7 +1,7 @@
-"""Drafts: guesses of what comes next, which the executor verifies in the step of one token.
+"""Drafts: guessed tokens, which the executor verifies in the step that decodes one token.
 
-A guess costs the executor little and saves trips where it is right. Both kinds are given without probabilities, so that
-a text is the same with any drafts and with none: greedy or of its seed.
+A guess costs the executor little and saves round trips if it is right. Drafts have no probabilities, so a text does not
+depend on them: it is the greedy one, or that of its seed.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ LONGEST_MATCH: Final = 4
 FIRST_LENGTH: Final = 4
 """Tokens of a request's first draft."""
 REST: Final = 32
-"""Tokens by runs, behind a draft of which nothing was right."""
+"""Tokens that a request decodes by runs after a draft of which no token was accepted."""
 AGAIN: Final = 256
-"""Tokens by the faster way, of drafts and runs, until the other is tried again."""
+"""Tokens by the faster of drafts and runs until the other is tried again."""
 FAILURES: Final = 3
-"""Of drafts for one request; then there are no more."""
+"""Failed drafts of a request after which it gets no more."""
 
 
 class Drafter(Protocol):
-    """Where guesses come from."""
+    """A source of drafts."""
 
     async def draft(self, request: Request, most: int) -> list[int]:
-        """Up to ``most`` tokens that may follow what is known of the request. Does not raise for want of any."""
+        """Up to ``most`` tokens that may follow the request's tokens; none if there is no guess."""
 
     async def forget(self, requests: Iterable[Request]) -> None:
-        """These have ended."""
+        """Requests have ended: free what was kept for them."""
 
 
 class Lookup:
-    """Prompt look-up (Saxena, 2023): what followed the last tokens where they stood before in the same text."""
+    """Prompt look-up (Saxena, 2023): the tokens that followed an earlier occurrence of the last tokens."""
 
     async def draft(self, request: Request, most: int) -> list[int]:
         return looked_up(request.tokens, most)
@@ -58,9 +58,9 @@ def looked_up(text: Sequence[int], most: int, *, shortest: int = 1, longest: int
 
 
 class DraftModel:
-    """The arg-max tokens of a smaller model on an executor of its own, whose sequences follow the requests' texts: what
-    was rejected is rolled back with the next tokens that it is fed. Requests draft in the same steps, and where that
-    executor offers runs, a draft is one trip."""
+    """The argmax tokens of a smaller model on another executor, which has a sequence for each request. Rejected tokens
+    are rolled back when the next ones are fed. Requests draft in the same steps, and with runs a draft is one round
+    trip."""
 
     def __init__(self, client: ExecutorClient, info: ExecutorInfo) -> None:
         self._client = client
@@ -76,7 +76,7 @@ class DraftModel:
             found = await self._behind(request.index, text, most)
             while len(found) < most:
                 found += await self._behind(request.index, text + found, most - len(found))
-        except (ExecutorError, SequenceMisuseError):  # full, out of context, or gone: it goes on without a draft
+        except (ExecutorError, SequenceMisuseError):  # full, out of context, or gone: decode without a draft
             self._failures[request.index] += 1
             await self.forget([request])
             return []
@@ -87,7 +87,7 @@ class DraftModel:
         await asyncio.gather(*(sequence.release() for sequence in gone), return_exceptions=True)
 
     async def _behind(self, index: int, text: list[int], most: int) -> list[int]:
-        """The next tokens behind ``text``, one or more, after feeding what the sequence lacks of it."""
+        """One or more next tokens of ``text``, after feeding the part of it that the sequence lacks."""
         sequence, run = self._sequences.get(index), Run(min(most, self._most)) if self._most > 1 else None
         if sequence is None:
             sequence = self._sequences[index] = self._client.sequence(keep_tokens=True)
@@ -101,9 +101,8 @@ class DraftModel:
 
 
 class Speculation:
-    """Drafts of the requests that owe one token, as long as they have been worth it. Where ``runs`` give tokens too, a
-    request of whose draft nothing was right rests for `REST` tokens, and whether any drafts are made depends on which
-    of both has given tokens faster."""
+    """Drafts for the requests that owe one token, while drafts pay. With ``runs``, a request whose draft was rejected
+    whole gets none for `REST` tokens, and drafts are made only while they yield tokens faster than runs."""
 
     def __init__(self, drafter: Drafter, most: int, *, runs: bool = False) -> None:
         self._drafter = drafter
@@ -116,8 +115,8 @@ class Speculation:
         self._since = {True: 0.0, False: 0.0}
 
     def turn(self) -> tuple[bool, int | None]:
-        """Whether it is drafts that give the next tokens, and how many runs may give, before this is asked again. Both
-        ways are tried, and the slower again now and then: texts change, and so does what a trip takes."""
+        """Whether the next tokens come by drafts, and how many may come by runs before the next turn. Both ways are
+        tried, and the slower one again now and then, because texts and round-trip times change."""
         if not self._runs:
             return True, None
         for drafts in (True, False):
@@ -128,10 +127,10 @@ class Speculation:
         return (drafts, REST if drafts else max(REST, round(left))) if left > 0 else (not drafts, REST)
 
     def took(self, seconds: float, tokens: float, *, drafts: bool) -> None:
-        """So long for so many tokens of each request."""
+        """Note how long ``tokens`` of each request took."""
         self._seconds[drafts] += seconds
         self._tokens[drafts] += tokens
-        if self._tokens[drafts] > 4 * REST:  # what was lately counts more
+        if self._tokens[drafts] > 4 * REST:  # recent tokens count more
             self._seconds[drafts] /= 2
             self._tokens[drafts] /= 2
         self._since[drafts] = 0
@@ -141,7 +140,7 @@ class Speculation:
         return self._seconds[drafts] / self._tokens[drafts]
 
     async def draft(self, requests: Iterable[Request], max_context: int) -> None:
-        """Give each request its draft. It is never longer than what the request may still need."""
+        """Set the draft of each request, no longer than what the request may still need."""
 
         async def one(request: Request) -> None:
             needed = min(request.max_new_tokens - len(request.generated) - 1, max_context - request.known)
@@ -153,11 +152,12 @@ class Speculation:
         await asyncio.gather(*map(one, requests))
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
-        """Twice as long after a draft that was right, one longer than what was right after one that was not."""
+        """Set the length of the next draft: twice as long after one that was accepted whole, else one more than was
+        accepted."""
         self._lengths[request.index] = min(2 * drafted if accepted == drafted else accepted + 1, self._most)
         if self._runs and accepted == 0:
             self._rests[request.index] = len(request.generated) + REST
 
     async def forget(self, requests: Iterable[Request]) -> None:
-        """These have ended."""
+        """Requests have ended: free what was kept for them."""
         await self._drafter.forget(requests)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE_VOCABULARIES = range(256, 301)
-"""Vocabulary sizes that are taken for one token per byte and a few special ones."""
+"""Vocabulary sizes that are taken to be one token per byte and a few special tokens."""
 
 
 class TokenizerError(ValueError):
@@ -54,7 +54,7 @@ class FileTokenizer:
             raise TokenizerError(f"{file} is not a tokenizer: {error}") from None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with what the tokenizer puts around a text."""
+        """Token ids, with the special tokens that the tokenizer adds."""
         ids: list[int] = self._library.encode(text).ids
         return ids
 
@@ -65,7 +65,7 @@ class FileTokenizer:
 
 
 def tokenizer_for(vocab_size: int, path: Path | None) -> Tokenizer:
-    """The tokenizer at ``path``; without one, bytes, where the vocabulary looks like it. Raises `TokenizerError`."""
+    """The tokenizer at ``path``, or bytes for a vocabulary of that size. Raises `TokenizerError`."""
     if path is not None:
         return FileTokenizer(path)
     if vocab_size in BYTE_VOCABULARIES:
@@ -82,7 +82,7 @@ class TextStream:
     """
 
     LONGEST_WINDOW = 64
-    """Tokens after which bytes that never become a character are given up, so that the cost of a token is bounded."""
+    """After so many tokens bytes without a character are shown as they are, which bounds the cost of a token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -92,7 +92,7 @@ class TextStream:
         self._shown = 0  # characters of the window that were handed out
 
     def push(self, token: int) -> str:
-        """The text that this token makes certain: often its own, sometimes none yet."""
+        """The text that is complete with this token; empty if its character is not."""
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens[self._window :])
         complete = not text.endswith(REPLACEMENT) or len(self._tokens) - self._window >= self.LONGEST_WINDOW
@@ -105,14 +105,14 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """The text that was held back."""
+        """The text that was held back as incomplete."""
         text = self._tokenizer.decode(self._tokens[self._window :])
         piece, self._shown = text[self._shown :], len(text)
         return piece
 
 
 def printable(text: str) -> str:
-    """Text that cannot speak to the terminal: control characters but newline become visible pictures."""
+    """Text without control sequences: control characters other than newline become visible pictures."""
     return "".join(_picture(character) for character in text)
 
 

@@ -1,5 +1,5 @@
-"""Text by a schema: a grammar library says which tokens may follow, and the executor chooses among them.
+"""Text by a schema: a grammar library gives the tokens that may follow, and the executor chooses among them.
 
-The executor knows masks and no grammars. Here `llguidance` follows a JSON schema and gives the words of a mask for each
+The executor knows masks, not grammars. Here `llguidance` follows a JSON schema and gives the words of a mask for each
 token; whatever does that (`xgrammar`, a trie of answers, a parser of your own) is used in the same way.
 """

@@ -1,12 +1,11 @@
-"""Complete prompts as JSON of a schema, many at once, and say how many of the texts are that.
+"""Complete prompts as JSON of a schema, many at once, and count the valid texts.
 
 With ``--draft-tokens`` several tokens come with a trip: those that the schema forces and those that look-up guesses are
-verified together, with a mask for each row. The texts are the same ones where a span of a draft's length gives the bits
-of single steps (`limits.exact_span_tokens`), elsewhere within rounding.
+verified together, with a mask for each row. The texts are the same if spans of a draft's length give the bits of single
+steps (`limits.exact_span_tokens`), otherwise within rounding.
 
-ferrum-rpc serve demo
-python -m clients.structured --count 1000 --tokenizer ferrum_rpc_demo/demo/tokenizer.json
-python -m clients.structured --count 1000 --tokenizer ferrum_rpc_demo/demo/tokenizer.json --draft-tokens 8
+ferrum-rpc serve demo python -m clients.structured --count 1000 --tokenizer ferrum_rpc_demo/demo/tokenizer.json python
+-m clients.structured --count 1000 --tokenizer ferrum_rpc_demo/demo/tokenizer.json --draft-tokens 8
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ SCHEMA: Final[dict[str, Any]] = {
     "required": ["name", "age", "married", "county", "income", "sisters"],
     "additionalProperties": False,
 }
-"""What is asked for where no schema is named."""
+"""The schema by default."""
 
 AT_ONCE: Final = 32
 
 
 @dataclass(slots=True)
 class StructuredText:
-    """A text, and what it took: ``trips``, and of ``drafted`` tokens those that were ``accepted``."""
+    """A text with its round ``trips``, and how many of its ``drafted`` tokens were ``accepted``."""
 
     tokens: list[int] = field(default_factory=list)
     trips: int = 0
@@ -58,13 +57,13 @@ class StructuredText:
 async def complete(
     client: ExecutorClient, schema: Schema, prompt: Sequence[int], output: Greedy | Sample, most: int = 0
 ) -> StructuredText:
-    """The text behind a prompt: the executor chooses each token as ``output`` says, of those that the schema leaves.
+    """The completion of a prompt: the executor chooses each token by ``output`` among those that the schema allows.
     ``most``: tokens of a draft."""
     state, text = schema.begin(), StructuredText()
     async with client.sequence() as sequence:
         while not state.complete:
             draft, words = state.ahead([*prompt, *text.tokens], most if text.tokens else 0)
-            # no call for those that the client knows already
+            # no call for masks that the client has registered before
             masks = [await client.register_token_mask(each) for each in words]
             if draft:
                 answer = await sequence.verify([text.tokens[-1], *draft], accepting(output, masks))
@@ -91,7 +90,7 @@ def output_of(temperature: float, seed: int) -> Greedy | Sample:
 
 
 async def run(options: argparse.Namespace) -> int:
-    """Complete as many prompts as were asked for; the exit status: 0 where all texts are of the schema."""
+    """Complete the prompts. Returns the exit status: 0 if all texts are valid."""
     wanted = SCHEMA if options.schema is None else json.loads(options.schema.read_text())
     check, slots = jsonschema.Draft202012Validator(wanted), asyncio.Semaphore(AT_ONCE)
     schema, began = Schema(wanted, options.tokenizer), time.perf_counter()
@@ -120,7 +119,7 @@ async def run(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """The exit status: 0 where all texts are of the schema."""
+    """The command. Returns the exit status: 0 if all texts are valid."""
     parser = argparse.ArgumentParser(prog="python -m clients.structured", description=__doc__)
     parser.add_argument("--target", default="localhost:50051", help="the executor")
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of its model")

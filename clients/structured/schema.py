@@ -1,4 +1,4 @@
-"""A schema as masks: what the tokens so far leave open."""
+"""A schema as masks of the tokens that may follow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Schema:
 
     def __init__(self, schema: dict[str, Any], tokenizer: Path) -> None:
         self._tokenizer = LLTokenizer(tokenizer.read_text())
-        # without spaces and newlines between the parts: a model that may write them may do so for ever
+        # no white space between the parts: a model that may write it may do so for ever
         self._grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_flexible": False})
 
     def begin(self) -> SchemaState:
@@ -40,7 +40,7 @@ class Schema:
 
 
 class SchemaState:
-    """Where a text stands in its schema."""
+    """The state of a text in its schema."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -58,8 +58,8 @@ class SchemaState:
         """A draft of up to ``most`` tokens that may follow ``text``, and the masks of the rows that verify it, one more
         than tokens. The state does not change.
 
-        It has the tokens that the schema forces, and between them those that prompt look-up guesses, as far as they may
-        follow. It ends before a token that completes the text: the last row chooses that."""
+        It holds the tokens that the schema forces, and between them valid guesses of prompt look-up. It ends before a
+        token that completes the text, which the last row chooses."""
         draft, masks, matcher = list[int](), [self.mask()], self._matcher
         while len(draft) < most:
             guess = matcher.compute_ff_tokens() or looked_up([*text, *draft], most, shortest=2, longest=2)
@@ -79,6 +79,6 @@ class SchemaState:
         return draft, masks
 
     def push(self, tokens: list[int]) -> None:
-        """Tokens follow. Raises ValueError for one that may not."""
+        """Append tokens. Raises ValueError for one that may not follow."""
         if not self._matcher.consume_tokens(tokens):
             raise ValueError(f"tokens {tokens} may not follow: {self._matcher.get_error()}")
