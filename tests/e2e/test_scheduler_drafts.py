@@ -6,12 +6,11 @@ import asyncio
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from clients.scheduler.driver import Driver
 from clients.scheduler.options import parse
-from clients.scheduler.policy import Budget
 from clients.scheduler.program import serve
 from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Request, RequestEnd
@@ -20,15 +19,14 @@ from clients.scheduler.text import TokenizerError
 from ferrum_rpc.client import Capability, ExecutorClient, Greedy, Sample
 from ferrum_rpc.config import ModelSettings
 from tests.e2e.test_scheduler_runs import (
-    BUDGET,
     DEMO,
     SHAPES,
-    Watcher,
     assert_nothing_is_left,
     identity,
     one_at_a_time,
     prompts,
     requests,
+    schedule,
 )
 from tests.serving import serve_identity, serve_model
 
@@ -54,30 +52,8 @@ class Fortune:
         self.forgotten |= {each.index for each in gone}
 
 
-async def speculate(
-    target: str,
-    work: list[Request],
-    drafter: Drafter | None,
-    *,
-    budget: Budget = BUDGET,
-    sampling: Greedy | Sample = Greedy(),  # noqa: B008
-    stop: frozenset[int] = frozenset(),
-    session: bool = True,
-    run_tokens: int = 0,
-) -> RunCounts:
-    async with ExecutorClient(target, session=session) as client:
-        driver = Driver(
-            client,
-            await client.info(),
-            budget=budget,
-            sampling=sampling,
-            stop_tokens=stop,
-            observer=Watcher(),
-            drafter=drafter,
-            run_tokens=run_tokens,
-            chains=session,
-        )
-        return await driver.run(work)
+async def speculate(target: str, work: list[Request], drafter: Drafter | None, **how: Any) -> RunCounts:
+    return await schedule(target, work, drafter=drafter, **{"session": True, **how})
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from clients.scheduler.queues import Observer
 from clients.scheduler.refusals import ExecutorGone
 from clients.scheduler.report import RunCounts
 from clients.scheduler.request import Request, RequestEnd, Stage
+from clients.scheduler.speculation import Drafter
 from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, Greedy, ResendPolicy, Sample
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
@@ -76,17 +77,18 @@ async def schedule(
     patience_s: float = 30.0,
     session: bool = False,
     run_tokens: int = 0,
+    drafter: Drafter | None = None,
 ) -> RunCounts:
     async with ExecutorClient(target, resend=resend, session=session) as client:
-        info = await client.info()
         driver = Driver(
             client,
-            info,
+            await client.info(),
             budget=budget,
             sampling=sampling,
             stop_tokens=stop,
             observer=watcher or Watcher(),
             patience_s=patience_s,
+            drafter=drafter,
             run_tokens=run_tokens,
             chains=session,
         )
