@@ -1,7 +1,7 @@
-"""The operator's side of the contract.
+"""The operator's part of the contract.
 
-What an operator does is for every caller: a reset releases all sequences. Who is an operator is decided by the
-guard in front of the handlers.
+An operator's action affects every caller: a reset releases all sequences. The guard in front of the handlers decides
+who is an operator.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WARMUP_PREFILL: Final = 128
 
 async def warm_up(state: ServerState, batch_size: int = WARMUP_BATCH, prefill_tokens: int = WARMUP_PREFILL) -> int:
     """Run a prefill of ``prefill_tokens`` and a decode of ``batch_size``, on sequences of its own that it releases;
-    returns how many steps ran. Only the engine knows them, so they count against no limit and no quota."""
+    returns the number of steps. Only the engine knows these sequences, so they count against no limit and no quota."""
     # A task of its own, so that a cancelled caller leaves no sequences behind.
     return await asyncio.shield(asyncio.create_task(_warm_up(state, batch_size, prefill_tokens)))
 
@@ -63,7 +63,7 @@ LIST_PAGE_MOST: Final = 1000
 
 
 class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer):
-    """The operator's side."""
+    """The operator's methods."""
 
     service = "ferrum_rpc.executor.v1.ExecutorControl"
 
@@ -82,8 +82,8 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         return response
 
     async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:  # noqa: N802
-        """Release every sequence, those with a call in flight when it ends and those that are being created too, and
-        empty the prefix cache; answers when the blocks are free."""
+        """Release every sequence, including those being created and those with a call in flight when it ends, and empty
+        the prefix cache; returns when the blocks are free."""
         state = self._state
         _ = state.model
         if request.instance_id and request.instance_id != state.handles.instance_id:
@@ -134,7 +134,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
     async def LoadAdapter(  # noqa: N802
         self, request: pb.LoadAdapterRequest, context: Context
     ) -> pb.LoadAdapterResponse:
-        """Answers when it can be used. One that is loaded already is answered at once."""
+        """Load an adapter; returns when it can be used, at once if it is loaded already."""
         _ = self._state.model
         return pb.LoadAdapterResponse(
             adapter=_adapter_to_proto(await self._state.adapters.load(name_from_proto(request.name, "name")))

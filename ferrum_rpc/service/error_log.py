@@ -1,7 +1,7 @@
-"""Every refusal is counted, and logged with its reason, its caller, and what an operator should do about it.
+"""Counts every refusal, and logs it with its reason, its caller, and what an operator should do about it.
 
-A scheduler that is refused in a loop must not fill the disk: per reason `BURST` events are logged, then one a second,
-which has the number that were left out. The counts leave nothing out.
+A scheduler that is refused in a loop must not fill the disk: per reason `BURST` events are logged, then one per second
+with the number that were left out. The counters include all.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ log = structlog.get_logger("ferrum_rpc.service")
 BURST: Final = 20
 PER_SECOND: Final = 1.0
 MESSAGE_CHARACTERS: Final = 300
-"""A message may quote the request."""
+"""Maximum length of a logged message, which may quote the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     """The log level of a refusal, and what an operator should do. info: the caller's mistake. warning: the operator can
-    help, mostly with more capacity. error: the executor fails."""
+    help, mostly with more capacity. error: a fault of the executor."""
 
     level: str
     action: str
@@ -79,7 +79,7 @@ ADVICE: Final[dict[Reason, Advice]] = {
 
 @dataclass(slots=True)
 class _Bucket:
-    """Events that may still be written for a reason."""
+    """Events that may still be logged for a reason."""
 
     left: float
     since: float
@@ -96,7 +96,7 @@ class _Bucket:
 
 
 class ErrorLog:
-    """Counts refusals by reason, and writes them down within bounds. ``clock`` gives seconds."""
+    """Counts refusals by reason, and logs them at a bounded rate. ``clock`` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -113,7 +113,8 @@ class ErrorLog:
         item: int | None = None,
         cause: BaseException | None = None,
     ) -> None:
-        """A call was refused, or the ``item`` of one. ``cause``: what the handler raised where that was no refusal."""
+        """Count and log the refusal of a call, or of the ``item`` of one. ``cause``: the exception of the handler if
+        that was not a refusal."""
         reason = error.reason
         self.counts[reason] += 1
         bucket = self._buckets[reason]

@@ -1,8 +1,8 @@
-"""What makes two calls with one request id the same call, in a few bytes whatever they hold.
+"""The identity of calls with one request id: fingerprints of a few bytes, whatever the calls contain.
 
-A fingerprint is kept as long as the answer. Whatever of a call may be of any length (tokens, a salt, lists of ids,
-biases) stands in it as a digest. The rest are the values themselves: a decode has nothing else, and a digest of them
-would take ten times as long.
+A fingerprint is kept as long as the answer. Parts of a call with unbounded length (tokens, a salt, lists of ids,
+biases) are stored as a digest. Others are stored as values: a decode has nothing else, and a digest would take ten
+times as long.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ferrum_rpc.core import Accept, Sample, WorkItem
 
 DIGEST_BYTES: Final = 16
 FEW: Final = 8
-"""Stop ids that stay in a fingerprint as they are."""
+"""Maximum number of stop ids that a fingerprint stores as values."""
 
 HOW: Final = 4
-"""Where an item's fingerprint has its output."""
+"""The position of the output in an item's fingerprint."""
 
 
 class OfADraft(tuple[Hashable, ...]):
@@ -32,11 +32,12 @@ class OfADraft(tuple[Hashable, ...]):
 
 
 def item_fingerprint(item: WorkItem) -> Hashable:
-    """What makes two work items of one scope the same call: equal where they ask for the same. The item id is not part
-    of it; the handle's id is the scope's.
+    """The fingerprint of a work item: equal for items of one scope with the same content. The item id is not part of
+    it; the handle's id is the scope's.
 
-    It is kept as long as the answer, so it is small whatever the item holds: what may be of any length stands there as
-    its digest, and only that, as most steps have nothing of the kind."""
+    It is kept as long as the answer, so it is small whatever the item contains: only parts with unbounded length are
+    stored as a digest, and most steps have none.
+    """
     _, handle, tokens, truncate_to, output, _, create, run, follow = item
     content = tokens.tobytes()
     if len(content) >= DIGEST_BYTES:
@@ -65,9 +66,9 @@ def _short(sampling: Sample | None) -> Hashable:
 
 
 def digest(*content: object) -> bytes:
-    """`DIGEST_BYTES` that stand for a call's content: scalars, bytes, enums, and tuples and dataclasses of them. Equal
-    contents have one digest, and different ones never but by a collision of BLAKE2b: every value is written with its
-    type and its length."""
+    """A digest of a call's content: scalars, bytes, enums, and tuples and dataclasses of them. Equal contents have the
+    same digest, and different ones differ except for collisions of BLAKE2b: every value is written with its type and
+    its length."""
     written = marshal.dumps([each if type(each) in _AS_THEY_ARE else _plain(each) for each in content], 2)
     return hashlib.blake2b(written, digest_size=DIGEST_BYTES).digest()
 

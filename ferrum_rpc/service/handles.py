@@ -1,10 +1,10 @@
-"""Handles: the names of sequences outside of this process, and how those that are gone ended.
+"""Handles: the external names of sequences, and how ended sequences ended.
 
 A handle's id is the process's instance id (8 random bytes) and 16 random bytes: unguessable, never reused, within a
-process or across restarts. It belongs to the caller that created it: to every other one it reads as unknown, alive or
-gone. A handle of an earlier process, an expired, a released and an unknown one are different answers, because a
-scheduler reacts differently to each. What is gone is remembered for the last `TOMBSTONES` sequences; beyond that it
-reads as unknown. The engine has integers instead of handles.
+process or across restarts. It belongs to the caller that created it: to every other caller it reads as unknown, alive
+or ended. A handle of an earlier process, an expired, a released and an unknown one give different answers, because a
+scheduler reacts differently to each. The last `TOMBSTONES` ended sequences are remembered; older ones read as unknown.
+The engine uses integers instead of handles.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ ANSWERS: Final[dict[SequenceEnd, tuple[type[ExecutorError], str]]] = {
     SequenceEnd.ABANDONED: (HandleReleased, "the call that created this sequence was given up"),
     SequenceEnd.LOST: (HandleReleased, "what was parked of this sequence could not be read back; prefill it again"),
 }
-"""The answer to the handle of a sequence that is gone."""
+"""The answer to the handle of an ended sequence."""
 
 
 def gone(ending: SequenceEnd) -> ExecutorError:
-    """The refusal of a handle whose sequence has ended so."""
+    """The refusal for the handle of a sequence that ended in this way."""
     error, message = ANSWERS[ending]
     return error(message)
 
 
 class HandleTable:
-    """``live`` sequences by handle id, and the tombstones of the last ones that were released. ``foreign``: how often a
-    handle of another process was refused."""
+    """``live`` sequences by handle id, and the tombstones of the last ones that ended. ``foreign``: number of refused
+    handles of other processes."""
 
     def __init__(self, tombstones: int = TOMBSTONES) -> None:
         self.instance = secrets.token_bytes(INSTANCE_BYTES)
@@ -66,7 +66,7 @@ class HandleTable:
 
     @property
     def instance_id(self) -> str:
-        """Names this process lifetime."""
+        """The name of this process lifetime."""
         return self.instance.hex()
 
     def mint(self, account: Account) -> SequenceRecord:
@@ -75,7 +75,7 @@ class HandleTable:
         return SequenceRecord(number, self.instance + secrets.token_bytes(SECRET_BYTES), account, order=number)
 
     def number(self) -> int:
-        """A number for the engine that no sequence had."""
+        """An unused sequence number for the engine."""
         self._next_sequence += 1
         return self._next_sequence
 
@@ -83,7 +83,7 @@ class HandleTable:
         self.live[record.id] = record
 
     def remove(self, record: SequenceRecord, ending: SequenceEnd = SequenceEnd.RELEASED) -> bool:
-        """The sequence is gone, which is remembered for a while. False: it was not live."""
+        """Remove the sequence and remember how it ended. False if it was not live."""
         if self.live.pop(record.id, None) is None:
             return False
         self._gone[record.id] = (ending, record.owner)
@@ -92,7 +92,7 @@ class HandleTable:
         return True
 
     def has(self, handle_id: bytes, owner: str) -> bool:
-        """Whether this names a live sequence of its owner's."""
+        """Whether this is the handle of a live sequence of its owner."""
         record = self.live.get(handle_id)
         return record is not None and record.owner == owner
 
@@ -120,8 +120,8 @@ class HandleTable:
     def claim(
         self, handle: HandleRef, owner: str = "", *, any_version: bool = False, now: float | None = None
     ) -> SequenceRecord:
-        """`find`, and the handle must be current and no call in flight. The record is busy until the caller says
-        otherwise. Whatever else comes of it, the sequence was used (``now``: see `SequenceRecord.touch`)."""
+        """As `find`, but the handle must be current and no call in flight. The record is busy until the caller resets
+        it. Whatever the result, the sequence counts as used (``now``: see `SequenceRecord.touch`)."""
         handle_id, length, version = handle
         record = self.live.get(handle_id)
         if record is None or record.account.caller.name != owner:

@@ -1,12 +1,12 @@
-"""The standard health service, and the one place that decides its answers.
+"""The standard health service, and the only place that decides its answers.
 
-Serving means: the executor's condition is that it serves (`ServerState.condition`). `LIVENESS` is the name for who
-starts again what is broken: it serves also while the executor loads or drains. What may change the condition calls
-`update`. No other place names a health status.
+SERVING means that the executor's condition is serving (`ServerState.condition`). `LIVENESS` is the service name for
+whatever restarts executors: it is SERVING also while the executor loads or drains. Code that may change the condition
+calls `update`. No other code sets a health status.
 
-The official asyncio servicer is not used (grpcio-health-checking 1.81): the first watcher of a service that leaves
-takes the condition along on which the others wait, so they never get a change again, and one that does not read
-holds the lock that a change needs. Here every watcher waits on its own, and a change waits for none.
+The official asyncio servicer is not used (grpcio-health-checking 1.81). When the first watcher of a service leaves, it
+removes the condition on which the others wait, so they never get a change again; and a watcher that does not read holds
+the lock that a change needs. Here every watcher waits on its own, and a change waits for none.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from ferrum_rpc.wire.info import LIVENESS
 Status = health_pb2.HealthCheckResponse
 
 LOOK_EVERY_S: Final = 0.1
-"""Seconds between two looks at the engine. Its progress, and the end of its time to make some, may each be so much
-older than the look that finds them: 1.7 s in the worst case, with 2 s promised. A look takes microseconds."""
+"""Seconds between two checks of the engine. Its progress, and the end of its time limit, may each be this much older
+than the check that detects them: 1.7 s in the worst case, with 2 s promised. A check takes microseconds."""
 
 STALE_S: Final = 2.0
-"""Without an update for so long the event loop stands still, and answers no check."""
+"""Without an update for this long the event loop is blocked, and answers no check."""
 
 WHOLE_SERVER: Final = ""
-"""The service name that stands for the whole server."""
+"""The service name for the whole server."""
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the package has no types
-    """``grpc.health.v1.Health`` of one server. ``ready()``: whether it takes new sequences; ``live()``: whether it is
-    well, though it may load or drain. Call `update` when one of them may have changed. Bound to the running event loop.
+    """``grpc.health.v1.Health`` of one server. ``ready()``: whether it accepts new sequences; ``live()``: whether it is
+    healthy, also while it loads or drains. Call `update` when one of them may have changed. Bound to the running event
+    loop.
     """
 
     def __init__(self, ready: Callable[[], bool], live: Callable[[], bool], services: Iterable[str]) -> None:
@@ -49,16 +50,16 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the
 
     @property
     def serving(self) -> bool:
-        """What a check of the whole server is answered now."""
+        """The current answer to a check of the whole server."""
         return self._known[0]
 
     @property
     def live(self) -> bool:
-        """What a check of `LIVENESS` is answered now."""
+        """The current answer to a check of `LIVENESS`."""
         return self._known[1]
 
     def gauges(self) -> dict[str, float]:
-        """1 where a check would be answered SERVING, by what is checked. Called by any thread."""
+        """1 if a check would be answered SERVING, by the name of the check. May be called by any thread."""
         turns = self._updated is None or time.monotonic() - self._updated < STALE_S
         ready, live = self._known
         return {"ready": float(turns and ready), "live": float(turns and live)}
@@ -68,7 +69,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the
         return works and self._ready(), works and self._live()
 
     def update(self) -> None:
-        """Look again; wake the watchers if it changed."""
+        """Check again; wake the watchers if the answer changed."""
         self._updated = time.monotonic()
         now = self._now()
         if now != self._known:
@@ -76,7 +77,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the
             self._wake()
 
     def close(self) -> None:
-        """Not serving, for good. Watchers get it and their streams end: no watch holds up the end of the server."""
+        """Set NOT_SERVING permanently. Watchers get it and their streams end, so no watch delays the end of the
+        server."""
         self._closed = True
         self.update()
         self._wake()
@@ -84,7 +86,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the
     async def Check(  # noqa: N802 - the name in the standard proto
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> health_pb2.HealthCheckResponse:
-        """The status of a service now; NOT_FOUND for one that is not here."""
+        """The current status of a service; NOT_FOUND for an unknown one."""
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
         return Status(status=self._status(request.service))
@@ -92,8 +94,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """The status of a service now and at every change. What comes and goes while a watcher does not read is left
-        out."""
+        """The current status of a service, and every change. Changes that are reverted before a watcher reads are
+        skipped."""
         sent: int | None = None
         while True:
             changed = self._changed

@@ -1,11 +1,11 @@
-"""What enters and leaves the prefix cache, for routers: `WatchKvEvents`.
+"""Events of the prefix cache for routers: `WatchKvEvents`.
 
-The engine keeps changes while somebody watches. One task asks for them, between steps, when something has run; the
-watchers wait for what it learns, so those that wait cost nothing. Here the changes are numbered and kept for a while,
-for readers that are slow or come again, together with what they add up to, for those that begin.
+The engine records changes while somebody watches. One task collects them between steps, after something has run;
+watchers wait for that task, so idle ones cost nothing. Changes are numbered and kept for a while for slow and returning
+readers, together with their sum, for new ones.
 
-A hash may have a block for everybody and one for each caller that imported it. A watcher sees the first and its own,
-and the two are one to it: an event says that what it can find under the hash has changed.
+A hash may have a block that is visible to everyone and one for each caller that imported it. A watcher sees the first
+and its own as one: an event reports that what it can find under the hash has changed.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 
 LOOK_EVERY_S: Final = 0.02
-"""How long an event may be known to the engine alone."""
+"""Maximum time for which an event is known to the engine alone."""
 
 KEPT: Final = 1 << 16
 BATCH: Final = 512
-"""Events of a message: 25 KB."""
+"""Events per message: 25 KB."""
 
 RETRY_AFTER_S: Final = 1.0
 
 
 class News(asyncio.Event):
-    """Set when the watchers that wait for it have something to do; ``error`` is what ends them, if anything does."""
+    """Set when the waiting watchers must act; ``error`` ends them, if set."""
 
     error: ExecutorError | None = None
 
 
 class _Event(NamedTuple):
-    """A change, as the caller ``only`` sees it, or as all do but those in ``hidden``."""
+    """A change as the caller ``only`` sees it, or as all see it except those in ``hidden``."""
 
     change: BlockChange
     only: bytes | None = None
@@ -54,7 +54,7 @@ class _Event(NamedTuple):
 
 
 class KvEvents:
-    """The events of one server, to its watchers. ``last`` is the number of the newest; the first is 1."""
+    """The events of one server for its watchers. ``last`` is the number of the newest; the first is 1."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
@@ -69,16 +69,16 @@ class KvEvents:
         self._closed = False
 
     def close(self) -> None:
-        """End every stream: the server stops."""
+        """End every stream, because the server stops."""
         self._closed = True
         self._wake()
         if self._polling is not None:
             self._polling.cancel()
 
     async def watch(self, after: int, instance_id: str) -> AsyncIterator[pb.WatchKvEventsResponse]:
-        """What has happened after the event ``after`` of the process ``instance_id``, and then what happens; or, where
-        that is not known, what is there first. Raises `SequencesExhausted` and `QuotaExceeded` for too many watchers,
-        and `Draining` at the server's end."""
+        """The events after the event ``after`` of the process ``instance_id``, then new ones; or a snapshot first, if
+        those are not known. Raises `SequencesExhausted` and `QuotaExceeded` for too many watchers, and `Draining` at
+        the server's end."""
         _ = self._state.model  # raises while there is none
         account, most = self._state.quotas.account(CALLER.get()), self._state.limits.max_watchers
         if self._state.watchers >= most:
@@ -129,17 +129,17 @@ class KvEvents:
         raise Draining("the executor stops", retry_after_s=RETRY_AFTER_S)
 
     def _knows(self, event: int) -> bool:
-        """Whether what came after ``event`` is kept."""
+        """Whether the events after ``event`` are kept."""
         return self.last - len(self._kept) <= event <= self.last
 
     def _wake(self, error: ExecutorError | None = None) -> None:
-        """Have those that wait go on, or end with ``error``."""
+        """Wake the waiting watchers, or end them with ``error``."""
         news, self._news = self._news, News()
         news.error = error
         news.set()
 
     async def _poll(self) -> None:
-        """Learn what changes while somebody watches."""
+        """Collect changes while somebody watches."""
         while self._state.watchers:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
@@ -148,7 +148,7 @@ class KvEvents:
                 self._wake(error)
 
     async def _look(self) -> None:
-        """Learn what has changed. All who ask meanwhile get one answer."""
+        """Collect the changes so far. All who ask meanwhile get one answer."""
         if self._asking is None or self._asking.done():
             done = self._state.engine.cache.prefix_changes
             if self._there is not None and done == self._seen:
@@ -206,12 +206,12 @@ class KvEvents:
         self.last += 1
 
     def _visible(self, hashed: bytes, caller: bytes) -> BlockChange | None:
-        """What a caller may find under a hash: the better one of two blocks."""
+        """What a caller may find under a hash: the better of two blocks."""
         assert self._there is not None  # noqa: S101 - it has been looked
         return max(self._there.get(hashed), self._own.get(hashed, {}).get(caller), key=_rank)
 
     def _all(self, caller: bytes) -> list[BlockChange]:
-        """All that a caller may find."""
+        """Everything that a caller may find."""
         assert self._there is not None  # noqa: S101 - it has been looked
         own = [hashed for hashed, blocks in self._own.items() if caller in blocks]
         if not own:
@@ -225,7 +225,7 @@ def _is_gone(change: BlockChange) -> bool:
 
 
 def _rank(change: BlockChange | None) -> int:
-    """How good it is to find: not at all, in the second tier, in memory."""
+    """How useful a block is: not found, in the second tier, in memory."""
     return 0 if change is None else 1 if change.parked else 2
 
 

@@ -1,10 +1,10 @@
-"""What ends without a call: leases and idle sequences that expire, and the server.
+"""Expiry of leases and idle sequences, and the drain of the server.
 
 The sweep frees the sequences of leases that were not renewed, and unused ones without a lease. A process that was
-stopped or starved received no keep-alive: the time that it missed is added to every lease before any of them ends.
+stopped or starved received no keep-alives: all leases are extended by the missed time before any of them ends.
 
-A drain takes no new sequences, serves the owned ones until they are released or its grace is over, then refuses
-everything that is new. What is in flight always finishes.
+A drain refuses new sequences, serves the owned ones until they are released or its grace is over, then refuses
+everything new. Work in flight always completes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ log = structlog.get_logger("ferrum_rpc.lifecycle")
 
 SWEEP_EVERY_S: Final = 0.25
 LATE_FROM_S: Final = 0.25
-"""How late a sweep may be before the lateness is given back; a busy loop's usual jitter is far below."""
+"""Maximum delay of a sweep before leases are extended by it; the usual jitter of a busy loop is far below."""
 
 
 class Sweeper:
-    """Ends what expired. `turn` is called every `SWEEP_EVERY_S` seconds, from now on."""
+    """Ends expired leases and sequences. `turn` is called every `SWEEP_EVERY_S` seconds from now on."""
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._due = time.monotonic() + SWEEP_EVERY_S
 
     def turn(self) -> None:
-        """Sweep, or give back the time by which this call is late."""
+        """Sweep, or extend all leases by the delay of this call."""
         now = time.monotonic()
         late = now - self._due
         self._due = now + SWEEP_EVERY_S
@@ -47,7 +47,7 @@ class Sweeper:
             self.sweep(now)
 
     def prolong(self, seconds: float) -> None:
-        """This process received nothing for so long."""
+        """Extend all deadlines by the time in which this process received nothing."""
         log.warning(
             "sweep_delayed",
             seconds=round(seconds, 2),
@@ -59,7 +59,7 @@ class Sweeper:
         self._state.peers.extend(seconds)
 
     def sweep(self, now: float) -> None:
-        """End the leases and the idle sequences whose time is over at ``now`` (monotonic seconds)."""
+        """End the leases and the idle sequences that have expired at ``now`` (monotonic seconds)."""
         state = self._state
         for lease in state.leases.due(now):
             members = state.end_lease(lease, expired=True)
@@ -89,13 +89,13 @@ class Sweeper:
             )
 
     def _is_stale(self, record: SequenceRecord, now: float) -> bool:
-        """Whether a transfer's sequence is to end: a lease keeps an import whose stream goes on, and no other."""
+        """Whether a transfer's sequence must end: a lease keeps an import with an active stream, and no other."""
         kept = record.lease is not None and record.origin is not None
         return not kept and record.used <= now - self._state.limits.idle_ttl_s
 
 
 class Drain:
-    """The end of a server. `begin` may come from a signal and from an operator; the earlier end wins."""
+    """The drain of a server. Both a signal and an operator may call `begin`; the earlier end wins."""
 
     def __init__(self, state: ServerState, health: HealthService, sessions: set[Session]) -> None:
         self._state = state
@@ -108,7 +108,8 @@ class Drain:
         self.done = asyncio.Event()
 
     def begin(self, grace_s: float) -> None:
-        """Health is NOT_SERVING from now on; owned sequences are served for at most ``grace_s`` seconds."""
+        """Start the drain: health is NOT_SERVING from now on; owned sequences are served for at most ``grace_s``
+        seconds."""
         self._until = min(self._until, asyncio.get_running_loop().time() + grace_s)
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(self._until)
@@ -145,7 +146,7 @@ class Drain:
         self.done.set()
 
     async def _lame_duck(self) -> None:
-        """Until nothing is owned any more, or the time is over."""
+        """Wait until no sequence is owned any more, or the time is over."""
         try:
             async with asyncio.timeout_at(self._until) as self._timeout:
                 await self._state.empty.wait()

@@ -1,8 +1,7 @@
-"""Distributions that are kept while calls and steps run, cheap enough to be always on.
+"""Distributions recorded while calls and steps run, cheap enough to be always on.
 
-`prometheus_client`'s own histogram takes locks and 0.75 µs per observation. Everything here is written by one thread,
-the event loop, and read by a scrape through snapshots: an observation is a bisection and two additions, 0.11 µs.
-Their names are in `metrics.py`.
+`prometheus_client`'s own histogram takes locks and 0.75 µs per observation. Here only the event loop writes, and a
+scrape reads snapshots: an observation is a bisection and two additions, 0.11 µs. The names are in `metrics.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SECONDS: Final = (
     *(mantissa * 10.0**exponent for exponent in range(-5, 1) for mantissa in (1.0, 2.5, 5.0)),
     *(10.0, 25.0, 60.0),
 )
-"""Bounds of durations: three a decade from 10 µs, which the fastest step of the identity model takes, to a minute."""
+"""Bounds of durations: three per decade from 10 µs, the fastest step of the identity model, to a minute."""
 
 POWERS: Final = tuple(float(2**exponent) for exponent in range(15))
 """Bounds of sizes: 1 to 16384 tokens or sequences of a step."""
@@ -48,15 +47,15 @@ class Histogram:
         self.total += value * count
 
     def snapshot(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts by upper bound as Prometheus writes them, and the sum. A scrape that meets an observation
-        halfway has its count and not yet its value."""
+        """Cumulative counts by upper bound in Prometheus' format, and the sum. A scrape in the middle of an observation
+        has its count and not yet its value."""
         counts, total = self.counts.copy(), self.total
         labels = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
         return list(zip(labels, accumulate(counts), strict=True)), total
 
 
 class Direction(enum.Enum):
-    """Where a cache goes. The value is the word of metrics."""
+    """Directions of transfers. The value is the label in the metrics."""
 
     EXPORT = "export"
     IMPORT = "import"
@@ -66,8 +65,8 @@ class Direction(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class TransferMeter:
-    """Caches that move in one direction: how many ``now``, how many ``bytes`` of K and V have, how many transfers ended
-    early (``failures``), and the seconds of those that moved something."""
+    """Transfers in one direction: how many ``now``, their ``bytes`` of K and V, how many ended early (``failures``),
+    and the seconds of those that moved data."""
 
     now: int = 0
     bytes: int = 0
@@ -76,8 +75,8 @@ class TransferMeter:
 
     @contextmanager
     def transfer(self, moved: Callable[[], int], intended: type[Exception]) -> Iterator[None]:
-        """One is under way; ``moved()``: the bytes of it. One that ends with an error of the class ``intended`` was
-        ended by its caller and is no failure."""
+        """Record a transfer; ``moved()`` gives its bytes. If it ends with an error of the class ``intended``, its
+        caller ended it and it is not a failure."""
         began, before = time.perf_counter(), moved()
         self.now += 1
         try:
@@ -92,7 +91,7 @@ class TransferMeter:
 
 
 class StepMeter:
-    """What the steps were like: how long, how large, and how long their submissions had waited."""
+    """Statistics of steps: duration, size, and waiting time of their submissions."""
 
     def __init__(self) -> None:
         self.seconds = Histogram(SECONDS)
@@ -101,7 +100,7 @@ class StepMeter:
         self.queue_seconds = Histogram(SECONDS)
 
     def observe(self, step: StepTiming, waits: Sequence[float]) -> None:
-        """A step has run; ``waits``: the seconds that each submission in it had waited."""
+        """Record a step; ``waits``: the seconds that each submission in it waited."""
         _, sequences, tokens, _, forward_s = step
         for histogram, value in ((self.seconds, forward_s), (self.tokens, tokens), (self.sequences, sequences)):
             histogram.counts[bisect_left(histogram.bounds, value)] += 1

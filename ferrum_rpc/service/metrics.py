@@ -1,12 +1,12 @@
-"""The executor's numbers under their Prometheus names, and ``/metrics`` on a port of its own: to scrape is not to call.
+"""The executor's metrics under their Prometheus names, and ``/metrics`` on a port of its own.
 
-Nothing is kept here. `Metrics.collect` runs in the metrics server's thread while the event loop goes on: it reads
-integers and copies dicts, each in one step of the interpreter, and never waits for the loop. So a scrape answers while
-the loop or the model is stuck, when the numbers are needed most; and they may be a call apart. Labels come from fixed
+Nothing is stored here. `Metrics.collect` runs in the metrics server's thread while the event loop continues: it reads
+integers and copies dicts, each atomically in the interpreter, and never waits for the loop. So a scrape works while the
+loop or the model is stuck, when the metrics are needed most; the values may be a call apart. Labels come from fixed
 sets (method, code, reason, cause, state, check, file, rank, failpoint): nothing that a caller sends becomes one.
 
-Each connection has a thread for one request, and `REQUEST_TIMEOUT_S` in all; where more than `MAX_CONNECTIONS` are
-open, the oldest is closed. The server that prometheus_client starts has neither bound, and a backlog of 5.
+Each connection has a thread for one request, and `REQUEST_TIMEOUT_S` in total; with more than `MAX_CONNECTIONS` the
+oldest is closed. The server of prometheus_client has neither bound, and a backlog of 5.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ PREFIX: Final = "ferrum_"
 
 @dataclass(eq=False)
 class Metrics(Collector):
-    """One server's numbers; register it in a registry of the server's own. ``failpoints``: how often each fired.
-    ``lines_dropped()``: log lines that were not read. ``health()``: see `HealthService.gauges`; ``expiries()``: see
-    `ServerCertificates`. A gauge that the server bounds has another one of the same name and ``_limit``."""
+    """The metrics of one server; register it in a registry of the server's own. ``failpoints``: how often each fired.
+    ``lines_dropped()``: dropped log lines. ``health()``: see `HealthService.gauges`; ``expiries()``: see
+    `ServerCertificates`. A bounded gauge has another one with its limit, of the same name and ``_limit``."""
 
     state: ServerState
     calls: CallLog
@@ -200,7 +200,7 @@ class Metrics(Collector):
 
 
 def registry_of(metrics: Metrics) -> CollectorRegistry:
-    """A registry with the executor's numbers and its process's."""
+    """A registry with the executor's and its process's metrics."""
     registry = CollectorRegistry()
     registry.register(metrics)
     ProcessCollector(registry=registry)
@@ -208,7 +208,7 @@ def registry_of(metrics: Metrics) -> CollectorRegistry:
 
 
 def _family(kind: type[Any], name: str, text: str, values: float | Mapping[str, float], label: str = "") -> Metric:
-    """A gauge or a counter: of one value, or of one per value of a ``label``."""
+    """A gauge or a counter: with one value, or one per value of a ``label``."""
     if not isinstance(values, Mapping):
         return cast(Metric, kind(PREFIX + name, text, value=values))
     family = kind(PREFIX + name, text, labels=(label,))
@@ -221,7 +221,7 @@ _gauge, _counter = partial(_family, GaugeMetricFamily), partial(_family, Counter
 
 
 def _bounded(name: str, text: str, value: float, limit: float) -> Iterator[Metric]:
-    """A gauge, and how large it may be."""
+    """A gauge and its limit."""
     yield _gauge(name, text, value)
     yield _gauge(f"{name}_limit", f"The limit of {PREFIX}{name}.", limit)
 
@@ -238,14 +238,14 @@ def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
 
 
 REQUEST_TIMEOUT_S: Final = 10.0
-"""A connection whose request is not asked and answered by then is closed, however busily it sends."""
+"""A connection whose request is not received and answered in this time is closed, even if it keeps sending."""
 
 MAX_CONNECTIONS: Final = 64
 BACKLOG: Final = 128
-"""Connections that the system keeps until they are taken."""
+"""Connections that the system queues until they are accepted."""
 
 STOP_POLL_S: Final = 0.1
-"""How often the thread asks whether it should end."""
+"""How often the thread checks whether it should end."""
 
 
 class MetricsServer:
@@ -284,25 +284,25 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Begin a new connection's thread, and end an old one's where there are too many."""
+        """Start a new connection's thread, and end an old one if there are too many."""
         self._open[request] = time.monotonic()
         self._close_oldest(MAX_CONNECTIONS, 0.0)
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Between two looks at the port: close what takes too long."""
+        """Between two polls of the port: close connections that take too long."""
         self._close_oldest(0, REQUEST_TIMEOUT_S)
 
     def shutdown_request(self, request: Any) -> None:
-        """The connection's own thread has done with it."""
+        """The connection's own thread has finished."""
         self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is slow or gone is not logged."""
+        """Slow or disconnected clients are not logged."""
 
     def _close_oldest(self, most: int, age_s: float) -> None:
-        """Wake the threads of what is above ``most`` and older than ``age_s``: their connection is at its end."""
+        """Close the connections above ``most`` and older than ``age_s``, which wakes their threads."""
         for request, since in list(self._open.items())[: max(0, len(self._open) - most)]:
             if time.monotonic() - since < age_s:
                 return
@@ -311,7 +311,7 @@ class _Server(ThreadingMixIn, WSGIServer):
                 request.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
-        """Without the base class's look-up of the own host name, which takes seconds where no name server answers."""
+        """Skips the base class's look-up of the own host name, which takes seconds without a name server."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
@@ -327,7 +327,7 @@ class _Quiet(WSGIRequestHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def get_stderr(self) -> Any:
-        """Where wsgiref would log that a client is gone."""
+        """wsgiref would log here that a client has disconnected."""
         return io.StringIO()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - named by the base class

@@ -1,12 +1,12 @@
-"""What the peer of a transfer owes, and for how long: the next frame of an import, or to read an export's last one.
+"""Timeouts for peers of transfers, which owe the next frame of an import, or must read the last one of an export.
 
-A transfer holds one of a few slots. A peer that is silent for `PEER_S` seconds loses its slot; what came of an import
-stays, as where its stream breaks. Leases that expire and these waits are swept together: time in which this process did
-not run does not count.
+A transfer holds one of a few slots. A peer that is silent for `PEER_S` seconds loses its slot; what arrived of an
+import stays, as when its stream breaks. These waits are swept together with expiring leases: time in which this process
+did not run does not count.
 
-A peer that is answered while it still sends loses the status in grpc.aio: a write that fails by the end of the call
-overtakes it (INTERNAL, "Internal error from Core"). So what it sends is read on, and dropped, until it has seen the end
-coming: `read_on`.
+A peer that is answered while it still sends loses the status in grpc.aio: a write that fails because the call has ended
+overtakes it (INTERNAL, "Internal error from Core"). So the executor continues to read and drop what the peer sends
+until the peer has noticed the end: `read_on`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ferrum_rpc.service.trace_context import Context
 T = TypeVar("T")
 
 PEER_S: Final = 30.0
-"""How long the peer of a transfer may be silent while it owes something."""
+"""Maximum silence of a peer that owes something."""
 
 READ_ON_BYTES: Final = 256 << 20
 READ_ON_S: Final = 10.0
 SILENT_S: Final = 1.0
-"""What of an answered stream is read on at most, and how long without a frame."""
+"""Bounds for reading an answered stream: bytes, seconds, and seconds without a frame."""
 
 
 class PeerSilent(QueueFull):
@@ -67,12 +67,12 @@ class Peers:
             del self._since[task]
 
     def extend(self, seconds: float) -> None:
-        """This process received nothing for so long."""
+        """Extend all waits by the time in which this process received nothing."""
         for task in self._since:
             self._since[task] += seconds
 
     def sweep(self, now: float) -> None:
-        """End the waits whose time is over at ``now`` (monotonic seconds)."""
+        """End the waits that have expired at ``now`` (monotonic seconds)."""
         for task, since in self._since.items():
             if since <= now - PEER_S and task not in self._late:
                 self._late.add(task)
@@ -80,7 +80,7 @@ class Peers:
 
 
 async def announce(context: Context) -> bool:
-    """Tell the peer by initial metadata that its answer comes, whatever else it sends. False: it has gone."""
+    """Announce the answer to the peer by initial metadata, whatever else it sends. False if it has disconnected."""
     try:
         await context.send_initial_metadata(())
     except Exception:  # a batch of gRPC's core that failed, whose class is private to grpcio
@@ -89,8 +89,8 @@ async def announce(context: Context) -> bool:
 
 
 async def read_on(context: Context) -> None:
-    """A stream of requests is answered before all of it was read: read on until its peer has stopped, as the initial
-    metadata tell it to, or the bounds are reached."""
+    """Continue to read an answered stream of requests until its peer has stopped, as the initial metadata request, or
+    the bounds are reached."""
     left = READ_ON_BYTES if await announce(context) else 0
     with suppress(TimeoutError):
         async with asyncio.timeout(READ_ON_S):

@@ -1,8 +1,8 @@
-"""The table of every method, and the way of a request to its handler: who calls, then the body, then the message.
+"""The table of all methods, and the path of a request to its handler: authentication, then the body, then the message.
 
-Every method comes through here, so that one that is added later is guarded, bounded and parsed too. A method of one
-request is registered as one of a stream: gRPC would otherwise take the body into memory before the headers are looked
-at, and parse it before the handler runs, answering UNKNOWN where that fails.
+Every method passes here, so a method that is added later is also guarded, bounded and parsed. A method with one request
+is registered as one with a stream. Otherwise gRPC would read the body into memory before the headers are checked, and
+parse it before the handler runs, answering UNKNOWN if that fails.
 """
 
 from __future__ import annotations
@@ -30,32 +30,31 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
 CONTRACT: Final = "ferrum_rpc.executor.v1."
-"""What the names of the executor's own services begin with."""
+"""Prefix of the names of the executor's own services."""
 
 OPEN_BYTES: Final = 1 << 10
-"""The longest request of a service that asks for no credentials. A health check's is a name."""
+"""Maximum size of a request to a service without authentication. A health check's is a name."""
 
 BODY_BYTES: Final = 256 << 20
 BODY_SHARE: Final = 4
-"""Bodies of requests that may be under way at once, in all; one connection may have a quarter of them."""
+"""Request bodies that may be incoming at once, in total; one connection may have a quarter of them."""
 
 OPEN_BODY_BYTES: Final = 64 << 20
 OPEN_SHARE: Final = 32
-"""The same where no credentials are asked for. A prober needs one; 31 others that dribble do not delay it."""
+"""The same for services without authentication. A prober needs one; 31 slow ones do not delay it."""
 
 
 def _bodies(in_all: int, share: int, caller_share: float = 1.0) -> Bodies:
-    """``in_all`` bodies at once, a ``share``-th of that for a connection, and at least one; of several callers each has
-    ``caller_share``."""
+    """Slots for ``in_all`` bodies at once: a ``share``-th of that per connection, at least one; ``caller_share`` of it
+    for one of several callers."""
     in_all = max(share, in_all)
     return Bodies(in_all, in_all // share, math.ceil(in_all * caller_share))
 
 
 class Registry(grpc.GenericRpcHandler):
-    """A grpc server as far as registering is concerned, and the generic handler that a real one asks. ``handlers`` are
-    by path, ``/package.Service/Method``. Without a ``guard`` every caller is admitted; a method that is not registered
-    is refused like any other call. ``budgets``: what a request of some types may unfold into, which is more than what
-    others may."""
+    """A gRPC server as far as registration is concerned, and the generic handler that a real one calls. ``handlers``
+    are by path, ``/package.Service/Method``. Without a ``guard`` every caller is admitted. An unregistered method is
+    refused like any other call. ``budgets``: the larger size limits of some request types when they are parsed."""
 
     def __init__(self, calls: CallLog, guard: Guard | None, limits: Limits) -> None:
         async def unknown(_: Any, context: Context) -> None:
@@ -74,22 +73,22 @@ class Registry(grpc.GenericRpcHandler):
         )
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """As `grpc.aio.Server.add_generic_rpc_handlers`: the generated code's hold what comes registered besides."""
+        """As `grpc.aio.Server.add_generic_rpc_handlers`, for generated code that also registers methods."""
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Mapping[str, Handler]) -> None:
-        """As `grpc.aio.Server.add_registered_method_handlers`. Raises TypeError for a handler that is not async: its
-        thread's context would lack the caller."""
+        """As `grpc.aio.Server.add_registered_method_handlers`. Raises TypeError for a handler that is not async,
+        because its thread's context would lack the caller."""
         for name, each in method_handlers.items():
             method = f"{service_name}/{name}"
             self.handlers[f"/{method}"] = self._received(each, service_name, method)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler:
-        """The handler of a method; one that refuses where there is none."""
+        """The handler of a method; for an unknown one, a handler that refuses."""
         return self.handlers.get(handler_call_details.method, self._unknown)
 
     def _received(self, handler: Any, service: str, method: str) -> Handler:
-        """The handler behind everything that a request passes. ``method``: what it is counted under. Calls of other
-        services than the contract's are counted where they are refused before their handler runs."""
+        """Wrap a handler with all the checks of a request. ``method``: the name under which it is counted. Calls of
+        services outside the contract are counted if they are refused before their handler runs."""
         calls, guard = self._calls, self._guard
         most, bodies = self._open if service in OPEN_SERVICES else self._guarded
         parse = self._parser(handler.request_deserializer, most)
@@ -138,7 +137,7 @@ class Registry(grpc.GenericRpcHandler):
         return grpc.stream_unary_rpc_method_handler(receive, parse if streams else None, serialize)
 
     def _parser(self, parse: Callable[[bytes], Any] | None, most: int) -> Callable[[bytes], Any]:
-        """Bytes to a message. Raises `InvalidRequest` for what is none, or too large in bytes or in what it holds."""
+        """Parse a message. Raises `InvalidRequest` for invalid bytes, or if it is too large in bytes or content."""
         message = getattr(parse, "__self__", None)
 
         def parsed(data: bytes) -> Any:
@@ -159,7 +158,7 @@ class Registry(grpc.GenericRpcHandler):
 
 
 def _serving(behaviour: Any) -> Behaviour:
-    """A handler as a coroutine; an async generator's answers are written one by one."""
+    """A handler as a coroutine; the answers of an async generator are written one by one."""
     if inspect.iscoroutinefunction(behaviour):
         return cast(Behaviour, behaviour)
     if not inspect.isasyncgenfunction(behaviour):

@@ -1,7 +1,7 @@
-"""An RPC as the server counts it: its code, its seconds, its refusal in the log, its span where tracing is on.
+"""Accounting of an RPC: its status code, its duration, its refusal in the log, its span if tracing is on.
 
-``grpc.aio`` turns an exception that is not mapped into UNKNOWN with the exception's text, and ``server.stop()`` returns
-before aborted handlers have finished. Both are handled here, once, for the one handler of `registry`.
+``grpc.aio`` turns an unmapped exception into UNKNOWN with the exception's text, and ``server.stop()`` returns before
+aborted handlers have finished. Both are handled here, once, for the one handler of `registry`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_from_error
 
 PUSHBACK_METADATA_KEY: Final = "grpc-retry-pushback-ms"
-"""When a client of gRPC that retries by itself may do so; RetryInfo is the same for the others."""
+"""Trailer that tells gRPC clients with automatic retries when to retry; RetryInfo tells all others."""
 
 UNKNOWN_METHOD: Final = "unknown"
-"""The one name under which calls of methods that do not exist are counted: a caller's word becomes no label."""
+"""The single name under which calls of unknown methods are counted: no caller's text becomes a label."""
 
 AT_DEADLINE_S: Final = 0.02
 AT_DEADLINE_SHARE: Final = 0.01
-"""A call that is cancelled this near its deadline was ended by it: client and server keep a clock each, and gRPC rounds
-a timeout up by as much as this share of it."""
+"""A call that is cancelled this close to its deadline counts as ended by it: client and server have separate clocks,
+and gRPC rounds a timeout up by as much as this fraction."""
 
 _CODE_NAMES: Final[dict[int, str]] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 @dataclass(slots=True)
 class MethodStats:
-    """How often a method was called and how it ended, by name of the status code. ``seconds`` is of unary calls: a
-    stream lasts as long as its client."""
+    """Number of calls of a method by name of the status code. ``seconds`` covers unary calls only: a stream lasts as
+    long as its client."""
 
     calls: int = 0
     errors: int = 0
@@ -50,10 +50,10 @@ class MethodStats:
 
 
 class CallLog:
-    """Calls by the full name of their method, how many are in flight, and what was refused. Only names of handlers are
-    counted under: a caller cannot make new ones. ``in_flight`` counts unary calls, ``streams`` the open streams: a
-    drain waits for the former and closes the latter. ``session_items``: the seconds from a frame's arrival until each
-    of its items was answered."""
+    """Calls by the full name of their method, calls in flight, and refusals. Only names of handlers are counted: a
+    caller cannot create new ones. ``in_flight`` counts unary calls, ``streams`` the open streams: a drain waits for the
+    former and closes the latter. ``session_items``: the seconds from a frame's arrival until each of its items was
+    answered."""
 
     def __init__(self, tracer: Tracing | None = None) -> None:
         self.methods: defaultdict[str, MethodStats] = defaultdict(MethodStats)
@@ -66,7 +66,7 @@ class CallLog:
         self.no_calls.set()
 
     async def idle(self) -> None:
-        """Wait until no unary handler runs. Open streams are not waited for."""
+        """Wait until no unary handler runs. Does not wait for open streams."""
         await self.no_calls.wait()
 
     def refused_items(self, method: str, outcomes: Sequence[object], context: Context) -> None:
@@ -101,7 +101,7 @@ class Call:
         self._began = time.perf_counter()
 
     def failed(self, error: BaseException) -> ExecutorError | None:
-        """The refusal that the caller gets for what the handler raised; None: gRPC answers it already."""
+        """The refusal for the exception that the handler raised; None if gRPC has answered already."""
         self._count.errors += 1
         refusal: ExecutorError | None = None
         if isinstance(error, ExecutorError):
@@ -153,8 +153,8 @@ async def refuse(context: Context, error: ExecutorError) -> None:
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Forget where a refusal came from. Its frames hold the request, the answer and the refusal itself: a circle, which
-    would live until the collector runs."""
+    """Clear the traceback of a refusal. Its frames hold the request, the answer and the refusal itself: a reference
+    cycle, which would live until the garbage collector runs."""
     error.__traceback__ = error.__context__ = error.__cause__ = None
 
 

@@ -1,7 +1,7 @@
-"""The background tasks of a server: none of them ends without a trace.
+"""The background tasks of a server: none of them ends silently.
 
-What such a task raises is logged and counted, and the task goes on. While a task that the server cannot do without has
-failed `STUCK_AFTER` times in a row or more, the health service answers NOT_SERVING.
+An exception of such a task is logged and counted, and the task continues. While an essential task has failed
+`STUCK_AFTER` times in a row or more, the health service answers NOT_SERVING.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ STUCK_AFTER: Final = 3
 
 
 class BackgroundTask(enum.StrEnum):
-    """What runs in the background; the value is its name in the metrics."""
+    """Background tasks; the value is the name in the metrics."""
 
     SWEEP = "sweep"
     HEARTBEAT = "heartbeat"
     DRAIN = "drain"
     SESSION = "session"
     CALLBACK = "callback"
-    """A callback of the event loop, or a task that is not awaited: the answer of an engine, for one."""
+    """A callback of the event loop, or a task that is not awaited, for example the answer of an engine."""
     PARK = "park"
     EVENTS = "events"
     TOKENS = "tokens"
     CERTIFICATES = "certificates"
-    """Files that were written anew and cannot be used."""
+    """Files that were rewritten and are invalid."""
 
 
 class Supervisor:
@@ -47,11 +47,11 @@ class Supervisor:
 
     @property
     def stuck(self) -> bool:
-        """Whether a task that the server cannot do without fails again and again."""
+        """Whether an essential task fails repeatedly."""
         return any(count >= STUCK_AFTER for count in self._in_a_row.values())
 
     def every(self, task: BackgroundTask, seconds: float, turn: Callable[[], object]) -> asyncio.Task[None]:
-        """Call ``turn`` every so many seconds, until cancelled or `stop`. The server cannot do without it."""
+        """Call ``turn`` every so many seconds, until cancelled or `stop`. The task is essential."""
 
         async def run() -> None:
             while True:
@@ -71,7 +71,7 @@ class Supervisor:
         return periodic
 
     def stop(self) -> None:
-        """Call no ``turn`` of `every` any more."""
+        """Stop calling the turns of `every`."""
         for task in self._periodic:
             task.cancel()
 
@@ -81,7 +81,7 @@ class Supervisor:
         run: Callable[[], Awaitable[None]],
         failed: Callable[[Exception], object] = lambda error: None,
     ) -> asyncio.Task[None]:
-        """Run it until it returns or is cancelled. When it raises, ``failed`` is called, and it is run again."""
+        """Run a task until it returns or is cancelled. When it raises, ``failed`` is called, and it runs again."""
 
         async def again_and_again() -> None:
             while True:
@@ -97,11 +97,11 @@ class Supervisor:
         return asyncio.create_task(again_and_again(), name=f"ferrum-{task.value}")
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Note what callbacks and tasks of the loop raise that is not handled elsewhere."""
+        """Record exceptions of callbacks and tasks of the loop that are not handled elsewhere."""
         loop.set_exception_handler(self._unhandled)
 
     def attempt(self, run: Callable[..., object], *arguments: object) -> bool:
-        """Call it. False: it raised, which is noted as a callback's failure."""
+        """Call it. False if it raised, which is recorded as a callback's failure."""
         try:
             run(*arguments)
         except Exception as error:
@@ -120,7 +120,8 @@ class Supervisor:
         )
 
     def count(self, task: BackgroundTask) -> None:
-        """It failed, and the reason is logged. Called by any thread, of one task by one at a time."""
+        """Count a failure whose reason is logged already. May be called by any thread, for one task by one at a
+        time."""
         self.failures[task.value] += 1
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

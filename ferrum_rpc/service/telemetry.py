@@ -28,20 +28,21 @@ log = structlog.get_logger("ferrum_rpc.tracing")
 SERVICE_NAME: Final = "ferrum-rpc"
 TRACES_PATH: Final = "/v1/traces"
 FLUSH_S: Final = 2.0
-"""What the last spans may cost at the end of the process."""
+"""Maximum time for the last spans at the end of the process."""
 
 SERVER_ERRORS: Final = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 )
-"""Codes that are an error of the server's span; the others are the caller's errors (the conventions list them)."""
+"""Status codes that are errors of the server's span; other codes are errors of the caller (the conventions list
+them)."""
 
 
 class TracingError(RuntimeError):
-    """Tracing is set and cannot work; the message names what would help."""
+    """Tracing is configured but cannot work; the message names the remedy."""
 
 
 class Tracing:
-    """Begins the spans of one server. ``provider`` samples and exports; it is shut down by `stop`."""
+    """Creates the spans of one server. ``provider`` samples and exports; `stop` shuts it down."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import trace
@@ -53,7 +54,7 @@ class Tracing:
         self._caller_of = TraceContextTextMapPropagator().extract
 
     def begin(self, method: str, context: Context) -> Span:
-        """A handler has begun. ``method``: full name. `end` must follow."""
+        """Start the span of a handler. ``method``: full name. `end` must follow."""
         otel, attributes = self._otel, {"rpc.system.name": "grpc", "rpc.method": method}
         caller = self._caller_of({TRACEPARENT_KEY: traceparent_of(context)})
         span = self._tracer.start_span(method, caller, otel.SpanKind.SERVER, attributes)
@@ -61,7 +62,7 @@ class Tracing:
         return span
 
     def end(self, span: Span, code: str, message: str, response: Any) -> None:
-        """The call ended with this code; ``response`` is None where there is none."""
+        """End the span with this status code; ``response`` is None if there is none."""
         if span.is_recording():
             span.set_attribute("rpc.response.status_code", code)
             if message:
@@ -72,15 +73,15 @@ class Tracing:
         span.end()
 
     def stop(self) -> None:
-        """Send what is left, for `FLUSH_S` at most: the exporter would try a collector that is gone for 10 s and more.
-        Blocks: not for the event loop."""
+        """Export the remaining spans, for `FLUSH_S` at most: the exporter would retry a missing collector for 10 s and
+        more. Blocks: do not call it on the event loop."""
         flush = threading.Thread(target=self._provider.shutdown, name="ferrum-traces", daemon=True)
         flush.start()
         flush.join(FLUSH_S)
 
 
 def _step_attributes(response: Any) -> dict[str, int | float]:
-    """The step of a forward's answer; nothing for other answers."""
+    """The attributes of the step of a forward's answer; none for other answers."""
     if response is None or "timing" not in response.DESCRIPTOR.fields_by_name or not response.HasField("timing"):
         return {}
     timing = response.timing
@@ -94,8 +95,8 @@ def _step_attributes(response: Any) -> dict[str, int | float]:
 
 
 def connect(endpoint: str, instance_id: str) -> Tracing:
-    """Spans to the OTLP/HTTP collector at ``endpoint``, in batches, from a thread of its own. A collector that is not
-    there costs a log line. Raises `TracingError`: no such address, or the extra is not installed."""
+    """Tracing to the OTLP/HTTP collector at ``endpoint``, in batches, from a thread of its own. A missing collector
+    costs a log line. Raises `TracingError` for an invalid address, or if the extra is not installed."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise TracingError("otel_endpoint must be an address, such as http://collector:4318")
@@ -118,7 +119,7 @@ def connect(endpoint: str, instance_id: str) -> Tracing:
 
 
 class _OurLog(logging.Handler):
-    """What OpenTelemetry logs, as events of ours."""
+    """Log records of OpenTelemetry as events of ours."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log.warning("trace_export_failed", message=record.getMessage(), action="check otel_endpoint and the collector")

@@ -1,7 +1,7 @@
-"""Which request a log line is about: ``x-request-id`` and W3C ``traceparent`` from a call's metadata.
+"""The request of a log line: ``x-request-id`` and W3C ``traceparent`` from a call's metadata.
 
-Read when something is logged, or when tracing is on: a call that is not logged costs nothing here. Both come from the
-caller, so they are checked and bounded; what does not fit is ignored, as the standard demands.
+They are read when something is logged, or when tracing is on, so a call that is not logged costs nothing here. Both
+come from the caller, so they are checked and bounded; invalid ones are ignored, as the standard requires.
 https://www.w3.org/TR/trace-context/#traceparent-header
 """
 
@@ -28,12 +28,12 @@ _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]+")
 _TRACEPARENT: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
 
 OWN_TRACE: Final[ContextVar[str]] = ContextVar("ferrum_trace", default="")
-"""The trace that the executor began itself for the present call, where the caller named none. grpc.aio runs every
-handler in a task of its own, so it belongs to that call."""
+"""The trace that the executor started for the current call, if the caller named none. grpc.aio runs every handler in a
+task of its own, so it belongs to that call."""
 
 
 def is_traceparent(text: str) -> bool:
-    """Whether it is one by the standard."""
+    """Whether it is valid by the standard."""
     match = _TRACEPARENT.fullmatch(text) if len(text) <= TRACEPARENT_BYTES else None
     if match is None:
         return False
@@ -42,7 +42,7 @@ def is_traceparent(text: str) -> bool:
 
 
 def traceparent_of(context: Context) -> str:
-    """The call's ``traceparent``, or an empty string; two of them are none."""
+    """The call's ``traceparent``, or an empty string; also if there are two."""
     found = _values(context, TRACEPARENT_KEY)
     return found[0] if len(found) == 1 and is_traceparent(found[0]) else ""
 
@@ -56,7 +56,7 @@ def request_id_of(context: Context) -> str:
 
 
 def ids_of(context: Context) -> dict[str, str]:
-    """``request_id`` and ``trace_id`` as fields of a log line; what the call has not is left out."""
+    """``request_id`` and ``trace_id`` as fields of a log line, if the call has them."""
     trace_id = traceparent_of(context)[TRACE_ID] or OWN_TRACE.get()
     ids = {"request_id": request_id_of(context), "trace_id": trace_id}
     return {name: value for name, value in ids.items() if value}
