@@ -1,7 +1,7 @@
-"""One model of every setting: flags, ``FERRUM_*`` variables and a TOML file are three ways to write it.
+"""All settings in one model: flags, ``FERRUM_*`` variables and a TOML file are three ways to set them.
 
-Precedence: flag, environment, file, default. A name that does not exist is an error with the nearest one as a hint,
-wherever it was written: a misspelt limit must not be a default in disguise.
+Precedence: flag, environment, file, default. An unknown name is an error with the nearest one as a hint, wherever it
+was written: a misspelt limit must not silently become a default.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ferrum_rpc.usage import TOKEN_VARIABLE, ConfigError, hint
 ENV_PREFIX: Final = "FERRUM_"
 CONFIG_VARIABLE: Final = "FERRUM_CONFIG"
 OTHER_VARIABLES: Final = frozenset({CONFIG_VARIABLE, TOKEN_VARIABLE, "FERRUM_FUZZ_ROUNDS"})
-"""Variables with the prefix that are not settings of the server."""
+"""Variables with the prefix that are not server settings."""
 
 IDENTITY: Final = "identity"
-"""The path of the model that has no weights and lies nowhere."""
+"""The path of the model that has no weights and no folder."""
 
 _POWERS: Final = {letter: power for power, letter in enumerate("kmgt", 1)}
 _UNITS: Final = {"": 1} | {k: 1000**n for k, n in _POWERS.items()} | {f"{k}i": 1024**n for k, n in _POWERS.items()}
 
 
 def parse_bytes(value: object) -> object:
-    """``64MiB``, ``2GB``, ``1048576``: a number of bytes. Other values pass through to the type's own check."""
+    """A number of bytes such as ``64MiB``, ``2GB``, ``1048576``. Other values pass through to the type's own check."""
     if not isinstance(value, str):
         return value
     text = value.strip().lower().removesuffix("b")
@@ -54,7 +54,7 @@ def parse_bytes(value: object) -> object:
 
 
 def read_bytes(name: str, text: str) -> int:
-    """A number of bytes that is no setting. Raises `ConfigError` that names it."""
+    """A number of bytes that is not a setting. Raises `ConfigError` that names it."""
     try:
         count = parse_bytes(text)
     except ValueError as error:
@@ -68,14 +68,14 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
 def _checked_failpoints(text: str) -> str:
-    """A setting of failpoints as it was written, if it can be parsed."""
+    """A setting of failpoints unchanged, if it can be parsed."""
     parse_failpoints(text)
     return text
 
 
 FailpointRules = Annotated[str, AfterValidator(_checked_failpoints)]
 File = Annotated[Path, AfterValidator(Path.absolute)]
-"""Whole, so that a message about it says where it was looked for."""
+"""Absolute, so that a message shows where the file was expected."""
 
 GROUPS: Final = {
     "host": "address, TLS and credentials",
@@ -94,9 +94,9 @@ GROUPS: Final = {
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ModelSettings:
-    """What an engine is built from. ``path`` is ``identity`` or a Hugging Face folder, ``name`` that of a model that is
-    built in. ``block_order`` permutes the cache's physical blocks, which must not change a bit of any answer. What has
-    a description is an option."""
+    """The settings of an engine. ``path`` is ``identity`` or a Hugging Face folder, ``name`` the name of a built-in
+    model. ``block_order`` permutes the cache's physical blocks, which must not change a bit of any answer. Fields with
+    a description are options."""
 
     path: str
     name: str = ""
@@ -292,7 +292,7 @@ class ServeSettings:
         return value
 
     def limits(self) -> Limits:
-        """The part that the service floor enforces and GetInfo or the metrics name."""
+        """The limits that the service floor enforces and GetInfo or the metrics report."""
         own = {name: getattr(self, name) for name in Limits.__dataclass_fields__ if hasattr(self, name)}
         model = self.model
         if model.adapter_dir is not None:
@@ -308,7 +308,7 @@ SETTINGS: Final[dict[str, FieldInfo]] = {
     for name, field in vars(settings)["__pydantic_fields__"].items()
     if field.description
 }
-"""Every setting by its name in a file, as it is declared."""
+"""All settings by their names in a file, in the order of declaration."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -326,8 +326,8 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def load_settings(path: str, flags: Mapping[str, Any], config_file: Path | None = None) -> ServeSettings:
-    """The settings of a run that serves the model at ``path``. ``flags`` holds what was written on the command line;
-    ``config_file`` defaults to FERRUM_CONFIG. Raises `ConfigError`."""
+    """The settings for serving the model at ``path``. ``flags``: values from the command line; ``config_file`` defaults
+    to FERRUM_CONFIG. Raises `ConfigError`."""
     names = {f"{ENV_PREFIX}{name.upper()}": name for name in SETTINGS}
     variables = {name.upper(): value for name, value in os.environ.items() if name.upper().startswith(ENV_PREFIX)}
     _check_names(variables, names.keys() | OTHER_VARIABLES, "environment: unknown variable")

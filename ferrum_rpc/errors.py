@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 NAMED: Final = 8
-"""Of a list of names, an error shows so many; the rest is counted."""
+"""Maximum number of names that an error shows of a list."""
 
 
 def listed(kind: str, names: Sequence[str]) -> str:
@@ -72,10 +72,10 @@ class ExecutorError(Exception):
     ``field`` names the offending request field in ``BadRequest``."""
 
     reason: Reason
-    """Of the class that has its name."""
+    """The reason of the class."""
 
     position: int | None = None
-    """Of a refused atomic group: which of its spans was refused. Does not travel; the service floor names the item."""
+    """The index of the refused span of an atomic group. It is not sent; the service floor names the item."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class RequestIdReused(ExecutorError):
 
 
 class HandleUnknown(ExecutorError):
-    """This process never gave out such a handle to this caller, or forgot it long ago."""
+    """This process never issued such a handle to this caller, or has forgotten it."""
 
 
 class HandleReleased(ExecutorError):
@@ -123,19 +123,20 @@ class HandleReleased(ExecutorError):
 
 
 class LeaseExpired(ExecutorError):
-    """The lease ran out, or a sequence without one was unused for too long; the blocks were freed."""
+    """The lease expired, or a sequence without one was unused for too long; the blocks were freed."""
 
 
 class LeaseUnknown(ExecutorError):
-    """This process never gave out such a lease to this caller, or it was revoked."""
+    """This process never issued such a lease to this caller, or it was revoked."""
 
 
 class TokenMaskUnknown(ExecutorError):
-    """This caller has no such mask, or others have taken its place (``token_mask_id``): register it again."""
+    """This caller has not registered such a mask, or others have taken its place (``token_mask_id``): register it
+    again."""
 
 
 class AdapterUnknown(ExecutorError):
-    """No adapter of this name is loaded, or there is none to be loaded."""
+    """No adapter of this name is loaded, or available for loading."""
 
 
 class AdapterInUse(ExecutorError):
@@ -143,7 +144,7 @@ class AdapterInUse(ExecutorError):
 
 
 class InstanceMismatch(ExecutorError):
-    """The handle was minted by another process lifetime: prefill again."""
+    """The handle was issued by another process lifetime: prefill again."""
 
 
 class LayoutMismatch(ExecutorError):
@@ -170,8 +171,8 @@ class SequenceBusy(ExecutorError):
 
 
 class ChainBroken(ExecutorError):
-    """The item that this one follows did not leave the sequence as was foreseen; ``version`` and ``seq_len`` are those
-    at which it stands, where it is known."""
+    """The item that this one follows left the sequence in another state than predicted; ``version`` and ``seq_len`` are
+    the current ones, if known."""
 
 
 class ContextLengthExceeded(ExecutorError):
@@ -220,7 +221,7 @@ class Starting(ExecutorError):
 
 
 class Draining(ExecutorError):
-    """The executor is on its way out; nothing was started."""
+    """The executor is draining; nothing was started."""
 
 
 class NotSupported(ExecutorError):
@@ -244,7 +245,7 @@ class Cancelled(ExecutorError):
 
 
 class DeviceLost(ExecutorError):
-    """The device or the model thread is gone; the process must be restarted."""
+    """The device or the model thread is lost; the process must be restarted."""
 
 
 class StepFailed(ExecutorError):
@@ -253,7 +254,7 @@ class StepFailed(ExecutorError):
 
 
 class InternalError(ExecutorError):
-    """A bug in the executor, logged there with its stack. Whether the call took effect is not known."""
+    """A bug in the executor, logged there with its stack. It is unknown whether the call took effect."""
 
 
 class TransportError(ExecutorError):

@@ -1,12 +1,12 @@
-"""Named points at which a server can be made to fail, so that its promises about failure can be tried out.
+"""Failpoints: named points at which a server can be made to fail, to test its promises about failures.
 
-They are given in the configuration of a real server, as etcd's gofail points are: what is tested is what ships.
+They are set in the configuration of a real server, like etcd's gofail points: the tested program is the shipped one.
 
     before_commit=error@3;after_forward=crash@10;before_forward=hang@p0.01
 
-A rule is ``point=action``, optionally with when: ``@n`` at the n-th time the point is reached only, ``@n+`` from the
-n-th time on, ``@pX`` each time with probability X; without it, every time. A server without rules has no hook at all
-in its forward pass.
+A rule is ``point=action``, optionally with a condition: ``@n`` only the n-th time the point is reached, ``@n+`` from
+the n-th time on, ``@pX`` each time with probability X; without it, every time. A server without rules has no hook in
+its forward pass.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ class Action(enum.StrEnum):
 
 
 OF_THE_DEVICE: Final = frozenset({Action.OOM, Action.DEVICE_LOST})
-"""Actions that mean nothing on the event loop."""
+"""Actions that do not apply on the event loop."""
 
 _RULE: Final = re.compile(r"(?P<point>\w+)=(?P<action>\w+)(:(?P<delay>\d+))?(@(?P<when>p[0-9.]+|\d+\+?))?")
 
 
 class FailpointError(RuntimeError):
-    """What ``error`` raises: no class that any code handles on purpose."""
+    """The exception of ``error``: a class that no code handles on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule: fires from the ``first`` to the ``last`` time (None: for ever) with ``probability``."""
+    """One rule: fires from the ``first`` to the ``last`` time (None: no end) with ``probability``."""
 
     point: Failpoint
     action: Action
@@ -105,7 +105,8 @@ class Failpoints:
         self._released = threading.Event()
 
     def reach(self, point: str, *, out_of_memory: type[Exception] = MemoryError) -> None:
-        """The point is reached. Raises `FailpointError`, ``out_of_memory`` or `DeviceLost` where a rule says so."""
+        """Called when the point is reached. Raises `FailpointError`, ``out_of_memory`` or `DeviceLost` if a rule says
+        so."""
         rules = self._rules.get(point)
         if rules is None:
             return
@@ -118,7 +119,7 @@ class Failpoints:
                 self._fire(rule, hit, out_of_memory)
 
     def release(self) -> None:
-        """End what hangs now; nothing will hang later."""
+        """End the current hang; later hangs return at once."""
         self._released.set()
 
     def _fire(self, rule: Rule, hit: int, out_of_memory: type[Exception]) -> None:
@@ -147,11 +148,11 @@ class Failpoints:
 
 
 NO_FAILPOINTS: Final = Failpoints()
-"""No rules: reaching a point does and counts nothing."""
+"""No rules: reaching a point does nothing and counts nothing."""
 
 
 def parse_failpoints(text: str) -> tuple[Rule, ...]:
-    """The rules of a setting. Raises ValueError that says what would be right."""
+    """The rules of a setting. Raises ValueError with the valid form."""
     return tuple(_rule(part.strip()) for part in text.split(";") if part.strip())
 
 

@@ -1,8 +1,8 @@
-"""Models by their name on the Hugging Face hub, where a folder is expected: `serve Qwen/Qwen3-0.6B`.
+"""Models by their name on the Hugging Face hub, in place of a folder: `serve Qwen/Qwen3-0.6B`.
 
-`huggingface_hub` keeps them in its cache, so that each is fetched once, and what is there is served without a network.
-Only configuration, tokenizer and safetensors are fetched. A branch moves: the log tells the commit that was taken, and
-``name@commit`` takes that one for ever.
+`huggingface_hub` caches them, so each is downloaded once, and cached ones are served without a network. Only
+configuration, tokenizer and safetensors are downloaded. Branches move: the log reports the commit, and ``name@commit``
+pins it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ log = structlog.get_logger("ferrum_rpc.serve")
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether it can be ``organisation/name`` or ``organisation/name@revision``, and no path begins like it."""
+    """Whether it has the form ``organisation/name`` or ``organisation/name@revision``, and is not a path."""
     return NAME.fullmatch(model) is not None and not Path(model.partition("/")[0]).exists()
 
 
 def fetched(model: str) -> str:
-    """The folder of ``model``, a name on the hub, from the cache or fetched now. Raises `InvalidRequest` that says how
-    to get it where that fails."""
+    """The folder of ``model``, a name on the hub, from the cache or downloaded now. Raises `InvalidRequest` with the
+    way to get it if that fails."""
     match = NAME.fullmatch(model)
     assert match is not None  # noqa: S101 - `is_hub_name` looked
     name, revision = match.groups()

@@ -1,7 +1,7 @@
-"""The hashes of a prompt's blocks: what an executor finds blocks by, and a router can compute as well.
+"""The hashes of a prompt's blocks, by which an executor finds blocks and which a router can compute.
 
 A block's hash is chained: it covers the block's tokens and, through the hash of the block before it, all tokens before
-them. A chain begins at a root, which names what else decides over the content: the model, an adapter, and a salt.
+them. A chain begins at a root, which names what else determines the content: the model, an adapter, and a salt.
 docs/prefix_hashes.json has examples for other languages.
 """
 
@@ -17,12 +17,12 @@ HASH_BYTES: Final = 16
 
 
 def caller_digest(name: str) -> bytes:
-    """What stands behind the hash in the key of a block that only the caller of this name may find."""
+    """Suffix of the hash in the key of a block that only the caller of this name may find."""
     return blake2b(name.encode(), digest_size=HASH_BYTES, person=b"ferrum-rpc owner").digest()
 
 
 def root_of(fingerprint: bytes, salt: bytes, adapter: str = "") -> bytes:
-    """Where the chains of sequences with ``salt`` begin: ``fingerprint`` is the model's, 32 bytes, or that of the model
+    """The root of the chains of sequences with ``salt``: ``fingerprint`` is the model's, 32 bytes, or that of the model
     with the ``adapter`` of this name."""
     named = adapter.encode()
     content = fingerprint + len(named).to_bytes(4, "little") + named + salt

@@ -1,9 +1,9 @@
-"""A folder that this user alone can change, and files in it.
+"""A folder that only this user can change, and files in it.
 
-What an executor keeps on a disk it reads again as its own, so nobody else may have put it there. The folder is made
-with mode 0700; a folder or file that has another owner, or that others can write, is refused. Files are opened within
-the folder's descriptor, so that nobody who can write above the folder can put another one in its place. Only regular
-files are opened, and no link is followed: to open a pipe would wait for its other end.
+An executor reads its files on disk as its own, so nobody else may have written them. The folder is created with mode
+0700; a folder or file that belongs to another user, or that others can write, is refused. Files are opened relative to
+the folder's descriptor, so that nobody who can write above the folder can replace it. Only regular files are opened,
+and links are not followed: opening a pipe would wait for its other end.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ ACCESSIBLE: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 class NotPrivateError(PermissionError):
-    """A folder or file that is refused; ``strerror`` says why and names it."""
+    """A refused folder or file; ``strerror`` names it and the reason."""
 
 
 class PrivateFolder:
-    """The folder at ``path``, which is made if it is not there, and those above it. Raises `NotPrivateError` where it
-    is refused, and OSError where it cannot be made or opened."""
+    """The folder at ``path``, created with its parents if missing. Raises `NotPrivateError` if it is refused, and
+    OSError if it cannot be created or opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,14 +45,14 @@ class PrivateFolder:
             raise
 
     def close(self) -> None:
-        """Let go of it, and of the lock."""
+        """Close the folder and release the lock."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def lock(self) -> bool:
-        """Whether this process has the folder now, and no other one. A file system without locks is taken to have one
-        process."""
+        """Lock the folder. Whether this process has it now, and no other one. On a file system without locks every
+        process gets it."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -60,8 +60,8 @@ class PrivateFolder:
         return True
 
     def open(self, name: str, flags: int, refused: int = WRITABLE) -> int:
-        """A descriptor of a regular file, which is made with mode 0600 where the flags say so. Raises `NotPrivateError`
-        where somebody else has one of the ``refused`` permissions, and OSError."""
+        """A descriptor of a regular file, created with mode 0600 if the flags say so. Raises `NotPrivateError` if
+        others have one of the ``refused`` permissions, and OSError."""
         safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             file = os.open(name, flags | safe, 0o600, dir_fd=self._descriptor)
@@ -84,8 +84,8 @@ class PrivateFolder:
         return file
 
     def key(self, name: str = "key") -> bytes:
-        """The secret of this folder, `KEY_BYTES` random bytes, which is made where there is none. Several processes
-        that begin at the same moment get the same one: each looks while it has the file's lock."""
+        """The secret of this folder, `KEY_BYTES` random bytes, created if missing. Several processes that start at the
+        same moment get the same one: each checks while it holds the file's lock."""
         file = self.open(name, os.O_RDWR | os.O_CREAT, ACCESSIBLE)
         try:
             with suppress(OSError):
@@ -100,7 +100,7 @@ class PrivateFolder:
         return key
 
     def files(self) -> list[tuple[str, os.stat_result]]:
-        """The regular files that lie there."""
+        """The names of the regular files in the folder."""
         found = list[tuple[str, os.stat_result]]()
         with os.scandir(self._descriptor) as entries:
             for each in entries:
@@ -110,7 +110,7 @@ class PrivateFolder:
         return found
 
     def has(self, name: str) -> bool:
-        """Whether there is something of this name."""
+        """Whether the folder has an entry of this name."""
         try:
             os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
         except FileNotFoundError:
@@ -118,11 +118,11 @@ class PrivateFolder:
         return True
 
     def rename(self, name: str, new: str) -> None:
-        """Give a file another name, in place of what has that."""
+        """Rename a file, and replace the target if it exists."""
         os.rename(name, new, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def unlink(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file if it exists."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
 

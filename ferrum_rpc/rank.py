@@ -1,6 +1,6 @@
-"""The program of a rank that is not the first: `ferrum-rpc serve` starts it, or `ferrum-rpc rank` is it.
+"""The program of a rank other than the first: `ferrum-rpc serve` starts it, or `ferrum-rpc rank` runs it.
 
-It has no port and no settings but those that rank 0 tells it. It ends with rank 0, whatever that ended of.
+It has no port and no settings but those that rank 0 sends. It ends with rank 0, for whatever reason that ends.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _stop_waiting(number: int, frame: object) -> NoReturn:
 
 
 def _serve(number: int, line: Channel, store: Store) -> str:
-    """What `Follower.run` returns."""
+    """The result of `Follower.run`."""
     from ferrum_rpc.engine.ranks.follower import Follower
     from ferrum_rpc.engine.ranks.links import machine
     from ferrum_rpc.runtime import keep_freed_memory

@@ -1,7 +1,8 @@
-"""How an implementation is chosen: the first of a list that can be made here and proves right, with the reason.
+"""Selection of an implementation: the first of a list that can be created here and passes its probe, with the reason.
 
 What may be missing or wrong on a machine (a compiler, an instruction, a driver) is an obstacle that is named in the log
-and in GetInfo: an operator who finds the slow path in use wants to know why. The last of a list runs everywhere.
+and in GetInfo, because an operator who finds the slow path in use wants to know why. The last of a list works
+everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ AUTO: Final = "auto"
 
 
 class Unsuited(Exception):
-    """What stands against a candidate."""
+    """An obstacle to a candidate."""
 
 
 class BackendCandidate(NamedTuple):
@@ -28,7 +29,7 @@ class BackendCandidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """``reason`` also names the obstacles of better candidates."""
+    """The selected candidate; ``reason`` also names the obstacles of better ones."""
 
     name: str
     reason: str
@@ -36,8 +37,8 @@ class Choice(NamedTuple):
 
 
 def select(*candidates: BackendCandidate, what: str, field: str, requested: str = AUTO) -> Choice:
-    """The first candidate that is made, or the one that is ``requested`` by name. Raises `InvalidRequest` (of
-    ``field``) where there is none of that name, or where it cannot be made."""
+    """The first candidate that can be created, or the one that is ``requested`` by name. Raises `InvalidRequest` (of
+    ``field``) if there is none of that name, or if it cannot be created."""
     names = [AUTO, *(each.name for each in candidates)]
     if requested not in names:
         raise InvalidRequest(f"unknown {what} {requested!r}; known: {', '.join(names)}", field=field)

@@ -1,10 +1,10 @@
-"""The words that every floor shares: pure data, no behaviour worth mocking.
+"""The data types shared by all floors: pure data without behaviour.
 
 Everything the executor does is one primitive: a *step*, a list of *spans* that run in one forward pass. "Prefill" and
 "decode" are words of the wire and of metrics; here there are only spans. This package imports nothing of the project
-but its errors and no torch, so that the service floor, the wire floor and the engine can all speak it.
+but its errors, and no torch, so that the service floor, the wire floor and the engine can all use it.
 
-Shapes use these letters: T tokens of a step, R rows that were asked for, V vocabulary, k candidates of a row.
+Shapes use these letters: T tokens of a step, R requested rows, V vocabulary, k candidates of a row.
 """
 
 from ferrum_rpc.core.info import (

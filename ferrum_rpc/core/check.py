@@ -1,6 +1,7 @@
-"""The form and the limits of a work item, whatever state its sequence and the executor are in.
+"""Checks of a work item's form and limits, independent of the state of its sequence and of the executor.
 
-The service checks what comes by these functions, the client what it is about to send. Each raises the typed refusal.
+The service checks incoming items with these functions, the client its own before it sends them. Each raises the typed
+refusal.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from ferrum_rpc.core.steps import Run, TokenArray
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, OutputTooLarge, above
 
 ANSWER_OVERHEAD = 256
-"""Bytes that an item's result takes besides its rows, generously."""
+"""Upper bound of an item's result without its rows, in bytes."""
 
 SUM_TOLERANCE: Final = 1e-3
-"""How far from 1 the sum of a draft's probabilities may be: rounded to 16 bits it is not exactly 1."""
+"""Tolerance for the sum of a draft's probabilities: rounded to 16 bits it is not exactly 1."""
 
 
 def check_limit(limits: Limits | None, name: str, count: int, what: str, field: str) -> None:
-    """Raise `InvalidRequest` for more than the limit ``name`` allows. A client may not know the limits (None), or not
+    """Raise `InvalidRequest` if ``count`` exceeds the limit ``name``. A client may not know the limits (None), or not
     this one (0)."""
     limit = 0 if limits is None else getattr(limits, name)
     if limit and count > limit:
@@ -41,8 +42,8 @@ def check_limit(limits: Limits | None, name: str, count: int, what: str, field: 
 
 
 def check_run(run: Run, output: OutputSpec, max_stops: int = 0) -> None:
-    """Raise `InvalidRequest` for a run of an output that chooses no next token, of no token, or with more stop ids than
-    ``max_stops`` (0: their limit is not known)."""
+    """Raise `InvalidRequest` for a run whose output chooses no next token, with no tokens, or with more stop ids than
+    ``max_stops`` (0: unknown)."""
     kind = output.kind
     if not isinstance(kind, Greedy | Sample) or output.positions is not Positions.LAST:
         raise InvalidRequest(
@@ -57,7 +58,7 @@ def check_run(run: Run, output: OutputSpec, max_stops: int = 0) -> None:
 
 
 def too_large(tokens: int, size: int, limits: Limits, max_bytes: int) -> ExecutorError:
-    """The refusal of too many tokens, or else bytes of an answer, of one item or of all of a call."""
+    """The refusal of too many tokens, or else of too large an answer, of one item or of a whole call."""
     most = limits.max_batch_tokens
     if tokens > most:
         advice = "; feed long prompts in chunks"
@@ -69,7 +70,7 @@ def too_large(tokens: int, size: int, limits: Limits, max_bytes: int) -> Executo
 
 
 def answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
-    """Bytes of an item's answer, at most. Refuses outputs beyond the limits."""
+    """Upper bound of an item's answer in bytes. Refuses outputs beyond the limits."""
     output, vocabulary = item.output, model.vocab_size
     match output.kind:
         case Greedy(logprobs=None):
@@ -100,7 +101,7 @@ def answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
 
 
 def run_bytes(run: Run, output: OutputSpec, model: ModelInfo, limits: Limits) -> int:
-    """Bytes of a run's answer, at most. Refuses runs beyond the limits."""
+    """Upper bound of a run's answer in bytes. Refuses runs beyond the limits."""
     if run.max_tokens > limits.max_run_tokens:
         raise above("max_run_tokens", limits.max_run_tokens, run.max_tokens, "tokens of a run", "run.max_tokens")
     if run.stop_token_ids and max(run.stop_token_ids) >= model.vocab_size:
@@ -116,7 +117,7 @@ def _check_sample(sample: Sample, field: str, model: ModelInfo, limits: Limits) 
 
 
 def _check_draft(accept: Accept, tokens: TokenArray, model: ModelInfo, limits: Limits) -> None:
-    """Refuse a draft that is too long, or that cannot have been drawn from what it says that it was."""
+    """Refuse a draft that is too long, or that cannot have been sampled from the given probabilities."""
     drafted = max(0, len(tokens) - 1)  # an item that feeds what was chosen names no token
     if drafted > limits.max_draft_tokens:
         raise above("max_draft_tokens", limits.max_draft_tokens, drafted, "draft tokens", "token_ids")

@@ -1,4 +1,4 @@
-"""What is told of an executor: its model, device and limits, and how full it is."""
+"""Information about an executor: its model, device and limits, and its load."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The attention of one layer: head counts, ``head_dim``, softmax scale, sliding window (tokens that a query sees,
-    itself included; None is all), logit soft cap (None is none), and whether every head has a sink: a logit that the
-    softmax counts like a score, without a value to it."""
+    """The attention of one layer: head counts, ``head_dim``, softmax scale, sliding window (number of tokens that a
+    query sees, including itself; None means all), logit soft cap (or None), and whether every head has a sink, a logit
+    that the softmax counts like a score without a value."""
 
     heads: int
     kv_heads: int
@@ -23,9 +23,9 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a scheduler must know of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers, and is known
-    once there is a cache. ``folder``: where it lies on the executor's machine; empty: it is built in. ``fingerprint``:
-    32 bytes; models with the same one compute the same K and V."""
+    """Properties of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers, and is known once there is a
+    cache. ``folder``: its path on the executor's machine; empty for a built-in model. ``fingerprint``: 32 bytes; models
+    with the same one compute the same K and V."""
 
     name: str
     architecture: str
@@ -47,14 +47,14 @@ class ModelInfo:
 
 
 NO_KERNELS: Final = "kernels=none"
-"""The choice of a CPU's engine whose C library is missing or cannot be loaded."""
+"""The choice of an engine on a CPU whose C library is missing or cannot be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """Where the model runs and which backends were chosen, each with its reason (``choices``: what -> why).
-    ``exact_span_tokens``: spans up to so many tokens give the very bits of single decodes, whatever the neighbours; 0:
-    nothing is promised."""
+    """The device of the model and the selected backends with their reasons (``choices``: choice -> reason).
+    ``exact_span_tokens``: spans of up to this many tokens give exactly the bits of single decodes, whatever their
+    neighbours; 0: nothing is promised."""
 
     kind: str
     name: str
@@ -151,7 +151,7 @@ class CacheState(NamedTuple):
 
 class RankState(NamedTuple):
     """A process that computes a part of the model: whether it is alive, its resident memory, and what it has reserved
-    on a GPU, both in bytes. 0: not known, or it has none."""
+    on a GPU, both in bytes. 0 means unknown, or none."""
 
     alive: bool
     resident_bytes: int
@@ -172,7 +172,7 @@ class BlockChange(NamedTuple):
 
 
 class AdapterFacts(NamedTuple):
-    """An adapter as its files say: its largest rank, what it takes of the device's memory, and in how many pieces it is
+    """An adapter according to its files: its largest rank, its device memory, and the number of pieces in which it is
     read."""
 
     rank: int

@@ -1,4 +1,4 @@
-"""What a scheduler asks for: work items, as a call brings them, and their answers."""
+"""The work items of a scheduler's calls, and their answers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ferrum_rpc.errors import ExecutorError
 
 
 class HandleRef(NamedTuple):
-    """The wire's KvHandle: opaque bytes, the length and the version of a sequence. Printed without the bytes: with them
-    a caller may use the sequence, where callers do not authenticate."""
+    """The wire's KvHandle: opaque bytes, the length and the version of a sequence. Its repr omits the bytes, because
+    without authentication anyone who has them may use the sequence."""
 
     id: bytes
     seq_len: int
@@ -25,10 +25,11 @@ class HandleRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CreateOptions:
-    """What holds for a new sequence. ``reserve_tokens``: blocks to hold beyond the prompt. ``prefix``: how it uses the
-    prefix cache; None: not at all. ``lease_id``: the lease that it ends with; none: it ends when it is unused for long.
-    ``fork``: it is made of the sequence of the item's handle, whose lease it has where none is named, whose adapter it
-    has, and uses the prefix cache as that does. ``adapter``: the name of its adapter; empty: none."""
+    """Properties of a new sequence. ``reserve_tokens``: tokens beyond the prompt for which blocks are reserved.
+    ``prefix``: how it uses the prefix cache; None: not at all. ``lease_id``: the lease with which it ends; None: it
+    ends after a time without use. ``fork``: it is forked from the sequence of the item's handle, and inherits its
+    adapter, its use of the prefix cache, and its lease if none is named. ``adapter``: the name of its adapter; empty:
+    none."""
 
     reserve_tokens: int = 0
     prefix: PrefixUse | None = PREFIX
@@ -47,9 +48,9 @@ class Follow:
 
 
 class WorkItem(NamedTuple):
-    """The one work item behind every forward call, checked for form but not yet against any state.
+    """The work item of every forward call, checked for form but not yet against any state.
 
-    ``handle`` None asks for a new sequence. ``truncate_to`` rolls back first, in the same transaction. ``follow``: the
+    ``handle`` None requests a new sequence. ``truncate_to`` rolls back first, in the same transaction. ``follow``: the
     handle is the one that an item in flight will leave; without an id it is that of a creation.
     """
 
@@ -65,15 +66,15 @@ class WorkItem(NamedTuple):
 
     @property
     def start(self) -> int:
-        """Where its tokens stand in the sequence, if its handle is not stale."""
+        """The position of its first token in the sequence, if its handle is current."""
         if self.truncate_to is not None:
             return self.truncate_to
         return 0 if self.handle is None else self.handle.seq_len
 
 
 class ItemAnswer(NamedTuple):
-    """A committed work item: the sequence's handle after it, and its rows (None: none asked for, or replayed without
-    its payload)."""
+    """A committed work item: the sequence's handle after it, and its rows (None if none were requested, or if it was
+    replayed without them)."""
 
     handle: HandleRef
     rows: Rows | None
@@ -83,16 +84,16 @@ class ItemAnswer(NamedTuple):
 
 
 ItemOutcome = ItemAnswer | ExecutorError
-"""Per work item: an answer, or why it was refused (its sequence is unchanged)."""
+"""The outcome of a work item: an answer, or the refusal (its sequence is unchanged)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call. Where callers do not authenticate, all are `ANYBODY`: one name, allowed everything.
+    """The caller of a call. Without authentication all callers are `ANYBODY`: one name with all rights.
 
-    Handles, leases and request ids belong to the name; another name's read as unknown. ``operator``: may use
-    ExecutorControl. ``shares``: others may call beside it, so it has a share of each table and not all of it.
-    ``trusted``: what it imports is for all callers, as if it had been computed here.
+    Handles, leases and request ids belong to the name; those of another name read as unknown. ``operator``: may use
+    ExecutorControl. ``shares``: there may be other callers, so it has a share of each table instead of all of it.
+    ``trusted``: its imports are visible to all callers, as if they had been computed here.
     """
 
     name: str = ""

@@ -1,4 +1,4 @@
-"""What a caller wants to see of a span: which of its positions, and what of each row."""
+"""The requested output of a span: which positions yield rows, and the content of each row."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class RowDType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
-    """Log-probabilities beside a row's token, of the row as the model gave it (f32): of its ``top_k`` best tokens, in
-    the order of `TopTokens`, and of ``token_ids``, in their order."""
+    """Additional log-probabilities of a row, as the model computed it (f32): of its ``top_k`` best tokens, in the order
+    of `TopTokens`, and of ``token_ids``, in their order."""
 
     top_k: int = 0
     token_ids: tuple[int, ...] = ()
@@ -44,9 +44,9 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """The arg-max token of a row; ties go to the lowest id. With ``logprob`` also its log-probability (f32), with
-    ``logprobs`` those of other tokens. ``mask``, ``row_masks``: as in `Sample`, and on the executor's side such an
-    output is a `Sample` at temperature 0."""
+    """The argmax token of a row; ties go to the lowest id. With ``logprob`` also its log-probability (f32), with
+    ``logprobs`` those of other tokens. ``mask``, ``row_masks``: as in `Sample`; on the executor's side such an output
+    is a `Sample` at temperature 0."""
 
     logprob: bool = False
     logprobs: RowLogprobs | None = None
@@ -55,7 +55,7 @@ class Greedy:
 
     @property
     def listed(self) -> bool:
-        """Whether it holds lists, which may be long: every kind says so."""
+        """Whether it contains lists, which may be long. Every kind has this property."""
         return self.row_masks != () or (self.logprobs is not None and self.logprobs.token_ids != ())
 
 
@@ -96,18 +96,18 @@ class Sample:
 
     @property
     def masks(self) -> tuple[bytes, ...]:
-        """The masks that it names; those of rows without one are empty."""
+        """The masks that it names; empty entries are rows without one."""
         return (self.mask,) if self.mask else self.row_masks
 
     @property
     def penalised(self) -> bool:
-        """Whether the sequence's tokens matter."""
+        """Whether the result depends on the sequence's tokens."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The ``k`` largest logits with their ids, by falling logit and rising id, and the row's logsumexp."""
+    """The ``k`` largest logits with their ids, by descending logit and ascending id, and the row's logsumexp."""
 
     listed: ClassVar[bool] = False
     k: int
@@ -131,7 +131,7 @@ class FullLogits:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """What the output head reads: the row after the final norm."""
+    """The input of the output head: the row after the final norm."""
 
     listed: ClassVar[bool] = False
     dtype: RowDType = RowDType.F32
@@ -232,8 +232,9 @@ OutputKind = Greedy | Sample | TopTokens | SelectedTokens | FullLogits | HiddenS
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
-    """What a span returns: which of its positions, and what of each. ``words``: those of a mask that is not registered
-    and came with the item. The service floor registers it and hands on the rest: they are no part of what is asked."""
+    """The output of a span: which positions yield rows, and what of each. ``words``: those of a mask that came with the
+    item and is not registered yet. The service floor registers it and passes on the rest: the words are not part of the
+    request's content."""
 
     positions: Positions = Positions.LAST
     kind: OutputKind = field(default_factory=Greedy)
@@ -247,7 +248,7 @@ class OutputSpec:
 
     @property
     def masked(self) -> Sample | None:
-        """How its tokens are drawn, where masks are named."""
+        """The sampling parameters, if they name masks."""
         sample = self.kind.sampling if isinstance(self.kind, Accept) else self.kind
         return sample if isinstance(sample, Sample) and (sample.mask or sample.row_masks) else None
 

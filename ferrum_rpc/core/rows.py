@@ -1,4 +1,4 @@
-"""Rows as they come back: blocks of packed columns, and the part of a block that answers one span."""
+"""Returned rows: blocks of packed columns, and the part of a block that answers one span."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The primitive: a step, a list of spans that run in one forward pass, and how each of them went.
+"""The primitive: a step, a list of spans that run in one forward pass, and the outcome of each.
 
-What is made for every sequence of every step is a named tuple: as immutable as a frozen dataclass, and made in a
-quarter of its time, which would be 6 µs a sequence and step more.
+What is created for every sequence of every step is a named tuple: as immutable as a frozen dataclass, and created in a
+quarter of the time, which would be 6 µs more per sequence and step.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Step(NamedTuple):
 
 
 class StepTiming(NamedTuple):
-    """How one step went, for one of its submissions. Times in seconds on the executor's monotonic clock."""
+    """Statistics of one step for one of its submissions. Times in seconds on the executor's monotonic clock."""
 
     step: int
     sequences: int
