@@ -1,7 +1,4 @@
-"""`Sequence`: one sequence in the executor's cache, as a program uses it.
-
-Prompts go in chunks, and what was lost with an executor is fed again where the program wants that.
-"""
+"""`Sequence`: one sequence in the executor's cache, as a program uses it. Its `Sender` has what a call does."""
 
 from __future__ import annotations
 
@@ -383,8 +380,6 @@ class Sequence:
         if refusal is not None:
             # Nothing is lost that the executor's idle time-out does not find, and the caller's own error matters more.
             log.warning("a sequence could not be released: %s", refusal)
-
-    # --- inside -----------------------------------------------------------------------------------------------------
 
     def _beside(self, state: SequenceState) -> Self:
         """A sequence that shares this one's cache."""
