@@ -59,17 +59,13 @@ class TorchRunner(StepRunner):
         self._adapters = adapters
 
     def truncate(self, sequence: int, length: int) -> int:
-        with self._operation("truncate"):
-            self._settle()
-            if self._stage is not None:
-                self._stage("truncate")
+        with self._operation("truncate", stage="truncate"):
             self.kv.truncate(sequence, length)
         return length
 
     def fork(self, parent: int, children: Sequence[int], at: int | None) -> int:
         made: list[int] = []
         with self._operation("fork"):
-            self._settle()
             try:
                 for child in children:
                     if self._stage is not None:
@@ -85,18 +81,12 @@ class TorchRunner(StepRunner):
         return self.kv.length(parent) if at is None else at
 
     def reserve(self, sequence: int, tokens: int) -> None:
-        with self._operation("reserve_kv"):
-            self._settle()
-            if self._stage is not None:
-                self._stage("reserve_kv")
+        with self._operation("reserve_kv", stage="reserve_kv"):
             self.kv.ensure_capacity(sequence, tokens)
 
     def release(self, sequences: Sequence[int]) -> int:
-        with self._operation("release"):
-            if not self._taken().isdisjoint(sequences):
-                self._settle()
-            if self._stage is not None:
-                self._stage("release")
+        settle = not self._taken().isdisjoint(sequences)
+        with self._operation("release", stage="release", settle=settle):
             free = self.kv.free_blocks
             for sequence in sequences:
                 unfinished = self._imports.pop(sequence, None)
@@ -108,7 +98,6 @@ class TorchRunner(StepRunner):
 
     def forget_prefixes(self) -> None:
         with self._operation("change of the prefix cache"):
-            self._settle()
             self.kv.forget_prefixes()
             if self._tier is not None:
                 self._tier.clear()
@@ -118,7 +107,6 @@ class TorchRunner(StepRunner):
             return 0
         most = max(1, FETCH_BYTES // self.store.block_bytes)
         with self._operation("read of the second tier"):
-            self._settle()
             try:
                 fetched = self.kv.fetch(sequence, start, prompt, prefix, most)
                 self._save_leaving()
@@ -136,26 +124,23 @@ class TorchRunner(StepRunner):
         return self.kv.prefix_changes()
 
     def change_masks(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
-        with self._operation("change of masks"):
+        with self._operation("change of masks", settle=False):
             self.compute.masks.change(added, dropped)
 
     def open_adapter(self, number: int, name: str) -> AdapterFacts:
-        with self._operation("load of an adapter"):
+        with self._operation("load of an adapter", settle=False):
             return self._known_adapters.open(number, name)
 
     def find_adapter(self, name: str) -> None:
-        with self._operation("look for an adapter"):
+        with self._operation("look for an adapter", settle=False):
             self._known_adapters.find(name)
 
     def read_adapter(self, number: int) -> bytes | None:
-        with self._operation("load of an adapter"):
-            if self._stage is not None:
-                self._stage("adapter")
+        with self._operation("load of an adapter", stage="adapter", settle=False):
             return self._known_adapters.read(number)
 
     def drop_adapter(self, number: int) -> None:
         with self._operation("end of an adapter"):
-            self._settle()
             self._known_adapters.drop(number)
 
     @property
@@ -175,18 +160,12 @@ class TorchRunner(StepRunner):
     def read_kv(
         self, sequence: int, start: int, end: int, layers: Sequence[int]
     ) -> list[tuple[npt.NDArray[np.uint8], ...]]:
-        """The cache of the positions ``start .. end``, by layer: see `KvStore.read`."""
-        with self._operation("export"):
-            if self._stage is not None:
-                self._stage("export")
+        with self._operation("export", stage="export", settle=False):
             [slots] = self.compute.to_device(self.kv.slots(sequence, start, end))
             return [self.store.read(slots, layer, self.info.head_dim) for layer in layers]
 
     def begin_import(self, sequence: int, tokens: TokenArray, ahead: int, prefix: PrefixUse | None) -> int:
-        with self._operation("import"):
-            self._settle()
-            if self._stage is not None:
-                self._stage("import")
+        with self._operation("import", stage="import"):
             taken = self.kv.reserve(sequence, 0, len(tokens), create=True, ahead=ahead, prefix=prefix, prompt=tokens)
             if self._tier is not None:
                 self._save_leaving()
@@ -194,27 +173,27 @@ class TorchRunner(StepRunner):
         return taken.cached
 
     def write_kv(self, sequence: int, start: int, end: int, layer: int, parts: Sequence[Any]) -> None:
-        with self._operation("import"):
-            if self._stage is not None:
-                self._stage("import")
+        with self._operation("import", stage="import", settle=False):
             if start < self._imports[sequence][0].cached:
                 raise KvMisuse(f"position {start} is in a block of the prefix cache")
             [slots] = self.compute.to_device(self.kv.slots(sequence, start, end))
             self.store.write(slots, layer, self.info.head_dim, parts)
 
     def commit_import(self, sequence: int) -> int:
-        with self._operation("import"):
-            self._settle()
-            if self._stage is not None:
-                self._stage("import")
+        with self._operation("import", stage="import"):
             length = self.kv.commit(*self._imports[sequence])
             del self._imports[sequence]
         return length
 
     @contextmanager
-    def _operation(self, name: str) -> Iterator[None]:
-        """An unexpected error becomes `StepFailed`: the cache's calls change everything or nothing."""
+    def _operation(self, name: str, *, stage: str = "", settle: bool = True) -> Iterator[None]:
+        """What an operation runs in. An unexpected error becomes `StepFailed`: the cache's calls change everything or
+        nothing. ``settle``: the steps under way are finished first."""
         try:
+            if settle:
+                self._settle()
+            if stage and self._stage is not None:
+                self._stage(stage)
             yield
         except ExecutorError:
             raise

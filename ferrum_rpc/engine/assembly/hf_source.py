@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ferrum_rpc.engine.assembly.check import check_parity
 from ferrum_rpc.engine.assembly.fingerprint import of_checkpoint
-from ferrum_rpc.engine.assembly.loading import READABLE, Progress, stops_of
+from ferrum_rpc.engine.assembly.loading import Progress, check_readable, stops_of
 from ferrum_rpc.engine.assembly.source import ModelFacts, Reasons
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.errors import NotSupported, listed
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import ParallelContext
@@ -88,11 +87,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> HfSpec:
     """What transformers makes of a checkpoint, whose headers were found to agree. Raises what `describe` does."""
     spec = describe(checkpoint.config)
     check_fit(spec, {name: entry.shape for name, entry in checkpoint.entries.items()})
-    unreadable = [f"{name} {entry.dtype}" for name, entry in checkpoint.entries.items() if entry.dtype not in READABLE]
-    if unreadable:
-        raise NotSupported(
-            f"model folder {checkpoint.name!r}: {listed('of an unsupported type', unreadable)}", field="model"
-        )
+    check_readable(checkpoint, checkpoint.entries)
     return replace(spec, eos_token_ids=stops_of(checkpoint) or spec.eos_token_ids)
 
 

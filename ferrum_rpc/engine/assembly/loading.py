@@ -7,7 +7,7 @@ quantized ones become numbers of the decoder's dtype a matrix at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -142,7 +142,13 @@ def _check_fit(checkpoint: Checkpoint, spec: ModelSpec) -> None:
         raise InvalidRequest(
             f"model folder {checkpoint.name!r} does not fit {spec.architecture}: {'; '.join(problems)}", field="model"
         )
-    unreadable = [f"{name} {entries[name].dtype}" for name in expected if entries[name].dtype not in READABLE]
+    check_readable(checkpoint, expected)
+
+
+def check_readable(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Raise NotSupported for tensors of a type that is not read."""
+    entries = checkpoint.entries
+    unreadable = [f"{name} {entries[name].dtype}" for name in names if entries[name].dtype not in READABLE]
     if unreadable:
         raise NotSupported(
             f"model folder {checkpoint.name!r}: {listed('of an unsupported type', unreadable)}", field="model"
