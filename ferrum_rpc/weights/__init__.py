@@ -1,1 +1,2 @@
-"""Checkpoints on disk: which tensors there are and how they stream into memory. Models are not known here."""
+"""Checkpoints on disk: which tensors exist, and how they are streamed into memory. This package does not know
+models."""

@@ -1,7 +1,7 @@
 """An adapter's folder on disk, as the PEFT library writes it: its configuration and its tensors.
 
-The same holds as for a model's folder (`checkpoint`): only safetensors is read, and nothing outside the folder, which
-lies in a folder that the operator has named. What an adapter's tensors mean is not known here.
+The rules of a model's folder (`checkpoint`) apply: only safetensors are read, and nothing outside the folder, which is
+in a folder that the operator has named. This module does not interpret an adapter's tensors.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class AdapterFiles:
 
     @classmethod
     def open(cls, root: Path, name: str) -> AdapterFiles:
-        """Read the headers of the adapter in the folder ``name`` of ``root``. Raises `AdapterUnknown` where there is no
-        such folder, InvalidRequest that names the file and what is wrong with it, and NotSupported for pickled weights.
+        """Read the headers of the adapter in the folder ``name`` of ``root``. Raises `AdapterUnknown` if there is no
+        such folder, InvalidRequest that names the file and the problem, and NotSupported for pickled weights.
         """
         unknown = AdapterUnknown(f"the executor's adapter folder has no folder {name[:80]!r}", field="name")
         try:
@@ -59,7 +59,7 @@ class AdapterFiles:
         return cls(config, read_entries(file))
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Those of these ``names``, in memory of their own."""
+        """The tensors of these ``names``, in memory of their own."""
         wanted = {name: self.entries[name] for name in names}
         [file] = {entry.file for entry in wanted.values()}
         return read(file, wanted)

@@ -1,10 +1,10 @@
 """A model on disk: its configuration and its tensors, from one file or many shards.
 
-A folder with safetensors, or a GGUF file: other formats run code when they are opened. Nothing outside the folder is
-read either: shard names come from an untrusted index file, so they must be plain names, and links must stay inside (the
-blobs of the Hugging Face cache that a snapshot folder belongs to count as inside). Everything is checked by reading
-headers; a checkpoint that opens is complete, and `Checkpoint.tensors` then streams it. A quantized matrix is one entry,
-and streams as numbers. Which tensors a model wants is not known here.
+A model is a folder with safetensors, or a GGUF file; other formats run code when they are opened. Nothing outside the
+folder is read: shard names come from an untrusted index file, so they must be plain names, and links must stay inside
+(the blobs of the Hugging Face cache that a snapshot folder belongs to count as inside). Everything is checked by
+reading headers; a checkpoint that opens is complete, and `Checkpoint.tensors` then streams it. A quantized matrix is
+one entry, and is dequantized when it is streamed. This module does not know which tensors a model needs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf", re.IGNORECASE)
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TAG = "__float__"
 TAGGED = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
-"""transformers 5 writes a number that JSON does not have as an object: ``{"__float__": "Infinity"}``."""
+"""The key under which transformers 5 writes numbers that JSON does not have: ``{"__float__": "Infinity"}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,12 @@ class Checkpoint:
 
     @property
     def numbers(self) -> int:
-        """Of all tensors, once none is quantized."""
+        """The same once all tensors are dequantized."""
         return sum(math.prod(entry.shape) for entry in self.entries.values())
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating-point type that most bytes have."""
+        """The floating-point type of most bytes."""
         sizes: dict[torch.dtype, int] = {}
         for entry in self.entries.values():
             if entry.dtype.is_floating_point:
@@ -121,8 +121,8 @@ class Checkpoint:
                 yield name, reader.read(name, entry, dtype)
 
     def stored(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Stream what is stored of ``names``: like `tensors`, but each part of a quantized matrix by itself, under a
-        name that says what it is."""
+        """Stream the stored tensors of ``names``: like `tensors`, but each part of a quantized matrix separately, under
+        a name that identifies it."""
         for entries in self._files(names):
             reader = Reader()
             for name, entry in entries.items():
@@ -146,7 +146,7 @@ class Checkpoint:
 
 
 def _name(folder: Path) -> str:
-    """What to call the model: of a snapshot in the Hugging Face cache it is the repository, not the commit."""
+    """The name of the model: for a snapshot in the Hugging Face cache the repository, not the commit."""
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
     return folder.name
@@ -158,8 +158,8 @@ def _of_gguf(files: list[Path]) -> tuple[dict[str, Any], dict[str, Any], dict[st
 
 
 def _parts(file: Path) -> list[Path]:
-    """The parts of a model, in their order, of which ``file`` is one by its name; none where it is not. Raises
-    InvalidRequest where one is missing."""
+    """The parts of a model, in their order, if ``file`` is one by its name; else none. Raises InvalidRequest if one is
+    missing."""
     match = PART.fullmatch(file.name)
     if match is None:
         return []
@@ -176,8 +176,8 @@ def _parts(file: Path) -> list[Path]:
 
 
 def _only_gguf(folder: Path) -> list[Path]:
-    """The GGUF file of a folder that has no safetensors, or its parts; none if there is none. Raises InvalidRequest
-    where it has several."""
+    """The GGUF file of a folder without safetensors, or its parts; none if there is none. Raises InvalidRequest if
+    there are several files."""
     try:
         files = os.listdir(folder)
     except OSError:  # may be entered, but not listed

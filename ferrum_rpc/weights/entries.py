@@ -1,7 +1,7 @@
-"""What the tensors of a checkpoint are before any is read: names, shapes, and how stored bytes become numbers.
+"""The tensors of a checkpoint before any is read: names, shapes, and how stored bytes become numbers.
 
 A quantized matrix is stored as several tensors (integers, scales, zero points). Here it is one entry, under the name
-and in the shape that the matrix has, with an `Encoding` that makes numbers of the parts a few rows at a time.
+and in the shape of the matrix, with an `Encoding` that decodes the parts a few rows at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Decode = Callable[[Mapping[str, Tensor], int, int], Tensor]
 """``decode(parts, first, last)``: rows ``first`` to ``last`` of the matrix, float32 [last - first, width]."""
 
 CHUNK: Final = 1 << 20
-"""Numbers that are decoded at once: what is in between takes a few times 4 MiB, however large the matrix is."""
+"""Numbers that are decoded at once: temporaries take a few times 4 MiB, however large the matrix is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Encoding:
     kind: str = ""
 
     def matrix(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """``dtype`` ``shape``: the whole matrix, each number rounded once."""
+        """``dtype`` ``shape``: the complete matrix, each number rounded once."""
         rows, width = shape[0], math.prod(shape[1:])
         made = torch.empty(shape, dtype=dtype)
         step = max(1, CHUNK // (width * self.multiple)) * self.multiple
@@ -66,17 +66,17 @@ class Encoding:
 
 
 def broken(file: Path, what: str) -> InvalidRequest:
-    """The error that says what is wrong with a file, by its name without folders."""
+    """The error for an invalid file, by its name without folders."""
     return InvalidRequest(f"{file.name}: {what}", field=file.name)
 
 
 def forbidden(error: PermissionError) -> InvalidRequest:
-    """The error for a file that may not be read, as opposed to one that is missing, by its whole path."""
+    """The error for a file without read permission, as opposed to a missing one, by its complete path."""
     return InvalidRequest(f"{error.filename}: {error.strerror}: this process may not read it", field="model")
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """An open regular file: opening a FIFO would hang the start. Raises InvalidRequest that names the file."""
+    """Open a regular file; opening a FIFO would hang the start. Raises InvalidRequest that names the file."""
     try:
         if not file.is_file():
             raise broken(file, "not a regular file")

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, one after the other: as stored, or made of stored parts."""
+"""The tensors of a checkpoint, one after the other: as stored, or decoded from stored parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Reader:
         self._lock = Lock()
 
     def read(self, name: str, entry: TensorEntry, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor that is stored: it reads the mapped file. What is quantized: a new one in ``dtype``."""
+        """A tensor: a stored one reads the mapped file, a quantized one is decoded to a new tensor in ``dtype``."""
         if entry.encoding is None:
             return mapped(entry) if entry.offset is not None else self._file(entry.file).tensor(name, entry)
         parts = {role: self.read(*part) for role, part in entry.encoding.parts.items()}

@@ -1,7 +1,7 @@
-"""One safetensors file, read by the library of that name: which tensors it holds, and their values.
+"""One safetensors file, read by the library of that name: its tensors and their values.
 
 The library checks a header (its length, each offset, shape and size, and that the tensors tile the file) before it maps
-anything. Around it stand a typed error for whatever is wrong with a file, and memory that does not grow with the file.
+anything. This module adds a typed error for an invalid file, and bounds the memory independently of the file's size.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ MAX_DIMENSIONS: Final = 8
 MAX_SIZE: Final = 2**62
 
 HEADER_SIZE: Final = 8
-"""Bytes that say how long the header is."""
+"""Bytes of the header's length."""
 
 MAX_HEADER: Final = 100_000_000
-"""Bytes of a header, as the library takes them."""
+"""Maximum bytes of a header that the library accepts."""
 
 MAPPED_BYTES: Final = 8 << 20
-"""Bytes of tensors after which a file is mapped anew: the pages that were read count as resident until then."""
+"""Bytes of tensors after which a file is mapped again: the pages that were read count as resident until then."""
 
 
 def read_entries(file: Path) -> dict[str, TensorEntry]:
@@ -71,10 +71,10 @@ def _entry(file: Path, name: str, tensor: Any) -> TensorEntry:
 
 
 class MappedFile:
-    """Tensors of one file that read it where it is mapped. Any thread may ask.
+    """Tensors of one mapped file. May be used by any thread.
 
-    A tensor is meant to be copied soon: a mapping is dropped with the last of its tensors, so that what is resident
-    does not grow with the file. It is private; nothing ever writes to the file.
+    Copy a tensor soon: a mapping is dropped with the last of its tensors, so that resident memory does not grow with
+    the file. The mapping is private; nothing ever writes to the file.
     """
 
     def __init__(self, file: Path) -> None:
@@ -84,7 +84,7 @@ class MappedFile:
         self._mapped = 0
 
     def tensor(self, name: str, entry: TensorEntry) -> Tensor:
-        """Raises InvalidRequest where it is not as it was when the header was read."""
+        """Raises InvalidRequest if the file has changed since its header was read."""
         with self._lock:
             if self._opened is None:
                 self._opened = _opened(self._file)

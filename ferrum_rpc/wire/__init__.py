@@ -1,1 +1,2 @@
-"""Protobuf to domain and back, one file per noun. The only floor that knows both; it knows no state and no torch."""
+"""Conversion between protobuf and domain, one file per noun. Only this floor knows both; it has no state and no
+torch."""

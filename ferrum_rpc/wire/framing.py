@@ -1,9 +1,9 @@
-"""Large rows framed by hand: the bytes of an answer with whole logits, without passing them through a message.
+"""Framing of large rows by hand: the bytes of an answer with complete logits, without copying them through a message.
 
-Filling a message copies a tensor twice (into a bytes object, and into the message) and serializing it a third time;
-each copy of the 9.7 MB of 32 bfloat16 rows of a 152k vocabulary is a few milliseconds. A message's bytes may be put
-together: its fields stand in any order, each with its length. So the rest of the answer is serialized as ever, and the
-block of rows is written behind it, from where the step left it. A client parses what it always did.
+Filling a message copies a tensor twice (into a bytes object, and into the message) and serializing it a third time.
+Each copy of the 9.7 MB of 32 bfloat16 rows of a 152k vocabulary takes a few milliseconds. The bytes of a message may be
+assembled: its fields may be in any order, each with its length. So the rest of the answer is serialized as usual, and
+the block of rows is written behind it, directly from the step's memory. A client parses the usual format.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ferrum_rpc.wire.tensor import DTYPE_BY_NUMPY
 M = TypeVar("M")
 
 LARGE_BYTES: Final = 1 << 16
-"""Below, a message is as cheap."""
+"""Below this size a message is as fast."""
 
 _LENGTH_DELIMITED: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """An answer's ``message``, and the last of its ``row_blocks``, which it lacks."""
+    """An answer's ``message``, and the last of its ``row_blocks``, which the message omits."""
 
     message: Any
     blocks: Sequence[Extent]
@@ -43,8 +43,8 @@ class Framed:
 
 
 def framed(answer: M, extents: Sequence[Extent]) -> M:
-    """The answer with its rows; or, from the first large block of logits on, with those that its message lacks: what a
-    handler returns, and `serializing` takes, in place of the message."""
+    """The answer with its rows; or, from the first large block of logits on, with those that its message omits: a
+    handler may return it, and `serializing` accepts it, in place of the message."""
     message: Any = answer
     for index, extent in enumerate(extents):
         block = extent.block
@@ -55,7 +55,7 @@ def framed(answer: M, extents: Sequence[Extent]) -> M:
 
 
 def serializing(plain: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] | None:
-    """A handler's serializer that takes framed answers too, and answers that are bytes already."""
+    """A handler's serializer that also accepts framed answers, and answers that are bytes already."""
     if plain is None:
         return None
 
@@ -81,7 +81,7 @@ def framed_chunk(
 
 
 def _pieces(answer: Any, extent: Extent) -> tuple[Any, ...]:
-    """An element of the answer's ``row_blocks``, in pieces of bytes that follow each other."""
+    """An element of the answer's ``row_blocks``, as consecutive pieces of bytes."""
     block = extent.block
     if block.kind is not RowKind.LOGITS:
         message = output_pb2.RowBlock()
@@ -98,7 +98,7 @@ def _pieces(answer: Any, extent: Extent) -> tuple[Any, ...]:
 
 
 def _opening(message: Any, field: str, size: int) -> bytes:
-    """What stands before a field of ``size`` bytes."""
+    """The bytes before a field of ``size`` bytes."""
     number: int = message.DESCRIPTOR.fields_by_name[field].number
     return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(size)
 

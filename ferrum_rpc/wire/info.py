@@ -14,14 +14,14 @@ M = TypeVar("M", bound=message.Message)
 Data = TypeVar("Data")
 
 SCHEMA_REVISION = 6
-"""Grows with every change of protos/."""
+"""Increases with every change of protos/."""
 
 MINIMUM_CLIENT_REVISION = 1
-"""GetInfo says it; clients that were built for an older one end there."""
+"""The oldest supported client revision, reported by GetInfo."""
 
 LIVENESS: Final = "liveness"
-"""The service name of the standard health check that serves while process and device are well, though the executor may
-load or drain. One that does not know it answers NOT_FOUND."""
+"""The service name of the standard health check for liveness: SERVING while process and device are healthy, also while
+the executor loads or drains. Older executors answer NOT_FOUND."""
 
 SCHEMA_SHA256 = "25a80cedede0e2143fc7be723bd5721bb585463d226d2b6553cdec54bf356773"
 """SHA-256 over the serialized file descriptors, in the order of the test that checks it."""
@@ -57,8 +57,8 @@ CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (
     info_pb2.CAPABILITY_STEP_FORK,
     info_pb2.CAPABILITY_STEP_FRAMES,
 )
-"""What every executor of this version offers; what an operator may offer besides, `ServerState.capabilities` has. What
-is not there answers UNIMPLEMENTED with NOT_SUPPORTED."""
+"""The capabilities of every executor of this version; `ServerState.capabilities` has the optional ones. A missing one
+answers UNIMPLEMENTED with NOT_SUPPORTED."""
 
 
 def to_proto(into: type[M], *sources: object, **given: Any) -> M:
@@ -89,12 +89,12 @@ def from_proto(into: type[Data], proto: Any, **given: Any) -> Data:
 
 
 def seconds(span: duration_pb2.Duration) -> float:
-    """A time span's seconds, whatever a client wrote into it."""
+    """A duration in seconds, whatever a client wrote into it."""
     return float(span.seconds + span.nanos / 1e9)
 
 
 def duration(value: float) -> duration_pb2.Duration:
-    """A time span of so many seconds."""
+    """A duration of so many seconds."""
     message = duration_pb2.Duration()
     message.FromNanoseconds(round(value * 1e9))
     return message

@@ -1,4 +1,4 @@
-"""ForwardItem: one work item behind every forward call, and what each call's name demands of it."""
+"""ForwardItem: the work item of every forward call, and the constraints of each call's name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from ferrum_rpc.wire.rows import Extent
 from ferrum_rpc.wire.status import status_from_error
 
 SHORT_REQUEST_ID: Final = MAX_REQUEST_ID_BYTES // 4
-"""Characters, of at most four bytes each: such an id need not be encoded to know that it is short enough."""
+"""Characters of at most four bytes each: an id up to this length need not be encoded to know that it is short
+enough."""
 
 RUN_END_TO_PROTO: Final[dict[RunEnd, Any]] = {each: forward_pb2.RunEnd.Value(f"RUN_END_{each.name}") for each in RunEnd}
 
@@ -48,7 +49,7 @@ _ONE_TOKEN: Final = np.zeros(1, np.int32)
 
 
 class CallShape(enum.Enum):
-    """What a call's name demands of its items."""
+    """The constraints that a call's name puts on its items."""
 
     PREFILL = "Prefill"
     DECODE = "Decode"
@@ -72,14 +73,14 @@ def handle_from_proto(handle: types_pb2.KvHandle) -> HandleRef:
 
 
 def request_id_from_proto(request_id: str) -> str:
-    """The id itself, or `InvalidRequest` where it is too long to be kept."""
+    """The id itself; raises `InvalidRequest` if it is too long."""
     if (size := len(request_id.encode())) > MAX_REQUEST_ID_BYTES:
         raise above("max_request_id_bytes", MAX_REQUEST_ID_BYTES, size, "bytes of a request id", "request_id")
     return request_id
 
 
 def name_from_proto(name: str, field: str) -> str:
-    """A name that a caller gives, or `InvalidRequest` where it is too long."""
+    """A caller's name of something; raises `InvalidRequest` if it is too long."""
     if (size := len(name.encode())) > MAX_NAME_BYTES:
         raise above("max_name_bytes", MAX_NAME_BYTES, size, "bytes of a name", field)
     return name
@@ -88,7 +89,7 @@ def name_from_proto(name: str, field: str) -> str:
 def fork_from_proto(
     request: model_executor_pb2.ForkKvRequest | session_pb2.SessionFork,
 ) -> tuple[HandleRef, int, int | None, str]:
-    """The handle, how many children, of how many of its tokens (None: of all), and the request id."""
+    """The handle, the number of children, their length (None: that of the parent), and the request id."""
     at = request.at_length if request.HasField("at_length") else None
     return handle_from_proto(request.handle), request.count or 1, at, request_id_from_proto(request.request_id)
 
@@ -150,7 +151,7 @@ def item_from_proto(
 
 
 def _check_creation(item: forward_pb2.ForwardItem, has_handle: bool, fork: bool) -> None:
-    """Refuse an item that makes a sequence in a way in which none is made."""
+    """Refuse an item that creates a sequence with fields that creations must not have."""
     if fork and (not has_handle or item.HasField("follow")):
         raise InvalidRequest("a fork takes the handle of its parent, and follows nothing", field="create.fork")
     if has_handle and not fork:
@@ -178,7 +179,8 @@ def _follow_from_proto(item: forward_pb2.ForwardItem, shape: CallShape) -> Follo
 
 
 def _check_needs(needs: Iterable[int], capabilities: Container[int]) -> None:
-    """Refuse an item that needs what is not offered, by its name, or by its number where it has none here."""
+    """Refuse an item that needs an unavailable capability; it is named by its name, or by its number if that is
+    unknown."""
     for need in needs:
         if need not in capabilities:
             known = info_pb2.Capability.DESCRIPTOR.values_by_number.get(need)
@@ -278,7 +280,7 @@ def fill_outputs(answered: Iterable[tuple[forward_pb2.ForwardOutput, ItemAnswer]
 
 
 def fill_pressure(message: types_pb2.KvPressure, pressure: Pressure) -> None:
-    """Write how full the executor is into its message."""
+    """Write the pressure of the executor into its message."""
     message.free_blocks, message.total_blocks, message.block_size = pressure[:3]
     message.queued_items, message.queued_tokens, message.sequences, message.running_items = pressure[3:]
 
@@ -291,8 +293,8 @@ def pressure_to_proto(pressure: Pressure) -> types_pb2.KvPressure:
 
 
 def fill_step(answer: Any, pressure: Pressure, timing: StepTiming | None) -> None:
-    """Write into an answer to a forward call how full the executor is, and how its step went, if one ran; durations
-    saturate rather than wrap."""
+    """Write the pressure of the executor into an answer to a forward call, and the timing of its step, if one ran;
+    durations saturate rather than wrap."""
     fill_pressure(answer.pressure, pressure)
     if timing is not None:
         message = answer.timing
@@ -315,7 +317,7 @@ def pressure_from_proto(message: types_pb2.KvPressure) -> Pressure:
 
 
 def timing_from_proto(answer: Any) -> StepTiming | None:
-    """The timing that an answer to a forward call carries; None where no step ran for it."""
+    """The timing in an answer to a forward call; None if no step ran for it."""
     if not answer.HasField("timing"):
         return None
     timing = answer.timing

@@ -1,4 +1,4 @@
-"""Token masks on the wire: which an output names, and the words of one that comes with it."""
+"""Token masks on the wire: those that an output names, and the words of one that is sent with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import types_pb2
 
 ID_BYTES: Final = 32
-"""Of an id: SHA-256 of the words."""
+"""Bytes of an id: SHA-256 of the words."""
 
 
 def id_of(words: bytes) -> bytes:
@@ -21,7 +21,7 @@ def id_of(words: bytes) -> bytes:
 
 
 def words_from_proto(tensor: types_pb2.Tensor, field: str) -> bytes:
-    """The words of a mask, I32 [n]. Raises `InvalidRequest`; how many there must be, the service floor knows."""
+    """The words of a mask, I32 [n]. Raises `InvalidRequest`; the service floor checks their number."""
     words = tensor.data
     if tensor.dtype != types_pb2.D_TYPE_I32 or list(tensor.shape) != [len(words) / 4]:
         raise InvalidRequest("the words of a mask are a tensor I32 [n] of 4·n bytes", field=field)
@@ -29,7 +29,7 @@ def words_from_proto(tensor: types_pb2.Tensor, field: str) -> bytes:
 
 
 def words_to_proto(words: bytes) -> types_pb2.Tensor:
-    """The client's side."""
+    """The client's direction."""
     return types_pb2.Tensor(dtype=types_pb2.D_TYPE_I32, shape=[len(words) // 4], data=words)
 
 

@@ -1,4 +1,4 @@
-"""OutputSpec: what a caller wants of each row."""
+"""OutputSpec: the requested content of each row."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ACCEPT: Final = OutputSpec(Positions.ALL, Accept())
 
 _USUAL: Final = output_pb2.OutputSpec(positions=output_pb2.POSITIONS_LAST, greedy=output_pb2.GreedyOutput())
 _USUAL_SPEC: Final = _GREEDY_AT[Positions.LAST]
-"""What nearly every decode asks for: one comparison decides, in a quarter of the time of reading field by field."""
+"""The output of nearly every decode: one comparison detects it, in a quarter of the time of reading field by field."""
 
 
 def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
@@ -78,7 +78,7 @@ def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
 
 
 def needs_of(spec: OutputSpec) -> tuple[info_pb2.Capability, ...]:
-    """The capabilities without which an executor would answer something else, or less, instead of a refusal."""
+    """The capabilities without which an executor would return another answer, or less, instead of a refusal."""
     kind = spec.kind
     if isinstance(kind, NextToken):
         scores = (info_pb2.CAPABILITY_OUTPUT_NEXT_TOKEN,)
@@ -117,7 +117,7 @@ def output_from_proto(spec: output_pb2.OutputSpec, default: Positions) -> Output
 
 @lru_cache(maxsize=256)
 def _top_tokens(positions: Positions, k: int) -> OutputSpec:
-    """One object for all items that want the same: it is made once, and compared by identity."""
+    """One object for all items with the same output: it is created once, and compared by identity."""
     return OutputSpec(positions, TopTokens(k))
 
 
@@ -239,7 +239,7 @@ def _logprobs_to_proto(logprobs: RowLogprobs | None) -> output_pb2.RowLogprobs |
 
 
 def _logprobs_from_proto(message: output_pb2.RowLogprobs) -> RowLogprobs | None:
-    """None where it asks for nothing."""
+    """None if it requests nothing."""
     logprobs = RowLogprobs(message.top_k, tuple(message.token_ids))
     return logprobs if logprobs.top_k or logprobs.token_ids else None
 

@@ -1,4 +1,4 @@
-"""Packed rows: one raw tensor per kind for a whole answer, and a row range per item. Cut here, and read back."""
+"""Packed rows: one raw tensor per kind for a whole answer, and a row range per item. They are cut and read here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS: Final[dict[str | None, RowKind]] = {kind.field: kind for kind in RowKind
 
 @dataclass(slots=True)
 class Extent:
-    """The rows ``low .. high`` of a block are an answer's, as its block ``index``."""
+    """The rows ``low .. high`` of a block, which are block ``index`` of an answer."""
 
     block: RowBlock
     low: int
@@ -112,7 +112,7 @@ def _block_from_proto(block: output_pb2.RowBlock, frames: Frames) -> RowBlock:
 
 
 def _joined(tensor: types_pb2.Tensor, frames: list[session_pb2.SessionRows]) -> npt.NDArray[Any]:
-    """The array of the announced shape, filled without gap or overlap."""
+    """The array of the announced shape, filled without gaps or overlaps."""
     array = np.empty(tuple(tensor.shape), NUMPY_BY_DTYPE[tensor.dtype])
     filled = 0
     for frame in sorted(frames, key=lambda each: each.first):
@@ -135,7 +135,7 @@ def _unreadable(what: str) -> TransportError:
 
 
 def float_rows(logits: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Logits as float32 [R, V], whatever they travelled as."""
+    """Logits as float32 [R, V], whatever type was sent."""
     if logits.dtype == np.uint16:
         return (logits.astype(np.uint32) << 16).view(np.float32)
     return logits.astype(np.float32, copy=False)

@@ -1,7 +1,7 @@
-"""Errors to statuses and back: the one table of the error contract.
+"""Conversion between errors and statuses: the only table of the error contract.
 
-The server turns an `ExecutorError` into a ``google.rpc.Status`` with details; the client turns whatever arrives back
-into the same class. Nothing else in the project names a gRPC status code for an error.
+The server turns an `ExecutorError` into a ``google.rpc.Status`` with details; the client turns any status back into the
+same class. No other code names a gRPC status code for an error.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ _BARE_STATUS: Final[dict[grpc.StatusCode, type[ExecutorError]]] = {
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
-"""What a status without ErrorInfo means: gRPC itself answered, not the executor. It has one RESOURCE_EXHAUSTED of its
-own, a message above the limit: an answer, or a request where the side that received it says so."""
+"""The meaning of a status without ErrorInfo: gRPC itself answered, not the executor. Its only RESOURCE_EXHAUSTED is a
+message above the limit: an answer, or a request if the receiving side says so."""
 
 _REQUEST_TOO_LARGE: Final = "SERVER: Received message larger than max"
 
@@ -85,8 +85,8 @@ def code_number(code: grpc.StatusCode) -> int:
 
 
 def status_from_error(error: ExecutorError) -> status_pb2.Status:
-    """The ``google.rpc.Status`` of a refusal: always ErrorInfo, and RetryInfo, BadRequest, ResourceInfo where they
-    help."""
+    """The ``google.rpc.Status`` of a refusal: always with ErrorInfo, and with RetryInfo, BadRequest, ResourceInfo if
+    they help."""
     status = status_pb2.Status(code=code_number(CODE_BY_REASON[error.reason]), message=error.message)
     details = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)]
     if error.retry_after_s is not None:
@@ -131,8 +131,8 @@ def error_from_status(status: status_pb2.Status) -> ExecutorError:
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> ExecutorError:
-    """The typed error behind a failed call. Without the executor's own details it is what gRPC itself says: the
-    deadline passed, or the connection failed (`TransportError`: what happened is unknown)."""
+    """The typed error of a failed call. Without the executor's own details it is gRPC's: the deadline passed, or the
+    connection failed (`TransportError`: the outcome is unknown)."""
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_METADATA_KEY:
             status = status_pb2.Status()

@@ -26,7 +26,7 @@ NUMPY_BY_DTYPE: Final[dict[types_pb2.DType, np.dtype[Any]]] = {
 }
 
 DTYPE_BY_NUMPY: Final = {dtype: proto for proto, dtype in NUMPY_BY_DTYPE.items()}
-"""uint16 is bfloat16 and uint8 is fp8: the contract has no other use for them."""
+"""uint16 means bfloat16 and uint8 means fp8: the contract has no other use for them."""
 
 ROW_DTYPE_TO_PROTO: Final[dict[RowDType, types_pb2.DType]] = {
     RowDType.F32: types_pb2.D_TYPE_F32,
@@ -43,13 +43,13 @@ def fill_tensor(tensor: types_pb2.Tensor, array: npt.NDArray[Any]) -> None:
 
 
 def describe(tensor: types_pb2.Tensor, array: npt.NDArray[Any]) -> None:
-    """Write an array's type and shape into its message: its bytes travel elsewhere."""
+    """Write an array's type and shape into its message; its bytes are sent separately."""
     tensor.dtype = DTYPE_BY_NUMPY[array.dtype]
     tensor.shape.extend(array.shape)
 
 
 def tensor_from_proto(tensor: types_pb2.Tensor) -> npt.NDArray[Any]:
-    """A read-only view of the message's bytes; raises `InvalidRequest` where type, shape and size do not agree."""
+    """A read-only view of the message's bytes; raises `InvalidRequest` if type, shape and size are inconsistent."""
     dtype = NUMPY_BY_DTYPE.get(tensor.dtype)
     if dtype is None:
         raise InvalidRequest("a tensor has no known dtype", field="dtype")

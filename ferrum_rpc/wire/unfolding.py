@@ -1,9 +1,9 @@
-"""How much a message unfolds into, counted on its bytes before any of it is parsed.
+"""The expanded size of a message, counted on its bytes before it is parsed.
 
-A message may be far smaller than what it becomes: an empty item of a batch takes two bytes on the wire and a hundred in
-memory, a token id one byte and four. 1 MiB of empty items takes the parser 50 ms and the checks behind it seconds. So
-the fields and the elements of a message are counted first, in a walk over its tags that ends at the first one too many.
-A field's content is skipped by its length, so a message of megabytes in one field costs microseconds.
+A message may be far smaller than its parsed form: an empty item of a batch takes two bytes on the wire and a hundred in
+memory, a token id one byte and four. The parser needs 50 ms for 1 MiB of empty items, and the checks behind it seconds.
+So the fields and elements of a message are counted first, in a walk over its tags that ends at the first one too many.
+The content of a field is skipped by its length, so a message of megabytes in one field costs microseconds.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ from ferrum_rpc.core import Limits
 from ferrum_rpc.errors import InvalidRequest
 
 UNCOUNTED_BYTES: Final = 1 << 14
-"""A message up to this is parsed as it is: whatever it holds takes the parser a millisecond and a few megabytes."""
+"""A message up to this size is parsed without counting: whatever its content, parsing takes at most a millisecond and a
+few megabytes."""
 
 FIELDS_PER_ITEM: Final = 48
-"""Tags that a batch may have for each item that it may have: an item with every field and option set has 46."""
+"""Maximum tags per item of a batch: an item with every field and option set has 46."""
 
 BIAS_FIELDS: Final = 3 * 8 * 512
-"""Tags that a batch may have for biases: three each, of eight items with as many as one may have."""
+"""Maximum tags of a batch for biases: three each, of eight items with the maximum number."""
 
 _PACKABLE: Final = frozenset(range(1, 19)) - {9, 10, 11, 12}
-"""Types of numbers; a repeated field of these may come packed."""
+"""Numeric types; a repeated field of these may be packed."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnfoldingBudget:
-    """What a message may unfold into: ``fields`` in all its parts together, ``elements`` of its lists of numbers."""
+    """The maximum expanded size of a message: ``fields`` in all its parts together, ``elements`` of its lists of
+    numbers."""
 
     fields: int
     elements: int
 
     @classmethod
     def of(cls, limits: Limits, max_context: int = 0) -> UnfoldingBudget:
-        """What the largest call needs that the limits allow, and the header of an import of ``max_context`` tokens."""
+        """The budget of the largest call within the limits, and of the header of an import of ``max_context``
+        tokens."""
         return cls(
             fields=FIELDS_PER_ITEM * (limits.max_batch_items + 8) + BIAS_FIELDS,
             elements=max(limits.max_batch_tokens + limits.max_selected_tokens_of_a_call, max_context),
@@ -47,8 +50,8 @@ class UnfoldingBudget:
 
 
 def check(data: bytes, message: Any, budget: UnfoldingBudget) -> None:
-    """Raise `InvalidRequest` where ``data``, which claims to be a ``message`` (a generated class), unfolds into more
-    than the budget. Bytes that are no message at all pass: the parser says so."""
+    """Raise `InvalidRequest` if ``data``, supposed to be a ``message`` (a generated class), exceeds the budget. Bytes
+    that are not a message pass: the parser refuses them."""
     if len(data) <= UNCOUNTED_BYTES:
         return
     fields, elements = budget.fields, budget.elements

@@ -1,6 +1,6 @@
 """GGUF, llama.cpp's format: one file with metadata and tensors, the matrices in blocks of a few bits.
 
-Metadata become the keys that a ``config.json`` has, tensors get the names of Hugging Face's format: above, nothing
-knows where a model came from. The header is read here, within bounds and without allocating what it claims; blocks
-become numbers by the ``gguf`` package.
+Metadata are converted to the keys of a ``config.json``, tensors get the names of Hugging Face's format, so no other
+code depends on the format. The header is read here, within bounds and without allocating what it claims; the ``gguf``
+package dequantizes blocks.
 """

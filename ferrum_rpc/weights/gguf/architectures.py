@@ -1,7 +1,7 @@
-"""What llama.cpp's converter made of each architecture, undone: names of tensors, and metadata as configuration.
+"""Inverts llama.cpp's conversion of each architecture: names of tensors, and metadata as configuration.
 
-Sources: llama.cpp's ``conversion``, and its ``src/models`` for what a file leaves out: scales of queries, patterns of
-windows and layers without a rotation are known there by the architecture, or by the number of layers.
+Sources: llama.cpp's ``conversion``, and its ``src/models`` for what a file omits: there, scales of queries, patterns of
+windows and layers without rotary embedding follow from the architecture, or from the number of layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file: plain ones as they are, those in blocks as numbers, by the ``gguf`` package."""
+"""The tensors of a GGUF file: plain ones as stored, quantized blocks decoded by the ``gguf`` package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAIN: Final = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch
 """ggml's numbers of the types that need no decoding."""
 
 COUNTS_AS: Final = torch.bfloat16
-"""What blocks count as where a dtype to compute in is chosen: no file says what the weights were, and none of these
+"""The dtype that blocks count as when a compute dtype is chosen: no file says what the weights were, and none of these
 types keeps more than bfloat16 does."""
 
 

@@ -20,11 +20,11 @@ from ferrum_rpc.weights.entries import broken, open_regular
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
 MAX_HEADER: Final = 64 << 20
-"""Bytes. The largest vocabularies with their merges take a quarter of it."""
+"""Maximum bytes of a header. The largest vocabularies with their merges take a quarter of it."""
 
 MAX_TEXT: Final = 1 << 16
 MAX_ARRAY: Final = 1 << 13
-"""Longer texts and arrays (templates, vocabularies) are skipped: only their length is kept."""
+"""Longer texts and arrays (templates, vocabularies) are skipped; only their length is kept."""
 
 MAX_DIMENSIONS: Final = 4
 
@@ -35,7 +35,7 @@ ARRAY: Final = 9
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """An array or a text that was not kept."""
+    """An array or a text that was skipped."""
 
     length: int
 
@@ -72,7 +72,7 @@ def read_header(file: Path) -> Header:
 
 
 class _Cursor:
-    """Reads on, within what there is."""
+    """Reads sequentially, within the bounds of the header."""
 
     def __init__(self, file: Path, content: mmap.mmap) -> None:
         self._file = file

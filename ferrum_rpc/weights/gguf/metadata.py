@@ -1,8 +1,8 @@
 """GGUF metadata as the keys of a ``config.json``, and its tensors by Hugging Face's names.
 
-Every key below the architecture's name is honoured, known to change no number, or refused: as with a ``config.json``.
-Tokens and templates are a scheduler's business; of the tokenizer's keys only stops and the size of the vocabulary are
-read. What an architecture has of its own is in `architectures`. Source: llama.cpp's ``gguf/constants.py``.
+Every key below the architecture's name is honoured, known to change no number, or refused, as with a ``config.json``.
+The executor does not need tokens and templates; of the tokenizer's keys only stops and the size of the vocabulary are
+read. `architectures` has what is specific to an architecture. Source: llama.cpp's ``gguf/constants.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ferrum_rpc.weights.gguf.header import Header, Skipped
 FREQUENCIES: Final = "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 FACTORS: Final = (FREQUENCIES, SHORT, LONG)
-"""Tensors of what the periods of rotation are multiplied with."""
+"""Names of the tensors with factors of the rotary periods."""
 
 Factors = Mapping[str, np.ndarray[Any, np.dtype[np.float32]]]
 """float32 [rotated channels / 2], by `FACTORS`."""
@@ -69,7 +69,7 @@ def architecture(header: Header) -> Architecture:
 
 
 def config(header: Header, factors: Factors) -> dict[str, Any]:
-    """What a ``config.json`` of the model says."""
+    """The ``config.json`` of the model."""
     known, name = architecture(header), str(header.metadata["general.architecture"])
     fields, tokens = Fields(_kept(header, f"{name}."), name), Fields(_kept(header, "tokenizer.ggml."), "tokenizer.ggml")
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
@@ -116,7 +116,7 @@ def _expect(fields: Fields, field: str, value: int, otherwise: str) -> None:
 
 
 def _part(rotary_dim: int, head_dim: int) -> float:
-    """The part of a head that gives so many channels."""
+    """The fraction of a head that gives so many channels."""
     part = rotary_dim / head_dim
     return part if int(head_dim * part) == rotary_dim else math.nextafter(part, 2.0)
 
@@ -131,7 +131,7 @@ def _kept(header: Header, prefix: str) -> dict[str, object]:
 
 
 def _vocabulary(fields: Fields, header: Header) -> int:
-    """As told; else the rows of the embedding."""
+    """The declared size; else the rows of the embedding."""
     embedding = header.tensors.get("token_embd.weight")
     declared = fields.value("vocab_size")
     if declared is None and embedding is not None:

@@ -1,4 +1,4 @@
-"""A GGUF file, or the parts of one, as a model: its configuration, and its tensors under Hugging Face's names."""
+"""A GGUF file, or its parts, as a model: its configuration, and its tensors under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _entries(file: Path, header: Header, known: Architecture, read: dict[str, An
 
 
 def _check_overlap(file: Path, entries: dict[str, TensorEntry]) -> None:
-    """Raise where tensors share bytes."""
+    """Raise if tensors overlap."""
     last, before = 0, ""
     for name, entry in entries.items():
         inner = entry if entry.encoding is None else entry.encoding.parts["blocks"][1]
