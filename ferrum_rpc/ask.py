@@ -26,22 +26,22 @@ TOKENIZER = "tokenizer.json"
 
 
 async def info(arguments: argparse.Namespace) -> int:
-    """What the server is."""
+    """Print the model, device and limits of the server."""
     async with connect(arguments) as client:
         _show(await client.info(), as_json=arguments.json)
     return 0
 
 
 async def status(arguments: argparse.Namespace) -> int:
-    """How it does."""
+    """Print the state, load and counters of the server."""
     async with connect(arguments) as client:
         _show(await client.status(), as_json=arguments.json)
     return 0
 
 
 async def health(arguments: argparse.Namespace) -> int:
-    """Exit status 0 if it serves, 1 if it does not, for scripts and container health checks; with ``live`` the same of
-    process and device, whether or not it takes new sequences."""
+    """Exit status 0 if it serves, else 1, for scripts and container health checks. With ``live`` only process and
+    device count, whether or not it accepts new sequences."""
     async with connect(arguments) as client:
         state = await client.health(LIVENESS if arguments.live else "")
     if arguments.json:
@@ -52,14 +52,14 @@ async def health(arguments: argparse.Namespace) -> int:
 
 
 async def sequences(arguments: argparse.Namespace) -> int:
-    """The live sequences of every caller."""
+    """List the live sequences of every caller."""
     async with connect(arguments) as client:
         _show(await client.list_sequences(), as_json=arguments.json)
     return 0
 
 
 async def adapters(arguments: argparse.Namespace) -> int:
-    """Load and unload adapters, then list those that are loaded."""
+    """Load and unload adapters, then list the loaded ones."""
     async with connect(arguments) as client:
         for name in arguments.unload:
             await client.unload_adapter(name)
@@ -70,7 +70,7 @@ async def adapters(arguments: argparse.Namespace) -> int:
 
 
 async def drain(arguments: argparse.Namespace) -> int:
-    """Let it take no new sequences, and end when the owned ones are gone. With ``wait``, exit status 1 if it has not
+    """Make it refuse new sequences, and end when the owned ones are gone. With ``wait``, exit status 1 if it has not
     ended after so many seconds."""
     async with connect(arguments) as client:
         answer: dict[str, Any] = {"state": await client.drain(arguments.grace_s)}
@@ -96,7 +96,7 @@ async def warmup(arguments: argparse.Namespace) -> int:
 
 
 async def generate(arguments: argparse.Namespace) -> int:
-    """Complete a prompt greedily; the text appears as it comes."""
+    """Complete a prompt greedily; the text is printed as it arrives."""
     async with connect(arguments) as client:
         facts = await client.info()
         tokenizer = _Text(arguments.tokenizer, facts.model)
@@ -118,7 +118,7 @@ async def generate(arguments: argparse.Namespace) -> int:
 
 
 async def _ended(client: ExecutorClient, seconds: float) -> bool:
-    """Whether a server that drains is gone within so many seconds, or another one has its place."""
+    """Whether a draining server has ended within so many seconds, or has been replaced."""
     try:
         async with asyncio.timeout(seconds):
             while True:
@@ -132,7 +132,7 @@ async def _ended(client: ExecutorClient, seconds: float) -> bool:
 
 
 def connect(arguments: argparse.Namespace, **options: Any) -> ExecutorClient:
-    """A client with the credentials that the command line names, and ``options`` of its own."""
+    """A client with the credentials of the command line, and its own ``options``."""
     files = (arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
     return ExecutorClient(
         arguments.target,
@@ -213,7 +213,7 @@ def _show(value: Any, *, as_json: bool) -> None:
 
 
 def _lines(value: dict[str, Any], width: int | None, indent: str = "") -> list[str]:
-    """Nested facts, one a line; wrapped where there is a ``width``."""
+    """Nested facts, one per line; wrapped if there is a ``width``."""
     lines = []
     deeper = f"{indent}  "
     for name, each in value.items():

@@ -1,7 +1,7 @@
-"""The log as a person reads it on a terminal: a screen when the executor serves, then a line or two for each event.
+"""The log on a terminal: a screen when the executor serves, then a line or two for each event.
 
-The way up is one screen, so its events are held until `ready`; a warning on the way, or what stops it, is written at
-once. Programs read JSON (`logs`), which has every event as it comes.
+The start is one screen, so its events are held until `ready`; warnings during the start, and what stops it, are written
+at once. Programs read JSON (`logs`), with every event as it comes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import structlog
 from ferrum_rpc.terminal import aligned, hanging, program, wrap
 
 HELD: Final = frozenset({"listening", "memory_planned", "loading", "serving", "backend_selected", "metrics_enabled"})
-"""Events of the way up that the screen shows."""
+"""Events of the start that the screen shows."""
 
 SHOWN_APART: Final = ("device", "dtype", "kv_blocks")
-"""Choices with a line of their own."""
+"""Choices with a separate line."""
 
 BOLD, DIM, RED, YELLOW, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
 COLOURS: Final = {"warning": YELLOW, "error": RED, "critical": RED}
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 UNITS: Final = ("KiB", "MiB", "GiB", "TiB")
 NUMBERS: Final = ("pid", "port", "rank")
-"""Fields whose numbers count nothing."""
+"""Fields whose numbers are not counts."""
 
 NOTHING: Final = ("", "nothing", "none")
 
@@ -32,8 +32,8 @@ Event = Mapping[str, Any]
 
 
 class Console:
-    """A processor of structlog that renders events. ``width``: columns of the terminal, asked anew for each event; None
-    is not wrapped."""
+    """A processor of structlog that renders events. ``width``: columns of the terminal, read for each event; None: no
+    wrapping."""
 
     def __init__(self, width: Callable[[], int | None], *, colours: bool) -> None:
         self._width = width
@@ -43,7 +43,7 @@ class Console:
         self._serves = False
 
     def __call__(self, logger: object, method: str, event: Event) -> str:
-        """The lines of an event. Raises `DropEvent` where the screen will show it."""
+        """The lines of an event. Raises `DropEvent` if the screen will show it."""
         name, level = event["event"], event["level"]
         if level == "info" and name in HELD and not self._serves:
             return self._hold(name, event)
@@ -65,7 +65,7 @@ class Console:
         return self._paint(DIM, f"listening on {event['target']}, loading the model ...")
 
     def _screen(self, event: Event) -> str:
-        """What serves, where, how, and what to type next."""
+        """The screen: what is served, where, how, and the next commands to type."""
         width = self._width()
         serving, plan, listening = (self._facts.get(name, {}) for name in ("serving", "memory_planned", "listening"))
         split = [(*choice.partition("=")[::2], reason) for choice, reason in self._choices.items()]
@@ -91,7 +91,7 @@ class Console:
         return "\n".join([*lines, ""])
 
     def _refusal(self, event: Event) -> str:
-        """The error alone, which says what is wrong and mostly what to do."""
+        """The error alone, which says what is wrong and usually what to do."""
         return "\n".join(wrap(f"ferrum-rpc serve: {event['error']}", self._width()))
 
     def _lines(self, event: Event) -> str:

@@ -1,10 +1,9 @@
-"""structlog for the programs: for people (`console`) on a terminal, one JSON object a line otherwise. Called once, by a
-program.
+"""structlog for the programs: readable on a terminal (`console`), otherwise one JSON object per line. Configured once,
+by a program.
 
-A log line is never a reason to stop, or to wait. Lines are written by a thread of its own, because a reader that stalls
-would otherwise hang the event loop as soon as its pipe is full; what does not fit into `HELD_CHARACTERS` meanwhile is
-dropped, counted, and reported when the reader goes on. Tracebacks have no values of local variables: prompts are among
-them.
+Logging never stops or blocks the program. A separate thread writes the lines, because a slow reader would otherwise
+hang the event loop as soon as its pipe is full. Lines beyond `HELD_CHARACTERS` are dropped, counted, and reported when
+the reader continues. Tracebacks omit the values of local variables, which include prompts.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from ferrum_rpc.console import Console
 from ferrum_rpc.terminal import colours, columns
 
 HELD_CHARACTERS: Final = 1 << 20
-"""Of lines that wait for the reader."""
+"""Maximum characters of lines that wait for the reader."""
 
 FLUSH_S: Final = 1.0
-"""Seconds that the end of the program waits for the reader."""
+"""Seconds for which the end of the program waits for the reader."""
 
 
 class LineWriter:
-    """Writes lines to a descriptor and never waits. ``resumed(lines)`` is called, by the writer's thread, when lines
-    were dropped and the reader has caught up. A reader that is gone is no error."""
+    """Writes lines to a descriptor and never waits. The writer's thread calls ``resumed(lines)`` when lines were
+    dropped and the reader has caught up. A closed descriptor is not an error."""
 
     def __init__(self, descriptor: int, resumed: Callable[[int], object]) -> None:
         self.dropped = 0
@@ -47,7 +46,7 @@ class LineWriter:
         threading.Thread(target=self._run, name="ferrum-log", daemon=True).start()
 
     def write(self, line: str) -> int:
-        """Have a line written, or dropped where too much waits."""
+        """Queue a line, or drop it if too much waits."""
         with self._changed:
             if self._size + len(line) > HELD_CHARACTERS:
                 self.dropped += 1
@@ -58,10 +57,10 @@ class LineWriter:
         return len(line)
 
     def flush(self) -> None:
-        """Nothing: the thread writes as fast as it can."""
+        """Does nothing: the thread writes as fast as it can."""
 
     def drain(self, timeout_s: float = FLUSH_S) -> bool:
-        """Wait until all is written and reported, but no longer than that. Whether it is."""
+        """Wait until everything is written and reported, at most ``timeout_s``. Returns whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._size and self._reported == self.dropped, timeout_s)
 
@@ -91,12 +90,12 @@ _writers: Final[list[LineWriter]] = []
 
 
 def lines_dropped() -> int:
-    """Log lines that the reader was too slow for, since the start."""
+    """The number of log lines dropped since the start, because the reader was too slow."""
     return sum(writer.dropped for writer in _writers)
 
 
 def drain(timeout_s: float = FLUSH_S) -> None:
-    """Wait until what was logged is written, but no longer than that: the process is about to end on the spot."""
+    """Wait until the log is written, at most ``timeout_s``, because the process is about to end."""
     for writer in _writers:
         writer.drain(timeout_s)
 

@@ -1,31 +1,32 @@
-"""What a program decides for its process before it imports torch and gRPC: who polls, who spins, which event loop runs,
-what memory is kept. For programs only: a library must not decide it. What the user has set stays.
+"""Process settings that a program makes before it imports torch and gRPC: polling of sockets, spinning of threads, the
+event loop, kept memory. They are for programs only: a library must not make them. Settings of the user take precedence.
 
-OpenMP: libgomp's own default spins for milliseconds. A spinning thread takes the core that the event loop, or any
-other, needs, and then the thread that it waits for: with a second busy process a decode step of 30 ms took 230 to 500.
-Asleep at once, a step of 200 pieces pays for 200 wake-ups: 48 ms instead of 27. `SPINS` is a little more than what lies
-between two pieces of a step, and about what a wake-up costs.
+OpenMP: libgomp spins for milliseconds by default. A spinning thread takes the core that the event loop, or another
+thread, needs, and then the thread that it waits for: with a second busy process a decode step of 30 ms took 230 to 500.
+If threads sleep at once, a step of 200 sections pays for 200 wake-ups: 48 ms instead of 27. `SPINS` is a little more
+than the time between two sections of a step, and about the cost of a wake-up.
 
-Sockets: gRPC's event engine hands every read and write to threads of its own, which hand what came to the thread that
-waits for completions, which wakes the event loop: four wake-ups of which two do no work. gRPC still has the polling
-that came before, where the waiting thread reads by itself. One step of a session then takes 6.5 switches between
-threads in the server instead of 11.3, and 4.6 instead of 9.1 in its caller (grpcio 1.85). Both ways are behind the same
-switches in every version that this package takes; one that had dropped them would say so in a line on stderr and go on.
+Sockets: gRPC's event engine passes every read and write to threads of its own, which pass what arrived to the thread
+that waits for completions, which wakes the event loop: four wake-ups, two of which do no work. gRPC still has its
+previous polling, in which the waiting thread reads by itself. One step of a session then takes 6.5 thread switches in
+the server instead of 11.3, and 4.6 instead of 9.1 in its caller (grpcio 1.85). The same switches select it in every
+version that this package supports; a version without them would report that on stderr and continue.
 
 Event loop: a call of grpc.aio takes several turns of the loop, and its completion queue wakes it through a socket each
-time. uvloop's turn costs about half: a flood of reset streams, which is little else, takes 70 us a stream, not 140.
+time. A turn of uvloop costs about half: a flood of reset streams, which is little else, takes 70 us per stream, not
+140.
 
-Memory: glibc gives a large block back to the system when it is freed, and the heap's end too. The rows of the next
-answer are then new pages, at a page fault each. An answer of eight float32 rows of a 152k vocabulary took 22 ms that
-way, and 8 ms with 128 MiB kept (identity model, two busy cores); intermediate tensors are blocks of such sizes too.
-Less is kept now, so that a promise on memory holds: what 32 MiB gain has not been measured apart. What lies free below
-blocks in use glibc never gives back by itself: a burst of 64 MiB left 42 of them resident. So it is asked to, once a
-second. That takes 0.13 ms where there is little to give, and such answers take no longer for it.
+Memory: glibc returns a large block to the system when it is freed, and the heap's end too. The rows of the next answer
+are then new pages, with a page fault each. An answer of eight float32 rows of a 152k vocabulary took 22 ms that way,
+and 8 ms with 128 MiB kept (identity model, two busy cores); intermediate tensors are blocks of such sizes too. Less is
+kept now, because of a promise on memory; the gain of 32 MiB has not been measured separately. glibc never returns free
+memory below blocks in use by itself: after a burst of 64 MiB, 42 of them stayed resident. So it is asked to once a
+second. That takes 0.13 ms if there is little to return, and does not slow such answers down.
 
-Products: oneDNN, which computes what the kernels of this package do not (float32, models on the `hf` backend), keeps
-code for each shape that it met, 1,024 by its own choice. A prompt of a new length is several shapes: prompts of 175
-lengths left 500 MB (hf, bfloat16, 4 layers), and leave 300 with `PRIMITIVES`, in no more time. Decode steps of up to 32
-sequences stay within them.
+Products: oneDNN, which computes what the kernels of this package do not (float32, models on the `hf` backend), caches
+code for each shape, 1,024 by default. A prompt of a new length is several shapes: prompts of 175 lengths left 500 MB
+(hf, bfloat16, 4 layers), and leave 300 with `PRIMITIVES`, in the same time. Decode steps of up to 32 sequences stay
+within them.
 """
 
 from __future__ import annotations
@@ -44,30 +45,30 @@ from ferrum_rpc.usage import ConfigError
 
 SPIN_VARIABLE: Final = "GOMP_SPINCOUNT"
 SPINS: Final = 4000
-"""Rounds of libgomp's loop, some 15 ns each."""
+"""Rounds of libgomp's spin loop, some 15 ns each."""
 
 WAIT_VARIABLES: Final = ("OMP_WAIT_POLICY", SPIN_VARIABLE)
-"""Each of them decides how OpenMP's threads wait."""
+"""Variables of which each decides how OpenMP's threads wait."""
 
 POLLING_VARIABLE: Final = "GRPC_EXPERIMENTS"
 POLL_DIRECTLY: Final = "-event_engine_client,-event_engine_listener,-event_engine_callback_cq"
 VERBOSITY: Final = "GRPC_VERBOSITY"
 TORCH_VERBOSITY: Final = "TORCH_CPP_LOG_LEVEL"
-"""Its warnings while ranks look for each other are stack traces."""
+"""Its warnings while ranks wait for each other are stack traces."""
 
 PRIMITIVES_VARIABLE: Final = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 PRIMITIVES: Final = 256
 
 KEPT_BYTES: Final = 32 << 20
-"""Free bytes at the heap's end that are kept: what this may cost."""
+"""Free bytes at the heap's end that are kept: the maximum cost."""
 
 LARGEST_BYTES: Final = 32 << 20
-"""Larger blocks go back to the system as before: glibc takes no higher limit."""
+"""Larger blocks are returned to the system as before: glibc accepts no higher limit."""
 
 GIVEN_BACK_EVERY_S: Final = 1.0
 
 MALLOC_VARIABLES: Final = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
-"""glibc's own: each of them decides what is kept."""
+"""glibc's own variables, of which each decides what is kept."""
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3  # both from glibc's malloc.h
@@ -76,9 +77,8 @@ UVLOOP: Final = "uvloop"
 
 
 def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables of this process and of those that it starts. To be called before torch and gRPC are imported:
-    they read them once. gRPC's C core then writes no lines, which would stand between ours, one JSON object each, and
-    torch's only what is an error there."""
+    """Set the variables of this process and its children. Call it before torch and gRPC are imported, because they read
+    them once. gRPC's C core then writes no lines, which would mix with our JSON lines, and torch's only errors."""
     environment.setdefault(POLLING_VARIABLE, POLL_DIRECTLY)
     environment.setdefault(VERBOSITY, "NONE")
     environment.setdefault(TORCH_VERBOSITY, "ERROR")
@@ -88,7 +88,7 @@ def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def openmp_waits(environment: Mapping[str, str] = os.environ) -> str:
-    """How OpenMP's threads wait in this process, for a record."""
+    """How OpenMP's threads wait in this process, for records."""
     found = [f"{name}={environment[name]}" for name in WAIT_VARIABLES if name in environment]
     return ", ".join(found) or "libgomp's default"
 
@@ -102,7 +102,7 @@ def polled(environment: Mapping[str, str] = os.environ) -> str:
 
 
 class Loop(NamedTuple):
-    """An event loop that was chosen, and why."""
+    """A selected event loop, and the reason."""
 
     name: str
     reason: str
@@ -110,7 +110,7 @@ class Loop(NamedTuple):
 
 
 def choose_loop(choice: Literal["auto", "asyncio", "uvloop"]) -> Loop:
-    """Raises `ConfigError` where uvloop is asked for and not there."""
+    """Select the event loop. Raises `ConfigError` if uvloop is requested but missing."""
     there = importlib.util.find_spec(UVLOOP) is not None
     if choice == UVLOOP and not there:
         raise ConfigError(f"event_loop: uvloop is not installed; use auto, or {install(UVLOOP)}")
@@ -122,7 +122,7 @@ def choose_loop(choice: Literal["auto", "asyncio", "uvloop"]) -> Loop:
 
 
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> str:
-    """For the life of the process. Returns what was done, for the log."""
+    """Keep freed memory, for the life of the process. Returns what was done, for the log."""
     for name in MALLOC_VARIABLES:
         if name in environment:
             return f"as {name} says"

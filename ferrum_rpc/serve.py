@@ -37,7 +37,7 @@ from ferrum_rpc.usage import TOKEN_VARIABLE
 log = structlog.get_logger("ferrum_rpc.serve")
 
 SECOND_SIGNAL_S = 0.2
-"""What a second signal waits for the log's reader before it ends the process."""
+"""Seconds for which a second signal waits for the log's reader before it ends the process."""
 
 
 def serve(settings: ServeSettings) -> int:
@@ -66,7 +66,7 @@ def serve(settings: ServeSettings) -> int:
 
 
 def _action(error: Exception) -> str:
-    """What to do about what cannot be served."""
+    """The action for an error of the start."""
     if isinstance(error, ExecutorError) and error.field is not None and error.field not in SETTINGS:
         return "mend or fetch again what it names of the model, or serve another; `ferrum-rpc doctor` looks too"
     return "change the setting or free what it names, then start again"
@@ -136,7 +136,7 @@ async def _serve(settings: ServeSettings) -> int:
 
 
 async def warm_up(server: ExecutorServer) -> None:
-    """Run typical shapes. A server that refuses them serves all the same; its first calls are slower."""
+    """Run typical shapes. If they are refused, the server continues; its first calls are slower."""
     try:
         await control.warm_up(server.state)
     except ExecutorError as error:
@@ -145,7 +145,7 @@ async def warm_up(server: ExecutorServer) -> None:
 
 
 def _engine(settings: ServeSettings, failpoints: Failpoints) -> Callable[[], Runner] | Program:
-    """Where the model runs: what builds its runner, here or in a process of its own."""
+    """What runs the model: a function that builds its runner, or a process of its own."""
     if settings.engine == "thread":
         return partial(build, settings.model, failpoints, (settings.max_batch_tokens, settings.max_batch_items))
     if not hasattr(os, "memfd_create"):
@@ -154,7 +154,7 @@ def _engine(settings: ServeSettings, failpoints: Failpoints) -> Callable[[], Run
 
 
 def _security(settings: ServeSettings) -> Security:
-    """The part of the settings that says who may call. Raises `SecurityError`."""
+    """The security settings. Raises `SecurityError`."""
     if settings.tokens is None and TOKEN_VARIABLE in os.environ:
         action = "to ask callers for tokens, name a file of them with --tokens or FERRUM_TOKENS"
         log.warning("token_variable_ignored", variable=TOKEN_VARIABLE, action=action)

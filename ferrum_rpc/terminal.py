@@ -1,4 +1,4 @@
-"""What a program may write where people and programs read: colours, moving lines, and how wide."""
+"""Terminal capabilities: colours, moving lines, width."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Final, TextIO
 
 LEAST_COLUMNS: Final = 40
-"""Narrower terminals break lines by themselves."""
+"""On narrower terminals lines are not wrapped here."""
 
 PROGRAM: Final = "ferrum-rpc"
 
 
 def moves(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a line may be drawn over: on a terminal that knows how."""
+    """Whether a line may be overwritten: on a terminal that supports it."""
     return stream.isatty() and environment.get("TERM") != "dumb"
 
 
 def colours(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether to use colours: where lines may move, unless NO_COLOR is set (https://no-color.org)."""
+    """Whether to use colours: if lines may be overwritten, unless NO_COLOR is set (https://no-color.org)."""
     return moves(stream, environment) and not environment.get("NO_COLOR")
 
 
@@ -38,7 +38,8 @@ def columns(stream: TextIO) -> int | None:
 
 
 def wrap(text: str, width: int | None, indent: int = 0) -> list[str]:
-    """The lines of a text, those after the first ``indent`` further right. A word is never cut: paths can be copied."""
+    """The lines of a text; those after the first are indented by ``indent``. Words are never cut, so paths can be
+    copied."""
     if width is None:
         return [text]
     further = " " * indent
@@ -66,7 +67,7 @@ def aligned(rows: Iterable[tuple[str, str]], width: int | None, indent: int = 0)
 
 
 def program(arguments: Sequence[str] = sys.argv) -> str:
-    """How this program is started by hand: by its name where a shell finds that, else as it was started."""
+    """The command that starts this program: its name if a shell finds it, else as it was started."""
     name = arguments[0] if arguments else ""
     if Path(name).name != PROGRAM:
         return PROGRAM

@@ -1,9 +1,9 @@
-"""Ranks anywhere, by TCP: torch.distributed's gloo.
+"""A group of ranks on any machines, by TCP: torch.distributed's gloo.
 
-A group is an object of its own and no process has "the" group, so that tensor and pipeline parallel ones stand beside
-each other. What gloo sums, it sums in an order and in a precision of its own; here parts are gathered and summed as in
-shared memory, to the same bits. That is one way for all sizes: with two ranks it also moves less than a sum in float32
-would (bfloat16 rows of a decode step), with eight at most twice as much.
+A group is an object of its own, and a process has no default group, so tensor-parallel and pipeline-parallel groups can
+coexist. gloo's own all-reduce uses its own order and precision. Here parts are gathered and summed as with shared
+memory, to the same bits. This is one implementation for all sizes: with two ranks it also moves less than a sum in
+float32 would (bfloat16 rows of a decode step), with eight at most twice as much.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from ferrum_rpc.distributed.group import GroupAborted, as_bytes, check_other, su
 
 LOOPBACK: Final = "127.0.0.1"
 TIMEOUT: Final = timedelta(minutes=1)
-"""How long a call waits for the others where nobody gives the group up."""
+"""Timeout of a call if nobody aborts the group."""
 
 UNDER_WAY: Final = 8
-"""Messages that may be sent before the first of them is received."""
+"""Maximum number of sent messages that are not received yet."""
 
 _GLOO: Final[Any] = ProcessGroupGloo
-"""Its type as torch declares it lacks what it has."""
+"""torch's type declarations lack some of its attributes."""
 
 _MESSAGE, _NOTHING = 0, 1
 """Tags. A message of the second is never sent."""
 
 
 class GlooGroup:
-    """A `Group` of all that make one with the same ``store``. ``host``: this rank's name or address, by which others
-    reach it. Raises `GroupAborted` where they do not come."""
+    """A `Group` of all ranks that create one with the same ``store``. ``host``: this rank's name or address, by which
+    others reach it. Raises `GroupAborted` if they do not join."""
 
     def __init__(
         self, store: Store, rank: int, size: int, *, host: str = LOOPBACK, timeout: timedelta = TIMEOUT
@@ -67,7 +67,7 @@ class GlooGroup:
         return parts
 
     def send(self, rows: Tensor, to: int) -> None:
-        """As `Group.send`. gloo's own waits until the other rank receives; here a copy waits instead."""
+        """As `Group.send`. gloo's own send waits until the other rank receives; here a copy waits instead."""
         check_other(self, to)
         group = self._open()
         if not rows.numel():
@@ -85,11 +85,11 @@ class GlooGroup:
             self._do(lambda: group.recv([as_bytes(rows)], source, _MESSAGE).wait())
 
     def check(self) -> None:
-        """As `Group.check`: nothing is late here."""
+        """As `Group.check`: calls are never asynchronous here."""
 
     def abort(self) -> None:
-        """As `Group.abort`: closes this rank's connections, which those who wait for it notice. A rank that waits in
-        `renew` learns of it when the others are there, or do not come."""
+        """As `Group.abort`: closes this rank's connections, which waiting peers notice. A rank that waits in `renew`
+        notices it when the others have joined, or do not."""
         self._given_up = True
         self._end("this rank aborted the group")
 
@@ -112,7 +112,7 @@ class GlooGroup:
             raise GroupAborted(self._reason)
 
     def close(self) -> None:
-        """As `Group.close`. What was sent is received first, unless the group was given up."""
+        """As `Group.close`. Sent messages are received first, unless the group was aborted."""
         with suppress(GroupAborted):
             while self._sent:
                 self._do(self._sent.popleft()[0].wait)
@@ -125,7 +125,7 @@ class GlooGroup:
         return group
 
     def _do(self, call: Callable[[], object]) -> None:
-        """A call that gloo fails where a connection is closed, by this rank or by a peer's end."""
+        """A call that gloo fails if a connection is closed, by this rank or by the end of a peer."""
         try:
             call()
         except RuntimeError as error:
@@ -133,7 +133,7 @@ class GlooGroup:
             raise GroupAborted(self._reason) from error
 
     def _end(self, reason: str) -> None:
-        """Close the connections, so that gloo lets go. It does so where a call takes too long, and only then."""
+        """Close the connections, so that gloo returns: it does so only when a call takes too long."""
         with self._changing:
             group, self._gloo = self._gloo, None
             if group is None:

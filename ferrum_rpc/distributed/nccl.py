@@ -1,8 +1,8 @@
-"""Ranks on GPUs of their own, by NCCL: what they say is queued on the device, and can be recorded in a CUDA graph.
+"""A group of ranks with a GPU each, by NCCL: collectives are queued on the device, and can be captured in a CUDA graph.
 
-As with gloo a group is an object of its own. What waits here waits on the device, and a rank that is gone is waited for
-without end: whoever watches the ranks gives the group up. Then what was queued ends, having done anything or nothing,
-so the host asks `check` once it has waited for the device. No GPU has run this file.
+As with gloo a group is an object of its own. NCCL waits on the device, without a limit if a rank is gone: whoever
+monitors the ranks must abort the group. Then queued calls end with undefined results, so the host calls `check` after
+it has waited for the device. Untested on a GPU.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 from ferrum_rpc.distributed.group import GroupAborted, as_bytes, check_other, check_rows
 
 c10d: Final[Any] = distributed_c10d
-"""Its types as torch declares them lack what they have."""
+"""torch's type declarations lack some of its attributes."""
 
 CUDA: Final = "cuda"
 TIMEOUT: Final = timedelta(minutes=2)
-"""How long ranks wait for each other where the group is made."""
+"""Timeout for creating the group."""
 
 WATCHED_HERE: Final = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -33,21 +33,21 @@ WATCHED_HERE: Final = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-"""torch has threads of its own that watch NCCL, and end the process where something fails or takes long. Here a rank's
-end is noticed otherwise, and callers are answered first."""
+"""torch has threads of its own that monitor NCCL, and end the process if something fails or takes long. Here the end of
+a rank is detected otherwise, and callers are answered first."""
 
 _MESSAGE: Final = 0
-"""Of the tags, which NCCL does not know."""
+"""The store's key for tags, which NCCL does not have."""
 
 
 def available() -> str | None:
-    """Why this torch has no NCCL; None where it has."""
+    """The reason why this torch has no NCCL, or None."""
     return None if c10d.is_nccl_available() else "this torch has no NCCL"
 
 
 class NcclGroup:
-    """A `Group` of all that make one with the same ``store``, each on a ``device`` of its own. Raises `GroupAborted`
-    where they do not come."""
+    """A `Group` of all ranks that create one with the same ``store``, each on a ``device`` of its own. Raises
+    `GroupAborted` if they do not join."""
 
     def __init__(
         self, store: Store, rank: int, size: int, device: torch.device, *, timeout: timedelta = TIMEOUT
@@ -63,7 +63,7 @@ class NcclGroup:
         self.renew(0)
 
     def all_reduce(self, rows: Tensor) -> None:
-        """As `Group.all_reduce`: in an order of NCCL's own."""
+        """As `Group.all_reduce`, in NCCL's own order."""
         check_rows(rows, CUDA)
         if rows.numel():
             options = c10d.AllreduceOptions()
@@ -101,12 +101,12 @@ class NcclGroup:
         self._open()
 
     def abort(self) -> None:
-        """As `Group.abort`: of this rank; the others are told otherwise."""
+        """As `Group.abort`, for this rank; the others must be notified otherwise."""
         self._end("this rank aborted the group")
 
     def renew(self, epoch: int) -> None:
-        """As `Group.renew`; waits for the others. Graphs that were recorded with the group must be gone: NCCL's end
-        waits for them."""
+        """As `Group.renew`; waits for the others. Graphs that were captured with the group must be gone: the end of
+        NCCL's group waits for them."""
         self._end("the group is being renewed")
         while self._ends:
             self._ends.pop().join(self._timeout.total_seconds())
@@ -135,7 +135,7 @@ class NcclGroup:
         return group
 
     def _do(self, call: Callable[[Any], Any]) -> None:
-        """Queue what ``call`` does behind what is queued already. Raises where NCCL knows at once that it fails."""
+        """Queue ``call`` on the stream. Raises if NCCL detects a failure at once."""
         group = self._open()
         try:
             if (work := call(group)) is not None:
@@ -147,8 +147,8 @@ class NcclGroup:
             raise GroupAborted(self._reason) from error
 
     def _end(self, reason: str) -> None:
-        """Have NCCL let go of the device. It does so at once, but its call may return only when graphs are gone, so
-        that nobody here waits for it."""
+        """Make NCCL release the device. It does so at once, but its call may return only when graphs are gone, so
+        nothing waits for it here."""
         with self._changing:
             group, self._nccl = self._nccl, None
             if group is None:

@@ -1,6 +1,7 @@
-"""Ranks on GPUs without NCCL: their rows pass through the host's memory, to a group there and back.
+"""A group of ranks on GPUs without NCCL: rows pass through host memory to a group there and back.
 
-For two ranks that share one GPU, which NCCL refuses, and as what NCCL is compared with. Each call waits for the device.
+It serves two ranks that share one GPU, which NCCL refuses, and as the reference for NCCL. Each call waits for the
+device.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from ferrum_rpc.distributed.group import Group
 
 
 class StagedGroup:
-    """A `Group` whose tensors lie on ``device``; ``host`` is one on the CPU that carries them."""
+    """A `Group` whose tensors are on ``device``; the group ``host`` on the CPU transports them."""
 
     def __init__(self, host: Group, device: torch.device) -> None:
         self.host = host

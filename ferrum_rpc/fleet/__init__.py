@@ -1,5 +1,5 @@
 """`ferrum-rpc fleet`: executors on a Ray cluster.
 
-Ray finds the room, keeps it, and starts again what died with its node. Everything else is the executor's own: what runs
-is `ferrum-rpc serve`, a child of an actor that only watches it. Nobody here looks at a model or at a call.
+Ray finds and reserves resources, and restarts what died with its node. Everything else is the executor's own: the
+program is `ferrum-rpc serve`, a child of an actor that only watches it. This package handles neither models nor calls.
 """

@@ -1,10 +1,10 @@
-"""What `ferrum-rpc fleet` does on a Ray cluster.
+"""The commands of `ferrum-rpc fleet` on a Ray cluster.
 
-Each executor has a placement group, which keeps its room while it starts again, and an actor of the same name in it.
+Each executor has a placement group, which keeps its resources while it restarts, and an actor of the same name in it.
 Both are detached: they outlive the command, and a later one finds them by their names in the fleet's namespace.
 
-An actor whose node was killed may answer once more with what it knew. So a target counts only while somebody listens
-there; and whoever listens says which instance it is, which handles of another one do not pass.
+An actor whose node was killed may answer once more with what it knew. So a target counts only while its port accepts
+connections; the executor there reports its instance, and refuses handles of another one.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from ferrum_rpc.fleet.targets import Report, listening, publish
 
 PREFIX: Final = "executor-"
 ANSWER_S: Final = 2.0
-"""What a living actor needs to answer at most; one whose executor loads, drains or waits for room does not."""
+"""Maximum response time of a live actor; one whose executor loads, drains or waits for resources does not answer."""
 
 LOOK_EVERY_S: Final = 1.0
 RETRY_S: Final = 5.0
-"""Between two starts of an executor that served once and now does not start."""
+"""Seconds between two starts of an executor that served once and now does not start."""
 
 
 class Executor:
-    """The actor: starts an executor, and says where it listens."""
+    """The actor: starts an executor, and reports where it listens."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
-        """Raises `DidNotServeError` in its first life, after which Ray starts it no more: the settings are wrong. Later
-        the same may be bad luck, such as memory that is not free yet."""
+        """Raises `DidNotServeError` in its first life, after which Ray does not restart it: the settings are wrong.
+        Later the same failure may be temporary, such as memory that is not free yet."""
         self._node = ray.util.get_node_ip_address()
         listen = ("--host", self._node, "--port", "0")
         self._process = ServeProcess([*arguments, *listen], environment, lambda: os._exit(1), folder=folder)
@@ -55,7 +55,7 @@ class Executor:
             os._exit(1)
 
     def report(self) -> Report:
-        """Where it serves, and as which instance."""
+        """The target and instance of the executor."""
         return {"target": self._process.target, "instance_id": self._process.instance_id, "node": self._node}
 
     def stop(self) -> int:
@@ -65,7 +65,7 @@ class Executor:
 
 @contextmanager
 def connected(options: argparse.Namespace) -> Iterator[None]:
-    """In the fleet's namespace of the cluster."""
+    """Options of actors in the fleet's namespace of the cluster."""
     try:
         ray.init(options.address, namespace=options.name, log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
@@ -78,7 +78,7 @@ def connected(options: argparse.Namespace) -> Iterator[None]:
 
 
 def _end(number: int, frame: object) -> NoReturn:
-    """In place of Ray's own handler, which prints a native stack as of a crash. Raised in a wait of Ray's, it
+    """A handler in place of Ray's own, which prints a native stack as for a crash. Raised in a wait of Ray's, it
     becomes status 1."""
     sys.exit(128 + number)
 
@@ -109,7 +109,7 @@ def up(options: argparse.Namespace) -> int:
 
 
 def _wait(timeout_s: float) -> int:
-    """Until every executor has said where it serves."""
+    """Wait until every executor has reported where it serves."""
     failed = 0
     waiting = {ray.get_actor(name).report.remote(): name for name in names()}
     end = time.monotonic() + timeout_s
@@ -130,7 +130,7 @@ def _wait(timeout_s: float) -> int:
 
 
 def down(options: argparse.Namespace) -> int:
-    """Drain all that serve, then end all. Exit status 1 where a drain took longer than ``options.timeout``."""
+    """Drain all serving executors, then end all. Exit status 1 if a drain took longer than ``options.timeout``."""
     with connected(options):
         serving = [name for name, report in reports().items() if report]
         drains = [ray.get_actor(name).stop.remote() for name in serving]
@@ -141,7 +141,7 @@ def down(options: argparse.Namespace) -> int:
 
 
 def status(options: argparse.Namespace) -> int:
-    """One line for each executor. Exit status 1 where one does not serve, or there is none."""
+    """Print one line per executor. Exit status 1 if one does not serve, or there is none."""
     with connected(options):
         found = reports()
         there = listening(found)
@@ -158,8 +158,8 @@ def status(options: argparse.Namespace) -> int:
 
 
 def targets(options: argparse.Namespace) -> int:
-    """Keep ``options.file`` until a signal: the targets where somebody listens, one a line. SIGTERM is the way to end
-    it: exit status 0."""
+    """Maintain ``options.file`` until a signal: the targets that accept connections, one per line. SIGTERM ends it with
+    exit status 0."""
     stopping = threading.Event()
     known: dict[str, Report] = {}
     asked: dict[str, Any] = {}
@@ -194,7 +194,7 @@ def _told(known: dict[str, Report], asked: dict[str, Any]) -> dict[str, Report]:
 
 
 def names() -> list[str]:
-    """The executors of this fleet, in their order."""
+    """The executors of this fleet, in order."""
     found = [name for name in ray.util.list_named_actors() if name.startswith(PREFIX)]
     return sorted(found, key=lambda name: int(name.removeprefix(PREFIX)))
 
@@ -213,7 +213,7 @@ def reports() -> dict[str, Report]:
 
 
 def _remove(name: str) -> None:
-    """An executor, and the room that was kept for it."""
+    """An executor, and the resources reserved for it."""
     with suppress(ValueError):  # it is gone already
         ray.kill(ray.get_actor(name))
     with suppress(ValueError):
