@@ -15,7 +15,7 @@ from typing import Any
 from ferrum_rpc.client import LIVENESS, ExecutorClient, ExecutorState, Health, read_token, tls
 from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.errors import Draining, InvalidRequest, TransportError
-from ferrum_rpc.terminal import columns, hanging
+from ferrum_rpc.terminal import columns, hanging, table
 
 LOOK_EVERY_S = 0.2
 
@@ -231,12 +231,10 @@ def _lines(value: dict[str, Any], width: int | None, indent: str = "") -> list[s
 
 def _table(rows: list[dict[str, Any]], width: int | None, indent: str = "") -> list[str]:
     """Facts of many alike, one of them a line below their names; where that is wider than ``width``, each by itself."""
-    cells = [list(rows[0]), *([_cell(each) for each in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    if width is not None and len(indent) + sum(widths) + 2 * (len(widths) - 1) > width:
+    lines = table([list(rows[0]), *([_cell(each) for each in row.values()] for row in rows)])
+    if width is not None and len(indent) + max(map(len, lines)) > width:
         return [line for row in rows for line in ("", *_lines(row, width, indent))][1:]
-    aligned = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
-    return [f"{indent}{line}".rstrip() for line in aligned]
+    return [f"{indent}{line}" for line in lines]
 
 
 def _cell(value: Any) -> str:

@@ -66,6 +66,18 @@ def aligned(rows: Iterable[tuple[str, str]], width: int | None, indent: int = 0)
     return [line for name, text in listed for line in hanging(f"{' ' * indent}{name:<{size}}  ", text, width)]
 
 
+def table(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
+    """Cells in columns, a line each row. ``numbers``: all but the first column are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if numbers and at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def program(arguments: Sequence[str] = sys.argv) -> str:
     """The command that starts this program: its name if a shell finds it, else as it was started."""
     name = arguments[0] if arguments else ""

@@ -14,7 +14,7 @@ from typing import Any, Final, TextIO
 
 from ferrum_rpc.bench.options import Workload
 from ferrum_rpc.bench.stats import Stats
-from ferrum_rpc.terminal import moves
+from ferrum_rpc.terminal import moves, table
 
 REFRESH_S: Final = 0.2
 BAR: Final = 24
@@ -77,7 +77,7 @@ def progress_line(workload: Workload, stats: Stats, now: float) -> str:
 
 def show(report: dict[str, Any], out: TextIO) -> None:
     """Write a report's tables and notes."""
-    tables = [aligned(table) for table in (figures(report), times(report)) if table]
+    tables = ["\n".join(table(rows, numbers=len(rows[0]) > 3)) for rows in (figures(report), times(report)) if rows]
     out.write("\n\n".join([_heading(report), *tables, "\n".join(report["notes"])]) + "\n")
 
 
@@ -113,19 +113,6 @@ def times(report: dict[str, Any]) -> Table:
         if report["milliseconds"][name]
     ]
     return [("milliseconds", *COLUMNS.values()), *rows] if rows else []
-
-
-def aligned(table: Table) -> str:
-    """Columns of text, numbers to the right."""
-    widths = [max(len(row[at]) for row in table) for at in range(len(table[0]))]
-    wide = len(table[0]) > 3
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if wide and at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    )
 
 
 def _heading(report: dict[str, Any]) -> str:
