@@ -5,7 +5,6 @@ It has no port and no settings but those that rank 0 sends. It ends with rank 0,
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -17,9 +16,7 @@ from ferrum_rpc.errors import InvalidRequest
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from ferrum_rpc.engine.ranks.messages import Channel
-
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+    from ferrum_rpc.engine.channel import Channel
 
 
 def follow(*, trusted: bool) -> int:
@@ -53,24 +50,25 @@ def _stop_waiting(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _serve(number: int, line: Channel, store: Store) -> str:
+def _serve(number: int, channel: Channel, store: Store) -> str:
     """The result of `Follower.run`."""
+    from ferrum_rpc.engine.channel import leave_signals
     from ferrum_rpc.engine.ranks.follower import Follower
     from ferrum_rpc.engine.ranks.links import machine
     from ferrum_rpc.runtime import keep_freed_memory
 
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 handles them, and ends this one
-        signal.signal(each, signal.SIG_IGN)
+    leave_signals()
     keep_freed_memory()
-    follower = Follower(line, store)
-    line.send("hello", number, socket.gethostname(), os.getpid(), machine())
+    follower = Follower(channel, number, store)
+    channel.send(("hello", number, socket.gethostname(), os.getpid(), machine()))
     return follower.run()
 
 
 def main() -> int:
     """Of a process that rank 0 has started, with its number and two descriptors."""
-    if sys.platform == "linux":  # before anything that takes long
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    from ferrum_rpc.engine.channel import end_with_parent
+
+    end_with_parent()  # before anything that takes long
     number, *inherited = map(int, sys.argv[1:])
     from ferrum_rpc.engine.ranks.links import accept
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,10 +14,10 @@ from torch.distributed import FileStore, Store
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_shared
 from ferrum_rpc.engine.assembly.choose import choose
+from ferrum_rpc.engine.channel import Channel
 from ferrum_rpc.engine.ranks.follower import Follower
 from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank
 from ferrum_rpc.engine.ranks.links import machine, set_up
-from ferrum_rpc.engine.ranks.messages import Channel
 from ferrum_rpc.engine.ranks.setup import Setup
 
 Stage = Callable[[str], None]
@@ -42,8 +42,8 @@ class World:
     def _assemble(self, settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
         members = []
         for number in range(1, settings.ranks):
-            ours, theirs = multiprocessing.Pipe()
-            follower = Follower(Channel(theirs), FileStore(self._place), self._stages.get(number))
+            ours, theirs = socket.socketpair()
+            follower = Follower(Channel(theirs), number, FileStore(self._place), self._stages.get(number))
             self.followers.append(follower)
             self._threads.append(threading.Thread(target=follower.run, daemon=True))
             self._threads[-1].start()

@@ -1,13 +1,22 @@
-"""Messages between processes of this program, over a socket: a header, and a pickle.
+"""Messages between the processes of one executor: a server and its engine process, rank 0 and the other ranks.
 
-Large columns of rows may lie in memory that both ends share; then the message has their places.
+A message is a pickle behind a header of its length. Both ends are this program: the socket is one of a pair that the
+child inherited, or its ends have shown each other a key. Large columns of rows may lie in memory that both ends share
+(`process.ipc`); then the message has their places.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
+import signal
+import socket
+import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from struct import Struct
 from typing import Any, Final
 
@@ -15,11 +24,26 @@ import numpy as np
 
 from ferrum_rpc.core import RowBlock, RowKind, Rows, SpanResult, StepTiming
 
+READ_BYTES: Final = 64 << 10
+
 INLINE_BYTES: Final = 16 << 10
-"""Larger columns of rows go through the shared memory."""
+"""Larger columns of rows go through the shared memory, where there is one."""
 
 _HEADER: Final = Struct("<II")  # bytes of the pickle, number of places
 _PLACE: Final = Struct("<QQ")  # of a column in the shared memory: where, and its bytes
+_DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
+
+
+def end_with_parent() -> None:
+    """On Linux the kernel kills this process when the one that started it has ended, for whatever reason."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+
+
+def leave_signals() -> None:
+    """Leave the signals that ask for an end to the process at the other end of the channel."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _take_block(block: RowBlock) -> tuple[Any, ...]:
@@ -76,10 +100,14 @@ def dump(message: object, place: Callable[[memoryview], int | None] | None = Non
     return b"".join([_HEADER.pack(len(pickled), len(places)), *places, pickled])
 
 
+def _nothing_placed(at: int, count: int) -> object:
+    raise ValueError("the ends of this channel share no memory")
+
+
 class Messages:
     """Reads messages from pieces of a stream. ``view(where, bytes)`` is a buffer that was placed."""
 
-    def __init__(self, view: Callable[[int, int], object]) -> None:
+    def __init__(self, view: Callable[[int, int], object] = _nothing_placed) -> None:
         self._view = view
         self._data = bytearray()
 
@@ -93,6 +121,45 @@ class Messages:
                 break
             buffers = [self._view(*place) for place in _PLACE.iter_unpack(self._data[_HEADER.size : first])]
             with memoryview(self._data)[first : first + size] as pickled:
-                message = pickle.loads(pickled, buffers=buffers)  # noqa: S301 - by our own server or engine
+                message = pickle.loads(pickled, buffers=buffers)  # noqa: S301 - of our own program, see above
             del self._data[: first + size]
             yield message
+
+
+class Channel:
+    """One end of a socket, for threads that may wait: any of them sends, one receives."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._messages = Messages()
+        self._arrived: deque[Any] = deque()
+        self._sending = threading.Lock()
+
+    def send(self, message: object) -> None:
+        """Raises OSError where the other end is gone."""
+        self.send_dumped(dump(message))
+
+    def send_dumped(self, message: bytes) -> None:
+        """Send what `dump` made. Raises as `send`."""
+        with self._sending:
+            self._socket.sendall(message)
+
+    def receive(self) -> Any:
+        """The next message. Raises EOFError or OSError where the other end is gone, or this one was closed, and
+        TimeoutError where the socket has a timeout."""
+        while not self._arrived:
+            data = self._socket.recv(READ_BYTES)
+            if not data:
+                raise EOFError
+            self._arrived += self._messages.feed(data)
+        return self._arrived.popleft()
+
+    def wait_at_most(self, seconds: float | None) -> None:
+        """What a call may take from now on; None: any time."""
+        self._socket.settimeout(seconds)
+
+    def close(self) -> None:
+        """The other end reads that this one is gone."""
+        with suppress(OSError):  # it is gone already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

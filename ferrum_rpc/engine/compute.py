@@ -136,7 +136,7 @@ class Compute:
             count = output.row_count(tokens, span.start)
             if count:
                 wanted.append(index)
-                kind, first, history, scored, draft, masks = output.kind, end - count, None, None, None, None
+                kind, first, history, scored, draft = output.kind, end - count, None, None, None
                 match kind:
                     case Greedy():  # most of them
                         pass
@@ -144,28 +144,25 @@ class Compute:
                         drafts.append(index)
                         draft = Draft.of(kind, span.tokens)
                         kind = kind.choice
-                        if isinstance(kind, Sample):
-                            history, masks = self._history_and_masks(kind, span, count, tokens_of)
-                    case Sample() if kind.penalised or kind.mask or kind.row_masks:
-                        history, masks = self._history_and_masks(kind, span, count, tokens_of)
+                        if isinstance(kind, Sample) and kind.penalised:
+                            history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens])
+                    case Sample() if kind.penalised:
+                        history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens])
                     case NextToken(following_token=int(following)):
                         scored = np.append(span.tokens[1:], following)[-count:]
                     case NextToken():
                         scored, first = span.tokens[-count:], first - 1
-                requests.append(RowRequest(first, count, kind, span.end - count + 1, history, scored, draft, masks))
+                requests.append(RowRequest(first, count, kind, span.end - count + 1, history, scored, draft))
         return requests, wanted, drafts
 
     def rows(self, hidden: Tensor, requests: Sequence[RowRequest]) -> list[Rows]:
         """What is wanted of ``hidden`` rows, in the order of the requests."""
         argmax = self.model.argmax if self._whole_rows else None
-        return select_rows(hidden, requests, self.model.logits, argmax, self.sampler.made)
+        return select_rows(hidden, requests, self.model.logits, argmax, self.sampler.made, masks=self.masks)
 
-    def _history_and_masks(
-        self, kind: Sample, span: Span, rows: int, tokens_of: Callable[[int], TokenArray]
-    ) -> tuple[TokenArray | None, list[Tensor | None] | None]:
-        """What penalties count, and the words of the masks of the span's rows; None where there are none."""
-        history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens]) if kind.penalised else None
-        return history, self.masks.of(kind, rows) if kind.masks else None
+    def change_masks(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
+        """See `Masks.change`."""
+        self.masks.change(added, dropped)
 
     def forget_graphs(self) -> None:
         """Replay nothing any more that was recorded."""

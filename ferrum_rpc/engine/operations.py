@@ -125,7 +125,7 @@ class TorchRunner(StepRunner):
 
     def change_masks(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
         with self._operation("change of masks", settle=False):
-            self.compute.masks.change(added, dropped)
+            self.compute.change_masks(added, dropped)
 
     def open_adapter(self, number: int, name: str) -> AdapterFacts:
         with self._operation("load of an adapter", settle=False):

@@ -45,6 +45,15 @@ class Masks:
             host = torch.frombuffer(bytearray(words), dtype=torch.int32)
             self._words[each] = to_device(host, self._device)
 
+    def replace(self, masks: Sequence[tuple[bytes, bytes]]) -> None:
+        """Keep ``masks`` (ids and words) and no others."""
+        self._words.clear()
+        self.change(masks, ())
+
+    def all(self) -> list[tuple[bytes, bytes]]:
+        """The ids and words of all that there are. Waits for the device."""
+        return [(each, words.cpu().numpy().tobytes()) for each, words in self._words.items()]
+
     def of(self, kind: Sample, rows: int) -> list[Tensor | None]:
         """The words for each of an item's rows, None for a row without a mask. Raises KeyError for one that is not
         there."""

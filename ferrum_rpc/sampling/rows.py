@@ -38,7 +38,7 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.sampling.accept import Draft, Proposal, verify
 from ferrum_rpc.sampling.draw import PARAMS_DTYPE, Penalty, Sampler
-from ferrum_rpc.sampling.masks import RowMask
+from ferrum_rpc.sampling.masks import Masks, RowMask
 from ferrum_rpc.sampling.samplers import TorchSampler
 from ferrum_rpc.sampling.scores import Columns, Scored, select_tokens, token_columns
 from ferrum_rpc.sampling.transfer import to_device, to_host
@@ -50,8 +50,7 @@ HEAD_ROWS: Final = 256
 class RowRequest(NamedTuple):
     """Rows ``first .. first + rows`` of the step's packed tokens, and what is wanted of them. ``position``: tokens of
     the sequence before the one that the first row chooses. ``history``: those of all rows, where penalties count them.
-    ``scored``: the rows' tokens, where these are given. ``draft``: what a draft was drawn from. ``masks``: the words of
-    each row's mask, where there are any.
+    ``scored``: the rows' tokens, where these are given. ``draft``: what a draft was drawn from.
     """
 
     first: int
@@ -61,12 +60,12 @@ class RowRequest(NamedTuple):
     history: TokenArray | None = None
     scored: TokenArray | None = None
     draft: Draft | None = None
-    masks: Sequence[Tensor | None] | None = None
 
 
 _GREEDY: Final = Greedy()
 
 _TORCH: Final = TorchSampler()
+_NO_MASKS: Final = Masks(torch.device("cpu"))
 _ROWS: Final = {
     Greedy: RowKind.TOKENS,
     Sample: RowKind.TOKENS,
@@ -85,11 +84,14 @@ def select_rows(
     head: Callable[[Tensor], Tensor],
     argmax: Callable[[Tensor], Tensor] | None = None,
     sampler: Sampler = _TORCH,
+    *,
+    masks: Masks = _NO_MASKS,
 ) -> list[Rows]:
     """Answer every request.
 
     ``hidden`` [T, hidden] on the device; ``head`` maps [R, hidden] to float32 logits [R, V], ``argmax`` to the int64
-    arg-max [R] of them, which may spare writing them; ``sampler`` draws, and knows which tokens' logits ``head`` gives.
+    arg-max [R] of them, which may spare writing them; ``sampler`` draws, and knows which tokens' logits ``head`` gives;
+    ``masks`` has those that requests name.
     Returns host rows, one per request; requests of the same kind share a block, in the order of the requests. From a
     GPU their contents are on their way, and there when a `sampling.transfer.Marker` that is made afterwards is passed.
     """
@@ -111,7 +113,7 @@ def select_rows(
             rows = hidden.index_select(0, to_device(_packed(groups[kind], requests), hidden.device))
             parts[kind] = [{"hidden_states": rows.to(_TORCH_DTYPE[kind.dtype])}]
     if of_head:
-        parts |= _reduced(hidden, requests, of_head, head=head, argmax=argmax, sampler=sampler)
+        parts |= _reduced(hidden, requests, of_head, head=head, argmax=argmax, sampler=sampler, masks=masks)
     answers: dict[int, Rows] = {}
     for kind, members in groups.items():
         columns, *others = parts[kind]
@@ -146,6 +148,7 @@ def _reduced(
     head: Callable[[Tensor], Tensor],
     argmax: Callable[[Tensor], Tensor] | None,
     sampler: Sampler,
+    masks: Masks,
 ) -> dict[OutputKind, list[Columns]]:
     """What each kind wants of its rows' logits, slice by slice of the head; ``groups``: the requests of each kind."""
     order = [index for members in groups.values() for index in members]
@@ -158,7 +161,7 @@ def _reduced(
     for kind, members in groups.items():
         if isinstance(kind, Sample):
             keep = kind.logprob or kind.logprobs is not None
-            chosen[kind] = SampledRows([requests[each] for each in members], sampler, keep=keep)
+            chosen[kind] = SampledRows([requests[each] for each in members], sampler, masks, keep=keep)
         elif isinstance(kind, NextToken):
             scored = [each for each in (requests[index].scored for index in members) if each is not None]
             chosen[kind] = Scored.of(scored, hidden.device)
@@ -212,19 +215,22 @@ class SampledRows:
 
     __slots__ = ("_bias", "_keep", "_masks", "_params", "_penalties", "_proposals", "_sampler")
 
-    def __init__(self, requests: Iterable[RowRequest], sampler: Sampler, *, keep: bool) -> None:
+    def __init__(
+        self, requests: Iterable[RowRequest], sampler: Sampler, masks: Masks = _NO_MASKS, *, keep: bool
+    ) -> None:
         rows: list[tuple[int | float, ...]] = []
         self._bias: list[tuple[int, int, float]] = []  # row, token, what is added
         self._penalties: list[Penalty] = []
         self._proposals: list[tuple[int, Proposal]] = []  # with their rows
         self._masks: list[RowMask] = []
-        for _, count, kind, position, history, _, draft, masks in requests:
+        for _, count, kind, position, history, _, draft in requests:
             assert isinstance(kind, Sample)  # noqa: S101 - the callers looked
             seed = random.getrandbits(64) if kind.seed is None else kind.seed
             if draft is not None:
                 self._proposals += enumerate(draft.proposals(), len(rows))
-            if masks is not None:
-                self._masks += [RowMask(row, each) for row, each in enumerate(masks, len(rows)) if each is not None]
+            if kind.mask or kind.row_masks:
+                words = masks.of(kind, count)
+                self._masks += [RowMask(row, each) for row, each in enumerate(words, len(rows)) if each is not None]
             for row in range(count):
                 if kind.bias:
                     self._bias += [(len(rows), token, value) for token, value in kind.bias]

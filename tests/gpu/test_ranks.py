@@ -196,7 +196,7 @@ def test_tokens_are_those_of_one_rank_and_a_failed_step_leaves_no_trace(
         assert texts_of(runner, 24) == expected
         assert isinstance(runner.compute, RankedCompute)
         before = runner.kv.state()
-        runner.compute._ranks.tell("fail")  # which the other rank does not know
+        runner.compute._ranks.send("fail")  # which the other rank does not know
         with pytest.raises(StepFailed):
             texts_of(runner, 1, first=10)
         runner.check()

@@ -204,7 +204,7 @@ def test_ranks_that_talk_as_by_nccl(
         failing = False
         world.runner.check()
         assert texts_of(world.runner, 5, first=20) == expected
-        kinds = {type(group) for follower in world.followers for group in follower._groups.each()}  # type: ignore[union-attr]
+        kinds = {type(group) for follower in world.followers for group in follower.groups.each()}  # type: ignore[union-attr]
     assert kinds == ({NcclGroup, GlooGroup} if cut[0] > 1 else {NcclGroup})
 
 
@@ -216,7 +216,7 @@ def test_what_a_device_did_after_its_group_was_given_up_counts_for_nothing(
     expected = texts_of(build_runner(settings_of(checkpoint)), 5)
     with closing(World(settings_of(checkpoint, cut))) as world:
         assert texts_of(world.runner, 3) == [text[:-2] for text in expected]
-        groups = [world.runner.compute._ranks.groups, world.followers[0]._groups]  # type: ignore[attr-defined]
+        groups = [world.runner.compute._ranks.groups, world.followers[0].groups]  # type: ignore[attr-defined]
 
         def check() -> None:
             groups[victim].abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,11 +82,15 @@ def by_transformers(row, allowed, sample, history):
 def drawn(row, count, sample, allowed, sampler, *, history=None):
     """``count`` draws from one row, at as many positions, through what a step runs."""
     kind = Sample(**{name: getattr(sample, name) for name in sample.__dataclass_fields__} | {"mask": b"m" * 32})
-    requests = [RowRequest(each, 1, kind, each, history, masks=[words_of(allowed)]) for each in range(count)]
+    masks = Masks(torch.device("cpu"))
+    masks.change([(b"m" * 32, pack_mask(allowed))], [])
+    requests = [RowRequest(each, 1, kind, each, history) for each in range(count)]
     if history is not None:  # positions are what the history is cut at
         requests = [each._replace(position=len(history)) for each in requests]
     hidden = torch.zeros(count, 1)
-    found = select_rows(hidden, requests, lambda hidden: row.expand(len(hidden), -1).clone(), None, sampler)
+    found = select_rows(
+        hidden, requests, lambda hidden: row.expand(len(hidden), -1).clone(), None, sampler, masks=masks
+    )
     return np.concatenate([each.block["token_ids"][each.first : each.first + 1] for each in found])
 
 
@@ -165,25 +170,26 @@ def test_rows_of_others_and_their_log_probabilities_do_not_change(sampler):
     masks.change(list(zip(ids, content, strict=True)), [])
     per_row = Sample(temperature=0.0, logprob=True, row_masks=(ids[0], b"", ids[1]))
     kinds = [
-        (Greedy(logprob=True), 1, None),
-        (per_row, 3, masks.of(per_row, 3)),
-        (Sample(seed=4), 2, None),
-        (Sample(seed=4, logprob=True), 2, None),
-        (Sample(temperature=0.0, mask=ids[1]), 1, masks.of(Sample(mask=ids[1]), 1)),
+        (Greedy(logprob=True), 1),
+        (per_row, 3),
+        (Sample(seed=4), 2),
+        (Sample(seed=4, logprob=True), 2),
+        (Sample(temperature=0.0, mask=ids[1]), 1),
     ]
 
     def rows(kinds):
         requests, first = [], 0
-        for kind, count, words in kinds:
-            requests.append(RowRequest(first, count, kind, first, masks=words))
+        for kind, count in kinds:
+            requests.append(RowRequest(first, count, kind, first))
             first += count
         hidden = torch.arange(9, dtype=torch.float32)[:, None]
         head = lambda hidden: table.index_select(0, hidden[:, 0].to(torch.int64))  # noqa: E731
-        found = select_rows(hidden, requests, head, None, sampler)
+        found = select_rows(hidden, requests, head, None, sampler, masks=masks)
         return [each.block.cut(each.first, each.first + each.count).columns for each in found]
 
     masked = rows(kinds)
-    plain = rows([(kind, count, None) for kind, count, _ in kinds])
+    unmasked = [replace(kind, mask=b"", row_masks=()) if isinstance(kind, Sample) else kind for kind, _ in kinds]
+    plain = rows([(kind, count) for kind, (_, count) in zip(unmasked, kinds, strict=True)])
     for index in (0, 2, 3):
         assert all(np.array_equal(masked[index][name], plain[index][name]) for name in plain[index])
     log_softmax = table[1:4].log_softmax(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,14 @@ from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.sampling import rows as sampling_rows
 from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.draw import PARAMS_DTYPE, SORTED, Sampler, SamplingParams
+from ferrum_rpc.sampling.masks import Masks
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.sampling.samplers import NativeSampler, ShardSampler, TorchSampler
 from ferrum_rpc.sampling.vocab_parallel import VocabParallelSampler, VocabShard
+from ferrum_rpc.wire.masks import pack_mask
 from tests.fake_device import fake_device
 from tests.numerics.test_draws import draws, logits
-from tests.numerics.test_token_masks import random_mask, words_of
+from tests.numerics.test_token_masks import random_mask
 from tests.unit.test_groups import GLOO, REASON, SHARED, joined
 
 SAMPLERS: dict[str, Callable[[], ShardSampler]] = {"torch": TorchSampler, "native": NativeSampler}
@@ -251,20 +254,20 @@ KINDS: list[OutputKind] = [
 
 
 def requests_of(count: int, vocabulary: int, rng: np.random.Generator) -> list[RowRequest]:
-    """Each kind with so many rows, and drafts."""
+    """Each kind with so many rows, and drafts. The id of a mask is its words."""
     made, first = [], 0
     only_last = np.zeros(vocabulary, bool)
     only_last[vocabulary - 1] = True
-    masks = [words_of(each) for each in (only_last, random_mask(vocabulary, 0.02, 5), random_mask(vocabulary, 0.9, 6))]
+    masks = [pack_mask(each) for each in (only_last, random_mask(vocabulary, 0.02, 5), random_mask(vocabulary, 0.9, 6))]
     for kind in KINDS:
-        history, scored, words = None, None, None
+        history, scored = None, None
         if isinstance(kind, NextToken):
             scored = rng.integers(0, vocabulary, count).astype(np.int32)
         if isinstance(kind, Sample) and kind.penalised:
             history = rng.integers(0, vocabulary, 30 + count).astype(np.int32)
         if isinstance(kind, Sample) and kind.mask:
-            words = [[*masks, None][row % 4] for row in range(count)]
-        made.append(RowRequest(first, count, kind, 30, history, scored, None, words))
+            kind = replace(kind, mask=b"", row_masks=tuple([[*masks, b""][row % 4] for row in range(count)]))  # noqa: PLW2901
+        made.append(RowRequest(first, count, kind, 30, history, scored))
         first += count
     for seed, how in enumerate(({}, {"top_p": 0.8}, {"top_k": 12, "min_p": 0.02}, {"temperature": 0.0})):
         width = 8
@@ -280,12 +283,10 @@ def requests_of(count: int, vocabulary: int, rng: np.random.Generator) -> list[R
 def rows_of(requests: list[RowRequest], hidden: Tensor, part: Tensor, sampler: Sampler) -> list[Rows]:
     """Of ``part`` of the logits, whose rows ``hidden`` counts; on the device of the part."""
     device = part.device
-    there = [
-        each._replace(masks=each.masks and [words if words is None else words.to(device) for words in each.masks])
-        for each in requests
-    ]
+    masks = Masks(device)
+    masks.change([(mask, mask) for each in requests if isinstance(each.kind, Sample) for mask in each.kind.masks], [])
     head = lambda each: part[each[:, 0].long()].clone()  # noqa: E731
-    return select_rows(hidden.to(device), there, head, None, sampler)
+    return select_rows(hidden.to(device), requests, head, None, sampler, masks=masks)
 
 
 @pytest.mark.parametrize("at_once", [256, 7])

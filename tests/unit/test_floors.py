@@ -102,7 +102,7 @@ FLOORS: dict[str, Floor] = {
     ),
     "ferrum_rpc.engine.ranks": Floor(
         "config core errors kv.store models attention sampling distributed distributed.group engine.memory "
-        "engine.compute engine.cuda engine.assembly engine.adapters engine.ranks.world",
+        "engine.channel engine.compute engine.cuda engine.assembly engine.adapters engine.ranks.world",
         "numpy torch structlog",
     ),
     "ferrum_rpc.engine.assembly.build": Floor(
@@ -135,7 +135,7 @@ FLOORS: dict[str, Floor] = {
         "errors config terminal engine.adapters engine.assembly engine.assembly.parity building"
     ),
     "ferrum_rpc.worker": Floor("failpoints engine.api engine.process.child building logs config runtime"),
-    "ferrum_rpc.rank": Floor("errors engine.ranks engine.ranks.world runtime", "torch"),
+    "ferrum_rpc.rank": Floor("errors engine.channel engine.ranks engine.ranks.world runtime", "torch"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.api engine.ranks.world "
         "service building logs config usage runtime",

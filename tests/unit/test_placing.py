@@ -1,8 +1,7 @@
-"""Where ranks compute and how they talk, as a table; and what they do with integers and masks of a device."""
+"""Where ranks compute and how they talk, as a table; and what they do with integers of a device."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,14 @@ import torch
 from torch.distributed import HashStore
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import Greedy
 from ferrum_rpc.distributed import nccl, shared_memory
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.ranks import placing, setup
-from ferrum_rpc.engine.ranks.compute import RankedStore, at_hand
+from ferrum_rpc.engine.ranks.compute import RankedStore
 from ferrum_rpc.engine.ranks.placing import RankHost, place
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import CacheSpec
 from ferrum_rpc.models.shard import Shard
-from ferrum_rpc.sampling.rows import RowRequest
 from tests.fake_device import OnFakeDevice, fake_device
 
 NO_NCCL = "no NCCL here"
@@ -127,17 +124,17 @@ class Told:
     def __init__(self) -> None:
         self.messages: list[tuple[Any, ...]] = []
 
-    def tell(self, *message: Any, to: object = None) -> None:
+    def send(self, *message: Any, to: object = None) -> None:
         self.messages.append(message)
 
-    def order(self, *message: Any, to: object = None) -> list[int]:
+    def order(self, *message: Any, to: object = None) -> list[Any]:
         self.messages.append(message)
         return []
 
     def ask(self, *message: Any) -> list[Any]:
         return [1000]
 
-    def collect(self, serials: list[int]) -> list[Any]:
+    def collect(self, answers: list[Any]) -> list[Any]:
         return []
 
 
@@ -158,19 +155,3 @@ def test_what_is_told_of_blocks_on_a_device_lies_on_the_host() -> None:
     assert [message[0] for message in told.messages] == names
     arrays = [each for message in told.messages for each in message if not isinstance(each, (str, int, list))]
     assert len(arrays) == 4 and all(type(each) is np.ndarray for each in arrays)
-
-
-def test_masks_that_were_told_are_brought_to_the_device_once() -> None:
-    words = torch.zeros(3, dtype=torch.int32)
-    requests = [
-        RowRequest(0, 2, Greedy(), masks=[words, None]),
-        RowRequest(2, 1, Greedy(), masks=[words]),
-        RowRequest(3, 1, Greedy()),
-    ]
-    with fake_device() as device:
-        compute: Any = SimpleNamespace(model=SimpleNamespace(device=device))
-        first, second, third = at_hand(requests, compute)
-        assert first.masks and second.masks and third.masks is None
-        assert isinstance(first.masks[0], OnFakeDevice) and first.masks[0] is second.masks[0] and first.masks[1] is None
-        compute.model.device = torch.device("cpu")
-        assert at_hand(requests, compute) is requests

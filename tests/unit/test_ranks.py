@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import threading
@@ -35,11 +34,11 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.channel import Channel
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.ranks import links
 from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank
 from ferrum_rpc.engine.ranks.links import machine
-from ferrum_rpc.engine.ranks.messages import Channel
 from ferrum_rpc.errors import DeviceLost, NotSupported, StepFailed
 from ferrum_rpc.kv.table import slots_for
 from ferrum_rpc.models.layout import layout
@@ -245,19 +244,19 @@ def test_who_connects_and_says_nothing_keeps_no_rank_away(monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
         ours = socket.create_connection(server.getsockname())
         with ThreadPoolExecutor() as threads:
-            joining = threads.submit(links._line, ours, b"key", asked=False)
-            gathered = threads.submit(links.Listener(server, b"key").gather, 1)
-            line = joining.result(10)
-            line.send("hello", 1, "there", 5, "machine")
+            joining = threads.submit(links._authenticated, ours, b"key", asked=False)
+            gathered = threads.submit(links.gather, server, b"key", 1)
+            channel = joining.result(10)
+            channel.send(("hello", 1, "there", 5, "machine"))
             [member] = gathered.result(10)
     assert (member.number, member.host, member.address) == (1, "there", "127.0.0.1")
-    line.close()
-    member.line.close()
+    channel.close()
+    member.channel.close()
 
 
 def test_what_waits_for_a_rank_inside_a_library_ends_with_it() -> None:
     """As the store of torch does, by which groups are joined: for two minutes."""
-    ours, theirs = multiprocessing.Pipe()
+    ours, theirs = socket.socketpair()
     ranks, never = Ranks([RemoteRank(1, Channel(ours), "there")]), threading.Event()
     assert ranks.unless_lost(lambda: 7) == 7
     with pytest.raises(DeviceLost, match="rank 1 on there is gone"):
@@ -267,18 +266,19 @@ def test_what_waits_for_a_rank_inside_a_library_ends_with_it() -> None:
 
 
 def test_what_a_rank_reports_of_itself_is_known_until_it_is_lost() -> None:
-    ours, theirs = multiprocessing.Pipe()
+    ours, theirs = socket.socketpair()
     ranks = Ranks([RemoteRank(1, Channel(ours), "there")])
     assert ranks.states() == [RankState(alive=True, resident_bytes=0)]
     other = Channel(theirs)
     for resident in (1, 2):
-        other.send("beat", resident, 3)
-    other.send("answer", 7, None)
-    assert ranks.collect([7]) == [None]
+        other.send(("heartbeat", resident, 3))
+    [answer] = ranks.order("halt")
+    other.send(("answer", 1, None))
+    assert ranks.collect([answer]) == [None]
     assert ranks.states() == [RankState(alive=True, resident_bytes=2, device_bytes=3)]
     other.close()
     with pytest.raises(DeviceLost):
-        ranks.collect([8])
+        ranks.ask("halt")
     assert ranks.states() == [RankState(alive=False, resident_bytes=2, device_bytes=3)]
     ranks.close()
 
@@ -324,8 +324,8 @@ class RankedTwins(Twins):
         if victim == 0:
             self.saboteur.infiltrate(self.runner)
         else:
-            follower: Any = self.world.followers[victim - 1]
-            its = SimpleNamespace(attention=follower._compute.attention, store=follower._kv, model=follower._model)
+            working: Any = self.world.followers[victim - 1].phase
+            its = SimpleNamespace(attention=working.compute.attention, store=working.kv, model=working.model)
             self.saboteur.infiltrate(its)  # type: ignore[arg-type]
         self.lengths, self._fed = {}, 0
         for runner in (self.runner, self.twin):
@@ -340,7 +340,7 @@ class RankedTwins(Twins):
         for sequence, state in self.runner.kv._sequences.items():
             slots = slots_for(state.table.view(len(state.table)), 0, state.length, SIZE)
             for number, follower in enumerate(self.world.followers, 1):
-                for layer in range(len(follower._kv.keys)):
+                for layer in range(len(follower.phase.kv.keys)):
                     [parts] = ranks.ask("read", slots, layer, self.runner.info.head_dim, to=[number])
                     found["bits"][sequence, number, layer] = [each.tobytes() for each in parts]
         return found
@@ -352,7 +352,7 @@ class RankedTwins(Twins):
         runner.compute._ranks.ask("read", np.zeros(1, np.int64), 0, runner.info.head_dim)  # all that was told is done
         with runner.context():
             for follower in world.followers:
-                fill_slots(follower._kv, free)
+                fill_slots(follower.phase.kv, free)
 
 
 @pytest.mark.parametrize("scenario", [roll_back_through_private_blocks_into_shared_ones, everything_at_once])
@@ -371,6 +371,37 @@ def test_a_failure_on_any_rank_leaves_all_as_before(
             assert type(raised) is StepFailed, point
         twins.step(*step.spans, atomic=step.atomic)
         twins.finish()
+
+
+@pytest.mark.parametrize("victim", ["change_masks", "step"])
+def test_after_a_failure_every_rank_has_the_masks_of_rank_0(
+    checkpoint: Path, victim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a mask that another rank could not take, or that came while it skipped everything."""
+    drawn = OutputSpec(Positions.LAST, Sample(seed=3, mask=MASK))
+    with closing(World(settings_of(checkpoint, (2, 1)))) as world, torch.inference_mode():
+        runner = world.runner
+        runner.change_masks([(b"o" * 32, b"\xff" * 40)], [])
+        with monkeypatch.context() as patch:
+            ours: Any = world.followers[0].phase
+
+            def fail(*_: Any) -> None:
+                raise MemoryError
+
+            patch.setattr(ours, victim, fail)
+            if victim == "step":
+                with pytest.raises(StepFailed):
+                    rows_of(runner, span(1, [3, 1, 4]))
+                ours._follower.failed = True  # the next change is skipped, too
+                ours._groups.abort()
+            runner.change_masks([(MASK, bytes(25) + b"\x55" * 15)], [b"o" * 32])
+            with pytest.raises(StepFailed):
+                rows_of(runner, span(1, [3, 1, 4]))
+        expected = build_runner(settings_of(checkpoint, (1, 1)))
+        expected.change_masks([(MASK, bytes(25) + b"\x55" * 15)], [])
+        found = [rows_of(each, span(2, [3, 1, 4], output=drawn)) for each in (runner, expected)]
+        assert found[0][0]["token_ids"] == found[1][0]["token_ids"]
+        assert list(ours.compute.masks._words) == [MASK]
 
 
 # --- steps under way in stages --------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def _assemble(
         compute = RankedCompute(own, sharing.ranks, sharing.setup.shard, kv.tokens)
         depth = config.pipeline_parallel
         reasons += [*_say_ranks(config, sharing), *_record(compute, own, config, sharing.setup, blocks_per_sequence)]
-        sharing.ranks.judge()
+        sharing.ranks.start_liveness_checks()
     reasons += choices.source.check(model, compute, store, info.max_context)
     if cuda and not sharing:
         choice, compute = select_compute(

@@ -6,11 +6,9 @@ at once.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import select
-import signal
 import socket
 import sys
 import time
@@ -33,17 +31,14 @@ from ferrum_rpc.engine.api import (
     Submission,
     WorkState,
 )
-from ferrum_rpc.engine.channel import Messages, dump
+from ferrum_rpc.engine.channel import READ_BYTES, Messages, dump, end_with_parent, leave_signals
 from ferrum_rpc.engine.loop import EngineLoop, Work
 from ferrum_rpc.engine.process.ipc import SharedMemory, make_span
 
-READ_BYTES: Final = 64 << 10
 COUNTERS: Final = attrgetter(*(each.name for each in fields(EngineCounters)))
 OURS: Final = ("ferrum_rpc", "builtins")
 RANKS_EVERY_S: Final = 1.0
 """How often the memory of ranks is read and sent."""
-
-_DIE_WITH_PARENT: Final = 1  # PR_SET_PDEATHSIG
 
 
 class ChildLoop(EngineLoop):
@@ -186,10 +181,8 @@ class ChildLoop(EngineLoop):
 def work(build: Callable[[Any], Runner], arguments: Sequence[str], news: Callable[[], object] = lambda: None) -> int:
     """The whole life of an engine process; returns its exit status. ``arguments`` are what the server appended to the
     command; ``build`` makes the runner of its setup; ``news()`` is what to report besides answers, once it changed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server handles them
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    leave_signals()
+    end_with_parent()
     fd, memory, slots = map(int, arguments)
     setup, limits = pickle.load(sys.stdin.buffer)  # noqa: S301 - by our own server
     with socket.socket(fileno=fd) as connection:

@@ -42,8 +42,9 @@ class SharedMemory:
     """What both sides see at once, and room for rows. As a context, a lock between the processes (not their threads)
     that the kernel takes back from the dead.
 
-    ``states`` uint8 [slots]: the `State` of each piece of work, changed under the lock. ``claimed`` int64 [2]: items
-    and tokens that left the queue since the start; ``busy_since`` float64 [1]: see `EngineLoop`; both by the engine.
+    ``states`` uint8 [slots]: the `WorkState` of each piece of work, changed under the lock. ``claimed`` int64 [2]:
+    items and tokens that left the queue since the start; ``busy_since`` float64 [1]: see `EngineLoop`; both by the
+    engine.
     Only the engine places rows; only the server reads and releases them.
     """
 

@@ -31,12 +31,11 @@ from ferrum_rpc.engine.api import (
     deliver,
     ended,
 )
-from ferrum_rpc.engine.channel import Messages, dump
+from ferrum_rpc.engine.channel import READ_BYTES, Messages, dump
 from ferrum_rpc.engine.liveness import Liveness, process_clock
 from ferrum_rpc.engine.process.ipc import SharedMemory, take_span
 from ferrum_rpc.errors import ExecutorError
 
-READ_BYTES: Final = 64 << 10
 DYING_S: Final = 0.1
 """Seconds that the event loop waits for the exit status of a dead engine."""
 

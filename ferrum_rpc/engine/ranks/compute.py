@@ -1,8 +1,9 @@
-"""What the runner of a model that ranks share computes with: it tells the others, and does rank 0's own part.
+"""What the runner of a model that ranks share computes with: it sends each step to the others, and does rank 0's part.
 
-The cache's books live with the runner, so blocks and slots are the same numbers on every rank, and all that the others
-need of a step is its tokens and its geometry. Rows are wanted of the last stage: where that is this rank, as ever;
-else they come when they are there, and up to so many steps are under way as there are stages.
+The cache's accounting lives with the runner, so blocks and slots are the same numbers on every rank, and all that the
+others need of a step is its tokens, its geometry and which rows are wanted. Masks go to each rank when they are
+registered, and a step has their ids. The last stage has the rows: if this rank is in it, its own are taken; else they
+are awaited, and as many steps may be under way as there are stages.
 """
 
 from __future__ import annotations
@@ -22,22 +23,20 @@ from ferrum_rpc.core import RankState, Rows, Sample, Span, TokenArray
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.compute import Compute, packed_tokens
 from ferrum_rpc.engine.cuda.select import record_on_ranks
-from ferrum_rpc.engine.ranks.leader import LOOK_EVERY_S, Ranks
+from ferrum_rpc.engine.ranks.leader import LOOK_EVERY_S, Answer, Ranks
 from ferrum_rpc.engine.ranks.setup import Groups
 from ferrum_rpc.errors import DeviceLost, ExecutorError
 from ferrum_rpc.kv.store import CacheSpec, KvStore, Saved
 from ferrum_rpc.models.base import StepAdapters
 from ferrum_rpc.models.shard import Shard
-from ferrum_rpc.sampling.masks import Masks
 from ferrum_rpc.sampling.rows import RowRequest
-from ferrum_rpc.sampling.transfer import Marker, to_device
+from ferrum_rpc.sampling.transfer import Marker
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class RankedCompute(Compute):
-    """``own`` computes this rank's part, which is ``shard``; ``tokens_of``: see `Compute.select`. What is told of a
-    step lies on the host, masks too."""
+    """``own`` computes this rank's part, which is ``shard``; ``tokens_of``: see `Compute.select`."""
 
     look_every_s = LOOK_EVERY_S
 
@@ -49,16 +48,13 @@ class RankedCompute(Compute):
         tokens_of: Callable[[int], TokenArray],
     ) -> None:
         super().__init__(own.model, own.attention, own.loras, own.part)
-        self.masks = Masks(torch.device("cpu"))
         self.late = self.in_stages = shard.stages > 1
         self._own, self._ranks, self._tokens_of = own, ranks, tokens_of
         self._recorded: tuple[int, int] | None = None
-        self._others = range(1, shard.ranks * shard.stages)
         self._wanted: tuple[list[RowRequest], list[int], list[int]] = [], [], []
-        self._serial = 0
         first = (shard.stages - 1) * shard.ranks
-        self._last_stage = range(max(1, first), first + shard.ranks)
-        self._awaited: Awaited | None = None
+        self._first_of_last_stage = max(1, first)
+        self._awaited: RemoteRows | None = None
 
     @property
     def others(self) -> list[int]:
@@ -66,7 +62,7 @@ class RankedCompute(Compute):
         return self._ranks.processes
 
     def record(self, spans: int, blocks: int) -> None:
-        """Record decode steps on all ranks at once, with what they say to each other; see `record_on_ranks`. Raises
+        """Record decode steps on all ranks at once, with what they exchange; see `record_on_ranks`. Raises
         InvalidRequest where one cannot."""
         self._recorded = spans, blocks
         others = self._ranks.order("record", spans, blocks)
@@ -81,18 +77,16 @@ class RankedCompute(Compute):
         self._ranks.collect(others)
 
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
-        """Also tells the others which rows will be wanted: a second message would be waited for."""
+        """Also sends which rows will be wanted: the others would wait for a second message."""
         packed, adapted = packed_tokens(spans), self.adapted_rows(spans)
         requests, wanted, drafts = self.requests(spans, self._tokens_of)
         requests = [*map(_seeded, requests)]
         self._wanted = requests, wanted, drafts
         if self.late and requests:
-            first = self._last_stage.start
             step = packed, geometry, requests, adapted
-            [self._serial] = self._ranks.order("step", *step, to=[first])
-            self._ranks.tell("step", *step, to=[each for each in self._others if each != first])
+            [self._answer] = self._ranks.order("step", *step, answering=(self._first_of_last_stage,))
         else:
-            self._ranks.tell("step", packed, geometry, requests, adapted)
+            self._ranks.send("step", packed, geometry, requests, adapted)
         return self.run(packed, geometry, self.adapters_at(adapted, len(packed)))
 
     def run(self, packed: Int64Array, geometry: BatchGeometry, adapters: StepAdapters | None = None) -> Tensor:
@@ -104,9 +98,9 @@ class RankedCompute(Compute):
         requests, wanted, drafts = self._wanted
         rows: list[Rows | None] = [None] * len(spans)
         if requests and self.late:
-            self._awaited = Awaited(self._ranks, self._serial, wanted, rows)
+            self._awaited = RemoteRows(self._ranks, self._answer, wanted, rows)
         elif requests:
-            for index, answer in zip(wanted, self.rows(hidden, at_hand(requests, self._own)), strict=True):
+            for index, answer in zip(wanted, self._own.rows(hidden, requests), strict=True):
                 rows[index] = answer
         return rows, drafts
 
@@ -115,20 +109,25 @@ class RankedCompute(Compute):
         if awaited is not None:
             return awaited
         assert self._ranks.groups is not None  # noqa: S101 - there was a step
-        return Together(self.model.device, self._ranks.groups)
+        return GroupMark(self.model.device, self._ranks.groups)
 
     def recover(self) -> None:
-        """Graphs that have what ranks say in them are of groups that are no more, and are recorded anew."""
+        """Graphs that contain an exchange of ranks are of groups that are no more, and are recorded anew. The others
+        may have missed a change of masks, or failed with it: they get all of them."""
         self._awaited = None
         self._ranks.give_up()
         self._own.forget_graphs()
-        self._ranks.recover()
+        self._ranks.recover(self._own.masks.all())
         if self._recorded is not None:
             try:
                 self.record(*self._recorded)
             except (GroupAborted, ExecutorError) as error:
                 self.check_alive()
                 raise DeviceLost(f"the ranks could not restart: {error}") from error
+
+    def change_masks(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
+        self._own.change_masks(added, dropped)
+        self._ranks.send("change_masks", added, dropped)
 
     def to_device(self, *arrays: Int64Array) -> list[Tensor]:
         return self._own.to_device(*arrays)
@@ -143,26 +142,6 @@ class RankedCompute(Compute):
         self._ranks.close()
 
 
-def at_hand(requests: Sequence[RowRequest], compute: Compute) -> Sequence[RowRequest]:
-    """Requests as they were told, with masks where ``compute`` has its rows."""
-    device = compute.model.device
-    if device.type == "cpu":
-        return requests
-    there: dict[int, Tensor] = {}
-
-    def brought(words: Tensor) -> Tensor:
-        if id(words) not in there:
-            there[id(words)] = to_device(words, device)
-        return there[id(words)]
-
-    return [
-        each
-        if each.masks is None
-        else each._replace(masks=[words if words is None else brought(words) for words in each.masks])
-        for each in requests
-    ]
-
-
 def _seeded(request: RowRequest) -> RowRequest:
     """Where any seed will do, all ranks have the same."""
     kind = request.kind
@@ -171,8 +150,8 @@ def _seeded(request: RowRequest) -> RowRequest:
     return request._replace(kind=replace(kind, seed=random.getrandbits(64)))
 
 
-class Together(Marker):
-    """The end of a step on this rank's device. Where ranks gave a step up meanwhile, what came of it is nothing."""
+class GroupMark(Marker):
+    """The end of a step on this rank's device. Waiting for it raises if ranks gave the step up meanwhile."""
 
     __slots__ = ("_groups",)
 
@@ -185,20 +164,20 @@ class Together(Marker):
         self._groups.check()
 
 
-class Awaited(Marker):
-    """The rows of a step, of which the last stage answers those that are ``wanted``."""
+class RemoteRows(Marker):
+    """The rows of a step, those that are ``wanted``, as the last stage answers them."""
 
-    __slots__ = ("_ranks", "_rows", "_serial", "_wanted")
+    __slots__ = ("_answer", "_ranks", "_rows", "_wanted")
 
-    def __init__(self, ranks: Ranks, serial: int, wanted: Sequence[int], rows: list[Rows | None]) -> None:
+    def __init__(self, ranks: Ranks, answer: Answer, wanted: Sequence[int], rows: list[Rows | None]) -> None:
         super().__init__(torch.device("cpu"))
-        self._ranks, self._serial, self._wanted, self._rows = ranks, serial, wanted, rows
+        self._ranks, self._answer, self._wanted, self._rows = ranks, answer, wanted, rows
 
     def passed(self) -> bool:
-        return self._ranks.answered([self._serial])
+        return self._answer.done()
 
     def wait(self) -> None:
-        [answers] = self._ranks.collect([self._serial])
+        [answers] = self._ranks.collect([self._answer])
         for index, answer in zip(self._wanted, answers, strict=True):
             self._rows[index] = answer
 
@@ -227,18 +206,18 @@ class RankedStore(KvStore):
         self._block_bytes = [self.own_block_bytes, *ranks.ask("equip", num_blocks, block_size)]
 
     def copy_blocks(self, pairs: Tensor) -> None:
-        self._ranks.tell("copy_blocks", pairs.cpu().numpy())
+        self._ranks.send("copy_blocks", pairs.cpu().numpy())
         super().copy_blocks(pairs)
 
     def save(self, slots: Tensor) -> Saved:
         self._numbers += 1
-        self._ranks.tell("save", self._numbers, slots.cpu().numpy())
+        self._ranks.send("save", self._numbers, slots.cpu().numpy())
         saved = super().save(slots)
         saved.number = self._numbers
         return saved
 
     def restore(self, saved: Saved) -> None:
-        self._ranks.tell("restore", saved.number)
+        self._ranks.send("restore", saved.number)
         super().restore(saved)
 
     def read(self, slots: Tensor, layer: int, width: int) -> tuple[Bytes, ...]:
@@ -262,7 +241,7 @@ class RankedStore(KvStore):
             if first + rank == 0:
                 super().write(slots, layer, width, own)
             else:
-                self._ranks.tell("write", slots.cpu().numpy(), layer, width, own, to=[first + rank])
+                self._ranks.send("write", slots.cpu().numpy(), layer, width, own, to=[first + rank])
 
     @property
     def block_bytes(self) -> int:
@@ -278,7 +257,7 @@ class RankedStore(KvStore):
             if number == 0:
                 super().write_block(block, content[first:end])
             else:
-                self._ranks.tell("write_block", block, content[first:end], to=[number])
+                self._ranks.send("write_block", block, content[first:end], to=[number])
 
     def _owners(self, layer: int) -> tuple[int, list[int]]:
         """Which layer of its stage a layer is, and ranks that have all of its heads between them, each once."""

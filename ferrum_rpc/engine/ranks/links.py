@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing import AuthenticationError
@@ -29,11 +28,11 @@ import structlog
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank
-from ferrum_rpc.engine.ranks.messages import END, JOIN_S, Channel
+from ferrum_rpc.engine.channel import Channel
+from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank, in_a_thread
+from ferrum_rpc.engine.ranks.messages import END, JOIN_S
 from ferrum_rpc.engine.ranks.placing import CUDA, RankHost, choose_kind, cuda_devices, place
 from ferrum_rpc.engine.ranks.setup import Setup
-from ferrum_rpc.engine.ranks.waiting import in_a_thread
 from ferrum_rpc.engine.ranks.world import World, is_loopback
 from ferrum_rpc.errors import InvalidRequest
 
@@ -51,43 +50,36 @@ ANSWER_S: Final = 10.0
 _PLACE: Final = "ferrum/rank0"
 
 
-@dataclass(slots=True, eq=False)
-class Listener:
-    """Where rank 0 waits for the others."""
-
-    socket: socket.socket
-    key: bytes
-
-    def gather(self, count: int) -> list[RemoteRank]:
-        """So many others, in their order. Raises InvalidRequest where not all come."""
-        members, until = dict[int, RemoteRank](), time.monotonic() + JOIN_S
-        while len(members) < count:
-            self.socket.settimeout(max(0.001, until - time.monotonic()))
-            try:
-                accepted, address = self.socket.accept()
-            except TimeoutError:
-                missing = ", ".join(map(str, sorted(set(range(1, count + 1)) - set(members))))
-                raise _missing(
-                    f"after {JOIN_S:.0f} s there is no rank {missing}; start it with its RANK and the same "
-                    "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-                ) from None
-            with contextlib.suppress(EOFError, OSError, AuthenticationError):  # none of ours
-                member = _greet(_line(accepted, self.key, asked=True), address[0].removeprefix("::ffff:"))
-                if member.number in members or not 1 <= member.number <= count:
-                    action = "start each rank once, with RANK from 1 to below WORLD_SIZE"
-                    log.warning("rank_refused", rank=member.number, host=member.host, pid=member.pid, action=action)
-                    member.line.send(0, END, (f"rank 0 has refused it: {action}",))
-                    member.line.close()
-                    continue
-                members[member.number] = member
-                _say_joined(member, count)
-        return [members[number] for number in sorted(members)]
+def gather(server: socket.socket, key: bytes, count: int) -> list[RemoteRank]:
+    """Wait for so many others, and return them in their order. Raises InvalidRequest unless all of them connect."""
+    members, until = dict[int, RemoteRank](), time.monotonic() + JOIN_S
+    while len(members) < count:
+        server.settimeout(max(0.001, until - time.monotonic()))
+        try:
+            accepted, address = server.accept()
+        except TimeoutError:
+            missing = ", ".join(map(str, sorted(set(range(1, count + 1)) - set(members))))
+            raise _missing(
+                f"after {JOIN_S:.0f} s there is no rank {missing}; start it with its RANK and the same "
+                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            ) from None
+        with contextlib.suppress(EOFError, OSError, AuthenticationError):  # none of ours
+            member = _greet(_authenticated(accepted, key, asked=True), address[0].removeprefix("::ffff:"))
+            if member.number in members or not 1 <= member.number <= count:
+                action = "start each rank once, with RANK from 1 to below WORLD_SIZE"
+                log.warning("rank_refused", rank=member.number, host=member.host, pid=member.pid, action=action)
+                member.channel.send((0, (), END, (f"rank 0 has refused it: {action}",)))
+                member.channel.close()
+                continue
+            members[member.number] = member
+            _say_joined(member, count)
+    return [members[number] for number in sorted(members)]
 
 
-def _greet(line: Channel, reached: str = "") -> RemoteRank:
-    """Who speaks, at the address ``reached``."""
-    _, number, host, pid, machine = line.receive()
-    return RemoteRank(number, line, host, pid, machine, reached)
+def _greet(channel: Channel, reached: str = "") -> RemoteRank:
+    """Which rank is at the other end, at the address ``reached``."""
+    _, number, host, pid, machine = channel.receive()
+    return RemoteRank(number, channel, host, pid, machine, reached)
 
 
 def _say_joined(member: RemoteRank, count: int) -> None:
@@ -105,13 +97,13 @@ def assemble(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
     store, key = _meet(world), secrets.token_bytes(32)
     with _listen(world.address) as server:
         store.set(_PLACE, json.dumps({"port": server.getsockname()[1], "key": key.hex()}))
-        members = Listener(server, key).gather(settings.ranks - 1)
+        members = gather(server, key, settings.ranks - 1)
     return set_up(settings, members, world.address, store)
 
 
 def join(world: World) -> tuple[Channel, Store]:
-    """Another rank: the line to rank 0, which somebody else has started too. Nothing that it waits for keeps a signal
-    from its handler."""
+    """Another rank: the channel to rank 0, which somebody else has started too. No wait keeps a signal from its
+    handler."""
     store, until = _meet(world), time.monotonic() + JOIN_S
     while not store.check([_PLACE]):
         if time.monotonic() > until:
@@ -121,7 +113,7 @@ def join(world: World) -> tuple[Channel, Store]:
     place = json.loads(store.get(_PLACE))
     try:
         connected = socket.create_connection((world.address, place["port"]), timeout=JOIN_S)
-        return _line(connected, bytes.fromhex(place["key"]), asked=False), store
+        return _authenticated(connected, bytes.fromhex(place["key"]), asked=False), store
     except (OSError, EOFError) as error:
         raise InvalidRequest(
             f"rank 0 at {world.address} takes no rank {world.rank} ({error or 'it closed the connection'}): it has all "
@@ -130,9 +122,9 @@ def join(world: World) -> tuple[Channel, Store]:
         ) from None
 
 
-def accept(line: int, store: int) -> tuple[Channel, Store]:
-    """Another rank: the line to rank 0, which has started this process with these descriptors."""
-    return Channel(Connection(line)), _store_in(store)
+def accept(descriptor: int, store: int) -> tuple[Channel, Store]:
+    """Another rank: the channel to rank 0, which has started this process with these descriptors."""
+    return Channel(socket.socket(fileno=descriptor)), _store_in(store)
 
 
 def machine() -> str:
@@ -193,23 +185,25 @@ def _start(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
     """Each gets an end of a pair of sockets, and a store without a name: nothing is left of either, whoever is killed
     at whatever time."""
     store = os.memfd_create("ferrum-rpc-ranks", os.MFD_CLOEXEC)  # never closed: see `_store_in`
-    processes, lines = dict[int, subprocess.Popen[bytes]](), dict[int, Connection]()
+    processes, channels = dict[int, subprocess.Popen[bytes]](), dict[int, Channel]()
     try:
         for number in range(1, settings.ranks):
             ours, theirs = socket.socketpair()
-            lines[number] = Connection(ours.detach())
+            channels[number] = Channel(ours)
             with theirs:
                 inherited = theirs.fileno(), store
                 command = (*COMMAND, *map(str, (number, *inherited)))
                 processes[number] = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
         members, until = [], time.monotonic() + JOIN_S
         for number, process in processes.items():
-            if not lines[number].poll(max(0.0, until - time.monotonic())):
-                raise _missing(f"after {JOIN_S:.0f} s rank {number} has not begun")
+            channels[number].wait_at_most(max(0.001, until - time.monotonic()))
             try:
-                members.append(_greet(Channel(lines[number])))
+                members.append(_greet(channels[number]))
+            except TimeoutError:
+                raise _missing(f"after {JOIN_S:.0f} s rank {number} has not begun") from None
             except (EOFError, OSError):
                 raise _missing(f"rank {number} ended with status {process.wait()}") from None
+            channels[number].wait_at_most(None)
             _say_joined(members[-1], len(processes))
     except BaseException:
         _end(processes, 0)
@@ -247,25 +241,24 @@ def set_up(
             devices = [cuda_devices(), *ranks.ask("devices")]
         places = [(machine(), address), *((each.machine, each.address) for each in members)]
         setup, *others = place(settings, [RankHost(*each, its) for each, its in zip(places, devices, strict=True)])
-        ranks.collect([serial for each in others for serial in ranks.order("prepare", each, to=[each.number])])
+        ranks.collect([answer for each in others for answer in ranks.order("prepare", each, to=[each.number])])
     except BaseException:
         ranks.close()
         raise
     return ranks, setup, store
 
 
-def _line(connected: socket.socket, key: bytes, *, asked: bool) -> Channel:
+def _authenticated(connected: socket.socket, key: bytes, *, asked: bool) -> Channel:
     """Over a connection whose other end has shown that it knows the key, as this one has."""
     connected.settimeout(None)
     _notice_a_cut(connected)
     _wait_at_most(connected, ANSWER_S if asked else JOIN_S)  # who connects and says nothing keeps none of ours away
-    connection = Connection(os.dup(connected.fileno()))
     steps = (deliver_challenge, answer_challenge)
-    for step in steps if asked else reversed(steps):
-        step(connection, key)
+    with Connection(os.dup(connected.fileno())) as connection:
+        for step in steps if asked else reversed(steps):
+            step(connection, key)
     _wait_at_most(connected, 0.0)
-    connected.close()
-    return Channel(connection)
+    return Channel(connected)
 
 
 def _notice_a_cut(connected: socket.socket) -> None:

@@ -1,18 +1,16 @@
-"""What goes over the connection between rank 0 and another rank: pickled tuples.
+"""What rank 0 and another rank say to each other over their channel.
 
-Both ends are this program, and have shown each other the key of the connection (`multiprocessing.connection`) before
-the first message is read.
+rank 0 -> rank     (serial, the ranks that answer, what to do, its arguments); `ABORT` and `END` among them
+rank -> rank 0     ("hello", number, host, process, machine) first, ("answer", serial, answer),
+                   ("failed", what it was to do, error, epoch), ("heartbeat", bytes resident, bytes on its device)
 """
 
 from __future__ import annotations
 
-import pickle
-import threading
-from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Final
 
-BEAT_S: Final = 0.25
-"""A rank is heard of so often at least."""
+HEARTBEAT_S: Final = 0.25
+"""How often each rank reports that it lives."""
 
 SILENT_S: Final = 1.25
 """A rank that was not heard of for so long hangs."""
@@ -27,29 +25,3 @@ END: Final = "end"
 
 END_S: Final = 5.0
 """What an end may take before it is forced."""
-
-
-class Channel:
-    """One end. Any thread may send, one receives."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._sending = threading.Lock()
-
-    def send(self, *message: Any) -> None:
-        """Raises OSError where the other end is gone."""
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with self._sending:
-            self._connection.send_bytes(data)
-
-    def receive(self) -> Any:
-        """The next message. Raises EOFError or OSError where the other end is gone, or this one was closed."""
-        try:
-            data = self._connection.recv_bytes()
-        except TypeError as error:  # closed by another thread meanwhile
-            raise EOFError from error
-        return pickle.loads(data)  # noqa: S301 - from our own program, see above
-
-    def close(self) -> None:
-        """The other end reads that this one is gone."""
-        self._connection.close()
