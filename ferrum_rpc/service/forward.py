@@ -305,10 +305,10 @@ class ForwardCall(Transaction["ForwardCall"]):
 
     def answer(self) -> ForwardCall:
         """Itself. Raises what refused the call as a whole."""
+        if self._admitted:  # it has run
+            self._state.failpoints.reach("before_reply")
         if self.refusal is not None:
             raise self.refusal
-        if self._admitted:
-            self._state.failpoints.reach("before_reply")
         return self
 
     # --- settle -----------------------------------------------------------------------------------------------------
@@ -394,6 +394,7 @@ class ForwardCall(Transaction["ForwardCall"]):
             end_item(self._state, each, outcome, now, present=present)
         self.end(error)
         _call_followers(self._admitted)
+        self._admitted.clear()
 
     # --- its caller was cancelled, or something failed --------------------------------------------------------------
 

@@ -25,9 +25,10 @@ async def fetch_prefix(  # noqa: PLR0917 - those of the runner's method, and who
     prompt: TokenArray,
     prefix: PrefixUse | None,
 ) -> None:
-    """Have what the second tier has of ``prompt`` (int32 [n]) behind the first ``start`` tokens of a sequence in the
-    prefix cache, as `TorchRunner.fetch_prefix`. One piece at a time is read of all calls, and callers take turns. Ends
-    early where ``goes_on()``, asked before each piece, says so; a tier that cannot be read has nothing."""
+    """Bring what the second tier has of ``prompt`` (int32 [n]) behind the first ``start`` tokens of a sequence into the
+    prefix cache: see `Operations.fetch_prefix`. The engine reads one piece at a time for all calls, and callers take
+    turns. ``goes_on()`` is called before each piece, and false ends it early. A tier that cannot be read has
+    nothing."""
     size = state.engine.cache.block_size
     left = (start + len(prompt)) // size - start // size
     command = Command(Operations.fetch_prefix, sequence, start, prompt, prefix)

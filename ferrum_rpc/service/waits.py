@@ -19,7 +19,7 @@ from ferrum_rpc.service.transaction import Failed
 
 
 def prompts_of(admitted: Iterable[Admitted], block_size: int) -> list[Span]:
-    """The spans of which the prefix cache may have something."""
+    """The spans whose prompts are looked up in the prefix cache."""
     return [
         each.span
         for each in admitted
@@ -37,8 +37,8 @@ async def bring_in(
     parked: Sequence[SequenceRecord],
     prompts: Sequence[Span] = (),
 ) -> Failed:
-    """Bring back ``parked`` sequences, and then what the second tier has of ``prompts``; of those less where
-    ``goes_on()`` says so. Returns what could not be brought back."""
+    """Bring ``parked`` sequences back into the engine, and then what the second tier has of ``prompts`` into the prefix
+    cache: the latter until ``goes_on()`` is false. Returns the refusals of sequences that could not be brought back."""
     failed: Failed = {}
 
     async def back(record: SequenceRecord) -> None:
