@@ -212,12 +212,12 @@ class Engine(Protocol):
     def interrupt(self, work: Submission, index: int | None, error: ExecutorError) -> None:
         """End its runs at the next step, or one of them: see `Interrupt`."""
 
-    def trouble(self, now: float) -> str | None:
-        """Why the engine does not do its work, or None; ``now`` is on `time.monotonic`."""
+    def hang_reason(self, now: float) -> str | None:
+        """The reason why the engine makes no progress, or None; ``now`` is on `time.monotonic`."""
 
     async def stop(self) -> bool:
-        """Finish what is queued, then end; what still loads, and has nothing to do, is given up. False: it hung and did
-        not end by itself, or its thread is left behind."""
+        """Finish the queued work, then end; an engine that still loads, and has nothing to do, is abandoned. False: it
+        hung and did not end by itself, or its thread is abandoned."""
 
 
 def deliver(loop: asyncio.AbstractEventLoop, finished: Finished) -> None:

@@ -1,8 +1,8 @@
-"""Whether an engine makes progress, judged from outside and without waiting for it.
+"""Detects whether an engine makes progress, from outside and without waiting for it.
 
-An engine that waits for work is not judged. One that works uses CPU time: it computes, or waits for a device (CUDA's
-waits spin). A hang on a lock or in a sleep does not; so the CPU clock tells a hang from a long honest step, and nothing
-need be reported from within a step. What spins for ever is caught by a bound on the length of a step.
+An engine that waits for work is not checked. One that works uses CPU time: it computes, or waits for a device (CUDA's
+waits spin). A hang on a lock or in a sleep does not. So the CPU clock distinguishes a hang from a long step, and a step
+need not report anything. An endless spin is caught by a bound on the length of a step.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import time
 from typing import Final
 
 STALL_TIMEOUT_S: Final = 1.5
-"""Seconds of work without CPU time that mean a hang."""
+"""Seconds of work without CPU time after which an engine counts as hung."""
 
 MAX_STEP_S: Final = 600.0
-"""Seconds that a step may take whatever it computes."""
+"""Maximum seconds of a step, whatever it computes."""
 
 CPU_PROGRESS_S: Final = 0.001
-"""CPU seconds that count as computing; waking up from a wait and sleeping again takes far less."""
+"""Minimum CPU seconds that count as computing; waking up from a wait and sleeping again takes far less."""
 
 
 class Liveness:
-    """Of one engine. ``cpu_clock``: the number, for `time.clock_gettime`, of the clock of what works; None where it is
-    not known, and only the length of a step is judged."""
+    """Liveness of one engine. ``cpu_clock``: the number, for `time.clock_gettime`, of the clock of the working thread
+    or process; None if unknown, and then only the length of a step is checked."""
 
     def __init__(self, stall_timeout_s: float = STALL_TIMEOUT_S, max_step_s: float = MAX_STEP_S) -> None:
         self.cpu_clock: int | None = None
@@ -33,12 +33,12 @@ class Liveness:
         self._alive_at = 0.0
         self._cpu_s = 0.0
 
-    def trouble(self, now: float, busy_since: float) -> str | None:
-        """Why it does not make progress, or None. ``busy_since`` is when the step under way began (0: it waits for
-        work); both on `time.monotonic`. To be asked a few times per ``stall_timeout_s``.
+    def hang_reason(self, now: float, busy_since: float) -> str | None:
+        """The reason why it makes no progress, or None. ``busy_since``: when the current step began (0: it waits for
+        work); both on `time.monotonic`. Call this a few times per ``stall_timeout_s``.
 
-        Time in which nothing asked proves nothing: the whole process may have been stopped, so the count of silent
-        seconds begins anew after a gap between two looks.
+        Time without calls proves nothing, because the whole process may have been stopped: the count of silent seconds
+        restarts after a gap between two calls.
         """
         gap, self._looked = now - self._looked, now
         cpu_s = self._read_clock()
@@ -64,12 +64,12 @@ class Liveness:
 
 
 def own_clock() -> int | None:
-    """The CPU clock of the calling thread, where the platform has one that others may read."""
+    """The CPU clock of the calling thread, if the platform has one that others may read."""
     find = getattr(time, "pthread_getcpuclockid", None)
     return None if find is None else find(threading.get_ident())
 
 
 def process_clock(pid: int) -> int:
-    """The CPU clock of a process. Linux makes its number of the process's, as the C library's ``clock_getcpuclockid``
-    does; a single thread of another process has none that may be read."""
+    """The CPU clock of a process. Linux derives its number from the process's, as the C library's
+    ``clock_getcpuclockid`` does; the clock of a single thread of another process cannot be read."""
     return (~pid << 3) | 2

@@ -17,7 +17,7 @@ from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.core import AdapterFacts, BlockChange, DeviceInfo, ModelInfo, PrefixUse, TokenArray
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.engine.step import GONE, Stage, StepRunner
+from ferrum_rpc.engine.step import DEVICE_ERRORS, Stage, StepRunner
 from ferrum_rpc.errors import DeviceLost, ExecutorError, NotSupported, StepFailed
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation
@@ -197,7 +197,7 @@ class TorchRunner(StepRunner):
             yield
         except ExecutorError:
             raise
-        except GONE as error:
+        except DEVICE_ERRORS as error:
             raise DeviceLost(f"the device failed during a {name}") from error
         except Exception as error:
             log.exception("operation_failed", operation=name, action="report this stack trace: it is a bug")

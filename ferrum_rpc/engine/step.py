@@ -53,10 +53,10 @@ when its rows are there ``commit``. Operations: ``truncate``, ``fork`` (each chi
 FLUSH_S: Final = 5.0
 """At its end, the second tier may take so long to be written."""
 
-GONE: Final = (torch.AcceleratorError, DeviceLost)
-"""What means that the device is gone: the runtime's own error class, whose faults nearly all make every later call fail
-too. Out of memory is none of them (`torch.OutOfMemoryError`; the allocation did not happen and the device goes on), nor
-is a plain RuntimeError: if the device did not survive that, the undo or the next step meets it again as one."""
+DEVICE_ERRORS: Final = (torch.AcceleratorError, DeviceLost)
+"""Errors that mean that the device is lost: the runtime's own error class, after nearly all of which every later call
+fails too. Out of memory is not one (`torch.OutOfMemoryError`: the allocation did not happen and the device continues),
+nor is a plain RuntimeError: if the device did not survive that, the undo or the next step raises one of these."""
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +178,7 @@ class StepRunner:
             return True
         try:
             return pending.mark.passed()
-        except GONE:
+        except DEVICE_ERRORS:
             return True  # and `finish` raises it
 
     def finish(self, pending: Pending) -> StepResult:
@@ -346,14 +346,14 @@ class StepRunner:
 
     def _failure(self, pending: Pending, error: BaseException) -> ExecutorError:
         """Undo a step that was reserved, and say what its callers get. Raises what is no failure of a step."""
-        if not isinstance(error, GONE):
+        if not isinstance(error, DEVICE_ERRORS):
             try:
                 self.compute.recover()
-            except GONE as gone:
+            except DEVICE_ERRORS as gone:
                 error = gone
         self._undo(pending.saved, pending.reservations.values(), error)
         answer: ExecutorError
-        if isinstance(error, GONE):
+        if isinstance(error, DEVICE_ERRORS):
             answer = DeviceLost(error.message if isinstance(error, DeviceLost) else "the device failed during a step")
         elif isinstance(error, Exception):
             log.exception(
@@ -369,7 +369,7 @@ class StepRunner:
         return answer
 
     def _undo(self, saved: Saved | None, reservations: Iterable[Reservation], error: BaseException) -> None:
-        if saved is not None and not isinstance(error, GONE):
+        if saved is not None and not isinstance(error, DEVICE_ERRORS):
             self.store.restore(saved)
         for reservation in reservations:
             self.kv.rollback(reservation)

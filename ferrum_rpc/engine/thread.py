@@ -89,20 +89,20 @@ class ModelThread(EngineLoop):
     def interrupt(self, work: Submission, index: int | None, error: ExecutorError) -> None:
         self._arrived.put(Interrupt(work, index, error))
 
-    def trouble(self, now: float) -> str | None:
+    def hang_reason(self, now: float) -> str | None:
         """Never waits."""
         if not self._thread.is_alive():
             return "it has ended"
-        return self._liveness.trouble(now, self.busy_since)
+        return self._liveness.hang_reason(now, self.busy_since)
 
     async def stop(self) -> bool:
-        """A thread that hangs is left behind (it is a daemon thread), or that loads while nothing waits for it."""
+        """A hung thread is abandoned (it is a daemon thread), and so is one that loads while nothing waits for it."""
         self._arrived.put(None)
         while self._thread.is_alive():
             if self._loading and not self.queued_items:
                 return False
             await asyncio.to_thread(self._thread.join, LOOK_EVERY_S)
-            if self._thread.is_alive() and self.trouble(time.monotonic()) is not None:
+            if self._thread.is_alive() and self.hang_reason(time.monotonic()) is not None:
                 return False
         return True
 

@@ -158,7 +158,7 @@ class ServerState:
 
     def look(self) -> None:
         """See whether the engine makes progress."""
-        self.hang = self.engine.trouble(time.monotonic())
+        self.hang = self.engine.hang_reason(time.monotonic())
 
     @property
     def condition(self) -> Lifecycle:

@@ -50,7 +50,7 @@ def hanging(served: Served, gate: Gate) -> Iterator[None]:
     """Its model thread stands still in its next step, and is known to hang at once."""
     gate.closed = True
     try:
-        with mock.patch.object(served.server.state.engine, "trouble", lambda now: "asleep"):
+        with mock.patch.object(served.server.state.engine, "hang_reason", lambda now: "asleep"):
             yield
     finally:
         gate.open()

@@ -55,7 +55,7 @@ async def heartbeat(served: Served) -> bool:
     server = served.server
     task = server.state.supervisor.every(BackgroundTask.HEARTBEAT, EVERY_S, server.look)
     try:
-        with failing(server.state.engine, "trouble", math.inf):
+        with failing(server.state.engine, "hang_reason", math.inf):
             await until(lambda: server.state.supervisor.failures[BackgroundTask.HEARTBEAT] >= STUCK_AFTER)
             told = await _serving(served)
         await until(lambda: not server.state.supervisor.stuck)

@@ -205,7 +205,7 @@ async def test_its_death_answers_the_running_the_queued_and_the_later(token: int
         assert isinstance(await made.do("seen"), DeviceLost)
         (failure,) = made.failures
         assert isinstance(failure, EngineDied if token == DIE else DeviceLost)
-        assert made.engine.trouble(0.0) == "it has ended"
+        assert made.engine.hang_reason(0.0) == "it has ended"
         assert made.engine.queued_items == 0
 
 
@@ -244,7 +244,7 @@ async def test_one_that_hangs_is_told_and_killed_at_the_end(tmp_path: Path) -> N
         assert await made.do("process")
         _, done = made.submit(span(1, WAIT))
         await made.reached()
-        await until(lambda: made.engine.trouble(time.monotonic()) is not None)
+        await until(lambda: made.engine.hang_reason(time.monotonic()) is not None)
         assert not await made.engine.stop()
         (outcome,), _ = await done
         assert isinstance(outcome, Draining)
@@ -253,15 +253,15 @@ async def test_one_that_hangs_is_told_and_killed_at_the_end(tmp_path: Path) -> N
 async def test_one_that_is_stopped_while_it_waits_for_work_is_in_trouble(tmp_path: Path) -> None:
     async with harness(tmp_path, liveness=Liveness(stall_timeout_s=0.2)) as made:
         process = await made.do("process")
-        await until(lambda: made.engine.trouble(time.monotonic()) is None)
+        await until(lambda: made.engine.hang_reason(time.monotonic()) is None)
         os.kill(process, signal.SIGSTOP)
         try:
             _, done = made.submit(span(1))
-            await until(lambda: made.engine.trouble(time.monotonic()) is not None)
+            await until(lambda: made.engine.hang_reason(time.monotonic()) is not None)
         finally:
             os.kill(process, signal.SIGCONT)
         await done
-        await until(lambda: made.engine.trouble(time.monotonic()) is None)
+        await until(lambda: made.engine.hang_reason(time.monotonic()) is None)
 
 
 async def test_what_cannot_be_read_ends_it_and_answers_what_it_owes(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ class Engine:
         seen = None
         for _ in range(round(seconds * 4)):
             self.now += 0.25
-            seen = self.liveness.trouble(self.now, self.busy_since)
+            seen = self.liveness.hang_reason(self.now, self.busy_since)
         return seen
 
     @contextmanager
@@ -122,7 +122,7 @@ def test_time_in_which_nothing_looked_proves_nothing() -> None:
     with engine.thread(wait):
         assert engine.look(1) is None
         engine.now += 60
-        assert engine.liveness.trouble(engine.now, engine.busy_since) is None
+        assert engine.liveness.hang_reason(engine.now, engine.busy_since) is None
         assert engine.look(1) is None
         assert engine.look(1) is not None
 

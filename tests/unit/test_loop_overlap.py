@@ -287,7 +287,7 @@ def test_a_steps_time_is_its_own_and_a_hang_of_either_is_told(monkeypatch: pytes
     def takes(name: str, seconds: float) -> Callable[[], object]:
         def act() -> None:
             now[0] += seconds
-            seen[name] = liveness.trouble(now[0], loop[-1].busy_since)
+            seen[name] = liveness.hang_reason(now[0], loop[-1].busy_since)
 
         return act
 
@@ -304,7 +304,7 @@ def test_a_steps_time_is_its_own_and_a_hang_of_either_is_told(monkeypatch: pytes
     play(1, None, 2, None, None, 3)
     assert seen["begin 2"] is seen["finish 1"] is seen["finish 2"] is None
     assert "its step has taken 61 s" in str(seen["begin 3"])
-    assert liveness.trouble(now[0], loop[-1].busy_since) is None
+    assert liveness.hang_reason(now[0], loop[-1].busy_since) is None
     runner.log.clear()
     runner.acts = {"begin 2": takes("begin 2", 61)}
     play(1, None, 2)

@@ -219,8 +219,8 @@ async def test_a_thread_that_hangs_is_told_from_one_that_waits_for_work_and_left
     async def trouble_within(seconds: float) -> str | None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if (trouble := harness.thread.trouble(time.monotonic())) is not None:
-                return trouble
+            if (hang_reason := harness.thread.hang_reason(time.monotonic())) is not None:
+                return hang_reason
             await asyncio.sleep(0.1)
         return None
 
@@ -234,7 +234,7 @@ async def test_a_thread_that_hangs_is_told_from_one_that_waits_for_work_and_left
     go.set()
     await done
     assert await harness.thread.stop()
-    assert harness.thread.trouble(time.monotonic()) == "it has ended"
+    assert harness.thread.hang_reason(time.monotonic()) == "it has ended"
 
 
 async def test_a_device_that_is_lost_in_an_operation_ends_the_thread() -> None:

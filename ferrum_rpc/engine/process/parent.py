@@ -162,13 +162,13 @@ class EngineProcess:
         if self._open.get(work.slot) is work:
             self._send((work.slot, Interrupt(None, index, error)))
 
-    def trouble(self, now: float) -> str | None:
+    def hang_reason(self, now: float) -> str | None:
         if self._ended.is_set():
             return "it has ended"
         busy_since = float(self._shared.busy_since[0])
         if self._ready and self._open and not busy_since:  # one that was stopped never reads it
             busy_since = self._progress_at
-        return self._liveness.trouble(now, busy_since)
+        return self._liveness.hang_reason(now, busy_since)
 
     async def stop(self) -> bool:
         """A process that hangs is killed, or that loads while nothing waits for it."""
@@ -184,7 +184,7 @@ class EngineProcess:
         while not self._ended.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), LOOK_EVERY_S)
-            if not self._ended.is_set() and self.trouble(time.monotonic()) is not None:
+            if not self._ended.is_set() and self.hang_reason(time.monotonic()) is not None:
                 orderly = False
                 process.kill()
         await asyncio.to_thread(process.wait)
