@@ -7,11 +7,20 @@ from ferrum_rpc.models.families import Family
 from ferrum_rpc.models.fields import Fields
 
 
-def read_no_rope(config: Fields, family: Family, layers: int) -> tuple[bool, ...] | None:
-    """Which layers have no rotation: those with a 0 in ``no_rope_layers``, or where that is absent every n-th, n being
-    ``no_rope_layer_interval``. None where the family has no such fields."""
+def read_kinds(config: Fields, family: Family, layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """Of each layer the window, and whether its heads are not rotated."""
+    no_rope = _no_rope(config, family, layers)
+    windows = _windows(config, family, layers, no_rope)
+    if family.no_rope == "windowless":
+        no_rope = tuple(window is None for window in windows)
+    return windows, no_rope
+
+
+def _no_rope(config: Fields, family: Family, layers: int) -> tuple[bool, ...]:
+    """Layers without a rotation, where a list says it: those with a 0 in ``no_rope_layers``, or where that is absent
+    every n-th, n being ``no_rope_layer_interval``."""
     if family.no_rope != "listed":
-        return None
+        return (False,) * layers
     interval = config.integer("no_rope_layer_interval", 4)
     rotated = config.integers("no_rope_layers")
     if rotated is None:
@@ -21,11 +30,8 @@ def read_no_rope(config: Fields, family: Family, layers: int) -> tuple[bool, ...
     return tuple(not each for each in rotated[:layers])
 
 
-def read_windows(
-    config: Fields, family: Family, layers: int, no_rope: tuple[bool, ...] | None
-) -> tuple[int | None, ...]:
-    """The window of each layer. Null means none, as in transformers. A switch or a list that contradicts the family is
-    refused."""
+def _windows(config: Fields, family: Family, layers: int, no_rope: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """Null means none, as in transformers. A switch or a list that contradicts the family is refused."""
     window = family.window if "sliding_window" not in config else None
     if config.value("sliding_window") is not None:
         window = config.integer("sliding_window")
@@ -47,9 +53,7 @@ def read_windows(
     return tuple(window if each else None for each in sliding)
 
 
-def _usual(
-    config: Fields, family: Family, layers: int, windows: bool, no_rope: tuple[bool, ...] | None
-) -> tuple[bool, ...]:
+def _usual(config: Fields, family: Family, layers: int, windows: bool, no_rope: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which layers have a window where no list says it."""
     first = 0
     if family.windows == "some" or not windows:
@@ -58,7 +62,7 @@ def _usual(
     if family.windows == "pattern":
         return tuple(windows and bool((layer + 1) % period) for layer in range(layers))
     if family.windows == "no_rope":
-        return tuple(windows and bool(no_rope and no_rope[layer]) for layer in range(layers))
+        return tuple(windows and each for each in no_rope)
     return tuple(windows and layer >= first for layer in range(layers))
 
 

@@ -26,12 +26,6 @@ class Channels(NamedTuple):
         """Channels in all."""
         return self.units * self.width
 
-    def share(self, rank: int, ranks: int) -> tuple[int, int]:
-        """The first channel that a rank has, and the end. Where there are fewer units than ranks, several ranks have
-        the same one."""
-        first = rank * self.units // ranks
-        return first * self.width, (first + max(1, self.units // ranks)) * self.width
-
 
 class Cut(enum.Enum):
     """How ranks share a matrix. A rank of those that share ``ROWS`` has some of the outputs; where they share

@@ -53,8 +53,10 @@ class Shard:
         return range(count * self.stage // self.stages, count * (self.stage + 1) // self.stages)
 
     def share(self, channels: Channels) -> tuple[int, int]:
-        """The first channel that it has of rows or columns which are cut, and the end."""
-        return channels.share(self.rank, self.ranks)
+        """The first channel that it has of rows or columns which are cut, and the end. Where there are fewer units than
+        ranks, several ranks have the same one."""
+        first, count = self.rank * channels.units // self.ranks, max(1, channels.units // self.ranks)
+        return first * channels.width, (first + count) * channels.width
 
     def token_width(self, vocab_size: int) -> int:
         """How many tokens each rank has, but for the last, which may have fewer."""

@@ -17,7 +17,7 @@ from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, OF_MODEL, refuse_unread
 from ferrum_rpc.models.families import ACTIVATIONS, FAMILIES, Family
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.models.layer_kinds import read_no_rope, read_windows
+from ferrum_rpc.models.layer_kinds import read_kinds
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.parts.layer import LayerSpec, Norm
@@ -178,9 +178,8 @@ def _layers(
     heads = config.integer("num_attention_heads")
     kv_heads = _kv_heads(config, family, heads)
     head_dim = _head_dim(config, family, hidden, heads)
-    no_rope = read_no_rope(config, family, count)
-    windows = read_windows(config, family, count, no_rope)
-    ropes, layer_ropes = _ropes(config, family, max_context, head_dim, windows, no_rope)
+    windows, no_rope = read_kinds(config, family, count)
+    ropes = _ropes(config, family, max_context, head_dim)
     biased = config.flag(family.bias, family.biased) if None in {family.qkv_bias, family.output_bias} else False
     scale = head_dim**-0.5
     if family.query_scalar is not None:
@@ -217,8 +216,12 @@ def _layers(
         residual=config.number("residual_multiplier", 1.0) if family.multipliers else 1.0,
     )
     made = [
-        replace(layer, mixer=replace(mixer, window=window), rope=rope)
-        for window, rope in zip(windows, layer_ropes, strict=True)
+        replace(
+            layer,
+            mixer=replace(mixer, window=window),
+            rope=None if unrotated else int(len(ropes) > 1 and window is not None),
+        )
+        for window, unrotated in zip(windows, no_rope, strict=True)
     ]
     if family.vary is not None:
         made = [family.vary(config, index, each) for index, each in enumerate(made)]
@@ -241,19 +244,8 @@ def _softcap(config: Fields, family: Family, name: str) -> float | None:
     return config.optional_number(name, family.softcaps[name]) if name in family.softcaps else None
 
 
-def _ropes(  # noqa: PLR0917
-    config: Fields,
-    family: Family,
-    max_context: int,
-    head_dim: int,
-    windows: tuple[int | None, ...],
-    no_rope: tuple[bool, ...] | None,
-) -> tuple[tuple[RopeSpec, ...], tuple[int | None, ...]]:
-    """All rotations of the model, and which of them every layer has."""
+def _ropes(config: Fields, family: Family, max_context: int, head_dim: int) -> tuple[RopeSpec, ...]:
+    """Of all layers; or those of layers without a window, and with one."""
     if family.rotation.local is not None:
-        ropes = read_ropes_of_windows(config, family.rotation, max_context)
-        return ropes, tuple(int(window is not None) for window in windows)
-    rope = read_rope(config, family.rotation, max_context, head_dim)
-    if family.no_rope == "windowless":
-        no_rope = tuple(window is None for window in windows)
-    return (rope,), tuple(None if no_rope is not None and no_rope[layer] else 0 for layer in range(len(windows)))
+        return read_ropes_of_windows(config, family.rotation, max_context)
+    return (read_rope(config, family.rotation, max_context, head_dim),)
