@@ -126,7 +126,7 @@ def test_stops_that_are_no_tokens_are_told(folder, capsys):
 @pytest.mark.parametrize("command", ["plan", "doctor"])
 @pytest.mark.parametrize(
     ("arguments", "error"),
-    [(["identity", "--adapter-dir", "none"], "adapter_dir /.*/none is"), ([""], "no model is named")],
+    [(["identity", "--adapter-dir", "none"], "must be a folder, not /.*/none"), ([""], "no model is named")],
 )
 def test_what_is_not_there_is_named(command, arguments, error, capsys):
     with pytest.raises(SystemExit) as ended:
