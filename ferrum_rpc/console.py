@@ -16,7 +16,7 @@ from ferrum_rpc.terminal import aligned, hanging, program, wrap
 HELD: Final = frozenset({"listening", "memory_planned", "loading", "serving", "backend_selected", "metrics_enabled"})
 """Events of the start that the screen shows."""
 
-SHOWN_APART: Final = ("device", "dtype", "kv_blocks")
+SEPARATE_CHOICES: Final = ("device", "dtype", "kv_blocks")
 """Choices with a separate line."""
 
 BOLD, DIM, RED, YELLOW, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
@@ -69,8 +69,8 @@ class Console:
         width = self._width()
         serving, plan, listening = (self._facts.get(name, {}) for name in ("serving", "memory_planned", "listening"))
         split = [(*choice.partition("=")[::2], reason) for choice, reason in self._choices.items()]
-        own = {name: (value, reason) for name, value, reason in split if name in SHOWN_APART}
-        device, dtype, cache = (own.get(name, ("", "")) for name in SHOWN_APART)
+        own = {name: (value, reason) for name, value, reason in split if name in SEPARATE_CHOICES}
+        device, dtype, cache = (own.get(name, ("", "")) for name in SEPARATE_CHOICES)
         guards = [
             name for name, is_on in (("TLS", listening.get("tls")), ("tokens", listening.get("credentials"))) if is_on
         ]

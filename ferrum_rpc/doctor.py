@@ -1,8 +1,8 @@
-"""`ferrum-rpc doctor`: whether a model can be served here, how, and whether it is computed right.
+"""`ferrum-rpc doctor`: whether a model can be served here, how, and whether it is computed correctly.
 
-It makes the choices that `serve` makes with the same settings and says why, plans the memory, and compares a few rows
-with transformers where that is installed. What stands in the way is said as `serve` would say it, before the first
-caller meets it.
+It makes the choices that `serve` makes with the same settings and prints the reasons, plans the memory, and compares a
+few rows with transformers if that is installed. It reports obstacles in the words of `serve`, before the first caller
+meets them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FLOAT32: Final = 4
 
 
 def doctor(settings: ServeSettings, *, as_json: bool) -> int:
-    """Print what was found. Exit status 1 where the model is computed wrong, 2 where it does not fit. Raises
-    `ExecutorError` where it is refused."""
+    """Print the findings. Exit status 1 if the model is computed incorrectly, 2 if it does not fit. Raises
+    `ExecutorError` if it is refused."""
     choices, plan = planned(settings)
     from ferrum_rpc.engine.assembly.plan import gib
 
@@ -84,7 +84,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
 
 
 def _adapters(choices: Choices) -> dict[str, str]:
-    """What is in the folder of adapters: each is loaded later, or refused, by `LoadAdapter`."""
+    """The adapters of the folder: each is loaded later, or refused, by `LoadAdapter`."""
     from ferrum_rpc.engine.adapters import examine
 
     config = choices.config
@@ -99,7 +99,7 @@ def _facts(parity: Parity) -> dict[str, Any]:
 
 
 def _command(settings: ServeSettings) -> str:
-    """What serves it so."""
+    """The command that serves it with these settings."""
     words = ["ferrum-rpc", "serve", settings.model.path]
     for name, field in SETTINGS.items():
         value = getattr(settings.model if hasattr(settings.model, name) else settings, name)
@@ -110,7 +110,7 @@ def _command(settings: ServeSettings) -> str:
 
 
 def _compare(choices: Choices, left: int) -> tuple[Parity | None, str]:
-    """What transformers says of it, and that in words. ``left``: bytes beside the model, 0 where that is not known."""
+    """The comparison with transformers, and its text. ``left``: bytes besides the model, 0 if unknown."""
     from ferrum_rpc.engine.assembly.parity import compare
     from ferrum_rpc.engine.assembly.plan import gib
 

@@ -105,9 +105,11 @@ class InvalidRequest(ExecutorError):
     """The request is malformed; sending it again cannot help."""
 
 
-def above(limit: str, most: int, count: int, what: str, field: str, *, advice: str = "") -> InvalidRequest:
+def above(limit: str, maximum: int, count: int, what: str, field: str, *, advice: str = "") -> InvalidRequest:
     """The refusal of more of something than a limit of `GetInfo` allows, whose field there is ``limit``."""
-    return InvalidRequest(f"{count} {what} exceed the limit of {most}{advice}", field=field, metadata={limit: most})
+    return InvalidRequest(
+        f"{count} {what} exceed the limit of {maximum}{advice}", field=field, metadata={limit: maximum}
+    )
 
 
 class RequestIdReused(ExecutorError):

@@ -1,7 +1,7 @@
 """`ferrum-rpc plan`: whether a model fits a memory, from its configuration and the headers of its files.
 
-It makes the choices that `serve` makes with the same settings, for this machine or, with a memory that is said, for a
-GPU that is not in it. No weight is read.
+It makes the choices that `serve` makes with the same settings, for this machine or, with a given memory, for a GPU that
+is not in it. No weight is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EXIT_FITS, EXIT_TOO_LARGE = 0, 2
 
 
 def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
-    """Print the plan for ``memory`` bytes (None: what is free here). Exit status 2 where it does not fit. Raises
+    """Print the plan for ``memory`` bytes (None: what is free here). Exit status 2 if it does not fit. Raises
     `ExecutorError` for a folder that cannot be served."""
     _, made = planned(settings, memory, elsewhere=True)
     from ferrum_rpc.engine.assembly.plan import MemoryPlan, gib

@@ -62,7 +62,7 @@ PRIMITIVES: Final = 256
 KEPT_BYTES: Final = 32 << 20
 """Free bytes at the heap's end that are kept: the maximum cost."""
 
-LARGEST_BYTES: Final = 32 << 20
+MAX_KEPT_BYTES: Final = 32 << 20
 """Larger blocks are returned to the system as before: glibc accepts no higher limit."""
 
 GIVEN_BACK_EVERY_S: Final = 1.0
@@ -129,7 +129,7 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> str:
     libc = ctypes.CDLL(None)
     if not (hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")):
         return "this libc has no mallopt: freed memory is its own affair"
-    if not (libc.mallopt(_M_MMAP_THRESHOLD, LARGEST_BYTES) and libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)):
+    if not (libc.mallopt(_M_MMAP_THRESHOLD, MAX_KEPT_BYTES) and libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)):
         return "this libc refused to keep freed memory"
     threading.Thread(target=_give_back, args=(libc,), name="ferrum-memory", daemon=True).start()
     return f"up to {KEPT_BYTES >> 20} MiB that were freed are kept for the next answer, for a second"

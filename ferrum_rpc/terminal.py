@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TextIO
 
-LEAST_COLUMNS: Final = 40
+MIN_COLUMNS: Final = 40
 """On narrower terminals lines are not wrapped here."""
 
 PROGRAM: Final = "ferrum-rpc"
@@ -27,14 +27,14 @@ def colours(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool
 
 
 def columns(stream: TextIO) -> int | None:
-    """Columns of a terminal, at least `LEAST_COLUMNS`; None for a file or a pipe, whose lines are not wrapped."""
+    """Columns of a terminal, at least `MIN_COLUMNS`; None for a file or a pipe, whose lines are not wrapped."""
     if not stream.isatty():
         return None
     try:
         found = os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):  # a terminal without a size, or a test's
         found = 0
-    return max(LEAST_COLUMNS, found or 80)
+    return max(MIN_COLUMNS, found or 80)
 
 
 def wrap(text: str, width: int | None, indent: int = 0) -> list[str]:
@@ -52,7 +52,7 @@ def hanging(before: str, text: str, width: int | None) -> list[str]:
     if not text:
         return [before.rstrip()]
     longest = max(map(len, text.split()), default=0)
-    if width is None or len(before) + max(longest, LEAST_COLUMNS // 2) <= width:
+    if width is None or len(before) + max(longest, MIN_COLUMNS // 2) <= width:
         return wrap(before + text, width, len(before))
     head = before.rstrip()
     margin = len(head) - len(head.lstrip()) + 4

@@ -1,6 +1,6 @@
-"""The program of an engine process: only `ferrum-rpc serve` starts it.
+"""The program of an engine process; only `ferrum-rpc serve` starts it.
 
-Logs go where the server's go. Failpoints are its own copy of the server's, and it reports how often each has fired.
+It logs to the server's log. It has its own copy of the server's failpoints, and reports how often each has fired.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ferrum_rpc.runtime import keep_freed_memory
 
 
 def main() -> int:
-    """Serve until the server asks to stop, or is gone."""
+    """Serve until the server asks to stop, or has ended."""
     fired: dict[str, int] = {}
 
     def made(settings: ServeSettings) -> Runner:

@@ -1,7 +1,7 @@
 """When the next step begins: a closed loop sends it when the last one was answered, an open loop when it is due.
 
-An open loop's due times do not wait for anything. A step that finds no free caller is late, and its latency counts from
-when it was due: a stall then shows in every step that it delayed, and not in one (coordinated omission; Tene, wrk2).
+The due times of an open loop wait for nothing. A step without a free caller is late, and its latency counts from when
+it was due: a stall then shows in every step that it delayed, not only in one (coordinated omission; Tene, wrk2).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from ferrum_rpc.bench.options import Workload
 
 FINE_S: Final = 0.002
-"""The last part of a wait is slept in a thread: an event loop's timers go off up to a millisecond late (epoll), which
+"""The last part of a wait sleeps in a thread: timers of an event loop fire up to a millisecond late (epoll), which
 would be most of the latency of an empty step."""
 
 
 class Arrivals:
-    """Hands out the steps of a workload whose measurement begins at ``began`` to callers that are free. ``unsent``:
-    steps that were due and got no caller before the end."""
+    """Assigns the steps of a workload, whose measurement begins at ``began``, to free callers. ``unsent``: steps that
+    were due and got no caller before the end."""
 
     def __init__(self, workload: Workload, began: float) -> None:
         self._open = workload.rate is not None
@@ -34,7 +34,7 @@ class Arrivals:
         self.unsent = 0
 
     async def next(self) -> float | None:
-        """When the step was due that is to be sent now, on `time.perf_counter`; None: there is none any more."""
+        """When the next step to send was due, on `time.perf_counter`; None if there is none any more."""
         now = time.perf_counter()
         if now >= self._end:
             if self._open:

@@ -1,4 +1,4 @@
-"""Sequences that are decoded together: one step in flight, as a scheduler's running batch."""
+"""Sequences that are decoded together: one step in flight, like a scheduler's running batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ every step would measure something that no scheduler does."""
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A step: tokens that it gave, the executor's times, and refusals, of single sequences or of the step."""
+    """A step: its number of tokens, the executor's times, and refusals, of single sequences or of the step."""
 
     tokens: int = 0
     timing: StepTiming | None = None
@@ -51,7 +51,7 @@ class Batch:
         return await self._sequences[at].prefill(self._tokens(self._workload.prompt_tokens), self._output)
 
     async def settle(self, at: int) -> None:
-        """Bring a sequence from its prompt to the context."""
+        """Extend a sequence from its prompt to the context."""
         sequence, context = self._sequences[at], self._workload.context
         if sequence.length < context:
             await sequence.prefill(self._tokens(context - sequence.length), OutputSpec(Positions.NONE))
@@ -59,8 +59,8 @@ class Batch:
             await sequence.truncate(context)
 
     async def step(self) -> Outcome:
-        """Decode one token of each. After what refused them all the next step feeds the same tokens, so that one whose
-        fate is unknown is settled under its request id and never runs twice."""
+        """Decode one token of each sequence. After a refusal of all of them the next step feeds the same tokens, so
+        that one with unknown outcome is settled under its request id and never runs twice."""
         if self._next is None:
             self._next = self._tokens(len(self))
         context = self._workload.context
@@ -83,7 +83,7 @@ class Batch:
         return Outcome(len(answers), answers[0].timing if answers else None, results.errors())
 
     async def release(self) -> None:
-        """Free them."""
+        """Release the sequences."""
         for sequence in self._sequences:
             await sequence.release()
 

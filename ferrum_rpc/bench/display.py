@@ -1,4 +1,4 @@
-"""What a person sees: a line that moves while it runs, tables at the end.
+"""The terminal output: a progress line while it runs, tables at the end.
 
 The line is for a terminal only; a pipe gets only the tables.
 """
@@ -34,7 +34,7 @@ COLUMNS: Final = {"p50": "p50", "p90": "p90", "p99": "p99", "p99_9": "p99.9", "m
 
 @contextlib.asynccontextmanager
 async def progress(workload: Workload, stats: Stats, out: TextIO) -> AsyncIterator[None]:
-    """A line on ``out`` while the body runs, where that is a terminal."""
+    """A progress line on ``out`` while the body runs, if that is a terminal."""
     if not moves(out):
         yield
         return
@@ -57,7 +57,7 @@ async def progress(workload: Workload, stats: Stats, out: TextIO) -> AsyncIterat
 
 
 def progress_line(workload: Workload, stats: Stats, now: float) -> str:
-    """Where a run stands: steps that are done, their rate, and seconds that it will still take."""
+    """The progress of a run: completed steps, their rate, and the remaining seconds."""
     if stats.phase != "steps":
         prompts = f" {stats.prompt.count}/{workload.sequences}" if stats.phase == "prefill" else ""
         return f"{stats.phase}{prompts} ..."
@@ -106,7 +106,7 @@ def figures(report: dict[str, Any]) -> Table:
 
 
 def times(report: dict[str, Any]) -> Table:
-    """Percentiles in milliseconds; no rows where nothing was timed."""
+    """Percentiles in milliseconds; no rows if nothing was timed."""
     rows: Table = [
         (title, *(f"{report['milliseconds'][name][column]:,.3f}" for column in COLUMNS))
         for name, title in TIMES.items()

@@ -1,4 +1,4 @@
-"""A run: check that the executor has room for it, prefill, warm up, measure. Writes everything into the `Stats`."""
+"""A run: check that the executor has capacity for it, prefill, warm up, measure. Writes everything into the `Stats`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ PASSING: Final = (QueueFull, KvBlocksExhausted, QuotaExceeded, SequenceBusy, Ste
 """Refusals that leave the sequences alive and may be over at the next step. After any other a caller gives up."""
 
 PAUSE_S: Final = 0.01
-"""Between a refusal and a closed loop's next step, where the executor asks for no other pause."""
+"""Pause between a refusal and a closed loop's next step, if the executor requests no other."""
 
 PROMPTS_AT_ONCE: Final = 8
-"""Prompts in flight: enough to fill a forward pass, and no queue of an executor is full of them."""
+"""Prompts in flight: enough to fill a forward pass without filling an executor's queue."""
 
 TOO_LONG: Final = "sequences of {} tokens: the model's context is {}; lower --context or --prompt-tokens"
 TOO_WIDE: Final = "a step of {} sequences: the executor takes {}; lower --batch and raise --depth"
@@ -74,14 +74,14 @@ def fits(workload: Workload, info: ExecutorInfo, pressure: Pressure) -> int:
     limits, model, sequences = info.limits, info.model, workload.sequences
     longest = max(workload.context + 1, workload.prompt_tokens)
     in_session = workload.in_flight if workload.way == "session" else 0
-    for field, asked, most, message in (
+    for field, asked, limit, message in (
         ("context", longest, model.max_context, TOO_LONG),
         ("batch", workload.batch, limits.max_batch_items, TOO_WIDE),
         ("batch", sequences, limits.max_sequences, TOO_MANY),
         ("depth", in_session, limits.max_steps_in_flight, TOO_DEEP),
     ):
-        if asked > most:
-            raise InvalidRequest(message.format(asked, most), field=field)
+        if asked > limit:
+            raise InvalidRequest(message.format(asked, limit), field=field)
     if model.vocab_size < 2:
         message = "a vocabulary of one token has nothing to feed but zeros: measure another model"
         raise InvalidRequest(message, field="token_ids")

@@ -16,7 +16,7 @@ from ferrum_rpc.core import FullLogits, Greedy, OutputKind, RowDType, TopTokens
 from ferrum_rpc.errors import InvalidRequest
 
 SECONDS: Final = 10.0
-"""How long a run measures where neither steps nor seconds are given."""
+"""Duration of a run if neither steps nor seconds are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Sequences that there are at a time."""
+        """Number of live sequences."""
         return self.in_flight * self.batch
 
 
@@ -71,7 +71,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def workload_from(arguments: argparse.Namespace) -> Workload:
-    """The workload of the flags. Raises `InvalidRequest` where they contradict each other."""
+    """The workload of the flags. Raises `InvalidRequest` if they contradict each other."""
     single = arguments.callers is not None
     if single and (arguments.batch or arguments.depth):
         raise InvalidRequest(

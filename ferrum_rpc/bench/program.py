@@ -1,4 +1,4 @@
-"""The command itself: connect, measure, report, and leave nothing behind, however it ends."""
+"""The command itself: connect, measure, report, and release everything, however it ends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ADVICE: Final = {
 
 
 async def bench(arguments: argparse.Namespace) -> int:
-    """Exit status 0; 1 where nothing could be measured, or a caller could not go on; 130 after Ctrl-C or SIGTERM."""
+    """Exit status 0; 1 if nothing could be measured, or a caller could not continue; 130 after Ctrl-C or SIGTERM."""
     workload, stats = workload_from(arguments), Stats()
     info, interrupted = None, False
     try:

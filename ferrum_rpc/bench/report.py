@@ -1,4 +1,4 @@
-"""What was measured, as one JSON object; `display` shows the same object to a person."""
+"""The results as one JSON object; `display` shows the same object to a person."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ferrum_rpc.errors import Reason
 
 ENOUGH_FOR_P99: Final = 100
 ENOUGH_FOR_P99_9: Final = 1000
-"""Samples of which one stands beyond the percentile. With fewer it is the slowest one by another name."""
+"""The number of samples of which one lies beyond the percentile. With fewer the percentile is the slowest sample."""
 
 
 def report(
     target: str, info: ExecutorInfo | None, workload: Workload, stats: Stats, *, interrupted: bool
 ) -> dict[str, Any]:
-    """Figures with their units in their names, and the notes without which they mislead. ``info``: None where the
-    executor did not answer."""
+    """Figures with their units in their names, and notes on their limitations. ``info``: None if the executor did not
+    answer."""
     steps = stats.step.count
     return {
         "ferrum_rpc": __version__,

@@ -1,4 +1,4 @@
-"""What a run has measured so far. Complete at every moment: a run that is interrupted reports what stands here."""
+"""The measurements of a run so far. They are complete at any moment: an interrupted run reports them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ferrum_rpc.core import StepTiming
 from ferrum_rpc.errors import ExecutorError
 
 LIMIT: Final = 1 << 20
-"""Samples that are kept: 8 MiB; a p99.9 of them stands on a thousand."""
+"""Number of samples that are kept: 8 MiB; a p99.9 of them is based on a thousand."""
 
 QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99_9": 0.999}
 
@@ -45,7 +45,7 @@ class Samples:
 
     @property
     def thinned(self) -> bool:
-        """Whether percentiles are of a part only."""
+        """Whether percentiles are based on a sample only."""
         return self.count > len(self._kept)
 
     def milliseconds(self) -> dict[str, float]:
@@ -97,7 +97,7 @@ class Stats:
         return max(0.0, self.ended - self.began)
 
     def refused(self, errors: Iterable[ExecutorError]) -> None:
-        """Steps, or single sequences of them, that were refused."""
+        """Refused steps, or single sequences of them."""
         self.errors.update(str(each.reason) for each in errors)
 
     def answered(self, due: float, sent: float, tokens: int, timing: StepTiming | None) -> None:

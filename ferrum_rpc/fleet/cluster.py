@@ -167,7 +167,7 @@ def targets(options: argparse.Namespace) -> int:
     with connected(options):
         signal.signal(signal.SIGTERM, lambda *_: stopping.set())
         while not stopping.is_set():
-            known = _told(known, asked)
+            known = _reports(known, asked)
             there = sorted(known[name]["target"] for name in listening(known))
             if there != written:
                 publish(options.file, there)
@@ -177,7 +177,7 @@ def targets(options: argparse.Namespace) -> int:
     return 0
 
 
-def _told(known: dict[str, Report], asked: dict[str, Any]) -> dict[str, Report]:
+def _reports(known: dict[str, Report], asked: dict[str, Any]) -> dict[str, Report]:
     """What executors have said so far, those aside that are no more. ``asked``: questions under way, by name; an actor
     that starts again answers when its executor serves."""
     present = names()

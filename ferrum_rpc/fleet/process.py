@@ -1,4 +1,5 @@
-"""`ferrum-rpc serve` as a child: it ends with its parent, whatever that dies of, and its log says when it serves."""
+"""`ferrum-rpc serve` as a child process: it ends with its parent, whatever ended that, and its log reports when it
+serves."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ if os.getppid() == int(sys.argv[1]):
 
 
 class DidNotServeError(RuntimeError):
-    """The executor ended before it served; the message is what it said."""
+    """The executor ended before it served; the message is its last error."""
 
 
 class ServeProcess:
@@ -45,8 +46,8 @@ class ServeProcess:
         self._decided = threading.Event()
         command = [sys.executable, "-P", "-c", BOUND, str(os.getpid()), "serve", *arguments, "--log-format", "json"]
         there = folder if os.path.isdir(folder) else "/"
-        told = {**os.environ, **environment}
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, env=told, text=True, cwd=there)
+        variables = {**os.environ, **environment}
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, env=variables, text=True, cwd=there)
         threading.Thread(target=self._read, name="ferrum-log", daemon=True).start()
 
     def wait_until_it_serves(self) -> None:
@@ -56,7 +57,7 @@ class ServeProcess:
             raise DidNotServeError(self._said)
 
     def stop(self) -> int:
-        """Let it drain; returns its exit status when it has ended."""
+        """Drain it; returns its exit status when it has ended."""
         self._stopping = True
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait()

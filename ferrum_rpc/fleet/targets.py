@@ -1,4 +1,4 @@
-"""Which targets count, and the file of them that a scheduler may watch."""
+"""The valid targets, and the file of them that a scheduler may watch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Final
 CONNECT_S: Final = 1.0
 
 Report = dict[str, str]
-"""What an executor's actor says: ``target``, ``instance_id``, ``node``. Empty where it does not answer."""
+"""The report of an executor's actor: ``target``, ``instance_id``, ``node``. Empty if it does not answer."""
 
 
 def listening(found: Mapping[str, Report]) -> set[str]:
-    """The names of those whose target takes a connection."""
-    told = [(name, report["target"]) for name, report in found.items() if report]
-    with ThreadPoolExecutor(max_workers=max(1, len(told))) as pool:
-        answers = pool.map(_connects, [target for _, target in told])
-    return {name for (name, _), there in zip(told, answers, strict=True) if there}
+    """The names of the executors whose target accepts a connection."""
+    reported = [(name, report["target"]) for name, report in found.items() if report]
+    with ThreadPoolExecutor(max_workers=max(1, len(reported))) as pool:
+        answers = pool.map(_connects, [target for _, target in reported])
+    return {name for (name, _), there in zip(reported, answers, strict=True) if there}
 
 
 def _connects(target: str) -> bool:
@@ -33,7 +33,7 @@ def _connects(target: str) -> bool:
 
 
 def publish(file: Path, lines: Sequence[str]) -> None:
-    """Write a file of lines in one piece: who reads it sees the old one or the new one."""
+    """Write a file of lines atomically: readers see the old one or the new one."""
     part = file.with_name(f".{file.name}.{os.getpid()}")
     part.write_text("".join(f"{line}\n" for line in lines))
     part.replace(file)

@@ -1,4 +1,4 @@
-"""What is computed on this CPU: its instruction sets, by the kernel's account, and what code for it takes."""
+"""The CPU: its instruction sets according to the operating system, and requirements of code for it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 @functools.cache
 def flags() -> frozenset[str]:
-    """The names of its instruction sets, as /proc/cpuinfo has them; empty where there is none. A cgroup
-    or container does not hide them."""
+    """The names of its instruction sets, as in /proc/cpuinfo; empty if there is none. A cgroup or container does not
+    hide them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -21,7 +21,7 @@ def flags() -> frozenset[str]:
 
 
 def require(device: torch.device, dtype: torch.dtype, *taken: torch.dtype) -> None:
-    """Raise OSError where ``device`` is no CPU or ``dtype`` is none of those ``taken``."""
+    """Raise OSError if ``device`` is not a CPU or ``dtype`` is not one of ``taken``."""
     if device.type != "cpu":
         raise OSError(f"it runs on a CPU, not on {device.type}")
     if dtype not in taken:

@@ -33,11 +33,11 @@ NAMED: Final = 80
 
 
 class AdapterTable:
-    """The adapters of one executor, at most ``most``; 0 if none are offered. ``submit`` queues an operation of the
-    engine."""
+    """The adapters of one executor, at most ``max_adapters``; 0 if none are offered. ``submit`` queues an operation of
+    the engine."""
 
-    def __init__(self, most: int, submit: Submit) -> None:
-        self._most = most
+    def __init__(self, max_adapters: int, submit: Submit) -> None:
+        self._max_adapters = max_adapters
         self._submit = submit
         self._numbers = count(1)
         self._loaded: dict[str, Adapter] = {}
@@ -46,7 +46,7 @@ class AdapterTable:
     @property
     def offered(self) -> bool:
         """Whether adapters are offered."""
-        return self._most > 0
+        return self._max_adapters > 0
 
     def __len__(self) -> int:
         """Loaded ones."""
@@ -78,13 +78,13 @@ class AdapterTable:
             return found
         task = self._loading.get(name)
         if task is None:
-            if len(self._loaded) + len(self._loading) >= self._most:
+            if len(self._loaded) + len(self._loading) >= self._max_adapters:
                 await between_steps(
                     self._submit, Command(Operations.find_adapter, name)
                 )  # one that there is not is refused as that
                 raise SequencesExhausted(
-                    f"{counted(self._most, 'adapter')} may be loaded, and no more: unload one",
-                    metadata={"max_adapters": self._most},
+                    f"{counted(self._max_adapters, 'adapter')} may be loaded, and no more: unload one",
+                    metadata={"max_adapters": self._max_adapters},
                 )
             task = self._loading[name] = asyncio.create_task(self._load(name))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # asked for, or not

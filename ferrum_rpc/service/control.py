@@ -59,7 +59,7 @@ async def _warm_up(state: ServerState, batch_size: int, prefill_tokens: int) -> 
 
 
 LIST_PAGE: Final = 100
-LIST_PAGE_MOST: Final = 1000
+MAX_PAGE_SIZE: Final = 1000
 
 
 class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer):
@@ -72,9 +72,9 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         self._drain = drain
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:  # noqa: N802
-        most = self._state.limits.max_batch_tokens
-        if request.prefill_tokens > most:
-            raise InvalidRequest(f"prefill_tokens exceeds the limit of {most} a call", field="prefill_tokens")
+        limit = self._state.limits.max_batch_tokens
+        if request.prefill_tokens > limit:
+            raise InvalidRequest(f"prefill_tokens exceeds the limit of {limit} a call", field="prefill_tokens")
         began = time.monotonic()
         steps = await warm_up(self._state, request.batch_size or WARMUP_BATCH, request.prefill_tokens or WARMUP_PREFILL)
         response = pb.WarmupResponse(steps=steps, pressure=pressure_to_proto(self._state.pressure()))
@@ -107,14 +107,14 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         if request.page_token and not request.page_token.isdecimal():
             raise InvalidRequest("page_token must be that of an earlier answer", field="page_token")
         after = int(request.page_token or 0)
-        most = min(request.page_size or LIST_PAGE, LIST_PAGE_MOST)
+        limit = min(request.page_size or LIST_PAGE, MAX_PAGE_SIZE)
         records = [record for record in self._state.handles.records() if record.order > after]
         records.sort(key=lambda record: record.order)
         response = pb.ListSequencesResponse()
-        for record in records[:most]:
+        for record in records[:limit]:
             self._describe(record, response.sequences.add())
-        if len(records) > most:
-            response.next_page_token = str(records[most - 1].order)
+        if len(records) > limit:
+            response.next_page_token = str(records[limit - 1].order)
         return response
 
     def _describe(self, record: SequenceRecord, info: pb.SequenceInfo) -> None:

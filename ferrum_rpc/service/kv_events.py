@@ -80,10 +80,10 @@ class KvEvents:
         those are not known. Raises `SequencesExhausted` and `QuotaExceeded` for too many watchers, and `Draining` at
         the server's end."""
         _ = self._state.model  # raises while there is none
-        account, most = self._state.quotas.account(CALLER.get()), self._state.limits.max_watchers
-        if self._state.watchers >= most:
-            message = f"{self._state.watchers} callers watch events and {most} may; end some"
-            raise SequencesExhausted(message, metadata={"max_watchers": most}, retry_after_s=RETRY_AFTER_S)
+        account, limit = self._state.quotas.account(CALLER.get()), self._state.limits.max_watchers
+        if self._state.watchers >= limit:
+            message = f"{self._state.watchers} callers watch events and {limit} may; end some"
+            raise SequencesExhausted(message, metadata={"max_watchers": limit}, retry_after_s=RETRY_AFTER_S)
         account.allocate(Resource.WATCHERS)
         self._state.watchers += 1
         if self._polling is None or self._polling.done():

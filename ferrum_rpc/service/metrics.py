@@ -71,21 +71,23 @@ class Metrics(Collector):
             yield _info("model_info", "What is served, and where it runs.", what)
         condition = state.condition
         states = {each.value: float(each is condition) for each in Lifecycle}
-        yield _gauge("executor_state", "1 for the state that the executor is in.", states, "state")
-        yield _gauge("health", "1 where a health check is answered SERVING, by what it checks.", self.health(), "check")
+        yield _gauge("executor_state", "1 for the current state of the executor.", states, "state")
+        yield _gauge("health", "1 if a health check is answered SERVING, by check.", self.health(), "check")
         ends, text = self.expiries(), "When the first certificate of a file ends, since 1970."
         yield _gauge("certificate_expiry_timestamp_seconds", text, ends, "file")
-        yield _counter("log_lines_dropped", "Log lines that their reader was too slow for.", self.lines_dropped())
+        yield _counter(
+            "log_lines_dropped", "Log lines dropped because their reader was too slow.", self.lines_dropped()
+        )
         failures = state.supervisor.failures
-        yield _counter("background_failures", "Failures of background tasks, which go on.", failures, "task")
+        yield _counter("background_failures", "Failures of background tasks, which continue.", failures, "task")
         if self.failpoints:
-            yield _counter("failpoints_fired", "Failures that were asked for.", self.failpoints, "name")
+            yield _counter("failpoints_fired", "Injected failures.", self.failpoints, "name")
 
     def _sequences(self) -> Iterator[Metric]:
         state, counters, limits, replay = self.state, self.state.counters, self.state.limits, self.state.replay
         yield from _bounded("sequences", "Live sequences.", len(state.handles), limits.max_sequences)
-        yield _counter("sequences_created", "Sequences that came to be.", counters.sequences_created)
-        yield _counter("sequences_forked", "Of those, children of others.", counters.sequences_forked)
+        yield _counter("sequences_created", "Created sequences.", counters.sequences_created)
+        yield _counter("sequences_forked", "Created sequences that are forks.", counters.sequences_forked)
         yield _counter("sequences_ended", "Sequences that ended, by cause.", counters.ended, "cause")
         yield from _bounded("leases", "Live leases.", len(state.leases), limits.max_leases)
         yield _counter("leases_expired", "Leases that were not renewed in time.", counters.leases_expired)
@@ -97,9 +99,9 @@ class Metrics(Collector):
         yield from _bounded("adapters", "Loaded adapters.", len(adapters), limits.max_adapters)
         yield from _bounded("adapter_bytes", "Bytes of loaded adapters.", adapter_bytes, limits.adapter_memory)
         yield _gauge("adapter_sequences", "Live sequences with an adapter.", sum(each.sequences for each in adapters))
-        yield _counter("adapter_tokens", "Tokens committed to such sequences.", counters.adapter_tokens)
+        yield _counter("adapter_tokens", "Tokens committed to sequences with an adapter.", counters.adapter_tokens)
         yield _counter("tokens_truncated", "Tokens that callers rolled back.", counters.tokens_truncated)
-        yield _counter("replays", "Recorded answers given again to the same request id.", replay.replays)
+        yield _counter("replays", "Recorded answers sent again for the same request id.", replay.replays)
         kept = "Bytes that recorded answers take: rows, request ids, digests of requests, handles, tokens that stay."
         yield from _bounded("replay_bytes", kept, replay.bytes, replay.limit)
         unread = "Bytes of large answers that are not read yet."
@@ -114,15 +116,17 @@ class Metrics(Collector):
         yield from _bounded("running_items", "Runs under way.", pressure.running_items, limits.max_running)
         yield _counter("steps", "Forward passes that committed something.", engine.steps)
         yield _counter("step_tokens", "Tokens that steps committed.", engine.tokens)
-        yield _counter("searched_tokens", "Of those, looked for in the prefix cache.", engine.searched_tokens)
-        yield _counter("cached_tokens", "Of those, found there and not computed.", engine.cached_tokens)
+        yield _counter(
+            "searched_tokens", "Of the step tokens, those looked up in the prefix cache.", engine.searched_tokens
+        )
+        yield _counter("cached_tokens", "Of the searched tokens, those found and not computed.", engine.cached_tokens)
         yield _counter("rows", "Rows that steps returned.", engine.rows)
         yield _counter("blocks_copied", "Blocks copied because they were shared.", engine.blocks_copied)
         yield _histogram("step_seconds", "Duration of a forward pass.", steps.seconds)
         yield _histogram("step_size_tokens", "Tokens of a step.", steps.tokens)
-        yield _gauge("step_size_tokens_limit", "The most, without those of runs.", limits.max_batch_tokens)
+        yield _gauge("step_size_tokens_limit", "The maximum, without those of runs.", limits.max_batch_tokens)
         yield _histogram("step_size_sequences", "Sequences of a step.", steps.sequences)
-        yield _gauge("step_size_sequences_limit", "The most, without those of runs.", limits.max_batch_items)
+        yield _gauge("step_size_sequences_limit", "The maximum, without those of runs.", limits.max_batch_items)
         yield _histogram("queue_seconds", "Time that a submission waited for its step.", steps.queue_seconds)
 
     def _ranks(self) -> Iterator[Metric]:
@@ -130,9 +134,9 @@ class Metrics(Collector):
         alive = {number: float(rank.alive) for number, rank in found.items()}
         resident = {number: rank.resident_bytes for number, rank in found.items() if rank.resident_bytes}
         device = {number: rank.device_bytes for number, rank in found.items() if rank.device_bytes}
-        yield _gauge("rank_alive", "1 for a process of the model that is alive.", alive, "rank")
-        yield _gauge("rank_resident_memory_bytes", "Its resident memory.", resident, "rank")
-        yield _gauge("rank_device_memory_bytes", "What it has reserved on its GPU.", device, "rank")
+        yield _gauge("rank_alive", "1 for each live process of the model.", alive, "rank")
+        yield _gauge("rank_resident_memory_bytes", "Resident memory of the process.", resident, "rank")
+        yield _gauge("rank_device_memory_bytes", "GPU memory that the process has reserved.", device, "rank")
 
     def _cache(self) -> Iterator[Metric]:
         state, cache, pressure = self.state, self.state.engine.cache, self.state.pressure()
@@ -140,20 +144,22 @@ class Metrics(Collector):
         used = pressure.total_blocks - pressure.free_blocks
         blocks = {"free": pressure.free_blocks - cached, "cached": cached, "used": used}
         yield _gauge("kv_blocks", "Blocks of the KV cache, by state.", blocks, "state")
-        yield _gauge("kv_blocks_limit", "All of them.", pressure.total_blocks)
-        yield _counter("blocks_evicted", "Blocks that left the prefix cache for want of room.", cache.blocks_evicted)
-        yield _counter("blocks_evicted_seconds", "Time that those had been there.", cache.evicted_s)
+        yield _gauge("kv_blocks_limit", "All blocks of the KV cache.", pressure.total_blocks)
+        yield _counter("blocks_evicted", "Blocks evicted from the prefix cache.", cache.blocks_evicted)
+        yield _counter(
+            "blocks_evicted_seconds", "Time that evicted blocks had been in the prefix cache.", cache.evicted_s
+        )
         yield from _bounded("kv_tier_bytes", "Blocks in the second tier.", cache.tier_bytes, state.limits.kv_tier_bytes)
         yield _gauge("parked_sequences", "Sequences whose cache is in a file.", state.parked.sequences)
         room = state.limits.kv_park_bytes if state.parked.offered else 0
         yield from _bounded("parked_bytes", "Bytes of those files.", state.parked.bytes, room)
         yield _counter("sequences_parked", "Sequences that were parked.", state.counters.sequences_parked)
-        yield _counter("sequences_exported", "Sequences that were read out whole.", state.counters.sequences_exported)
-        yield _counter("sequences_imported", "Sequences made of such ones.", state.counters.sequences_imported)
+        yield _counter("sequences_exported", "Sequences exported completely.", state.counters.sequences_exported)
+        yield _counter("sequences_imported", "Sequences created from an import.", state.counters.sequences_imported)
         imports, blocks_of_imports = state.unfinished_imports()
-        yield _gauge("unfinished_imports", "Imports of which not all has come.", imports)
-        yield _gauge("unfinished_import_blocks", "Blocks that they hold.", blocks_of_imports)
-        yield _gauge("kv_block_tokens", "Tokens that a block holds.", pressure.block_size)
+        yield _gauge("unfinished_imports", "Incomplete imports.", imports)
+        yield _gauge("unfinished_import_blocks", "Blocks held by incomplete imports.", blocks_of_imports)
+        yield _gauge("kv_block_tokens", "Tokens per block.", pressure.block_size)
 
     def _transfers(self) -> Iterator[Metric]:
         meters = {direction.value: meter for direction, meter in self.state.transfers.items()}
@@ -167,10 +173,10 @@ class Metrics(Collector):
             seconds.add_metric((direction,), *meter.seconds.snapshot())
         yield seconds
         now = {direction: meter.now for direction, meter in meters.items()}
-        yield _gauge("transfers", "Caches that are being moved.", now, label)
-        yield _gauge("transfers_limit", "The most, either way.", self.state.limits.max_transfers)
+        yield _gauge("transfers", "Transfers of caches in progress.", now, label)
+        yield _gauge("transfers_limit", "The maximum in either direction.", self.state.limits.max_transfers)
         moved = {direction: meter.bytes for direction, meter in meters.items()}
-        yield _counter("transfer_bytes", "Bytes of K and V that were moved.", moved, label)
+        yield _counter("transfer_bytes", "Bytes of K and V transferred.", moved, label)
         failures = {direction: meter.failures for direction, meter in meters.items()}
         yield _counter("transfer_failures", "Transfers that ended early.", failures, label)
 
@@ -301,9 +307,9 @@ class _Server(ThreadingMixIn, WSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Slow or disconnected clients are not logged."""
 
-    def _close_oldest(self, most: int, age_s: float) -> None:
-        """Close the connections above ``most`` and older than ``age_s``, which wakes their threads."""
-        for request, since in list(self._open.items())[: max(0, len(self._open) - most)]:
+    def _close_oldest(self, max_open: int, age_s: float) -> None:
+        """Close the connections above ``max_open`` and older than ``age_s``, which wakes their threads."""
+        for request, since in list(self._open.items())[: max(0, len(self._open) - max_open)]:
             if time.monotonic() - since < age_s:
                 return
             self._open.pop(request, None)

@@ -145,7 +145,7 @@ class Unread:
     def __init__(self, limits: Limits) -> None:
         largest = max(limits.max_response_bytes, limits.max_session_response_bytes)  # fits where nothing waits
         self.limit = max(limits.max_unread_bytes, largest)
-        self._most_of_one = max(limits.max_unread_bytes // 2, largest)
+        self._max_per_connection = max(limits.max_unread_bytes // 2, largest)
         self._of: dict[str, int] = {}
         self.bytes = 0
 
@@ -155,7 +155,7 @@ class Unread:
         mine = self._of.get(peer, 0)
         held, most = account.held[Resource.UNREAD_BYTES], account.most[Resource.UNREAD_BYTES]
         for waiting, bound, whose in (
-            (mine, self._most_of_one, " to this connection"),
+            (mine, self._max_per_connection, " to this connection"),
             (held, most, " to you"),
             (self.bytes, self.limit, ""),
         ):

@@ -90,8 +90,8 @@ class Registry(grpc.GenericRpcHandler):
         """Wrap a handler with all the checks of a request. ``method``: the name under which it is counted. Calls of
         services outside the contract are counted if they are refused before their handler runs."""
         calls, guard = self._calls, self._guard
-        most, bodies = self._open if service in OPEN_SERVICES else self._guarded
-        parse = self._parser(handler.request_deserializer, most)
+        max_bytes, bodies = self._open if service in OPEN_SERVICES else self._guarded
+        parse = self._parser(handler.request_deserializer, max_bytes)
         streams, answers_stream = handler.request_streaming, handler.response_streaming
         counted = service.startswith(CONTRACT)
         behaviour = _serving(
@@ -136,14 +136,15 @@ class Registry(grpc.GenericRpcHandler):
             return grpc.stream_stream_rpc_method_handler(receive, parse if streams else None, serialize)
         return grpc.stream_unary_rpc_method_handler(receive, parse if streams else None, serialize)
 
-    def _parser(self, parse: Callable[[bytes], Any] | None, most: int) -> Callable[[bytes], Any]:
+    def _parser(self, parse: Callable[[bytes], Any] | None, max_bytes: int) -> Callable[[bytes], Any]:
         """Parse a message. Raises `InvalidRequest` for invalid bytes, or if it is too large in bytes or content."""
         message = getattr(parse, "__self__", None)
 
         def parsed(data: bytes) -> Any:
-            if len(data) > most:
+            if len(data) > max_bytes:
                 raise InvalidRequest(
-                    f"the request has {len(data)} bytes of at most {most}", metadata={"max_request_bytes": most}
+                    f"the request has {len(data)} bytes of at most {max_bytes}",
+                    metadata={"max_request_bytes": max_bytes},
                 )
             if parse is None:
                 return data

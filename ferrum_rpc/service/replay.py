@@ -124,7 +124,7 @@ class ReplayLog:
 
     def __init__(self, budget: int, records: int = RECORDS) -> None:
         self._budget = budget
-        self._most_records = records
+        self._max_records = records
         self._owners: dict[str, CallerAnswers] = {}
         self.records = 0
         self.rows = 0
@@ -138,7 +138,7 @@ class ReplayLog:
     @property
     def limit(self) -> int:
         """The most that they take."""
-        return self._most_records + self._budget
+        return self._max_records + self._budget
 
     def scope(self, key: Key) -> Scope:
         """The scope of this name: an empty one, not in the log, where it has no entries. Not to be kept beyond the
@@ -196,7 +196,7 @@ class ReplayLog:
         scope = entry.scope
         if len(scope) > ENTRIES_PER_SEQUENCE:
             self._drop_oldest(scope)
-        if self.records > self._most_records or self.rows > self._budget:
+        if self.records > self._max_records or self.rows > self._budget:
             self._evict()
 
     def forget_rows(self, key: Key) -> None:
@@ -211,7 +211,7 @@ class ReplayLog:
         return outcome._replace(replayed=True) if isinstance(outcome, ItemAnswer) else outcome
 
     def _evict(self) -> None:
-        while self.records > self._most_records:
+        while self.records > self._max_records:
             owner = max(self._owners.values(), key=_records)
             scope = next(iter(owner.scopes.values()))
             if not self._drop_oldest(scope):  # all of it is in flight

@@ -49,7 +49,7 @@ from ferrum_rpc.wire.status import status_from_error
 log = structlog.get_logger("ferrum_rpc.session")
 
 DEFAULT_STEPS: Final = 4
-LEAST_INLINE_BYTES: Final = 256
+MIN_INLINE_BYTES: Final = 256
 METHOD: Final = "ferrum_rpc.executor.v1.ModelExecutor/Session"
 
 Answer = session_pb2.SessionResponse
@@ -170,7 +170,7 @@ class Session:
         self._wants_tokens = hello.tokens
         self._most = min(hello.steps_in_flight or DEFAULT_STEPS, limits.max_steps_in_flight)
         self._inline = max(
-            LEAST_INLINE_BYTES, min(hello.inline_bytes or limits.session_inline_bytes, limits.max_response_bytes)
+            MIN_INLINE_BYTES, min(hello.inline_bytes or limits.session_inline_bytes, limits.max_response_bytes)
         )
         if hello.lease_id:
             self._lease = leases.renew(hello.lease_id, self._account.caller.name)

@@ -36,23 +36,24 @@ def fill_block(message: output_pb2.RowBlock, extent: Extent) -> None:
 
 class RowParts:
     """The large tensors of one answer of a session, in parts: a client that waits for a small answer should not wait
-    behind megabytes. What is above ``most`` bytes stays out of the answer's message, which gets its type and shape.
+    behind megabytes. What is above ``max_bytes`` stays out of the answer's message, which gets its type and
+    shape.
 
     The parts are cut from the rows as they are sent, so that an answer that its client reads slowly takes the memory of
     its rows and of one part, and no turn of the event loop copies all of it.
     """
 
-    __slots__ = ("_most", "_tensors")
+    __slots__ = ("_max_bytes", "_tensors")
 
-    def __init__(self, row_blocks: Any, extents: Iterable[Extent], most: int) -> None:
-        self._most = most
+    def __init__(self, row_blocks: Any, extents: Iterable[Extent], max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._tensors: list[tuple[int, int, npt.NDArray[Any]]] = []
         for extent in extents:
             block, low, high = extent.block, extent.low, extent.high
             rows = getattr(row_blocks.add(), block.kind.field)
             for name, column in block.columns.items():
                 array, tensor = column[low:high], getattr(rows, name)
-                if array.nbytes <= most:
+                if array.nbytes <= max_bytes:
                     fill_tensor(tensor, array)
                     continue
                 if 2 * (high - low) < len(column):  # the rows of other calls must not stay until these are read
@@ -61,10 +62,10 @@ class RowParts:
                 self._tensors.append((extent.index, rows.DESCRIPTOR.fields_by_name[name].number, array))
 
     def frames(self, step_id: int) -> Iterator[session_pb2.SessionResponse]:
-        """The frames, once: each of ``most`` bytes of rows, or of one row."""
+        """The frames, once: each of ``max_bytes`` bytes of rows, or of one row."""
         while self._tensors:
             block, field, array = self._tensors.pop(0)
-            together = max(1, self._most // (array.nbytes // len(array)))
+            together = max(1, self._max_bytes // (array.nbytes // len(array)))
             for first in range(0, len(array), together):
                 frame = session_pb2.SessionResponse(step_id=step_id)
                 rows = frame.rows

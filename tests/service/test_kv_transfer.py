@@ -691,7 +691,7 @@ async def test_exports_that_nobody_reads_are_bounded_also_when_they_hold_no_slot
         handle = await prefill(served, [1] * 2000)
         held = served.server.state.unread
         unread: list[Any] = []
-        with mock.patch.object(held, "_most_of_one", 3 * 2 * CHUNK_BYTES):
+        with mock.patch.object(held, "_max_per_connection", 3 * 2 * CHUNK_BYTES):
             for _ in range(3):
                 unread.append(served.transfer.ExportKv(kt.ExportKvRequest(handle=handle)))
                 await silent(served)
