@@ -27,7 +27,7 @@ from ferrum_rpc.errors import ExecutorError, InvalidRequest, KvCorrupt, NotSuppo
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
-from ferrum_rpc.wire.transfer import FILE_MAGIC
+from ferrum_rpc.wire.kv_stream import FILE_MAGIC
 
 _SERVICE: Final = "/ferrum_rpc.executor.v1.KvTransfer/"
 LAYOUT: Final = b"\x0a"

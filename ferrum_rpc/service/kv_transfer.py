@@ -18,7 +18,7 @@ from ferrum_rpc.executor.v1 import kv_transfer_pb2_grpc
 from ferrum_rpc.service.fingerprints import digest
 from ferrum_rpc.service.guard.auth import CALLER
 from ferrum_rpc.service.kv_events import KvEvents
-from ferrum_rpc.service.moving import CHUNK_BYTES, layout_of
+from ferrum_rpc.service.kv_stream import CHUNK_BYTES, layout_of
 from ferrum_rpc.service.nixl import ChunkReader
 from ferrum_rpc.service.parking import park
 from ferrum_rpc.service.peers import PeerSilent, announce, read_on
@@ -28,7 +28,7 @@ from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.service.transfers import Export, Import
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto, pressure_to_proto, request_id_from_proto
-from ferrum_rpc.wire.transfer import CacheLayout, import_options, tokens_from_proto
+from ferrum_rpc.wire.kv_stream import CacheLayout, import_options, tokens_from_proto
 
 IMPORT: Final = "import"
 

@@ -36,13 +36,13 @@ from ferrum_rpc.errors import (
 )
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.private_files import NotPrivateError
+from ferrum_rpc.service.kv_stream import READ_BYTES, Incoming, Moving, layout_of
 from ferrum_rpc.service.meters import Direction
-from ferrum_rpc.service.moving import READ_BYTES, Incoming, Moving, layout_of
 from ferrum_rpc.service.records import Parked, SequenceEnd, SequenceRecord
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.transaction import FAILED
-from ferrum_rpc.wire.transfer import CacheLayout
+from ferrum_rpc.wire.kv_stream import CacheLayout
 
 log = structlog.get_logger("ferrum_rpc.parking")
 

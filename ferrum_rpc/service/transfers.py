@@ -24,15 +24,15 @@ from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.admission import check_length, prefix_use
 from ferrum_rpc.service.handles import gone
 from ferrum_rpc.service.kv_ops import Handles, KvOperation, OperationCall
+from ferrum_rpc.service.kv_stream import Incoming, Moving, layout_of
 from ferrum_rpc.service.meters import Direction
-from ferrum_rpc.service.moving import Incoming, Moving, layout_of
 from ferrum_rpc.service.nixl import StagedChunks, offered
 from ferrum_rpc.service.records import Account, Adapter, SequenceRecord
 from ferrum_rpc.service.replay import Entry
 from ferrum_rpc.service.state import RETRY_ELSEWHERE_S, Lifecycle, ServerState
 from ferrum_rpc.service.transaction import FAILED
 from ferrum_rpc.wire.items import handle_from_proto
-from ferrum_rpc.wire.transfer import CacheLayout
+from ferrum_rpc.wire.kv_stream import CacheLayout
 
 NOTHING_KEPT: Final = "its stream was refused or broke, and nothing of it was kept"
 

@@ -12,7 +12,7 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
 from ferrum_rpc.engine.assembly import choose
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.wire.transfer import CacheLayout
+from ferrum_rpc.wire.kv_stream import CacheLayout
 
 TOKENS = np.arange(3, 33, dtype=np.int32)
 

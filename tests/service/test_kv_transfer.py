@@ -26,10 +26,10 @@ from ferrum_rpc.executor.v1 import (
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from ferrum_rpc.service import peers
 from ferrum_rpc.service.guard.auth import Security
+from ferrum_rpc.service.kv_stream import CHUNK_BYTES
 from ferrum_rpc.service.lifecycle import Sweeper
 from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.metrics import Metrics, registry_of
-from ferrum_rpc.service.moving import CHUNK_BYTES
 from ferrum_rpc.wire.status import error_from_rpc
 from tests.service.transfers import Names, brought, chunks_of, exported, header, imported, kt, row, sealed
 from tests.serving import Gate, Served, serve_identity

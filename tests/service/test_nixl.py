@@ -15,7 +15,7 @@ import pytest_asyncio
 from ferrum_rpc.errors import InvalidRequest, Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, info_pb2, types_pb2
 from ferrum_rpc.service import nixl
-from ferrum_rpc.wire.transfer import CacheLayout
+from ferrum_rpc.wire.kv_stream import CacheLayout
 from tests.service.nixl import Fabric
 from tests.service.transfers import Names, brought, chunks_of, exported, header, imported, kt, overflow, row
 from tests.serving import Served, serve_identity

@@ -333,7 +333,7 @@ async def test_a_file_that_cannot_be_deleted_ends_nothing(served: Served, monkey
 
 
 async def test_what_the_prefix_cache_has_is_not_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ferrum_rpc.service.moving.CHUNK_BYTES", 4 * 2 * 4 * 8 * 4)  # of a block
+    monkeypatch.setattr("ferrum_rpc.service.kv_stream.CHUNK_BYTES", 4 * 2 * 4 * 8 * 4)  # of a block
     twin = await prefill(served, PROMPT, create=BYPASS)
     handle = await parked(served, cache_mode=forward_pb2.CACHE_MODE_UNSPECIFIED, cache_salt=b"salt")
     read: list[int] = []
@@ -549,7 +549,7 @@ async def test_the_blocks_of_a_parked_sequence_count_on_no_quota(tmp_path: Path)
 async def test_a_failure_while_it_is_read_leaves_it_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    monkeypatch.setattr("ferrum_rpc.service.moving.READ_BYTES", 1)
+    monkeypatch.setattr("ferrum_rpc.service.kv_stream.READ_BYTES", 1)
     async with serving(tmp_path, failpoints=Failpoints(parse_failpoints(f"export=error@{at}"))) as served:
         handle, twin = [await prefill(served, PROMPT, create=BYPASS) for _ in range(2)]
         await refused(park(served, handle), Reason.STEP_FAILED, grpc.StatusCode.INTERNAL)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.executor.v1 import types_pb2
-from ferrum_rpc.wire.transfer import CacheLayout
+from ferrum_rpc.wire.kv_stream import CacheLayout
 
 F32 = np.array([0.0, -0.0, 1e-45, np.finfo(np.float32).max, np.finfo(np.float32).min], "<f4")
 """Finite, to the last one."""

@@ -26,7 +26,7 @@ from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.tier import fetch_prefix
 from ferrum_rpc.service.transaction import FAILED
-from ferrum_rpc.wire.transfer import CacheLayout, chunk_from_proto, chunk_to_proto, remote_chunk_to_proto
+from ferrum_rpc.wire.kv_stream import CacheLayout, chunk_from_proto, chunk_to_proto, remote_chunk_to_proto
 
 CHUNK_BYTES: Final = 512 << 10
 """Of the tensors of a chunk: a message of the default limit has room for one."""
