@@ -9,11 +9,11 @@ from ferrum_rpc import __version__
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import info_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.executor.v1 import model_executor_pb2 as pb
-from ferrum_rpc.service import kv_ops
 from ferrum_rpc.service.admission import check_room
 from ferrum_rpc.service.control import STATE_TO_PROTO
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.guard.auth import CALLER
+from ferrum_rpc.service.kv_ops import OPERATIONS
 from ferrum_rpc.service.records import SequenceEnd
 from ferrum_rpc.service.rpc import CallLog, deadline_of
 from ferrum_rpc.service.session import Session
@@ -33,14 +33,11 @@ from ferrum_rpc.wire.items import (
     fill_outputs,
     fill_results,
     fill_step,
-    fork_from_proto,
-    handle_from_proto,
     handle_to_proto,
     item_from_proto,
     items_from_proto,
     name_from_proto,
     pressure_to_proto,
-    request_id_from_proto,
 )
 from ferrum_rpc.wire.masks import id_of, words_from_proto
 
@@ -86,6 +83,26 @@ def _forward(name: str, response_class: type[Any], shape: CallShape, *, one: boo
     return handler
 
 
+def _kv_operation(kind: str, response_class: type[Any]) -> Any:
+    """The handler of an operation on one sequence's cache. The answer says what is left of it, in the fields that its
+    message has."""
+    fields = response_class.DESCRIPTOR.fields_by_name
+
+    async def handler(self: ModelExecutorServicer, request: Any, context: Context) -> Any:
+        [call] = OPERATIONS[kind](self.state, CALLER.get(), request, None)
+        handles, replayed = await call
+        response = response_class(pressure=pressure_to_proto(self.state.pressure()))
+        if "handle" in fields:
+            response.handle.CopyFrom(handle_to_proto(handles[0]))
+        elif "handles" in fields:
+            response.handles.extend(map(handle_to_proto, handles))
+        if "replayed" in fields:
+            response.replayed = replayed
+        return response
+
+    return handler
+
+
 class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     """The scheduler's side."""
 
@@ -107,42 +124,10 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
 
     # --- the cache --------------------------------------------------------------------------------------------------
 
-    async def TruncateKv(self, request: pb.TruncateKvRequest, context: Context) -> pb.TruncateKvResponse:  # noqa: N802
-        (handle,), replayed = await kv_ops.truncate(
-            self.state,
-            handle_from_proto(request.handle),
-            request.length,
-            request_id_from_proto(request.request_id),
-            caller=CALLER.get(),
-        )
-        return pb.TruncateKvResponse(handle=handle_to_proto(handle), pressure=self._pressure(), replayed=replayed)
-
-    async def ForkKv(self, request: pb.ForkKvRequest, context: Context) -> pb.ForkKvResponse:  # noqa: N802
-        handles, replayed = await kv_ops.fork(
-            self.state,
-            *fork_from_proto(request),
-            caller=CALLER.get(),
-            lease_id=request.lease_id,
-        )
-        return pb.ForkKvResponse(
-            handles=[handle_to_proto(handle) for handle in handles], pressure=self._pressure(), replayed=replayed
-        )
-
-    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:  # noqa: N802
-        _, replayed = await kv_ops.release(
-            self.state,
-            handle_from_proto(request.handle),
-            any_version=request.any_version,
-            request_id=request_id_from_proto(request.request_id),
-            caller=CALLER.get(),
-        )
-        return pb.ReleaseResponse(pressure=self._pressure(), replayed=replayed)
-
-    async def ReserveKv(self, request: pb.ReserveKvRequest, context: Context) -> pb.ReserveKvResponse:  # noqa: N802
-        (handle,), _ = await kv_ops.reserve(
-            self.state, handle_from_proto(request.handle), request.tokens, caller=CALLER.get()
-        )
-        return pb.ReserveKvResponse(handle=handle_to_proto(handle), pressure=self._pressure())
+    TruncateKv = _kv_operation("truncate", pb.TruncateKvResponse)
+    ForkKv = _kv_operation("fork", pb.ForkKvResponse)
+    Release = _kv_operation("release", pb.ReleaseResponse)
+    ReserveKv = _kv_operation("reserve", pb.ReserveKvResponse)
 
     async def RegisterTokenMask(  # noqa: N802
         self, request: pb.RegisterTokenMaskRequest, context: Context

@@ -1,4 +1,5 @@
 """Integer operations on a sequence: truncate, fork, release, reserve. They run between steps, in the same queue.
+Unary calls and a session's frames begin them by one table, `OPERATIONS`.
 
 Each is a `Transaction`: its sequence claimed, its request checked and its command queued in the turn of the event loop
 that asks for it, and finished by the model thread's answer. Cancelled before its dispatch, it did not happen, unless a
@@ -7,20 +8,21 @@ duplicate waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ferrum_rpc.core import ANYBODY, Caller, HandleRef
 from ferrum_rpc.engine.api import Operation
 from ferrum_rpc.engine.commands import Command, Operations
-from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest
+from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, above
 from ferrum_rpc.service.admission import check_length
 from ferrum_rpc.service.records import SequenceEnd, SequenceRecord
 from ferrum_rpc.service.replay import Entry, scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.transaction import FAILED, CallPhase, Failed, Transaction
 from ferrum_rpc.service.waits import bring_in
+from ferrum_rpc.wire.items import fork_from_proto, handle_from_proto, request_id_from_proto
 
 Handles = tuple[HandleRef, ...]
 
@@ -286,3 +288,55 @@ def reserve(state: ServerState, handle: HandleRef, tokens: int, *, caller: Calle
         return KvOperation(Command(Operations.reserve, record.sequence, tokens), commit)
 
     return OperationCall(state, handle, caller, begin)
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+Begin = Callable[[ServerState, Caller, Any, object], Sequence[OperationCall]]
+"""``begin(state, caller, message, origin)``: an operation for each handle of a message, of which a call has one and a
+frame several. ``origin`` marks the sequences that it makes. Raises what refuses the message as a whole."""
+
+
+def _truncate(state: ServerState, caller: Caller, message: Any, origin: object) -> Sequence[OperationCall]:
+    lengths = message.lengths if hasattr(message, "lengths") else (message.length,)
+    if hasattr(message, "lengths") and len(message.handles) != len(lengths):
+        raise InvalidRequest("`lengths` must have one for every handle", field="lengths")
+    handles = _handles(state, message)
+    request_id = request_id_from_proto(message.request_id)
+    return [
+        truncate(state, handle, length, request_id, caller=caller)
+        for handle, length in zip(handles, lengths, strict=True)
+    ]
+
+
+def _fork(state: ServerState, caller: Caller, message: Any, origin: object) -> Sequence[OperationCall]:
+    lease_id = message.lease_id
+    return (fork(state, *fork_from_proto(message), caller=caller, lease_id=lease_id, origin=origin),)
+
+
+def _release(state: ServerState, caller: Caller, message: Any, origin: object) -> Sequence[OperationCall]:
+    handles, any_version = _handles(state, message), message.any_version
+    request_id = request_id_from_proto(message.request_id) if hasattr(message, "request_id") else ""
+    return [release(state, each, any_version=any_version, request_id=request_id, caller=caller) for each in handles]
+
+
+def _reserve(state: ServerState, caller: Caller, message: Any, origin: object) -> Sequence[OperationCall]:
+    return (reserve(state, handle_from_proto(message.handle), message.tokens, caller=caller),)
+
+
+OPERATIONS: Final[dict[str, Begin]] = {
+    "truncate": _truncate,
+    "fork": _fork,
+    "release": _release,
+    "reserve": _reserve,
+}
+"""By the name of the session's frame."""
+
+
+def _handles(state: ServerState, message: Any) -> list[HandleRef]:
+    if hasattr(message, "handle"):
+        return [handle_from_proto(message.handle)]
+    count, most = len(message.handles), state.limits.max_batch_items
+    if count > most:
+        raise above("max_operations", most, count, "handles", "handles")
+    return list(map(handle_from_proto, message.handles))

@@ -201,14 +201,8 @@ class Session:
         match kind:
             case "forward":
                 await self._begin(step, self._begin_forward, frame.forward)
-            case "reserve":
-                await self._begin(step, self._cache.reserve, frame.reserve)
-            case "truncate":
-                await self._begin(step, self._cache.truncate, frame.truncate)
-            case "fork":
-                await self._begin(step, self._cache.fork, frame.fork)
-            case "release":
-                await self._begin(step, self._cache.release, frame.release)
+            case "reserve" | "truncate" | "fork" | "release":
+                await self._begin(step, partial(self._cache.begin, kind), getattr(frame, kind))
             case "keep_alive":
                 await self._answer(PendingFrame(step, reply=self._on_keep_alive), leaving=False)
             case "cancel":
