@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal
+from typing import Any, Final, Literal
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -27,7 +27,7 @@ from ferrum_rpc.errors import ExecutorError, InvalidRequest, KvCorrupt, NotSuppo
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
-from ferrum_rpc.wire.kv_stream import FILE_MAGIC
+from ferrum_rpc.wire.kv_stream import FILE_MAGIC, FrameFile
 
 _SERVICE: Final = "/ferrum_rpc.executor.v1.KvTransfer/"
 LAYOUT: Final = b"\x0a"
@@ -222,25 +222,16 @@ async def write_file(path: Path, frames: AsyncGenerator[bytes, None]) -> None:
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(FILE_MAGIC)
+            written = FrameFile(file)
             async with aclosing(frames):
                 async for frame in frames:
-                    await asyncio.to_thread(_write, file, frame)
-            await asyncio.to_thread(_flush, file)
+                    await asyncio.to_thread(written.append, (frame,))
+            await asyncio.to_thread(os.fsync, file.fileno())
         part.replace(path)
     except OSError as error:
         raise InvalidRequest(f"cannot write {path}: {error.strerror or error}", field="path") from None
     finally:
         part.unlink(missing_ok=True)
-
-
-def _write(file: BinaryIO, frame: bytes) -> None:
-    file.write(len(frame).to_bytes(4, "little"))
-    file.write(frame)
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def read_layout(path: Path) -> pb.KvLayout:
@@ -280,14 +271,12 @@ def _read(path: Path) -> Iterator[pb.ExportKvResponse]:
         with path.open("rb") as file:
             if file.read(len(FILE_MAGIC)) != FILE_MAGIC:
                 raise InvalidRequest(f"{path} is not an exported sequence of a known version", field="path")
-            while size := file.read(4):
-                frame = file.read(int.from_bytes(size, "little"))
-                if len(size) < 4 or len(frame) < int.from_bytes(size, "little"):
-                    raise _corrupt(path)
-                try:
-                    yield pb.ExportKvResponse.FromString(frame)
-                except DecodeError:
-                    raise _corrupt(path) from None
+            frames = FrameFile(file)
+            try:
+                while found := frames.next(1):
+                    yield from map(pb.ExportKvResponse.FromString, found)
+            except (DecodeError, KvCorrupt):
+                raise _corrupt(path) from None
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror or error}", field="path") from None
 

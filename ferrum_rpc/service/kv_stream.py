@@ -1,12 +1,12 @@
-"""What moves a sequence's cache in pieces: each is read or written by the engine between two steps.
+"""The stream of a sequence's cache: frames of chunks, each read or written by the engine between two steps.
 
-Exports and imports, and sequences that are parked and come back, are made of these.
+Exports and `parking.Park` send one, imports and `parking.Unpark` receive one (`KvReceiver`). Its frames are those of
+`wire.kv_stream`; the data of chunks are in them, or travel by NIXL (`nixl`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from hashlib import sha256
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 import grpc
 
-from ferrum_rpc.core import HandleRef, PrefixUse, TokenArray
+from ferrum_rpc.core import PrefixUse, TokenArray
 from ferrum_rpc.engine.api import Operation
 from ferrum_rpc.engine.commands import Command, Operations, Result
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest, KvCorrupt
@@ -45,12 +45,11 @@ def layout_of(state: ServerState, adapter: Adapter | None = None) -> CacheLayout
     return CacheLayout.of(state.model, adapter.name, adapter.fingerprint)
 
 
-class Moving:
-    """The cache of ``record`` on its way. ``ended``: what ended it too early. ``renews``: while it goes on the sequence
-    counts as used. ``direction``: what it is counted as. ``foreign``: it goes to or comes from somewhere else, so
-    chunks have checksums, the trailer has the digest of all of them, and what comes must be finite."""
+class KvStream:
+    """The cache of ``record`` on its way. ``ended``: what ended it too early. ``direction``: what it is counted as.
+    ``foreign``: it goes to or comes from somewhere else, so the sequence counts as used meanwhile, chunks have
+    checksums, the trailer has the digest of all of them, and what comes must be finite."""
 
-    renews: ClassVar[bool] = True
     foreign: ClassVar[bool] = True
     direction: ClassVar[Direction]
     record: SequenceRecord
@@ -97,7 +96,7 @@ class Moving:
         return result
 
     def _touch(self) -> None:
-        if self.renews:
+        if self.foreign:
             self.record.touch()
 
     async def _frames(
@@ -114,15 +113,13 @@ class Moving:
                 layers = range(layer, min(layer + step, layout.layers))
                 pieces = await self._ask(Command(Operations.read_kv, number, start, end, layers))
                 self._moved(found := layout.chunk_bytes(end - start) * len(layers))
-                large = found > INLINE_BYTES
                 if staging is None:
-                    args = (layout, digest, layers, start, end, pieces)
-                    yield start, await asyncio.to_thread(_chunks, *args) if large else _chunks(*args)
+                    yield start, await _beside(found, _chunks, layout, digest, layers, start, end, pieces)
                     continue
                 for each, parts in zip(layers, pieces, strict=True):
-                    found = await asyncio.to_thread(_summed, digest, parts) if large else _summed(digest, parts)
+                    crc32c = await _beside(found, _summed, digest, parts)
                     remote = await staging.put(parts)
-                    yield start, [remote_chunk_to_proto(layout, each, start, end - start, remote, found)]
+                    yield start, [remote_chunk_to_proto(layout, each, start, end - start, remote, crc32c)]
         if staging is not None:
             await staging.emptied()
         trailer = pb.KvTrailer(sha256=b"" if digest is None else digest.digest())
@@ -137,14 +134,14 @@ class Moving:
         return min(wanted, most) if wanted else most
 
 
-class Incoming(Moving, ABC):
+class KvReceiver(KvStream):
     """A sequence that is built of chunks. ``next_token`` is the first that is missing."""
 
     next_token = 0
     _tokens: TokenArray
 
     async def _fetch(self, prefix: PrefixUse | None) -> None:
-        """Have what the second tier has of it in the prefix cache. Raises what has ended the transfer."""
+        """Have what the second tier has of it in the prefix cache. Raises what has ended the stream."""
         state, record = self._state, self.record
         if prefix is not None and state.engine.cache.tier_bytes:
             await fetch_prefix(state, record.account, self._goes_on, record.sequence, 0, self._tokens, prefix)
@@ -155,9 +152,9 @@ class Incoming(Moving, ABC):
         self._touch()
         return self.ended is None
 
-    async def receive(self, read: Callable[[], Awaitable[Any]], reader: ChunkReader | None = None) -> HandleRef | None:
-        """Take the frames behind the header; ``reader`` reads what they do not bring themselves. Returns the handle of
-        the sequence, or None where something is missing. Raises `InvalidRequest`, `KvCorrupt` and `NotSupported`."""
+    async def receive(self, read: Callable[[], Awaitable[Any]], reader: ChunkReader | None = None) -> bool:
+        """Take the frames behind the header; ``reader`` reads what they do not bring themselves. True: the trailer came
+        and is right, so the stream can be committed. Raises `InvalidRequest`, `KvCorrupt` and `NotSupported`."""
         digest, before = sha256() if self.foreign else None, self.next_token
         group: tuple[int, int] | None = None  # the tokens of the chunks that come, layer by layer
         layer = 0
@@ -171,7 +168,7 @@ class Incoming(Moving, ABC):
                         metadata={"next_token": before},
                         field="trailer.sha256",
                     )
-                return await self._commit()
+                return True
             if kind == "source" and reader is not None and group is None:
                 reader.connect(frame.source)
                 continue
@@ -183,7 +180,7 @@ class Incoming(Moving, ABC):
                 layer, self.next_token = 0, max(self.next_token, group[1])
         if self.ended is not None:
             raise self.ended
-        return None
+        return False
 
     async def _take(
         self, chunk: pb.KvChunk, layer: int, group: tuple[int, int] | None, digest: Any, reader: ChunkReader | None
@@ -210,9 +207,8 @@ class Incoming(Moving, ABC):
 
     async def _check(self, digest: Any, parts: tuple[bytes, ...], layer: int, chunk: pb.KvChunk) -> None:
         """Raise `KvCorrupt` unless a chunk is what was sent, and can be used."""
-        args, start = (self._layout, digest, parts), chunk.first_token
-        large = sum(map(len, parts)) > INLINE_BYTES
-        found, not_finite = await asyncio.to_thread(_checked, *args) if large else _checked(*args)
+        start = chunk.first_token
+        found, not_finite = await _beside(sum(map(len, parts)), _checked, self._layout, digest, parts)
         if found != chunk.crc32c:
             raise KvCorrupt(
                 f"the checksum of layer {layer} of the tokens from {start} on is not that of its bytes",
@@ -247,9 +243,10 @@ class Incoming(Moving, ABC):
             parts = tuple([each[len(each) // (end - start) * skipped :] for each in parts])
         await self._ask(Command(Operations.write_kv, self.record.sequence, start + skipped, end, layer, parts))
 
-    @abstractmethod
-    async def _commit(self) -> HandleRef:
-        """The trailer is right. Make it a sequence like others, if all has come."""
+
+async def _beside(size: int, compute: Callable[..., Result], *arguments: Any) -> Result:
+    """What ``compute`` returns of ``size`` bytes: beside the event loop, where they are many."""
+    return await asyncio.to_thread(compute, *arguments) if size > INLINE_BYTES else compute(*arguments)
 
 
 def _chunks(  # noqa: PLR0917

@@ -107,8 +107,9 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
             if isinstance(found, Import):
                 with found.stream(), closing(ChunkReader(state.nixl)) as reader:
                     await found.begin()
-                    handle = await found.receive(read, reader)
-                    if handle is None and not await announce(context):
+                    if await found.receive(read, reader):
+                        handle = await found.commit()
+                    elif not await announce(context):
                         raise Cancelled("the stream broke")
                 answer.next_token = found.next_token
             elif found:

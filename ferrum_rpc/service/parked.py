@@ -19,7 +19,7 @@ import hmac
 import os
 import re
 import stat
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,11 @@ from typing import Any, BinaryIO, Final
 import structlog
 
 from ferrum_rpc.core import Limits
-from ferrum_rpc.errors import InvalidRequest, KvCorrupt, SequencesExhausted
+from ferrum_rpc.errors import InvalidRequest, SequencesExhausted
 from ferrum_rpc.private_files import PrivateFolder
 from ferrum_rpc.service.guard.slots import Slots
 from ferrum_rpc.service.records import Account, Parked, Resource, SequenceRecord
+from ferrum_rpc.wire.kv_stream import FrameFile
 
 log = structlog.get_logger("ferrum_rpc.parking")
 
@@ -41,9 +42,7 @@ NAME: Final = re.compile(rf"{PREFIX}\d+")
 OLD_LOCK: Final = "ferrum-parked.lock"
 """Which earlier versions had in the given folder, beside their files."""
 
-SIZE_BYTES: Final = 4
 DIGEST_BYTES: Final = 32
-FRAME_OVERHEAD: Final = SIZE_BYTES + DIGEST_BYTES
 CLOSE_S: Final = 5.0
 
 
@@ -167,41 +166,16 @@ class ParkedFiles:
                 _unlink(partial(folder.unlink, name), folder.path / name)
 
 
-class ParkedFile:
-    """Frames one behind the other: each has its length in four bytes (little endian) before it, and its digest behind
-    it. Called by one thread at a time."""
+class ParkedFile(FrameFile):
+    """Of a parked sequence. The seal of a frame is its digest and its place's, with a key."""
+
+    SEAL_BYTES = DIGEST_BYTES
 
     def __init__(self, file: BinaryIO, mac: hmac.HMAC) -> None:
-        self._file = file
+        super().__init__(file)
         self._mac = mac
-        self.seek, self.tell, self.close = file.seek, file.tell, file.close
 
-    def append(self, frames: Sequence[bytes]) -> None:
-        """Write frames. Raises OSError."""
-        write, at = self._file.write, self._file.tell()
-        for frame in frames:
-            write(len(frame).to_bytes(SIZE_BYTES, "little"))
-            write(frame)
-            write(self._digest(at, frame))
-            at += len(frame) + FRAME_OVERHEAD
-        self._file.flush()
-
-    def next(self, most: int) -> list[bytes]:
-        """The next frames, of about ``most`` bytes; none at the end. Raises OSError and `KvCorrupt`."""
-        frames, read, at = list[bytes](), 0, self._file.tell()
-        left = os.fstat(self._file.fileno()).st_size - at
-        while read < most and left > 0:
-            wanted = int.from_bytes(self._file.read(SIZE_BYTES), "little")
-            if wanted + FRAME_OVERHEAD > left:
-                raise KvCorrupt("the file ends within a frame")
-            frame, digest = self._file.read(wanted), self._file.read(DIGEST_BYTES)
-            if not hmac.compare_digest(digest, self._digest(at, frame)):
-                raise KvCorrupt("a frame is not what was written")
-            frames.append(frame)
-            at, read, left = at + wanted + FRAME_OVERHEAD, read + wanted, left - wanted - FRAME_OVERHEAD
-        return frames
-
-    def _digest(self, at: int, frame: bytes) -> bytes:
+    def _seal(self, at: int, frame: bytes) -> bytes:
         mac = self._mac.copy()
         mac.update(at.to_bytes(8, "little"))
         mac.update(frame)

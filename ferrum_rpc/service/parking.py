@@ -36,7 +36,7 @@ from ferrum_rpc.errors import (
 )
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.private_files import NotPrivateError
-from ferrum_rpc.service.kv_stream import READ_BYTES, Incoming, Moving, layout_of
+from ferrum_rpc.service.kv_stream import READ_BYTES, KvReceiver, KvStream, layout_of
 from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.records import Parked, SequenceEnd, SequenceRecord
 from ferrum_rpc.service.state import ServerState
@@ -87,17 +87,16 @@ async def unpark(state: ServerState, record: SequenceRecord) -> ExecutorError | 
     """Bring back a parked sequence that is claimed. Returns None when it is there, or the refusal: it is as it was
     then, but after a `KvCorrupt`, which ends it when its call does."""
     try:
-        job = _Return(state, layout_of(state, record.adapter), record)
+        job = Unpark(state, layout_of(state, record.adapter), record)
     except ExecutorError as error:  # the executor has ended
         return error
     return await job.run()
 
 
-class Park(Moving):
+class Park(KvStream):
     """One sequence on its way to its file. Where it is not ``claimed``, a call that claims it ends this."""
 
     direction: ClassVar[Direction] = Direction.PARK
-    renews: ClassVar[bool] = False
     foreign: ClassVar[bool] = False
 
     def __init__(self, state: ServerState, layout: CacheLayout, record: SequenceRecord, *, claimed: bool) -> None:
@@ -193,11 +192,10 @@ class Park(Moving):
             raise self.ended
 
 
-class _Return(Incoming):
+class Unpark(KvReceiver):
     """One sequence on its way back. Its call has claimed it."""
 
     direction: ClassVar[Direction] = Direction.UNPARK
-    renews: ClassVar[bool] = False
     foreign: ClassVar[bool] = False  # its values return to the bit, infinities too
     _begun = False
 
@@ -234,8 +232,8 @@ class _Return(Incoming):
             ahead = max(0, record.held_to - record.length)
             prefix = record.prefix and record.prefix._replace(imported_from=parked.imported_from)
             await self._fetch(prefix)
-            arguments = (record.sequence, self._tokens, ahead, prefix)
-            self.next_token = await self._ask(Command(Operations.begin_import, *arguments))
+            begin = Command(Operations.begin_import, record.sequence, self._tokens, ahead, prefix)
+            self.next_token = await self._ask(begin)
             self._begun = True
             file.seek(parked.starts[max(each for each in parked.starts if each <= self.next_token)])
             waiting: list[bytes] = []
@@ -246,15 +244,10 @@ class _Return(Incoming):
                     waiting = await asyncio.to_thread(file.next, READ_BYTES)
                 return pb.ExportKvResponse.FromString(waiting.pop(0)) if waiting else EOF
 
-            if await self.receive(read) is None:
+            if not await self.receive(read) or self.next_token < len(self._tokens):
                 raise KvCorrupt("the file ends too early")
+            await self._ask(Command(Operations.commit_import, record.sequence))
         state.parked.drop(record)
-
-    async def _commit(self) -> HandleRef:
-        if self.next_token < len(self._tokens):
-            raise KvCorrupt("chunks are missing")
-        await self._ask(Command(Operations.commit_import, self.record.sequence))
-        return self.record.handle
 
     def _refusal(self, error: Exception) -> ExecutorError:
         """What the call is answered with. A file that is not what was written ends the sequence."""

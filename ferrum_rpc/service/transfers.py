@@ -24,7 +24,7 @@ from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.admission import check_length, prefix_use
 from ferrum_rpc.service.handles import gone
 from ferrum_rpc.service.kv_ops import Handles, KvOperation, OperationCall
-from ferrum_rpc.service.kv_stream import Incoming, Moving, layout_of
+from ferrum_rpc.service.kv_stream import KvReceiver, KvStream, layout_of
 from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.nixl import StagedChunks, offered
 from ferrum_rpc.service.records import Account, Adapter, SequenceRecord
@@ -37,7 +37,7 @@ from ferrum_rpc.wire.kv_stream import CacheLayout
 NOTHING_KEPT: Final = "its stream was refused or broke, and nothing of it was kept"
 
 
-class Export(Moving):
+class Export(KvStream):
     """One export: the copy that it reads, until it is closed."""
 
     direction: ClassVar[Direction] = Direction.EXPORT
@@ -115,7 +115,7 @@ class ImportStage(enum.Enum):
     OVER = "it is a sequence, or never will be"
 
 
-class Import(Incoming):
+class Import(KvReceiver):
     """One import, over all of its streams: ``next_token`` is the first that is missing. Made when its first header is
     there. ``forget`` is called when it is over. Raises what `ServerState.mint` does."""
 
@@ -199,7 +199,9 @@ class Import(Incoming):
             arguments = (self.record.sequence, self._tokens, self._options.reserve_tokens, self.record.prefix)
             await self._change(ImportStage.BEGINNING, Command(Operations.begin_import, *arguments), self._on_begun)
 
-    async def _commit(self) -> HandleRef:
+    async def commit(self) -> HandleRef:
+        """Make it a sequence, which returns its handle: a stream was received to its end. Raises `InvalidRequest` where
+        tokens are missing."""
         if self.next_token < len(self._tokens):
             raise InvalidRequest(
                 f"{self.next_token} tokens of {len(self._tokens)} have come",

@@ -1,4 +1,4 @@
-"""Caches on their way between executors: layouts and chunks, as messages and back.
+"""Caches on their way between executors: layouts and chunks, as messages and back, and files of such messages.
 
 A part is one tensor of a chunk: K, V, and of a cache in 8 bits what they are multiplied with.
 """
@@ -6,14 +6,16 @@ A part is one tensor of a chunk: K, V, and of a cache in 8 bits what they are mu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from hmac import compare_digest
+from typing import Any, BinaryIO, ClassVar, Final
 
 import numpy as np
 
 from ferrum_rpc.core import CreateOptions, ModelInfo, TokenArray
-from ferrum_rpc.errors import InvalidRequest, LayoutMismatch, NotSupported
+from ferrum_rpc.errors import InvalidRequest, KvCorrupt, LayoutMismatch, NotSupported
 from ferrum_rpc.executor.v1 import kv_transfer_pb2, types_pb2
 from ferrum_rpc.wire.framing import framed_chunk
 from ferrum_rpc.wire.items import options_from_proto
@@ -27,8 +29,9 @@ DTYPES: Final = {
     "fp8": types_pb2.D_TYPE_F8_E4M3,
 }
 FILE_MAGIC: Final = b"ferrum-rpc kv\x00\x00\x01"
-"""What a file of a sequence begins with. The frames of an export follow, each behind its length in four bytes (little
-endian)."""
+"""What a client's file of a sequence begins with. The frames of an export follow, as a `FrameFile` has them."""
+
+SIZE_BYTES: Final = 4
 
 PARTS: Final = ("keys", "values", "key_scales", "value_scales")
 ROUNDED: Final = (types_pb2.D_TYPE_I8, types_pb2.D_TYPE_F8_E4M3)
@@ -187,3 +190,43 @@ def chunk_from_proto(layout: CacheLayout, chunk: kv_transfer_pb2.KvChunk) -> tup
             f"the tensors of a chunk are {expected} bytes, not {chunk.remote.size}", field="chunk.remote.size"
         )
     return tokens, tuple(found)
+
+
+class FrameFile:
+    """The frames of an export in a file, one behind the other: each has its length in `SIZE_BYTES` (little endian)
+    before it, and its seal of ``SEAL_BYTES`` behind it. Called by one thread at a time."""
+
+    SEAL_BYTES: ClassVar[int] = 0
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.seek, self.tell, self.close = file.seek, file.tell, file.close
+
+    def append(self, frames: Iterable[bytes]) -> None:
+        """Write frames. Raises OSError."""
+        write, at = self._file.write, self._file.tell()
+        for frame in frames:
+            write(len(frame).to_bytes(SIZE_BYTES, "little"))
+            write(frame)
+            write(self._seal(at, frame))
+            at += SIZE_BYTES + len(frame) + self.SEAL_BYTES
+        self._file.flush()
+
+    def next(self, most: int) -> list[bytes]:
+        """The next frames, of about ``most`` bytes; none at the end. Raises OSError and `KvCorrupt`."""
+        frames, read, at = list[bytes](), 0, self._file.tell()
+        left = os.fstat(self._file.fileno()).st_size - at
+        while read < most and left > 0:
+            size = int.from_bytes(self._file.read(SIZE_BYTES), "little")
+            if (whole := SIZE_BYTES + size + self.SEAL_BYTES) > left:
+                raise KvCorrupt("the file ends within a frame")
+            frame, seal = self._file.read(size), self._file.read(self.SEAL_BYTES)
+            if not compare_digest(seal, self._seal(at, frame)):
+                raise KvCorrupt("a frame is not what was written")
+            frames.append(frame)
+            at, read, left = at + whole, read + size, left - whole
+        return frames
+
+    def _seal(self, at: int, frame: bytes) -> bytes:
+        """What shows that this frame was written at this place."""
+        return b""
