@@ -322,7 +322,7 @@ async def test_another_transport_carries_it_where_both_offer_it(there: There) ->
             source, target = await fed(client), other.sequence()
             with pytest.raises(NotSupported, match="KV_TRANSPORT_NIXL"):
                 await source.move_to(plain.sequence(), transport="nixl")
-            with pytest.raises(InvalidRequest, match="there are grpc, nixl") as caught:
+            with pytest.raises(InvalidRequest, match="one of grpc, nixl") as caught:
                 await source.move_to(target, transport="x")  # type: ignore[arg-type]
             assert caught.value.field == "transport"
             assert not source.released
