@@ -146,11 +146,25 @@ async def _send(call: Any, header: pb.ImportKvHeader, frames: AsyncGenerator[byt
                         break
                     await call.write(frame)
             finally:
-                for each in (answered, coming):
-                    if each is not None and not each.done():
-                        each.cancel()
-                        await asyncio.wait({each})
+                await _cancelled(answered, coming)
     await _close(call)
+
+
+async def _cancelled(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel tasks and wait until all have ended, even if the caller is cancelled meanwhile: frames can only be closed
+    once no task reads them."""
+    for each in tasks:
+        if each is not None:
+            each.cancel()
+    ended = asyncio.gather(*filter(None, tasks), return_exceptions=True)
+    cancelled = False
+    while not ended.done():
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
 
 
 async def _close(call: Any) -> None:
