@@ -30,7 +30,7 @@ import structlog
 import torch
 
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.core import CacheState, RankState, Rows, Span, SpanOutcome, SpanResult, Step, StepResult
+from ferrum_rpc.core import CacheState, Rows, Span, SpanOutcome, SpanResult, Step, StepResult
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.manager import KvManager
@@ -96,7 +96,8 @@ class StepRunner:
         self.store = store
         self.compute = compute
         self.depth = depth
-        self.in_stages = compute.in_stages
+        self.in_stages, self.look_every_s = compute.in_stages, compute.look_every_s
+        self.check_alive, self.ranks, self.close = compute.check_alive, compute.ranks, compute.close
         self._stage = stage
         self._under_way: list[Pending] = []
         self._ended_at = 0.0
@@ -114,23 +115,6 @@ class StepRunner:
             if self._tier is not None:
                 blocks = self.kv.prefix_blocks()
                 self._tier.end([(key, partial(self.store.read_block, block)) for block, key in blocks], FLUSH_S)
-
-    def close(self) -> None:
-        """No step will follow."""
-        self.compute.close()
-
-    @property
-    def look_every_s(self) -> float | None:
-        """See `Compute.look_every_s`."""
-        return self.compute.look_every_s
-
-    def check_alive(self) -> None:
-        """See `Compute.check_alive`."""
-        self.compute.check_alive()
-
-    def ranks(self) -> list[RankState]:
-        """See `Runner.ranks`."""
-        return self.compute.ranks()
 
     def end_hold(self, sequences: Sequence[int]) -> None:
         """Their runs are over: give back the blocks that were held for them."""

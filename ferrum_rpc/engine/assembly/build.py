@@ -45,7 +45,6 @@ from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.lora import AdaptableModel, Loras
 from ferrum_rpc.native import library
-from ferrum_rpc.sampling.vocab_parallel import VocabShard
 
 
 def build_runner(
@@ -82,22 +81,18 @@ def build_shared(
         loaded = choices.load(progress, groups.parallel(setup))
         ranks.collect(loading)
         with torch.inference_mode():
-            return _assemble(choices, *loaded, stage, Sharing(ranks, setup))
+            return _assemble(choices, *loaded, stage, Sharing(ranks, setup, groups))
     except BaseException as error:
         ranks.close(str(error))
         raise
 
 
 class Sharing(NamedTuple):
-    """The other ranks of a model, and what this one is."""
+    """The other ranks of a model, what this one is, and the groups that it is in."""
 
     ranks: Ranks
     setup: Setup
-
-    def part(self, vocabulary: int) -> VocabShard | None:
-        """See `Groups.part`."""
-        assert self.ranks.groups is not None  # noqa: S101 - made before the model
-        return self.ranks.groups.part(self.setup, vocabulary)
+    groups: Groups
 
 
 def _assemble(
@@ -120,7 +115,7 @@ def _assemble(
     compute, depth = Compute(model, attention, loras), 1
     blocks_per_sequence = min(blocks, -(-info.max_context // config.block_size))
     if sharing:
-        own = stage_compute(model, attention, loras, sharing.part(info.vocab_size))
+        own = stage_compute(model, attention, loras, sharing.groups.part(sharing.setup, info.vocab_size))
         compute = RankedCompute(own, sharing.ranks, sharing.setup.shard, kv.tokens)
         depth = config.pipeline_parallel
         reasons += [*_say_ranks(config, sharing), *_record(compute, own, config, sharing.setup, blocks_per_sequence)]
