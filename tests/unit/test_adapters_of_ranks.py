@@ -251,7 +251,8 @@ ELSEWHERE: dict[str, tuple[Callable[[Path], object], type[ExecutorError], str]] 
 
 
 def nothing_is_left(world: World) -> None:
-    adapters: list[Any] = [world.runner._adapters, *(each._adapters for each in world.followers)]
+    followers: list[Any] = world.followers
+    adapters: list[Any] = [world.runner._adapters, *(each.phase._adapters for each in followers)]
     for each in adapters:
         assert not each._loading and not each._bytes and not each._loras
 
@@ -261,7 +262,7 @@ def test_a_load_that_one_rank_refuses_is_refused(folder: Path, cut: tuple[int, i
     """With that rank's reason, and its name; then all are as before."""
     saboteur = Saboteur()
     with closing(World(settings_of(folder, cut), stages={1: saboteur})) as world, torch.inference_mode():
-        follower: Any = world.followers[0]
+        follower: Any = world.followers[0].phase
         expected = texts(world.runner, {1: 0}, 4)
         for number, (change, error, words) in enumerate(ELSEWHERE.values(), 1):
             there = tmp_path / str(number)
