@@ -85,8 +85,8 @@ class SessionKv:
                 answer.results.add(error=status_from_error(error))
                 errors.append(error)
                 continue
-            for handle in left or [handle_from_proto(request.handles[index])]:
-                answer.results.add(handle=handle_to_proto(handle))
+            for handle in map(handle_to_proto, left) if left else (request.handles[index],):
+                answer.results.add(handle=handle)
         self.refused(errors)
         fill_pressure(answer.pressure, self.state.pressure())
         return ()
