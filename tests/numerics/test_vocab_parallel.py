@@ -284,7 +284,8 @@ def rows_of(requests: list[RowRequest], hidden: Tensor, part: Tensor, sampler: S
     """Of ``part`` of the logits, whose rows ``hidden`` counts; on the device of the part."""
     device = part.device
     masks = Masks(device)
-    masks.change([(mask, mask) for each in requests if isinstance(each.kind, Sample) for mask in each.kind.masks], [])
+    named = {mask for each in requests if isinstance(each.kind, Sample) for mask in each.kind.masks if mask}
+    masks.change([(mask, mask) for mask in named], [])
     head = lambda each: part[each[:, 0].long()].clone()  # noqa: E731
     return select_rows(hidden.to(device), requests, head, None, sampler, masks=masks)
 
