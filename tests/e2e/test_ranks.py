@@ -108,9 +108,9 @@ def connections(pid: int) -> int:
     [
         (("--tensor-parallel", "4"), world(0, 1), "WORLD_SIZE is 2"),
         (("--tensor-parallel", "2"), world(0, 1) | {"MASTER_ADDR": "10.0.0.1"}, "--trust-rank-network"),
-        (("--pipeline-parallel", "2"), world(0, 1) | {"MASTER_PORT": "any"}, "MASTER_PORT is 'any'"),
+        (("--pipeline-parallel", "2"), world(0, 1) | {"MASTER_PORT": "any"}, "MASTER_PORT must be a number"),
         (("--pipeline-parallel", "2"), world(0, 1) | {"MASTER_PORT": "99999"}, "from 1 to 65535"),
-        (("--tensor-parallel", "2"), {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "RANK is missing"),
+        (("--tensor-parallel", "2"), {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "RANK must be a number"),
         (("--tensor-parallel", "2", "--model-backend", "hf"), {}, "transformers"),
     ],
     ids=["size", "trust", "port", "large port", "rank", "hf"],
