@@ -34,16 +34,17 @@ class Engine:
 
     def submit(self, operation) -> None:
         self.commands += 1
-        assert operation.run.method == "change_masks"
-        added, dropped = operation.run.arguments
+        operation.run(self)
+        self.waiting.append(operation)
+        if not self.hold:
+            self.answer()
+
+    def change_masks(self, added, dropped) -> None:
         for each in dropped:
             del self.masks[each]
         for each, content in added:
             assert each not in self.masks
             self.masks[each] = content
-        self.waiting.append(operation)
-        if not self.hold:
-            self.answer()
 
     def answer(self, result=None) -> None:
         waiting, self.waiting = self.waiting, []
