@@ -303,6 +303,7 @@ async def test_a_failed_handshake_is_said_in_a_few_words(of_grpc: str, hint: str
     assert words in explained(found, "here") and "\n" not in explained(found, "here")
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_an_address_that_works_by_now_adds_nothing(served: Served) -> None:
     assert await ask_who_accepts(served.target, None, (), 20) is None
     for nobody in ("localhost:1", "unix:/no/such", "ipv4:127.0.0.1:1"):
