@@ -22,10 +22,16 @@ from clients.scheduler.request import Request
 from clients.scheduler.router import Router
 from clients.scheduler.speculation import Drafter, DraftModel, Lookup
 from clients.scheduler.text import Tokenizer, TokenizerError, tokenizer_for
-from ferrum_rpc.client import CacheMode, ExecutorClient, ExecutorError, ExecutorStatus, LayoutMismatch, Unauthenticated
-from ferrum_rpc.client.encryption import explained, unreachable
+from ferrum_rpc.client import (
+    CacheMode,
+    ExecutorClient,
+    ExecutorError,
+    ExecutorStatus,
+    LayoutMismatch,
+    Unauthenticated,
+    explained,
+)
 from ferrum_rpc.client.fleet import Member, Members
-from ferrum_rpc.client.fleet.resolving import host_and_port
 
 OTHERS_S: Final = 1.0
 
@@ -183,8 +189,9 @@ def _check_same_cache(decode: Member, prefill: Member | None = None) -> None:
 def _client(options: Options, targets: Sequence[str], target: str) -> ExecutorClient:
     """A client of one of the ``targets``, or of an address that one resolves to, whose certificate has the name of the
     target."""
-    names = [host_and_port(each)[0] for each in targets if each.startswith("dns:") and target not in targets]
-    overrides = [("grpc.ssl_target_name_override", name) for name in names[:1] if options.credentials is not None]
+    names = [each for each in targets if each.startswith("dns:") and target not in targets]
+    hosts = [each.removeprefix("dns:").removeprefix("///").rpartition(":")[0].strip("[]") for each in names[:1]]
+    overrides = [("grpc.ssl_target_name_override", host) for host in hosts if options.credentials is not None]
     return ExecutorClient(
         target,
         token=options.token,
@@ -197,7 +204,7 @@ def _client(options: Options, targets: Sequence[str], target: str) -> ExecutorCl
 
 def _explained(error: ExecutorError, target: str) -> str:
     """An error in one line."""
-    if unreachable(error):
-        return explained(error, target)
+    if (words := explained(error, target)) != error.message:  # it cannot be reached
+        return words
     how = "; name a file with a token, --token-file FILE" if isinstance(error, Unauthenticated) else ""
     return f"{target} answers {error.reason}: {error.message}{how}"

@@ -19,8 +19,8 @@ from ferrum_rpc.client import (
     SequenceVersionMismatch,
     Starting,
     TransportError,
+    explained,
 )
-from ferrum_rpc.client.encryption import FLAGS, in_words, unreachable
 
 OUT_OF_STEP = (SequenceVersionMismatch, SequenceBusy, RequestIdReused)
 NOT_NOW = (QueueFull, SequencesExhausted, Starting, Draining)
@@ -51,7 +51,7 @@ class Patience:
         """Pause, twice as long each time, or as long as the executor asks for. Raises `ExecutorGone` with the
         ``reason`` when the time is over."""
         if time.monotonic() >= self._until:
-            why = in_words(reason, FLAGS) if isinstance(reason, ExecutorError) and unreachable(reason) else reason
+            why = explained(reason) if isinstance(reason, ExecutorError) else reason
             raise ExecutorGone(f"no progress for {self._seconds:g} s: {why}")
         await asyncio.sleep((isinstance(reason, ExecutorError) and reason.retry_after_s) or self._pause)
         self._pause = min(2 * self._pause, LONGEST_PAUSE_S)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from ferrum_rpc.client import Sequence
-from ferrum_rpc.client.pieces import Pieces
+from ferrum_rpc.client import Pieces, Sequence
 
 
 class Stage(enum.Enum):

@@ -23,8 +23,7 @@ from typing import Any, Final
 import jsonschema
 
 from clients.structured.schema import Schema
-from ferrum_rpc.client import Accept, ExecutorClient, ExecutorError, Greedy, Sample
-from ferrum_rpc.client.encryption import explained
+from ferrum_rpc.client import Accept, ExecutorClient, ExecutorError, Greedy, Sample, explained
 
 SCHEMA: Final[dict[str, Any]] = {
     "type": "object",

@@ -44,6 +44,7 @@ from ferrum_rpc.client.answer import Answer, BatchResults, NoSuchRowsError
 from ferrum_rpc.client.arguments import CacheMode
 from ferrum_rpc.client.channel import ChannelCredentials, read_token, tls
 from ferrum_rpc.client.client import ExecutorClient
+from ferrum_rpc.client.encryption import explained
 from ferrum_rpc.client.executor_view import ExecutorView
 from ferrum_rpc.client.info import (
     AdapterInfo,
@@ -60,6 +61,7 @@ from ferrum_rpc.client.info import (
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
 from ferrum_rpc.client.model_client import ModelClient
+from ferrum_rpc.client.pieces import Pieces
 from ferrum_rpc.client.prefixes import PrefixEvents, PrefixIndex
 from ferrum_rpc.client.retry import NEVER_RESEND, SEQUENCE_GONE, ResendPolicy
 from ferrum_rpc.client.sequence import Sequence
@@ -177,6 +179,7 @@ __all__ = [
     "OutputSpec",
     "OutputTooLarge",
     "PermissionDenied",
+    "Pieces",
     "Positions",
     "PrefixEvents",
     "PrefixIndex",
@@ -207,6 +210,7 @@ __all__ = [
     "TruncateBeyondLength",
     "Unauthenticated",
     "WarmupReport",
+    "explained",
     "read_token",
     "tls",
 ]

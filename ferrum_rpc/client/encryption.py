@@ -75,11 +75,11 @@ def in_words(error: ExecutorError, hints: dict[str, str] = HINTS) -> str:
     return hints[found] if found in hints else error.message.removesuffix(": OK").rpartition(": ")[2]
 
 
-def explained(error: ExecutorError, target: str) -> str:
-    """What a program prints of a failed call to ``target``: one line, with the options of the command line."""
-    if unreachable(error):
-        return f"cannot reach an executor at {target}: {in_words(error, FLAGS)}"
-    return error.message
+def explained(error: ExecutorError, target: str = "") -> str:
+    """What a program prints of a failed call to ``target``: one line, with the options of the command line. Without a
+    target it is the reason alone."""
+    words = in_words(error, FLAGS)
+    return f"cannot reach an executor at {target}: {words}" if target and unreachable(error) else words
 
 
 def unreachable(error: ExecutorError) -> bool:
