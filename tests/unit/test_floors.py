@@ -274,6 +274,12 @@ def test_every_file_imports_only_from_floors_below_its_own() -> None:
     assert tree.violations() == []
 
 
+def test_programs_import_the_public_modules_of_the_client_only() -> None:
+    public = {"ferrum_rpc.client", "ferrum_rpc.client.fleet"}
+    inside = {each.target for each in Tree(ROOT).imports if each.module.startswith("clients.")}
+    assert {each for each in inside if each.startswith("ferrum_rpc")} == public
+
+
 BESIDE = {"tools": "tools", "benchmarks": "benchmarks", "tests": "tests", "tests.tools": "tools benchmarks"}
 """What stands beside the package, and what of that each may import. The tests of programs are a folder of their own."""
 
