@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from ferrum_rpc.client.state import Item
-from ferrum_rpc.client.transport import Forwarded, in_order, outcomes_of
+from ferrum_rpc.client.transport import in_order, outcomes_of
 from ferrum_rpc.core import RowBlock
-from ferrum_rpc.errors import ExecutorError, TransportError
+from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import forward_pb2, session_pb2
-from ferrum_rpc.wire.items import timing_from_proto
-from ferrum_rpc.wire.rows import rows_from_proto
-from ferrum_rpc.wire.status import error_from_status
 
 Frame = session_pb2.SessionRequest
 
@@ -161,61 +158,20 @@ def frame_of(requests: Sequence[StreamRequest[Any]], now: float) -> Frame:
 _expires = operator.attrgetter("expires")
 
 
-def results_of(
-    requests: Sequence[StreamRequest[Any]], response: session_pb2.SessionResponse, rows: list[session_pb2.SessionRows]
-) -> Sequence[session_pb2.SessionResponse | Forwarded | ExecutorError]:
-    """The result of each of them, from the answer to their frame and the row frames that came before it."""
-    if response.HasField("error"):
-        return [error_from_status(response.error) for _ in requests]
-    first, answer = requests[0], response.forward
-    if not first.items:
-        return [response]
-    try:
-        outcomes = outcomes_of(answer.results, [item for request in requests for item in request.items])
-        blocks = rows_from_proto(answer.row_blocks, rows)
-    except ExecutorError as error:
-        return [error for _ in requests]
-    pressure, timing = answer.pressure, timing_from_proto(answer)
-    if first.frame is not None:
-        return [Forwarded(outcomes, blocks, pressure, timing)]
-    return [
-        each if isinstance(each, ExecutorError) else Forwarded((each,), blocks, pressure, timing) for each in outcomes
-    ]
-
-
-Parts = list[tuple[int, forward_pb2.ForwardOutput | ExecutorError]]
-"""Outcomes of a frame's items, each with its place in the frame."""
-
-
-def part_of(requests: Sequence[StreamRequest[Any]], answer: session_pb2.SessionForwardAnswer) -> Parts:
-    """What one part of an answer says of the items of a frame. Raises `TransportError` for the results of others."""
-    items = [item for request in requests for item in request.items]
-    results = in_order(answer.results)
-    places = [result.item_index for result in results]
-    outcomes = outcomes_of(results, [items[place] for place in places if place < len(items)])
-    return list(zip(places, outcomes, strict=True))
-
-
-def joined_parts(parts: Parts, items: Sequence[Item]) -> list[forward_pb2.ForwardOutput | ExecutorError]:
-    """The outcomes of all items of a frame, in their order. Raises `TransportError` where some are missing."""
-    found = dict(parts)
-    if len(found) != len(items):
-        raise TransportError(
-            f"the executor answered {len(found)} of {len(items)} items", metadata={"grpc_code": "INTERNAL"}
-        )
-    return [found[place] for place in range(len(items))]
+Outcomes = dict[int, forward_pb2.ForwardOutput | ExecutorError]
+"""Outcomes of a frame's items, by their places in the frame."""
 
 
 class SessionStep:
     """A step in flight. The futures of ``requests`` are done early where their callers gave up, and where the items are
     ``apart``."""
 
-    __slots__ = ("apart", "blocks", "cancelled", "kind", "parts", "requests", "rows", "sent")
+    __slots__ = ("apart", "blocks", "cancelled", "kind", "outcomes", "requests", "rows", "sent")
 
     def __init__(self, requests: Sequence[StreamRequest[Any]], sent: float, apart: bool) -> None:
         self.requests = requests
         self.apart = apart
-        self.parts: Parts = []  # of one request, and the blocks of their rows
+        self.outcomes: Outcomes = {}  # of one request, and the blocks of their rows
         self.blocks: list[RowBlock] = []
         self.sent = sent
         self.kind = requests[0].kind
@@ -227,21 +183,20 @@ class SessionStep:
         """Whether no caller waits for it any longer."""
         return all(request.future.done() for request in self.requests)
 
+    def outcomes_in(self, answer: session_pb2.SessionForwardAnswer) -> Outcomes:
+        """What an answer, or a part of one, says of the items. Raises `TransportError` for the results of others."""
+        items, results = [item for request in self.requests for item in request.items], answer.results
+        if not self.apart:
+            return dict(enumerate(outcomes_of(results, items)))
+        places = [result.item_index for result in in_order(results)]
+        outcomes = outcomes_of(results, [items[place] for place in places if place < len(items)])
+        return dict(zip(places, outcomes, strict=True))
 
-def answer_batch(
-    step: SessionStep, parts: Parts, blocks: list[RowBlock], answer: session_pb2.SessionForwardAnswer
-) -> ExecutorError | None:
-    """Keep a part of one caller's batch, and answer it with the last one. Returns why that cannot be."""
-    for _, outcome in parts:
-        if step.blocks and not isinstance(outcome, ExecutorError) and outcome.HasField("rows"):
-            outcome.rows.block += len(step.blocks)
-    step.parts += parts
-    step.blocks += blocks
-    request = step.requests[0]
-    if not answer.more and not request.future.done():
-        try:
-            outcomes = joined_parts(step.parts, request.items)
-        except ExecutorError as error:
-            return error
-        request.future.set_result(Forwarded(outcomes, step.blocks, answer.pressure, timing_from_proto(answer)))
-    return None
+    def kept(self, outcomes: Outcomes, blocks: list[RowBlock]) -> tuple[Outcomes, list[RowBlock]]:
+        """Keep a part of one caller's batch. Returns all that was answered so far."""
+        for outcome in outcomes.values():
+            if not isinstance(outcome, ExecutorError) and outcome.HasField("rows"):
+                outcome.rows.block += len(self.blocks)
+        self.outcomes |= outcomes
+        self.blocks += blocks
+        return self.outcomes, self.blocks

@@ -23,25 +23,21 @@ from ferrum_rpc.client.frames import (
     UNSHARED,
     Frame,
     Kind,
-    Parts,
     Result,
     SessionStep,
     StreamRequest,
-    answer_batch,
     frame_of,
     group,
-    part_of,
-    results_of,
 )
 from ferrum_rpc.client.pace import FramePace
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.transport import Forwarded
-from ferrum_rpc.core import OutputSpec, RowBlock
+from ferrum_rpc.core import OutputSpec
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, QueueFull, TransportError
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.wire.items import timing_from_proto
 from ferrum_rpc.wire.rows import rows_from_proto
-from ferrum_rpc.wire.status import error_from_rpc
+from ferrum_rpc.wire.status import error_from_rpc, error_from_status
 
 METHOD: Final = "/ferrum_rpc.executor.v1.ModelExecutor/Session"
 _UNAVAILABLE: Final = {"grpc_code": "UNAVAILABLE"}
@@ -206,58 +202,48 @@ class SessionStream:
             if not step.given_up:
                 step.rows.append(response.rows)
             return
-        if step.apart and response.HasField("forward"):
-            self._receive_part(response.step_id, step, response.forward)
-            return
-        results = results_of(step.requests, response, step.rows)
-        whole = response.HasField("error")
-        if whole and isinstance(results[0], QueueFull) and "steps_in_flight" in results[0].metadata:
-            # The executor counts a step until its answer is written, which may be after this client has read it.
-            self._loop.call_later(_REQUEUE_S, self._requeue_step, response.step_id)
-            return
-        self._forget(response.step_id)
-        if step.kind is Kind.SHARED and isinstance(results[0], Forwarded):
-            self._pace.answered(time.monotonic() - step.sent, results[0].timing)
-            self._linger = bool(self._waiting[Kind.SHARED])
-        single, shared = [], len(step.requests) > 1
-        for request, result in zip(step.requests, results, strict=True):
-            if request.future.done():
-                continue
-            if shared and (whole or isinstance(result, DeadlineExceeded)):
-                single.append(request)  # its own answer may be another one
-            elif isinstance(result, ExecutorError):
-                request.future.set_exception(result)
-            else:
-                request.future.set_result(result)
-        self._requeue(single, Kind.FRAME)
+        if response.HasField("forward") and step.requests[0].items:
+            self._receive_forward(response.step_id, step, response.forward)
+        elif response.HasField("error"):
+            error = error_from_status(response.error)
+            if isinstance(error, QueueFull) and "steps_in_flight" in error.metadata:
+                # The executor counts a step until its answer is written, which may be after this client has read it.
+                self._loop.call_later(_REQUEUE_S, self._requeue_step, response.step_id)
+                return
+            self._forget(response.step_id)
+            if len(step.requests) > 1:
+                self._requeue(step.requests, Kind.FRAME)  # its own answer may be another one
+            elif not step.given_up:
+                step.requests[0].future.set_exception(error)
+        else:
+            self._forget(response.step_id)
+            if not step.given_up:
+                step.requests[0].future.set_result(response)
         self._wake.set()  # after the results: what their callers send next shares the next frame
 
-    def _receive_part(self, step_id: int, step: SessionStep, answer: session_pb2.SessionForwardAnswer) -> None:
-        """Some items of a step are answered; the others where no ``more`` parts come."""
+    def _receive_forward(self, step_id: int, step: SessionStep, answer: session_pb2.SessionForwardAnswer) -> None:
+        """Items of a step are answered: all that were not yet, unless ``more`` parts come. A caller of several items
+        gets them together."""
         failed: ExecutorError | None = None
         try:
-            parts, blocks = part_of(step.requests, answer), rows_from_proto(answer.row_blocks, step.rows)
+            outcomes, blocks = step.outcomes_in(answer), rows_from_proto(answer.row_blocks, step.rows)
         except ExecutorError as error:
-            parts, blocks, failed = [], [], error
-        step.rows = []
-        if step.requests[0].frame is None:
-            self._answer_each(step, parts, blocks, answer)
-        elif failed is None:
-            failed = answer_batch(step, parts, blocks, answer)
-        if failed is not None or not answer.more:
-            for request in step.requests:
-                if request.step == step_id and not request.future.done():
-                    request.future.set_exception(failed or _unanswered())
-        if not answer.more:
-            self._forget(step_id)
-        self._wake.set()
-
-    def _answer_each(
-        self, step: SessionStep, parts: Parts, blocks: list[RowBlock], answer: session_pb2.SessionForwardAnswer
-    ) -> None:
-        """The items of a part, each to the caller of its own."""
-        single, timing = [], timing_from_proto(answer)
-        for place, outcome in parts:
+            outcomes, blocks, failed = {}, [], error
+        step.rows, single, timing = [], list[StreamRequest[Any]](), timing_from_proto(answer)
+        first = step.requests[0]
+        if first.frame is not None:
+            if step.apart:
+                outcomes, blocks = step.kept(outcomes, blocks)
+            if len(outcomes) == len(first.items) and not failed and not answer.more and not first.future.done():
+                whole = list(map(outcomes.__getitem__, range(len(outcomes))))
+                first.future.set_result(Forwarded(whole, blocks, answer.pressure, timing))
+            outcomes = {}
+        elif step.apart:
+            self._linger = bool(outcomes)
+        elif step.kind is Kind.SHARED and outcomes and not isinstance(outcomes[0], ExecutorError):
+            self._pace.answered(time.monotonic() - step.sent, timing)
+            self._linger = bool(self._waiting[Kind.SHARED])
+        for place, outcome in outcomes.items():
             request = step.requests[place]
             if request.future.done():
                 continue
@@ -267,8 +253,14 @@ class SessionStream:
                 request.future.set_exception(outcome)
             else:
                 request.future.set_result(Forwarded((outcome,), blocks, answer.pressure, timing))
-        self._requeue(single, Kind.FRAME)
-        self._linger = bool(parts)
+        if not answer.more:
+            self._forget(step_id)
+        if single:
+            self._requeue(single, Kind.FRAME)
+        if failed or not answer.more:
+            for request in step.requests:
+                if request.step == step_id and not request.future.done():
+                    request.future.set_exception(failed or _unanswered())
 
     def _forget(self, step_id: int) -> None:
         """Count it as in flight no longer."""
