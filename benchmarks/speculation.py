@@ -48,9 +48,10 @@ async def texts(way: str, client: ExecutorClient, small: ExecutorClient, batch: 
         drafter = Lookup()
     elif way.startswith(DRAFT):
         drafter = DraftModel(small, await small.info())
+    await client.info()
     driver = Driver(
         client,
-        await client.info(),
+        client.executors[0],
         budget=Budget(tokens=1024, items=64, running=batch),
         sampling=Greedy(),
         stop_tokens=frozenset(),

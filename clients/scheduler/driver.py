@@ -32,12 +32,12 @@ from ferrum_rpc.client import (
     ContextLengthExceeded,
     DeadlineExceeded,
     DeviceLost,
-    ExecutorClient,
     ExecutorError,
-    ExecutorInfo,
+    ExecutorView,
     Greedy,
     Item,
     KvCorrupt,
+    ModelClient,
     Run,
     Sample,
     StepFailed,
@@ -48,18 +48,18 @@ LONGEST_DRAFT = 16
 
 
 class Driver:
-    """Runs requests on one executor. ``stop_tokens`` end a text and are not part of it. ``run_tokens``: the maximum
-    length of a run, 0 for single steps. With ``chains`` the next run is sent before the answer of the one before. With
-    a ``drafter`` runs are for requests without a draft, and for all requests while runs are faster. Preempted requests
-    continue with the same bits if the executor promises that (``exact_span_tokens``) and ``cache_mode`` is BYPASS;
-    otherwise they find most of their tokens in the prefix cache."""
+    """Runs requests on one ``executor``, the only one of ``client``. ``stop_tokens`` end a text and are not part of it.
+    ``run_tokens``: the maximum length of a run, 0 for single steps. With ``chains`` the next run is sent before the
+    answer of the one before. With a ``drafter`` runs are for requests without a draft, and for all requests while runs
+    are faster. Preempted requests continue with the same bits if the executor promises that (``exact_span_tokens``) and
+    ``cache_mode`` is BYPASS; otherwise they find most of their tokens in the prefix cache."""
 
     queues: RequestQueues
 
     def __init__(
         self,
-        client: ExecutorClient,
-        info: ExecutorInfo,
+        client: ModelClient,
+        executor: ExecutorView,
         *,
         budget: Budget,
         sampling: Greedy | Sample,
@@ -71,7 +71,8 @@ class Driver:
         chains: bool = False,
         cache_mode: CacheMode = CacheMode.DEFAULT,
     ) -> None:
-        self.port = ExecutorPort(client, info, sampling=sampling, cache_mode=cache_mode, patience_s=patience_s)
+        info = executor.info
+        self.port = ExecutorPort(client, executor, sampling=sampling, cache_mode=cache_mode, patience_s=patience_s)
         self._budget = replace(budget, exact=info.limits.exact_span_tokens)
         self._stops = tuple(sorted(stop_tokens))
         self._observer = observer
@@ -109,7 +110,7 @@ class Driver:
         """Surrounds the steps of a run and releases all its sequences. ``waiting`` and ``back`` as in `RequestQueues`.
         ``hands_over``: requests move to another executor after their first token."""
         self._run, self.hands_over, began = run, hands_over, time.monotonic()
-        self.queues = RequestQueues(self.port.target, run, self._observer, waiting=waiting, back=back)
+        self.queues = RequestQueues(self.port.executor.target, run, self._observer, waiting=waiting, back=back)
         for request in list(waiting):
             request.arrived = began
             self.admissible(request)

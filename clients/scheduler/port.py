@@ -15,12 +15,12 @@ from ferrum_rpc.client import (
     Accept,
     BatchResults,
     CacheMode,
-    ExecutorClient,
     ExecutorError,
-    ExecutorInfo,
     ExecutorState,
+    ExecutorView,
     Greedy,
     Item,
+    ModelClient,
     OutputSpec,
     Positions,
     Run,
@@ -35,29 +35,25 @@ STATUS_S: Final = 1.0
 
 
 class ExecutorPort:
-    """The IO of one driver with its executor. ``sampling``: how tokens are chosen; ``cache_mode``: that of new
-    sequences. ``patience``: how long calls that the executor does not accept are repeated. A `Router` shares one among
-    its drivers."""
+    """The IO of one driver with its ``executor``, the only one of ``client``. ``sampling``: how tokens are chosen;
+    ``cache_mode``: that of new sequences. ``patience``: how long calls that the executor does not accept are repeated.
+    A `Router` shares one among its drivers."""
 
     def __init__(
         self,
-        client: ExecutorClient,
-        info: ExecutorInfo,
+        client: ModelClient,
+        executor: ExecutorView,
         *,
         sampling: Greedy | Sample,
         cache_mode: CacheMode,
         patience_s: float,
     ) -> None:
-        self._client, self._sampling, self.cache_mode = client, sampling, cache_mode
-        self.max_context = info.model.max_context
+        self._client, self.executor = client, executor
+        self._sampling, self.cache_mode = sampling, cache_mode
+        self.max_context = executor.info.model.max_context
         self.patience = Patience(patience_s)
-        self._most_blocks = info.limits.max_blocks_per_caller
+        self._most_blocks = executor.info.limits.max_blocks_per_caller
         self._hung = False  # as of the last look
-
-    @property
-    def target(self) -> str:
-        """The address of the executor."""
-        return self._client.target
 
     @property
     def pool(self) -> Pool:

@@ -144,7 +144,7 @@ def _driver(options: Options, member: Member, display: Display, drafter: Drafter
     )
     return Driver(
         member.client,
-        member.info,
+        member,
         budget=budget,
         sampling=options.sampling,
         stop_tokens=frozenset(member.info.model.eos_token_ids),

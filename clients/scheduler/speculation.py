@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from clients.scheduler.request import Request
-from ferrum_rpc.client import Capability, ExecutorClient, ExecutorError, ExecutorInfo, Run, SequenceMisuseError
+from ferrum_rpc.client import Capability, ExecutorError, ExecutorInfo, ModelClient, Run, SequenceMisuseError
 from ferrum_rpc.client import Sequence as CachedSequence
 
 LONGEST_MATCH: Final = 4
@@ -62,7 +62,7 @@ class DraftModel:
     are rolled back when the next ones are fed. Requests draft in the same steps, and with runs a draft is one round
     trip."""
 
-    def __init__(self, client: ExecutorClient, info: ExecutorInfo) -> None:
+    def __init__(self, client: ModelClient, info: ExecutorInfo) -> None:
         self._client = client
         self._most = info.limits.max_run_tokens if Capability.RUN in info.capabilities else 1
         self._sequences: dict[int, CachedSequence] = {}

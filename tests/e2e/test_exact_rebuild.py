@@ -90,14 +90,14 @@ async def test_a_preempted_request_writes_the_same_text_from_the_same_bits(monke
     rows = []
     for blocks in (512, 30):
         async with exact(monkeypatch, kv_blocks=blocks) as served, ExecutorClient(served.target) as client:
-            info = await client.info()
+            await client.info()
             budget, sampling = (
                 Budget(tokens=2048, items=32, running=16, headroom=0),
                 Greedy(logprob=True),
             )
             driver = Recorder(
                 client,
-                info,
+                client.executors[0],
                 budget=budget,
                 sampling=sampling,
                 stop_tokens=frozenset(),

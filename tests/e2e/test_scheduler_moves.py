@@ -59,7 +59,7 @@ async def fleet(
     def driver(member: Member, prompts: bool) -> Driver:
         return Driver(
             member.client,
-            member.info,
+            member,
             budget=budget,
             sampling=sampling,
             stop_tokens=stop,

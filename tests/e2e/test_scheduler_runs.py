@@ -80,9 +80,10 @@ async def schedule(
     drafter: Drafter | None = None,
 ) -> RunCounts:
     async with ExecutorClient(target, resend=resend, session=session) as client:
+        await client.info()
         driver = Driver(
             client,
-            await client.info(),
+            client.executors[0],
             budget=budget,
             sampling=sampling,
             stop_tokens=stop,
