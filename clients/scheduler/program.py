@@ -107,23 +107,18 @@ def _text(request: Request, tokenizer: Tokenizer) -> dict[str, object]:
 async def _first(members: Members, options: Options) -> Member:
     """An executor that accepts sequences, once the others have answered too or `OTHERS_S` have passed, so that prompts
     are spread over all. Waits while models load."""
-    clock = asyncio.get_running_loop().time
-    until = clock() + options.patience_s
-    while True:
-        answered = {each.target for each in members.there} | members.troubles.keys()
-        if (serving := members.serving) and members.named <= answered:
-            return serving[0]
-        for target, error in members.troubles.items():
-            if not serving and members.named <= members.troubles.keys() and not isinstance(error, NOT_NOW):
-                raise ExecutorGone(_explained(error, target))
-        try:
-            async with asyncio.timeout_at(min(until, clock() + OTHERS_S) if serving else until):
+    try:
+        async with asyncio.timeout(options.patience_s):
+            while not (serving := members.serving):
+                for target, error in members.troubles.items():
+                    if members.named <= members.troubles.keys() and not isinstance(error, NOT_NOW):
+                        raise ExecutorGone(_explained(error, target))
                 await members.changed(members.changes)
-        except TimeoutError:
-            if serving:
-                return serving[0]
-            why = "; ".join(_explained(error, target) for target, error in members.troubles.items())
-            raise ExecutorGone(why or f"nobody at {', '.join(members.targets)} takes sequences") from None
+    except TimeoutError:
+        why = "; ".join(_explained(error, target) for target, error in members.troubles.items())
+        raise ExecutorGone(why or f"nobody at {', '.join(members.targets)} takes sequences") from None
+    await members.all_known(OTHERS_S)
+    return serving[0]
 
 
 async def _status(members: Members) -> ExecutorStatus | None:
