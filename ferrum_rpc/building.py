@@ -36,9 +36,8 @@ log = structlog.get_logger("ferrum_rpc.serve")
 
 
 def model_folder(model: str) -> str:
-    """Where a model lies, a folder or a GGUF file; ``identity`` lies nowhere, a name on the hub is fetched later: both
-    are answered as they are. Raises `InvalidRequest` with the whole path where no model can be there, before torch is
-    loaded: that takes seconds.
+    """The path of a model, a folder or a GGUF file; ``identity`` and a name on the hub are returned unchanged. Raises
+    `InvalidRequest` with the whole path if no model can be there, before torch is loaded, which takes seconds.
     """
     if not model:
         message = f"no model is named: write a folder, a GGUF file, a name on the hub, or one of {', '.join(BUILT_IN)}"
@@ -72,7 +71,7 @@ def _demo_folder(model: str) -> str:
 
 
 def found(settings: ModelSettings) -> ModelSettings:
-    """The settings with the model's folder and, of one that is built in, its name; with as many threads as they say."""
+    """The settings with the model's folder and, for a built-in model, its name. Sets the number of threads."""
     import torch
 
     if settings.threads is not None:
@@ -85,8 +84,8 @@ def found(settings: ModelSettings) -> ModelSettings:
 def planned(
     settings: ServeSettings, memory: int | None = None, *, elsewhere: bool = False
 ) -> tuple[Choices, MemoryPlan]:
-    """What `serve` would choose with these settings, and what it takes of ``memory`` bytes (None: what is free here, 0
-    where that is not known). ``elsewhere``: a CUDA device need not be in this machine. No weight is read."""
+    """What `serve` would choose with these settings, and its use of ``memory`` bytes (None: the free memory here, 0 if
+    unknown). ``elsewhere``: a CUDA device need not be in this machine. No weight is read."""
     model_folder(settings.model.path)  # before torch is loaded, which takes seconds
     check_ranks(settings.model)
     import torch
@@ -107,8 +106,8 @@ def planned(
 def build(
     settings: ModelSettings, failpoints: Failpoints = NO_FAILPOINTS, largest: tuple[int, int] | None = None
 ) -> Runner:
-    """Load the model and make its runner. This is what imports torch: not before the port is bound and
-    health is answered. ``largest``: see `engine.assembly.size.LargestStep`; with it the log gets the plan."""
+    """Load the model and make its runner. This imports torch, so call it once the port is bound and health checks are
+    answered. ``largest``: see `engine.assembly.size.LargestStep`; with it the memory plan is logged."""
     from ferrum_rpc.engine.assembly.build import build_runner, failing_stage
     from ferrum_rpc.engine.assembly.size import LargestStep
 

@@ -1,8 +1,8 @@
-"""What an attention backend is, and how one is chosen.
+"""The interface of attention backends, and the choice of one.
 
-A backend writes K and V of a step's new tokens to where the store keeps them, and reads there, by block tables, for
-any mix of spans. The choice is made once, at start, by a probe that gives its reason: an operator who finds the slow
-path in use needs to know why.
+A backend writes K and V of a step's new tokens into the store's blocks, and reads them by block tables, for any mix of
+spans. A probe chooses the backend once, at start, and logs the reason, so that an operator can see why a slow path is
+in use.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ferrum_rpc.selection import AUTO, BackendCandidate, select
 
 class AttentionBackend(Protocol):
     """Paged attention over one store. Constructed with ``(specs, keys, values)``, one entry per layer; ``keys[l]`` and
-    ``values[l]`` are [num_blocks, block_size, kv_heads, head_dim], or where that is asked for rows of `eight_bits`.
+    ``values[l]`` are [num_blocks, block_size, kv_heads, head_dim], or in a quantized cache rows of `eight_bits`.
     ``sinks``: see `Sinks`."""
 
     name: str
 
     exact_span_tokens: int
-    """Rows of spans of up to so many tokens have the very bits of single ones, whatever the neighbours; or 0."""
+    """Spans of up to so many tokens have the same bits as single tokens, whatever the rest of the step; or 0."""
 
     def plan(self, geometry: BatchGeometry) -> Any:
-        """Everything that all layers of one step share: tile lists, block ids on the device. Once per step."""
+        """What all layers of a step share: tile lists, block ids on the device. Called once per step."""
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Put ``key`` and ``value`` [T, kv_heads, head_dim], their last axis dense, into ``slots`` (int64 [T]) of the
-        layer. A slot may occur twice only if it is never read (padding in the null block): which of the two
-        stays is undefined."""
+        layer. A slot may occur twice only if it is never read (padding in the null block): which value stays is
+        undefined."""
 
     def attend(self, layer: int, query: Tensor, plan: Any) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim] over each row's own sequence; the same shape and dtype.
@@ -66,23 +66,23 @@ class StagedAttention(AttentionBackend, Protocol):
     ``sizes`` of it are the integers (int32) of its sections, the block tables last. See `TritonPagedAttention`."""
 
     def draft(self, geometry: BatchGeometry) -> tuple[Any, list[Any]]:
-        """The capacity that a step needs, and what is in its sections."""
+        """The capacity that a step needs, and the sections of its plan."""
 
     def reserve(self, spans: int, tokens: int, blocks: int) -> Any:
         """The capacity of any step up to this size."""
 
     def fill(self, capacity: Any, geometry: BatchGeometry) -> list[Any]:
-        """What is in the sections of ``capacity`` for a step. Raises ValueError where it does not fit."""
+        """The sections of ``capacity`` for a step. Raises ValueError if the step does not fit."""
 
     def bind(self, capacity: Any, sections: Sequence[Tensor]) -> Any:
-        """The plan that reads ``sections``. Sections of zeros are a plan that does nothing."""
+        """The plan that reads ``sections``. Sections of zeros make a plan without work."""
 
     def warm_up(self) -> None:
-        """Compile what any step may launch."""
+        """Compile all kernels that a step may launch."""
 
 
 class Factory(Protocol):
-    """What makes a backend over a store."""
+    """Constructs a backend over a store."""
 
     def __call__(
         self, specs: Sequence[AttentionSpec], keys: list[Tensor], values: list[Tensor], /, *, sinks: Sinks = ()

@@ -28,8 +28,8 @@ def row_width(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def to_rows(numbers: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
-    """``dtype`` (int8 or `FP8`) [..., head_dim + 4] of ``numbers`` [..., head_dim], a multiple of 4. Of a head with a
-    number that is not finite, all are NaN."""
+    """``dtype`` (int8 or `FP8`) [..., head_dim + 4] of ``numbers`` [..., head_dim], a multiple of 4. A head with a
+    number that is not finite becomes all NaN."""
     exact, bound = numbers.float(), MAX_MAGNITUDE[dtype]
     scale = exact.abs().amax(-1, keepdim=True) / bound
     scale = scale + (exact - exact).sum(-1, keepdim=True)

@@ -1,8 +1,7 @@
-"""Which rows of a step attend to what, in integers on the host.
+"""The geometry of a step, in integers on the host: which positions each row attends to, and where K and V are.
 
-The runner builds one `BatchGeometry` per step from block tables; every attention backend reads it in its ``plan`` and
-nothing else: not sequences, not handles, not the pool. There is no prefill and no decode here, only spans of S
-sequences with T tokens in total, packed one after the other.
+The runner builds one `BatchGeometry` per step from block tables. It is all that an attention backend's ``plan`` reads.
+A step is S spans with T tokens in total, packed one after the other; prefill and decode are not distinguished.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class BatchGeometry(NamedTuple):
     ) -> BatchGeometry:
         """The geometry of spans of ``counts[s]`` tokens after ``starts[s]`` cached ones, over ``tables[s]``.
 
-        Raises ValueError where a span is empty or its table does not reach its end.
+        Raises ValueError if a span is empty or its table is too short for it.
         """
         query_start, table_start, lengths, used = [0], [0], [], []
         for start, count, table in zip(starts, counts, tables, strict=True):
@@ -58,7 +57,7 @@ class BatchGeometry(NamedTuple):
         by_span = np.array([*query_start, *starts, 0, *lengths, 0, *table_start], dtype=np.int32).reshape(4, -1)
         slots, positions = np.empty((2, query_start[-1]), dtype=np.int64)
         for row, start, length, table in zip(query_start, starts, lengths, used, strict=False):
-            if length == start + 1:  # nearly every span: numpy takes 8 us for it, and this way 1
+            if length == start + 1:  # nearly every span: 1 us; numpy takes 8
                 positions[row] = start
                 slots[row] = table.item(-1) * block_size + start % block_size
             else:

@@ -1,10 +1,10 @@
 """Paged attention on a CPU by C kernels: K and V are read once, in place.
 
-What torch offers needs the blocks gathered first, so that every byte of the cache is read, written and read again; at
-32 sequences that is more than half of a decode step. ``attention_decode.c`` follows the block table. It
-takes the spans that are bound by memory: single tokens and short runs, as in decode and verification. Longer ones are
-bound by arithmetic. In bfloat16 they go to ``attention_prefill.c``, 7 times as fast as torch at 512 tokens,
-where the CPU multiplies bfloat16 in vectors; else to `TorchPagedAttention`, which is the oracle of both.
+Torch needs the blocks gathered first, so every byte of the cache is read, written and read again; at 32 sequences that
+is more than half of a decode step. ``attention_decode.c`` reads through the block table. It computes the spans that are
+bound by memory: single tokens and short runs, as in decode and verification. Longer spans are bound by arithmetic. In
+bfloat16, on a CPU with bfloat16 vector products, ``attention_prefill.c`` computes them, 7 times as fast as torch at 512
+tokens; otherwise `TorchPagedAttention`, which is the oracle of both.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ DTYPES: Final = (torch.bfloat16, torch.float32)
 
 
 class _Spans:
-    """The ``chosen`` spans of a step, or all, at an ``address`` for the kernels; what that points into is held."""
+    """The ``chosen`` spans of a step, or all, at an ``address`` for the kernels; this object keeps the arrays alive."""
 
     __slots__ = ("_held", "address")
 
     def __init__(self, geometry: BatchGeometry, chosen: npt.NDArray[np.intp] | None = None) -> None:
         by_span = geometry.by_span
-        if chosen is not None:  # of tables only where they begin is looked at: they may lie with gaps
+        if chosen is not None:  # only the starts of tables are read, so gaps between tables are allowed
             by_span = np.ascontiguousarray(by_span[:, chosen])
-        arrays = torch.from_numpy(by_span), torch.from_numpy(geometry.blocks)  # an array's address takes numpy 1 us
+        arrays = torch.from_numpy(by_span), torch.from_numpy(geometry.blocks)  # numpy takes 1 us for an array's address
         first, row = arrays[0].data_ptr(), by_span.strides[0]
         step = library.SpanArrays(
             geometry.spans if chosen is None else len(chosen),
@@ -61,7 +61,7 @@ class _Spans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativePlan:
-    """``step`` points into ``held``; ``rest`` is torch's work, of long spans that no kernel takes."""
+    """``step`` points into ``held``; ``rest`` is the plan of torch, for long spans that no kernel takes."""
 
     step: library.AttentionStep
     rest: TorchPlan | None
@@ -70,9 +70,9 @@ class NativePlan:
 
 class NativePagedAttention:
     """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim] on the CPU, bfloat16
-    or float32; a layer's queries have its dtype. Or int8, rows of `eight_bits`: they stay so while they are read, and
+    or float32; a layer's queries have its dtype. Or int8, rows of `eight_bits`, which the kernels dequantize; then
     ``dtype`` is that of the queries. ``isa``: an instruction set by name, for tests; else the best of the machine.
-    Raises OSError where the kernel is not built or does not take such heads."""
+    Raises OSError if the kernel is not built or does not support such heads."""
 
     name = "native"
     exact_span_tokens = SHORT
@@ -139,7 +139,7 @@ class NativePagedAttention:
         return name.decode()
 
     def plan(self, geometry: BatchGeometry) -> NativePlan:
-        """Nothing in it grows with the spans but copies of a few integers."""
+        """Its cost grows with the spans only by copies of a few integers."""
         long = None if geometry.tokens <= SHORT else geometry.lengths - geometry.starts > SHORT
         short_spans = long_spans = rest = None
         if long is None or not long.any():
@@ -194,12 +194,12 @@ class NativePagedAttention:
 
 
 def takes_long_spans(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether long spans of such queries are the kernel's work too, and not torch's."""
+    """Whether the kernel, not torch, also computes long spans of such queries."""
     return dtype == torch.bfloat16 and bool(library.load().ferrum_prefill_supported(head_dim))
 
 
 def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype, quantized: bool = False) -> str:
-    """The instruction set that the kernel uses, after a small step whose answer must be torch's, over a cache in
+    """The instruction set that the kernel uses, after a small step that must agree with torch, over a cache in
     ``dtype``, or ``quantized`` to int8. Raises OSError or Unsuited."""
     cpu.require(device, dtype, *DTYPES)
     generator = torch.Generator().manual_seed(0)

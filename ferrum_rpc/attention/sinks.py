@@ -1,6 +1,6 @@
-"""Attention sinks, as backends hold them: a logit for every head, counted by the softmax like a score without a value.
+"""Attention sinks: a logit for every head, which the softmax counts as a score without a value.
 
-A row whose keys matter little can so give its weight to nothing (Xiao et al. 2023, arXiv:2309.17453; learned, as in
+A row can give weight to the sink if its keys matter little (Xiao et al. 2023, arXiv:2309.17453; learned, as in
 gpt-oss). They are parameters of the model and never change.
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor
 from ferrum_rpc.core import AttentionSpec
 
 Sinks = Sequence[Tensor | None]
-"""For every layer its logits [heads], of any float type, or None; empty where no layer has any."""
+"""For every layer its logits [heads], of any float type, or None; empty if no layer has any."""
 
 
 def held(specs: Sequence[AttentionSpec], sinks: Sinks, device: torch.device) -> list[Tensor | None]:
-    """Copies in float32 on ``device``. Raises ValueError where they are not what ``specs`` say."""
+    """Copies in float32 on ``device``. Raises ValueError if their shapes are not those of ``specs``."""
     found = list(sinks) or [None] * len(specs)
     for spec, each in zip(specs, found, strict=True):
         if (None if each is None else tuple(each.shape)) != ((spec.heads,) if spec.sinks else None):
@@ -27,5 +27,5 @@ def held(specs: Sequence[AttentionSpec], sinks: Sinks, device: torch.device) -> 
 
 
 def random_sinks(specs: Sequence[AttentionSpec], generator: torch.Generator) -> list[Tensor | None]:
-    """Random ones for a probe."""
+    """Random sinks, for a probe."""
     return [torch.randn(spec.heads, generator=generator) if spec.sinks else None for spec in specs]

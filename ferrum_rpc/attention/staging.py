@@ -1,12 +1,12 @@
 """A step's integers and their copy to the device: one page-locked buffer, one copy.
 
-A copy to a GPU costs microseconds however small it is, and one from ordinary memory waits for the device as well. So
-all integers that a step sends (token ids, positions, slots, the attention's plan) lie in one buffer, which is copied
-once and without waiting; on the device it is read through views.
+A copy to a GPU costs microseconds however small it is, and a copy from pageable memory also waits for the device. So
+all integers that a step sends (token ids, positions, slots, the attention's plan) are in one buffer, which is copied
+once and asynchronously; on the device it is read through views.
 
-Where a view begins never depends on what is in it: a CUDA graph that was captured over the views of a `Layout` reads
-whatever was sent last. What a section has room for and an array does not fill is zero, so that zero must mean nothing:
-token 0 at position 0 of the null block, a work item without rows.
+A view's offset does not depend on its contents: a CUDA graph captured over the views of a `Layout` reads whatever was
+sent last. The unused end of a section is zero, so zeros must have no effect: token 0 at position 0 of the null block, a
+work item without rows.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _TORCH = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where sections lie in one buffer. ``sections``: ``(int32 or int64, integers)`` of each. The last one is sent only
-    as far as its array goes, and holds anything behind: block tables, of which a graph reserves megabytes."""
+    """The offsets of sections in one buffer. ``sections``: ``(int32 or int64, integers)`` of each. Of the last one only
+    its array is sent, and the rest is undefined: block tables, for which a graph reserves megabytes."""
 
     sections: tuple[tuple[type[np.int32] | type[np.int64], int], ...]
     offsets: tuple[int, ...] = field(init=False)
@@ -55,11 +55,11 @@ class Layout:
 
 
 class Staging:
-    """One step's integers at a time, on ``device``. ``nbytes``: what there is room for from the start; `open` makes
-    more where a layout needs it, after which views that were given out before are no longer sent to.
+    """One step's integers at a time, on ``device``. ``nbytes``: initial size; `open` grows the buffer if a layout needs
+    more, after which earlier views are no longer updated.
 
-    Nothing here waits for the device's work: only, before the buffer on the host is written again, for the copy out of
-    it, which is long through unless steps follow each other without an answer.
+    Nothing here waits for kernels. Before the host buffer is written again, `send` waits for the last copy out of it,
+    which has long ended unless steps follow each other without an answer.
     """
 
     def __init__(self, device: torch.device, nbytes: int = 0) -> None:
@@ -73,15 +73,15 @@ class Staging:
         self._buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def open(self, layout: Layout) -> list[Tensor]:
-        """The sections of ``layout`` on the device. They hold what is sent last."""
+        """The sections of ``layout`` on the device. They have the contents of the last `send`."""
         if layout.nbytes > len(self._host):
             self._wait()
             self._allocate(max(layout.nbytes, 2 * len(self._host)))
         return layout.views(self._buffer)
 
     def send(self, layout: Layout, arrays: Sequence[Integers]) -> None:
-        """Fill the sections of an opened ``layout``, in one copy that nothing waits for. Raises ValueError, with
-        nothing sent, where an array has no room in its section."""
+        """Fill the sections of an opened ``layout``, in one asynchronous copy. Raises ValueError, with nothing sent, if
+        an array is longer than its section."""
         for array, (_, count) in zip(arrays, layout.sections, strict=True):
             if array.size > count:
                 raise ValueError(f"{array.size} integers exceed the section of {count}")

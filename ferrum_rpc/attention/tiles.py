@@ -1,4 +1,4 @@
-"""How the torch backend cuts a step into SDPA calls: host integers in, block ids and masks out, once per step.
+"""The split of a step into SDPA calls of the torch backend: from host integers to block ids and masks, once per step.
 
 Nothing here touches K, V or queries. Layers differ in planning only by their `MaskPattern`.
 """
@@ -26,9 +26,9 @@ Measured at 32 x 512, 8 heads of 128, bf16: 5.5 ms a layer against 6.5-8.9 one b
 
 @dataclass(frozen=True, slots=True)
 class MaskPattern:
-    """What a layer's queries see: the last ``window`` tokens (None: all). ``square``: a span that starts at 0 may be
-    one causal square without a mask, however long (not with a soft cap: its scores are written out). ``dtype``: of
-    queries and masks."""
+    """Which tokens a layer's queries attend to: the last ``window`` (None: all). ``square``: a span that starts at 0
+    may be one causal square without a mask, however long (not with a soft cap, whose scores are materialized).
+    ``dtype``: of queries and masks."""
 
     window: int | None
     square: bool
@@ -38,7 +38,7 @@ class MaskPattern:
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeGroup:
     """Single-token spans that gather equally many blocks. ``rows`` int64 [G] of the step; ``blocks`` int64 [G * n];
-    ``mask`` [G, 1, 1, n * block_size], 0 or -inf; ``tail`` int64: slots of the gathered blocks behind the sequences'
+    ``mask`` [G, 1, 1, n * block_size], 0 or -inf; ``tail`` int64: slots of the gathered blocks after the sequences'
     ends, which were never written."""
 
     rows: Tensor
@@ -69,7 +69,7 @@ class LongSpan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatternWork:
-    """What the layers of one pattern do in a step."""
+    """The work of the layers of one pattern in a step."""
 
     decode_groups: list[DecodeGroup] = field(default_factory=list)
     long_spans: list[LongSpan] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Planner:
         return work
 
     def _group(self, geometry: BatchGeometry, spans: list[int], count: int, pattern: MaskPattern) -> DecodeGroup:
-        """What is masked is in its first block (window) and its last (end), whatever lies between."""
+        """Masked positions are only in a span's first block (window) and its last (end)."""
         size, window = self._block_size, pattern.window
         lengths = geometry.lengths[spans].astype(np.int64)
         ends = -(-lengths // size)

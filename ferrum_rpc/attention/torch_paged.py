@@ -1,18 +1,17 @@
 """Paged attention in plain torch: the path that runs everywhere, and the oracle of every faster backend.
 
-Torch has no kernel that reads blocks in place, so the blocks that a row sees are gathered into a scratch buffer that is
-allocated once (a fresh tensor per call costs page faults: 26 against 9 ms a layer at 32 x 512) and small enough to stay
+Torch has no kernel that reads blocks in place. The blocks of a row are gathered into a scratch buffer, which is
+allocated once (a new tensor per call costs page faults: 26 against 9 ms a layer at 32 x 512) and small enough to stay
 in the cache, and SDPA reads them there. Three facts shape the code:
 
 - A single-token span needs no causal mask once the GQA group is folded into the query axis. Several such spans with
-  equally many blocks share one SDPA call; what lies behind each length in its last block is masked, and zeroed first,
+  equally many blocks share one SDPA call. Slots of the last block after a sequence's end are masked, and zeroed first,
   because a NaN in a masked slot would leak through 0 * NaN.
-- SDPA's ``is_causal`` aligns at the top left: right only where a span starts at position 0. Elsewhere the mask of a
-  tile of query rows is a view of one matrix that depends on nothing but ``key - query``: no step builds a mask.
+- SDPA's ``is_causal`` aligns at the top left, which is right only for a span that starts at position 0. For others the
+  mask of a tile of query rows is a view of one matrix that depends only on ``key - query``: no step builds a mask.
 - A logit soft cap and a sink have no fused kernel: they take the explicit path, in float32.
 
-Blocks are gathered exactly: nothing beyond ``ceil(length / block_size)`` is ever read. This file knows integers and
-tensors; it must not know sequences, handles or models.
+Blocks are gathered exactly: nothing beyond ``ceil(length / block_size)`` is read.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TorchPlan = dict[MaskPattern, PatternWork]
 
 class TorchPagedAttention:
     """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim]; a layer's queries
-    have its dtype. Where that is one of `eight_bits`, they are its rows, read as ``dtype``, that of the queries.
+    have its dtype. In a quantized cache they are rows of `eight_bits`, dequantized to ``dtype``, that of the queries.
     """
 
     name = "torch"
@@ -71,7 +70,7 @@ class TorchPagedAttention:
         return {pattern: self._planner.work(geometry, pattern, chosen) for pattern in self._masks}
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Converts where ``key`` and ``value`` are of another dtype."""
+        """Converts ``key`` and ``value`` if they are of another dtype."""
         for place, rows in zip(self._slots[layer], (key, value), strict=True):
             place.index_copy_(
                 0, slots, to_rows(rows, place.dtype) if place.dtype in MAX_MAGNITUDE else rows.to(place.dtype)
@@ -121,7 +120,7 @@ class TorchPagedAttention:
             )
 
     def _sinks_of(self, layer: int, axes: int) -> Tensor | None:
-        """[kv_heads, group] and so many axes of one."""
+        """[kv_heads, group] and so many axes of length 1."""
         sinks = self._sinks[layer]
         return None if sinks is None else sinks.view(self._specs[layer].kv_heads, -1, *[1] * axes)
 
@@ -144,8 +143,8 @@ class TorchPagedAttention:
 
 
 class Scratch(NamedTuple):
-    """Bytes that `TorchPagedAttention.attend` takes besides its answer. ``gathered``: K and V, in buffers that layers
-    with such heads share; ``mask``: those of a `MaskPattern`; ``passing``: what lives while it computes."""
+    """Bytes that `TorchPagedAttention.attend` allocates besides its result. ``gathered``: K and V, in buffers that
+    layers with such heads share; ``mask``: the masks of a `MaskPattern`; ``passing``: temporaries."""
 
     gathered: int
     mask: int
@@ -153,8 +152,8 @@ class Scratch(NamedTuple):
 
 
 def scratch_bytes(spec: AttentionSpec, dtype: torch.dtype, slot_bytes: int, tokens: int, context: int) -> Scratch:
-    """Of the last ``tokens`` tokens of a sequence of ``context``. In passing: K and V converted to ``dtype`` where the
-    cache, ``slot_bytes`` of a token, is rounded; what SDPA returns of a tile, or its scores where they are written."""
+    """For the last ``tokens`` tokens of a sequence of ``context``. Temporaries are K and V converted to ``dtype`` if
+    the cache, ``slot_bytes`` per token, is quantized, and SDPA's result of a tile, or its materialized scores."""
     seen = context if spec.window is None else min(context, spec.window + tokens)
     exact = 2 * spec.kv_heads * spec.head_dim * dtype.itemsize
     whole = tokens == context and _fused(spec) and (spec.window is None or context <= spec.window)
@@ -172,15 +171,15 @@ def scratch_bytes(spec: AttentionSpec, dtype: torch.dtype, slot_bytes: int, toke
 
 
 def _fused(spec: AttentionSpec) -> bool:
-    """Whether SDPA computes it, and no scores are written out."""
+    """Whether SDPA computes it, without materialized scores."""
     return spec.softcap is None and not spec.sinks
 
 
 def _sdpa(
     spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, sinks: Tensor | None
 ) -> Tensor:
-    """Attention over the last two axes; without a mask causal where there are several queries (as many as keys).
-    ``sinks``: as the scores, but for the last axis, which is one."""
+    """Attention over the last two axes; without a mask causal if there are several queries (as many as keys).
+    ``sinks``: shaped as the scores, with a last axis of 1."""
     if _fused(spec):
         causal = mask is None and query.shape[-2] > 1
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=spec.scale)

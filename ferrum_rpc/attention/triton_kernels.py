@@ -1,24 +1,24 @@
-"""The two kernels of the CUDA attention path. What they are given is decided in `triton_plan`, in integers on the host.
+"""The two kernels of the CUDA attention path. Their work items come from `triton_plan`.
 
-The algorithm is FlashAttention-2's (Dao 2023, arXiv:2307.08691): a program keeps a tile of query rows and walks over
+The algorithm is FlashAttention-2 (Dao 2023, arXiv:2307.08691): a program keeps a tile of query rows and iterates over
 the keys once with an online softmax, in float32 and in powers of two. Three things differ, because this is a server:
 
-- K and V are read where the store keeps them (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). A tile of keys is
-  decoupled from the block size: every key finds its own block in the table, so that any block size runs at full width.
-- The query heads that share a KV head are rows of the same tile, so that K and V are read once per KV head. Rows are
-  counted through ``token * group + head``: tiles need not end where a token ends, and any group size fits.
-- A tile's keys may be split over several programs where too few would run (Flash-Decoding, Dao et al. 2023). Those
-  leave unnormalised sums and their statistics; `merge_kernel` adds them up.
+- K and V are read from the store's blocks (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). A tile of keys is
+  independent of the block size: every key looks up its own block in the table, so any block size runs at full width.
+- The query heads that share a KV head are rows of the same tile, so K and V are read once per KV head. Rows are
+  numbered ``token * group + head``: a tile may end within a token, and any group size fits.
+- A tile's keys may be split over several programs if too few would run (Flash-Decoding, Dao et al. 2023). These write
+  unnormalised sums and their statistics; `merge_kernel` adds them up.
 
 Everything that changes from step to step is read from device memory, so that a CUDA graph can replay the same launch. A
-program whose work item has no rows ends at once: that is how a fixed grid has room.
+program whose work item has no rows ends at once, so a fixed grid can have unused programs.
 
-Triton reads this file's functions as source: names in capitals are compile-time constants.
+Triton compiles this file's functions from source: names in capitals are compile-time constants.
 """
 
 # triton has no types, and its language is not Python's: a `for` here becomes a loop on the device
 # mypy: disable-error-code="untyped-decorator"
-# a kernel has as many arguments as it has, and is one function: a call is not a unit of its language
+# a kernel must be one function with all of its arguments
 # ruff: noqa: PLR0915, PLR0917
 
 import triton
@@ -36,11 +36,11 @@ def attend_kernel(
     value_scales: tl.tensor,
     sinks: tl.tensor,  # float32 [heads]; see HAS_SINKS
     output: tl.tensor,  # [T, heads, HEAD_DIM], contiguous
-    sums: tl.tensor,  # float32 [parts, KV_HEADS, ROWS, HEAD_DIM]: where split items leave their sums
+    sums: tl.tensor,  # float32 [parts, KV_HEADS, ROWS, HEAD_DIM]: the sums of split items
     stats: tl.tensor,  # float32 [parts, KV_HEADS, ROWS, 2]: their maximum (of base-2 exponents) and denominator
     items: tl.tensor,  # int32 [items, 8]: see triton_plan
     tables: tl.tensor,  # int32: block ids of all spans
-    factor: tl.tensor,  # what a dot product is multiplied with; see triton_paged
+    factor: tl.tensor,  # multiplies each dot product; see triton_paged
     cap: tl.tensor,  # the soft cap times log2(e)
     query_token: tl.tensor,
     query_head: tl.tensor,
@@ -76,7 +76,7 @@ def attend_kernel(
     table = tables + tl.load(item + 6)
     part = tl.load(item + 7)
 
-    # Rows behind the item's last one repeat it: no lane reads rows of other spans.
+    # Lanes after the item's last row repeat that row: no lane reads rows of other spans.
     index = tl.arange(0, ROWS)
     row = first_row + tl.minimum(index, rows - 1)
     position = start + row // GROUP
@@ -97,7 +97,7 @@ def attend_kernel(
         inner = tl.minimum(low + (unseen + KEYS - 1) // KEYS * KEYS, outer)
 
     head_at = head * kv_head
-    if QUANTIZED:  # rows begin at words, so that four numbers are one access; the compiler cannot know it
+    if QUANTIZED:  # rows are word-aligned, so four numbers are one access; the compiler cannot derive that
         head_at = tl.multiple_of(head_at, 4)
         key_scales += head_at // 4
         value_scales += head_at // 4
@@ -125,7 +125,7 @@ def attend_kernel(
                 if phase == 1:
                     block = tl.load(table + n // BLOCK_SIZE)
                     held = in_dim[None, :]
-                else:  # slots beyond the last key may hold anything: they are not read
+                else:  # slots after the last key are undefined and not read
                     block = tl.load(table + n // BLOCK_SIZE, mask=n < high, other=0)
                     held = (n < high)[:, None] & in_dim[None, :]
                 at = block.to(tl.int64) * kv_block + n % BLOCK_SIZE * kv_slot

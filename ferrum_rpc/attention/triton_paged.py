@@ -1,12 +1,12 @@
-"""Paged attention on a CUDA device: one kernel for every mix of spans, where the blocks lie.
+"""Paged attention on a CUDA device: one kernel for every mix of spans, which reads the blocks in place.
 
-`triton_plan` decides in integers what each program does, `triton_kernels` does it, and this file launches. A plan is a
-few sections of integers on the device. `draft` says what they are for a step as it is; `reserve` gives their size for
-any step up to a size, and `fill` what they are for one: then the launches, and where they read, stay the same, as a
-CUDA graph needs, and what is left of the grid ends at once. The caller sends the sections, together with the other
-inputs of a step; `plan` is for callers that have no others.
+`triton_plan` computes in integers what each program does, `triton_kernels` has the kernels, and this file launches
+them. A plan is a few sections of integers on the device. `draft` gives the sections of one step. `reserve` gives their
+size for any step up to a size, and `fill` their contents for one such step. Launches and addresses then stay the same,
+as a CUDA graph needs, and unused programs of the grid end at once. The caller copies the sections to the device with
+the other inputs of a step; `plan` is for callers that have no others.
 
-This file imports triton: `triton_probe` says whether it can be imported.
+This file imports triton; `triton_probe` checks whether that is possible.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class TritonPlan:
 
 class TritonPagedAttention:
     """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim], one shape, dtype and
-    layout for all layers, the last axis dense; queries have that dtype. Or rows of `eight_bits` in `FP8`: they stay so
-    until a program has read them, and ``dtype`` is that of the queries. ``processors`` and ``tiles`` (small, large)
-    decide how work is cut; they default to what the device has. Launches go to the calling thread's stream."""
+    layout for all layers, the last axis dense; queries have that dtype. Or they are rows of `eight_bits` in `FP8`,
+    which each program dequantizes; then ``dtype`` is that of the queries. ``processors`` and ``tiles`` (small, large)
+    decide how work is split; the defaults fit the device. Launches go to the calling thread's stream."""
 
     name = "triton"
     exact_span_tokens = 0
@@ -111,7 +111,7 @@ class TritonPagedAttention:
             SplitLimits(max(1, (processors or device_processors) * each // self._kv_heads))
             for each in PROGRAMS_PER_PROCESSOR
         ]
-        # the split tiles of a launch leave their parts here, and so may the next launch: they run one after the other
+        # buffers for the parts of split tiles; launches share them, because they run one after the other
         places = max(limits.parts * tile.rows for limits, tile in zip(self._limits, self._tiles, strict=True))
         self._sums = torch.empty(places * self._kv_heads * self._head_dim, dtype=torch.float32, device=self._device)
         self._stats = torch.empty(places * self._kv_heads * 2, dtype=torch.float32, device=self._device)
@@ -128,7 +128,7 @@ class TritonPagedAttention:
         return plan
 
     def draft(self, geometry: BatchGeometry) -> tuple[PlanCapacity, list[Int32s]]:
-        """The capacity that this step needs, and what is in the sections of its plan."""
+        """The capacity that this step needs, and the sections of its plan."""
         found = {kind: self._launches(geometry, kind) for kind in dict.fromkeys(self._kinds)}
         capacity = {
             kind: [(tile, len(launch.items), len(launch.merges)) for tile, launch in launches]
@@ -138,8 +138,8 @@ class TritonPagedAttention:
         return PlanCapacity(capacity, geometry.blocks.size), sections
 
     def reserve(self, spans: int, tokens: int, blocks: int) -> PlanCapacity:
-        """The capacity for any step of at most ``spans`` spans of ``tokens`` tokens at most each, whose lengths need
-        ``blocks`` blocks in all. What is bound to it keeps its launches, as a CUDA graph needs.
+        """The capacity for any step of at most ``spans`` spans of at most ``tokens`` tokens each, whose lengths need
+        ``blocks`` blocks in all. A plan bound to it keeps its launches, as a CUDA graph needs.
         """
         capacity = {}
         for kind in dict.fromkeys(self._kinds):
@@ -150,7 +150,7 @@ class TritonPagedAttention:
         return PlanCapacity(capacity, blocks)
 
     def fill(self, capacity: PlanCapacity, geometry: BatchGeometry) -> list[Int32s]:
-        """What is in the sections of a reserved plan for this step. Raises ValueError where the step does not fit."""
+        """The sections of a reserved plan for this step. Raises ValueError if the step does not fit."""
         launches = [
             cut(geometry, range(geometry.spans), kind, tile, self._limits[self._tiles.index(tile)])
             for kind, [(tile, *_)] in capacity.launches.items()
@@ -163,7 +163,7 @@ class TritonPagedAttention:
 
     def bind(self, capacity: PlanCapacity, sections: Sequence[Tensor]) -> TritonPlan:
         """The plan that reads ``sections`` (int32 on the device, of the sizes of ``capacity``, aligned to records).
-        Sections of zeros are a plan that does nothing."""
+        Sections of zeros make a plan without work."""
         *records, tables = sections
         views = iter([each.view(-1, FIELDS) for each in records])
         work = {
@@ -173,7 +173,7 @@ class TritonPagedAttention:
         return TritonPlan(tables, work)
 
     def warm_up(self) -> None:
-        """Compile what any step may launch, so that none waits for a compiler (seconds each, the first time)."""
+        """Compile all kernels that a step may launch, so that no step waits for a compiler (seconds each)."""
         places = [tuple([each.data_ptr() % 16 for each in pair]) for pair in zip(self._keys, self._values, strict=True)]
         for layer in {kind: layer for layer, kind in enumerate(zip(self._specs, places, strict=True))}.values():
             query = torch.empty((1, self._specs[layer].heads, self._head_dim), dtype=self._dtype, device=self._device)

@@ -1,12 +1,12 @@
-"""How a step is cut into work items of the CUDA kernels: integers on the host, no tensor and no triton.
+"""The split of a step into work items of the CUDA kernels: integers on the host, without tensors and triton.
 
-A span's query rows (``token * group + head``, per KV head) are cut into *tiles*. A tile's keys are one *part* where
-enough programs run anyway, else several, so that every multiprocessor has work: one long sequence, a batch of few. How
-many is decided from the lengths and the number of programs that the device runs at once. Spans of few rows (decode) and
-of many (prefill) take different tile shapes, hence two lists of items, each one launch.
+A span's query rows (``token * group + head``, per KV head) are divided into *tiles*. A tile's keys are one *part* if
+enough programs run, else several parts, so that every multiprocessor has work for one long sequence or a small batch.
+The number of parts follows from the lengths and the number of programs that the device runs at once. Spans of few rows
+(decode) and of many (prefill) take different tile shapes, hence two lists of items, one launch each.
 
-The split depends on the whole step, so that a row's last bits may depend on its neighbours. What a split costs and how
-much it can add is bounded, whatever the lengths: `SplitLimits` says by what, and that sizes the buffers.
+The split depends on the whole step, so a row's last bits may depend on the other rows. Its cost is bounded, whatever
+the lengths: `SplitLimits` has the bounds, which also size the buffers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FIELDS = 8
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """A launch's shape: query ``rows`` and ``keys`` of a program, its ``warps`` and pipeline ``stages``, and the least
-    ``part`` of keys that is worth a program of its own."""
+    """A launch's shape: query ``rows`` and ``keys`` of a program, its ``warps`` and pipeline ``stages``, and ``part``,
+    the minimum number of keys for which a program of its own is worth while."""
 
     rows: int
     keys: int
@@ -56,12 +56,12 @@ class SplitLimits:
 
     @property
     def parts(self) -> int:
-        """Most parts that the split tiles of a launch have together."""
+        """The maximum number of parts of all split tiles of a launch."""
         return 4 * self.wanted // 3 + 1
 
     @property
     def merges(self) -> int:
-        """Most tiles of a launch that are split."""
+        """The maximum number of split tiles of a launch."""
         return 2 * self.wanted // 3 + 1
 
 
@@ -97,8 +97,8 @@ class PlanCapacity:
 def cut(geometry: BatchGeometry, spans: Iterable[int], kind: LayerKind, tile: TileShape, limits: SplitLimits) -> Launch:
     """The work of ``spans`` (indices) in tiles of ``tile``.
 
-    By loops, however many there are. Numpy takes 7 times as long for a single decode (143 us instead of 22), and half
-    as long for 256 (300 us instead of 720), whose step is much longer.
+    It is computed in Python loops. Numpy takes 7 times as long for a single decode (143 us instead of 22), and half as
+    long for 256 (300 us instead of 720), whose step is much longer.
     """
     group, window = kind.group, kind.window
     query_start, starts, lengths, table_start = geometry.by_span.tolist()
@@ -144,10 +144,10 @@ def tile_shapes(head_dim: int, itemsize: int, shared_bytes: int) -> tuple[TileSh
     """``(small, large)`` for spans of few rows and of many, such that a program's shared memory is within
     ``shared_bytes``.
 
-    16 rows are the least that the matrix units take: enough for a decoded token's group. 128 rows do 128 floating-point
-    operations per byte of K and V in 16 bits, about what the memory can feed. Where a row of K is longer, registers are
-    the limit (see `tests/kernels/compiling.py`). Block ids must be there before keys can be asked for, so that Triton
-    needs two stages for each tile of keys under way: five for decode, whose speed is that of bytes in flight.
+    16 rows are the minimum of the matrix units, and enough for a decoded token's group. 128 rows do 128 floating-point
+    operations per byte of K and V in 16 bits, about the ratio of compute to memory bandwidth. For longer rows of K
+    registers are the limit (see `tests/kernels/compiling.py`). Keys can be loaded only after their block ids, so Triton
+    needs two stages for each tile of keys in flight: five for decode, whose speed depends on the bytes in flight.
     """
     row_bytes = padded_dim(head_dim) * itemsize
     if itemsize > 2:  # float32 takes three products in TensorFloat-32, and three times the registers
@@ -160,13 +160,13 @@ def tile_shapes(head_dim: int, itemsize: int, shared_bytes: int) -> tuple[TileSh
 
 
 def padded_dim(head_dim: int) -> int:
-    """The width of a row in the kernels: a power of two, and no less than a matrix unit takes."""
+    """The width of a row in the kernels: a power of two, at least the minimum of a matrix unit."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _fit(tile: TileShape, row_bytes: int, shared_bytes: int) -> TileShape:
-    """``tile``, with fewer stages or keys where queries, weights and the K and V under way would not fit. Generous by
-    one tile of K and V, which asynchronous matrix products and TensorFloat-32 take."""
+    """``tile``, with fewer stages or keys if queries, weights and the K and V in flight would not fit. One more tile of
+    K and V is left free, for asynchronous matrix products and TensorFloat-32."""
     while True:
         under_way = 2 * ((tile.stages - 1) // 2 + 1) * tile.keys * row_bytes
         if tile.rows * (row_bytes + 4 * tile.keys) + under_way <= shared_bytes:

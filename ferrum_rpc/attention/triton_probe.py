@@ -1,7 +1,7 @@
-"""Whether the CUDA kernels can be used here, and if not, why: the sentence that an operator reads in the log.
+"""Whether the CUDA kernels can be used here, and if not, the reason for the log.
 
-The last question is put to the kernels themselves. A driver, a compiler and a GPU that were never tested together may
-well compute something else, and a wrong answer is worse than a slow one.
+The last check runs the kernels. A driver, a compiler and a GPU that were never tested together may compute something
+else, and a wrong answer is worse than a slow one.
 
 This file can be imported where triton cannot.
 """
@@ -42,8 +42,8 @@ def probe(
     device: torch.device, specs: Sequence[AttentionSpec], dtype: torch.dtype, cached: torch.dtype | None = None
 ) -> Any:
     """The backend of the kernels, after small steps on ``device`` with layers of ``specs``, queries in ``dtype``, and K
-    and V in it or in `FP8`. Raises `Unsuited` that says why they cannot be used, or what a compiler or a driver
-    raises."""
+    and V in it or in `FP8`. Raises `Unsuited` with the reason if they cannot be used, or the error of the compiler or
+    the driver."""
     if find_spec("triton") is None:
         raise Unsuited("triton is not installed")
     _check_device(device)

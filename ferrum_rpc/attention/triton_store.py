@@ -1,8 +1,8 @@
-"""K and V of a step's new tokens into their slots, in one launch for both.
+"""Kernels that write K and V of a step's new tokens into their slots, in one launch for both.
 
-Two ``index_copy_`` calls are four launches a layer where K and V come out of a fused projection (each needs its own
-dense copy first). These kernels read them where the projection left them: one for a cache that keeps numbers as they
-are, one that rounds them to the rows of `eight_bits`. Who owns the memory is not known here.
+Two ``index_copy_`` calls are four launches a layer if K and V come out of a fused projection (each needs a dense copy
+first). These kernels read the projection's output in place: one for a cache of unquantized numbers, one that quantizes
+them to the rows of `eight_bits`.
 """
 
 # triton has no types, and its language is not Python's
@@ -147,7 +147,7 @@ def _quantized(x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     size = tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf"))
     largest = tl.max(size, 0)
     scale = tl.where(largest < float("inf"), tl.div_rn(largest, 448.0), float("nan"))
-    normal = scale >= 1.1754943508222875e-38  # no smaller one is
+    normal = scale >= 1.1754943508222875e-38  # the smallest normal number
     inverse = tl.where(normal, tl.div_rn(1.0, tl.where(normal, scale, 1.0)), 0.0)
     scaled = tl.where(size < float("inf"), x, 0.0) * inverse
     return tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv), scale

@@ -1,2 +1,1 @@
-"""C for what torch does badly on a CPU, and nothing else. The sources are in
-ferrum_rpc_kernels/, the callers on their floors."""
+"""Bindings of the C library ``ferrum_rpc_kernels``, which replaces torch on a CPU where torch is slow."""

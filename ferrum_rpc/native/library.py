@@ -1,9 +1,8 @@
-"""The compiled library: finding it, and sharing torch's threads with it.
+"""Loading the compiled C library, so that it shares torch's threads.
 
-It is a package of its own, ``ferrum_rpc_kernels``, built where a C compiler is, and knows neither Python nor torch.
-Compiled for OpenMP but linked to none: a second runtime beside torch's would keep
-threads of its own, and with two cores and two sets of threads each would wait for the other. So torch's runtime is made
-visible before the library is loaded, and both run on one set.
+It is a package of its own, ``ferrum_rpc_kernels``, built by a C compiler, and depends neither on Python nor on torch.
+It is compiled for OpenMP but linked to no runtime: a second runtime would have threads of its own, and the two sets
+would wait for each other's cores. So torch's runtime is made visible before the library is loaded, and both share it.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import torch
 PACKAGE: Final = "ferrum_rpc_kernels"
 LIBRARY: Final = "kernels.so"
 _RUNTIME: Final = re.compile(r"^(?:\S+ +){5}(/.*/lib(?:gomp|omp|iomp5)[^/\s]*\.so[^/\s]*)$", re.MULTILINE)
-"""A mapped runtime in /proc/self/maps: five columns, then the path, which may have spaces in it."""
+"""A mapped runtime in /proc/self/maps: five columns, then the path, which may contain spaces."""
 
 
 class SpanArrays(ctypes.Structure):
-    """``struct span_arrays`` of kv_layout.h: what all layers of a step share. Pointers are to int32 arrays."""
+    """``struct span_arrays`` of kv_layout.h: the spans of a step, for all layers. Pointers are to int32 arrays."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("spans", "block_size", "threads")),
@@ -33,7 +32,7 @@ class SpanArrays(ctypes.Structure):
 
 
 class RowKindStruct(ctypes.Structure):
-    """``struct row_kind`` of norm_rope_gate.h: what a model does to its rows."""
+    """``struct row_kind`` of norm_rope_gate.h: a model's operations on rows."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("centred", "biased", "activation", "gated", "heads", "kv_heads")),
@@ -75,7 +74,7 @@ class LayerWeights(ctypes.Structure):
 
 
 class AttentionLayer(ctypes.Structure):
-    """``struct attention_layer`` of kv_layout.h: a layer's kernels, its cache, and what its rows see of it."""
+    """``struct attention_layer`` of kv_layout.h: a layer's kernels, its cache and its mask."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("decode", "prefill", "keys", "values", "sinks")),
@@ -92,7 +91,7 @@ class AttentionStep(ctypes.Structure):
 
 
 class Draw(ctypes.Structure):
-    """``struct draw`` of sample.h: how one row is drawn."""
+    """``struct draw`` of sample.h: the sampling parameters of a row."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("seed", "position")),
@@ -102,7 +101,7 @@ class Draw(ctypes.Structure):
 
 
 class PenaltyStruct(ctypes.Structure):
-    """``struct penalty`` of sample.h: what a row's logits lose by the tokens before it, a pointer to int32."""
+    """``struct penalty`` of sample.h: a row's penalties for the tokens before it. The pointer is to int32."""
 
     _fields_ = (
         ("tokens", ctypes.c_void_p),
@@ -112,13 +111,13 @@ class PenaltyStruct(ctypes.Structure):
 
 
 class RowMaskStruct(ctypes.Structure):
-    """``struct row_mask`` of sample.h: which tokens a row may yield, a pointer to int32."""
+    """``struct row_mask`` of sample.h: the tokens that a row allows. The pointer is to int32."""
 
     _fields_ = (("words", ctypes.c_void_p), ("row", ctypes.c_int64))
 
 
 class LimitsStruct(ctypes.Structure):
-    """``struct limits`` of sample.h: what filters leave of a part of a row."""
+    """``struct limits`` of sample.h: the bounds that filters set on a shard of a row."""
 
     _fields_ = (
         *((name, ctypes.c_float) for name in ("largest", "temperature", "least", "least_weight")),
@@ -128,13 +127,13 @@ class LimitsStruct(ctypes.Structure):
 
 
 class LoraPart(ctypes.Structure):
-    """``struct lora_part`` of lora.h: one matrix of a fused product. A pointer to the tensor's elements."""
+    """``struct lora_part`` of lora.h: one matrix of a fused product. The pointer is to the tensor's elements."""
 
     _fields_ = (("b", ctypes.c_void_p), *((name, ctypes.c_int32) for name in ("first", "columns", "start", "rank")))
 
 
 class LoraChange(ctypes.Structure):
-    """``struct lora_change`` of lora.h: what an adapter changes of a product."""
+    """``struct lora_change`` of lora.h: an adapter's change of a product."""
 
     _fields_ = (
         ("a", ctypes.c_void_p),
@@ -168,13 +167,13 @@ PAIRS, BYTES = 0, 1
 """``enum kind`` of linear.h."""
 
 REDUCE: Final = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-"""``reduce_rows`` of layer.c, for a function of Python."""
+"""``reduce_rows`` of layer.c, as a callback into Python."""
 
 GROUP_ABORTED, GROUP_UNEQUAL = 1, 2
 """``enum group_status`` of group.h, of which 0 is success."""
 
 _P, _I, _L, _S = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_char_p
-_ROWS: Final = (_P, _L, _L)  # the first, elements between two, how many
+_ROWS: Final = (_P, _L, _L)  # first row, row stride in elements, number of rows
 
 FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_decode_supported": (_I, _S, _I),
@@ -217,15 +216,15 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_weigh": (_I, _P, _P, _L, _L, _P, _P, _P, _P, _I),
     "ferrum_sample": (_I, _P, _P, _L, _L, _P, _P, _I),
 }
-"""What the library has: each function's result, then its arguments. One that ends in ``_new`` allocates, and answers
-NULL where it cannot."""
+"""The library's functions: the result type, then the argument types. A name in ``_new`` allocates, and returns NULL if
+memory is short."""
 
 HUGE_PAGE: Final = 2 << 20
 _MADV_HUGEPAGE: Final = 14  # linux/mman.h
 
 
 def find() -> str:
-    """The path of the library. Raises OSError where there is none."""
+    """The path of the library. Raises OSError if there is none."""
     package = importlib.util.find_spec(PACKAGE)
     for folder in (package and package.submodule_search_locations) or ():
         if (file := Path(folder, LIBRARY)).exists():
@@ -235,12 +234,12 @@ def find() -> str:
 
 @functools.cache
 def load() -> Any:
-    """The library with its functions typed. Raises OSError that says why there is none, and what to do."""
+    """The library with its functions typed. Raises OSError with the reason and the action if it cannot be loaded."""
     path = find()
     runtime = _openmp_of_torch()
     if runtime is not None:
         ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-    library = ctypes.CDLL(path)  # raises where a symbol is missing, such as OpenMP's
+    library = ctypes.CDLL(path)  # raises if a symbol is missing, such as OpenMP's
     _compare(library)
     for name, (result, *arguments) in FUNCTIONS.items():
         if (function := getattr(library, name, None)) is not None:  # some are built for x86-64 only
@@ -251,7 +250,7 @@ def load() -> Any:
 
 
 def _compare(library: ctypes.CDLL) -> None:
-    """Raises OSError where the library is not of the sources that this file was written for."""
+    """Raises OSError if the library was built from other sources than this file's declarations."""
     expected = [ABI_VERSION, *map(ctypes.sizeof, STRUCTS)]
     found = [library.ferrum_abi(each) for each in range(len(expected))] if hasattr(library, "ferrum_abi") else []
     if found != expected:
@@ -265,9 +264,9 @@ def _check_allocated(handle: int | None, function: Any, arguments: tuple[Any, ..
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for pages of 2 MB under a large tensor that was not written to yet. Reading weights in order, they gained
-    5 % (40 against 38 GB/s on two cores); a cache's new tokens, which touch a page in 56 places each, were stored in a
-    fifth of the time. No Linux, or a kernel that says no: as it was."""
+    """Request pages of 2 MB for a large tensor that was not written to yet. Sequential reads of weights gained 5 % (40
+    against 38 GB/s on two cores); a cache's new tokens, which touch a page in 56 places each, were stored in a fifth of
+    the time. Without Linux, or if the kernel refuses, nothing changes."""
     start = -(-tensor.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     end = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE * HUGE_PAGE
     madvise = getattr(ctypes.CDLL(None), "madvise", None)

@@ -1,4 +1,4 @@
-"""The scheduler's side of the contract: messages in, messages out. Every decision is taken on the floors around."""
+"""The ModelExecutor service: translates between messages and the calls of other floors, which take all decisions."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ SERVICE: Final = "ferrum_rpc.executor.v1.ModelExecutor"
 
 
 def _forward(name: str, response_class: type[Any], shape: CallShape, *, one: bool = False) -> Any:
-    """The handler of a forward call: of several items, each with an outcome of its own, or of ``one``, whose refusal is
-    the call's."""
+    """The handler of a forward call: of several items, each with its own outcome, or of ``one``, whose refusal fails
+    the call."""
     method = f"{SERVICE}/{name}"
 
     async def handler(self: ModelExecutorServicer, request: Any, context: Context) -> Any:
@@ -63,7 +63,7 @@ def _forward(name: str, response_class: type[Any], shape: CallShape, *, one: boo
             deadline=deadline_of(context),
             peer=context.peer,
         )
-        if (free_answer := call.free_answer) is not None:  # when gRPC has sent the answer, or the call is over
+        if (free_answer := call.free_answer) is not None:  # once gRPC has sent the answer, or the call is over
             done: Any = lambda _: free_answer()  # noqa: E731 - the stubs have a class of theirs
             context.add_done_callback(done)
         await call
@@ -84,8 +84,8 @@ def _forward(name: str, response_class: type[Any], shape: CallShape, *, one: boo
 
 
 def _kv_operation(kind: str, response_class: type[Any]) -> Any:
-    """The handler of an operation on one sequence's cache. The answer says what is left of it, in the fields that its
-    message has."""
+    """The handler of an operation on one sequence's cache. The answer has the resulting state, in the fields of its
+    message."""
     fields = response_class.DESCRIPTOR.fields_by_name
 
     async def handler(self: ModelExecutorServicer, request: Any, context: Context) -> Any:
@@ -104,7 +104,7 @@ def _kv_operation(kind: str, response_class: type[Any]) -> Any:
 
 
 class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
-    """The scheduler's side."""
+    """The service for schedulers."""
 
     service = SERVICE
 
@@ -132,11 +132,11 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     async def RegisterTokenMask(  # noqa: N802
         self, request: pb.RegisterTokenMaskRequest, context: Context
     ) -> pb.RegisterTokenMaskResponse:
-        """Answers when the mask is on its way to the engine: items that name it come after it."""
+        """Answers once the mask is queued to the engine, ahead of items that name it."""
         state, words = self.state, words_from_proto(request.words, "words")
         account, vocab_size = state.quotas.account(CALLER.get()), state.model.vocab_size
         if (mask_id := id_of(words)) != request.sha256:
-            raise InvalidRequest("sha256 must be that of the words", field="sha256")
+            raise InvalidRequest("sha256 must be the digest of the words", field="sha256")
         state.masks.register(account, mask_id, words, vocab_size, "words")
         return pb.RegisterTokenMaskResponse(token_mask_id=mask_id)
 
@@ -145,7 +145,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     async def AcquireLease(  # noqa: N802
         self, request: pb.AcquireLeaseRequest, context: Context
     ) -> pb.AcquireLeaseResponse:
-        """A lease; its time is what was asked for, within the limits."""
+        """A lease with the requested duration, within the limits."""
         _ = self.state.model
         ttl = seconds(request.ttl) if request.HasField("ttl") else None
         lease = self.state.leases.acquire(CALLER.get(), ttl, name_from_proto(request.client_name, "client_name"))
@@ -160,7 +160,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     async def RevokeLease(  # noqa: N802
         self, request: pb.RevokeLeaseRequest, context: Context
     ) -> pb.RevokeLeaseResponse:
-        """The end of a lease and of its sequences; answers when their blocks are free."""
+        """Ends a lease and its sequences; answers when their blocks are free."""
         state = self.state
         lease = state.leases.find(request.lease_id, CALLER.get().name)
         released = await state.ended(state.end_lease(lease, expired=False), SequenceEnd.REVOKED)
@@ -194,7 +194,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
         )
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:  # noqa: N802
-        """How it does; answers in every state."""
+        """The executor's state and load; answers in every state."""
         state = self.state
         engine, cache = state.engine.counters, state.engine.cache
         free, cached, imports = cache.free_blocks, cache.cached_blocks, state.unfinished_imports()

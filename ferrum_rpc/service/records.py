@@ -1,7 +1,7 @@
-"""What the server keeps of a caller, a lease and a sequence, as data.
+"""The server's records of callers, leases and sequences, as data.
 
-A sequence names its lease and the account that pays for it; a lease names its sequences.
-The tables that hold them (`handles`, `leases`, `quotas`) import this module and not each other.
+A sequence refers to its lease and to the account that it is charged to; a lease refers to its sequences. The tables of
+records (`handles`, `leases`, `quotas`) import this module and not each other.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ferrum_rpc.prefix_hash import caller_digest
 RENEWALS_PER_TTL: Final = 6
 
 RETRY_AFTER_S: Final = 0.05
-"""What a refusal for want of capacity suggests to wait: about a step."""
+"""The retry delay of a refusal for lack of capacity: about a step."""
 
 
 class Resource(enum.IntEnum):
-    """What callers share. The name, in lower case, is what a refusal calls it."""
+    """A resource that callers share. Refusals use its name in lower case."""
 
     SEQUENCES = 0
     BLOCKS = 1
@@ -42,8 +42,8 @@ class Resource(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One caller's. ``held`` and ``most`` are indexed by `Resource`; ``number`` names the account in the engine, and
-    ``digest`` the caller in keys of the prefix cache."""
+    """The account of a caller. ``held`` and ``most`` are indexed by `Resource`; ``number`` identifies the account in
+    the engine, and ``digest`` the caller in keys of the prefix cache."""
 
     caller: Caller
     number: int
@@ -55,7 +55,7 @@ class Account:
         self.digest = caller_digest(self.caller.name)
 
     def allocate(self, resource: Resource, amount: int = 1) -> None:
-        """``amount`` more are the caller\'s until `free`. Raises `QuotaExceeded`, having changed nothing."""
+        """Charge ``amount`` to the caller until `free`. Raises `QuotaExceeded`, with nothing changed."""
         held, most = self.held[resource], self.most[resource]
         if held + amount > most:
             name = resource.name.lower()
@@ -71,8 +71,8 @@ class Account:
 
 @dataclass(slots=True, eq=False)
 class LeaseRecord:
-    """A renewal is due before ``expires`` (monotonic seconds). ``account``: its owner's, which it counts in.
-    ``members``: the sequences that end with it, those being created included."""
+    """A lease that ends at ``expires`` (monotonic seconds) unless renewed. ``account``: its owner's, which it counts
+    in. ``members``: the sequences that end with it, including those being created."""
 
     id: str
     account: Account
@@ -83,7 +83,7 @@ class LeaseRecord:
 
     @property
     def renew_every_s(self) -> float:
-        """How often its holder should renew it."""
+        """The interval at which its holder should renew it."""
         return self.ttl_s / RENEWALS_PER_TTL
 
     @property
@@ -95,12 +95,12 @@ class LeaseRecord:
 
     @property
     def pinned(self) -> bool:
-        """Whether a call on one of its sequences is in flight. A run is none: it can be cut at its next step."""
+        """Whether a call on one of its sequences is in flight, other than a run, which can be interrupted."""
         return any(record.busy and record.cut is None for record in self.members)
 
 
 class SequenceEnd(enum.Enum):
-    """Why a sequence is gone. The value is the word of metrics and logs."""
+    """Why a sequence ended. The value appears in metrics and logs."""
 
     RELEASED = "released"
     REVOKED = "lease_revoked"
@@ -113,9 +113,9 @@ class SequenceEnd(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A sequence's cache, out of the engine: the file ``path`` of ``size`` bytes. ``starts``: where the chunks from a
-    token on begin, and the trailer. ``imported_from``: from which token on it was imported, or computed from what was;
-    None: none of it."""
+    """A sequence's cache in the file ``path`` of ``size`` bytes. ``starts``: the offsets of its chunks by first token,
+    and of the trailer. ``imported_from``: the first token whose cache was imported, or computed from an import; None:
+    no such token."""
 
     path: Path
     size: int
@@ -125,8 +125,8 @@ class Parked:
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """A loaded adapter: its ``number`` in the engine, and how many ``sequences`` have it. ``fingerprint``: of the model
-    with it, 32 bytes."""
+    """A loaded adapter: its ``number`` in the engine, and the number of ``sequences`` that use it. ``fingerprint``: of
+    the model with it, 32 bytes."""
 
     name: str
     number: int
@@ -137,26 +137,25 @@ class Adapter:
 
 
 def no_follower() -> None:
-    """In the place of a sequence's follower."""
+    """The value of a sequence's ``follower`` while there is none."""
 
 
 @dataclass(slots=True, eq=False)
 class SequenceRecord:
-    """A live sequence as the service floor sees it: the engine's number, and the content of its next handle.
+    """A live sequence on the service floor: the engine's number, and the content of its next handle.
 
-    ``busy``: a call on it is in flight, its creation included; nothing else may end it then. ``pending_end``: why it
+    ``busy``: a call on it is in flight, its creation included; only that call may end it then. ``pending_end``: why it
     ends when that call is over; ``on_freed`` are called when its blocks are free. ``used``: when it was last used
-    (monotonic seconds). ``charged``: the blocks that its owner's ``account`` pays for. ``held_to``: the length up to
-    which blocks were reserved. ``origin``: the session that created it. ``prefix``: how it uses the prefix cache.
-    ``adapter``: what it is computed with, besides the model.
+    (monotonic seconds). ``charged``: the blocks charged to its owner's ``account``. ``held_to``: the length up to which
+    blocks were reserved. ``origin``: the session that created it. ``prefix``: how it uses the prefix cache.
+    ``adapter``: the adapter with which it is computed.
 
-    ``parked``: where its cache is, if not in the engine; ``sequence`` is then the number that it has there when it is
-    back. ``order``: its place among all, in the order of their creation.
+    ``parked``: the place of its cache, if not in the engine; ``sequence`` is then its number there after it is
+    restored. ``order``: its rank in the order of creation.
 
-    While a forward on it is in flight, ``follower`` is called when it is over: `no_follower` where another item may
-    wait for it and none does, None where none may. ``cut`` ends its run; of a transfer's sequence it ends the transfer.
-    ``chosen``: the version at which a forward left it, the token that this chose last, and whether that is a stop id of
-    its run.
+    ``follower`` is called when the forward in flight is over: `no_follower` if an item may follow and none does, None
+    if none may. ``cut`` interrupts its run, or the transfer of a transfer's sequence. ``chosen``: the version after a
+    forward, the last token that this chose, and whether that is a stop id of its run.
     """
 
     sequence: int
@@ -181,8 +180,8 @@ class SequenceRecord:
     on_freed: list[Callable[[], None]] = field(default_factory=list)
 
     def touch(self, now: float | None = None) -> None:
-        """It was used: its lease is renewed, or its idle time begins anew. ``now``: on `time.monotonic`, for a caller
-        that touches many and asks once."""
+        """Renew its lease, or restart its idle time. ``now``: of `time.monotonic`, for a caller that touches many
+        sequences."""
         if now is None:
             now = time.monotonic()
         self.used = now
@@ -191,12 +190,12 @@ class SequenceRecord:
 
     @property
     def owner(self) -> str:
-        """Its caller's name."""
+        """The name of its caller."""
         return self.account.caller.name
 
     @property
     def label(self) -> str:
-        """What operators call it: no handle."""
+        """Its name for operators, which is not a handle."""
         return f"sequence-{self.order}"
 
     @property

@@ -1,19 +1,19 @@
-"""Recorded answers: a retry with the same request id gets the first call's answer, and nothing happens twice.
+"""Recorded answers: a retry with the same request id gets the first call's answer, and is not carried out again.
 
 Request ids are unique in a `Scope`: the calls on one sequence, or one creation of a caller. An entry is first in flight
 (duplicates wait for it), then an answer, then possibly an answer without its rows, when the byte budget ran out or the
-sequence ended; token ids that nothing can choose again stay with it. Refusals are not recorded: they changed nothing,
-and a retry may succeed.
+sequence ended; sampled token ids, which cannot be recomputed, stay with it. Refusals are not recorded: they changed
+nothing, and a retry may succeed.
 
-Three bounds: bytes of rows in all, where the oldest rows go first; bytes of all else that answers keep, where the scope
-that was used least recently gives its oldest answer; and answers of one sequence. What exceeds the first two is taken
-from the caller that has most, so a caller loses nothing of its equal part to another. Both count the memory that Python
-takes for it, as measured: no content of requests makes the log larger than they say.
+There are three limits. The first is on the bytes of all rows; the oldest rows are dropped first. The second is on the
+bytes of all else in answers; the oldest answer of the least recently used scope is dropped first. The third is on the
+answers of one sequence. What exceeds the first two is dropped from the caller with most, so no caller loses its equal
+share to another. Both count Python's memory, as measured, so no content of requests makes the log larger.
 
-The third bound is small: calls on a sequence come one at a time, so a retry is of the latest answer, and a later
-duplicate carries an old version and is refused. It is not 1, because a fork changes no version, and because the network
-may delay a duplicate by some steps: it then gets its answer instead of a refusal. It is for cache misses as much as for
-memory: a decode step drops as many answers as it records, and answers of 60,000 answers ago are scattered memory.
+The third limit is small: calls on a sequence come one at a time, so a retry is of the latest answer, and a later
+duplicate has an old version and is refused. It is above 1, because a fork changes no version, and because the network
+may delay a duplicate by some steps: it then gets its answer instead of a refusal. It avoids cache misses as well as
+memory: a decode step drops as many answers as it records, and those of 60,000 answers ago are scattered in memory.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ RECORDS: Final = 40 << 20
 
 ENTRIES_PER_SEQUENCE: Final = 32
 PLAIN_BYTES: Final = 592
-"""What the record of a step takes besides its request id: entry, fingerprint, answer, handle."""
+"""Bytes of a step's record besides its request id: entry, fingerprint, answer, handle."""
 
 CREATION_BYTES: Final = 416
-"""What a creation takes besides: it has a scope of its own."""
+"""Further bytes of a creation, which has a scope of its own."""
 
 SAMPLE_BYTES: Final = 448
 HANDLE_BYTES: Final = 192
 ROWS_BYTES: Final = 448
-"""What an answer's rows take besides their bytes: arrays, and what holds them."""
+"""Bytes of an answer's rows besides their content: arrays and their containers."""
 
 TOKEN_BYTES: Final = 4
 
@@ -51,20 +51,20 @@ SHARED_BYTES: Final = 256
 a sequence and step. A larger one is never kept, not even where all of it is the answer's: it may be a view of more."""
 
 Recorded = ItemAnswer | tuple[HandleRef, ...]
-"""A forward's answer; or the handles that a truncate, fork or release left."""
+"""A forward's answer, or the handles that a truncate, fork or release returned."""
 
 Outcome = Recorded | ExecutorError
 
 Waiter = Callable[[Outcome], object]
-"""A duplicate of a call in flight: called with what that call got."""
+"""A duplicate of a call in flight: called with the outcome of that call."""
 
 Key = tuple[str, bytes | str]
-"""A scope's name: see `scope_of`."""
+"""A scope's name; see `scope_of`."""
 
 
 class Scope(dict[str, "Entry"]):
-    """The entries of a sequence, or the one of a creation, by request id, oldest first. It is in the log under ``key``,
-    in its ``owner``'s part, for as long as it has any."""
+    """The entries of a sequence, or the one of a creation, by request id, oldest first. A scope with entries is in the
+    log under ``key``, in its ``owner``'s part."""
 
     __slots__ = ("key", "owner")
     owner: CallerAnswers
@@ -75,12 +75,12 @@ class Scope(dict[str, "Entry"]):
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One request id: a call in flight (``answer`` None) with the ``waiters`` that repeat it, or an answer.
-    ``record_bytes`` is what it takes of the budget of records once it has an answer, ``rows_bytes`` what its rows take
-    of theirs, 0 where it has none. A call with waiters is not taken back when its own caller is cancelled.
+    """One request id: a call in flight (``answer`` None) with its duplicates, the ``waiters``, or an answer.
+    ``record_bytes`` is its share of the budget of records once it has an answer, ``rows_bytes`` that of its rows, or 0.
+    A call with waiters is not cancelled with its own caller.
 
-    ``older`` and ``newer`` are set while it has rows: the answers with rows are a ring, which takes 100 bytes an answer
-    less than an `OrderedDict` of them and 0.5 µs less.
+    ``older`` and ``newer`` are set while it has rows: the answers with rows are a ring, which takes 100 bytes and 0.5
+    µs less per answer than an `OrderedDict`.
     """
 
     scope: Scope
@@ -94,19 +94,19 @@ class Entry:
     newer: Entry = field(init=False)
 
     def repeated(self, fingerprint: Hashable) -> Entry:
-        """The entry, for a later call with its id. Raises `RequestIdReused` where the content differs."""
+        """The entry, for a later call with its id. Raises `RequestIdReused` if the content differs."""
         if self.fingerprint != fingerprint:
             raise RequestIdReused("this request id was used with other content", field="request_id")
         return self
 
     def leave(self, waiter: Waiter) -> None:
-        """Its answer is no longer wanted."""
+        """Remove a waiter, which no longer needs the answer."""
         self.waiters = tuple([each for each in self.waiters if each is not waiter])
 
 
 class CallerAnswers:
-    """One caller's part of the log: its scopes, the least recently used first; the ring of its answers with rows begins
-    and ends at ``rows``. ``records`` and ``bytes`` are what its records and its rows take."""
+    """One caller's part of the log: its scopes, the least recently used first; ``rows`` is the head of the ring of its
+    answers with rows. ``records`` and ``bytes`` are the sizes of its records and its rows."""
 
     __slots__ = ("bytes", "records", "rows", "scopes")
 
@@ -119,8 +119,8 @@ class CallerAnswers:
 
 
 class ReplayLog:
-    """Request ids and what was answered, within ``budget`` bytes of rows and ``records`` bytes of all else. The fields
-    ``rows`` and ``records`` are what they take now."""
+    """Request ids and their answers, within ``budget`` bytes of rows and ``records`` bytes of all else. The fields
+    ``rows`` and ``records`` are the present sizes."""
 
     def __init__(self, budget: int, records: int = RECORDS) -> None:
         self._budget = budget
@@ -132,16 +132,16 @@ class ReplayLog:
 
     @property
     def bytes(self) -> int:
-        """What recorded answers take: request ids, digests of what was asked, handles, tokens that stay, and rows."""
+        """Bytes of recorded answers: request ids, digests of requests, handles, tokens that stay, and rows."""
         return self.records + self.rows
 
     @property
     def limit(self) -> int:
-        """The most that they take."""
+        """The maximum of ``bytes``."""
         return self._max_records + self._budget
 
     def scope(self, key: Key) -> Scope:
-        """The scope of this name: an empty one, not in the log, where it has no entries. Not to be kept beyond the
+        """The scope of this name; a new one, not in the log, if it has no entries. It must not be kept beyond the
         present turn of the event loop."""
         owner = self._owners.get(key[0])
         scope = None if owner is None else owner.scopes.get(key)
@@ -152,7 +152,7 @@ class ReplayLog:
         return request_id in self.scope(key)
 
     def begin(self, scope: Scope, request_id: str, fingerprint: Hashable) -> Entry:
-        """Record a call that is about to start under an id that its scope lacks; `finish` must follow."""
+        """Record a call that is about to start under an id new to its scope; `finish` must follow."""
         if scope:
             scope.owner.scopes.move_to_end(scope.key)
         else:
@@ -166,8 +166,9 @@ class ReplayLog:
         return entry
 
     def finish(self, entry: Entry, outcome: Outcome) -> None:
-        """The call ended: record its answer, or forget it if it was refused; then the waiters are called, in a turn of
-        the event loop of their own. Where recording an answer raises, they wait on: finish it again, with a refusal."""
+        """Record the answer of an ended call, or remove its entry if it was refused; then the waiters are called, in a
+        turn of the event loop of their own. If recording raises, they still wait: call `finish` again, with a
+        refusal."""
         if isinstance(outcome, ExecutorError):
             self._forget(entry)
         else:
@@ -200,13 +201,13 @@ class ReplayLog:
             self._evict()
 
     def forget_rows(self, key: Key) -> None:
-        """The sequence ended: its rows make room. That its calls were answered is still known."""
+        """Drop the rows of a sequence that ended, and keep its entries."""
         for entry in self.scope(key).values():
             if entry.rows_bytes:
                 self._shed(entry)
 
     def repeat(self, outcome: Outcome) -> Outcome:
-        """What a later call with the same id gets: an item's answer is marked as replayed."""
+        """The answer for a later call with the same id: that of an item is marked as replayed."""
         self.replays += 1
         return outcome._replace(replayed=True) if isinstance(outcome, ItemAnswer) else outcome
 
@@ -220,7 +221,7 @@ class ReplayLog:
             self._shed(max(self._owners.values(), key=_bytes).rows.newer)
 
     def _drop_oldest(self, scope: Scope) -> bool:
-        """Drop the oldest answer of a scope. False: it has none."""
+        """Drop the oldest answer of a scope. False if it has none."""
         for entry in scope.values():
             if entry.answer is not None:
                 break
@@ -244,17 +245,17 @@ class ReplayLog:
                 del self._owners[scope.key[0]]
 
     def _unlink(self, entry: Entry) -> None:
-        """Its rows no longer count."""
+        """Remove it from the ring of answers with rows."""
         older, newer = entry.older, entry.newer
         older.newer, newer.older = newer, older
-        del entry.older, entry.newer  # or what was dropped before would live as long
+        del entry.older, entry.newer  # or dropped entries would live as long
         self.rows -= entry.rows_bytes
         entry.scope.owner.bytes -= entry.rows_bytes
         entry.rows_bytes = 0
 
     def _shed(self, entry: Entry) -> None:
-        """Keep the answer, without its rows. Of a run or a draft the tokens stay, as part of the record: nothing can
-        choose them again for a caller that has shown them."""
+        """Keep the answer, without its rows. The tokens of a run or a draft stay, as part of the record: they cannot be
+        sampled again for a caller that has shown them."""
         self._unlink(entry)
         answer = entry.answer
         if isinstance(answer, ItemAnswer):
@@ -267,7 +268,7 @@ class ReplayLog:
 
 
 def record_bytes(entry: Entry) -> int:
-    """What an answered entry takes without its rows; its tokens, where they stay when its rows go, are counted from the
+    """Bytes of an answered entry without its rows; tokens that stay when its rows are dropped count from the
     beginning."""
     answer, known = entry.answer, entry.fingerprint
     size = PLAIN_BYTES + entry.request_id.__sizeof__()
@@ -295,6 +296,6 @@ _bytes: Final = attrgetter("bytes")
 
 
 def scope_of(owner: str, handle_id: bytes, request_id: str = "") -> Key:
-    """Where a caller's request ids are unique: among the calls on one of its sequences, or, where ``handle_id`` is
-    empty, among its creations, each of which is a scope of its own: the bound over all drops them one by one."""
+    """The scope in which a caller's request ids are unique: the calls on one of its sequences, or, if ``handle_id`` is
+    empty, one of its creations, each of which is a scope of its own, so that they are dropped one by one."""
     return (owner, handle_id or request_id)

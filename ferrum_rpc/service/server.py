@@ -1,7 +1,7 @@
-"""The server: one port, the three services, health and reflection, and an orderly end.
+"""The server: one port, three services, health and reflection, and a graceful shutdown.
 
-It binds before the model is loaded, so that a health check answers from the first second (NOT_SERVING until the model
-is there). Two grpc defaults are wrong here: with ``so_reuseport`` a second server silently shares the port, and
+It binds before the model is loaded, so that health checks are answered from the first second (NOT_SERVING until the
+model is loaded). Two grpc defaults are wrong here: with ``so_reuseport`` a second server silently shares the port, and
 ``server.stop()`` returns before aborted handlers have ended.
 """
 
@@ -54,10 +54,10 @@ log = structlog.get_logger("ferrum_rpc.server")
 
 SERVICES: Final = (ModelExecutorServicer.service, KvTransferServicer.service, ExecutorControlServicer.service)
 FRAME_OVERHEAD: Final = 1 << 16
-"""Bytes that a message may take above the limit on its rows: results, statuses, pressure."""
+"""Bytes of a message beyond the limit on its rows: results, statuses, pressure."""
 
 FILES_EVERY_S: Final = 1.0
-"""A removed token works about this long; a look at tokens or certificates costs the event loop some microseconds."""
+"""A removed token works for about this long; a check of the files takes the event loop some microseconds."""
 
 PENDING_CALLS: Final = 2560
 UNREAD_BYTES: Final = 16 << 10
@@ -67,16 +67,16 @@ sequences is shorter."""
 
 
 class ExecutorServer:
-    """One executor on one port. ``build`` makes the runner and is called in the model thread; or it is the program that
-    does so in a process of its own. A client without a byte for ``keepalive_time_s`` is pinged, and given up when the
-    ping is not answered within ``keepalive_timeout_s``. ``park_dir``: for parked sequences; None: there are none.
-    ``nixl_agent``: makes the agent of a name for transfers by NIXL; None: there are none.
+    """One executor on one port. ``build`` makes the runner and is called in the model thread; or it is the program of
+    an engine process. A client that sends nothing for ``keepalive_time_s`` is pinged, and disconnected if it does not
+    answer within ``keepalive_timeout_s``. ``park_dir``: folder of parked sequences; None: no parking. ``nixl_agent``:
+    makes the agent of a name for transfers by NIXL; None: no NIXL.
 
-    ``max_streams`` is what a connection may have open. A stream that is opened and reset at once (CVE-2023-44487) costs
-    the event loop its turns, and other calls wait behind it; gRPC itself refuses what is above the limit, for next to
-    nothing. 3,000 resets a second in bursts of 60 on two cores: another client's p99 is 1.1 times that without at 16
-    streams, 1.8 at 32, 2.4 at 64 and above. But gRPC counts streams until the handler's last object is freed, so that
-    few streams suffice only for clients of sessions and batches.
+    ``max_streams`` limits the open streams of a connection. A stream that is opened and reset at once (CVE-2023-44487)
+    takes turns of the event loop, which delays other calls; gRPC refuses streams above the limit at almost no cost.
+    With 3,000 resets a second in bursts of 60 on two cores, another client's p99 is 1.1 times that without at 16
+    streams, 1.8 at 32, 2.4 at 64 and above. But gRPC counts a stream until the handler's last object is freed, so few
+    streams suffice only for clients that use sessions and batches.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class ExecutorServer:
 
     @property
     def target(self) -> str:
-        """What a client dials."""
+        """The target for clients."""
         return address(self._host, self.port)
 
     def certificate_expiries(self) -> Mapping[str, float]:
-        """See `ServerCertificates`; empty without TLS. Called by any thread."""
+        """See `ServerCertificates`; empty without TLS. May be called from any thread."""
         return {} if self.certificates is None else self.certificates.expiries
 
     async def start(self) -> None:
@@ -145,20 +145,21 @@ class ExecutorServer:
                 ("grpc.http2.ping_timeout_ms", keepalive_timeout_ms),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.keepalive_permit_without_calls", 1),
-                # Faster pings than every 5 s cost a connection its life at the third; our client pings every 10 s.
+                # gRPC closes a connection at the third ping less than 5 s after another; our client pings every 10 s.
                 ("grpc.http2.max_ping_strikes", 2),
-                # A token and trace ids take hundreds of bytes; the soft limit refuses a call, the hard one always.
+                # A token and trace ids take hundreds of bytes. Above the soft limit a call may be refused, above the
+                # hard one always.
                 ("grpc.max_metadata_size", 16 << 10),
                 ("grpc.absolute_max_metadata_size", 32 << 10),
-                # A connection without a byte holds a descriptor: gRPC would wait two minutes for its handshake.
+                # A silent connection holds a descriptor: gRPC would wait two minutes for its handshake.
                 ("grpc.server_handshake_timeout_ms", 5_000),
                 ("grpc.max_concurrent_streams", self._max_streams),
-                # Of calls that wait to be accepted, gRPC resets some beyond 1,000 and all beyond 3,000: a scheduler's
-                # 2,000 sessions are no attack.
+                # Of the calls that wait to be accepted, gRPC resets some beyond 1,000 and all beyond 3,000. A
+                # scheduler's 2,000 sessions are not an attack.
                 ("grpc.server.max_pending_requests", PENDING_CALLS),
                 ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
-                # What is not read; gRPC takes 64 KiB by itself, and megabytes on a fast connection. A longer message
-                # costs a round trip, for gRPC asks for the rest when it is read.
+                # The flow-control window; gRPC's default is 64 KiB, megabytes on a fast connection. A longer message
+                # costs a round trip, because gRPC requests the rest when it is read.
                 ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
                 ("grpc.http2.bdp_probe", 0),
             )
@@ -170,7 +171,7 @@ class ExecutorServer:
         if self._security.encrypted:
             rejected = partial(supervisor.count, BackgroundTask.CERTIFICATES)
             self.certificates = ServerCertificates(self._security, rejected)
-            # those that cannot be used are logged at once, and the metrics know when the new ones end
+            # log unusable files at once, and update the expiry in the metrics
             supervisor.every(BackgroundTask.CERTIFICATES, FILES_EVERY_S, self.certificates.refresh)
         self.port = open_port(server, self._host, self.port, self._security, self.certificates)
         self._server = server
@@ -185,7 +186,7 @@ class ExecutorServer:
         log.info("listening", target=self.target, tls=security.encrypted, credentials=security.asks)
 
     def look(self) -> None:
-        """See whether the engine makes progress; log when that changes what is reported."""
+        """Check whether the engine makes progress, and log changes of the reported state."""
         state = self.state
         before = state.condition
         state.look()
@@ -196,7 +197,7 @@ class ExecutorServer:
             log.error(
                 "engine_hung",
                 reason=state.hang,
-                action="restart the executor if it does not go on by itself; look at the device's own log",
+                action="restart the executor if it does not recover by itself; see the device's own log",
             )
         elif before is Lifecycle.HUNG:
             log.info("engine_recovered")
@@ -222,7 +223,7 @@ class ExecutorServer:
         build = self._build
         if not isinstance(build, Program):
             return ModelThread(build, **about)
-        limits = self._limits  # what may wait, what may run, and one operation a sequence, with as much again to spare
+        limits = self._limits  # the maximum of waiting and running items, and one operation per sequence; twice that
         slots = 2 * (limits.max_queued_items + 2 * limits.max_batch_items + limits.max_sequences)
         return EngineProcess(build, slots=max(slots, 1 << 16), **about)
 
@@ -241,30 +242,30 @@ class ExecutorServer:
         return cast(Registry, table)
 
     def _guard(self) -> Guard | None:
-        """The guard that the settings need; None where callers need no credentials. Raises `SecurityError`."""
+        """The guard of the settings; None if callers need no credentials. Raises `SecurityError`."""
         security, supervisor, tokens = self._security, self.state.supervisor, None
         if security.tokens is not None:
             tokens = TokenFile(security.tokens, failed=partial(supervisor.count, BackgroundTask.TOKENS))
-            # a file that cannot be used is logged at once, and not at the next call
+            # log an unusable file at once, not at the next call
             supervisor.every(BackgroundTask.TOKENS, FILES_EVERY_S, tokens.refresh)
         return Guard(tokens, security.operators, security.trusted) if security.asks else None
 
     async def ready(self) -> Described:
-        """Wait until the model is loaded and the executor serves; raises what loading raised."""
+        """Wait until the model is loaded and the executor serves. Raises the error of loading."""
         return await asyncio.shield(self._ready)
 
     async def failed(self) -> None:
-        """Wait until the model thread dies, which may be never."""
+        """Wait until the model thread fails, which may never happen."""
         await self._failed.wait()
 
     def drain(self, grace_s: float | None = None) -> None:
-        """Begin the end, as SIGTERM does: owned sequences are served for ``grace_s`` seconds (default: the server's).
-        Wait for ``draining.done``, then `stop`."""
+        """Drain, as SIGTERM does: owned sequences are served for ``grace_s`` seconds (default: the server's). Wait for
+        ``draining.done``, then call `stop`."""
         self.draining.begin(self._grace_s if grace_s is None else grace_s)
 
     async def stop(self, grace_s: float = 30.0) -> bool:
-        """Answer NOT_SERVING, refuse what is new, let calls in flight finish for ``grace_s``, end the model thread.
-        False: that hangs, or still loads, and is left behind; the process must not end as if there were no other."""
+        """Answer NOT_SERVING, refuse new calls, let calls in flight finish for ``grace_s``, end the model thread.
+        False: the thread hangs or still loads, and is abandoned; then the process cannot end in the normal way."""
         self.state.drain()
         self.state.supervisor.stop()
         if self._server is None:
@@ -276,7 +277,7 @@ class ExecutorServer:
         await self.calls.idle()
         ended = await self.state.engine.stop()
         if not ended and self._ready.done():
-            log.error("engine_abandoned", action="it hangs and goes with the process; look at the device's log")
+            log.error("engine_abandoned", action="it hangs and ends with the process; see the device's log")
         await self.state.parked.close()
         if self.state.nixl is not None:
             await self.state.nixl.stop()
@@ -288,7 +289,7 @@ class ExecutorServer:
         self._methods.budgets[kv_transfer_pb2.ImportKvRequest] = UnfoldingBudget.of(
             self._limits, runner.info.max_context
         )
-        # not before: while torch is imported the loop is late, and there is nothing to sweep
+        # only now: while torch is imported the loop is late, and there is nothing to sweep
         self.state.supervisor.every(BackgroundTask.SWEEP, SWEEP_EVERY_S, Sweeper(self.state).turn)
         if self.state.parked.offered and self._limits.kv_park_idle_s:
             self.state.supervisor.every(BackgroundTask.PARK, IDLE_TURN_S, self.idle_parking.turn)
