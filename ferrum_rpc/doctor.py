@@ -42,7 +42,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
     if memory and not plan.fits:
         status, verdict = EXIT_TOO_LARGE, plan.advice
     elif parity is not None and not parity.holds:
-        status, verdict = EXIT_WRONG, "it is computed wrong: do not serve it, and report it with this output"
+        status, verdict = EXIT_WRONG, "its results are wrong: do not serve it, and report it with this output"
     else:
         status, verdict = EXIT_SERVES, f"it can be served: {_command(settings)}"
     if as_json:

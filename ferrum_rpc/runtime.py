@@ -128,7 +128,7 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> str:
             return f"as {name} says"
     libc = ctypes.CDLL(None)
     if not (hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")):
-        return "this libc has no mallopt: freed memory is its own affair"
+        return "this libc has no mallopt: it decides how much freed memory it keeps"
     if not (libc.mallopt(_M_MMAP_THRESHOLD, MAX_KEPT_BYTES) and libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)):
         return "this libc refused to keep freed memory"
     threading.Thread(target=_give_back, args=(libc,), name="ferrum-memory", daemon=True).start()

@@ -68,7 +68,7 @@ def serve(settings: ServeSettings) -> int:
 def _action(error: Exception) -> str:
     """The action for an error of the start."""
     if isinstance(error, ExecutorError) and error.field is not None and error.field not in SETTINGS:
-        return "mend or fetch again what it names of the model, or serve another; `ferrum-rpc doctor` looks too"
+        return "repair or download again the file of the model, or serve another; `ferrum-rpc doctor` checks it"
     return "change the setting or free what it names, then start again"
 
 

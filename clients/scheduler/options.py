@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         dest="targets",
         action="append",
         metavar="TARGET",
-        help="host:port or unix:path (localhost:50051); repeated, or dns:///name:port or file:PATH, for several",
+        help="host:port or unix:PATH (localhost:50051); for several repeat it, or give dns:///name:port or file:PATH",
     )
     parser.add_argument(
         "--prefill-target",
@@ -54,19 +54,21 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         action="append",
         default=[],
         metavar="TARGET",
-        help="compute prompts on that executor, or those, and move them to --target",
+        help="prefill on these executors, then move the caches to --target",
     )
-    parser.add_argument("--token", help="a bearer token, where the executor asks for one")
+    parser.add_argument("--token", help="bearer token, if the executor requires one")
     parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="a file with it: `ps` shows a --token to everybody"
+        "--token-file", type=Path, metavar="FILE", help="file with the token; `ps` shows a --token to every user"
     )
-    parser.add_argument("--tls", action="store_true", help="TLS; on when one of the next three is given")
-    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="whom to trust, PEM (the public authorities)")
-    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="the certificate to show, PEM, for mutual TLS")
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, PEM")
+    parser.add_argument("--tls", action="store_true", help="use TLS; implied by the next three flags")
+    parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="PEM file of trusted authorities (the public ones)")
+    parser.add_argument(
+        "--tls-cert", type=Path, metavar="FILE", help="PEM file of the client certificate, for mutual TLS"
+    )
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM file of the certificate's key")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", action="append", help="a prompt; may be repeated")
-    source.add_argument("--prompts-file", type=Path, metavar="FILE", help="a prompt per line")
+    source.add_argument("--prompt", action="append", help="prompt; may be repeated")
+    source.add_argument("--prompts-file", type=Path, metavar="FILE", help="file of prompts, one per line")
     source.add_argument("--demo", action="store_true", help="eight built-in prompts (the default)")
     parser.add_argument("--max-new-tokens", type=_positive, default=64, metavar="N", help="per prompt (%(default)s)")
     parser.add_argument(
@@ -74,35 +76,41 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         type=_positive,
         default=256,
         metavar="N",
-        help="tokens a step (%(default)s): longer prompts go in pieces, cut by what else is in the step",
+        help="maximum tokens per step (%(default)s); longer prompts are fed in chunks",
     )
-    parser.add_argument("--max-running", type=_positive, default=16, metavar="N", help="prompts at once (%(default)s)")
+    parser.add_argument(
+        "--max-running", type=_positive, default=16, metavar="N", help="maximum prompts at once (%(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.6, help="0 is greedy (%(default)s)")
     parser.add_argument("--top-k", type=int, default=40, metavar="K", help="0 keeps all (%(default)s)")
     parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="1 keeps all (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     parser.add_argument("--greedy", action="store_true", help="the executor picks the best token")
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json or its folder; without: a token is a byte"
+        "--tokenizer", type=Path, metavar="PATH", help="tokenizer.json or its folder (default: a token is a byte)"
     )
     parser.add_argument(
-        "--unary", dest="session", action="store_false", help="a call for each request, rather than one session"
+        "--unary", dest="session", action="store_false", help="make unary calls instead of using one session"
     )
     drafts = parser.add_mutually_exclusive_group()
     drafts.add_argument(
-        "--speculate", choices=["lookup"], default="", help="guess what follows from the text itself, and verify it"
+        "--speculate", choices=["lookup"], default="", help="draft tokens from the text itself, and verify them"
     )
-    drafts.add_argument("--draft", metavar="TARGET", help="guess by an executor of a smaller model, and verify it")
+    drafts.add_argument(
+        "--draft", metavar="TARGET", help="draft tokens with an executor of a smaller model, and verify them"
+    )
     parser.add_argument(
-        "--run-tokens", type=int, default=16, metavar="N", help="tokens a trip, at most; 0: single steps (%(default)s)"
+        "--run-tokens", type=int, default=16, metavar="N", help="maximum tokens per run; 0: single steps (%(default)s)"
     )
     parser.add_argument(
         "--bypass",
         action="store_true",
-        help="use no prefix cache: what is computed again in the same pieces is exact",
+        help="bypass the prefix cache, so that recomputing in the same chunks is exact",
     )
-    parser.add_argument("--plain", action="store_true", help="no panels, only lines")
-    parser.add_argument("--texts", type=Path, metavar="FILE", help="write the texts there too, a JSON object a line")
+    parser.add_argument("--plain", action="store_true", help="print lines instead of panels")
+    parser.add_argument(
+        "--texts", type=Path, metavar="FILE", help="also write the texts to this file, a JSON object per line"
+    )
     parser.add_argument(
         "--patience",
         dest="patience_s",
@@ -135,7 +143,7 @@ def _prompts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tupl
         except (OSError, UnicodeDecodeError) as error:
             parser.error(f"cannot read {given.prompts_file}: {error}")
         if not prompts:
-            parser.error(f"{given.prompts_file} holds no prompts")
+            parser.error(f"{given.prompts_file} has no prompts")
     if not all(prompts):
         parser.error("a prompt is empty")
     return prompts
@@ -144,5 +152,5 @@ def _prompts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tupl
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
     return number

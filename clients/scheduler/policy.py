@@ -39,7 +39,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.items, self.running) < 1 or self.headroom < 0:
-            raise ValueError(f"a step needs room for something: {self}")
+            raise ValueError(f"tokens, items and running must be at least 1, headroom at least 0: {self}")
 
     @property
     def at_once(self) -> int:

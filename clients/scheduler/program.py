@@ -116,7 +116,7 @@ async def _first(members: Members, options: Options) -> Member:
                 await members.changed(members.changes)
     except TimeoutError:
         why = "; ".join(_explained(error, target) for target, error in members.troubles.items())
-        raise ExecutorGone(why or f"nobody at {', '.join(members.targets)} takes sequences") from None
+        raise ExecutorGone(why or f"no executor at {', '.join(members.targets)} takes sequences") from None
     await members.all_known(OTHERS_S)
     return serving[0]
 

@@ -26,7 +26,7 @@ from ferrum_rpc.errors import ExecutorError, InvalidRequest, Reason
 INTERRUPTED: Final = 130
 
 ADVICE: Final = {
-    Reason.TRANSPORT: "is an executor running at {target}, and with TLS or without as asked? `ferrum-rpc health` tells",
+    Reason.TRANSPORT: "check with `ferrum-rpc health` that an executor runs at {target}, with TLS if asked for",
     Reason.QUEUE_FULL: "lower --callers, --depth or --rate, or wait until other clients have gone",
     Reason.KV_BLOCKS_EXHAUSTED: "lower --batch, --depth, --callers or --context, or wait until other clients have gone",
     Reason.SEQUENCES_EXHAUSTED: "lower --batch, --depth or --callers, or wait until other clients have gone",

@@ -123,7 +123,7 @@ async def watch_prefixes(context: Context, patience_s: float) -> AsyncGenerator[
         call, parts = None, list[kv_transfer_pb2.WatchKvEventsResponse]()
         try:
             if Capability.KV_EVENTS not in (await context.info(context.deadline(patience_s))).capabilities:
-                raise NotSupported("this executor tells no events (capability KV_EVENTS)")
+                raise NotSupported("this executor does not offer cache events (capability KV_EVENTS)")
             call = context.transfer.WatchKvEvents(request, metadata=context.metadata)
             async for part in call:
                 parts.append(part)

@@ -183,7 +183,7 @@ class SessionTransport(Transport):
                 self._context.note_error(error)
                 continue
             await asyncio.sleep(FIRST_BACKOFF_S * 2.0**attempt * random.uniform(0.8, 1.2))  # noqa: S311 - no secret
-        raise TransportError("the executor knows none of the leases that it grants", metadata={"grpc_code": "INTERNAL"})
+        raise TransportError("the executor does not find the leases that it grants", metadata={"grpc_code": "INTERNAL"})
 
     async def _hello(self, deadline: Deadline) -> SessionStream:
         leases = self._leases

@@ -218,7 +218,7 @@ def _matrix(values: npt.ArrayLike, dtype: np.dtype[Any], name: str) -> npt.NDArr
     except ValueError:
         given = np.zeros(0)
     if given.ndim != 2 or not given.size or given.dtype.kind not in ("iu" if dtype.kind == "u" else "iuf"):
-        message = f"{name}: {'integers' if dtype.kind == 'u' else 'numbers'} [N, k] are wanted, not {[*given.shape]}"
+        message = f"{name}: must be {'integers' if dtype.kind == 'u' else 'numbers'} [N, k], not {[*given.shape]}"
         raise InvalidRequest(message, field=f"output.accept.{name}")
     if dtype.kind == "u" and not 0 <= given.min() <= given.max() < 1 << 32:
         raise InvalidRequest(f"{name}: token ids must have 32 bits", field=f"output.accept.{name}")

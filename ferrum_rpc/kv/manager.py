@@ -399,7 +399,7 @@ class KvManager:
     def reset(self) -> None:
         """Forget all sequences. None may have an open reservation."""
         if any(state.open for state in self._sequences.values()):
-            raise KvMisuse("a reset must not meet an open reservation")
+            raise KvMisuse("a reset must not be called with an open reservation")
         self._sequences.clear()
         self._capacity.promised.clear()
         self._prefixes.clear()

@@ -83,7 +83,7 @@ class AdapterTable:
                     self._submit, Command(Operations.find_adapter, name)
                 )  # one that there is not is refused as that
                 raise SequencesExhausted(
-                    f"{counted(self._max_adapters, 'adapter')} may be loaded, and no more: unload one",
+                    f"at most {counted(self._max_adapters, 'adapter')} may be loaded: unload one",
                     metadata={"max_adapters": self._max_adapters},
                 )
             task = self._loading[name] = asyncio.create_task(self._load(name))

@@ -340,9 +340,9 @@ def follow_up(state: ServerState, account: Account, index: int, item: WorkItem, 
     if follow.feed_chosen:
         version, token, stop = record.chosen or (0, 0, False)
         if version != record.version:
-            raise ChainBroken("the item before chose no token that could be fed", metadata=stands)
+            raise ChainBroken("the preceding item chose no token that can be fed", metadata=stands)
         if stop:
-            raise ChainBroken("the run before ended with a stop id", metadata=stands)
+            raise ChainBroken("the preceding run ended with a stop id", metadata=stands)
         tokens = np.array((token,), np.int32)
     model = state.model  # raises where the executor has ended: nothing is claimed then
     state.handles.claim(handle, account.caller.name)

@@ -53,7 +53,7 @@ ADVICE: Final[dict[Reason, Advice]] = {
     Reason.LAYOUT_MISMATCH: Advice("info", "move sequences between executors of the same model and types only"),
     Reason.SEQUENCE_VERSION_MISMATCH: Advice("info", "look for two schedulers that share a sequence"),
     Reason.SEQUENCE_BUSY: Advice("info", "look for a scheduler that sends two calls on a sequence at once"),
-    Reason.CHAIN_BROKEN: Advice("info", "none: a step that was sent ahead met another state than foreseen"),
+    Reason.CHAIN_BROKEN: Advice("info", "none: a step that was sent ahead found another state than expected"),
     Reason.CONTEXT_LENGTH_EXCEEDED: Advice("info", "let the scheduler stop at max_context of GetInfo"),
     Reason.TRUNCATE_BEYOND_LENGTH: Advice("info", "correct the scheduler's idea of the sequence's length"),
     Reason.KV_BLOCKS_EXHAUSTED: Advice("warning", "raise kv_memory, or let the scheduler run fewer sequences at once"),

@@ -82,7 +82,7 @@ class KvEvents:
         _ = self._state.model  # raises while there is none
         account, limit = self._state.quotas.account(CALLER.get()), self._state.limits.max_watchers
         if self._state.watchers >= limit:
-            message = f"{self._state.watchers} callers watch events and {limit} may; end some"
+            message = f"{self._state.watchers} of at most {limit} streams of cache events are open; end some"
             raise SequencesExhausted(message, metadata={"max_watchers": limit}, retry_after_s=RETRY_AFTER_S)
         account.allocate(Resource.WATCHERS)
         self._state.watchers += 1

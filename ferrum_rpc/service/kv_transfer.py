@@ -138,7 +138,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         most = self._state.limits.max_transfers
         if self._under_way >= most:
             raise QueueFull(
-                f"{self._under_way} exports and imports are under way and {most} may; nothing was started",
+                f"{self._under_way} of at most {most} exports and imports are in progress; nothing was started",
                 metadata={"max_transfers": most},
                 retry_after_s=RETRY_AFTER_S,
             )

@@ -49,7 +49,7 @@ class LeaseTable:
             raise InvalidRequest("the ttl of a lease must be positive", field="ttl")
         if len(self._live) >= limits.max_leases:
             raise SequencesExhausted(
-                f"{len(self._live)} leases live and {limits.max_leases} may; revoke some",
+                f"{len(self._live)} of at most {limits.max_leases} leases are live; revoke some",
                 metadata={"max_leases": limits.max_leases},
                 retry_after_s=1.0,
             )

@@ -269,9 +269,9 @@ class _Read:
 
 
 def offered(nixl: Nixl | None, transport: pb.KvTransport) -> Nixl:
-    """What carries data so. Raises `NotSupported`."""
+    """The agent of this transport. Raises `NotSupported`."""
     if nixl is None or transport != pb.KV_TRANSPORT_NIXL:
-        why = f"transport {transport} is none that this executor knows"
+        why = f"unknown transport {transport}"
         if transport in pb.KvTransport.values():
             name = pb.KvTransport.Name(transport)
             why = f"transport {name} is not offered (capability {CAPABILITY}): the executor has no --kv-transport nixl"

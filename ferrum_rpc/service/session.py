@@ -1,12 +1,13 @@
 """One bidirectional stream of one scheduler: frames in, answers out, several steps in flight.
 
-A frame is begun where it is read, by the same paths as the unary calls, so that frames claim their sequences in the
-order in which they arrive; one task writes the answers of those that have ended. What the stream adds: a lease that
-every frame renews, a bound on the steps in flight (a step counts until its answer is written, so a client that does not
-read delays only its own answers), and large answers in parts.
+A frame is begun in the turn that reads it, by the same paths as unary calls, so frames claim their sequences in the
+order of arrival; one task writes the answers of steps that have ended. The stream adds a lease that every frame renews,
+a bound on the steps in flight (a step counts until its answer is written, so a client that does not read delays only
+its own answers), and large answers in parts.
 
-The end of the stream has many causes: a client killed, cut off or half-closed looks the same. Steps that have not
-begun are taken back, running ones commit, and the sequences wait for their lease. Only `close` ends them.
+The server cannot distinguish the causes of a stream's end: a client may be killed, disconnected or half-closed. Steps
+that have not begun are cancelled, running ones commit, and the sequences live on with their lease. Only `close` ends
+them.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ Answer = session_pb2.SessionResponse
 
 
 def end_sessions(sessions: set[Session], error: ExecutorError) -> None:
-    """End every open session with a status: the server goes."""
+    """End every open session with a status, because the server stops."""
     for session in list(sessions):
         session.end(error)
 
 
 class Session:
-    """One stream. ``run`` serves it to its end."""
+    """One stream, which ``run`` serves to its end."""
 
     def __init__(self, state: ServerState, calls: CallLog, sessions: set[Session], context: Context) -> None:
         self._state = state
@@ -70,7 +71,7 @@ class Session:
         self._sessions = sessions
         self._context = context
         self._account = state.quotas.account(CALLER.get())
-        self._origin = object()  # marks the sequences of this session, and must not keep its call alive after it
+        self._origin = object()  # marks the sequences of this session without keeping its call alive
         self._cache = SessionKv(
             state, self._account.caller, self._origin, lambda outcomes: calls.refused_items(METHOD, outcomes, context)
         )
@@ -81,7 +82,9 @@ class Session:
         self._wants_tokens = False
         self._wake: asyncio.Future[None] | None = None  # the writer waits for a step that ends
         self._idle: asyncio.Future[None] | None = None  # the reader waits until all are answered
-        self._leaving = False  # the last message of an answer is being written: its client may know before we do
+        self._leaving = (
+            False  # the last message of an answer is being written: the client may read it before the write returns
+        )
         self._last = 0
         self._most = self._inline = 0
         self._max_bytes = state.limits.max_session_response_bytes
@@ -94,17 +97,17 @@ class Session:
     # --- the stream -------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Frames until `close` or the end of the stream. Raises what ends the stream with a status."""
+        """Process frames until `close` or the end of the stream. Raises the error that ends it with a status."""
         self._task = asyncio.current_task()
         most = self._state.limits.max_sessions
         if len(self._sessions) >= most:
             raise SequencesExhausted(
-                f"{len(self._sessions)} sessions are open and {most} may; end some",
+                f"{len(self._sessions)} of at most {most} sessions are open; end some",
                 metadata={"max_sessions": most},
                 retry_after_s=RETRY_AFTER_S,
             )
         self._account.allocate(Resource.SESSIONS)
-        self._sessions.add(self)  # before `hello`, which may never come: the server's end must end the stream
+        self._sessions.add(self)  # before `hello`, which may never come: a stopping server must end the stream
         try:
             if (frame := await self._next()) is not None:
                 await self._serve(self._hello(frame))
@@ -123,21 +126,21 @@ class Session:
                 if not await self._take(frame):
                     self._ending = None  # it closed by itself
                     return
-            # No `close`: a client that only half-closed, or that the server leaves, still reads.
+            # No `close`: a client that only half-closed, or whose server stops, still reads.
             await self._until_idle()
         finally:
-            for step in self._open.values():  # take back what has not begun, and let the rest run without a caller
+            for step in self._open.values():  # cancel what has not begun, and let the rest run without a caller
                 for call in step.calls:
                     call.abandon()
                 if step.free_answer is not None:
                     step.free_answer()
-            self._open.clear()  # they refer to this session: unread answers would stay until the collector runs
+            self._open.clear()  # a cycle with this session: unread answers would stay until the collector runs
             self._ended.clear()
             writer.cancel()
             self._state.sessions -= 1
 
     async def _next(self) -> session_pb2.SessionRequest | None:
-        """The next frame; None at the end of the stream, whichever side ends it."""
+        """The next frame; None at the end of the stream, from either side."""
         if self._ending is not None:
             return None
         self._reading = True
@@ -153,14 +156,14 @@ class Session:
         return None if frame is grpc.aio.EOF else frame
 
     def end(self, error: ExecutorError) -> None:
-        """End the stream with a status: no frame is read any more, those that were are answered first."""
+        """End the stream with a status: no more frames are read, and those that were are answered first."""
         if self._task is not None and self._ending is None:
             self._ending = error
             if self._reading:
                 self._task.cancel()
 
     def _hello(self, frame: session_pb2.SessionRequest) -> Answer:
-        """Open the session, or raise why not."""
+        """Open the session. Raises the refusal."""
         _ = self._state.model
         if frame.WhichOneof("frame") != "hello":
             raise InvalidRequest("the first frame of a session must be `hello`", field="frame")
@@ -189,8 +192,8 @@ class Session:
         return Answer(step_id=frame.step_id, welcome=welcome)
 
     async def _take(self, frame: session_pb2.SessionRequest) -> bool:
-        """Begin what a frame asks for. False: it was the last. Raises what ends the stream: a client that breaks the
-        frame order does not know which of its steps an answer is for."""
+        """Begin the step of a frame. False: it was the last frame. Raises the error that ends the stream: with a broken
+        frame order, answers cannot be matched to steps."""
         kind = frame.WhichOneof("frame")
         if frame.step_id <= self._last:
             raise InvalidRequest(f"step_id must grow: {frame.step_id} after {self._last}", field="step_id")
@@ -216,7 +219,7 @@ class Session:
         return True
 
     def _cancel(self, request: session_pb2.SessionCancel) -> None:
-        """Take back the calls of a step, or those of some of its items, which are then calls of their own."""
+        """Cancel the calls of a step, or of some of its items, each of which is then a call of its own."""
         step, items = self._open.get(request.step_id), set(request.item_indexes)
         if step is not None:
             for index, call in enumerate(step.calls):
@@ -227,8 +230,8 @@ class Session:
 
     async def _begin(self, number: int, begin: Callable[[PendingFrame, Any], None], request: Any) -> None:
         """Begin a step in the turn of the event loop that read its frame, without a task of its own: ``begin`` sets its
-        ``calls``, which have claimed their sequences, and its ``reply``. What it raises is the answer; so is a refusal
-        where too many steps are in flight."""
+        ``calls``, which have claimed their sequences, and its ``reply``. An error that it raises is the answer, as is
+        the refusal if too many steps are in flight."""
         if isinstance(request, session_pb2.SessionForward) and request.release:
             try:
                 self._cache.release_before(request)
@@ -238,7 +241,7 @@ class Session:
         in_flight = len(self._open) - self._leaving
         if in_flight >= self._most:
             refusal = QueueFull(
-                f"{in_flight} steps are in flight and {self._most} may; await one",
+                f"{in_flight} of at most {self._most} steps are in flight; await one",
                 metadata={"steps_in_flight": self._most},
                 retry_after_s=RETRY_AFTER_S,
             )
@@ -268,7 +271,7 @@ class Session:
             self._wake.set_result(None)
 
     def _on_tokens(self, number: int, chosen: list[tuple[int, int, int]], item: int | None = None) -> None:
-        """Runs of a step have chosen tokens. ``item``: whose they are, where each item is a call of its own."""
+        """Called with new tokens of a step's runs. ``item``: their item, if each item is a call of its own."""
         runs = self._chosen.setdefault(number, {})
         for index, first, token in chosen:
             runs.setdefault(index if item is None else item, (first, []))[1].append(token)
@@ -299,7 +302,7 @@ class Session:
             )
             return
         if request.all_or_nothing:
-            raise InvalidRequest("all_or_nothing must not be set with items that are apart", field="all_or_nothing")
+            raise InvalidRequest("all_or_nothing must not be set with `apart`", field="all_or_nothing")
         if not items:
             raise InvalidRequest("the call has no items", field="items")
         calls = [
@@ -374,7 +377,7 @@ class Session:
             await self._wake
 
     async def _write_chosen(self) -> None:
-        """What runs have chosen since the last time, a frame a step."""
+        """Write the tokens that runs have chosen since the last time, one frame per step."""
         chosen, self._chosen = self._chosen, {}
         for number, runs in chosen.items():
             answer = Answer(step_id=number)
@@ -386,9 +389,9 @@ class Session:
                 log.debug("session_tokens_not_written", step=number, error=repr(error))
 
     async def _answer(self, step: PendingFrame, leaving: bool = True, more: bool = False) -> None:
-        """Write the answer of a step that has ended, the frames of its rows ahead of it. ``leaving``: it counted as in
-        flight. ``more``: it is a part, and not the last. The step refers to its reply no more after the last: rows that
-        are written part by part must not stay until then."""
+        """Write the answer of a step that has ended, preceded by the frames of its rows. ``leaving``: it counted as in
+        flight. ``more``: it is a part, and not the last. The step drops its reply after the last part, because rows
+        written part by part must not stay until then."""
         reply = step.reply
         if not more:
             step.calls, step.reply = (), None
@@ -413,7 +416,7 @@ class Session:
             log.debug("session_answer_not_written", step=step.number, error=repr(error))
 
     def _writer_failed(self, _: Exception) -> None:
-        """An answer was lost, and its client would wait for it: better the stream ends, and the client asks again."""
+        """End the stream after an answer was lost: its client would wait for it, and retries instead."""
         self.end(InternalError("the session failed internally; its log says more"))
 
     async def _write(self, answer: Answer, leaving: bool = False) -> None:
@@ -427,7 +430,7 @@ class Session:
 
 
 def _only_outcome(call: ForwardCall) -> ItemOutcome:
-    """What became of the one item of a call; what refused the call refused it."""
+    """The outcome of the one item of a call; a refusal of the call is the item's."""
     try:
         [outcome] = call.answer().outcomes
     except ExecutorError as error:

@@ -225,8 +225,8 @@ class ServerState:
         live, creating, most = len(self.handles), len(self._creating), self.limits.max_sequences
         if live + creating + count > most:
             raise SequencesExhausted(
-                f"{counted(most, 'sequence')} may live: {live} live, {creating} are being created, and "
-                f"{count} more are asked for; release some" + (", or wait" if creating else ""),
+                f"at most {counted(most, 'sequence')} may be live: {live} are live, {creating} are being created, and "
+                f"{count} more are requested; release some" + (", or wait" if creating else ""),
                 metadata={"max_sequences": self.limits.max_sequences},
                 retry_after_s=RETRY_AFTER_S,
             )

@@ -192,15 +192,15 @@ def _sample_from_proto(message: output_pb2.SampleOutput, field: str) -> Sample:
     top_p = message.top_p if message.HasField("top_p") else 1.0
     repetition = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
     if not 0.0 <= temperature < math.inf:
-        raise InvalidRequest(f"a temperature of {temperature}: 0 or more is wanted", field=f"{field}.temperature")
+        raise InvalidRequest(f"temperature must be at least 0, not {temperature}", field=f"{field}.temperature")
     if not 0.0 < top_p <= 1.0:
-        raise InvalidRequest(f"a top_p of {top_p}: more than 0, up to 1, is wanted", field=f"{field}.top_p")
+        raise InvalidRequest(f"top_p must be above 0 and at most 1, not {top_p}", field=f"{field}.top_p")
     if not 0.0 <= message.min_p <= 1.0:
-        raise InvalidRequest(f"a min_p of {message.min_p}: 0 to 1 is wanted", field=f"{field}.min_p")
+        raise InvalidRequest(f"min_p must be 0 to 1, not {message.min_p}", field=f"{field}.min_p")
     _check_repetition(repetition, f"{field}.repetition_penalty")
     for name in ("presence_penalty", "frequency_penalty"):
         if not math.isfinite(value := getattr(message, name)):
-            raise InvalidRequest(f"a {name} of {value}: a finite number is wanted", field=f"{field}.{name}")
+            raise InvalidRequest(f"{name} must be a finite number, not {value}", field=f"{field}.{name}")
     if len(message.bias) > MAX_BIASES:
         raise above("max_biases", MAX_BIASES, len(message.bias), "biases", f"{field}.bias")
     bias = tuple([(each.token_id, each.bias) for each in message.bias])
@@ -225,7 +225,7 @@ def _sample_from_proto(message: output_pb2.SampleOutput, field: str) -> Sample:
 
 def _next_token_from_proto(spec: output_pb2.OutputSpec) -> OutputSpec:
     if spec.positions != output_pb2.POSITIONS_UNSPECIFIED:
-        raise InvalidRequest("next_token says itself which positions have rows", field="output.positions")
+        raise InvalidRequest("positions must not be set: next_token defines them", field="output.positions")
     message = spec.next_token
     following = message.following_token if message.HasField("following_token") else None
     kind = NextToken(message.first_position, following, _logprobs_from_proto(message.logprobs))
@@ -258,7 +258,9 @@ def _accept_from_proto(spec: output_pb2.OutputSpec) -> OutputSpec:
     """Its rows are those of all positions until it is known how many were accepted."""
     message, field = spec.accept, "output.accept"
     if spec.positions != output_pb2.POSITIONS_UNSPECIFIED:
-        raise InvalidRequest("accept returns what it emits: positions are not set", field="output.positions")
+        raise InvalidRequest(
+            "positions must not be set: accept returns the tokens that it emits", field="output.positions"
+        )
     sampling = _sample_from_proto(message.sampling, f"{field}.sampling") if message.HasField("sampling") else None
     ids = _draft_tensor(message, "draft_token_ids", np.dtype(np.uint32))
     probabilities = _draft_tensor(message, "draft_probabilities", np.dtype(np.float32))
@@ -283,4 +285,4 @@ def _draft_tensor(message: output_pb2.AcceptOutput, name: str, dtype: np.dtype[A
 
 def _check_repetition(penalty: float, field: str) -> None:
     if not 0.0 < penalty < math.inf:
-        raise InvalidRequest(f"a repetition_penalty of {penalty}: more than 0 is wanted", field=field)
+        raise InvalidRequest(f"repetition_penalty must be above 0, not {penalty}", field=field)

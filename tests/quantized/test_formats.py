@@ -137,7 +137,7 @@ BROKEN = {
     "a part of another shape": ("gptq-4", replaced("qzeros", torch.zeros(2, 7).int()), r"qzeros .* expected \[2, 8\]"),
     "no matrix": ("gptq-4", replaced("qweight", torch.zeros(8).int()), "must be a matrix"),
     "nothing": ("gptq-4", replaced("qweight", torch.zeros(0, 64).int()), "must be a matrix"),
-    "two weights": ("gptq-4", replaced("weight", torch.zeros(64, 64)), "which counts"),
+    "two weights": ("gptq-4", replaced("weight", torch.zeros(64, 64)), "must not be there together"),
     "a part alone": ("gptq-4", lambda tensors: tensors.pop(Q + "qweight"), "unexpected .*q_proj"),
     "another width": ("gptq-4", replaced("qweight", torch.zeros(4, 64).int()), "scales has the shape"),
     "awq, another shape": ("awq-4", replaced("scales", torch.zeros(2, 60).half()), r"expected \[2, 64\]"),

@@ -102,7 +102,7 @@ def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path, factor, origin
     assert (spec.kind, spec.original_context) == ("llama3", original)
     assert (spec.low_freq_factor, spec.high_freq_factor) == (1, 4) and abs(spec.factor - factor) < 1e-3
     add_factors(tmp_path / "model.gguf", factors.flip(0))
-    with pytest.raises(NotSupported, match="none of Llama 3's"):
+    with pytest.raises(NotSupported, match="not those of a Llama 3 scaling"):
         Checkpoint.open(tmp_path)
     add_factors(tmp_path / "model.gguf", torch.ones(16))
     assert read_spec(Checkpoint.open(tmp_path)).ropes[0].kind == "default"
@@ -178,7 +178,11 @@ def test_blocks_count_as_bfloat16_and_are_told_by_their_types():
 @pytest.mark.parametrize(
     ("changes", "kind", "match"),
     [
-        ({"general.architecture": "rwkv7"}, NotSupported, "'rwkv7' are not read, those of llama, qwen2, qwen3, gemma"),
+        (
+            {"general.architecture": "rwkv7"},
+            NotSupported,
+            "'rwkv7' is not supported in GGUF; supported: llama, qwen2, qwen3, gemma",
+        ),
         ({"general.architecture": None}, NotSupported, "general.architecture"),
         ({"general.architecture": 7}, InvalidRequest, "general.architecture must be a string"),
         ({"general.type": "adapter"}, NotSupported, "general.type: 'adapter'"),
@@ -220,7 +224,7 @@ START = b"GGUF" + struct.pack("<I", 3)
 LIES = {
     "nothing": (b"", "too short"),
     "another file": (b"\x7fELF" + bytes(60), "not a GGUF file"),
-    "version 1": (b"GGUF" + struct.pack("<I", 1) + bytes(60), "version 1 is not read"),
+    "version 1": (b"GGUF" + struct.pack("<I", 1) + bytes(60), "version 1 is not supported"),
     "big-endian": (b"GGUF" + struct.pack(">I", 3) + bytes(60), "big-endian"),
     "pairs without end": (START + long(0, 2**63) + bytes(60), "occurs twice|truncated"),
     "tensors without end": (START + long(2**64 - 1, 0) + bytes(90), "occurs twice|dimensions|truncated"),
@@ -237,7 +241,7 @@ LIES = {
     "sizes without end": (gguf_bytes(minimal(), [("a", [2**40, 2**40], 0, 0)]), "bad shape"),
     "a size that overflows": (gguf_bytes(minimal(), [("a", [2**63, 2], 0, 0)]), "bad shape"),
     "a tensor of a type that is none": (gguf_bytes(minimal(), [("a", [4], 999, 0)], bytes(64)), "type 999"),
-    "half a block": (gguf_bytes(minimal(), [("a", [40, 2], 8, 0)], bytes(999)), "no multiple of 32"),
+    "half a block": (gguf_bytes(minimal(), [("a", [40, 2], 8, 0)], bytes(999)), "must be a multiple of 32"),
     "after the end": (gguf_bytes(minimal(), [("a", [4], 0, 64)], bytes(64)), "truncated"),
     "far after the end": (gguf_bytes(minimal(), [("a", [4], 0, 2**63)], bytes(64)), "truncated"),
     "too large": (gguf_bytes(minimal(), [("a", [2**30, 2**20], 0, 0)], bytes(64)), "truncated"),

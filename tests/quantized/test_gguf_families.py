@@ -112,7 +112,7 @@ def test_what_newer_files_say_of_windows_is_read(tmp_path):
         ("gemma2", {"gemma2.rope.freq_base_swa": 7.0}, NotSupported, "freq_base_swa"),
         ("phi3", {"phi3.rope.scaling.type": "yarn", "phi3.rope.scaling.factor": 2.0}, InvalidRequest, "short_factor"),
         ("phi3", {"phi3.rope.dimension_count": 7}, InvalidRequest, "cannot be rotated in pairs"),
-        ("granite", {"granite.rope.scaling.finetuned": False}, NotSupported, "without rotations"),
+        ("granite", {"granite.rope.scaling.finetuned": False}, NotSupported, "without rotary embeddings"),
         ("granite", {"granite.deepstack_mapping": [0, 1]}, NotSupported, "deepstack_mapping"),
         ("olmo2", {f"olmo2.{WINDOW}": 4}, NotSupported, "sliding_window"),
         ("glm4", {"glm4.rope.dimension_sections": [1, 1, 2, 0]}, NotSupported, "dimension_sections"),

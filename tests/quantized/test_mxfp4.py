@@ -87,7 +87,7 @@ def replaced(part: str, tensor: torch.Tensor):
         (replaced("down_proj_blocks", torch.zeros(4, 64, 0, 16).byte()), InvalidRequest, "expected experts, rows"),
         (replaced("down_proj_blocks", torch.zeros(4, 32, 3, 16).byte()), InvalidRequest, r"expected \[4, 32, 3\]"),
         (replaced("down_proj_scales", torch.zeros(4, 64, 3)), InvalidRequest, "float32, expected uint8"),
-        (replaced("down_proj", torch.zeros(4, 96, 64)), InvalidRequest, "a down_proj beside the parts"),
+        (replaced("down_proj", torch.zeros(4, 96, 64)), InvalidRequest, "down_proj must not be there together"),
         (replaced("down_proj_scales", torch.full((4, 64, 3), 255).byte()), InvalidRequest, "holds NaN or infinity"),
     ],
 )

@@ -202,7 +202,7 @@ async def test_too_many_sequences_are_refused_before_memory_is(served: Served) -
         fork = small.executor.ForkKv(pb.ForkKvRequest(handle=handle))
         error = await refused(fork, Reason.SEQUENCES_EXHAUSTED, code)
         assert error.number("max_sequences") == 3
-        assert error.message.startswith("3 sequences may live: 3 live, 0 are being created, and 1 more")
+        assert error.message.startswith("at most 3 sequences may be live: 3 are live, 0 are being created, and 1 more")
 
 
 async def test_sequences_that_are_being_created_are_counted_in_the_refusal() -> None:
@@ -215,7 +215,8 @@ async def test_sequences_that_are_being_created_are_counted_in_the_refusal() -> 
         code = grpc.StatusCode.RESOURCE_EXHAUSTED
         error = await refused(small.executor.Prefill(creations[3]), Reason.SEQUENCES_EXHAUSTED, code)
         assert error.message == (
-            "3 sequences may live: 0 live, 3 are being created, and 1 more are asked for; release some, or wait"
+            "at most 3 sequences may be live: 0 are live, 3 are being created, and 1 more are requested; release some, "
+            "or wait"
         )
         gate.open()
         await asyncio.gather(first, *others)

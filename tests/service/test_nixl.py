@@ -351,9 +351,9 @@ async def test_where_it_is_not_offered_both_ends_say_so(source: Served) -> None:
         strange = kt.ImportKvRequest(source=kt.KvSource(transport=99, agent=b"x"))
         for call, why in (
             (exported(plain, handle, transport=NIXL), "no --kv-transport nixl"),
-            (exported(plain, handle, transport=99), "transport 99 is none that this executor knows"),
+            (exported(plain, handle, transport=99), "unknown transport 99"),
             (imported(plain, header(layout), frames[0]), "no --kv-transport nixl"),
-            (imported(plain, header(layout, "strange"), strange), "transport 99 is none that this executor knows"),
+            (imported(plain, header(layout, "strange"), strange), "unknown transport 99"),
         ):
             error = await refused(call, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
             assert error.metadata["capability"] == nixl.CAPABILITY and error.message.endswith(why)

@@ -81,7 +81,7 @@ def test_a_model_that_is_computed_wrong_is_not_to_be_served(folder, capsys, monk
     monkeypatch.setattr(parity, "_reference", lambda *given: reference(*given).roll(1, 0))
     status, out = run(capsys, str(folder), "--dtype", "float32")
     assert status == doctor.EXIT_WRONG
-    assert "it is computed wrong: do not serve it" in out and "the error is" in out
+    assert "its results are wrong: do not serve it" in out and "the error is" in out
 
 
 @pytest.mark.parametrize(

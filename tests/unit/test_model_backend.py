@@ -136,7 +136,7 @@ def test_a_wrong_configuration_of_a_native_family_keeps_its_error(
         ({"model_type": "gone"}, InvalidRequest, "model_type"),
         ({"model_type": "unheard_of", "auto_map": {"AutoConfig": "x.Y"}}, NotSupported, "code .* is never run"),
         ({"model_type": "t5"}, NotSupported, "is not a decoder"),
-        ({"quantization_config": {"quant_method": "hqq"}}, NotSupported, "quant_method: 'hqq' is not read"),
+        ({"quantization_config": {"quant_method": "hqq"}}, NotSupported, "quant_method: 'hqq' is not supported"),
         ({"num_hidden_layers": 10**9}, InvalidRequest, "num_hidden_layers is 1000000000, more than 4096"),
         ({"hidden_act": "swoosh"}, InvalidRequest, r"^hidden_act: transformers [\d.]+ has no 'swoosh'$"),
         ({"architectures": ["GPTNeoXForQuestionAnswering"]}, NotSupported, "language model; .* GPTNeoXForCausalLM is"),

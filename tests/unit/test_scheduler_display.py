@@ -194,12 +194,12 @@ def test_greedy_is_a_temperature_of_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-new-tokens", "0"], "not at least 1"),
+        (["--max-new-tokens", "0"], "must be at least 1, not 0"),
         (["--temperature", "-1"], "are needed"),
         (["--prompts-file", "/nowhere"], "cannot read /nowhere"),
         (["--prompt", ""], "a prompt is empty"),
         (["--prompt", "a", "--demo"], "not allowed with"),
-        (["--prompts-file", "/dev/null"], "holds no prompts"),
+        (["--prompts-file", "/dev/null"], "has no prompts"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_explained(

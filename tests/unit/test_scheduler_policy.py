@@ -137,7 +137,7 @@ def test_no_more_run_than_a_step_has_room_for() -> None:
 
 @pytest.mark.parametrize("field", ["tokens", "items", "running"])
 def test_a_budget_without_room_is_refused(field: str) -> None:
-    with pytest.raises(ValueError, match="room for something"):
+    with pytest.raises(ValueError, match="must be at least 1"):
         replace(BUDGET, **{field: 0})
 
 

@@ -319,7 +319,7 @@ def fitting(members: ListOf[Member], length: int, becomes: int) -> list[Member]:
     longest = max(each.max_context for each in members)
     if length > longest:
         raise ContextLengthExceeded(
-            f"the sequence has {length} tokens, and no executor that takes it a context of more than {longest}",
+            f"the sequence has {length} tokens; the executors that accept it have a context of at most {longest}",
             metadata={"max_context": longest, "seq_len": length},
         )
     wanted = min(max(length, becomes), longest)

@@ -224,8 +224,8 @@ class FleetOwner(Owner):
         longer = await self.fleet.members.longer(member.max_context, deadline)
         if not longer and self._longest_context > member.max_context:
             raise ContextLengthExceeded(
-                f"the sequence has {state.seen_length} tokens, no executor that takes it a context of more than "
-                f"{member.max_context}, and the one of {self._longest_context} that it began with is gone",
+                f"the sequence has {state.seen_length} tokens; the executors that accept it have a context of at most "
+                f"{member.max_context}, and the one of {self._longest_context} that it began on is gone",
                 metadata={"max_context": member.max_context, "seq_len": state.seen_length},
             )
         if not longer:

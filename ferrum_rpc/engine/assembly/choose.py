@@ -39,7 +39,7 @@ from ferrum_rpc.weights.checkpoint import Checkpoint
 BACKEND_NATIVE: Final = "native"
 HF: Final = "hf"
 QUANTIZE_NONE: Final = "none"
-NO_MORE: Final = "the model has no more: max_position_embeddings of its configuration says so"
+NO_MORE: Final = "the model's maximum: max_position_embeddings of its configuration"
 QUANTIZE_INT8: Final = "int8"
 
 
@@ -110,7 +110,7 @@ def choose(config: ModelSettings, *, elsewhere: bool = False, rank: int = 0) -> 
         reasons.append((f"max_context={max_context}", reason))
     factory: Factory
     if elsewhere:
-        name, reason, factory = TRITON, "what such a device runs", TorchPagedAttention
+        name, reason, factory = TRITON, "the backend for such a device", TorchPagedAttention
     else:
         cached = ROUNDED.get(config.kv_dtype)
         name, reason, factory = select_backend(device, facts.layers, facts.dtype, config.attention, cached)
@@ -143,7 +143,7 @@ def _check_kernels(reasons: Reasons) -> None:
     try:
         library.load()
     except OSError as error:
-        costs = "a step takes several times as long, and what is computed again has other bits (exact_span_tokens is 0)"
+        costs = "a step takes several times as long, and recomputed rows have other bits (exact_span_tokens is 0)"
         reasons.append((NO_KERNELS, f"torch computes everything: {costs}. The C library: {error}"))
 
 
@@ -181,7 +181,7 @@ def _choose_checkpoint(
                 raise
             obstacle = error
         else:
-            reason = "requested" if requested == BACKEND_NATIVE else "the fast one"
+            reason = "requested" if requested == BACKEND_NATIVE else "the faster backend"
             alone = "; images are not served" if spec.roots.images else ""
             reasons.append((f"model={BACKEND_NATIVE}", reason + alone))
             return _choose_decoder(config, checkpoint, spec, device, reasons, elsewhere=elsewhere, rank=rank)

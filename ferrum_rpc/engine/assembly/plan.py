@@ -139,5 +139,7 @@ def announce(plan: MemoryPlan) -> None:
     )
     if plan.memory_bytes and plan.advice:
         log.warning(
-            "memory_plan_tight", reason=plan.advice, action="look at it with `ferrum-rpc plan`, and set what it says"
+            "memory_plan_tight",
+            reason=plan.advice,
+            action="look at it with `ferrum-rpc plan`, and set the values that it gives",
         )

@@ -66,7 +66,7 @@ def gather(server: socket.socket, key: bytes, count: int) -> list[RemoteRank]:
         with contextlib.suppress(EOFError, OSError, AuthenticationError):  # none of ours
             member = _greet(_authenticated(accepted, key, asked=True), address[0].removeprefix("::ffff:"))
             if member.number in members or not 1 <= member.number <= count:
-                action = "start each rank once, with RANK from 1 to below WORLD_SIZE"
+                action = "start each rank once, with RANK from 1 to WORLD_SIZE - 1"
                 log.warning("rank_refused", rank=member.number, host=member.host, pid=member.pid, action=action)
                 member.channel.send((0, (), END, (f"rank 0 has refused it: {action}",)))
                 member.channel.close()
@@ -148,7 +148,7 @@ def _meet(world: World) -> Store:
         meeting = in_a_thread(lambda: TCPStore(*where, world.size, is_master, waits, wait_for_workers=False))
         store = meeting.result(seconds + 1)
     except (RuntimeError, TimeoutError) as error:
-        why = str(error).partition("\n")[0] or "who listens there is no rank 0"
+        why = str(error).partition("\n")[0] or "the process that listens there is not rank 0"
         message = f"MASTER_ADDR {world.address}, MASTER_PORT {world.port}: {why}"
         raise InvalidRequest(message, field="tensor_parallel") from None
     store.set_timeout(timedelta(seconds=JOIN_S))

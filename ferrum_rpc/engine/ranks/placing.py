@@ -57,7 +57,7 @@ def place(settings: ModelSettings, ranks: Sequence[RankHost]) -> list[Setup]:
     if kind == CUDA:
         for number, each in enumerate(ranks):
             if not each.devices:
-                message = f"rank {number} finds no CUDA device, and rank 0 computes on one; --device cpu would do"
+                message = f"rank {number} finds no CUDA device, and rank 0 computes on one; use --device cpu"
                 raise InvalidRequest(message, field="device")
         memories = [each.devices[seat % len(each.devices)] for each, seat in zip(ranks, seats, strict=True)]
     transport, host, reason = choose_transport(settings.rank_transport, kind, memories, machines=len(machines))
@@ -97,7 +97,5 @@ def choose_transport(requested: str, kind: str, memories: Sequence[str], *, mach
     if obstacle is None:
         return NCCL, host, "requested" if requested == NCCL else "every rank has a GPU of its own"
     if requested == NCCL:
-        raise InvalidRequest(
-            f"nccl cannot be used: {obstacle}; --rank-transport auto does without", field="rank_transport"
-        )
+        raise InvalidRequest(f"nccl cannot be used: {obstacle}; use --rank-transport auto", field="rank_transport")
     return host, host, f"rows pass through the hosts' memory: {obstacle}"

@@ -132,7 +132,7 @@ def _join(setup: Setup, store: Store, rank: int, size: int) -> Group:
         try:
             return NcclGroup(store, rank, size, device)
         except GroupAborted as error:
-            message = f"{error}; --rank-transport gloo does without NCCL, more slowly, and NCCL_DEBUG=INFO tells more"
+            message = f"{error}; --rank-transport gloo works without NCCL, more slowly; NCCL_DEBUG=INFO logs more"
             raise InvalidRequest(message, field="rank_transport") from error
     host = _join_hosts(setup, store, rank, size)
     return host if device.type == "cpu" else StagedGroup(host, device)

@@ -51,8 +51,8 @@ class Security:
         for role, names in (("operators", self.operators), ("trusted", self.trusted)):
             if names and (self.tls_client_ca is None or self.tokens is not None):
                 raise SecurityError(
-                    f"{role} names certificates, and here they identify no caller: it needs tls_client_ca and no "
-                    "tokens, whose file has the roles"
+                    f"{role} names client certificates: it needs tls_client_ca and no tokens; with tokens, set the "
+                    "roles in their file"
                 )
 
     @property

@@ -72,9 +72,9 @@ def check_bind(host: str, security: Security) -> None:
     if not security.encrypted and not security.asks:
         if not security.insecure:
             raise SecurityError(
-                f"{host} can be reached from other machines, and neither TLS nor tokens are set: who reaches it "
+                f"{host} can be reached from other machines, and neither TLS nor tokens are set: any client there "
                 "could use the model and read the cache; set --tls-cert and --tls-key, or --tokens, or listen on "
-                "127.0.0.1, or say --insecure where the network itself is trusted"
+                "127.0.0.1, or set --insecure if the network itself is trusted"
             )
         log.warning("insecure_mode_enabled", host=host, action="let only the schedulers reach this address")
     elif not security.encrypted:

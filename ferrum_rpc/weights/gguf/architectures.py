@@ -110,7 +110,7 @@ def _granite(facts: Facts) -> dict[str, Any]:
     finetuned = "rope.scaling.finetuned"  # here it says whether there is a rotation
     if not facts.fields.flag(finetuned, default=True):
         name = facts.fields.name(finetuned)
-        raise NotSupported(f"{name}: false is a model without rotations, which is not read", field=name)
+        raise NotSupported(f"{name}: false (a model without rotary embeddings) is not supported", field=name)
     given = {
         "attention_multiplier": ("attention.scale", facts.head_dim**-0.5),
         "embedding_multiplier": ("embedding_scale", 1.0),

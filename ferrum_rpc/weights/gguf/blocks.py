@@ -64,7 +64,7 @@ def tensor_entry(
     kind_name = gguf.GGMLQuantizationType(kind).name
     *rows, width = info.shape
     if width % per_block:
-        raise broken(file, f"tensor {name[:120]!r}: rows of {width} numbers, no multiple of {per_block}")
+        raise broken(file, f"tensor {name[:120]!r}: rows of {width} numbers must be a multiple of {per_block}")
     nbytes = math.prod(rows) * (width // per_block) * size
     if info.offset + nbytes > header.size:
         raise broken(file, f"truncated: tensor {name[:120]!r} ends after the file's {header.size} bytes")

@@ -87,7 +87,8 @@ class _Cursor:
             big = struct.unpack(">I", struct.pack("<I", version))[0]
             what = f"of a big-endian machine (version {big})" if big in VERSIONS else f"of version {version}"
             raise NotSupported(
-                f"{self._file.name}: a GGUF file {what} is not read, little-endian 2 and 3 are", field="model"
+                f"{self._file.name}: a GGUF file {what} is not supported; supported: little-endian 2 and 3",
+                field="model",
             )
         tensors, pairs = self._number("Q"), self._number("Q")
         metadata: dict[str, Value] = {}

@@ -61,8 +61,8 @@ def architecture(header: Header) -> Architecture:
         raise NotSupported(f"general.type: {kind[:80]!r} is not a model", field="model")
     if name not in ARCHITECTURES:
         raise NotSupported(
-            f"general.architecture: GGUF files of {name[:80]!r} are not read, those of {', '.join(ARCHITECTURES)} are; "
-            "take the model in safetensors",
+            f"general.architecture: {name[:80]!r} is not supported in GGUF; supported: {', '.join(ARCHITECTURES)}; "
+            "serve the model in safetensors",
             field="architectures",
         )
     return ARCHITECTURES[name]
@@ -112,7 +112,7 @@ def _expect(fields: Fields, field: str, value: int, otherwise: str) -> None:
     found = fields.integer(field, value)
     if found != value:
         full = fields.name(field)
-        raise NotSupported(f"{full}: {otherwise.format(found)} are not read", field=full)
+        raise NotSupported(f"{full}: {otherwise.format(found)} are not supported", field=full)
 
 
 def _part(rotary_dim: int, head_dim: int) -> float:
@@ -161,7 +161,7 @@ def _scaling(fields: Fields, theta: float, rotary_dim: int, factors: Factors) ->
         return made
     if kind != "yarn":
         raise NotSupported(
-            f"{fields.name('rope.scaling.type')}: {kind[:80]!r} is not read; none, linear and yarn are",
+            f"{fields.name('rope.scaling.type')}: {kind[:80]!r} is not supported; supported: none, linear, yarn",
             field=fields.name("rope.scaling.type"),
         )
     made["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
@@ -191,4 +191,4 @@ def _llama3(factors: np.ndarray[Any, np.dtype[np.float32]], theta: float, rotary
                     "high_freq_factor": 4.0,
                     "original_max_position_embeddings": original,
                 }
-    raise NotSupported(f"{FREQUENCIES}: these factors are none of Llama 3's", field="model")
+    raise NotSupported(f"{FREQUENCIES}: the factors are not those of a Llama 3 scaling", field="model")

@@ -1,9 +1,9 @@
 """Checkpoints whose matrices are stored in few bits: one file for each scheme, and the table of them.
 
-``quantization_config`` says which scheme it is; every key of it is honoured, known to change no number, or refused.
-Which matrices are quantized is told by the tensors that are there, and compared with what the configuration says. A
-scheme makes one entry of the parts of each matrix, with the shape that follows from theirs: what does not fit is
-refused before anything is allocated. Activations that such a model may round when it runs are not rounded here.
+``quantization_config`` names the scheme; each of its keys is honoured, known to change no number, or refused. The
+tensors show which matrices are quantized, and the configuration must agree. A scheme makes one entry of the parts of
+each matrix, with the shape that follows from theirs, so that mismatches are refused before anything is allocated.
+Activations are not quantized here, even if the configuration has scales for them.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SCHEMES: Final[dict[str, Scheme]] = {
 
 
 def decoded_entries(config: Mapping[str, object], entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """``entries`` as they are where ``config`` says nothing of quantization; else with one for each matrix, in the
-    order of their bytes. Raises NotSupported for a scheme that is not read, InvalidRequest for parts that do not fit.
+    """``entries`` unchanged if ``config`` has no quantization; else with one for each matrix, in the order of their
+    bytes. Raises NotSupported for a scheme that is not supported, InvalidRequest for parts that do not fit.
     """
     section = Fields(config).table(SECTION)
     if section is None:
@@ -43,8 +43,8 @@ def decoded_entries(config: Mapping[str, object], entries: dict[str, TensorEntry
     method = section.text("quant_method", "")
     if method not in SCHEMES:
         raise NotSupported(
-            f"{SECTION}.quant_method: {method[:80]!r} is not read, but {', '.join(SCHEMES)} are, and GGUF files; "
-            "take such a file of the model, or one in bfloat16",
+            f"{SECTION}.quant_method: {method[:80]!r} is not supported; supported: {', '.join(SCHEMES)}, GGUF; "
+            "serve such a checkpoint of the model, or one in bfloat16",
             field=SECTION,
         )
     stored = QuantizedTensors(entries)

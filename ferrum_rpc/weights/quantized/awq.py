@@ -1,6 +1,6 @@
 """AWQ, as AutoAWQ writes it for its "gemm" kernels: ``qweight``, ``qzeros``, ``scales``.
 
-Of a matrix [n, k]: ``qweight`` int32 [k, n / 8], ``qzeros`` int32 [groups, n / 8], ``scales`` [groups, n]. A word has
+For a matrix [n, k]: ``qweight`` int32 [k, n / 8], ``qzeros`` int32 [groups, n / 8], ``scales`` [groups, n]. A word has
 columns 0, 2, 4, 6, 1, 3, 5, 7 of eight, lowest bits first. Source: AutoAWQ 0.2.9, 2306.00978.
 """
 
@@ -16,31 +16,31 @@ from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.weights.entries import Decode
 from ferrum_rpc.weights.quantized.groups import group_count, rescaled, unpacked
-from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_read
+from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_supported
 
 PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where column 0, 1, ... of eight stands in its word."""
+"""The positions of columns 0, 1, ... of eight in their word."""
 
 INT: Final = (torch.int32,)
 IRRELEVANT: Final = (
     *("backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"),
-    *("modules_to_not_convert", "lm_head"),  # the tensors tell
+    *("modules_to_not_convert", "lm_head"),  # given by the tensors
 )
 
 
 def read(config: Fields, stored: QuantizedTensors) -> None:
-    """Tell ``stored`` of every matrix. Raises NotSupported for a variant that is not read."""
+    """Add every matrix to ``stored``. Raises NotSupported for a variant that is not supported."""
     bits = config.integer("bits", config.integer("w_bit", 4))
     size = config.integer("group_size", config.integer("q_group_size", 128, low=-1), low=-1)
     if bits != 4:
-        raise not_read(config.name("bits"), bits, "of AWQ 4 are")
+        raise not_supported(config.name("bits"), bits, "4")
     if size == 0:
-        raise not_read(config.name("group_size"), size, "-1, or a number of columns, is")
+        raise not_supported(config.name("group_size"), size, "-1, or a number of columns")
     form = config.text("version", config.text("format", "gemm")).lower()
     if form != "gemm":
-        raise not_read(config.name("version"), form, "gemm is")
+        raise not_supported(config.name("version"), form, "gemm")
     if not config.flag("zero_point", True):
-        raise not_read(config.name("zero_point"), False, "true is")
+        raise not_supported(config.name("zero_point"), False, "true")
     refuse_unread(config, IRRELEVANT, {})
     for module in stored.modules("qweight"):
         width, words = stored.matrix(module, "qweight", INT)

@@ -1,9 +1,9 @@
-"""bitsandbytes: nf4 and fp4 in blocks of one scale, rounded once more or not ("nested"), and int8 with one for a row.
+"""bitsandbytes: nf4 and fp4 in blocks of one scale, which may be quantized too ("nested"), and int8 with one per row.
 
-4 bits: ``weight`` uint8 [n * k / 2, 1] has two numbers a byte, the first in the high half, as indices of the 16 of
-``weight.quant_map``; ``weight.absmax`` has the scale of each block. Nested, ``absmax`` is uint8, an index of the 256 of
-``weight.nested_quant_map``, times ``weight.nested_absmax``, plus an offset. Shape and sizes of blocks are JSON in the
-bytes of ``weight.quant_state.bitsandbytes__nf4``. 8 bits: ``weight`` int8 [n, k] times ``SCB`` [n] / 127.
+4 bits: ``weight`` uint8 [n * k / 2, 1] has two numbers a byte, the first in the high half, as indices into the 16 of
+``weight.quant_map``; ``weight.absmax`` has the scale of each block. If nested, ``absmax`` is uint8, an index into the
+256 of ``weight.nested_quant_map``, times ``weight.nested_absmax``, plus an offset. Shape and block sizes are JSON in
+the bytes of ``weight.quant_state.bitsandbytes__nf4``. 8 bits: ``weight`` int8 [n, k] times ``SCB`` [n] / 127.
 Source: bitsandbytes 0.50, 2305.14314.
 """
 
@@ -21,7 +21,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.weights.entries import Decode
-from ferrum_rpc.weights.quantized.stored import QuantizedTensors, not_read, wrong
+from ferrum_rpc.weights.quantized.stored import QuantizedTensors, not_supported, wrong
 
 TYPES: Final = ("nf4", "fp4")
 STATE: Final = "weight.quant_state.bitsandbytes__"
@@ -31,19 +31,19 @@ ROW: Final = 0
 """``weight_format`` of int8 that is stored row by row."""
 
 IRRELEVANT: Final = (
-    # how it would run
+    # how a kernel would run
     *("bnb_4bit_compute_dtype", "llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"),
-    # the tensors tell
+    # given by the tensors
     *("llm_int8_skip_modules", "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit"),
     *("bnb_4bit_quant_type", "bnb_4bit_use_double_quant"),
 )
 
 
 def read(config: Fields, stored: QuantizedTensors) -> None:
-    """Tell ``stored`` of every matrix. Raises NotSupported for a variant that is not read."""
+    """Add every matrix to ``stored``. Raises NotSupported for a variant that is not supported."""
     storage = config.text("bnb_4bit_quant_storage", "uint8")
     if storage != "uint8":
-        raise not_read(config.name("bnb_4bit_quant_storage"), storage, "uint8 is")
+        raise not_supported(config.name("bnb_4bit_quant_storage"), storage, "uint8")
     refuse_unread(config, IRRELEVANT, {})
     for kind in TYPES:
         for module in stored.modules(STATE + kind):
@@ -55,7 +55,7 @@ def read(config: Fields, stored: QuantizedTensors) -> None:
         if stored.get(module, "weight_format") is not None:
             stored.expect(module, "weight_format", BYTES, [()])
             if int(stored.small(module, "weight_format")) != ROW:
-                raise not_read(f"{module[:160]}.weight_format", "a layout of a GPU", "row by row is")
+                raise not_supported(f"{module[:160]}.weight_format", "a layout of a GPU", "row by row")
             parts.append("weight_format")
         stored.make(module, parts, (rows, width), _eight_bits)
 
@@ -82,7 +82,7 @@ def _four_bits(stored: QuantizedTensors, module: str, kind: str) -> None:
         stored.expect(module, "weight.nested_quant_map", FLOAT, [(256,)])
         parts += ["weight.nested_absmax", "weight.nested_quant_map"]
     refuse_unread(state, ("dtype", "nested_dtype", "quant_type"), {})
-    multiple = math.lcm(block, 2, width) // width  # rows that begin with a block, and with a byte
+    multiple = math.lcm(block, 2, width) // width  # a slice must begin with a block and a byte
     stored.make(module, parts, (rows, width), _decode(width, block, outer, offset), multiple)
 
 

@@ -1,10 +1,10 @@
 """compressed-tensors, as llm-compressor writes it: integers of 8 bits, packed ones of 2, 4 and 8, and FP8.
 
-``config_groups`` has one or more ways in which weights were rounded. A matrix [n, k] is stored as ``weight`` int8 or
+``config_groups`` has one or more ways in which weights were quantized. A matrix [n, k] is stored as ``weight`` int8 or
 float8_e4m3fn [n, k], or as ``weight_packed`` int32 [n, ceil(k * bits / 32)] with ``weight_shape``; ``weight_scale`` is
 [1] (strategy tensor), [n, 1] (channel), [n, groups] (group) or [ceil(n / rows), ceil(k / columns)] (block).
-``weight_zero_point`` is like the scale; packed along n where weights are packed. Each matrix is taken for the first
-group that its tensors fit. Source: compressed-tensors 0.20.
+``weight_zero_point`` is like the scale; packed along n if weights are packed. Each matrix belongs to the first group
+that its tensors fit. Source: compressed-tensors 0.20.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.weights.entries import Decode
 from ferrum_rpc.weights.quantized.fp8 import ACTIVATIONS, block_size, by_blocks
 from ferrum_rpc.weights.quantized.groups import checked_columns, rescaled, unpacked
-from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_read, wrong
+from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_supported, wrong
 
 FORMATS: Final = (
     *("int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),
@@ -34,17 +34,21 @@ INT: Final = (torch.int32,)
 
 IRRELEVANT: Final = (
     *("global_compression_ratio", "version", "quantization_status", "run_compressed", "dequantize"),
-    *("ignore", "kv_cache_scheme"),  # the tensors tell; the cache has types of its own here
+    *("ignore", "kv_cache_scheme"),  # given by the tensors; the type of the cache is a setting
 )
 OFF: Final[Mapping[str, tuple[object, ...]]] = {"transform_config": ({},), "moe_sparsity_config": ({},)}
-GROUP_IRRELEVANT: Final = ("targets", "input_activations", "output_activations")  # the tensors tell; not rounded here
+GROUP_IRRELEVANT: Final = (
+    "targets",
+    "input_activations",
+    "output_activations",
+)  # activations are not quantized
 WEIGHTS_IRRELEVANT: Final = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "symmetric", "is_global")
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationArgs:
-    """How a group's weights were rounded. ``size``: columns that share a scale; ``block``: rows and columns that do.
-    ``ordered``: columns are in groups by an index."""
+    """How a group's weights were quantized. ``size``: columns that share a scale; ``block``: rows and columns that do.
+    ``ordered``: an index assigns columns to groups."""
 
     name: str
     bits: int
@@ -55,7 +59,7 @@ class QuantizationArgs:
     ordered: bool
 
     def scales(self, rows: int, width: int) -> list[tuple[int, ...]]:
-        """Shapes that the scales of a matrix may have."""
+        """The valid shapes of the scales of a matrix."""
         if self.strategy == "tensor":
             return [(1,), (), (1, 1)]
         if self.strategy == "channel":
@@ -67,11 +71,11 @@ class QuantizationArgs:
 
 
 def read(config: Fields, stored: QuantizedTensors) -> None:
-    """Tell ``stored`` of every matrix. Raises NotSupported for a variant that is not read."""
+    """Add every matrix to ``stored``. Raises NotSupported for a variant that is not supported."""
     _check_format(config)
     sparsity = config.table("sparsity_config")
     if sparsity is not None and sparsity.text("format", "dense") != "dense":
-        raise not_read(sparsity.name("format"), sparsity.value("format"), "dense is")
+        raise not_supported(sparsity.name("format"), sparsity.value("format"), "dense")
     groups = config.table("config_groups")
     if groups is None:
         raise InvalidRequest(f"{config.name('config_groups')} is missing or empty", field=config.name("config_groups"))
@@ -90,11 +94,11 @@ def read(config: Fields, stored: QuantizedTensors) -> None:
 def _check_format(config: Fields) -> None:
     form = config.text("format", "dense")
     if form not in FORMATS:
-        raise not_read(config.name("format"), form, f"{', '.join(FORMATS)} are")
+        raise not_supported(config.name("format"), form, ", ".join(FORMATS))
 
 
 def _quantization_args(groups: Fields, name: str) -> QuantizationArgs | None:
-    """None for a group that rounds no weights."""
+    """None for a group whose weights are not quantized."""
     group = groups.table(name)
     if group is None:
         return None
@@ -105,21 +109,21 @@ def _quantization_args(groups: Fields, name: str) -> QuantizationArgs | None:
         return None
     bits, kind = weights.integer("num_bits", 8), weights.text("type", "int").lower()
     if (kind, bits) != ("float", 8) and (kind != "int" or bits not in PACKED_BITS):
-        raise not_read(weights.name("num_bits"), f"{kind} of {bits} bits", "int of 2, 4 and 8 bits and float of 8 are")
+        raise not_supported(weights.name("num_bits"), f"{kind} of {bits} bits", "int of 2, 4 and 8 bits, float of 8")
     size = weights.integer("group_size", -1, low=-1)
     strategy = weights.text("strategy", "group" if size > 0 else "channel" if size == -1 else "tensor").lower()
     if strategy not in STRATEGIES:
-        raise not_read(weights.name("strategy"), strategy, f"{', '.join(STRATEGIES)} are")
+        raise not_supported(weights.name("strategy"), strategy, ", ".join(STRATEGIES))
     if strategy == "group" and size < 1:
         raise InvalidRequest(f"{weights.name('group_size')}: groups of {size} columns", field="quantization_config")
     block = block_size(weights, "block_structure")
     if strategy == "block" and block is None:
         raise InvalidRequest(f"{weights.name('block_structure')} is missing", field="quantization_config")
     if weights.value("dynamic") not in (None, False):
-        raise not_read(weights.name("dynamic"), weights.value("dynamic"), "weights with scales that are stored are")
+        raise not_supported(weights.name("dynamic"), weights.value("dynamic"), "weights with stored scales")
     order = weights.value("actorder")
     if order not in (None, False, True, "weight", "static", "group", "dynamic"):
-        raise not_read(weights.name("actorder"), order, "null, weight and group are")
+        raise not_supported(weights.name("actorder"), order, "null, weight, group")
     refuse_unread(weights, WEIGHTS_IRRELEVANT, {})
     dtype = torch.int8 if kind == "int" else torch.float8_e4m3fn
     return QuantizationArgs(name, bits, dtype, strategy, size, block, order in (True, "group", "dynamic"))
@@ -149,7 +153,7 @@ def _plain(stored: QuantizedTensors, module: str, arguments: list[QuantizationAr
 
 
 def _add_order(stored: QuantizedTensors, module: str, each: QuantizationArgs, parts: list[str], width: int) -> None:
-    """Which group each column is of, where the file says so."""
+    """The group of each column, if the file has it."""
     if stored.get(module, "weight_g_idx") is not None:
         stored.expect(module, "weight_g_idx", INT, [(width,)])
         parts.append("weight_g_idx")
@@ -186,7 +190,7 @@ def _packed(stored: QuantizedTensors, module: str, arguments: list[QuantizationA
 
 
 def _decode(module: str, size: int, bits: int, width: int) -> Decode:
-    """``bits`` 0: not packed."""
+    """``bits`` is 0 for weights that are not packed."""
     half = 1 << bits - 1 if bits else 0
 
     def decode(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
@@ -207,7 +211,7 @@ def _decode(module: str, size: int, bits: int, width: int) -> Decode:
 
 
 def _rows(scales: Tensor, first: int, last: int) -> Tensor:
-    """[last - first, groups], of a scale for each row or of one for all."""
+    """[last - first, groups], from a scale for each row or one for all."""
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(last - first, 1)
     return scales.view(scales.shape[0], -1)[first:last]

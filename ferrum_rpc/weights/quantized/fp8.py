@@ -17,23 +17,23 @@ from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import LARGEST, Fields
 from ferrum_rpc.weights.entries import Decode
 from ferrum_rpc.weights.quantized.groups import as_float32, rescaled
-from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_read
+from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_supported
 
 FP8: Final = (torch.float8_e4m3fn,)
 SCALES: Final = (*FLOATS, torch.float8_e8m0fnu)
 ACTIVATIONS: Final = ("input_scale", "k_scale", "v_scale")
-"""Scales of what is rounded when such a model runs: not of weights."""
+"""Scales of activations, not of weights."""
 
 IRRELEVANT: Final = (
     *("activation_scheme", "dequantize", "scale_fmt", "kv_cache_scheme", "expert_dtype"),
-    *("modules_to_not_convert", "modules_to_convert", "ignored_layers"),  # the tensors tell
+    *("modules_to_not_convert", "modules_to_convert", "ignored_layers"),  # given by the tensors
 )
 
 
 def read(config: Fields, stored: QuantizedTensors) -> None:
-    """Tell ``stored`` of every matrix. Raises NotSupported for a variant that is not read."""
+    """Add every matrix to ``stored``. Raises NotSupported for a variant that is not supported."""
     if config.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise not_read(config.name("fmt"), config.value("fmt"), "e4m3 is")
+        raise not_supported(config.name("fmt"), config.value("fmt"), "e4m3")
     block = block_size(config, "weight_block_size")
     refuse_unread(config, IRRELEVANT, {})
     for module in stored.modules("weight"):
@@ -61,12 +61,12 @@ def block_size(config: Fields, field: str) -> tuple[int, int] | None:
         or len(value) != 2
         or not all(type(each) is int and 0 < each <= LARGEST for each in value)
     ):
-        raise not_read(config.name(field), value, "a list of two numbers, rows and columns, is")
+        raise not_supported(config.name(field), value, "a list of two numbers, rows and columns")
     return value[0], value[1]
 
 
 def by_blocks(scale: str, block_rows: int, block_columns: int) -> Decode:
-    """``weight`` times the part ``scale``, which has a number for each block of rows and columns."""
+    """``weight`` times ``scale``, which has a number for each block of rows and columns."""
 
     def decode(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
         values, scales = as_float32(parts["weight"][first:last]), parts[scale].to(torch.float32)

@@ -2,9 +2,9 @@
 
 Of a matrix [n, k]: ``qweight`` int32 [k * bits / 32, n] has words of consecutive k; ``qzeros`` int32
 [groups, n * bits / 32] words of consecutive n, and ``scales`` [groups, n]. ``g_idx`` int32 [k] is the group of each
-column, which differs from k // group_size where columns were quantized in the order of their activations
-(``desc_act``). In the format ``gptq`` zero points are stored less one, in whole words, as GPTQModel takes it off; in
-``gptq_v2`` as they are. Source: GPTQModel 7.7, 2210.17323.
+column, which differs from k // group_size if columns were quantized in the order of their activations (``desc_act``).
+The format ``gptq`` stores zero points minus one, subtracted from whole words as GPTQModel does; ``gptq_v2`` stores them
+unchanged. Source: GPTQModel 7.7, 2210.17323.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.weights.entries import Decode
 from ferrum_rpc.weights.quantized.groups import checked_columns, group_count, rescaled, unpacked
-from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_read, wrong
+from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_supported, wrong
 
 BITS: Final = (2, 4, 8)
 FORMATS: Final = ("gptq", "gptq_v2")
@@ -33,27 +33,27 @@ IRRELEVANT: Final = (
     *("modules_in_block_to_quantize", "offload_to_disk", "offload_to_disk_path", "hyb_act", "device", "parallel"),
     # how it would run
     *("use_cuda_fp16", "backend", "use_exllama", "disable_exllama", "exllama_config", "max_input_length"),
-    *("cache_block_outputs", "sym", "lm_head", "method"),  # the tensors tell
+    *("cache_block_outputs", "sym", "lm_head", "method"),  # given by the tensors
 )
 
 
 def read(config: Fields, stored: QuantizedTensors) -> None:
-    """Tell ``stored`` of every matrix. Raises NotSupported for a variant that is not read."""
+    """Add every matrix to ``stored``. Raises NotSupported for a variant that is not supported."""
     bits, size = config.integer("bits"), config.integer("group_size", 128, low=-1)
     if bits not in BITS:
-        raise not_read(config.name("bits"), bits, f"of GPTQ {', '.join(map(str, BITS))} are")
+        raise not_supported(config.name("bits"), bits, ", ".join(map(str, BITS)))
     if size == 0:
-        raise not_read(config.name("group_size"), size, "-1, or a number of columns, is")
+        raise not_supported(config.name("group_size"), size, "-1, or a number of columns")
     form = config.text("checkpoint_format", config.text("format", "gptq"))
     if form not in FORMATS or config.text("format", form) != form:
-        raise not_read(config.name("checkpoint_format"), form, f"{' and '.join(FORMATS)} are")
+        raise not_supported(config.name("checkpoint_format"), form, ", ".join(FORMATS))
     if config.text("pack_dtype", "int32") != "int32":
-        raise not_read(config.name("pack_dtype"), config.value("pack_dtype"), "int32 is")
+        raise not_supported(config.name("pack_dtype"), config.value("pack_dtype"), "int32")
     if config.flag("is_marlin_format", False):
-        raise not_read(config.name("is_marlin_format"), True, "the format before it is repacked for Marlin is")
-    overridden = [name for name in config.names("dynamic") if not name.startswith("-:")]  # those are left out
+        raise not_supported(config.name("is_marlin_format"), True, "the format before it is repacked for Marlin")
+    overridden = [name for name in config.names("dynamic") if not name.startswith("-:")]  # these are left out
     if overridden:
-        raise not_read(config.name("dynamic"), overridden[0], "one scheme for all matrices is")
+        raise not_supported(config.name("dynamic"), overridden[0], "one scheme for all matrices")
     ordered = config.flag("desc_act", False)
     refuse_unread(config, IRRELEVANT, {})
     for module in stored.modules("qweight"):
@@ -66,7 +66,7 @@ def _matrix(stored: QuantizedTensors, module: str, bits: int, size: int, *, minu
     width = words * per_word
     groups = group_count(width, size)
     if rows % per_word:
-        raise wrong(module, f"qweight has {rows} columns, no multiple of {per_word}")
+        raise wrong(module, f"qweight's {rows} columns must be a multiple of {per_word}")
     stored.expect(module, "scales", FLOATS, [(groups, rows)])
     stored.expect(module, "qzeros", INT, [(groups, rows // per_word)])
     parts = ["qweight", "qzeros", "scales"]

@@ -1,4 +1,4 @@
-"""What schemes of small integers share: integers out of 32-bit words, and groups of columns with a scale each."""
+"""Shared by schemes of small integers: integers packed in 32-bit words, and groups of columns with a scale each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ferrum_rpc.weights.quantized.stored import wrong
 
 def unpacked(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
     """int32, ``32 / bits`` times as long along ``dim``: the unsigned integers in ``words`` (int32), lowest bits first.
-    ``order``: which of them is the first, which the second, and so on, where that differs."""
+    ``order``: their positions in a word, if not in order."""
     places = order or tuple(range(32 // bits))
     shape = [len(places) if each == dim + 1 else 1 for each in range(words.dim() + 1)]
     shifts = torch.tensor([bits * place for place in places], dtype=torch.int32).view(shape)
@@ -18,7 +18,7 @@ def unpacked(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None =
 
 
 def as_float32(values: Tensor) -> Tensor:
-    """float32 of the same shape. float8_e4m3fn goes through a table of its 256 numbers: torch's own conversion takes
+    """float32 of the same shape. float8_e4m3fn is converted by a table of its 256 numbers: torch's own conversion takes
     three times as long on a CPU."""
     if values.dtype != torch.float8_e4m3fn:
         return values.to(torch.float32)
@@ -49,7 +49,7 @@ def rescaled(values: Tensor, scales: Tensor, zeros: Tensor | None, size: int, co
 
 
 def checked_columns(module: str, index: Tensor, groups: int) -> Tensor | None:
-    """int64: the group of each column, as stored in ``index``. None where it says nothing: all of them -1."""
+    """int64: the group of each column, as stored in ``index``. None if all of them are -1."""
     if bool((index == -1).all()):
         return None
     low, high = (int(each) for each in torch.aminmax(index))

@@ -1,8 +1,8 @@
-"""MXFP4 as gpt-oss is published in: ``quant_method`` "mxfp4", the experts of a layer in one tensor.
+"""MXFP4 as gpt-oss is published: ``quant_method`` "mxfp4", the experts of a layer in one tensor.
 
-Of experts [experts, k, n] (they are multiplied from the right): ``_blocks`` uint8 [experts, n, k / 32, 16], two numbers
-a byte and the first in the low half, float4_e2m1; ``_scales`` uint8 [experts, n, k / 32] has the exponent of each 32,
-plus 127. Sources: OCP Microscaling Formats 1.0, transformers 5.23 (``integrations/mxfp4.py``).
+For experts [experts, k, n] (multiplied from the right): ``_blocks`` uint8 [experts, n, k / 32, 16], two float4_e2m1
+numbers a byte and the first in the low half; ``_scales`` uint8 [experts, n, k / 32] has the exponent of each 32, plus
+127. Sources: OCP Microscaling Formats 1.0, transformers 5.23 (``integrations/mxfp4.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IRRELEVANT: Final = ("modules_to_not_convert", "dequantize")
 
 
 def read(config: Fields, stored: QuantizedTensors) -> None:
-    """Tell ``stored`` of the experts of every layer."""
+    """Add the experts of every layer to ``stored``."""
     refuse_unread(config, IRRELEVANT, {})
     for matrix in MATRICES:
         for module in stored.modules(f"{matrix}_blocks"):

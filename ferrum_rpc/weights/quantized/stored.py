@@ -1,8 +1,7 @@
-"""The stored tensors of a quantized checkpoint, and which of them are the parts of a matrix.
+"""The stored tensors of a quantized checkpoint, and which of them are parts of a matrix.
 
-A scheme takes parts by name; whatever it asks of their dtypes and shapes is checked here, on headers alone. What no
-scheme takes stays a tensor of its own, so that a part without its matrix is seen where tensors are compared with the
-model.
+A scheme selects parts by name; their dtypes and shapes are checked here, from headers alone. A tensor that no scheme
+selects keeps its own entry, so that a part without its matrix is found when tensors are compared with the model.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MAX_SMALL: Final = 4096
 
 
 class QuantizedTensors:
-    """``dtype``: the type of most numbers that are not quantized, else bfloat16."""
+    """``dtype``: the type of most unquantized numbers, else bfloat16."""
 
     def __init__(self, entries: dict[str, TensorEntry]) -> None:
         self._entries = entries
@@ -46,7 +45,7 @@ class QuantizedTensors:
         return self._entries.get(f"{module}.{role}")
 
     def shape(self, module: str, role: str, dtypes: Collection[torch.dtype]) -> tuple[int, ...]:
-        """That of a part that must be of one of these dtypes."""
+        """The shape of a part that must be of one of these dtypes."""
         return self._entry(module, role, dtypes).shape
 
     def matrix(self, module: str, role: str, dtypes: Collection[torch.dtype]) -> tuple[int, int]:
@@ -59,7 +58,7 @@ class QuantizedTensors:
     def expect(
         self, module: str, role: str, dtypes: Collection[torch.dtype], shapes: Iterable[tuple[int, ...]]
     ) -> None:
-        """Raise unless there is such a part, of one of these dtypes and shapes."""
+        """Raise unless there is such a part, with one of these dtypes and shapes."""
         entry, expected = self._entry(module, role, dtypes), list(shapes)
         if entry.shape not in expected:
             shown = " or ".join(str([*shape]) for shape in expected)
@@ -83,23 +82,23 @@ class QuantizedTensors:
         *,
         name: str = "weight",
     ) -> None:
-        """What ``module`` has under this ``name`` is made of these parts, the first of them the largest."""
+        """Make an entry ``name`` of ``module`` from these parts, the first of them the largest."""
         names = {role: f"{module}.{role}" for role in parts}
         taken = {role: (name, self._entries[name]) for role, name in names.items()}
         first, main = next(iter(taken.values()))
         weight = f"{module}.{name}"
         if weight in self._entries and weight not in names.values():
-            raise wrong(module, f"there is a {name} beside the parts of one: which counts?")
+            raise wrong(module, f"{name} must not be there together with its parts")
         encoding = Encoding(taken, decode, multiple)
         self._made[first] = (weight, TensorEntry(self.dtype, shape, main.file, encoding=encoding))
         self._used.update(names.values())
 
     def drop(self, roles: Collection[str]) -> None:
-        """Leave out every tensor of these roles: they say nothing of weights."""
+        """Leave out every tensor of these roles, which do not describe weights."""
         self._used.update(name for name in self._entries if name.rpartition(".")[2] in roles)
 
     def decoded(self) -> dict[str, TensorEntry]:
-        """What is left, and what was made, in the order of their bytes."""
+        """The entries that were made and those that no scheme selected, in the order of their bytes."""
         return dict(self._ordered())
 
     def _ordered(self) -> Iterator[tuple[str, TensorEntry]]:
@@ -124,6 +123,6 @@ def wrong(module: str, what: str) -> InvalidRequest:
     return InvalidRequest(f"{module[:160]}: {what}", field="model")
 
 
-def not_read(field: str, found: object, reads: str) -> NotSupported:
-    """The error for a variant of a scheme. ``reads``: what would work."""
-    return NotSupported(f"{field}: {str(found)[:80]!r} is not read; {reads}", field=field)
+def not_supported(field: str, found: object, supported: str) -> NotSupported:
+    """The error for a variant of a scheme. ``supported``: the variants that can be read."""
+    return NotSupported(f"{field}: {str(found)[:80]!r} is not supported; supported: {supported}", field=field)
