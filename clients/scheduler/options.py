@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 
 from clients.scheduler.prompts import DEMO_PROMPTS
 from ferrum_rpc.client import ChannelCredentials, Greedy, InvalidRequest, Sample, read_token, tls
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(argparse.Namespace):
     """What was asked for."""
 
     targets: Sequence[str]
@@ -119,7 +117,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         metavar="S",
         help="give up after S s without progress",
     )
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(arguments, Options())
     if given.temperature < 0 or given.top_k < 0 or not 0 < given.top_p <= 1 or min(given.seed, given.run_tokens) < 0:
         parser.error("temperature >= 0, top-k >= 0, 0 < top-p <= 1, seed >= 0 and run-tokens >= 0 are needed")
     greedy = given.greedy or given.temperature == 0
@@ -132,10 +130,10 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         parser.error(error.message)
     given.targets = given.targets or ["localhost:50051"]
     given.prompts = _prompts(parser, given)
-    return Options(**{each.name: getattr(given, each.name) for each in fields(Options)})
+    return given
 
 
-def _prompts(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[str, ...]:
+def _prompts(parser: argparse.ArgumentParser, given: Options) -> tuple[str, ...]:
     prompts = tuple(given.prompt or DEMO_PROMPTS)
     if given.prompts_file is not None:
         try:

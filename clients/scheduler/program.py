@@ -78,11 +78,8 @@ async def serve(options: Options) -> RunCounts:
             for index, text in enumerate(options.prompts)
         ]
         display = display_for(requests, tokenizer, plain=options.plain)
-
-        def driver(member: Member, prompts: bool) -> Driver:
-            return _driver(options, member, display, None if prompts else drafter, prompts=prompts)
-
-        router = Router(driver, decode, *prefill, watcher=display, patience_s=options.patience_s)
+        make = partial(_driver, options, display, drafter)
+        router = Router(make, decode, *prefill, watcher=display, patience_s=options.patience_s)
         before = await _status(decode)
         with display:
             run = await router.run(requests)
@@ -129,7 +126,8 @@ async def _status(members: Members) -> ExecutorStatus | None:
     return None
 
 
-def _driver(options: Options, member: Member, display: Display, drafter: Drafter | None, *, prompts: bool) -> Driver:
+def _driver(options: Options, display: Display, drafter: Drafter | None, member: Member, prompts: bool) -> Driver:
+    """The driver of an executor; ``prompts``: that computes prompts only."""
     limits = member.info.limits
     of_caller = limits.max_sequences_per_caller or options.max_running
     budget = Budget(
@@ -145,7 +143,7 @@ def _driver(options: Options, member: Member, display: Display, drafter: Drafter
         stop_tokens=frozenset(member.info.model.eos_token_ids),
         observer=display,
         patience_s=options.patience_s,
-        drafter=drafter,
+        drafter=None if prompts else drafter,
         run_tokens=0 if prompts else options.run_tokens,
         chains=options.session,
         cache_mode=CacheMode.BYPASS if options.bypass else CacheMode.DEFAULT,
