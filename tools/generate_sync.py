@@ -13,224 +13,150 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
+import textwrap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from ferrum_rpc.client import ExecutorClient, Sequence
+from ferrum_rpc.client.fleet import FleetClient, FleetSequence
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENT = "ferrum_rpc.client"
 BY_HAND = {"close"}
 ASYNC_ONLY = {"move_to"}
 """Methods that need two clients in one event loop."""
-PARTS = ("ClientFacade", "Facade", "blocking", "constructor_of", "iterating", "making", "unwrapped")
+PARTS = ("ClientFacade", "Facade", "blocking", "constructor_of", "iterating", "making", "passing", "unwrapped")
 """What facades are made of, in `client.background`."""
 
 
 class Facade(NamedTuple):
-    """A class to generate, of the one of that name in ``module``. ``under``: the generated class that it derives from.
-    ``client``: it has a loop of its own."""
+    """A class to generate, of the ``original``. ``under``: the generated class that it derives from. ``client``: it has
+    a loop of its own."""
 
-    name: str
-    module: str
+    original: type
     under: str = ""
     client: bool = False
 
     @property
-    def original(self) -> str:
-        """The async class, as the generated source says it."""
-        return f"{alias(self.module)}.{self.name}"
+    def name(self) -> str:
+        """The name of both classes."""
+        return self.original.__name__
+
+    @property
+    def alias(self) -> str:
+        """What the generated source calls the module of the original."""
+        return "async_" + self.original.__module__.removeprefix(f"{CLIENT}.").replace(".", "_")
 
 
-class File(NamedTuple):
-    """A module to generate, with what its docstring says."""
-
-    module: str
-    heading: str
-    facades: tuple[Facade, ...]
-
-
-FILES = (
-    File(
-        f"{CLIENT}.sync",
-        """The client for programs without asyncio. tools/generate_sync.py makes it of the async one: do not edit.
-
-    from ferrum_rpc.client.sync import ExecutorClient
-
-    with ExecutorClient("localhost:50051") as client, client.sequence() as sequence:
-        for token in sequence.generate(b"In the beginning", max_tokens=64):
-            print(token)
-
-Same methods, arguments, answers and errors, described there. An open client has an event loop in a thread of its own:
-threads may share it, each waits for its own calls, and on one sequence there is one call at a time.
-``on_lease_trouble`` is called in that thread. Ctrl-C cancels the call that waits, and leaving the ``with`` releases
-what is left.
-""",
-        (
-            Facade("Sequence", f"{CLIENT}.sequence"),
-            Facade("ExecutorClient", f"{CLIENT}.client", client=True),
-        ),
-    ),
-    File(
-        f"{CLIENT}.fleet.sync",
-        """A fleet for programs without asyncio. tools/generate_sync.py makes it of the async one: do not edit.
-
-    from ferrum_rpc.client import ExecutorClient
-    from ferrum_rpc.client.fleet.sync import FleetClient
-
-    with FleetClient(targets, connect=partial(ExecutorClient, session=True)) as fleet, fleet.sequence() as sequence:
-        for token in sequence.generate(b"In the beginning", max_tokens=64):
-            print(token, sequence.owner)
-
-As `client.sync` is of one executor. ``connect`` makes async clients: all executors of a fleet live in its one event
-loop, and there its ``placement`` is asked. What `FleetClient.members` and a `Member` tell may be read in any thread;
-their methods are of that loop.
-""",
-        (
-            Facade("FleetSequence", f"{CLIENT}.fleet.sequence", under="Sequence"),
-            Facade("FleetClient", f"{CLIENT}.fleet.client", client=True),
-        ),
-    ),
-)
-MADE_IN = {each.name: file.module for file in FILES for each in file.facades}
-SEQUENCES = {each.name for file in FILES for each in file.facades if not each.client}
+FILES = {
+    f"{CLIENT}.sync": (Facade(Sequence), Facade(ExecutorClient, client=True)),
+    f"{CLIENT}.fleet.sync": (Facade(FleetSequence, under="Sequence"), Facade(FleetClient, client=True)),
+}
+MADE_IN = {each.name: module for module, facades in FILES.items() for each in facades}
+SEQUENCES = {each.name for facades in FILES.values() for each in facades if not each.client}
 
 
-def alias(module: str) -> str:
-    """What the generated source calls a module."""
-    return "async_" + module.removeprefix(f"{CLIENT}.").replace(".", "_")
+def members(facade: Facade) -> dict[str, Any]:
+    """The public methods and properties, inherited ones too, but not those of a class that has a facade."""
+    found: dict[str, Any] = {}
+    for each in facade.original.__mro__:
+        if each is facade.original or (each.__module__.startswith(CLIENT) and each.__name__ not in MADE_IN):
+            found |= {name: member for name, member in vars(each).items() if name not in found}
+    return {name: found[name] for name in found if not name.startswith("_") and name not in BY_HAND | ASYNC_ONLY}
 
 
-def imported(module: str) -> str:
-    """The import of a module by that name."""
-    package, _, name = module.rpartition(".")
-    return f"from {package} import {name} as {alias(module)}"
-
-
-@cache
-def tree_of(module: str) -> ast.Module:
-    """The source of a module of the client."""
-    return ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
-
-
-def classes(module: str, name: str) -> Iterator[tuple[str, ast.ClassDef]]:
-    """A class, and those that it derives from in the client, with their modules; not those that are facades too."""
-    tree = tree_of(module)
-    node = next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == name)
-    yield module, node
-    bases = {ast.unparse(each) for each in node.bases} - set(MADE_IN)
-    for each in tree.body:
-        if isinstance(each, ast.ImportFrom) and each.module and each.module.startswith(CLIENT):
-            for base in bases & {alias.name for alias in each.names}:
-                yield from classes(each.module, base)
-
-
-def methods(facade: Facade) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The public methods and properties."""
-    seen = BY_HAND | ASYNC_ONLY
-    for _, node in classes(facade.module, facade.name):
-        for each in node.body:
-            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and not each.name.startswith("_"):
-                if each.name not in seen:
-                    yield each
-                seen = seen | {each.name}
-
-
-def method(each: ast.FunctionDef | ast.AsyncFunctionDef, facade: Facade) -> list[str]:
-    """One method of the facade, in source."""
-    is_property = any(isinstance(mark, ast.Name) and mark.id == "property" for mark in each.decorator_list)
-    returned = "None" if each.returns is None else ast.unparse(each.returns)
-    arguments = ast.unparse(each.args)
+def made(facade: Facade, name: str, member: Any) -> tuple[list[str], set[str]]:
+    """One method of the facade, in source, and the names that its annotations use."""
+    function: Any = member.fget if isinstance(member, property) else member
+    node: Any = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    returned, arguments = ast.unparse(node.returns), ast.unparse(node.args)
+    used = {each.id for each in ast.walk(node.args) if isinstance(each, ast.Name)}
+    used |= {each.id for each in ast.walk(node.returns) if isinstance(each, ast.Name)}
+    original = f"{facade.alias}.{facade.name}.{name}"
     if returned in SEQUENCES:
-        return [f"{each.name} = making({returned}, {facade.original}.{each.name})"]
-    if not facade.under and not (SEQUENCES | {"Self"}) & (names(returned) | names(arguments)):
-        if isinstance(each, ast.AsyncFunctionDef):
-            return [f"{each.name} = blocking({facade.original}.{each.name})"]
-        if returned.startswith("AsyncGenerator["):
-            return [f"{each.name} = iterating({facade.original}.{each.name})"]
-    passed = ", ".join(
-        [handed(arg) for arg in each.args.args[1:]] + [f"{arg.arg}={handed(arg)}" for arg in each.args.kwonlyargs]
-    )
-    call = f"self._async.{each.name}" + ("" if is_property else f"({passed})")
-    if isinstance(each, ast.AsyncFunctionDef):
+        return [f"{name} = making({returned}, {original})"], set()
+    if not (facade.under or isinstance(member, property) or (SEQUENCES | {"Self"}) & used):
+        waits = "iterating" if returned.startswith("AsyncGenerator[") else "passing"
+        return [f"{name} = {'blocking' if inspect.iscoroutinefunction(member) else waits}({original})"], set()
+    passed = [*map(handed, node.args.args[1:]), *(f"{each.arg}={handed(each)}" for each in node.args.kwonlyargs)]
+    call = f"self._async.{name}" + ("" if isinstance(member, property) else f"({', '.join(passed)})")
+    if inspect.iscoroutinefunction(member):
         call = f"self._background.run({call})"
     if returned == "Self":
         call = f"type(self)({call}, self._background)"
     if returned == "list[Self]":
         call = f"[type(self)(each, self._background) for each in {call}]"
-    return [
-        *(["", "@property"] if is_property else [""]),
-        f"def {each.name}({arguments}) -> {returned}:",
-        *(f"    {line}" if line else "" for line in f'"""{ast.get_docstring(each)}"""'.splitlines()),
+    lines = [
+        "",
+        *["@property"] * isinstance(member, property),
+        f"def {name}({arguments}) -> {returned}:",
+        *(f"    {line}" if line else "" for line in f'"""{inspect.getdoc(function)}"""'.splitlines()),
         f"    return {call}",
         "",
     ]
+    return lines, {line for each in used - SEQUENCES if (line := imported(each, function.__globals__))}
 
 
 def handed(arg: ast.arg) -> str:
     """An argument as the async method takes it: with its own sequences."""
-    annotation = "" if arg.annotation is None else ast.unparse(arg.annotation)
-    return f"unwrapped({arg.arg})" if SEQUENCES & names(annotation) else arg.arg
+    names = {each.id for each in ast.walk(arg) if isinstance(each, ast.Name)}
+    return f"unwrapped({arg.arg})" if SEQUENCES & names else arg.arg
 
 
-def names(source: str) -> set[str]:
-    """The names that a piece of source uses, those of arguments' types included."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        tree = ast.parse(f"def arguments({source}): pass")
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+def imported(name: str, names: dict[str, Any]) -> str:
+    """The import of something that a module has by this name; empty for what needs none."""
+    if name not in names or name == "Self":
+        return ""
+    thing = names[name]
+    return f"from {thing.__name__.rpartition('.')[0] if inspect.ismodule(thing) else thing.__module__} import {name}"
 
 
-def imports(modules: set[str], used: set[str]) -> list[str]:
-    """Where the facades' names come from: where the async modules have them from, or those modules themselves."""
-    found: dict[str, set[str]] = {}
-    for module in modules:
-        for node in tree_of(module).body:
-            if isinstance(node, ast.ImportFrom) and node.module and node.module != "__future__":
-                for alias in node.names:
-                    if (alias.asname or alias.name) in used:
-                        found.setdefault(node.module, set()).add(ast.unparse(alias))
-            elif isinstance(node, ast.ClassDef | ast.Assign):
-                made = {node.name} if isinstance(node, ast.ClassDef) else set(map(ast.unparse, node.targets))
-                found.setdefault(module, set()).update(made & used)
-    return [f"from {module} import {', '.join(sorted(words))}" for module, words in sorted(found.items()) if words]
-
-
-def body(facade: Facade) -> list[str]:
-    """A facade's class, in source."""
-    base = facade.under or f"{'Client' * facade.client}Facade[{facade.original}]"
-    lines = ["", "", f"class {facade.name}({base}):", f"    __doc__ = {facade.original}.__doc__", ""]
+def body(facade: Facade) -> tuple[list[str], set[str]]:
+    """A facade's class, in source, and its imports."""
+    original, (package, _, module) = f"{facade.alias}.{facade.name}", facade.original.__module__.rpartition(".")
+    base = facade.under or f"{'Client' * facade.client}Facade[{original}]"
+    lines = ["", "", f"class {facade.name}({base}):", f"    __doc__ = {original}.__doc__", ""]
+    imports = {f"from {package} import {module} as {facade.alias}"}
     if facade.under:
-        lines += [f"    _async: {facade.original}", ""]
+        lines += [f"    _async: {original}", ""]
+        imports.add(f"from {MADE_IN[facade.under]} import {facade.under}")
     if facade.client:
         lines += [
-            f"    @constructor_of({facade.original})",
+            f"    @constructor_of({original})",
             "    def __init__(self, *args: Any, **kwargs: Any) -> None:",
-            f"        super().__init__({facade.original}(*args, **kwargs))",
+            f"        super().__init__({original}(*args, **kwargs))",
             "",
         ]
-    for each in methods(facade):
-        lines += [f"    {line}" if line else "" for line in method(each, facade)]
-    return lines
+    for name, member in members(facade).items():
+        source, more = made(facade, name, member)
+        lines += [f"    {line}" if line else "" for line in source]
+        imports |= more
+    return lines, imports
 
 
-def generate(file: File) -> str:
-    """A file's source."""
-    lines = [line for facade in file.facades for line in body(facade)]
-    used = names("\n".join(lines))
-    modules = {module for facade in file.facades for module, _ in classes(facade.module, facade.name)}
-    here = {facade.name for facade in file.facades}
+def path_of(module: str) -> Path:
+    """A generated file."""
+    return (ROOT / module.replace(".", "/")).with_suffix(".py")
+
+
+def generate(module: str) -> str:
+    """A file's source, with the docstring that it has."""
+    imports, lines = set[str](), list[str]()
+    for facade in FILES[module]:
+        of_class, more = body(facade)
+        imports, lines = imports | more, lines + of_class
+    parts = [each for each in PARTS if re.search(rf"\b{each}\b", "\n".join(lines))]
     source = "\n".join(
         [
-            f'"""{file.heading}"""\n\nfrom __future__ import annotations\n',
-            "from typing import Any",
-            *(imported(facade.module) for facade in file.facades),
-            f"from {CLIENT}.background import {', '.join(each for each in PARTS if each in used)}",
-            *(f"from {MADE_IN[each]} import {each}" for each in sorted(used & SEQUENCES - here)),
-            *imports(modules, used - set(MADE_IN) - {"Any"}),
+            f'"""{ast.get_docstring(ast.parse(path_of(module).read_text()), clean=False)}"""\n',
+            "from __future__ import annotations\n",
+            f"from typing import Any{', Self' * any('Self' in each for each in lines)}",
+            f"from {CLIENT}.background import {', '.join(parts)}",
+            *sorted(imports),
             *lines,
         ]
     )
@@ -245,9 +171,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with the committed files, write nothing")
     only_check = parser.parse_args().check
-    for file in FILES:
-        path = (ROOT / file.module.replace(".", "/")).with_suffix(".py")
-        source = generate(file)
+    for module in FILES:
+        path, source = path_of(module), generate(module)
         if not only_check:
             path.write_text(source)
         elif path.read_text() != source:

@@ -177,6 +177,18 @@ def iterating(
     return each
 
 
+def passing(
+    method: Callable[Concatenate[Async, Arguments], Result],
+) -> Callable[Concatenate[Facade[Async], Arguments], Result]:
+    """The facade's method for one that waits for nothing."""
+
+    @functools.wraps(method)
+    def run(self: Facade[Async], /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        return method(self._async, *args, **kwargs)
+
+    return run
+
+
 def making(
     facade: Callable[[Result, Background], Made], method: Callable[Concatenate[Async, Arguments], Result]
 ) -> Callable[Concatenate[Facade[Async], Arguments], Made]:

@@ -19,12 +19,20 @@ from typing import Any, Self
 
 from ferrum_rpc.client import client as async_client
 from ferrum_rpc.client import sequence as async_sequence
-from ferrum_rpc.client.arguments import GREEDY, Output, Tokens
-from ferrum_rpc.client.background import ClientFacade, Facade, blocking, constructor_of, iterating, making, unwrapped
+from ferrum_rpc.client.background import (
+    ClientFacade,
+    Facade,
+    blocking,
+    constructor_of,
+    iterating,
+    making,
+    passing,
+    unwrapped,
+)
 from ferrum_rpc.client.executor_view import ExecutorView
 from ferrum_rpc.client.lease import LeaseState
-from ferrum_rpc.client.state import Item
-from ferrum_rpc.core import HandleRef, Pressure, Run
+from ferrum_rpc.core.info import Pressure
+from ferrum_rpc.core.items import HandleRef
 from ferrum_rpc.errors import ExecutorError
 
 
@@ -70,24 +78,7 @@ class Sequence(Facade[async_sequence.Sequence]):
     decode = blocking(async_sequence.Sequence.decode)
     verify = blocking(async_sequence.Sequence.verify)
     generate = iterating(async_sequence.Sequence.generate)
-
-    def item(
-        self,
-        tokens: Tokens = (),
-        output: Output = GREEDY,
-        *,
-        truncate_to: int | None = None,
-        run: Run | None = None,
-        follows: Item | None = None,
-    ) -> Item:
-        """A work item for `ExecutorClient.forward` and the other batch calls, on the sequence as it is now. Nothing is
-        sent. A kind without positions stands for the last one. ``run``: as in `decode`.
-
-        In a session an item may be sent while another of the same sequence is in flight, one at a time: it ``follows``
-        that one, on the sequence as that will leave it, and without ``tokens`` it feeds the token that this chooses.
-        Where that ends otherwise, or with a stop id, the item is refused with `ChainBroken`, and nothing changed."""
-        return self._async.item(tokens, output, truncate_to=truncate_to, run=run, follows=follows)
-
+    item = passing(async_sequence.Sequence.item)
     truncate = blocking(async_sequence.Sequence.truncate)
 
     def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Self]:

@@ -24,7 +24,7 @@ from ferrum_rpc.client.fleet import sequence as async_fleet_sequence
 from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.members import Members
 from ferrum_rpc.client.sync import Sequence
-from ferrum_rpc.core import Pressure
+from ferrum_rpc.core.info import Pressure
 from ferrum_rpc.errors import ExecutorError
 
 
