@@ -1,4 +1,5 @@
-"""Runs of a stream of tokens, sent before the program has read the tokens of the run before.
+"""Runs of a stream of tokens, sent before the program has read the tokens of the run before. An executor without runs
+gets single steps, as runs of one token.
 
 One run is under way. Where the executor lets items follow each other, the next run waits there behind it: a round trip
 costs nothing as long as a run takes longer. Tokens that were computed and not yet yielded are in the executor's cache.
@@ -21,8 +22,8 @@ from ferrum_rpc.client.owner import Owner
 from ferrum_rpc.client.retry import Deadline, fate_unknown
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.transport import DECODE
-from ferrum_rpc.core import OutputSpec, Run
-from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, QuotaExceeded
+from ferrum_rpc.core import MAX_STOP_TOKENS, OutputSpec, Run
+from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, NotSupported, QuotaExceeded
 
 _PATIENCE: Final = 4
 """The deadline of a run is that of one step, and this many times what its steps took so far."""
@@ -72,8 +73,9 @@ class RunPrefetcher:
         connection, state, runs, limits = self._owner.connection, self._owner.state, self.in_flight_runs, info.limits
         if runs and runs[-1].connection is not connection:  # the run that it would follow is at another executor
             return
-        chains = connection.transport.chains and Capability.FOLLOW in info.capabilities and limits.max_followers > 0
-        most = limits.max_run_tokens if self._most is None else self._most
+        offered = info.capabilities if len(self._stops) <= (limits.max_stop_tokens or MAX_STOP_TOKENS) else ()
+        most = (limits.max_run_tokens if self._most is None else self._most) if Capability.RUN in offered else 0
+        chains = connection.transport.chains and Capability.FOLLOW in offered and limits.max_followers > 0 < most
         in_flight = sum(each.tokens for each in runs)
         capacity = info.model.max_context - at - (len(tokens) - 1) - in_flight
         if left is not None:
@@ -81,8 +83,8 @@ class RunPrefetcher:
         capacity = max(capacity, least)
         while capacity > 0 and len(runs) < 1 + chains:
             # The first token comes with the whole run: behind a prompt, no longer a run than one that is followed.
-            count = min(connection.pace.tokens(most, chains=chains or least > 0), capacity)
-            run, number = Run(count, self._stops), next(connection.context.item_ids)
+            count = min(connection.pace.tokens(most, chains=chains or least > 0), capacity) if most else 1
+            run, number = Run(count, self._stops) if most else None, next(connection.context.item_ids)
             if runs:
                 item = state.item_behind(
                     runs[-1].item, number, [], self._output, run=run, max_context=info.model.max_context
@@ -130,6 +132,8 @@ class RunPrefetcher:
             await self.drain()
             if isinstance(error, KvBlocksExhausted | QuotaExceeded) and run.tokens > 1:
                 self._most = run.tokens // 2
+            elif isinstance(error, NotSupported) and run.item.run is not None and error.field == "run":
+                self._most = 0  # another executor, without runs, answers there now
             elif run.item.follows is None:
                 raise
             return None
