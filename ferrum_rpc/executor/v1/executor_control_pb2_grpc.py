@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ExecutorControlStub(object):
-    """For operators: changes what every scheduler sees.
+    """For operators. Changes affect every scheduler.
     """
 
     def __init__(self, channel):
@@ -73,26 +73,26 @@ class ExecutorControlStub(object):
 
 
 class ExecutorControlServicer(object):
-    """For operators: changes what every scheduler sees.
+    """For operators. Changes affect every scheduler.
     """
 
     def Warmup(self, request, context):
-        """Runs steps of typical shapes, so that the first caller does not pay for them.
+        """Runs steps of typical shapes, so that the first caller does not wait for them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reset(self, request, context):
-        """Releases every sequence, those that are being created too, and gives up imports of which not all has come; runs under
-        way are cut. Their handles answer HANDLE_RELEASED. Empties the prefix cache.
+        """Releases every sequence, including those being created, abandons incomplete imports and interrupts runs. Handles
+        are refused with HANDLE_RELEASED afterwards. Empties the prefix cache.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops taking new sequences and serves the owned ones until they are released or the grace is over; then the process
+        """Refuses new sequences and serves owned ones until they are released or the grace period is over; then the process
         ends. The same as SIGTERM.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -107,7 +107,7 @@ class ExecutorControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Unloads an adapter that no sequence uses; refused with ADAPTER_IN_USE where some do.
+        """Unloads an adapter; refused with ADAPTER_IN_USE while sequences use it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +121,7 @@ class ExecutorControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListSequences(self, request, context):
-        """Lists the live sequences. Tells no handle that could be used.
+        """Lists the live sequences, without usable handles.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,7 +174,7 @@ def add_ExecutorControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ExecutorControl(object):
-    """For operators: changes what every scheduler sees.
+    """For operators. Changes affect every scheduler.
     """
 
     @staticmethod

@@ -62,30 +62,30 @@ class KvTransferServicer(object):
     """
 
     def ExportKv(self, request, context):
-        """Reads a sequence's K and V out of the cache, as they are when the call arrives. The sequence may go on meanwhile.
+        """Reads a sequence's K and V out of the cache, as of the call's arrival. The sequence may continue meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportKv(self, request_iterator, context):
-        """Builds a sequence from exported K and V: the whole of it, or nothing. What an interrupted stream brought is kept for
-        a while, and a later stream with the same request id goes on behind it.
+        """Builds a sequence from exported K and V, completely or not at all. The tokens of an interrupted stream are kept for
+        a while, and a later stream with the same request id continues after them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchKvEvents(self, request, context):
-        """Tells which prefixes enter and leave the prefix cache, so that a router can send a prompt where its prefix is.
+        """Reports blocks that enter and leave the prefix cache, so that a router can send a prompt to a cached prefix.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ParkKv(self, request, context):
-        """Moves a sequence's K and V out of the cache, to the executor's second tier. The handle stays; the next call on the
-        sequence brings them back, if there are blocks.
+        """Moves a sequence's K and V out of the cache, to the executor's disk. The handle stays valid; the next call on the
+        sequence restores them, if there are blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -142,7 +142,7 @@ class ModelExecutorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Decode(self, request, context):
-        """Feeds one token. L becomes L + 1. Independent callers meet in one forward pass.
+        """Feeds one token. L becomes L + 1. Calls of independent callers share a forward pass.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,7 +163,7 @@ class ModelExecutorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForwardVerify(self, request, context):
-        """Feeds m tokens and returns m rows; row i stands at length L + i + 1. L becomes L + m: roll back what was rejected
+        """Feeds m tokens and returns m rows; row i is the one at length L + i + 1. L becomes L + m: roll back rejected tokens
         with `truncate_to` in the next call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -178,8 +178,8 @@ class ModelExecutorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForkKv(self, request, context):
-        """New sequences that share the cache of an old one until they diverge. Needs no block, but where the parent was
-        promised some (ReserveKv): then the copy of its last block, which both may write, is promised now or refused.
+        """Makes new sequences that share the cache of an old one until they diverge. Needs no block, unless the parent has a
+        reservation (ReserveKv): then a block for the copy of its last block, which both may write, is reserved or refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,8 +193,9 @@ class ModelExecutorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReserveKv(self, request, context):
-        """Holds blocks, so that the next tokens of a sequence cannot fail for lack of them. Counted from the lowest length that
-        the sequence has from now on, so that rejected drafts do not use the promise up. A later call replaces it; 0 ends it.
+        """Reserves blocks, so that the next tokens of a sequence cannot fail for lack of them. Counted from the lowest length
+        that the sequence has from now on, so that rejected drafts do not use up the reservation. A later call replaces it;
+        0 ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,7 +209,7 @@ class ModelExecutorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AcquireLease(self, request, context):
-        """A lease for a scheduler's sequences.
+        """Acquires a lease for a scheduler's sequences.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -236,14 +237,14 @@ class ModelExecutorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetInfo(self, request, context):
-        """What this executor is: model, cache, limits, capabilities, revisions. Does not change during its life.
+        """Returns model, cache, limits, capabilities and revisions. They do not change during the executor's life.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """How it is doing right now. Never waits for the device.
+        """Returns the present state and load. Never waits for the device.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
