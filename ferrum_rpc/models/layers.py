@@ -1,8 +1,8 @@
 """Decoder layers with their weights: products and what lies between them.
 
-`PlainLayers` calls each by itself, wherever it runs. `NativeLayers` runs many layers in one call where products, row
-operations and attention are all C kernels of ours (``layer.c``): one by one, calls and small tensors take a tenth of a
-step of the 0.6B shape at one row. Both compute the same bits.
+`PlainLayers` calls each by itself, wherever it runs. `NativeLayers` runs all layers in one call where products and row
+operations are C kernels of ours (``layer.c``): one by one, calls and small tensors take a tenth of a step of the 0.6B
+shape at one row. It calls attention back in every layer, unless that is a C kernel too. Both compute the same bits.
 
 Of a model that is cut over ranks, these are a rank's part: some heads, and some of the MLP. Then what attention's and
 the MLP's last products make is summed over the group. Where all heads are normed together, so are their squares; such
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ferrum_rpc.distributed.group import Group, GroupAborted
 from ferrum_rpc.models.base import Attend, StepAdapters
-from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps
+from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps, split_heads
 from ferrum_rpc.models.linear import Linear
 from ferrum_rpc.models.native_linear import NativeLinear
 from ferrum_rpc.models.parts.layer import LayerSpec
@@ -121,36 +121,47 @@ def _norm_across_ranks(layer: LayerSpec, qkv: Tensor, norm: Tensor, group: Group
 
 
 class NativeLayers(PlainLayers):
-    """On a CPU in bfloat16, with native linears and row operations throughout: with native attention, all in one
-    call."""
+    """On a CPU in bfloat16, with native linears and row operations throughout: all layers in one call. Attention is
+    called back in every layer, or in C as well."""
 
     def __init__(self, layers: Sequence[Layer], group: Group | None = None) -> None:
         super().__init__(layers, group)
         self._weights = (library.LayerWeights * len(layers))(*map(_weights, layers))
         self._space = _native(layers[0].products[0]).space
         self._library = self._space.library
-        self._sum = None if group is None else _Sum(group, layers[0].spec.mixer.hidden)
-        reduce = (None, None) if self._sum is None else (self._sum.function, self._sum.context)
-        self._handle = self._library.ferrum_layers_new(self._space.handle, *reduce)
-        self._run = self._handle, ctypes.addressof(self._weights), len(layers)
+        self._attention = ctypes.cast(self._library.ferrum_attention_layer, ctypes.c_void_p).value
+        self._callbacks = callbacks = _Callbacks(self._layers, group)
+        self._handle = self._library.ferrum_layers_new(self._space.handle, *callbacks.reduce)
+        self._held = self._handle, ctypes.addressof(self._weights), len(layers)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._library.ferrum_layers_free(self._handle)
+
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, adapters: StepAdapters | None = None
+    ) -> Tensor | None:
+        if adapters is not None and adapters.address is None:
+            return super().forward(hidden, cos, sin, attend, adapters)
+        self._callbacks.attend = attend
+        delta = self.run(hidden, cos, sin, None, adapters)
+        self._callbacks.attend = None
+        return delta
 
     def run(
         self,
         hidden: Tensor,
         cos: Tensor,
         sin: Tensor,
-        attention: library.AttentionStep,
+        attention: library.AttentionStep | None,
         adapters: StepAdapters | None = None,
     ) -> Tensor:
-        """As `forward`, bit for bit. ``adapters`` have an address."""
+        """As `forward`, bit for bit, with ``attention`` in C. ``adapters`` have an address."""
         delta = torch.empty_like(hidden)
         status = self._library.ferrum_layers_run(
-            *self._run,
-            ctypes.addressof(attention),
+            *self._held,
+            self._callbacks.attention if attention is None else self._attention,
+            None if attention is None else ctypes.addressof(attention),
             None if adapters is None else adapters.address,
             hidden.data_ptr(),
             delta.data_ptr(),
@@ -161,38 +172,56 @@ class NativeLayers(PlainLayers):
         )
         if status < 0:
             raise MemoryError("no memory for a layer's buffers")
-        if status and self._sum is not None:
-            self._sum.fail()
+        if status:
+            self._callbacks.fail()
         return delta
 
 
-class _Sum:
-    """What C calls for a group's sum of bfloat16 rows [T, ``width``]: ``function`` and ``context`` are addresses."""
+class _Callbacks:
+    """What C calls within layers: ``attention``, the address of a function that calls ``attend``, and of a ``group``
+    that sums, a function and its context."""
 
-    def __init__(self, group: Group, width: int) -> None:
-        self._group, self._width = group, width
+    def __init__(self, layers: Sequence[Layer], group: Group | None) -> None:
+        self._mixers = [layer.spec.mixer for layer in layers]
+        self._group = group
         self._error: BaseException | None = None
-        self.function: int | None
-        self.context: int | None
-        if (native := group.native_sum) is not None:
-            self.function, self.context = native
-            return
-        self._callback = library.REDUCE(self._reduce)
-        self.function, self.context = ctypes.cast(self._callback, ctypes.c_void_p).value, None
+        self.attend: Attend | None = None
+        self._functions = library.ATTEND(self._attend), library.REDUCE(self._reduce)
+        self.attention, reduce = (ctypes.cast(each, ctypes.c_void_p).value for each in self._functions)
+        self.reduce: tuple[int | None, int | None] = (None, None)
+        if group is not None:
+            self.reduce = group.native_sum or (reduce, None)
+
+    def _attend(self, _context: int | None, layer: int, qkv: int, count: int, attended: int) -> int:
+        try:
+            mixer = self._mixers[layer]
+            rows = _bfloat16(qkv, count * (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim)
+            assert self.attend is not None  # noqa: S101 - `forward` has set it
+            answer = self.attend(layer, *split_heads(rows.view(count, -1), mixer))
+            _bfloat16(attended, answer.numel()).view(answer.shape).copy_(answer)
+        except BaseException as error:  # C cannot carry it
+            self._error = error
+            return 1
+        return 0
 
     def _reduce(self, _context: int | None, rows: int, elements: int) -> int:
+        assert self._group is not None  # noqa: S101 - or it has no address in C
         try:
-            there = (ctypes.c_char * (2 * elements)).from_address(rows)
-            self._group.all_reduce(torch.frombuffer(there, dtype=torch.bfloat16).view(-1, self._width))
+            self._group.all_reduce(_bfloat16(rows, elements).view(-1, self._mixers[0].hidden))
         except BaseException as error:  # C cannot carry it
             self._error = error
             return 1
         return 0
 
     def fail(self) -> NoReturn:
-        """Raise what ended the sum."""
+        """Raise what ended a call."""
         error, self._error = self._error, None
         raise GroupAborted("a sum over the ranks ended") if error is None else error
+
+
+def _bfloat16(address: int, elements: int) -> Tensor:
+    """What C has at an address."""
+    return torch.frombuffer((ctypes.c_char * (2 * elements)).from_address(address), dtype=torch.bfloat16)
 
 
 def assemble(layers: Sequence[Layer], group: Group | None = None) -> PlainLayers:

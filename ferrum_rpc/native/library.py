@@ -155,7 +155,7 @@ STRUCTS: Final = (
     *(SpanArrays, RowKindStruct, RowTask, MatrixStruct, LayerWeights, AttentionLayer, AttentionStep, Draw),
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep),
 )
-ABI_VERSION: Final = 16
+ABI_VERSION: Final = 17
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -168,6 +168,11 @@ PAIRS, BYTES = 0, 1
 
 REDUCE: Final = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 """``reduce_rows`` of layer.c, as a callback into Python."""
+
+ATTEND: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
+)
+"""``attend_layer`` of attention.h, for a function of Python."""
 
 GROUP_ABORTED, GROUP_UNEQUAL = 1, 2
 """``enum group_status`` of group.h, of which 0 is success."""
@@ -194,7 +199,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_linear_largest": (_I, _P, _P, *_ROWS, _P, _I),
     "ferrum_layers_new": (_P, _P, _P, _P),
     "ferrum_layers_free": (None, _P),
-    "ferrum_layers_run": (_I, _P, _P, _I, *(_P,) * 6, _L, _I),
+    "ferrum_layers_run": (_I, _P, _P, _I, *(_P,) * 7, _L, _I),
     "ferrum_lora_supported": (_I,),
     "ferrum_lora": (None, _P, _I, _P, _L, _P, _I),
     "ferrum_group_bytes": (_L, _I),

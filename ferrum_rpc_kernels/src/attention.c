@@ -36,11 +36,10 @@ int32_t ferrum_attend(const struct attention_step *step, int32_t layer, const ch
     return 0;
 }
 
-/* `qkv` [count, heads + 2 kv_heads, head_dim] of the step's tokens: K and V to their slots, and what attention finds to
- * `attended` [count, heads, head_dim]. 0, or -1 where there is no memory for the buffers. */
-int32_t ferrum_attention_layer(const struct attention_step *step, int32_t layer, const char *qkv, int64_t count,
-                               char *attended)
+/* Attention by the kernels here; `context`: a struct attention_step. -1 where there is no memory for the buffers. */
+int32_t ferrum_attention_layer(const void *context, int32_t layer, const char *qkv, int64_t count, char *attended)
 {
+    const struct attention_step *step = context;
     const struct attention_layer *own = step->layers + layer;
     const int64_t element = own->wide ? 4 : 2, kv = (int64_t)own->kv_heads * own->head_dim;
     const int64_t query = (int64_t)own->heads * own->head_dim, row = query + 2 * kv;

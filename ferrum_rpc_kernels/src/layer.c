@@ -1,6 +1,7 @@
-/* Decoder layers one after the other: products, what lies between them, and attention (attention.c). Called one by one
- * from Python, they and their tensors took 3 ms of a decode step of 29 (Qwen3-0.6B's 28 layers, two cores), and let go of
- * Python's interpreter several times a layer: each time a busy thread may keep it for some milliseconds.
+/* Decoder layers one after the other: products, what lies between them, and attention (attention.c, or a function of
+ * Python that is called back in every layer). Called one by one from Python, they and their tensors took 3 ms of a decode
+ * step of 29 (Qwen3-0.6B's 28 layers, two cores), and let go of Python's interpreter several times a layer: each time a
+ * busy thread may keep it for some milliseconds.
  *
  * Where a model is cut over ranks, each computes a part of the heads and of the MLP: what output and down make of it are
  * parts of sums, which a function that Python names completes.
@@ -29,10 +30,12 @@ struct ferrum_layers {
     size_t rows_size, heads_size;
 };
 
-/* A layer in a step of `count` rows; `lora`: the adapters of the step, or NULL. */
+/* A layer in a step of `count` rows. `attend`: attention, of `context`; `lora`: the adapters of the step, or NULL. */
 struct layer_step {
     struct ferrum_layers *self;
     const struct layer_weights *weights;
+    attend_layer *attend;
+    const void *context;
     const struct lora_step *lora;
     int64_t count;
     int32_t threads;
@@ -136,8 +139,8 @@ static int32_t mlp(const struct layer_step *step, const char *normed, char *gate
 
 /* hidden [count, width] += `added`, where there is any, and then attention's answer; delta = the MLP of the sum, or, where
  * the two are parallel, of what attention read. As summed_product. */
-static int32_t run_layer(const struct layer_step *step, const struct attention_step *attention, int32_t layer, char *hidden,
-                         const char *added, char *delta, const float *cos, const float *sin)
+static int32_t run_layer(const struct layer_step *step, int32_t layer, char *hidden, const char *added, char *delta,
+                         const float *cos, const float *sin)
 {
     const struct layer_weights *weights = step->weights;
     const struct matrix *const *products = weights->products;
@@ -152,9 +155,10 @@ static int32_t run_layer(const struct layer_step *step, const struct attention_s
     if (product(step, QKV, normed, qkv))
         return -1;
     rotate(step, qkv, cos, sin);
-    if (ferrum_attention_layer(attention, layer, qkv, step->count, attended))
-        return -1;
-    int32_t status = summed_product(step, OUTPUT, attended, delta);
+    int32_t status = step->attend(step->context, layer, qkv, step->count, attended);
+    if (status)
+        return status;
+    status = summed_product(step, OUTPUT, attended, delta);
     if (status)
         return status;
     add_norm(step, delta, NULL, weights->after_mixer, delta);
@@ -171,17 +175,18 @@ static int32_t run_layer(const struct layer_step *step, const struct attention_s
 }
 
 /* All `layers` of hidden [count, width]; delta: what the last one has yet to add. `lora`: the adapters of the step, or
- * NULL. cos and sin are those of every rotation. 0, -1 where there is no memory for the buffers, or what the ranks' sum
- * returned. */
+ * NULL. cos and sin are those of every rotation. 0, -1 where there is no memory for the buffers, or what attention or the
+ * ranks' sum returned. */
 int32_t ferrum_layers_run(struct ferrum_layers *self, const struct layer_weights *weights, int32_t layers,
-                          const struct attention_step *attention, const struct lora_step *lora, char *hidden, char *delta,
-                          const float *cos, const float *sin, int64_t count, int32_t threads)
+                          attend_layer *attend, const void *context, const struct lora_step *lora, char *hidden,
+                          char *delta, const float *cos, const float *sin, int64_t count, int32_t threads)
 {
-    struct layer_step step = {.self = self, .lora = lora, .count = count, .threads = threads};
+    struct layer_step step = {
+        .self = self, .attend = attend, .context = context, .lora = lora, .count = count, .threads = threads};
     int32_t status = 0;
     for (int32_t layer = 0; layer < layers && !status; layer++) {
         step.weights = weights + layer;
-        status = run_layer(&step, attention, layer, hidden, layer ? delta : NULL, delta, cos, sin);
+        status = run_layer(&step, layer, hidden, layer ? delta : NULL, delta, cos, sin);
     }
     return status;
 }
