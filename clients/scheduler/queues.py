@@ -107,6 +107,11 @@ class RequestQueues:
         request.ending, request.error, request.finished = ending, error, time.monotonic()
         self._put(request, Stage.FAILED if ending is RequestEnd.ERROR else Stage.FINISHED)
 
+    def leave(self, sequence: Sequence | None) -> None:
+        """No request has this sequence any more: it is released with the next step."""
+        if sequence is not None:
+            self._leaving.append(sequence)
+
     async def release(self) -> None:
         """Release the sequences that no request has any more. The executor's idle time-out frees what cannot be
         released now."""
@@ -136,6 +141,5 @@ class RequestQueues:
         self._observer.changed(request)
 
     def _leave(self, request: Request) -> None:
-        if request.sequence is not None:
-            self._leaving.append(request.sequence)
-            request.sequence = None
+        self.leave(request.sequence)
+        request.sequence = None

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -176,6 +175,7 @@ class Router:
         """Have a request computed again, here or at another executor."""
         self._run.rebuilds += request.cached > 0
         request.rebuilds += request.cached > 0
+        self._give_up_move(request)
         driver.queues.requeue(request)
 
     def _leave(self, driver: Driver) -> None:
@@ -245,10 +245,9 @@ class Router:
         fit = _with_room(takers, request)
         if fit or not takers:
             return fit
+        self._give_up_move(request)
         if request in holder.queues.moving and holder.port.holds(request.known) and not holder.hands_over:
             holder.queues.run([request])
-            if (begun := self._moves.pop(request, None)) is not None:
-                self._tasks.create_task(_released(begun.target))
         else:
             holder.give_up(request, max((each.port.pool for each in takers), key=lambda each: each.total))
         return []
@@ -298,8 +297,7 @@ class Router:
     def _begin_move(self, request: Request, here: Driver, there: Driver) -> None:
         move = self._moves.get(request)
         if move is None or move.there is not there:
-            if move is not None:
-                self._tasks.create_task(_released(move.target))
+            self._give_up_move(request)
             move = self._moves[request] = Move(here, there, there.port.new_sequence())
         assert request.sequence is not None  # noqa: S101 - one that moves has been fed
         move.here, move.under_way = here, True
@@ -327,9 +325,16 @@ class Router:
             if not again:
                 del self._moves[request]
             there.queues.coming.remove(request)
+            if not (arrived or again):
+                there.queues.leave(move.target)
             self._notify()
-        if not (arrived or again):
-            await _released(move.target)
+
+    def _give_up_move(self, request: Request) -> None:
+        """Have what has arrived of a request released, unless its move is under way and ends by itself."""
+        move = self._moves.get(request)
+        if move is not None and not move.under_way:
+            del self._moves[request]
+            move.there.queues.leave(move.target)
 
     def _is_made_again(self, request: Request, move: Move, error: ExecutorError | SequenceMisuseError) -> bool:
         """Handle a move that failed while both executors are known. Raises errors that every further move would
@@ -364,9 +369,3 @@ def _with_room(drivers: ListOf[Driver], request: Request) -> list[Driver]:
     fit = [each for each in drivers if each.port.holds(request.known)]
     longest = max((each.port.max_context for each in fit), default=0)
     return [each for each in fit if each.port.max_context == longest]
-
-
-async def _released(sequence: Sequence) -> None:
-    """Release a sequence that has partly arrived. The executor's idle time-out frees what cannot be released now."""
-    with suppress(ExecutorError):
-        await sequence.release()

@@ -85,7 +85,16 @@ async def fleet(
         for members in roles:
             while not members.named or len(members.there) < len(members.named):
                 await members.changed(members.changes)
-        return await Router(driver, *roles, patience_s=patience_s).run(work)
+        run = await Router(driver, *roles, patience_s=patience_s).run(work)
+        await assert_released(roles)
+        return run
+
+
+async def assert_released(roles: Iterable[Members]) -> None:
+    """Nothing is left of a run at any executor while the connections are still open."""
+    for member in [member for members in roles for member in members.serving]:
+        await member.client.status()
+        assert member.client.pressure is not None and member.client.pressure.sequences == 0, member.target
 
 
 async def disaggregate(prefill: str, decode: str, /, work: list[Request], **how: Any) -> RunCounts:
