@@ -8,7 +8,7 @@ numpy; loads no torch, no server code.
         async with ExecutorClient("localhost:50051") as client:
             info = await client.info()
             print(info.model.name, info.model.vocab_size, info.limits.max_batch_tokens)
-            async with client.sequence() as sequence:          # released on the way out, whatever happens
+            async with client.sequence() as sequence:          # released at the end of the block, also on errors
                 answer = await sequence.prefill(b"In the beginning")
                 text = [answer.token]                           # greedy: the arg-max of the last row
                 while len(text) < 32:
@@ -31,13 +31,13 @@ numpy; loads no torch, no server code.
 
     asyncio.run(main())
 
-Sequences belong to the executor's cache: `Sequence` keeps the handle and advances it with every answer. Errors are the
-classes of `ferrum_rpc.errors`, which this module exports too, raised by single calls and returned per item by batches
-(`BatchResults`). Requested rows are numpy arrays on `Answer`. A lost reply never appends twice: every mutating call
-carries a request id, and calls whose fate is unknown are sent again under the same one (`ResendPolicy`). A client's
-sequences live with its lease, which it renews by itself (`LeasePolicy`); with ``session=True`` its requests share one
-stream. `client.sync` is the same for programs without asyncio, `client.fleet` over several executors, and
-`client.fleet.sync` both.
+Sequences are in the executor's cache: `Sequence` has the handle and updates it with every answer. Errors are the
+classes of `ferrum_rpc.errors`, which this module exports too; single calls raise them and batches return them per item
+(`BatchResults`). Requested rows are numpy arrays of `Answer`. A lost reply never appends twice: every mutating call has
+a request id, and calls with an unknown outcome are sent again under the same id (`ResendPolicy`). A client's sequences
+live with its lease, which it renews by itself (`LeasePolicy`); with ``session=True`` its requests share one stream.
+`client.sync` is the same for programs without asyncio, `client.fleet` for several executors, and `client.fleet.sync`
+for both.
 """
 
 from ferrum_rpc.client.answer import Answer, BatchResults, NoSuchRowsError

@@ -51,23 +51,23 @@ class SelectedRows(NamedTuple):
 
 
 class NoSuchRowsError(LookupError):
-    """The answer holds no rows of the kind, or not the number of rows, that was read: request them in the output."""
+    """The answer has no rows of the kind that was read, or another number of rows: request them in the output."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Answer:
     """A committed work item.
 
-    ``handle`` and `length`: where the sequence stands now. ``rows``: the raw row range (None: none were requested).
+    ``handle`` and `length`: the sequence after the step. ``rows``: the raw row range (None: none were requested).
     ``cached_tokens`` of the prompt came from the prefix cache. ``replayed``: the executor's recorded answer to an
-    earlier call with the same request id. ``pressure``: how full the executor is. ``timing``: where the time went
-    (None where no step ran for this answer).
-    ``run_end``: why the item's run ended (None: it was none), and ``run_cause`` what cut it: the tokens so far are the
-    answer, and the sequence goes on from there.
+    earlier call with the same request id. ``pressure``: how full the executor is. ``timing``: the time by stage (None
+    if no step ran for this answer).
+    ``run_end``: why the item's run ended (None: it was not a run), and ``run_cause`` the reason of an interrupted run,
+    whose tokens so far are the answer; the sequence can continue from there.
 
-    The row accessors raise `NoSuchRowsError` where other rows were requested. R is the number of rows: 1 for LAST, the
-    item's tokens for ALL, those that are scored for `NextToken`, those that are emitted for `Accept`, those that a run
-    chose. Arrays are read-only views of the answer's bytes.
+    The row accessors raise `NoSuchRowsError` if other rows were requested. R is the number of rows: 1 for LAST, the
+    item's tokens for ALL, the scored tokens for `NextToken`, the emitted ones for `Accept`, the chosen ones for a run.
+    Arrays are read-only views of the answer's bytes.
     """
 
     handle: HandleRef
@@ -102,8 +102,8 @@ class Answer:
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
-        """Chosen tokens (`Greedy`, `Sample`), emitted ones (`Accept`), or those that were scored (`NextToken`),
-        uint32 [R]."""
+        """The chosen tokens (`Greedy`, `Sample`), emitted tokens (`Accept`) or scored tokens (`NextToken`), uint32
+        [R]."""
         return self._columns(RowKind.TOKENS)["token_ids"]
 
     @property
@@ -114,7 +114,7 @@ class Answer:
     @property
     def top_logprobs(self) -> TopLogprobs:
         """The best tokens of the rows of `tokens`, with their log-probabilities; requested with
-        ``logprobs=RowLogprobs(k)``. As the model gave the row, whatever chose its token."""
+        ``logprobs=RowLogprobs(k)``. They are of the model's row, before masks and sampling."""
         ids = self._beside_token("top_token_ids", "logprobs=RowLogprobs(k)")
         return TopLogprobs(ids, self._beside_token("top_logprobs", "logprobs=RowLogprobs(k)"))
 
@@ -136,12 +136,12 @@ class Answer:
 
     @property
     def logits(self) -> npt.NDArray[np.float32]:
-        """Whole rows, float32 [R, V], whatever type they travelled as."""
+        """Whole rows, float32 [R, V], converted from the transmitted type."""
         return float_rows(self._columns(RowKind.LOGITS)["logits"])
 
     @property
     def hidden_states(self) -> npt.NDArray[np.float32]:
-        """What the output head reads, float32 [R, hidden size], whatever type it travelled as."""
+        """The input of the output head, float32 [R, hidden size], converted from the transmitted type."""
         return float_rows(self._columns(RowKind.HIDDEN_STATES)["hidden_states"])
 
     def _rows_in_words(self) -> str:
@@ -169,8 +169,8 @@ class Answer:
 
 
 class BatchResults(list[Answer | ExecutorError]):
-    """What a batch call returns: ``results[i]`` is for ``items[i]``, the `Answer`, or the `ExecutorError` that refused
-    it. A list, with what a scheduler does next:
+    """The results of a batch call: ``results[i]`` is the `Answer` of ``items[i]``, or the `ExecutorError` that refused
+    it. A list, with methods for schedulers:
 
         for answer in results.all_answers():                   # or raise the first refusal
             ...
@@ -184,23 +184,23 @@ class BatchResults(list[Answer | ExecutorError]):
     __slots__ = ()
 
     def answers(self) -> list[Answer]:
-        """The answers, in the order of their items; without those of items that were refused."""
+        """The answers of items that were not refused, in the order of the items."""
         return [each for each in self if isinstance(each, Answer)]
 
     def errors(self) -> list[ExecutorError]:
-        """Why items were refused, in their order; empty where none was."""
+        """The errors of refused items, in the order of the items."""
         return [each for each in self if isinstance(each, ExecutorError)]
 
     def all_answers(self) -> list[Answer]:
-        """The answer of every item. Raises the first refusal if there is one; the other items are committed
-        nonetheless."""
+        """The answers of all items. Raises the first refusal if there is one; the other items are committed
+        nevertheless."""
         if errors := self.errors():
             raise errors[0]
         return self.answers()
 
     def split(self, things: Iterable[Thing]) -> tuple[list[tuple[Thing, Answer]], list[tuple[Thing, ExecutorError]]]:
-        """Answers and refusals apart, each beside its one of ``things``, of which there is one for each item. Raises
-        ValueError where there are more or fewer."""
+        """The answers and the refusals, each paired with the element of ``things`` of its item. Raises ValueError
+        unless ``things`` has one element for each item."""
         answered: list[tuple[Thing, Answer]] = []
         refused: list[tuple[Thing, ExecutorError]] = []
         for thing, result in zip(things, self, strict=True):

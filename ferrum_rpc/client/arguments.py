@@ -1,7 +1,7 @@
-"""What a program hands to the client, checked where it is handed over: before a sequence is claimed or a byte is sent.
+"""Checks of the client's arguments, before a sequence is claimed or a byte is sent.
 
-A wrong argument raises `InvalidRequest` with the field of the contract that it would have gone into, as the executor's
-own refusal of such a field does.
+An invalid argument raises `InvalidRequest` with the name of its field in the contract, as the executor's refusal of
+that field does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Output = OutputSpec | OutputKind | Positions
 only positions, of `Greedy()`. With `Positions.NONE` the answer has no rows."""
 
 MOST: Final = 2**32 - 1
-"""The contract's numbers are unsigned, of 32 bits."""
+"""The contract's numbers are unsigned 32-bit integers."""
 
 GREEDY: Final = Greedy()
 """The default output of every call."""
@@ -53,7 +53,7 @@ _LAST_GREEDY: Final = OutputSpec(Positions.LAST, GREEDY)
 
 
 class CacheMode(enum.Enum):
-    """How a new sequence uses the prefix cache; the numbers are the wire's."""
+    """How a new sequence uses the prefix cache; the values are those of the protos."""
 
     DEFAULT = 0
     READ_WRITE = 1
@@ -64,7 +64,7 @@ class CacheMode(enum.Enum):
 def creation(
     reserve_tokens: int, lease_id: str, adapter: str, cache_salt: bytes, cache_mode: CacheMode
 ) -> forward_pb2.CreateOptions:
-    """What a new sequence is made with. Raises `InvalidRequest`."""
+    """The options of a new sequence. Raises `InvalidRequest`."""
     try:
         return forward_pb2.CreateOptions(
             lease_id=lease_id,
@@ -82,7 +82,7 @@ def as_tokens(tokens: Tokens, field: str = "token_ids", *, least: int = 1) -> li
     bools and other types."""
     listed: list[int]
     if type(tokens) is list and len(tokens) == 1 and type(token := tokens[0]) is int and 0 <= token <= MOST:
-        return [token]  # what nearly every step feeds, in a quarter of the time
+        return [token]  # the most frequent case, in a quarter of the time
     if isinstance(tokens, np.ndarray):
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise InvalidRequest(f"{field}: must be integers [n], not {tokens.dtype} {[*tokens.shape]}", field=field)
@@ -108,7 +108,7 @@ def as_tokens(tokens: Tokens, field: str = "token_ids", *, least: int = 1) -> li
 
 
 def as_number(value: int, field: str, *, least: int = 0, most: int = MOST) -> int:
-    """An integer from ``least`` on that fits the contract's numbers. Raises `InvalidRequest`."""
+    """An integer of at least ``least`` that fits the contract's numbers. Raises `InvalidRequest`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -124,7 +124,7 @@ def as_optional(value: int | None, field: str, *, least: int = 0) -> int | None:
 
 
 def as_list(values: Iterable[Any], field: str) -> list[Any]:
-    """What an iterable holds. Raises `InvalidRequest` for what is none."""
+    """The elements of an iterable. Raises `InvalidRequest` for anything else."""
     try:
         each = iter(values)
     except TypeError:
@@ -185,7 +185,7 @@ def as_output(output: Output, positions: Positions) -> OutputSpec:
 
 
 def as_run(run: Run, output: OutputSpec) -> Run:
-    """Raise `InvalidRequest` for what is no run, and for an output that chooses no next token."""
+    """Raise `InvalidRequest` for anything but a run, and for an output that chooses no next token."""
     if not isinstance(run, Run):
         raise InvalidRequest(f"a run must be Run(max_tokens, (stop id, ...)), not {run!r}", field="run")
     stops = run.stop_token_ids
@@ -197,7 +197,7 @@ def as_run(run: Run, output: OutputSpec) -> Run:
 
 
 def _check_sample(sample: Sample, field: str) -> None:
-    """Raise `InvalidRequest` for what the contract's fields cannot hold; the executor checks what they mean."""
+    """Raise `InvalidRequest` for values that the contract's fields cannot hold; the executor checks the rest."""
     _check_masks(sample, "output.sample")
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         _check_float(getattr(sample, name), f"{field}.{name}")

@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, and what the facade of `client.sync` (generated) is made of.
+"""An event loop in a thread of its own, and the parts of the generated facade `client.sync`.
 
-The facade has no protocol of its own: each of its calls runs the async client's in that loop and waits for it, so that
-several threads may share a client, and a program that has a running loop itself (a notebook) may use one.
+The facade has no protocol of its own: each of its calls runs the async client's call in that loop and waits for it.
+Several threads may share a client, and a program with a running loop of its own (a notebook) may use one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AsyncClient_co = TypeVar("AsyncClient_co", bound=Client, covariant=True)
 
 
 class Background:
-    """A thread that runs an event loop until `stop`. A daemon: a program that forgets to stop it can still end."""
+    """A thread that runs an event loop until `stop`. It is a daemon, so a program that does not stop it can end."""
 
     def __init__(self) -> None:
         self._stopping = asyncio.Event()
@@ -53,8 +53,8 @@ class Background:
         await self._stopping.wait()
 
     def run(self, call: Awaitable[Result]) -> Result:
-        """What ``call`` returns or raises, from any thread but the loop's own. A thread that is interrupted meanwhile
-        (Ctrl-C) cancels the call, waits for its end, and goes on with its interruption."""
+        """Run ``call`` and return its result, from any thread but the loop's own. A thread that is interrupted
+        meanwhile (Ctrl-C) cancels the call, waits for its end, and then raises the interruption."""
         ended: Future[Result] = Future()
         tasks: list[asyncio.Task[Result]] = []
 
@@ -97,7 +97,7 @@ class Background:
             raise
 
     def each(self, stream: AsyncGenerator[Result, None]) -> Iterator[Result]:
-        """The items of a stream. Left early, it is closed."""
+        """The items of a stream, which is closed if the caller stops early."""
         try:
             while True:
                 try:
@@ -106,12 +106,12 @@ class Background:
                     return
                 yield item
         finally:
-            # What the collector finds in the loop's own thread, the loop closes by itself.
+            # In the loop's own thread (garbage collection) the loop closes the stream by itself.
             if not self._stopped and threading.current_thread() is not self._thread:
                 self.run(stream.aclose())
 
     def stop(self) -> None:
-        """End the loop; calls that are still in it end with `TransportError`. Doing it twice is doing it once."""
+        """End the loop; calls that still run there end with `TransportError`. Idempotent."""
         with self._lock:
             if not self._stopped:
                 self._stopped = True
@@ -121,8 +121,8 @@ class Background:
 
 
 def unwrapped(values: Any) -> Any:
-    """A batch of the facade's sequences, or of tuples with them, as the async client takes it. What is no batch is
-    left to the async client to refuse."""
+    """A batch of the facade's sequences, or of tuples with them, converted for the async client, which refuses anything
+    else."""
     if isinstance(values, tuple):
         return tuple(map(unwrapped, values))
     if isinstance(values, Facade):
@@ -131,7 +131,7 @@ def unwrapped(values: Any) -> Any:
 
 
 class Facade(Generic[Async_co]):
-    """A thing of the async client, and the loop that it lives in."""
+    """An object of the async client, and the loop in which it runs."""
 
     def __init__(self, of: Async_co, background: Background | None) -> None:
         self._async: Async_co = of
@@ -224,7 +224,7 @@ class ClientFacade(Facade[AsyncClient_co]):
             background.stop()
             raise
         self._opened = background
-        weakref.finalize(self, background.stop)  # also at the program's end, where it was not closed
+        weakref.finalize(self, background.stop)  # also at the program's end, if it was not closed
         return self
 
     def __exit__(self, *_: object) -> None:

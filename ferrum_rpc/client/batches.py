@@ -1,4 +1,4 @@
-"""What a client sends to one executor for many sequences in one call."""
+"""Calls to one executor for many sequences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def forward_at(
 async def truncate_at(
     connection: Connection, pairs: ListOf[tuple[Sender[Owner], int]], deadline: Deadline
 ) -> list[ExecutorError | None]:
-    """Roll back sequences at one executor, each to its length. None: done."""
+    """Roll back sequences at one executor, each to its length. None for each that was rolled back."""
     async with AsyncExitStack() as claims:
         rollbacks = [
             (sender.state, await claims.enter_async_context(sender.claim_settled("truncate", deadline)), length)
@@ -44,7 +44,7 @@ async def truncate_at(
 
 
 async def release_at(connection: Connection, senders: ListOf[Sender[Owner]]) -> list[ExecutorError | None]:
-    """Free sequences at one executor. None: it is free."""
+    """Free sequences at one executor. None for each that is free."""
     held = list(dict.fromkeys(each for each in senders if not each.state.released))
     for sender in held:
         sender.state.check_idle("release")

@@ -1,8 +1,8 @@
-"""The gRPC channel: its credentials, and the retries, keepalive and message limits that the client ships by default
-(promises R7 and R8).
+"""The gRPC channel: its credentials, and the client's default retries, keepalive and message limits (promises R7 and
+R8).
 
-gRPC takes certificates as bytes and reports wrong ones only with the first call, as a failure to connect. Here they are
-read and checked at once.
+gRPC takes certificates as bytes and reports invalid ones only with the first call, as a failure to connect. This module
+reads and checks them at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ferrum_rpc.executor.v1 import executor_control_pb2, kv_transfer_pb2, model_
 ChannelOption = tuple[str, str | int]
 
 ChannelCredentials = grpc.ChannelCredentials
-"""What `tls` makes, by a name that needs no import of gRPC."""
+"""The result of `tls`, under a name that needs no import of gRPC."""
 
 _CONTRACT: Final = [
     service
@@ -50,9 +50,9 @@ KEEPALIVE_TIMEOUT_S: Final = 5.0
 
 
 def service_config() -> str:
-    """Retries of UNAVAILABLE, the one code that means that nothing was started, or that no server answered: then the
-    request id makes the repetition safe. At most 4 attempts, exponential backoff (gRPC adds the jitter), throttled so
-    that a dead executor is not hammered. Streams are not retried: the session has what was in flight."""
+    """Retries of UNAVAILABLE, the one code that means that nothing was started, or that no server answered, where the
+    request id makes a retry safe. At most 4 attempts, exponential backoff (gRPC adds the jitter), throttled to protect
+    an executor that is down. Streams are not retried: the session resends what was in flight."""
     retried = {
         "name": [{"service": service} for service in SERVICES],
         "retryPolicy": {
@@ -71,8 +71,8 @@ def service_config() -> str:
 
 
 def keepalive_options(time_s: float, timeout_s: float) -> list[ChannelOption]:
-    """A silent peer gets a ping after ``time_s`` seconds and is given up ``timeout_s`` later, with or without calls in
-    flight; streams end then as calls do. Executors take more than one ping in five seconds for abuse."""
+    """A silent peer gets a ping after ``time_s`` seconds; the connection is closed ``timeout_s`` later, with or without
+    calls in flight, and ends calls and streams. Executors treat more than one ping in five seconds as abuse."""
     if time_s <= 0 or timeout_s <= 0:
         raise ValueError(f"keepalive times must be positive: {time_s}, {timeout_s}")
     timeout_ms = max(1, round(timeout_s * 1000))
@@ -89,7 +89,7 @@ def channel_options(overrides: Iterable[ChannelOption] = ()) -> list[ChannelOpti
         "grpc.service_config": service_config(),
         "grpc.service_config_disable_resolution": 1,
         "grpc.enable_retries": 1,
-        # gRPC retries only what it still holds: its default of 256 kB is less than one long prompt.
+        # gRPC retries only messages in its buffer: the default of 256 kB is less than one long prompt.
         "grpc.per_rpc_retry_buffer_size": 64 << 20,
         # The executor reports its limits in GetInfo and enforces them; a limit here could only refuse an answer
         # to a step that has already run.
@@ -108,7 +108,7 @@ def channel_options(overrides: Iterable[ChannelOption] = ()) -> list[ChannelOpti
 
 
 def check_target(target: str, field: str = "target") -> None:
-    """Raise `InvalidRequest` for a target without a port: gRPC would take 443."""
+    """Raise `InvalidRequest` for a target without a port, for which gRPC would use 443."""
     scheme, _, rest = target.partition(":")
     if scheme in _WITHOUT_PORTS and rest:
         return
@@ -120,7 +120,7 @@ def check_target(target: str, field: str = "target") -> None:
 
 
 def host_and_port_of(target: str) -> tuple[str, int]:
-    """What is looked up for a target ``name:port`` or ``dns:///name:port``; no host where nothing is, as of a path."""
+    """The host and port of a target ``name:port`` or ``dns:///name:port``; no host for targets without DNS (a path)."""
     looked_up = target.partition(":")[0] not in (*_WITHOUT_PORTS, "ipv4", "ipv6")
     found = _ADDRESS.fullmatch(_DNS.sub("", target)) if looked_up else None
     return ("", 0) if found is None else (found[1].strip("[]"), int(found["port"]))

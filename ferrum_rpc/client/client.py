@@ -53,23 +53,23 @@ from ferrum_rpc.wire.info import duration, from_proto
 class ExecutorClient(ModelClient):
     """A connection to one executor, for one scheduler. An async context manager.
 
-    ``target``: ``host:port`` or ``unix:path``. ``timeout_s``: the deadline of every call that is not given one of its
-    own; None waits for ever. ``credentials``: TLS, from `tls`; None is plain text. ``token``:
-    sent as ``authorization: Bearer``. ``channel_options`` replace gRPC options of the same name. ``resend``: what to do
-    when the fate of a call is unknown. ``release_timeout_s`` bounds what leaving a sequence, or the client, may take.
+    ``target``: ``host:port`` or ``unix:path``. ``timeout_s``: the default deadline of a call; None waits for ever.
+    ``credentials``: TLS, from `tls`; None is plain text. ``token``: sent as ``authorization: Bearer``.
+    ``channel_options`` replace gRPC options of the same name. ``resend``: when to resend calls with an unknown outcome.
+    ``release_timeout_s`` limits the time to leave a sequence, or the client.
 
-    ``lease``: the lease that its sequences live with, acquired with the first of them and renewed in the background;
-    None: they live while they are used (the executor's idle time-out). ``on_lease_trouble`` is called in the event loop
-    when renewals begin to fail, and when the lease is lost with its sequences; the next sequence then gets a new one.
+    ``lease``: the policy of the lease of its sequences, acquired with the first of them and renewed in the background;
+    None: sequences end after the executor's idle time-out. ``on_lease_trouble`` is called in the event loop when
+    renewals begin to fail, and when the lease is lost with its sequences; the next sequence then gets a new one.
     ``client_name`` names the client in the executor's lists and logs (default: host and process id).
-    ``session``: requests go as frames of one stream, ``steps_in_flight`` at most at a time (the executor may grant
-    fewer, further ones wait), which costs less than a unary call each. Calls that are ready at the same time share a
-    frame. Executors without sessions get unary calls.
-    ``keepalive_time_s``, ``keepalive_timeout_s``: a peer that is dead or hangs is noticed within twice their sum.
+    ``session``: requests are frames of one stream, at most ``steps_in_flight`` at a time (the executor may grant fewer;
+    further ones wait), which costs less than unary calls. Calls that are ready at the same time share a frame.
+    Executors without sessions get unary calls.
+    ``keepalive_time_s``, ``keepalive_timeout_s``: a peer that is dead or hangs is detected within twice their sum.
 
-    Leaving the client releases the sequences that are still live. Every call raises the `ExecutorError` that the
-    executor's reason stands for, or `TransportError` where there is no answer: `Draining` where the executor had
-    reported before that it was draining.
+    Leaving the client releases the sequences that are still live. Every call raises the `ExecutorError` of the
+    executor's reason, or `TransportError` if there is no answer (`Draining` if the executor had reported before that it
+    was draining).
     """
 
     def __init__(
@@ -134,37 +134,37 @@ class ExecutorClient(ModelClient):
 
     @property
     def pressure(self) -> Pressure | None:
-        """How full the executor was in the last answer, of whatever call. None before the first."""
+        """How full the executor was in the last answer of any call. None before the first."""
         return None if self._opened is None else self._opened.context.pressure
 
     @property
     def lease(self) -> LeaseState | None:
-        """The lease that the client's sequences live with. None before the first sequence, after the lease was lost and
-        until the next sequence, and where the executor offers none."""
+        """The lease of the client's sequences. None before the first sequence, after the lease was lost and until the
+        next sequence, and if the executor offers none."""
         return None if self._opened is None else self._opened.leases.state
 
     # --- the executor -----------------------------------------------------------------------------------------------
 
     @property
     def executors(self) -> list[ExecutorView]:
-        """The executor as it is known without asking it: a list of one, empty until `info` or another call has had its
-        answer. What is restarted at the same target is another one."""
+        """The executor as known without a call: a list of one, empty until `info` or another call was answered. A
+        restarted process at the same target is another executor."""
         executor = None if self._opened is None else self._opened.executor
         return [] if executor is None else [executor]
 
     async def info(self, *, timeout_s: float | None = None) -> ExecutorInfo:
-        """What the executor is: model, cache, limits, capabilities. Requested once per life of the executor. While
-        the model loads it waits; `Starting` at the end of the timeout. Raises `NotSupported` where it needs newer
-        clients."""
+        """The executor's model, cache, limits and capabilities. Requested once per life of the executor. Waits while
+        the model loads, and raises `Starting` at the end of the timeout. Raises `NotSupported` if the executor needs
+        newer clients."""
         return await self._context.info(self._context.deadline(timeout_s))
 
     async def status(self, *, timeout_s: float | None = None) -> ExecutorStatus:
-        """How it is doing right now: state, pressure, counters."""
+        """The executor's present state, pressure and counters."""
         return await self._context.status(self._context.deadline(timeout_s))
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:
-        """The standard health check of a service; of the whole server without a name. `LIVENESS`: whether process and
-        device are well, also while the executor loads or drains."""
+        """The standard health check of a service; without a name, of the whole server. `LIVENESS`: whether process and
+        device work, also while the executor loads or drains."""
         context, message = self._context, HealthCheckRequest(service=service)
         response = await context.call(context.health.Check, message, context.deadline(timeout_s), NEVER_RESEND)
         return Health(response.status)
@@ -172,7 +172,7 @@ class ExecutorClient(ModelClient):
     async def warmup(
         self, batch_size: int = 0, prefill_tokens: int = 0, *, timeout_s: float | None = None
     ) -> WarmupReport:
-        """Run steps of typical shapes, so that the first caller does not pay for them. 0: the executor's defaults."""
+        """Run steps of typical shapes, so that the first caller does not wait for them. 0: the executor's defaults."""
         message = executor_control_pb2.WarmupRequest(
             batch_size=as_number(batch_size, "batch_size"), prefill_tokens=as_number(prefill_tokens, "prefill_tokens")
         )
@@ -190,7 +190,7 @@ class ExecutorClient(ModelClient):
         return response.released_sequences
 
     async def drain(self, grace_s: float | None = None, *, timeout_s: float | None = None) -> ExecutorState:
-        """Ask it to take no new sequences and to finish the ones it owns within ``grace_s`` seconds."""
+        """Make the executor refuse new sequences and serve owned ones for up to ``grace_s`` seconds."""
         message = executor_control_pb2.DrainRequest()
         if grace_s is not None:
             message.grace.CopyFrom(duration(grace_s))
@@ -200,8 +200,8 @@ class ExecutorClient(ModelClient):
         return ExecutorState(response.state)
 
     async def list_sequences(self, *, timeout_s: float | None = None) -> list[SequenceInfo]:
-        """The live sequences of every caller, oldest first, for an operator. One that begins or ends meanwhile may be
-        in the list or not."""
+        """The live sequences of every caller, oldest first, for an operator. The list may or may not include one that
+        begins or ends meanwhile."""
         deadline, found = self._context.deadline(timeout_s), list[SequenceInfo]()
         request = executor_control_pb2.ListSequencesRequest()
         while True:
@@ -212,32 +212,32 @@ class ExecutorClient(ModelClient):
             request = executor_control_pb2.ListSequencesRequest(page_token=page.next_page_token)
 
     async def load_adapter(self, name: str, *, timeout_s: float | None = None) -> AdapterInfo:
-        """Load an adapter from the executor's adapter folder, for `sequence`. One that is loaded stays as it is. Raises
-        `AdapterUnknown`, `SequencesExhausted` where there is no room, and `InvalidRequest` and `NotSupported` for files
-        that are not right."""
+        """Load an adapter from the executor's adapter folder, for `sequence`; no effect if it is loaded. Raises
+        `AdapterUnknown`, `SequencesExhausted` if there is no capacity, and `InvalidRequest` and `NotSupported` for
+        invalid files."""
         message = executor_control_pb2.LoadAdapterRequest(name=name)
         deadline = self._context.deadline(timeout_s)
         response = await self._context.call(self._context.control.LoadAdapter, message, deadline, NEVER_RESEND)
         return from_proto(AdapterInfo, response.adapter, nbytes=response.adapter.bytes)
 
     async def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
-        """Unload an adapter. Raises `AdapterUnknown`, and `AdapterInUse` while sequences have it."""
+        """Unload an adapter. Raises `AdapterUnknown`, and `AdapterInUse` while sequences use it."""
         message = executor_control_pb2.UnloadAdapterRequest(name=name)
         deadline = self._context.deadline(timeout_s)
         await self._context.call(self._context.control.UnloadAdapter, message, deadline, NEVER_RESEND)
 
     async def list_adapters(self, *, timeout_s: float | None = None) -> list[AdapterInfo]:
-        """The loaded adapters, in the order in which they came."""
+        """The loaded adapters, in the order of loading."""
         message = executor_control_pb2.ListAdaptersRequest()
         deadline = self._context.deadline(timeout_s)
         response = await self._context.call(self._context.control.ListAdapters, message, deadline, NEVER_RESEND)
         return [from_proto(AdapterInfo, each, nbytes=each.bytes) for each in response.adapters]
 
     def watch_prefixes(self, *, patience_s: float = 60.0) -> AsyncGenerator[PrefixEvents, None]:
-        """What the executor's prefix cache has, and then what enters and leaves it, for a `PrefixIndex`: until the
-        caller stops reading. Goes on where it was after a lost connection, and anew after a restart. Raises the last
-        error where the executor cannot be reached for ``patience_s`` seconds, `NotSupported` where it tells no events,
-        and what it refuses."""
+        """The contents of the executor's prefix cache, then its changes, for a `PrefixIndex`, until the caller stops
+        reading. After a lost connection the stream continues, after a restart it begins anew. Raises the last error if
+        the executor cannot be reached for ``patience_s`` seconds, `NotSupported` if it offers no events, and the
+        executor's refusals."""
         return watch_prefixes(self._context, patience_s)
 
     # --- leases of the caller's own ---------------------------------------------------------------------------------
@@ -245,18 +245,17 @@ class ExecutorClient(ModelClient):
     async def acquire_lease(
         self, ttl_s: float | None = None, *, client_name: str = "", timeout_s: float | None = None
     ) -> Lease:
-        """A lease for ``ttl_s`` seconds (default: the executor's), for `sequence` with its ``lease_id``. The caller
-        renews and revokes it; the client's own lease needs none of this. Raises `SequencesExhausted` where there are
-        too many."""
+        """A lease for ``ttl_s`` seconds (default: the executor's), for `sequence` with its ``lease_id``. You renew and
+        revoke it yourself, unlike the client's own lease. Raises `SequencesExhausted` if there are too many."""
         return await self._connection.leases.acquire_lease(ttl_s, client_name, self._context.deadline(timeout_s))
 
     async def keep_alive(self, lease_id: str, *, timeout_s: float | None = None) -> float:
-        """Renew a lease; returns for how many seconds. Raises `LeaseExpired`, `LeaseUnknown`, or `InstanceMismatch`
+        """Renew a lease; returns its lifetime in seconds. Raises `LeaseExpired`, `LeaseUnknown`, or `InstanceMismatch`
         after a restart of the executor."""
         return await self._connection.leases.renew_lease(lease_id, self._context.deadline(timeout_s))
 
     async def revoke_lease(self, lease_id: str, *, timeout_s: float | None = None) -> int:
-        """End a lease and free its sequences; returns how many. Raises as `keep_alive`."""
+        """End a lease and free its sequences; returns their number. Raises as `keep_alive`."""
         return await self._connection.leases.revoke_lease(lease_id, self._context.deadline(timeout_s))
 
     # --- sequences --------------------------------------------------------------------------------------------------
@@ -274,10 +273,10 @@ class ExecutorClient(ModelClient):
     ) -> Sequence:
         """A new, empty sequence. Nothing is sent until it is fed.
 
-        ``keep_tokens``: remember what was fed, so that `Sequence.rebuild` needs no tokens. ``rebuild``: on a lost
-        sequence (executor restarted, lease expired, reset) do that by itself and go on; implies ``keep_tokens``. Batch
-        calls do not rebuild: their caller plans. The others are the contract's ``CreateOptions``: blocks to hold beyond
-        the prompt, a lease, an adapter by name, a salt that keeps cached prefixes apart, and how to use them.
+        ``keep_tokens``: keep the tokens that were fed, so that `Sequence.rebuild` needs none. ``rebuild``: rebuild a
+        lost sequence (executor restarted, lease expired, reset) automatically and continue; implies ``keep_tokens``.
+        Batch calls do not rebuild. The other options are the contract's ``CreateOptions``: blocks to reserve beyond the
+        prompt, a lease, an adapter by name, a salt that separates cached prefixes, and the use of the prefix cache.
         """
         create = creation(reserve_tokens, lease_id, adapter, cache_salt, cache_mode)
         connection = self._connection
@@ -289,13 +288,13 @@ class ExecutorClient(ModelClient):
         return Sequence(Sender(state, Owner(connection, state)))
 
     async def register_token_mask(self, mask: Mask, *, timeout_s: float | None = None) -> bytes:
-        """Register which tokens a row may yield: bools [V], or int32 or uint32 words [ceil(V / 32)], bit t % 32 of word
+        """Register a mask of allowed tokens: bools [V], or int32 or uint32 words [ceil(V / 32)], bit t % 32 of word
         t / 32 for token t. Returns the id, for ``Greedy(mask=...)``, ``Sample(mask=...)`` and their ``row_masks``.
 
-        One that this client has registered before costs no call. The executor keeps so many (`limits.max_token_masks`)
-        and lets those go that were not used for longest: the client then registers them again, where they are among
-        the last 64 MiB of words that it registered. Raises `InvalidRequest` for a mask of another vocabulary or without
-        any token, `QueueFull` where calls in flight name all that the executor keeps."""
+        A mask that this client has registered before costs no call. The executor keeps `limits.max_token_masks` and
+        evicts the least recently used; the client registers evicted ones again if they are among the last 64 MiB of
+        words that it registered. Raises `InvalidRequest` for a mask of another vocabulary or without any token,
+        `QueueFull` if calls in flight use all masks that the executor can keep."""
         return await self._connection.masks.register(mask, self._context.deadline(timeout_s))
 
     # --- inside -----------------------------------------------------------------------------------------------------

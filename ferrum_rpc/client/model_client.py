@@ -1,4 +1,4 @@
-"""The seam for schedulers and for servers in front of executors: the same program drives one executor or a fleet.
+"""The common interface of one executor and a fleet, for schedulers and for servers in front of executors.
 
 `ExecutorClient` and `FleetClient` are both a `ModelClient`. A program that plans per executor reads
 `ModelClient.executors` and `Sequence.owner`; one that does not reads `pressure` and awaits `status`, which a fleet sums
@@ -26,27 +26,27 @@ from ferrum_rpc.errors import ExecutorError, InvalidRequest
 
 
 class ModelClient(AbstractAsyncContextManager[Any]):
-    """The executors of one model, for one scheduler: one of them, or a fleet. An async context manager."""
+    """The executors of one model, for one scheduler: a single one, or a fleet. An async context manager."""
 
     # --- the executors ----------------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def executors(self) -> ListOf[ExecutorView]:
-        """Those that are there, the oldest first. Empty before the first answer says what they are."""
+        """The present executors, the oldest first. Empty before the first answer."""
 
     @property
     @abstractmethod
     def pressure(self) -> Pressure | None:
-        """How full they were in their last answers, together. None before the first."""
+        """How full they were in their last answers, summed. None before the first."""
 
     @abstractmethod
     async def info(self, *, timeout_s: float | None = None) -> ExecutorInfo:
-        """What they are. Of a fleet it is that of the first one; `executors` have each one's own."""
+        """The executor's description; for a fleet that of the first one. `executors` have each one's own."""
 
     @abstractmethod
     async def status(self, *, timeout_s: float | None = None) -> ExecutorStatus:
-        """How they are doing right now. Of a fleet the state is that of the best one, and the rest is summed."""
+        """The present status. For a fleet the state is that of the best executor, and the rest is summed."""
 
     @abstractmethod
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> Health:
@@ -73,7 +73,7 @@ class ModelClient(AbstractAsyncContextManager[Any]):
 
     @abstractmethod
     async def register_token_mask(self, mask: Mask, *, timeout_s: float | None = None) -> bytes:
-        """Register which tokens a row may yield; the id of that."""
+        """Register a mask of allowed tokens; returns its id."""
 
     # --- many sequences in one call ---------------------------------------------------------------------------------
 
@@ -82,10 +82,9 @@ class ModelClient(AbstractAsyncContextManager[Any]):
     ) -> BatchResults:
         """Any mix of prefills, chunks, decodes and verifies (`Sequence.item`) in one forward pass.
 
-        ``results[i]`` answers ``items[i]``: an `Answer`, or this item's own `ExecutorError`, returned and not
-        raised; `BatchResults` tells them apart. With ``all_or_nothing`` a refusal of one is raised for all. Errors of
-        the whole call (`QueueFull`, `Draining`, `TransportError`, …) are raised; sending the same items again is then
-        safe.
+        ``results[i]`` answers ``items[i]``: an `Answer`, or this item's own `ExecutorError`, returned and not raised;
+        `BatchResults` separates them. With ``all_or_nothing`` the refusal of one is raised for all. Errors of the whole
+        call (`QueueFull`, `Draining`, `TransportError`, …) are raised; sending the same items again is then safe.
         """
         return BatchResults(await self._batch(FORWARD, _listed(items), all_or_nothing, timeout_s))
 
@@ -98,15 +97,15 @@ class ModelClient(AbstractAsyncContextManager[Any]):
     async def batch_decode(
         self, items: Iterable[Item], *, all_or_nothing: bool = False, timeout_s: float | None = None
     ) -> BatchResults:
-        """As `forward`, for items of one token on sequences that exist."""
+        """As `forward`, for items of one token on existing sequences."""
         return BatchResults(await self._batch(BATCH_DECODE, _listed(items), all_or_nothing, timeout_s))
 
     async def truncate(
         self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None
     ) -> list[ExecutorError | None]:
-        """Roll back many sequences, each to a length of its own: ``results[i]`` is None where that is done, or the
-        `ExecutorError` that `Sequence.truncate` would raise. In a session they are one frame, else a call each. After
-        an unknown fate the same call settles it."""
+        """Roll back many sequences, each to its own length: ``results[i]`` is None on success, or the `ExecutorError`
+        that `Sequence.truncate` would raise. In a session they are one frame, else a call each. After an unknown
+        outcome, making the same call again settles it."""
         pairs: list[tuple[Sequence, int]] = []
         for at, pair in enumerate(as_list(rollbacks, "rollbacks")):
             if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], Sequence):
@@ -117,8 +116,8 @@ class ModelClient(AbstractAsyncContextManager[Any]):
         return await self._truncate(pairs, timeout_s)
 
     async def release(self, sequences: Iterable[Sequence]) -> list[ExecutorError | None]:
-        """Free many sequences: ``results[i]`` is None where it is free (also where it was before), or the
-        `ExecutorError` that `Sequence.release` would raise. Bounded and carried through as that is."""
+        """Free many sequences: ``results[i]`` is None if the sequence is free (also if it was before), or the
+        `ExecutorError` that `Sequence.release` would raise. Bounded and completed as that is."""
         listed: ListOf[Sequence] = as_list(sequences, "sequences")
         for at, sequence in enumerate(listed):
             if not isinstance(sequence, Sequence):
@@ -133,9 +132,9 @@ class ModelClient(AbstractAsyncContextManager[Any]):
         logprobs: RowLogprobs | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Scores of ``tokens[first:]``, each after all that stands before it: `Answer.logprobs` float32 [n - first] of
-        `Answer.tokens`, and what ``logprobs`` asks for of their rows. ``first`` is 1 or more: with that of a prompt's
-        length, what follows the prompt is scored. A sequence is made for it, fed in chunks, and released."""
+        """Scores of ``tokens[first:]``, each given all tokens before it: `Answer.logprobs` float32 [n - first] of
+        `Answer.tokens`, and the ``logprobs`` of their rows. ``first`` is at least 1; set it to a prompt's length to
+        score what follows the prompt. A temporary sequence is made for it, fed in chunks, and released."""
         *fed, last = as_tokens(tokens)
         first = as_number(first, "first", least=1, most=len(fed))
         async with self.sequence() as sequence:

@@ -1,4 +1,4 @@
-"""`Sequence`: one sequence in the executor's cache, as a program uses it. Its `Sender` has what a call does."""
+"""`Sequence`: the public interface of one sequence in the executor's cache. Its `Sender` makes the calls."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ log = logging.getLogger("ferrum_rpc.client")
 class Sequence:
     """One sequence in the executor's KV cache. Made by `ExecutorClient.sequence`; starts empty.
 
-    An async context manager: leaving it releases the sequence, on errors and cancellation too. One call at a time;
-    a second one raises `SequenceMisuseError` before anything is sent, and so does an argument that cannot be meant,
-    with `InvalidRequest` and its ``field``. Calls raise the `ExecutorError` of the executor's reason; after any error
-    the sequence is as it was before the call, except that a long `prefill` keeps the chunks that went through, and
-    except where the fate is unknown (`TransportError`, `DeadlineExceeded`, cancellation): then making the same call
-    again is safe and settles it, because it carries the same request id.
+    An async context manager: leaving it releases the sequence, also after errors and cancellation. One call at a time:
+    a second one raises `SequenceMisuseError` before anything is sent, and an invalid argument `InvalidRequest` with its
+    ``field``. Calls raise the `ExecutorError` of the executor's reason. After an error the sequence is as before the
+    call, with two exceptions: a long `prefill` keeps its completed chunks, and after `TransportError`,
+    `DeadlineExceeded` or cancellation the outcome is unknown. Then making the same call again is safe and settles it,
+    because it has the same request id.
     """
 
     def __init__(self, sender: Sender[Owner]) -> None:
@@ -86,12 +86,12 @@ class Sequence:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a call failed and may have run. The same call made again settles it."""
+        """Whether a call failed with an unknown outcome. Making the same call again settles it."""
         return self._sender.in_doubt
 
     @property
     def owner(self) -> ExecutorView | None:
-        """The executor that has it; None: none, nothing was fed to it."""
+        """The executor that has it. None: nothing was fed yet."""
         return self._sender.owner.executor
 
     # --- forwards ---------------------------------------------------------------------------------------------------
@@ -107,11 +107,11 @@ class Sequence:
     ) -> Answer:
         """Feed a prompt, or the next part of one. L becomes L + n.
 
-        A prompt longer than ``chunk`` tokens (default: what the executor takes in one call) goes in several calls, of
-        which the last returns rows; with positions ALL every one does, and the answer holds all n rows. Scores
-        (`NextToken`) are those of one call: each chunk names the next one's first token.
-        ``timeout_s`` bounds the whole. If a chunk fails, the ones before it stay; calling again with the same tokens
-        goes on where it stopped. ``run``: go on from there as in `decode`.
+        A prompt longer than ``chunk`` tokens (default: the executor's maximum per call) is fed in several calls, of
+        which the last returns rows; with positions ALL each of them does, and the answer has all n rows. Scores
+        (`NextToken`) equal those of one call: each chunk includes the next one's first token.
+        ``timeout_s`` limits the total time. If a chunk fails, the ones before it stay; calling again with the same
+        tokens continues after them. ``run``: continue from there as in `decode`.
 
         Raises `KvBlocksExhausted`, `ContextLengthExceeded`, `QueueFull`, `InvalidRequest` and the other refusals.
         """
@@ -133,11 +133,11 @@ class Sequence:
         run: Run | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Feed one token, after rolling back to ``truncate_to`` where given. L becomes L + 1.
+        """Feed one token, after rolling back to ``truncate_to`` if given. L becomes L + 1.
 
-        With a ``run`` the executor goes on with each token that it chooses: the answer holds all of them, and L becomes
-        L + as many, for the last is not fed. A run that was cut is an answer too (`Answer.run_end`). Raises
-        `NotSupported` where the executor has no runs."""
+        With a ``run`` the executor continues with each token that it chooses: the answer has all of them, and L grows
+        by their number, because the last is not fed. An interrupted run is an answer too (`Answer.run_end`). Raises
+        `NotSupported` if the executor has no runs."""
         listed, spec = as_tokens([token]), as_output(output, Positions.LAST)
         truncate_to, deadline = as_optional(truncate_to, "truncate_to"), self._sender.deadline(timeout_s)
         if run is not None:
@@ -153,12 +153,12 @@ class Sequence:
         truncate_to: int | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Feed m draft tokens in one step and return m rows: row i stands at length L + i + 1. L becomes L + m; roll
-        back what is rejected with `truncate`, or with ``truncate_to`` of the next call, which costs no round trip.
+        """Feed m draft tokens in one step and return m rows: row i is the one at length L + i + 1. L becomes L + m;
+        roll back rejected tokens with `truncate`, or with ``truncate_to`` of the next call, which costs no round trip.
 
-        With `Accept` the executor does it: of [last, d0 … dN-1], ``last`` being the token that was chosen last, it
-        keeps what it accepts. `Answer.tokens` are those that it emits, the accepted ones and one more, and L becomes
-        L + their number: the last of them is not in the cache, and is the next call's ``last``."""
+        With `Accept` the executor rolls back itself: of [last, d0 … dN-1], where ``last`` is the token that was chosen
+        last, it keeps the accepted ones. `Answer.tokens` are the emitted tokens, the accepted ones and one more, and L
+        grows by their number: the last of them is not in the cache, and is the next call's ``last``."""
         listed, spec = as_tokens(tokens), as_output(output, Positions.ALL)
         truncate_to, deadline = as_optional(truncate_to, "truncate_to"), self._sender.deadline(timeout_s)
         with self._sender.claim("verify"):
@@ -173,20 +173,20 @@ class Sequence:
         stop: Tokens | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[int, None]:
-        """Feed ``tokens`` (a prompt, or what goes on from here), then every token that is chosen, and yield those:
+        """Feed ``tokens`` (a prompt, or a continuation), then every chosen token, and yield the chosen ones:
         ``async for token in sequence.generate(prompt, max_tokens=64)``.
 
-        It ends after ``max_tokens`` (None: no bound), before a token of ``stop`` (default: the model's end-of-sequence
-        tokens; empty: none), which is not yielded, or where the context is full. ``output``: how tokens are chosen. A
-        sampled text depends on its seed and on nothing that runs beside it. ``timeout_s``: of each step.
+        It ends after ``max_tokens`` (None: no limit), before a token of ``stop`` (default: the model's end-of-sequence
+        tokens; empty: none), which is not yielded, or when the context is full. ``output``: how tokens are chosen. A
+        sampled text depends on its seed and not on other requests. ``timeout_s``: of each step.
 
-        Where the executor offers runs, several tokens come with one trip, as many as hide it, the first ones with that
-        of the prompt, and in a session the next run waits at the executor behind the present one.
+        If the executor offers runs, a round trip returns several tokens, enough to hide its latency, the first ones
+        with the prompt; in a session the next run waits at the executor for the present one.
 
-        L counts all but the last token that was yielded, which is not fed yet. So a stream may be left or closed
-        (``aclose``) anywhere, and `generate` from that token goes on: what is in flight is taken back, and the next
-        call rolls back what was computed beyond. An error or a cancellation in a step leaves what the step's own call
-        would; where its fate is unknown, going on in this way settles it.
+        L counts all but the last yielded token, which is not fed yet. So you may leave or close a stream (``aclose``)
+        anywhere, and continue with `generate` from that token: calls in flight are cancelled, and the next call rolls
+        back what was computed beyond. An error or a cancellation in a step has the effect that it has in the step's own
+        call; if the outcome is unknown, continuing in this way settles it.
         """
         listed = as_tokens(tokens)
         most = as_optional(max_tokens, "max_tokens", least=1)
@@ -208,11 +208,12 @@ class Sequence:
         follows: Item | None = None,
     ) -> Item:
         """A work item for `ExecutorClient.forward` and the other batch calls, on the sequence as it is now. Nothing is
-        sent. A kind without positions stands for the last one. ``run``: as in `decode`.
+        sent. A kind without positions means the last position. ``run``: as in `decode`.
 
-        In a session an item may be sent while another of the same sequence is in flight, one at a time: it ``follows``
-        that one, on the sequence as that will leave it, and without ``tokens`` it feeds the token that this chooses.
-        Where that ends otherwise, or with a stop id, the item is refused with `ChainBroken`, and nothing changed."""
+        In a session one item may be sent while another of the same sequence is in flight: it ``follows`` that one and
+        runs on the sequence after it; without ``tokens`` it feeds the token that that one chooses. If the first item
+        ends differently than expected, or with a stop id, the second is refused with `ChainBroken`, with nothing
+        changed."""
         self._sender.check_settled("item")
         spec = as_output(output, Positions.LAST)
         feeds_chosen = follows is not None and isinstance(tokens, tuple) and not tokens
@@ -220,7 +221,7 @@ class Sequence:
         if run is not None:
             run = as_run(run, spec)
         truncate_to = as_optional(truncate_to, "truncate_to")
-        self._sender.prompt = None  # what is fed next does not go on with one of which some chunks failed
+        self._sender.prompt = None  # the next feed does not continue a prompt whose chunks failed
         context = self._sender.owner.connection.context
         number = next(context.item_ids)
         if follows is None:
@@ -234,14 +235,14 @@ class Sequence:
     # --- other operations -------------------------------------------------------------------------------------------
 
     async def truncate(self, length: int, *, timeout_s: float | None = None) -> Pressure:
-        """Roll back to ``length`` ≤ L tokens. Raises `TruncateBeyondLength` where that would grow it."""
+        """Roll back to ``length`` ≤ L tokens. Raises `TruncateBeyondLength` for a larger length."""
         length, deadline = as_number(length, "length"), self._sender.deadline(timeout_s)
         with self._sender.claim("truncate"):
             return await self._sender.send(lambda: self._sender.roll_back(length, deadline), deadline)
 
     async def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Self]:
         """``count`` new sequences that share this one's cache up to length ``at`` (default: all of it) until they
-        diverge. This one does not change. Each child is released like any other sequence."""
+        diverge. This one does not change. Release each child like any other sequence."""
         count, at = as_number(count, "count", least=1), as_optional(at, "at_length")
         deadline = self._sender.deadline(timeout_s)
         with self._sender.claim("fork", keeps_prompt=True):
@@ -254,14 +255,14 @@ class Sequence:
         return [self._beside(state) for state in states]
 
     def child(self, at: int | None = None) -> Self:
-        """A new sequence that begins with this one's cache up to length ``at`` (default: all of it), as `fork` makes
-        it, but in the step that first feeds it, without a call of its own: nothing is sent before. Children that are
-        first fed by items of one `ExecutorClient.forward` share a step, also with their parent.
+        """A new sequence that begins with this one's cache up to length ``at`` (default: all of it), as of `fork`, but
+        created in the step that first feeds it: nothing is sent before. Children that are first fed by items of one
+        `ExecutorClient.forward` share a step, also with their parent.
 
-        The executor makes it if this one then still stands as it does now: `SequenceVersionMismatch` otherwise. This
-        one is busy for that step, and a child's own call waits while another one makes a child of it. Raises
-        `TruncateBeyondLength`, and where the executor makes no children in a step its first call raises
-        `NotSupported`: there is `fork`."""
+        If this sequence has changed by then, the child's first call raises `SequenceVersionMismatch`. This one is busy
+        for that step, and a child's own call waits while another one makes a child of it. Raises
+        `TruncateBeyondLength`. If the executor does not support this, the child's first call raises `NotSupported`; use
+        `fork` then."""
         at = as_optional(at, "at_length")
         self._sender.check_settled("child")
         length = self._state.existing_handle().seq_len
@@ -271,16 +272,16 @@ class Sequence:
         return self._beside(state)
 
     async def reserve(self, tokens: int, *, timeout_s: float | None = None) -> Pressure:
-        """Hold blocks for ``tokens`` tokens beyond L. Idempotent. Raises `KvBlocksExhausted`."""
+        """Reserve blocks for ``tokens`` tokens beyond L. Idempotent. Raises `KvBlocksExhausted`."""
         tokens, deadline = as_number(tokens, "tokens"), self._sender.deadline(timeout_s)
         with self._sender.claim("reserve", keeps_prompt=True):
             return await self._sender.send(lambda: self._sender.reserve(tokens, deadline), deadline)
 
     async def park(self, *, timeout_s: float | None = None) -> int:
-        """Have the executor move what this has in the cache out of the way, to its disk. The next call brings it back;
-        it is refused with `KvBlocksExhausted` where there are no blocks for it, and may be made again. Returns how many
-        blocks are free now. Idempotent. Raises `SequencesExhausted` and `QuotaExceeded` where too much is parked, and
-        `NotSupported` where the executor parks nothing."""
+        """Move this sequence's cache to the executor's disk. The next call restores it; it is refused with
+        `KvBlocksExhausted` if there are no blocks, and may be made again. Returns how many blocks were freed.
+        Idempotent. Raises `SequencesExhausted` and `QuotaExceeded` if too much is parked, and `NotSupported` if the
+        executor does not park."""
         deadline = self._sender.deadline(timeout_s)
         with self._sender.claim("park", keeps_prompt=True):
             return await self._sender.send(lambda: self._sender.park(deadline), deadline)
@@ -288,17 +289,17 @@ class Sequence:
     # --- elsewhere --------------------------------------------------------------------------------------------------
 
     async def export_to(self, path: str | Path, *, timeout_s: float | None = None) -> None:
-        """Write what it has in the cache to a file, for `import_from`. It does not change, and the file is whole or not
-        there, and for this user alone: prompts could be guessed from it. Raises `NotSupported` where the executor
-        moves no sequences, `InvalidRequest` for the path."""
+        """Write its cache to a file, for `import_from`. The sequence does not change. The file appears only once it is
+        complete, and only this user can read it, because prompts could be derived from it. Raises `NotSupported` if the
+        executor does not move sequences, `InvalidRequest` for the path."""
         deadline = self._sender.deadline(timeout_s)
         with self._sender.claim("export_to", keeps_prompt=True):
             await self._sender.send(lambda: export_file(self._sender, Path(path), deadline), deadline)
 
     async def import_from(self, path: str | Path, *, timeout_s: float | None = None) -> None:
-        """Make this sequence, which is new, of a file that `export_to` wrote: it has those tokens then, and nothing is
-        computed; where values of the cache are not finite, the tokens are prefilled. A stream that breaks goes on where
-        it stopped; after an error the same call again does.
+        """Fill this new sequence from a file that `export_to` wrote: it then has those tokens, without computation; if
+        values of the cache are not finite, the tokens are prefilled instead. A broken stream is continued; after an
+        error, making the same call again continues it.
 
         Raises `LayoutMismatch` for the cache of another model, `KvCorrupt` for a file that was changed,
         `KvBlocksExhausted` and the other refusals of a prefill."""
@@ -309,15 +310,15 @@ class Sequence:
     async def move_to(
         self, target: Sequence, *, transport: transfer.Transport = "grpc", timeout_s: float | None = None
     ) -> None:
-        """Make ``target``, a new sequence of another client, of this one, and release this one when it is there. A
-        stream that breaks on either side goes on where it stopped; after an error this one is as it was, and the same
-        call again goes on. Raises as `import_from`, and what the export is refused with.
+        """Move this sequence to ``target``, a new sequence of another client, then release this one. A stream that
+        breaks on either side is continued; after an error this sequence is unchanged, and making the same call again
+        continues. Raises as `import_from`, and the refusals of the export.
 
-        ``transport``: what carries the cache. With "nixl" the other executor reads it out of this one's memory, and
-        this client has only the checksums: both must offer it (`Capability.KV_TRANSPORT_NIXL`; `NotSupported`) and
-        reach each other. Another word is refused with `InvalidRequest`.
+        ``transport``: how the cache travels. With "nixl" the other executor reads it out of this one's memory, and this
+        client passes only the checksums: both must offer it (`Capability.KV_TRANSPORT_NIXL`; `NotSupported`) and reach
+        each other. Other values raise `InvalidRequest`.
 
-        Not in the client for threads, where each client has an event loop of its own: there it goes by a file."""
+        The client for threads does not have this method, because each client has its own event loop: use a file."""
         deadline = self._sender.deadline(timeout_s)
         with self._sender.claim("move_to", keeps_prompt=True), target._sender.claim_new("move_to"):
             await self._sender.send(lambda: move(self._sender.owner, target._sender, transport, deadline), deadline)
@@ -332,14 +333,14 @@ class Sequence:
         *,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Make it anew: feed ``tokens`` (default: the ones kept with ``keep_tokens``) to a new sequence and go on with
-        that. The cure for `InstanceMismatch`, `HandleUnknown`, `HandleReleased` and `LeaseExpired`; decoding then
-        goes on with the same tokens. Whatever is left of the old sequence is released.
+        """Rebuild it: feed ``tokens`` (default: the ones kept with ``keep_tokens``) to a new sequence and continue with
+        that. Use it after `InstanceMismatch`, `HandleUnknown`, `HandleReleased` and `LeaseExpired`; decoding then
+        continues with the same tokens. The rest of the old sequence is released.
 
-        Pieces longer than ``limits.exact_span_tokens`` are fed as they were, the rest in pieces of that many: on the
-        same build with the same choices the cache is the same to the last bit, if the sequence was made with
-        `CacheMode.BYPASS`. Where that limit is 0 it is so within rounding, and everything goes in pieces as large as
-        the executor takes."""
+        Pieces longer than ``limits.exact_span_tokens`` are fed as before, the rest in pieces of that many: on the same
+        build with the same choices the cache is bitwise equal, if the sequence was made with `CacheMode.BYPASS`. If
+        that limit is 0, it is equal within rounding, and everything is fed in the largest pieces that the executor
+        allows."""
         listed, spec = self.tokens if tokens is None else as_tokens(tokens), as_output(output, Positions.LAST)
         if isinstance(spec.kind, NextToken):
             raise InvalidRequest("rebuild gives no scores: ask for them in prefill", field="output")
@@ -362,8 +363,8 @@ class Sequence:
     # --- its end ----------------------------------------------------------------------------------------------------
 
     async def release(self) -> None:
-        """Free it, at whatever version. What is gone already (restarted executor, expired lease) counts as released.
-        Idempotent, bounded by the client's ``release_timeout_s``, and carried through when the caller is cancelled."""
+        """Free it, at any version. A lost sequence (restarted executor, expired lease) counts as released. Idempotent,
+        bounded by the client's ``release_timeout_s``, and completed even if the caller is cancelled."""
         if not self._state.released:
             self._state.check_idle("release")
             [refusal] = await self._sender.owner.connection.release([self._state], self._sender.leave_stream())
@@ -378,7 +379,7 @@ class Sequence:
             return
         [refusal] = await self._sender.owner.connection.release([self._state], self._sender.leave_stream())
         if refusal is not None:
-            # Nothing is lost that the executor's idle time-out does not find, and the caller's own error matters more.
+            # The executor's idle time-out frees it later, and the caller's own error matters more.
             log.warning("a sequence could not be released: %s", refusal)
 
     def _beside(self, state: SequenceState) -> Self:
@@ -387,11 +388,11 @@ class Sequence:
 
 
 def _check_fed(output: OutputSpec) -> None:
-    """Refuse an output for tokens of which all are to stay."""
+    """Refuse `Accept` for tokens that are not a draft."""
     if isinstance(output.kind, Accept):
         raise InvalidRequest("Accept() is of a draft: verify it, or make an item of it", field="output")
 
 
 def sender_of(sequence: Sequence) -> Sender[Owner]:
-    """What sends the calls of a sequence, for those that make one call of many sequences."""
+    """The sender of a sequence, for calls for many sequences."""
     return sequence._sender

@@ -66,12 +66,12 @@ class Sequence(Facade[async_sequence.Sequence]):
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a call failed and may have run. The same call made again settles it."""
+        """Whether a call failed with an unknown outcome. Making the same call again settles it."""
         return self._async.in_doubt
 
     @property
     def owner(self) -> ExecutorView | None:
-        """The executor that has it; None: none, nothing was fed to it."""
+        """The executor that has it. None: nothing was fed yet."""
         return self._async.owner
 
     prefill = blocking(async_sequence.Sequence.prefill)
@@ -83,21 +83,21 @@ class Sequence(Facade[async_sequence.Sequence]):
 
     def fork(self, count: int = 1, at: int | None = None, *, timeout_s: float | None = None) -> list[Self]:
         """``count`` new sequences that share this one's cache up to length ``at`` (default: all of it) until they
-        diverge. This one does not change. Each child is released like any other sequence."""
+        diverge. This one does not change. Release each child like any other sequence."""
         return [
             type(self)(each, self._background)
             for each in self._background.run(self._async.fork(count, at, timeout_s=timeout_s))
         ]
 
     def child(self, at: int | None = None) -> Self:
-        """A new sequence that begins with this one's cache up to length ``at`` (default: all of it), as `fork` makes
-        it, but in the step that first feeds it, without a call of its own: nothing is sent before. Children that are
-        first fed by items of one `ExecutorClient.forward` share a step, also with their parent.
+        """A new sequence that begins with this one's cache up to length ``at`` (default: all of it), as of `fork`, but
+        created in the step that first feeds it: nothing is sent before. Children that are first fed by items of one
+        `ExecutorClient.forward` share a step, also with their parent.
 
-        The executor makes it if this one then still stands as it does now: `SequenceVersionMismatch` otherwise. This
-        one is busy for that step, and a child's own call waits while another one makes a child of it. Raises
-        `TruncateBeyondLength`, and where the executor makes no children in a step its first call raises
-        `NotSupported`: there is `fork`."""
+        If this sequence has changed by then, the child's first call raises `SequenceVersionMismatch`. This one is busy
+        for that step, and a child's own call waits while another one makes a child of it. Raises
+        `TruncateBeyondLength`. If the executor does not support this, the child's first call raises `NotSupported`; use
+        `fork` then."""
         return type(self)(self._async.child(at), self._background)
 
     reserve = blocking(async_sequence.Sequence.reserve)
@@ -117,19 +117,19 @@ class ExecutorClient(ClientFacade[async_client.ExecutorClient]):
 
     @property
     def pressure(self) -> Pressure | None:
-        """How full the executor was in the last answer, of whatever call. None before the first."""
+        """How full the executor was in the last answer of any call. None before the first."""
         return self._async.pressure
 
     @property
     def lease(self) -> LeaseState | None:
-        """The lease that the client's sequences live with. None before the first sequence, after the lease was lost and
-        until the next sequence, and where the executor offers none."""
+        """The lease of the client's sequences. None before the first sequence, after the lease was lost and until the
+        next sequence, and if the executor offers none."""
         return self._async.lease
 
     @property
     def executors(self) -> list[ExecutorView]:
-        """The executor as it is known without asking it: a list of one, empty until `info` or another call has had its
-        answer. What is restarted at the same target is another one."""
+        """The executor as known without a call: a list of one, empty until `info` or another call was answered. A
+        restarted process at the same target is another executor."""
         return self._async.executors
 
     info = blocking(async_client.ExecutorClient.info)
@@ -155,14 +155,14 @@ class ExecutorClient(ClientFacade[async_client.ExecutorClient]):
     def truncate(
         self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None
     ) -> list[ExecutorError | None]:
-        """Roll back many sequences, each to a length of its own: ``results[i]`` is None where that is done, or the
-        `ExecutorError` that `Sequence.truncate` would raise. In a session they are one frame, else a call each. After
-        an unknown fate the same call settles it."""
+        """Roll back many sequences, each to its own length: ``results[i]`` is None on success, or the `ExecutorError`
+        that `Sequence.truncate` would raise. In a session they are one frame, else a call each. After an unknown
+        outcome, making the same call again settles it."""
         return self._background.run(self._async.truncate(unwrapped(rollbacks), timeout_s=timeout_s))
 
     def release(self, sequences: Iterable[Sequence]) -> list[ExecutorError | None]:
-        """Free many sequences: ``results[i]`` is None where it is free (also where it was before), or the
-        `ExecutorError` that `Sequence.release` would raise. Bounded and carried through as that is."""
+        """Free many sequences: ``results[i]`` is None if the sequence is free (also if it was before), or the
+        `ExecutorError` that `Sequence.release` would raise. Bounded and completed as that is."""
         return self._background.run(self._async.release(unwrapped(sequences)))
 
     score = blocking(async_client.ExecutorClient.score)

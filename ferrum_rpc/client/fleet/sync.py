@@ -83,14 +83,14 @@ class FleetClient(ClientFacade[async_fleet_client.FleetClient]):
     def truncate(
         self, rollbacks: Iterable[tuple[Sequence, int]], *, timeout_s: float | None = None
     ) -> list[ExecutorError | None]:
-        """Roll back many sequences, each to a length of its own: ``results[i]`` is None where that is done, or the
-        `ExecutorError` that `Sequence.truncate` would raise. In a session they are one frame, else a call each. After
-        an unknown fate the same call settles it."""
+        """Roll back many sequences, each to its own length: ``results[i]`` is None on success, or the `ExecutorError`
+        that `Sequence.truncate` would raise. In a session they are one frame, else a call each. After an unknown
+        outcome, making the same call again settles it."""
         return self._background.run(self._async.truncate(unwrapped(rollbacks), timeout_s=timeout_s))
 
     def release(self, sequences: Iterable[Sequence]) -> list[ExecutorError | None]:
-        """Free many sequences: ``results[i]`` is None where it is free (also where it was before), or the
-        `ExecutorError` that `Sequence.release` would raise. Bounded and carried through as that is."""
+        """Free many sequences: ``results[i]`` is None if the sequence is free (also if it was before), or the
+        `ExecutorError` that `Sequence.release` would raise. Bounded and completed as that is."""
         return self._background.run(self._async.release(unwrapped(sequences)))
 
     score = blocking(async_fleet_client.FleetClient.score)
