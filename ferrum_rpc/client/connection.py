@@ -1,8 +1,8 @@
-"""One client's connection to its executor: what it sends, and every sequence's state in step with the answers.
+"""One client's connection to its executor: sends requests, and updates every sequence's state from the answers.
 
-A creation that is refused because the client's lease is gone goes out again with another, an item whose token mask is
-gone when that is registered again, and rows that a replayed answer has lost are computed again. A program sees none of
-it. A release is shielded from cancellation and bounded in time; what is gone already counts as released.
+Some refusals are handled here, unseen by the program: a creation whose lease is gone is sent again with another lease,
+an item whose token mask is gone once that is registered again, and rows that a replayed answer has lost are recomputed.
+A release is shielded from cancellation and bounded in time; a lost sequence counts as released.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from ferrum_rpc.wire.status import error_from_status
 log = logging.getLogger("ferrum_rpc.client")
 
 _FIELDS: Final = {Capability.RUN: "run", Capability.FOLLOW: "follow", Capability.STEP_FORK: "create.fork"}
-"""What asks for a capability; for the others it is the output."""
+"""The feature of a capability, for error messages; for the others it is the output."""
 
 
 class Connection:
-    """What `ExecutorClient` and `Sequence` speak through. ``live``: the sequences that the executor holds, or may hold.
+    """The connection of `ExecutorClient` and `Sequence`. ``live``: the sequences that the executor has, or may have.
     ``pace``: how fast runs are answered. ``release_timeout_s`` bounds each release; ``on_unreleased`` is called with a
-    sequence that was not released in that time. ``gone``: the executor is known to be gone, and what it held with it.
+    sequence that was not released in that time. ``gone``: the executor has ended, with its sequences.
     """
 
     def __init__(self, context: Context, leases: Leases, transport: Transport, release_timeout_s: float) -> None:
@@ -66,7 +66,7 @@ class Connection:
 
     @property
     def executor(self) -> SoleExecutor | None:
-        """The executor as it is known; the last one where another answers there that is not known yet."""
+        """The executor as known; still the last one if another answers there that is not known yet."""
         known = self.context.known_info
         if known is not None and (self._executor is None or self._executor.gone):
             self._executor = SoleExecutor(self.context, known)
@@ -85,12 +85,12 @@ class Connection:
         registered: bool = False,
     ) -> list[Answer | ExecutorError]:
         """Items in one forward pass; ``results[i]`` answers ``items[i]``. The caller has claimed the sequences. Items
-        whose lease is gone go out again with another, once, and once those whose masks are registered again."""
+        are sent again once with another lease, and once after their masks are registered again."""
         while True:
             for item in items:
                 if item.handle is None and item.parent is None:
                     await self.leases.assign(item, deadline)
-                if item.needs:  # each time: a lease is gone with its executor too, and another may offer less
+                if item.needs:  # each time: the lease may be gone with its executor, and another one may offer less
                     await self._check_offered(item, deadline)
             if not self.transport.ready:
                 await self.transport.prepare(deadline)
@@ -130,18 +130,18 @@ class Connection:
         return await self._with_rows(items, results, deadline) if replayed else results
 
     def _leave_lease(self, items: Sequence[Item], error: BaseException) -> bool:
-        """Whether a call failed because the lease of some of its items is gone, and they get another one."""
+        """Whether a call failed because the lease of some items is gone. These items get another lease."""
         if not isinstance(error, LEASE_GONE):
             return False
-        if len(items) > 1 and error.field != LEASE_FIELD:  # one item's refusal refused them all
+        if len(items) > 1 and error.field != LEASE_FIELD:  # the refusal of one item refused all
             return False
         return any([self.leases.unassign(item, error) for item in items])  # noqa: C419 - each of them
 
     async def _again(
         self, feed: Feed, items: Mapping[int, Item], unmasked: Sequence[Item], deadline: Deadline
     ) -> list[Answer | ExecutorError]:
-        """The outcomes of items that were refused for their lease or, if ``unmasked``, for their masks, and go out once
-        more. Where that fails the others' answers stand."""
+        """The outcomes of items that were refused for their lease or, if ``unmasked``, for their masks, and are sent
+        once more. If that fails, the others' answers stay valid."""
         try:
             if unmasked:
                 await self.masks.register_again([item.output for item in unmasked], deadline)
@@ -150,8 +150,8 @@ class Connection:
             return [error] * len(items)
 
     async def _check_offered(self, item: Item, deadline: Deadline) -> None:
-        """Raise `NotSupported` where a capability is missing. An executor of an older revision would not: it does not
-        know the field that tells it. Raises `InvalidRequest` for a run with more stop ids than the executor takes."""
+        """Raise `NotSupported` if a capability is missing. An executor of an older revision would not refuse, because
+        it ignores the field. Raises `InvalidRequest` for a run with more stop ids than the executor allows."""
         info = await self.context.info(deadline)
         if item.run is not None:
             stops = len(item.run.stop_token_ids)
@@ -165,7 +165,7 @@ class Connection:
         self, item: Item, output: forward_pb2.ForwardOutput, forwarded: Forwarded, pressure: Pressure
     ) -> Answer:
         handle, info = handle_from_proto(output.handle), self.context.known_info
-        exact_span_tokens = 1 if info is None else info.limits.exact_span_tokens  # 1 decides nothing
+        exact_span_tokens = 1 if info is None else info.limits.exact_span_tokens  # 1: no effect
         where = output.rows
         rows = Rows(forwarded.blocks[where.block], where.first, where.count) if output.HasField("rows") else None
         answer = Answer(handle, rows, pressure, forwarded.timing, output.cached_tokens, output.replayed)
@@ -179,14 +179,14 @@ class Connection:
         item.state.committed(item, handle, exact_span_tokens, chosen)
         if item.handle is None:
             self.live.add(item.state)
-            self.context.draining = False  # it takes new sequences: another process stands there now
+            self.context.draining = False  # it accepts new sequences: another process runs there now
         return answer
 
     async def _with_rows(
         self, items: Sequence[Item], results: list[Answer | ExecutorError], deadline: Deadline
     ) -> list[Answer | ExecutorError]:
-        """The results. A replayed answer may come without its rows: feed its last tokens once more to see them. Where
-        that fails the answers stay as they are, for the sequences did advance."""
+        """The results. A replayed answer may have lost its rows: its last tokens are fed once more to recompute them.
+        If that fails, the answers stay as they are, because the sequences did advance."""
         gone: dict[int, Answer] = {}
         fed: list[Item] = []
         for index, (item, answer) in enumerate(zip(items, results, strict=True)):
@@ -211,7 +211,7 @@ class Connection:
 
     def _failed(self, feed: Feed, item: Item, error: BaseException) -> None:
         async def repeat(later: Deadline) -> list[HandleRef]:
-            """Send a doubtful creation again, for the handles of what it created."""
+            """Send a creation of unknown outcome again, for the handles of the new sequences."""
             await self.transport.prepare(later)
             outcomes = (await self.transport.forward(feed, [item], later)).outcomes
             return [handle_from_proto(each.handle) for each in outcomes if not isinstance(each, ExecutorError)]
@@ -225,8 +225,8 @@ class Connection:
     async def truncate(
         self, rollbacks: Sequence[tuple[SequenceState, HandleRef, int]], deadline: Deadline
     ) -> list[ExecutorError | None]:
-        """Roll back claimed sequences, each to its length; the states follow. None: done. All have one request id, but
-        for those whose doubtful call for the same thing has one already."""
+        """Roll back claimed sequences, each to its length, and their states. None on success. All have one request id,
+        except those that repeat a call of unknown outcome under its id."""
         fresh = new_request_id()
         calls: dict[str, list[int]] = {}
         for at, (state, handle, length) in enumerate(rollbacks):
@@ -290,8 +290,8 @@ class Connection:
     async def release(
         self, states: Sequence[SequenceState], ending: Sequence[asyncio.Task[Answer]] = ()
     ) -> list[ExecutorError | None]:
-        """Free sequences and whatever a doubtful call of theirs may have created. None: it is free. Runs to its end,
-        within ``release_timeout_s``, even when the caller is cancelled. ``ending``: cancelled calls of theirs."""
+        """Free sequences, and those that a call of unknown outcome may have created. None for each that is free.
+        Completes within ``release_timeout_s`` even if the caller is cancelled. ``ending``: their cancelled calls."""
         for state in states:
             state.released = True
             self.live.discard(state)
@@ -313,7 +313,7 @@ class Connection:
         self, states: Sequence[SequenceState], ending: Sequence[asyncio.Task[Answer]]
     ) -> list[ExecutorError | None]:
         deadline = Deadline.after(self.release_timeout_s)
-        if ending:  # what they have created is known when they have ended
+        if ending:  # their creations are known once they have ended
             await asyncio.wait(ending, timeout=deadline.remaining())
         held = [(at, state.handle) for at, state in enumerate(states) if state.handle is not None]
         unanswered = set[int]()
@@ -335,7 +335,7 @@ class Connection:
         return refusals
 
     async def release_handles(self, handles: Sequence[HandleRef], deadline: Deadline) -> list[ExecutorError | None]:
-        """Release at whatever version. None: it is free; what is gone already counts as released."""
+        """Release at any version. None for each that is free; a lost sequence counts as released."""
         request_id = new_request_id()
         refusals: list[ExecutorError | None] = [None] * len(handles)
         if self.gone:
@@ -357,7 +357,8 @@ class Connection:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Release what is live, end the session and the lease, all within a release's time; then close the channel."""
+        """Release live sequences, end the session and the lease, all within a release's time; then close the
+        channel."""
         deadline = Deadline.after(self.release_timeout_s)
         try:
             if self._releasing:
@@ -371,15 +372,15 @@ class Connection:
             await self.context.channel.close()
 
     async def abandon(self) -> None:
-        """The executor is gone: close the channel, which ends every call, without telling it. Should it answer once
-        more, it finds by itself that the lease has run out."""
+        """Close the channel of an executor that is gone, which ends every call. If it still runs, the lease expires
+        there."""
         self.gone = True
         self.live.clear()
         self.leases.stop()
         await self.context.channel.close()
 
     async def _release_live(self, deadline: Deadline) -> None:
-        """Release what is still live, apart from the sequences of the lease, which is about to be revoked."""
+        """Release live sequences, except those of the lease, which is about to be revoked."""
         lease_id = self.leases.lease_id
         covered = {state for state in self.live if lease_id and state.lease_id == lease_id}
         for state in covered:

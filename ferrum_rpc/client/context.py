@@ -1,6 +1,6 @@
-"""What every part of a client shares: the executor's stubs, how a call is made, and what is known of the executor.
+"""The base of a client: the executor's stubs, calls with resends, and the last known state of the executor.
 
-The bottom of the client, independent of sessions, leases and sequences. `Connection` puts the parts together.
+It is independent of sessions, leases and sequences. `Connection` assembles the parts.
 """
 
 from __future__ import annotations
@@ -56,16 +56,15 @@ up after ``timeout`` seconds. It raises gRPC's errors or an `ExecutorError`."""
 
 
 class Context:
-    """One channel to one executor, at ``target``. ``metadata``: credentials, sent with every call. ``timeout_s``: of
-    calls that are given none. ``encrypted``: the channel has TLS. ``again``: finds why the address that accepts
-    connections refuses this client, where gRPC reports another address.
+    """One channel to one executor, at ``target``. ``metadata``: credentials, sent with every call. ``timeout_s``: the
+    default of calls. ``encrypted``: the channel has TLS. ``again``: finds why the address that accepts connections
+    refuses this client, if gRPC reports another address.
 
-    ``draining``: the executor has reported that it is draining, which explains a connection that is lost later.
-    ``hung``: its last `status` was that it makes no progress.
-    ``only_instance``: the one process that it may speak to, where that is set; what another would get is refused here.
-    ``known_info``: what `info` returned last; None before the first answer, and after the executor was restarted.
-    ``max_request_bytes``: what the executor takes, once that is known; a longer frame of a session would end the
-    stream, with all steps in it. ``pressure``: that of the last answer.
+    ``draining``: the executor has reported that it is draining, which explains a connection lost later. ``hung``: its
+    last `status` reported no progress. ``only_instance``: if set, calls to any other process are refused here.
+    ``known_info``: the last result of `info`; None before the first answer, and after a restart of the executor.
+    ``max_request_bytes``: the executor's limit, once known; a longer frame would end a session's stream with all its
+    steps. ``pressure``: that of the last answer.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Context:
     async def call(
         self, method: Method[Response], request: Any, deadline: Deadline, policy: ResendPolicy | None = None
     ) -> Response:
-        """Call, and while its fate is unknown send the same request again, as the policy (default: the client's) and
+        """Call, and while the outcome is unknown send the same request again, as the policy (default: the client's) and
         the deadline allow. Raises the `ExecutorError` that the answer stands for, and `InvalidRequest` for a request
         that is too long: nothing was sent then.
 
@@ -133,19 +132,19 @@ class Context:
             except (ExecutorError, grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError) as failure:
                 error = self.error_of(failure)
             if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "CANCELLED":
-                raise error  # this client was closed; an executor that ends all calls answers otherwise
+                raise error  # this client was closed; an executor that ends calls answers differently
             if fate_unknown(error):
                 unknown = error
             elif unknown is None or not isinstance(error, REFUSED_BEFORE_RUNNING):
                 raise error
             backoff, resend = backoff or Backoff(deadline, policy.backoff_s, LONGEST_PAUSE_S), resend + 1
             if resend > policy.times or not await backoff.wait():
-                # only the last attempt may have learned that it is draining
+                # only the last attempt may report that it is draining
                 unknown = self.note_error(unknown)
                 raise await with_hint(unknown, deadline, encrypted=self._encrypted, again=self._again)
 
     def error_of(self, failure: BaseException) -> ExecutorError:
-        """The error that a failed attempt stands for. Raises the cancellation of the caller."""
+        """The error of a failed attempt. Raises the caller's cancellation."""
         if isinstance(failure, grpc.aio.AioRpcError):
             failure = error_from_rpc(failure)
         if isinstance(failure, ExecutorError):
@@ -157,7 +156,7 @@ class Context:
         return closed()
 
     async def info(self, deadline: Deadline) -> ExecutorInfo:
-        """What the executor is, requested once per process lifetime of it."""
+        """The executor's description, requested once per process lifetime."""
         if self.known_info is not None:
             return self.known_info
         return await self._getting_info.get(lambda: self.known_info, lambda: self._get_info(deadline), deadline)
@@ -176,7 +175,7 @@ class Context:
         return info
 
     async def status(self, deadline: Deadline, policy: ResendPolicy | None = None) -> ExecutorStatus:
-        """How the executor is doing right now."""
+        """The executor's present status."""
         answer = await self.call(self.executor.GetStatus, model_executor_pb2.GetStatusRequest(), deadline, policy)
         self.note_pressure(answer.pressure)
         status = status_from_proto(answer)
@@ -188,8 +187,8 @@ class Context:
     # --- what is known of the executor ---------------------------------------------------------------------------
 
     def note_pressure(self, pressure: types_pb2.KvPressure) -> Pressure:
-        """Keep the pressure of an answer. Items that shared a frame share its message. An executor that still loads, as
-        one that was restarted, has no cache to tell of yet: what was known stays."""
+        """Keep the pressure of an answer. Items that shared a frame share its message. An executor that still loads
+        (after a restart) has no cache yet: the last pressure stays."""
         if not pressure.block_size and self.pressure is not None:
             return pressure_from_proto(pressure)
         if self.pressure is None or pressure is not self._pressure:
@@ -197,17 +196,17 @@ class Context:
         return self.pressure
 
     def note_instance(self, instance_id: str) -> None:
-        """This process has answered: drop what is known of another one. Raises `InstanceMismatch` where it is to be
-        another."""
+        """Note that this process has answered, and drop the state of another one. Raises `InstanceMismatch` unless it
+        is ``only_instance``, if that is set."""
         if self.only_instance not in {"", instance_id}:
             raise InstanceMismatch("the executor was restarted: what the old one held is gone")
         if self.known_info is not None and self.known_info.instance_id != instance_id:
             self.known_info = None
 
     def note_error(self, error: ExecutorError) -> ExecutorError:
-        """Keep what an error reports: that the executor drains, or is another process. Returns the error to raise.
-        Where the connection to a draining executor is lost, that is `Draining`; the fate of the call is as unknown as
-        with any lost connection."""
+        """Note from an error that the executor drains, or is another process. Returns the error to raise: `Draining` if
+        the connection to a draining executor is lost; the outcome of the call is as unknown as with any lost
+        connection."""
         if isinstance(error, Draining):
             self.draining = True
         elif isinstance(error, Starting | InstanceMismatch):
@@ -220,5 +219,5 @@ class Context:
 
 
 def closed() -> TransportError:
-    """What a call ends with when its own client is closed under it."""
+    """The error of a call whose own client is closed meanwhile."""
     return TransportError("the client was closed while a call was in flight", metadata={"grpc_code": "CANCELLED"})

@@ -1,10 +1,9 @@
-"""Why no connection was made, where that is about TLS: one side speaks it and the other does not, or the certificate of
-the server is refused.
+"""The reason of a failed connection if it is TLS: only one side uses it, or the server's certificate is refused.
 
-gRPC does not say so. To a client without TLS a port with TLS closes the connection, as a process does that ends: so the
-port is asked, once, with the first message of a TLS handshake. A client with TLS finds the reason in OpenSSL's error.
-Where a name has several addresses gRPC reports the one that failed last, which may be one where nobody listens: then
-the address that accepts a connection is called by itself.
+gRPC does not report that. A port with TLS closes the connection of a client without TLS, as a process that ends does:
+so the port gets, once, the first message of a TLS handshake. A client with TLS finds the reason in OpenSSL's error. If
+a name has several addresses, gRPC reports the one that failed last, which may be one without a listener: then the
+address that accepts a connection is called separately.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ FLAGS: Final = {
     "name": "the server's certificate is for another name; give a target with a name that is in it",
     "untrusted": "the server's certificate is not trusted; give --tls-ca FILE, the authority that signed it",
 }
-"""The same for those who type a command."""
+"""The same for users of the command line."""
 
 ANSWERS_WITHIN_S: Final = 1.0
 _CLOSED: Final = re.compile(
@@ -58,17 +57,17 @@ _HANDSHAKE: Final = {
     "CERTIFICATE_VERIFY_FAILED": "untrusted",
     "Hostname Verification Check failed": "name",
 }
-"""What gRPC's message of a failed handshake has in it, the first that fits."""
+"""Patterns of gRPC's message of a failed handshake; the first match counts."""
 _RECORDS: Final = {b"\x15\x03", b"\x16\x03"}
-"""How an alert and a handshake message begin."""
+"""The first bytes of an alert and of a handshake message."""
 
 Again = Callable[[float | None], Awaitable[ExecutorError | None]]
-"""Call the address that accepts connections, within so many seconds: `ask_who_accepts`."""
+"""Calls the address that accepts connections, within so many seconds: `ask_who_accepts`."""
 
 
 def in_words(error: ExecutorError, hints: dict[str, str] = HINTS) -> str:
-    """Why a call failed, in a few words: one of ``hints``, or of gRPC's chain of reasons the last, which is the
-    reason."""
+    """Why a call failed, in a few words: one of ``hints``, or the last of gRPC's chain of reasons, which is the root
+    cause."""
     if not unreachable(error):
         return error.message
     found = error.metadata.get(METADATA)
@@ -76,21 +75,21 @@ def in_words(error: ExecutorError, hints: dict[str, str] = HINTS) -> str:
 
 
 def explained(error: ExecutorError, target: str = "") -> str:
-    """What a program prints of a failed call to ``target``: one line, with the options of the command line. Without a
-    target it is the reason alone."""
+    """The message of a program about a failed call to ``target``: one line, with the options of the command line.
+    Without a target it is the reason alone."""
     words = in_words(error, FLAGS)
     return f"cannot reach an executor at {target}: {words}" if target and unreachable(error) else words
 
 
 def unreachable(error: ExecutorError) -> bool:
-    """Whether gRPC said that there is no connection."""
+    """Whether gRPC reported that there is no connection."""
     return isinstance(error, TransportError) and error.metadata.get("grpc_code") == "UNAVAILABLE"
 
 
 async def with_hint(
     error: ExecutorError, deadline: Deadline, *, encrypted: bool, again: Again | None = None
 ) -> ExecutorError:
-    """The error, with one of `HINTS` where that is why. ``encrypted``: the client has TLS."""
+    """The error, with one of `HINTS` if that is the reason. ``encrypted``: the client has TLS."""
     if not isinstance(error, TransportError):
         return error
     if again is not None and _REFUSED in error.message:
@@ -113,8 +112,8 @@ async def ask_who_accepts(
     options: Iterable[ChannelOption],
     timeout_s: float | None,
 ) -> ExecutorError | None:
-    """Why a call fails at the first address of ``target`` that accepts connections. None where none
-    accepts, or the call is answered."""
+    """Why a call fails at the first address of ``target`` that accepts connections. None if none accepts, or if the
+    call is answered."""
     host, port = host_and_port_of(target)
     if not host:
         return None
@@ -137,7 +136,7 @@ async def ask_who_accepts(
 
 async def speaks_tls(host: str, port: int, timeout_s: float | None) -> bool:
     """Whether the port answers the beginning of a TLS handshake with a TLS record."""
-    import ssl  # a client without TLS needs it here alone
+    import ssl  # a client without TLS needs it only here
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -1,4 +1,4 @@
-"""One executor as a client knows it: what a scheduler plans by."""
+"""One executor as a client knows it, for a scheduler's decisions."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class ExecutorView(Protocol):
 
     @property
     def serving(self) -> bool:
-        """Whether it takes new sequences."""
+        """Whether it accepts new sequences."""
 
     @property
     def condition(self) -> str:
-        """One word for people: gone, hung, draining or serving."""
+        """One word for display: gone, hung, draining or serving."""
 
 
 class SoleExecutor(ExecutorView):
-    """The executor of an `ExecutorClient`. It hangs where the last `ExecutorClient.status` said so."""
+    """The executor of an `ExecutorClient`. `hung` is that of the last `ExecutorClient.status`."""
 
     def __init__(self, context: Context, info: ExecutorInfo) -> None:
         self._context = context

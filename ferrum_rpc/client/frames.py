@@ -1,7 +1,7 @@
-"""What callers send through a session, and how the items of several callers become one frame.
+"""Requests of a session, and the combination of several callers' items into one frame.
 
-A frame costs both sides far more than one item more in it. Items that wait at the same time therefore share a frame,
-within the executor's limits. Every item gets the answer that it would have got in a frame of its own.
+A frame costs both sides far more than one more item in it. So items that wait at the same time share a frame, within
+the executor's limits. Every item gets the same answer as in a frame of its own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Result = TypeVar("Result")
 
 
 class Kind(enum.IntEnum):
-    """How a request travels."""
+    """How a request is sent."""
 
     CONTROL = 0
-    """A frame that is no step: it is bounded by nothing."""
+    """A frame that is not a step: no limit applies."""
     FRAME = 1
     """A frame of its own."""
     LARGE = 2
@@ -43,8 +43,8 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FrameCapacity:
-    """What one shared frame may hold: items, their tokens, the bytes of their rows (of a model with this vocabulary
-    and this width) and of their messages."""
+    """The limits of one shared frame: items, their tokens, the bytes of their rows (of a model with this vocabulary and
+    width) and of their messages."""
 
     items: int
     tokens: int
@@ -55,16 +55,16 @@ class FrameCapacity:
 
 
 UNSHARED: Final = FrameCapacity(items=1, tokens=0, row_bytes=0, request_bytes=0, vocab_size=0, hidden_size=0)
-"""Until it is known what a frame may hold."""
+"""The limits until the executor's are known."""
 
 
 class StreamRequest(Generic[Result]):
-    """What one caller waits for: the answer to ``items`` (`Forwarded`), or to a ``frame`` of another kind
-    (`session_pb2.SessionResponse`). One item without a frame of its own may share one.
+    """A caller's request, which waits for the answer to ``items`` (`Forwarded`), or to a ``frame`` of another kind
+    (`session_pb2.SessionResponse`). A single item may share a frame.
 
-    ``resent``: it was sent before, and its answer may have to wait for that of the first time. ``expires``: when its
-    deadline passes, on `time.monotonic`. ``number``: its place in the queue. ``step``: the id of the frame that it was
-    sent in, None while it waits. ``batch``: the refusal of an item that is apart is its outcome; else it is raised.
+    ``resent``: it was sent before, and its answer may have to wait for the first one. ``expires``: its deadline on
+    `time.monotonic`. ``number``: its place in the queue. ``step``: the id of its frame, None while it waits. ``batch``:
+    the refusal of an independent item is its outcome; else it is raised.
     """
 
     __slots__ = (
@@ -102,13 +102,13 @@ class StreamRequest(Generic[Result]):
         self.future: asyncio.Future[Result | None]
 
     def ByteSize(self) -> int:  # noqa: N802 - as of a message
-        """Bytes that it takes in a frame of its own, but for some that say which frame it is."""
+        """Its bytes in a frame of its own, without the few that identify the frame."""
         return self.size
 
 
 def group(waiting: Iterable[StreamRequest[Any]], capacity: FrameCapacity, now: float) -> list[StreamRequest[Any]]:
-    """The first that waits, and those behind it that fit into its frame: of other sequences, and with deadlines that
-    are near its own. A frame has the earliest deadline of its items; an item that this cuts short is sent again in a
+    """The first waiting request, and those after it that fit into its frame: of other sequences, and with deadlines
+    near its own. A frame has the earliest deadline of its items; an item that this ends too early is sent again in a
     frame of its own. ``now`` is on `time.monotonic`."""
     chosen: list[StreamRequest[Any]] = []
     sequences: set[bytes] = set()
@@ -117,7 +117,7 @@ def group(waiting: Iterable[StreamRequest[Any]], capacity: FrameCapacity, now: f
     for request in waiting:
         item = request.items[0]
         handle = item.handle
-        # Those that are apart are claimed in their order: one may follow another of the same frame.
+        # Independent items are claimed in their order: one may follow another of the same frame.
         sequence = b"" if handle is None or item.goes_on else handle.id
         if chosen and (sequence in sequences or not soonest <= request.expires <= latest):
             continue
@@ -180,11 +180,11 @@ class SessionStep:
 
     @property
     def given_up(self) -> bool:
-        """Whether no caller waits for it any longer."""
+        """Whether no caller waits for it any more."""
         return all(request.future.done() for request in self.requests)
 
     def outcomes_in(self, answer: session_pb2.SessionForwardAnswer) -> Outcomes:
-        """What an answer, or a part of one, says of the items. Raises `TransportError` for the results of others."""
+        """The outcomes in an answer, or in a part of one. Raises `TransportError` for results of other items."""
         items, results = [item for request in self.requests for item in request.items], answer.results
         if not self.apart:
             return dict(enumerate(outcomes_of(results, items)))

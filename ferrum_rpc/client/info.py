@@ -1,4 +1,4 @@
-"""What an executor is (GetInfo) and how it is doing (GetStatus), as frozen dataclasses."""
+"""An executor's description (GetInfo) and state (GetStatus), as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNREPORTED: Final[dict[str, Any]] = {
 
 
 class Capability(enum.Enum):
-    """A part of the contract that an executor may lack; the numbers are the wire's."""
+    """An optional part of the contract; the values are those of the protos."""
 
     OUTPUT_GREEDY = 1
     OUTPUT_SAMPLE = 2
@@ -59,7 +59,7 @@ class Capability(enum.Enum):
 
 
 class _Open(enum.Enum):
-    """Members that newer executors add are ``UNKNOWN``."""
+    """An enum in which values of newer executors are ``UNKNOWN``."""
 
     @classmethod
     def _missing_(cls, value: object) -> _Open:
@@ -67,7 +67,7 @@ class _Open(enum.Enum):
 
 
 class ExecutorState(_Open):
-    """The life of an executor process; the numbers are the wire's."""
+    """The life cycle of an executor process; the values are those of the protos."""
 
     UNKNOWN = 0
     STARTING = 1
@@ -78,7 +78,7 @@ class ExecutorState(_Open):
 
 
 class Health(_Open):
-    """``grpc.health.v1.HealthCheckResponse.ServingStatus``; the numbers are the wire's."""
+    """``grpc.health.v1.HealthCheckResponse.ServingStatus``; the values are those of the protos."""
 
     UNKNOWN = 0
     SERVING = 1
@@ -88,9 +88,9 @@ class Health(_Open):
 
 @dataclass(frozen=True, slots=True)
 class ExecutorInfo:
-    """What an executor is. Does not change during its life; ``instance_id`` names that life.
+    """An executor's description. It does not change during a process lifetime, which ``instance_id`` identifies.
 
-    ``capabilities`` leaves out what this client does not know. ``block_size`` is in tokens, ``total_blocks`` the pool.
+    ``capabilities`` omits those unknown to this client. ``block_size`` is in tokens; ``total_blocks`` is the pool.
     """
 
     server_version: str
@@ -108,7 +108,7 @@ class ExecutorInfo:
 @dataclass(frozen=True, slots=True)
 class Counters:
     """Work done since the process started. ``forward_s`` is seconds inside forward passes. Of the ``tokens``,
-    ``searched_tokens`` were looked for in the prefix cache, and ``cached_tokens`` found there."""
+    ``searched_tokens`` were looked up in the prefix cache, and ``cached_tokens`` found there."""
 
     steps: int
     tokens: int
@@ -146,10 +146,9 @@ class MethodCount:
 
 @dataclass(frozen=True, slots=True)
 class KvBlocks:
-    """Where the blocks of a cache are: ``free`` without content, ``cached`` with some that a prompt may find (and free
-    as well, when their place is needed), ``used`` by sequences. ``parked_bytes`` are elsewhere: of
-    ``parked_sequences``, and of the prefix cache's second tier. Of the ones in use, ``importing`` are held by
-    ``unfinished_imports``, of which not all has come.
+    """The blocks of a cache by state: ``free`` without content, ``cached`` with content that a prompt may find (evicted
+    when blocks are needed), ``used`` by sequences. ``parked_bytes`` are outside the cache: of ``parked_sequences``, and
+    of the prefix cache's second tier. Of the used ones, ``importing`` are held by ``unfinished_imports``.
     """
 
     free: int
@@ -163,7 +162,7 @@ class KvBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStatus:
-    """How an executor is doing right now. ``leases`` live, ``sessions`` are open."""
+    """An executor's present status. ``leases`` are live, ``sessions`` are open."""
 
     state: ExecutorState
     pressure: Pressure
@@ -178,10 +177,10 @@ class ExecutorStatus:
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
-    """A live sequence, for an operator's eyes: ``label`` is for logs and no handle. ``length`` in tokens, ``blocks`` of
-    the cache that it refers to, ``idle_s`` since it was last used. ``identity``: its owner, empty where callers are
-    not authenticated; ``client_name``: as its client calls itself. ``busy``: a call on it is in flight. ``parked``: its
-    cache is elsewhere, and comes back with the next call."""
+    """A live sequence, for operators: ``label`` is for logs and not a handle. ``length`` in tokens, ``blocks`` of the
+    cache that it refers to, ``idle_s`` since it was last used. ``identity``: its owner, empty if callers are not
+    authenticated; ``client_name``: the name that its client gave. ``busy``: a call on it is in flight. ``parked``: its
+    cache is on disk, and is restored by the next call."""
 
     label: str
     length: int
@@ -197,8 +196,8 @@ class SequenceInfo:
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """A loaded adapter: its largest ``rank``, what it takes of the executor's memory, how many ``sequences`` use it,
-    and the ``fingerprint`` of the model with it."""
+    """A loaded adapter: its largest ``rank``, its ``bytes`` in the executor's memory, the number of ``sequences`` that
+    use it, and the ``fingerprint`` of the model with it."""
 
     name: str
     rank: int
@@ -209,7 +208,7 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class WarmupReport:
-    """What a warm-up ran: ``steps`` forward passes in ``elapsed_s`` seconds."""
+    """The result of a warm-up: ``steps`` forward passes in ``elapsed_s`` seconds."""
 
     steps: int
     elapsed_s: float

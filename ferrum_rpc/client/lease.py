@@ -1,7 +1,7 @@
-"""The client's lease: acquired with the first sequence, renewed in the background, with a callback where that fails.
+"""The client's lease: acquired with the first sequence, renewed in the background, with a callback if that fails.
 
-The executor frees a client's sequences when a lease is not renewed in time. So the client renews it every sixth of that
-time, whatever else it does, and reports when it cannot: a scheduler is warned before its sequences are gone.
+The executor frees a client's sequences if the lease is not renewed in time. So the client renews it every sixth of that
+time, independently of other calls, and reports failures: a scheduler is warned before its sequences are gone.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.info import duration, seconds
 
 MAX_CLIENT_NAME: Final = 128
-"""Bytes, which executors of every revision take."""
+"""In bytes; executors of every revision accept this length."""
 
 FIRST_RETRY: Final = 1 / 16
 """Pause before a failed renewal's first retry, as a share of the period; doubled each time up to a whole one."""
 
 LEASE_FIELD: Final = "create.lease_id"
-"""What a refusal of a whole batch names where one item's lease was the reason."""
+"""The field of a refusal of a whole batch for one item's lease."""
 
 log = logging.getLogger("ferrum_rpc.client")
 
 
 @dataclass(frozen=True, slots=True)
 class LeasePolicy:
-    """What lease a client's sequences live with.
+    """The policy of a client's lease.
 
-    ``ttl_s``: seconds that it lives without a sign of life; None is the executor's default, and an executor may grant
-    less. ``attempts``: renewals that fail in a row before it counts as trouble.
+    ``ttl_s``: its lifetime without renewal, in seconds; None is the executor's default, and an executor may grant less.
+    ``attempts``: consecutive failed renewals before trouble is reported.
     """
 
     ttl_s: float | None = None
@@ -54,7 +54,7 @@ class LeasePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What an executor granted: an opaque id, how long it lives, and how often to renew it, in seconds."""
+    """A lease as granted: an opaque id, its lifetime, and the renewal interval, in seconds."""
 
     lease_id: str
     ttl_s: float
@@ -63,8 +63,8 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class LeaseState:
-    """The lease that a client holds. ``expires_at``: when it ends without another renewal, on `time.monotonic`; never
-    later than the executor's own reckoning. ``healthy``: the last renewals succeeded."""
+    """The lease of a client. ``expires_at``: when it ends without another renewal, on `time.monotonic`; never later
+    than at the executor. ``healthy``: the last renewals succeeded."""
 
     lease_id: str
     ttl_s: float
@@ -83,10 +83,10 @@ class LeaseTrouble:
 
 
 class Leases:
-    """A client's lease calls, and the lease that it holds for its sequences, one at a time. Without a ``policy`` they
-    get none, and only the lease that a session has of its own is kept. ``on_trouble`` is called once when renewals
-    begin to fail, and once when a lease is lost. ``session_renewal``: renews the session's own lease, given its id and
-    a deadline; None where it is another lease, or the session is not open. ``state``: of the lease that is held."""
+    """A client's lease calls, and the one lease of its sequences. Without a ``policy`` they get none, and only a
+    session's own lease is kept. ``on_trouble`` is called once when renewals begin to fail, and once when a lease is
+    lost. ``session_renewal``: renews the session's own lease, given its id and a deadline; None if it is another lease,
+    or the session is not open. ``state``: of the present lease."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Leases:
     # --- calls ------------------------------------------------------------------------------------------------------
 
     async def acquire_lease(self, ttl_s: float | None, client_name: str, deadline: Deadline) -> Lease:
-        """A new one. The call has no request id: a lease whose answer is lost holds nothing and runs out."""
+        """A new lease. The call has no request id: a lease whose answer is lost has no sequences and expires."""
         info = self._context.known_info
         limits = None if info is None else info.limits
         check_limit(limits, "max_name_bytes", len(client_name.encode()), "bytes of a name", "client_name")
@@ -121,7 +121,7 @@ class Leases:
         return Lease(answer.lease_id, seconds(answer.ttl), seconds(answer.renew_every))
 
     async def renew_lease(self, lease_id: str, deadline: Deadline) -> float:
-        """Renew it; returns for how many seconds. Through the session where it is the session's."""
+        """Renew it; returns its lifetime in seconds. Renews through the session if it is the session's."""
         context, renew = self._context, self.session_renewal
         if renew is not None and (ttl_s := await renew(lease_id, deadline)) is not None:
             return ttl_s
@@ -131,7 +131,7 @@ class Leases:
         return seconds(answer.ttl)
 
     async def revoke_lease(self, lease_id: str, deadline: Deadline) -> int:
-        """End it; returns how many sequences went with it."""
+        """End it; returns how many sequences ended with it."""
         request = model_executor_pb2.RevokeLeaseRequest(lease_id=lease_id)
         answer = await self._context.call(self._context.executor.RevokeLease, request, deadline)
         self._context.note_pressure(answer.pressure)
@@ -141,12 +141,12 @@ class Leases:
 
     @property
     def lease_id(self) -> str:
-        """The lease that is held; empty: none."""
+        """The id of the present lease; empty: none."""
         return "" if self.state is None else self.state.lease_id
 
     async def current(self, deadline: Deadline) -> str:
-        """The lease that is held, or a new one; empty where the client wants none, or the executor has none. Callers
-        that need a new one at the same time share it."""
+        """The id of the present lease, or of a new one; empty if the client has no policy, or the executor no leases.
+        Callers that need a new one at the same time share it."""
         if not self._wanted or Capability.LEASES not in (await self._context.info(deadline)).capabilities:
             return ""
         if self.state is not None:
@@ -165,9 +165,9 @@ class Leases:
         return state
 
     async def assign(self, item: Item, deadline: Deadline) -> None:
-        """A sequence that begins gets the client's lease, unless the program named another. A creation of unknown fate
-        keeps the one that it went out with: under another it would be another call. One that was refused may go out
-        again at another executor of a fleet, or when the client has another lease."""
+        """Give a new sequence the client's lease, unless the program named another. A creation of unknown outcome keeps
+        the lease that it was sent with: under another one it would be another call. A refused creation may be sent
+        again to another executor of a fleet, or under another lease."""
         known = item.proto.create.lease_id
         stale = bool(known) and known == item.state.lease_id != self.lease_id and not item.repeats
         if not known or stale:
@@ -176,7 +176,7 @@ class Leases:
                 item.proto.create.lease_id = item.state.lease_id = lease_id
 
     def unassign(self, item: Item, error: ExecutorError) -> bool:
-        """Whether a creation was refused only because the client's own lease is gone: it may go out with another."""
+        """Whether a creation was refused only because the client's own lease is gone: it may be sent with another."""
         lease_id = item.state.lease_id
         if item.handle is not None or item.parent is not None or not lease_id:
             return False
@@ -185,7 +185,7 @@ class Leases:
         return True
 
     def lost(self, lease_id: str, error: ExecutorError) -> None:
-        """This lease is gone, by an answer of the executor. The next `current` acquires another."""
+        """Note that the executor reports this lease as gone. The next `current` acquires another."""
         state = self.state
         if state is not None and state.lease_id == lease_id:
             self.state = None
@@ -193,7 +193,7 @@ class Leases:
             self._report(LeaseTrouble(lease_id, True, state.expires_at, error))
 
     async def close(self, deadline: Deadline) -> None:
-        """Revoke it, which frees its sequences in one call. Does not raise: what fails here is found by its end."""
+        """Revoke it, which frees its sequences in one call. Does not raise: a lease that is not revoked expires."""
         state, self.state = self.state, None
         self.stop()
         if state is None:
@@ -206,7 +206,7 @@ class Leases:
             log.warning("the lease of %s could not be revoked and runs out by itself: %s", self.client_name, error)
 
     def stop(self) -> None:
-        """Renew it no more."""
+        """Stop renewing it."""
         task, self._task = self._task, None
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -214,7 +214,7 @@ class Leases:
     # --- renewal ----------------------------------------------------------------------------------------------------
 
     async def _keep(self, lease: Lease, sent_at: float) -> None:
-        """Renew it until it is lost. No attempt takes longer than a period, and a failed one is not waited out."""
+        """Renew it until it is lost. No attempt takes longer than a period, and a failed one is retried early."""
         failures = 0
         while True:
             if failures:
@@ -233,7 +233,7 @@ class Leases:
                 state = self.state
                 if failures >= self._policy.attempts and state is not None and state.healthy:
                     self.state = replace(state, healthy=False)
-                    if not isinstance(error, ExecutorError):  # never expected, and to give up renewing would be worse
+                    if not isinstance(error, ExecutorError):  # unexpected, but to stop renewing would be worse
                         error = TransportError(f"a renewal failed: {error!r}")
                     self._report(LeaseTrouble(lease.lease_id, False, state.expires_at, error))
             else:

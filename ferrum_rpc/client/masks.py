@@ -1,7 +1,7 @@
-"""Token masks as the client uses them: registered once, and again where the executor has let them go.
+"""The client's token masks: registered once, and again after the executor evicted them.
 
-What was registered is kept, within `KNOWN_BYTES`, so that an item whose mask is unknown there, after a restart or
-because others took its place, goes out again by itself.
+Registered masks are kept, within `KNOWN_BYTES`, so that an item whose mask is unknown at the executor, after a restart
+or an eviction, is sent again automatically.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ferrum_rpc.executor.v1 import model_executor_pb2
 from ferrum_rpc.wire.masks import id_of, pack_mask, words_to_proto
 
 KNOWN_BYTES: Final = 64 << 20
-"""Words that a client keeps; what it registered longest ago goes first. 3,500 masks of a 152k vocabulary."""
+"""Bytes of words that a client keeps; the oldest are dropped first. 3,500 masks of a 152k vocabulary."""
 
 Mask = npt.NDArray[np.bool_] | npt.NDArray[np.int32] | npt.NDArray[np.uint32]
 """Allowed tokens: bools [V], or words [ceil(V / 32)] whose bit t % 32 of word t / 32 allows token t."""
 
 
 class KnownMasks:
-    """The words of masks by their id. The clients of a fleet share one: what one has registered, each may again."""
+    """The words of masks by their id. The clients of a fleet share one, so that each can register all masks again."""
 
     def __init__(self) -> None:
         self._words: OrderedDict[bytes, bytes] = OrderedDict()
@@ -41,7 +41,7 @@ class KnownMasks:
         return self._words.get(mask_id)
 
     def keep(self, mask_id: bytes, words: bytes) -> None:
-        """Note one that is registered now."""
+        """Keep a mask that is now registered."""
         if mask_id not in self._words:
             self._bytes += len(words)
         self._words[mask_id] = words
@@ -51,7 +51,7 @@ class KnownMasks:
 
 
 class TokenMasks:
-    """The masks of one client, which are among those ``known``."""
+    """The masks of one client, a subset of those ``known``."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -70,7 +70,7 @@ class TokenMasks:
         return mask_id
 
     async def register_again(self, outputs: Iterable[OutputSpec], deadline: Deadline) -> bool:
-        """Register what outputs name and this client knows. False: it knows none of it."""
+        """Register the masks of outputs that this client has kept. False: it has none of them."""
         named = {each for output in outputs for each in masks_of(output)}
         known = [(each, words) for each in named if (words := self.known.get(each)) is not None]
         await asyncio.gather(*(self._register(*each, deadline) for each in known))
@@ -90,7 +90,7 @@ def masks_of(output: OutputSpec) -> tuple[bytes, ...]:
 
 
 def with_masks(output: OutputSpec, masks: Iterable[bytes]) -> OutputSpec:
-    """An output with other masks for its rows, where it has any."""
+    """An output with other masks for its rows, if it has any."""
     kind: Any = output.kind
     if not isinstance(kind, Greedy | Sample) or not kind.row_masks:
         return output
@@ -98,8 +98,8 @@ def with_masks(output: OutputSpec, masks: Iterable[bytes]) -> OutputSpec:
 
 
 def row_masks_of(output: OutputSpec, tokens: int) -> tuple[bytes, ...]:
-    """The masks for the rows of ``tokens`` tokens that are to be fed. Raises `InvalidRequest` for another number: they
-    are cut with the tokens, where those go in pieces."""
+    """The masks for the rows of ``tokens`` tokens to feed, to be split with the tokens. Raises `InvalidRequest` for
+    another number of masks."""
     kind = output.kind
     masks = kind.row_masks if isinstance(kind, Greedy | Sample) else ()
     if masks and len(masks) != output.row_count(tokens, 0):

@@ -1,4 +1,4 @@
-"""Sequences whose cache comes from elsewhere: from another executor, or from a file."""
+"""Sequences whose cache comes from another executor or from a file."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ log = logging.getLogger("ferrum_rpc.client")
 
 
 async def export_file(source: Sender[Owner], path: Path, deadline: Deadline) -> None:
-    """Write what a sequence has in the cache to a file."""
+    """Write a sequence's cache to a file."""
     await transfer.check_offered(source.context, deadline)
     frames = transfer.exported(source.context, source.state.existing_handle(), 0, 0, deadline)
     await transfer.write_file(path, frames)
 
 
 async def import_file(target: Sender[Owner], path: Path, deadline: Deadline) -> None:
-    """Import a file that `export_file` wrote into the ``target``, which is new."""
+    """Import a file that `export_file` wrote into the new sequence ``target``."""
     await transfer.check_offered(target.context, deadline)
     layout = await asyncio.to_thread(transfer.read_layout, path)
     await import_frames(target, layout, lambda first: transfer.file_frames(path, first), deadline)
@@ -37,8 +37,8 @@ async def import_file(target: Sender[Owner], path: Path, deadline: Deadline) -> 
 async def import_frames(
     target: Sender[Owner], layout: kv_transfer_pb2.KvLayout, frames: transfer.Frames, deadline: Deadline
 ) -> bool:
-    """Import ``frames`` into the ``target``, which is new. Where K or V are not finite, prefill its tokens instead and
-    return False. After a failure the request id is kept: the same call goes on, and a release gives the import up."""
+    """Import ``frames`` into the new sequence ``target``. If K or V are not finite, prefill its tokens instead and
+    return False. After a failure the request id is kept: the same call continues, and a release abandons the import."""
     tokens = list(layout.token_ids)
     await target.owner.find(deadline, tokens)
     state, connection = target.state, target.owner.connection

@@ -1,4 +1,4 @@
-"""Calls whose fate is unknown, and the request ids under which they may be made again. No IO."""
+"""Calls with an unknown outcome, and the request ids under which they may be made again. No IO."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ferrum_rpc.client.retry import REFUSED_BEFORE_RUNNING, Deadline, fate_unkno
 from ferrum_rpc.core import HandleRef
 
 Repeat = Callable[[Deadline], Awaitable[list[HandleRef]]]
-"""Sends a doubtful call again; returns the handles of the sequences that it created."""
+"""Sends a call of unknown outcome again; returns the handles of the sequences that it created."""
 
 _ids: Final = random.Random()  # noqa: S311 - unique, and no secret
 os.register_at_fork(after_in_child=_ids.seed)
 
 
 def new_request_id() -> str:
-    """128 random bits in hex, as a UUID has, without a system call. The generator is not the one that programs seed."""
+    """128 random bits in hex, as in a UUID, without a system call. Not from the generator that programs may seed."""
     return f"{_ids.getrandbits(128):032x}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnknownOutcome:
-    """A call that may be made again under the same request id: its fate is ``unknown``, or it was refused before
-    it ran. ``repeat`` is set where it may have created sequences to which the client has no handle."""
+    """A call that may be made again under the same request id: its outcome is ``unknown``, or it was refused before it
+    ran. ``repeat`` is set if it may have created sequences to which the client has no handle."""
 
     content: tuple[object, ...]
     request_id: str
@@ -35,9 +35,9 @@ class UnknownOutcome:
 
 
 def settled(known: UnknownOutcome | None, call: UnknownOutcome, error: BaseException) -> UnknownOutcome | None:
-    """What is unknown after a ``call`` failed, where ``known`` was unknown before it.
+    """The unknown outcome after a ``call`` failed; ``known`` is the one before it.
 
-    A refusal before the call ran is one of this attempt only: the call keeps its id, and is not repeated merely to
+    A refusal before the call ran concerns this attempt only: the call keeps its id, and is not repeated merely to
     release what it creates. Any other refusal settles the call, and no other one.
     """
     if fate_unknown(error):

@@ -1,6 +1,6 @@
-"""The executor that has a sequence: always the same one here, one of several at a time in `client.fleet.owner`.
+"""The executor that has a sequence: always the same one here, one of several over time in `client.fleet.owner`.
 
-A `Sender` asks the owner before each call where it goes, and after each refusal whether another try is worth it.
+A `Sender` asks the owner before each call for the executor, and after each refusal whether to try again.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.errors import ContextLengthExceeded, ExecutorError, QuotaExceeded, SequencesExhausted
 
 FULL = (ContextLengthExceeded, SequencesExhausted, QuotaExceeded)
-"""Refusals for want of capacity that another executor may have."""
+"""Refusals for lack of capacity that another executor may have."""
 
 
 class Owner:
-    """The one executor that a sequence can have, behind a ``connection``. ``rebuilds_of_a_call``: times that one call
-    may find the sequence lost and feed it again. ``rebuilds_in_batches``: what was lost is fed again before an item
-    that was built on it goes out."""
+    """The single executor of a sequence, at a ``connection``. ``rebuilds_of_a_call``: how often one call may find the
+    sequence lost and feed it again. ``rebuilds_in_batches``: lost sequences are fed again before their items are
+    sent."""
 
     rebuilds_of_a_call = 1
     rebuilds_in_batches = False
@@ -34,27 +34,26 @@ class Owner:
 
     @property
     def executor(self) -> ExecutorView | None:
-        """The executor that has the sequence. None: no executor has anything of it."""
+        """The executor that has the sequence. None: no executor has any of it."""
         return None if self.state.unplaced else self.connection.executor
 
     async def find(self, deadline: Deadline, tokens: list[int] | None = None) -> None:
-        """Make `connection` that of the executor which the next call goes to. ``tokens``: what the call feeds, if that
-        is known."""
+        """Set `connection` to that of the executor for the next call. ``tokens``: the tokens of the call, if known."""
 
     def expect(self, tokens: int | None) -> None:
-        """At most ``tokens`` more are fed from here on. None: any number."""
+        """Announce that at most ``tokens`` more will be fed. None: any number."""
 
     async def info(self, deadline: Deadline) -> ExecutorInfo:
-        """What the executor is that the next call goes to."""
+        """The description of the executor for the next call."""
         return await self.connection.context.info(deadline)
 
     async def finds_capacity(self, error: ExecutorError, deadline: Deadline) -> bool:
-        """A call was refused for want of capacity (`FULL`). Returns whether to make it again: another executor may have
-        the capacity, and has the sequence now or will get it with that call."""
+        """Handle a refusal for lack of capacity (`FULL`). Returns whether to make the call again: another executor may
+        have the capacity, and has the sequence now or gets it with that call."""
         return False
 
     async def more_context(self, deadline: Deadline) -> ExecutorInfo | None:
-        """The context is full: go to an executor with a longer one. Returns what that is. None: there is none."""
+        """Move to an executor with a longer context. Returns its maximum context. None: there is none."""
         return None
 
     async def is_gone(self, error: ExecutorError) -> bool:
@@ -63,18 +62,17 @@ class Owner:
         return made and isinstance(error, SEQUENCE_GONE)
 
     def failed(self, error: BaseException) -> bool:
-        """A call has ended with this error. Returns whether the sequence is fed elsewhere next, though it may not be
-        lost."""
+        """Handle the error of a call. Returns whether the sequence is fed to another executor next, though it may not
+        be lost."""
         return False
 
     def lose(self, length: int | None = None) -> None:
-        """The executor has lost the sequence: feed its first ``length`` tokens (default: all) again before anything
-        else."""
+        """Note that the executor has lost the sequence: its first ``length`` tokens (default: all) are fed again before
+        anything else."""
         self.restart(self.state.held_tokens()[:length])
         if self.state.lost is not None and not self.state.lost.tokens:
             self.state.lost = None
 
     def restart(self, tokens: list[int]) -> None:
-        """The executor has lost the sequence, or is to have it no longer: feed ``tokens`` again before anything
-        else."""
+        """Note that the sequence is lost, or leaves its executor: ``tokens`` are fed again before anything else."""
         self.state.restart(tokens)

@@ -1,5 +1,5 @@
-"""How much goes at a time: tokens in a run, so many that trips cost nothing and so few that tokens keep coming, and
-shared frames of a session in flight."""
+"""The length of runs, long enough to hide round trips and short enough for a steady stream, and the number of shared
+frames in flight."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Final
 from ferrum_rpc.core import StepTiming
 
 FIRST_RUN: Final = 4
-"""Tokens of a run while it is not known how long a step takes."""
+"""Tokens of a run before the time of a step is known."""
 
 LEAST_RUN_S: Final = 0.02
-"""Shorter runs would cost more messages, and nobody reads faster."""
+"""Minimum time of a run: shorter ones cost more messages than a reader gains."""
 
 SMOOTHING: Final = 0.25
 """The weight of the latest answer."""
 
 _TRIPS_OF_A_RUN: Final = 1.5
-"""A run takes so many trips, to be under way until the next one has arrived, and four times that without followers."""
+"""Length of a run in round trips, so that it lasts until the next one arrives; four times that without followers."""
 
 
 class RunPace:
-    """How long a trip to the executor and back takes, and one step of a run there, in seconds."""
+    """The time of a round trip to the executor, and of one step of a run there, in seconds."""
 
     def __init__(self) -> None:
         self.trip_s: float | None = None
         self.step_s: float | None = None
 
     def note(self, elapsed_s: float | None, timing: StepTiming | None, tokens: int) -> None:
-        """A run of ``tokens`` was answered; a prefill: 0. ``elapsed_s``: since it was sent, None where it waited."""
+        """Note an answered run of ``tokens`` (0: a prefill). ``elapsed_s``: since it was sent, None if it waited."""
         if timing is None:
             return
         if elapsed_s is not None:
             trip_s = max(0.0, elapsed_s - timing.queue_s - timing.forward_s)
-            if self.trip_s is None or trip_s < self.trip_s:  # what comes between only adds to it: a lease, a new stream
+            if self.trip_s is None or trip_s < self.trip_s:  # the minimum: a lease or a new stream only adds time
                 self.trip_s = trip_s
             self.trip_s += (trip_s - self.trip_s) * SMOOTHING
         if tokens:
@@ -42,7 +42,7 @@ class RunPace:
             self.step_s = step_s if self.step_s is None else self.step_s + (step_s - self.step_s) * SMOOTHING
 
     def tokens(self, most: int, *, chains: bool) -> int:
-        """Of the next run, ``most`` at most. ``chains``: another one will follow it."""
+        """Tokens of the next run, at most ``most``. ``chains``: another one will follow it."""
         if self.step_s is None or self.trip_s is None:
             return min(FIRST_RUN, most)
         wanted_s = max(LEAST_RUN_S, self.trip_s * _TRIPS_OF_A_RUN * (1 if chains else 4))
@@ -50,11 +50,10 @@ class RunPace:
 
 
 class FramePace:
-    """How many shared frames of one stream may be in flight: ``most``, enough to keep the executor busy.
+    """The maximum number of shared frames of one stream in flight, ``most``: enough to keep the executor busy.
 
-    What waits meanwhile shares the next one. A step takes about as long for many sequences as for a few, so
-    one more in flight than need be splits the sequences into groups that wait for each other's steps, each half as
-    fast.
+    Requests that wait meanwhile share the next frame. A step takes about as long for many sequences as for a few, so
+    one frame too many splits the sequences into groups that wait for each other's steps, each at half the speed.
     """
 
     def __init__(self) -> None:
@@ -62,8 +61,8 @@ class FramePace:
         self._step_s = self._around_s = 0.0
 
     def answered(self, elapsed_s: float, timing: StepTiming | None) -> None:
-        """A shared frame was answered after ``elapsed_s`` seconds. What was neither its step nor its wait for it is
-        time in which the executor could have computed for another."""
+        """Note a shared frame answered after ``elapsed_s`` seconds. During the time outside its step and queue the
+        executor could have computed another frame."""
         if timing is None:
             return
         around = max(0.0, elapsed_s - timing.queue_s - timing.forward_s)

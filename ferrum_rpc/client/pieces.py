@@ -1,8 +1,8 @@
-"""In which pieces a sequence was fed, where that decides its last bits, and the pieces that rebuild it.
+"""The pieces in which a sequence was fed, as far as they affect its last bits, and the pieces that rebuild it.
 
-Spans of up to ``limits.exact_span_tokens`` tokens give the very bits of single decodes; longer ones need not. So only
-the longer ones are remembered, and what lies between them is fed again in spans of that many. A rolled back piece is
-fed as long as it was, with tokens in place of those that are gone: nothing before them sees them.
+Spans of up to ``limits.exact_span_tokens`` tokens have the same bits as single decodes; longer ones need not. So only
+the longer ones are recorded, and the tokens between them are fed again in spans of that many. A piece that was rolled
+back is fed at its old length, with filler tokens at its end: earlier tokens do not attend to them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Piece(NamedTuple):
 
     @property
     def filled(self) -> bool:
-        """Whether tokens stand in place of some that are gone."""
+        """Whether filler tokens replace some that were rolled back."""
         return self.fed > self.end - self.start
 
     def rows(self, rows: Rows, positions: Positions) -> Rows:
-        """Of the rows of all that was fed, those that were wanted."""
+        """Of the rows of all fed tokens, the requested ones."""
         count = self.end - self.start
         if positions is Positions.ALL:
             return Rows(rows.block, rows.first, count)
         return Rows(rows.block, rows.first + count - 1, 1)
 
     def tokens(self, sequence: Sequence[int]) -> list[int]:
-        """What to feed, of a ``sequence``'s tokens."""
+        """The tokens to feed, of a ``sequence``'s tokens."""
         return [*sequence[self.start : self.end], *([sequence[self.end - 1]] * (self.fed - (self.end - self.start)))]
 
 
@@ -48,7 +48,7 @@ class Pieces:
         self._pieces = list(pieces)
 
     def cut(self, length: int) -> None:
-        """The sequence was rolled back to ``length``."""
+        """Note that the sequence was rolled back to ``length``."""
         pieces = self._pieces
         while pieces and pieces[-1].start >= length:
             pieces.pop()
@@ -56,22 +56,22 @@ class Pieces:
             pieces[-1] = pieces[-1]._replace(end=length)
 
     def fed(self, start: int, count: int, exact: int) -> None:
-        """``count`` tokens were fed at ``start``, behind all others. ``exact``: `limits.exact_span_tokens`, 0 where
-        pieces do not matter."""
+        """Note that ``count`` tokens were fed at ``start``, after all others. ``exact``: `limits.exact_span_tokens`, 0
+        if pieces do not matter."""
         if self._pieces:
             self.cut(start)
         if 0 < exact < count:
             self._pieces.append(Piece(start, start + count, count))
 
     def upto(self, length: int) -> Pieces:
-        """Of the first ``length`` tokens."""
+        """The pieces of the first ``length`` tokens."""
         copy = Pieces(self._pieces)
         copy.cut(length)
         return copy
 
     def span(self, start: int, count: int, known: int, exact: int) -> int:
-        """How many of ``count`` tokens to feed at ``start`` in one span, where the first ``known`` of the sequence were
-        in the cache before. 0: they go in a longer span, or not exactly."""
+        """How many of ``count`` tokens to feed at ``start`` in one span, if the first ``known`` of the sequence were in
+        the cache before. 0: they are part of a longer span, or not exact."""
         if exact == 0 or start >= known:
             return count
         for piece in self._pieces:
@@ -82,8 +82,9 @@ class Pieces:
         return min(count, exact, known - start)
 
     def plan(self, length: int, known: int, exact: int, most: int) -> list[Piece]:
-        """How to feed ``length`` tokens again of which the first ``known`` were in the cache, ``most`` tokens in a call
-        at most. What was never there, and everything where nothing is promised, goes in pieces of that many."""
+        """The pieces to feed ``length`` tokens again of which the first ``known`` were in the cache, at most ``most``
+        tokens in a call. Tokens that were never there, and all tokens if nothing is guaranteed, are fed in pieces of
+        that many."""
         known = min(length, known) if exact > 0 else 0
         found: list[Piece] = []
         at = 0
@@ -97,8 +98,8 @@ class Pieces:
 
 @dataclass(slots=True)
 class Lost:
-    """What a lost sequence held, and is fed again: its ``tokens``, of which ``known`` were in the cache, the ``long``
-    pieces that they were fed in, and the ``pieces`` that they are fed in now, ``done`` of which are there."""
+    """The contents of a lost sequence, to be fed again: its ``tokens``, of which ``known`` were in the cache, the
+    ``long`` pieces in which they were fed, and the ``pieces`` to feed now, ``done`` of which are fed."""
 
     tokens: list[int]
     known: int

@@ -1,9 +1,9 @@
-"""Runs of a stream of tokens, sent before the program has read the tokens of the run before. An executor without runs
+"""Runs of a stream of tokens, sent before the program has read the tokens of the previous run. An executor without runs
 gets single steps, as runs of one token.
 
-One run is under way. Where the executor lets items follow each other, the next run waits there behind it: a round trip
-costs nothing as long as a run takes longer. Tokens that were computed and not yet yielded are in the executor's cache.
-After a stream that is left early, the sequence's next call rolls back to what the program has seen.
+One run is in progress. If the executor supports followers, the next run waits there for its end, which hides round
+trips that are shorter than a run. Tokens that were computed and not yet yielded are in the executor's cache. If a
+stream is left early, the sequence's next call rolls back to the tokens that the program has seen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ferrum_rpc.core import MAX_STOP_TOKENS, OutputSpec, Run
 from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, NotSupported, QuotaExceeded
 
 _PATIENCE: Final = 4
-"""The deadline of a run is that of one step, and this many times what its steps took so far."""
+"""The deadline of a run is that of one step, plus this many times the time of its steps so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +41,9 @@ class SentRun:
 
 class RunPrefetcher:
     """The runs of one stream. The program has seen the tokens in the cache up to `SequenceState.seen`, and one more
-    that is not fed yet. ``send`` sends an item, after feeding again what was lost; ``lost`` says whether an error of an
-    item that followed another means that the sequence was lost. ``unknown``: the cache may have more tokens than the
-    program has seen. ``failed``: the stream has raised an error that leaves that open."""
+    that is not fed yet. ``send`` sends an item, after feeding lost tokens again; ``lost`` returns whether an error of a
+    follower means that the sequence was lost. ``unknown``: the cache may have more tokens than the program has seen.
+    ``failed``: the stream has raised an error that leaves that open."""
 
     def __init__(
         self,

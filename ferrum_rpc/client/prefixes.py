@@ -1,4 +1,4 @@
-"""Which executor has a prompt: what a router keeps of the events of each.
+"""An index of the prefixes that an executor has cached, for routers, built from its cache events.
 
 async with ExecutorClient(target) as client:
     index = PrefixIndex.of(await client.info())
@@ -29,15 +29,14 @@ from ferrum_rpc.prefix_hash import chained, root_of
 FIRST_PAUSE_S: Final = 0.05
 
 PASSING: Final = (TransportError, Draining, Starting, DeviceLost)
-"""What a watcher waits out: another executor may answer there soon."""
+"""Errors after which a watcher reconnects: another executor may answer there soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixEvents:
-    """What has happened in an executor's prefix cache up to the event number ``last`` of the process ``instance_id``:
-    in their order, hashes of blocks that are there now (True) or no more (False). They follow on what was there
-    before; with ``anew`` they are all that is there. ``gap``: some events were lost before, which changes nothing for
-    who applies these."""
+    """Changes of an executor's prefix cache up to the event number ``last`` of the process ``instance_id``: in order,
+    hashes of blocks that were added (True) or removed (False). They apply to the earlier contents; with ``anew`` they
+    are the whole contents. ``gap``: earlier events were lost, which does not matter once these are applied."""
 
     last: int
     instance_id: str
@@ -47,8 +46,8 @@ class PrefixEvents:
 
 
 class PrefixIndex:
-    """The blocks that one executor has, by hash, of a model with the ``fingerprint`` in blocks of ``block_size``
-    tokens. Of more than ``most`` those are forgotten that entered first: 100 bytes or so each."""
+    """The cached blocks of one executor, by hash, for a model with the ``fingerprint`` and blocks of ``block_size``
+    tokens. Beyond ``most`` blocks (about 100 bytes each) the oldest are dropped."""
 
     def __init__(self, fingerprint: bytes, block_size: int, most: int = 1 << 20) -> None:
         self._fingerprint = fingerprint
@@ -58,15 +57,15 @@ class PrefixIndex:
 
     @classmethod
     def of(cls, info: ExecutorInfo, most: int = 1 << 20) -> PrefixIndex:
-        """An empty one for an executor."""
+        """An empty index for an executor."""
         return cls(info.model.fingerprint, info.block_size, most)
 
     def __len__(self) -> int:
-        """Blocks that are there."""
+        """The number of blocks."""
         return len(self._there)
 
     def apply(self, events: PrefixEvents) -> None:
-        """Note what has happened."""
+        """Apply the changes."""
         if events.anew:
             self._there.clear()
         for hashed, there in events.changes:
@@ -78,16 +77,16 @@ class PrefixIndex:
             self._there.popitem(last=False)
 
     def match(self, tokens: Tokens, *, salt: bytes = b"", adapter: AdapterInfo | None = None) -> int:
-        """How many tokens of a prompt need not be computed there: those of its first blocks that are there. The last
-        token is computed always. ``adapter``: as the executor lists it."""
+        """The number of a prompt's tokens that are cached there: those of its first blocks. The last token is always
+        computed. ``adapter``: as the executor lists it."""
         return self.found(self.hashes(tokens, salt=salt, adapter=adapter))
 
     def found(self, hashes: Iterable[bytes]) -> int:
-        """As `match`, of the ``hashes`` of a prompt."""
+        """As `match`, for the ``hashes`` of a prompt."""
         return self.block_size * sum(1 for _ in takewhile(self._there.__contains__, hashes))
 
     def hashes(self, tokens: Tokens, *, salt: bytes = b"", adapter: AdapterInfo | None = None) -> Iterator[bytes]:
-        """The hashes of the blocks of a prompt that may be found, in their order."""
+        """The hashes of a prompt's cacheable blocks, in their order."""
         ids = np.array(as_tokens(tokens)[:-1], np.int64).astype(np.uint32).view(np.int32)
         root = root_of(self._fingerprint, salt)
         if adapter is not None:
@@ -103,7 +102,7 @@ def _events(batches: list[kv_transfer_pb2.WatchKvEventsResponse]) -> PrefixEvent
         match each.WhichOneof("kind"):
             case "stored":
                 changes.append((each.stored.hash, True))
-            case "parked":  # it is read, which takes less than computing it
+            case "parked":  # reading it takes less time than computing it
                 changes.append((each.parked.hash, True))
             case "removed":
                 changes.append((each.removed.hash, False))
@@ -140,7 +139,7 @@ async def watch_prefixes(context: Context, patience_s: float) -> AsyncGenerator[
                 call.cancel()
         if not isinstance(error, PASSING) or error.metadata.get("grpc_code") == "CANCELLED":
             raise error
-        context.known_info = None  # whoever answers next may be another
+        context.known_info = None  # another process may answer next
         pauses = pauses or Backoff(context.deadline(patience_s), FIRST_PAUSE_S, LONGEST_PAUSE_S)
         if not await pauses.wait():
             raise error

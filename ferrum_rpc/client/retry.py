@@ -1,9 +1,9 @@
-"""How a call is repeated: after which failures, how often, and for how long.
+"""Retries: after which failures, how often, and for how long.
 
-Two layers, both safe because every mutating call carries a request id. gRPC's own retries (`channel.service_config`)
-repeat a call that ended UNAVAILABLE. Above them stands `ResendPolicy`: the fate of a call is unknown (connection lost,
-deadline passed), so the *same* request goes out again and the executor either runs it or replays its recorded answer.
-Overload (RESOURCE_EXHAUSTED) is never repeated by either: the scheduler decides what to do about it.
+There are two layers, both safe because every mutating call has a request id. gRPC's own retries
+(`channel.service_config`) repeat a call that ended with UNAVAILABLE. `ResendPolicy` is for calls of unknown outcome
+(connection lost, deadline passed): the *same* request is sent again, and the executor either runs it or replays its
+recorded answer. Neither retries after overload (RESOURCE_EXHAUSTED), which is left to the scheduler.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from ferrum_rpc.errors import (
 Result = TypeVar("Result")
 
 _ANSWERED_BY_GRPC = frozenset({"UNAVAILABLE", "INTERNAL", "UNKNOWN", "DATA_LOSS", "DEADLINE_EXCEEDED", "CANCELLED"})
-"""Codes that, without the executor's own ErrorInfo, leave open whether the step ran."""
+"""Codes that, without the executor's ErrorInfo, leave open whether the step ran."""
 
 LONGEST_PAUSE_S = 1.0
 
 REFUSED_BEFORE_RUNNING = (SequenceBusy, QueueFull, Starting, Draining, DeadlineExceeded, Cancelled)
-"""Refusals of one attempt only: an earlier one of the same call may still have run."""
+"""Refusals of one attempt only: an earlier attempt of the same call may have run."""
 
 SEQUENCE_GONE = (InstanceMismatch, HandleUnknown, HandleReleased, LeaseExpired)
-"""Refusals of a sequence that is gone. A release takes them as success; a forward must be prefilled again."""
+"""Refusals of a lost sequence. A release counts them as success; otherwise prefill the sequence again."""
 
 LEASE_GONE = (LeaseExpired, LeaseUnknown, InstanceMismatch)
-"""Refusals of a renewal, or of a creation, whose lease is gone: acquire another."""
+"""Refusals of a renewal or creation whose lease is gone: acquire another."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResendPolicy:
-    """How often a mutating call whose fate is unknown is sent again: same bytes, same request id, same handle.
+    """How often a mutating call of unknown outcome is sent again, with the same bytes, request id and handle.
 
     ``times``: resends after the first attempt. ``backoff_s``: pause before the first one, doubled each time up to
-    `LONGEST_PAUSE_S`. ``attempt_timeout_s``: an attempt is given up after so long, so that there is time left for the
-    next one; None gives each attempt all of the call's time. The call's own deadline bounds the whole.
+    `LONGEST_PAUSE_S`. ``attempt_timeout_s``: the time limit of an attempt, which leaves time for the next one; None
+    gives each attempt all of the call's time. The call's own deadline limits the total.
     """
 
     times: int = 1
@@ -67,11 +67,11 @@ class ResendPolicy:
 
 
 NEVER_RESEND = ResendPolicy(times=0)
-"""Leave every unknown fate to the caller."""
+"""Leave every unknown outcome to the caller."""
 
 
 def fate_unknown(error: BaseException) -> bool:
-    """Whether the step behind a failed call may have run: no answer of the executor rules it out."""
+    """Whether the step of a failed call may have run, because no answer of the executor rules it out."""
     if isinstance(error, asyncio.CancelledError | InternalError):
         return True
     if isinstance(error, TransportError | DeadlineExceeded | Cancelled | Draining):
@@ -114,7 +114,7 @@ class Backoff:
         self._longest_s = longest_s
 
     async def wait(self, least_s: float | None = None) -> bool:
-        """Pause, for ``least_s`` at least. False, at once: the deadline comes first."""
+        """Pause, for at least ``least_s``. False, without a pause: the deadline comes first."""
         left, pause_s = self._deadline.remaining(), max(self._pause_s, least_s or 0.0)
         if left is not None and left <= pause_s:
             return False
@@ -129,7 +129,7 @@ class Backoff:
 
 
 async def retry_while_starting(send: Callable[[], Awaitable[Result]], deadline: Deadline) -> Result:
-    """Send, and again while the model loads. Raises `Starting` when the time is over."""
+    """Send, and retry while the model loads. Raises `Starting` when the time is over."""
     backoff = Backoff(deadline, first_s=0.05, longest_s=LONGEST_PAUSE_S)
     while True:
         try:
@@ -140,9 +140,9 @@ async def retry_while_starting(send: Callable[[], Awaitable[Result]], deadline: 
 
 
 class SingleFlight:
-    """A value that is made by one caller at a time, while the others that need it wait: each in its turn would wait for
-    an executor that is gone. A failure is shared by the callers that waited for it. Where the caller was cancelled or
-    its own deadline passed (also while the executor starts), the next caller tries again."""
+    """A value that one caller makes while the others that need it wait; otherwise each in turn would wait for an
+    executor that is gone. The callers that waited share a failure. If the caller was cancelled or its own deadline
+    passed (also while the executor starts), the next caller tries again."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -153,8 +153,8 @@ class SingleFlight:
     async def get(
         self, have: Callable[[], Result | None], make: Callable[[], Awaitable[Result]], deadline: Deadline
     ) -> Result:
-        """What is there, or is made now. Raises what making it raised, and `DeadlineExceeded` (its fate is known:
-        nothing was sent) where that took too long."""
+        """The present value, or a new one. Raises the error of making it, and `DeadlineExceeded` (of known outcome:
+        nothing was sent) if that took too long."""
         failures = self._failures
         try:
             async with asyncio.timeout(deadline.remaining()), self._making:
