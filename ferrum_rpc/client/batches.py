@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.owner import Owner
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.sender import Sender
-from ferrum_rpc.client.state import Item
+from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed
+from ferrum_rpc.core import HandleRef
 from ferrum_rpc.errors import ExecutorError
 
 
@@ -35,11 +36,13 @@ async def truncate_at(
     connection: Connection, pairs: ListOf[tuple[Sender[Owner], int]], deadline: Deadline
 ) -> list[ExecutorError | None]:
     """Roll back sequences at one executor, each to its length. None for each that was rolled back."""
-    async with AsyncExitStack() as claims:
-        rollbacks = [
-            (sender.state, await claims.enter_async_context(sender.claim_settled("truncate", deadline)), length)
-            for sender, length in pairs
-        ]
+    with ExitStack() as claims:
+        rollbacks = list[tuple[SequenceState, HandleRef, int]]()
+        for sender, length in pairs:
+            claims.enter_context(sender.claim("truncate"))
+            await sender.settle(deadline)
+            sender.check_settled("truncate")
+            rollbacks.append((sender.state, sender.state.existing_handle(), length))
         return await connection.truncate(rollbacks, deadline)
 
 

@@ -104,7 +104,11 @@ class Connection:
                     registered = await self.masks.register_again([item.output for item in items], deadline)
                     if registered:
                         continue
-                if reassigned or not self._leave_lease(items, error):
+                if reassigned or not isinstance(error, LEASE_GONE):
+                    raise
+                if len(items) > 1 and error.field != LEASE_FIELD:  # one item's refusal refused them all
+                    raise
+                if not any([self.leases.unassign(item, error) for item in items]):  # noqa: C419 - each of them
                     raise
                 reassigned = True
         pressure = self.context.note_pressure(forwarded.pressure)
@@ -128,14 +132,6 @@ class Connection:
             for index, result in zip(again, await self._again(feed, again, unmasked, deadline), strict=True):
                 results[index] = result
         return await self._with_rows(items, results, deadline) if replayed else results
-
-    def _leave_lease(self, items: Sequence[Item], error: BaseException) -> bool:
-        """Whether a call failed because the lease of some items is gone. These items get another lease."""
-        if not isinstance(error, LEASE_GONE):
-            return False
-        if len(items) > 1 and error.field != LEASE_FIELD:  # the refusal of one item refused all
-            return False
-        return any([self.leases.unassign(item, error) for item in items])  # noqa: C419 - each of them
 
     async def _again(
         self, feed: Feed, items: Mapping[int, Item], unmasked: Sequence[Item], deadline: Deadline

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Final, Generic, TypeVar
 
@@ -110,17 +109,6 @@ class Sender(Generic[AnyOwner_co]):
         self.prompt = None  # what is fed next does not go on with one of which some chunks failed
         return self.state.item(next(self.context.item_ids), tokens, output, truncate_to, run)
 
-    @asynccontextmanager
-    async def claim_settled(self, what: str, deadline: Deadline) -> AsyncIterator[HandleRef]:
-        """For a batch: claim the sequence, settle a stream that was left, and give its handle."""
-        with self.claim(what):
-            await self.settle(deadline)
-            if self.state.lost is not None or self.state.handle is None:
-                raise SequenceMisuseError(
-                    f"{what}: this sequence was lost and is not rebuilt yet: await rebuild() first"
-                )
-            yield self.state.handle
-
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def feed(
@@ -137,27 +125,21 @@ class Sender(Generic[AnyOwner_co]):
         forward = functools.partial(self._forward, feed, tokens, output, truncate_to, deadline, run=run)
         return self.send(forward, deadline, truncate_to)
 
-    def send(
-        self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
-    ) -> Awaitable[Result]:
-        """As `recover`, after settling a stream that was left."""
-        if self.prefetcher is None:
-            return self.recover(send, deadline, truncate_to)
-        return self._settle_and_send(send, deadline, truncate_to)
-
-    async def _settle_and_send(
-        self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None
+    async def send(
+        self,
+        send: Callable[[], Awaitable[Result]],
+        deadline: Deadline,
+        truncate_to: int | None = None,
+        *,
+        settle: bool = True,
     ) -> Result:
-        await self.owner.find(deadline)
-        await self.settle(deadline)
-        return await self.recover(send, deadline, truncate_to)
-
-    async def recover(
-        self, send: Callable[[], Awaitable[Result]], deadline: Deadline, truncate_to: int | None = None
-    ) -> Result:
-        """Feed again what was lost, then send. While an earlier call of unknown fate may still run, a busy sequence is
-        no mistake of the program: send again. If the sequence is gone and may be rebuilt, feed its tokens to a new one
-        and send again, `Owner.rebuilds_of_a_call` times."""
+        """Settle a stream that was left (unless ``settle`` is false), feed again what was lost, then send. While an
+        earlier call of unknown fate may still run, a busy sequence is no mistake of the program: send again. If the
+        sequence is gone and may be rebuilt, feed its tokens to a new one and send again, `Owner.rebuilds_of_a_call`
+        times."""
+        if settle and self.prefetcher is not None:
+            await self.owner.find(deadline)
+            await self.settle(deadline)
         state, owner = self.state, self.owner
         backoff: Backoff | None = None
         rebuilds = owner.rebuilds_of_a_call if state.rebuilds else 0
@@ -369,7 +351,7 @@ class Sender(Generic[AnyOwner_co]):
                 raise answer
             return answer
 
-        return await self.recover(send, deadline)
+        return await self.send(send, deadline, settle=False)
 
 
 async def nothing() -> None:

@@ -41,6 +41,8 @@ from ferrum_rpc.wire.status import error_from_rpc, error_from_status
 
 METHOD: Final = "/ferrum_rpc.executor.v1.ModelExecutor/Session"
 _UNAVAILABLE: Final = {"grpc_code": "UNAVAILABLE"}
+_INTERNAL: Final = {"grpc_code": "INTERNAL"}
+_UNANSWERED: Final = "the executor did not answer all items"
 _REQUEUE_S: Final = 0.001
 _TURNS: Final = 5
 """Of the event loop, until a program that was answered has sent its next request, through a task or two of its own."""
@@ -260,7 +262,9 @@ class SessionStream:
         if failed or not answer.more:
             for request in step.requests:
                 if request.step == step_id and not request.future.done():
-                    request.future.set_exception(failed or _unanswered())
+                    request.future.set_exception(
+                        failed or TransportError("the executor did not answer all items", metadata=_INTERNAL)
+                    )
 
     def _forget(self, step_id: int) -> None:
         """Count it as in flight no longer."""
@@ -378,7 +382,3 @@ class SessionStream:
         if isinstance(error, TransportError) and error.metadata.get("grpc_code") == "CANCELLED":
             return TransportError(error.message, metadata=error.metadata)
         return TransportError(f"the session ended before the answer came: {error.message}", metadata=_UNAVAILABLE)
-
-
-def _unanswered() -> TransportError:
-    return TransportError("the executor did not answer all items", metadata={"grpc_code": "INTERNAL"})

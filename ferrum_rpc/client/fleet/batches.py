@@ -79,7 +79,7 @@ async def _be_ready(entry: BatchEntry[Thing], deadline: Deadline) -> ExecutorErr
     with sender.state.claim("forward"):
         sender.owner.place_anew(entry.tokens)
         try:
-            await sender.recover(nothing, deadline)
+            await sender.send(nothing, deadline, settle=False)
         except ExecutorError as error:
             return error
     return None
