@@ -29,7 +29,8 @@ SERVE = (sys.executable, "-m", "ferrum_rpc.cli", "serve", "demo", "--port", "0",
 
 
 def wait_until_serving(executor: subprocess.Popen[str], *, quiet: bool = False) -> str:
-    """The target of the executor, once it serves; shows what it chose on the way, unless that is to be ``quiet``."""
+    """The target of the executor, once it serves; shows what it chose on the way, unless that is to be ``quiet``. The
+    rest of its log is read and dropped."""
     assert executor.stderr is not None
     target = ""
     for line in executor.stderr:
@@ -45,6 +46,7 @@ def wait_until_serving(executor: subprocess.Popen[str], *, quiet: bool = False) 
             case "backend_selected" if not quiet:
                 print(f"executor: {event['choice']:<28} {event['reason']}", flush=True)
             case "ready":
+                threading.Thread(target=executor.stderr.read, daemon=True).start()  # a full pipe would stop it
                 return target
             case "startup_failed":
                 sys.exit(f"executor: {event['error']}")
@@ -78,9 +80,6 @@ def main() -> None:
             except KeyboardInterrupt:
                 executor.kill()  # nobody is served yet, and a drain would wait for the model
                 raise
-            rest = executor.stderr
-            assert rest is not None
-            threading.Thread(target=rest.read, daemon=True).start()  # a full pipe would stop the executor
             arguments = (sys.executable, "-m", "clients.scheduler", "--target", target, "--demo", *sys.argv[1:])
             with child(arguments, signal.SIGINT) as scheduler:
                 status = scheduler.wait()

@@ -85,12 +85,7 @@ def start(arguments: argparse.Namespace, stack: contextlib.ExitStack, *flags: st
     executors = [
         stack.enter_context(child(command, signal.SIGTERM, stderr=subprocess.PIPE)) for _ in range(arguments.executors)
     ]
-    targets: list[str] = []
-    for each in executors:
-        targets.append(wait_until_serving(each, quiet=bool(targets)))
-        assert each.stderr is not None
-        threading.Thread(target=each.stderr.read, daemon=True).start()  # a full pipe would stop the executor
-    return executors, targets
+    return executors, [wait_until_serving(each, quiet=each is not executors[0]) for each in executors]
 
 
 def rounds_coarsely(target: str) -> bool:

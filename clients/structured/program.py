@@ -4,8 +4,9 @@ With ``--draft-tokens`` several tokens come with a trip: those that the schema f
 verified together, with a mask for each row. The texts are the same if spans of a draft's length give the bits of single
 steps (`limits.exact_span_tokens`), otherwise within rounding.
 
-ferrum-rpc serve demo python -m clients.structured --count 1000 --tokenizer ferrum_rpc_demo/demo/tokenizer.json python
--m clients.structured --count 1000 --tokenizer ferrum_rpc_demo/demo/tokenizer.json --draft-tokens 8
+    ferrum-rpc serve demo
+    python -m clients.structured --count 1000 --tokenizer ferrum_rpc_demo/demo/tokenizer.json
+    python -m clients.structured --count 1000 --tokenizer ferrum_rpc_demo/demo/tokenizer.json --draft-tokens 8
 """
 
 from __future__ import annotations
