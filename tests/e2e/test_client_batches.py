@@ -173,7 +173,7 @@ async def test_one_starving_item_does_not_starve_the_batch(client: ExecutorClien
 
 
 async def test_the_example_of_the_package_runs(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    text = re.split(r"\n\n(?=Sequences belong)", ferrum_rpc.client.__doc__ or "")[0]
+    text = re.split(r"\n\n(?=Sequences )", ferrum_rpc.client.__doc__ or "")[0]
     code = "\n".join(line.removeprefix("    ") for line in text.splitlines()[2:])
     code = code.replace("localhost:50051", served.target).replace("asyncio.run(main())", "")
     scope: dict[str, Any] = {}
