@@ -40,7 +40,7 @@ from ferrum_rpc.client.prefixes import PrefixEvents, watch_prefixes
 from ferrum_rpc.client.retry import NEVER_RESEND, ResendPolicy
 from ferrum_rpc.client.sender import Sender
 from ferrum_rpc.client.sequence import Sequence, sender_of
-from ferrum_rpc.client.session import STEPS_IN_FLIGHT, SessionTransport
+from ferrum_rpc.client.session.transport import STEPS_IN_FLIGHT, SessionTransport
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed, Transport
 from ferrum_rpc.core import Pressure

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from ferrum_rpc.client import ExecutorClient, ExecutorInfo, ExecutorState
 from ferrum_rpc.client.retry import fate_unknown
-from ferrum_rpc.client.session import OPENINGS
+from ferrum_rpc.client.session.transport import OPENINGS
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import Draining, Starting, TransportError

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from ferrum_rpc.client import ExecutorClient, Sequence, SequenceMisuseError, sync
 from ferrum_rpc.client.retry import fate_unknown
-from ferrum_rpc.client.session import SessionTransport
+from ferrum_rpc.client.session.transport import SessionTransport
 from ferrum_rpc.errors import ExecutorError, HandleReleased, InvalidRequest, TruncateBeyondLength
 from tests.serving import Gate, Served, serve_identity
 from tests.wiring import messages

@@ -143,7 +143,7 @@ async def test_an_answer_of_many_times_the_inline_limit_comes_in_frames_and_whol
         frames.append(len(rows))
         return rows_from_proto(blocks, rows)
 
-    monkeypatch.setattr("ferrum_rpc.client.stream.rows_from_proto", counted)
+    monkeypatch.setattr("ferrum_rpc.client.session.stream.rows_from_proto", counted)
     async with both(session_inline_bytes=4096, vocab_size=8192) as (_, unary, session):
         wide = OutputSpec(Positions.ALL, FullLogits())
         answers = []

@@ -11,10 +11,10 @@ import grpc
 import numpy as np
 import pytest
 
-from ferrum_rpc.client.frames import FrameCapacity, StreamRequest
 from ferrum_rpc.client.retry import Deadline, fate_unknown
+from ferrum_rpc.client.session.frames import FrameCapacity, StreamRequest
+from ferrum_rpc.client.session.stream import METHOD, SessionStream
 from ferrum_rpc.client.state import Item, SequenceState
-from ferrum_rpc.client.stream import METHOD, SessionStream
 from ferrum_rpc.client.transport import Forwarded, outcomes_of
 from ferrum_rpc.core import FullLogits, Greedy, HandleRef, OutputKind, OutputSpec, Positions
 from ferrum_rpc.errors import (

@@ -1,7 +1,7 @@
 """One session stream: frames out in their order, answers back to their callers.
 
 gRPC takes one write at a time, so one writer sends what is queued, and one reader distributes the answers. What waits
-while the steps in flight are as many as may be shares a frame (`client.frames`). No task is made for a step.
+while the steps in flight are as many as may be shares a frame (`client.session.frames`). No task is made for a step.
 
 A step keeps its place until the executor answers it, even when its callers have given up: only then is it out of flight
 there. When the stream ends the fate of every step is unknown, and its owner opens another.
@@ -19,7 +19,9 @@ from typing import Any, Final
 import grpc
 
 from ferrum_rpc.client.context import Metadata, closed
-from ferrum_rpc.client.frames import (
+from ferrum_rpc.client.pace import FramePace
+from ferrum_rpc.client.retry import Deadline
+from ferrum_rpc.client.session.frames import (
     UNSHARED,
     Frame,
     Kind,
@@ -29,8 +31,6 @@ from ferrum_rpc.client.frames import (
     frame_of,
     group,
 )
-from ferrum_rpc.client.pace import FramePace
-from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.transport import Forwarded
 from ferrum_rpc.core import OutputSpec
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, QueueFull, TransportError

@@ -15,12 +15,12 @@ from contextlib import suppress
 from typing import Any, Final
 
 from ferrum_rpc.client.context import Context, Metadata, Method
-from ferrum_rpc.client.frames import Frame, FrameCapacity, Result, StreamRequest
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.lease import Lease, Leases
 from ferrum_rpc.client.retry import LEASE_GONE, Deadline, SingleFlight, retry_while_starting
+from ferrum_rpc.client.session.frames import Frame, FrameCapacity, Result, StreamRequest
+from ferrum_rpc.client.session.stream import SessionStream
 from ferrum_rpc.client.state import Item
-from ferrum_rpc.client.stream import SessionStream
 from ferrum_rpc.client.transport import Feed, Forwarded, Operated, Operation, Transport
 from ferrum_rpc.errors import ExecutorError, TransportError
 from ferrum_rpc.executor.v1 import model_executor_pb2, session_pb2
