@@ -54,7 +54,6 @@ class SharedMemoryGroup:
         self._closing = threading.Lock()  # who aborts may be another thread
 
     def all_reduce(self, rows: Tensor) -> None:
-        """As `Group.all_reduce`."""
         dtype_code = SUMMED.get(rows.dtype)
         if dtype_code is None:
             sum_in_order(self.all_gather(rows), rows)
@@ -63,13 +62,11 @@ class SharedMemoryGroup:
 
     @property
     def native_sum(self) -> tuple[int, int]:
-        """As `Group.native_sum`."""
         function = ctypes.cast(self._library.ferrum_group_reduce_pairs, ctypes.c_void_p).value
         assert function is not None  # noqa: S101 - the library was loaded with it
         return function, self._handle
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """As `Group.all_gather`."""
         parts = part.new_empty((self.size, *part.shape))
         sides = _address(part), part.nbytes, _address(parts)
         self._check(self._library.ferrum_group_gather(self._handle, *sides))
@@ -81,7 +78,6 @@ class SharedMemoryGroup:
         self._check(self._library.ferrum_group_send(self._handle, _address(rows), rows.nbytes, to))
 
     def receive(self, rows: Tensor, source: int) -> None:
-        """As `Group.receive`."""
         check_other(self, source)
         self._check(self._library.ferrum_group_receive(self._handle, _address(rows), rows.nbytes, source))
 
@@ -89,16 +85,13 @@ class SharedMemoryGroup:
         """As `Group.check`: nothing is late here."""
 
     def abort(self) -> None:
-        """As `Group.abort`."""
         with self._closing:
             self._library.ferrum_group_abort(self._handle)
 
     def renew(self, epoch: int) -> None:
-        """As `Group.renew`."""
         self._check(self._library.ferrum_group_renew(self._handle, epoch))
 
     def close(self) -> None:
-        """As `Group.close`."""
         with self._closing:
             self._library.ferrum_group_close(self._handle)
             self._closed, self._segment = True, None

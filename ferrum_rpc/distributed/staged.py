@@ -15,47 +15,26 @@ from ferrum_rpc.distributed.group import Group
 class StagedGroup:
     """A `Group` whose tensors are on ``device``; the group ``host`` on the CPU transports them."""
 
+    native_sum = None
+
     def __init__(self, host: Group, device: torch.device) -> None:
         self.host = host
         self.rank, self.size = host.rank, host.size
+        self.check, self.abort, self.renew, self.close = host.check, host.abort, host.renew, host.close
         self._device = device
 
     def all_reduce(self, rows: Tensor) -> None:
-        """As `Group.all_reduce`."""
         staged = rows.cpu()
         self.host.all_reduce(staged)
         rows.copy_(staged)
 
-    @property
-    def native_sum(self) -> None:
-        """There is none."""
-
     def all_gather(self, part: Tensor) -> Tensor:
-        """As `Group.all_gather`."""
         return self.host.all_gather(part.cpu()).to(self._device)
 
     def send(self, rows: Tensor, to: int) -> None:
-        """As `Group.send`."""
         self.host.send(rows.cpu(), to)
 
     def receive(self, rows: Tensor, source: int) -> None:
-        """As `Group.receive`."""
         staged = torch.empty(rows.shape, dtype=rows.dtype)
         self.host.receive(staged, source)
         rows.copy_(staged)
-
-    def check(self) -> None:
-        """As `Group.check`."""
-        self.host.check()
-
-    def abort(self) -> None:
-        """As `Group.abort`."""
-        self.host.abort()
-
-    def renew(self, epoch: int) -> None:
-        """As `Group.renew`."""
-        self.host.renew(epoch)
-
-    def close(self) -> None:
-        """As `Group.close`."""
-        self.host.close()
