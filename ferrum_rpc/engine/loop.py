@@ -66,7 +66,7 @@ class EngineLoop(ABC):
         lock: AbstractContextManager[object],
         max_step_items: int,
         max_step_tokens: int,
-        max_running: int,
+        max_running: int = 1,
         on_ready: Callable[[Runner], object],
         on_failed: Callable[[BaseException], object],
     ) -> None:
@@ -207,12 +207,9 @@ class EngineLoop(ABC):
     def _operate(self, runner: Runner, operation: Operation) -> Callable[[], object]:
         try:
             return partial(operation.done, operation.run(runner))
-        except ExecutorError as error:
-            if not isinstance(error, DeviceLost):
-                return partial(operation.refuse, error)
-            self._broken(error, [partial(operation.refuse, lost(error))])
-            raise
         except BaseException as error:
+            if isinstance(error, ExecutorError) and not isinstance(error, DeviceLost):
+                return partial(operation.refuse, error)
             self._broken(error, [partial(operation.refuse, lost(error))])
             raise
 

@@ -23,31 +23,27 @@ from ferrum_rpc.errors import ExecutorError
 class ModelThread(EngineLoop):
     """An `Engine`. ``build`` is called in the thread (loading does not block the loop); ``on_ready(runner)``,
     ``on_failed(error)`` and, after each step's answers, ``on_step(step, waits)`` with its timing and the seconds that
-    each submission had waited, are called on the loop."""
+    each submission had waited, are called on the loop. ``limits``: see `EngineLoop`."""
 
     def __init__(
         self,
         build: Callable[[], Runner],
         *,
         loop: asyncio.AbstractEventLoop,
-        max_step_items: int,
-        max_step_tokens: int,
-        max_running: int = 1,
         on_ready: Callable[[Runner], None],
         on_failed: Callable[[BaseException], None],
         on_step: Callable[[StepTiming, Sequence[float]], None] = lambda step, waits: None,
         liveness: Liveness | None = None,
+        **limits: int,
     ) -> None:
         self._arrived: SimpleQueue[Work] = SimpleQueue()
         super().__init__(
             build,
             inbox=self._arrived,
             lock=threading.Lock(),  # also guards the queue's sums and `_closed`
-            max_step_items=max_step_items,
-            max_step_tokens=max_step_tokens,
-            max_running=max_running,
             on_ready=on_ready,
             on_failed=on_failed,
+            **limits,
         )
         self._loop = loop
         self._liveness = liveness or Liveness()

@@ -63,21 +63,14 @@ class EngineProcess:
         program: Program,
         *,
         loop: asyncio.AbstractEventLoop,
-        max_step_items: int,
-        max_step_tokens: int,
-        max_running: int = 1,
         on_ready: Callable[[Described], None],
         on_failed: Callable[[BaseException], None],
         on_step: Callable[[StepTiming, Sequence[float]], None] = lambda step, waits: None,
         liveness: Liveness | None = None,
         slots: int = 1 << 17,
+        **limits: int,
     ) -> None:
-        self._program = program
-        self._limits = {
-            "max_step_items": max_step_items,
-            "max_step_tokens": max_step_tokens,
-            "max_running": max_running,
-        }
+        self._program, self._limits = program, limits
         self._loop = loop
         self._on_ready, self._on_failed, self._on_step = on_ready, on_failed, on_step
         self._liveness = liveness or Liveness()
