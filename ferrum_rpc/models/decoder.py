@@ -72,6 +72,8 @@ class Decoder:
     """
 
     waits = False
+    sinks = ()
+    """No family here has any."""
 
     def __init__(
         self,
@@ -185,11 +187,6 @@ class Decoder:
         hidden = self._enter(loaded, inputs)
         delta = loaded.layers.forward(hidden, *self._rotary(inputs.positions), attend, inputs.adapters)
         return self._leave(loaded, hidden, delta)
-
-    @property
-    def sinks(self) -> tuple[()]:
-        """No family here has any."""
-        return ()
 
     @property
     def rowwise(self) -> bool:

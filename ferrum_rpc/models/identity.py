@@ -51,6 +51,8 @@ class IdentityModel:
     """See the module; a `Model`. float32 on any device."""
 
     native = waits = False
+    rowwise = True
+    sinks = ()
 
     def __init__(self, config: IdentityConfig, device: torch.device) -> None:
         self.config = config
@@ -64,15 +66,6 @@ class IdentityModel:
         self._channels = torch.from_numpy(channels).view(config.kv_heads, config.head_dim).to(device)
         spec = AttentionSpec(config.heads, config.kv_heads, config.head_dim, config.head_dim**-0.5)
         self.attention_specs = (spec,) * config.layers
-
-    @property
-    def sinks(self) -> tuple[()]:
-        """None."""
-        return ()
-
-    @property
-    def rowwise(self) -> bool:
-        return True
 
     def info(self, name: str) -> ModelInfo:
         config = self.config

@@ -77,10 +77,11 @@ class Loras(ABC):
         self,
         table: Mapping[str, TensorPlacement],
         dtype: torch.dtype,
+        device: torch.device,
         here: Mapping[str, TensorPlacement] | None = None,
     ) -> None:
         here = table if here is None else here
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
         self.modules = modules_of(table)
         self._table, self._here = _adaptable(table), _adaptable(here)
         self._shapes = parameter_shapes(here.values())
@@ -191,16 +192,6 @@ class TorchLoras(Loras):
 
     name = "torch"
     rowwise = False
-
-    def __init__(
-        self,
-        table: Mapping[str, TensorPlacement],
-        dtype: torch.dtype,
-        device: torch.device,
-        here: Mapping[str, TensorPlacement] | None = None,
-    ) -> None:
-        super().__init__(table, dtype, here)
-        self._device = device
 
     def nbytes(self, changes: Sequence[ProductChange]) -> int:
         return sum(each.rank * (each.size_in + each.size_out) for each in changes) * self._dtype.itemsize

@@ -75,7 +75,7 @@ class NativeLoras(Loras):
         here: Mapping[str, TensorPlacement] | None = None,
     ) -> None:
         cpu.require(device, dtype, torch.bfloat16)
-        super().__init__(table, dtype, here)
+        super().__init__(table, dtype, device, here)
         self._library = library.load()
         if not self._library.ferrum_lora_supported():
             raise OSError("the CPU has no avx512_bf16")

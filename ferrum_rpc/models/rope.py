@@ -95,10 +95,7 @@ def read_ropes_of_windows(config: Fields, rotation: Rotation, max_context: int) 
     bases = ("rope_theta", rotation.theta), ("rope_local_base_freq", rotation.local)
     found = []
     for rope, (beside, default) in zip(sections, bases, strict=True):
-        for where in (rope, config):
-            if where.number("partial_rotary_factor", 1.0) != 1.0:
-                field = where.name("partial_rotary_factor")
-                raise NotSupported(f"{field}: only whole heads can be rotated", field=field)
+        _refuse_partial(rope, config)
         found.append(_of_kind(rope, config, _theta(rope, config, beside, default), rotation, max_context, 0))
         refuse_unread(rope, ROPE_IRRELEVANT, {}, OF_MODEL)
     return found[0], found[1]
@@ -111,12 +108,16 @@ def _theta(rope: Fields, config: Fields, beside: str, default: float) -> float:
     return theta
 
 
+def _refuse_partial(*sections: Fields) -> None:
+    for where in sections:
+        if where.number("partial_rotary_factor", 1.0) != 1.0:
+            field = where.name("partial_rotary_factor")
+            raise NotSupported(f"{field}: only whole heads can be rotated", field=field)
+
+
 def _partial(rope: Fields, config: Fields, rotation: Rotation, head_dim: int) -> float:
     if rotation.partial is None:
-        for where in (rope, config):
-            if where.number("partial_rotary_factor", 1.0) != 1.0:
-                field = where.name("partial_rotary_factor")
-                raise NotSupported(f"{field}: only whole heads can be rotated", field=field)
+        _refuse_partial(rope, config)
         return 1.0
     partial = _agreed(rope, config, "partial_rotary_factor") or rotation.partial
     rotary_dim = int(head_dim * partial)

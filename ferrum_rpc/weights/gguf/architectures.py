@@ -155,14 +155,10 @@ def _layer_types(facts: Facts, pattern: object) -> list[str]:
 
 
 _NO_BIASES: Final[Mapping[str, str]] = {}
+_WITH_MLP: Final = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"}
 
 ARCHITECTURES: Final[dict[str, Architecture]] = {
-    "llama": Architecture(  # Mistral too
-        "LlamaForCausalLM",
-        "llama",
-        interleaved=True,
-        biases={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"},
-    ),
+    "llama": Architecture("LlamaForCausalLM", "llama", interleaved=True, biases=_WITH_MLP),  # Mistral too
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", biases=_NO_BIASES),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
     "gemma": Architecture("GemmaForCausalLM", "gemma", shifted=True, biases=_NO_BIASES),
@@ -176,19 +172,8 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
         biases=_NO_BIASES,
         read=_phi3,
     ),
-    "granite": Architecture(
-        "GraniteForCausalLM",
-        "granite",
-        interleaved=True,
-        biases={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"},
-        read=_granite,
-    ),
-    "smollm3": Architecture(
-        "SmolLM3ForCausalLM",
-        "smollm3",
-        interleaved=True,
-        biases={"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_gate.bias"},
-    ),
+    "granite": Architecture("GraniteForCausalLM", "granite", interleaved=True, biases=_WITH_MLP, read=_granite),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", interleaved=True, biases=_WITH_MLP),
     "olmo2": Architecture(
         "Olmo2ForCausalLM",
         "olmo2",
