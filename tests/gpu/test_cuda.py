@@ -29,7 +29,7 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.assembly.kv_rounding import FP8_CAPABILITY
+from ferrum_rpc.engine.assembly.choose import FP8_CAPABILITY
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.models.identity import IdentityConfig

@@ -11,7 +11,7 @@ import torch
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import OutputSpec, Positions, Span
-from ferrum_rpc.engine.assembly.kv_rounding import ROUNDED, cache_layers
+from ferrum_rpc.engine.assembly.choose import ROUNDED, cache_layers
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.assembly import fingerprint
 from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.source import _sample
 from tests.checkpoints import make_checkpoint
 
 IDENTITY = ModelSettings("identity", kv_blocks=8)
@@ -44,9 +44,9 @@ def test_a_checkpoint_is_its_configuration_its_weights_and_how_they_are_computed
 
 def test_a_sample_does_not_read_whole_tensors_and_is_whole_where_they_are_small() -> None:
     small, large = torch.zeros(1024), torch.zeros(1 << 16)
-    assert fingerprint._sample(small) != fingerprint._sample(torch.ones(1024))
-    read = fingerprint._sample(large)
+    assert _sample(small) != _sample(torch.ones(1024))
+    read = _sample(large)
     for at, changes in ((0, True), (1000, False), ((1 << 16) - 1, True)):
         other = large.clone()
         other[at] = 1
-        assert (fingerprint._sample(other) != read) is changes
+        assert (_sample(other) != read) is changes

@@ -19,8 +19,8 @@ from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import DeviceInfo, ModelInfo
 from ferrum_rpc.engine.adapters import Adapters
-from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT8, Choices, choose
-from ferrum_rpc.engine.assembly.kv_rounding import ROUNDED, rounding_error
+from ferrum_rpc.engine.assembly.check import rounding_error
+from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT8, ROUNDED, Choices, choose
 from ferrum_rpc.engine.assembly.loading import Progress
 from ferrum_rpc.engine.assembly.plan import announce, mib
 from ferrum_rpc.engine.assembly.size import LargestStep, adapter_bytes, make_plan, size_cache

@@ -1,8 +1,11 @@
-"""Whether a model of transformers gives over our cache what it gives alone, looked at when it starts.
+"""What a few tokens show of a model when it starts: whether it is computed right, and what a cache in 8 bits costs.
 
-A few tokens are run in two pieces, over the cache and the attention that will serve, and at once by transformers with
-its own attention. Whatever a family does that a description did not show, a head that is not only a head among it, is
-refused here and not served wrong.
+A model of transformers is run in two pieces, over the cache and the attention that will serve, and at once by
+transformers with its own attention. Whatever a family does that a description did not show, a head that is not only a
+head among it, is refused here and not served wrong.
+
+How far rounding keys and values moves an answer depends on the model: keys with a few large channels lose more than
+others. So the log has the error beside the choice, as it has for weights in 8 bits.
 """
 
 from __future__ import annotations
@@ -11,13 +14,16 @@ from typing import Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from ferrum_rpc.attention.backend import AttentionBackend
+from ferrum_rpc.attention.eight_bits import from_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import OutputSpec, Positions, Span
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.kv.store import KvStore
-from ferrum_rpc.models.base import StepInputs
+from ferrum_rpc.models.base import Model, StepInputs
 from ferrum_rpc.models.hf.describe import first_line
 from ferrum_rpc.models.hf.model import HfModel
 
@@ -31,8 +37,11 @@ TOLERANCES: Final = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.
 a token of a row or two to another expert. A wrong position, mask or scale gives more than this in every family."""
 
 
-ROUNDED: Final = 0.3
+TOLERANCE_ROUNDED: Final = 0.3
 """The same of a cache in 8 bits."""
+
+ROUNDED_TOKENS: Final = 16
+"""Tokens of which the error of rounding is found."""
 
 
 def check_parity(model: HfModel, compute: Compute, store: KvStore, max_context: int) -> tuple[str, str]:
@@ -47,7 +56,7 @@ def check_parity(model: HfModel, compute: Compute, store: KvStore, max_context: 
         raise InvalidRequest(message, field="model") from error
     most = TOLERANCES[model.dtype]
     if store.keys[0].dtype != model.dtype:  # rounded; an error of its own, which the log has
-        most = ROUNDED
+        most = TOLERANCE_ROUNDED
     if not all(each <= most for each in errors):  # one that is no number among them
         raise NotSupported(
             f"{model.spec.architecture} cannot be served through transformers: over a paged cache its logits of "
@@ -74,3 +83,30 @@ def _errors(model: HfModel, compute: Compute, store: KvStore, max_context: int) 
             rows = model.logits(compute.forward([span], geometry)) - expected[start:end]
             errors.append(float(rows.square().mean(-1).sqrt().median() / expected.std().clamp_min(1e-30)))
     return count, errors
+
+
+def rounding_error(
+    model: Model, attention: AttentionBackend, store: KvStore, max_context: int
+) -> tuple[float, float, int]:
+    """Root mean square of what rounding changes of keys and of values, relative to them, over all layers and so many
+    tokens. They are written to the first blocks of ``store``, which is one of `eight_bits` and not in use yet."""
+    blocks, size = store.keys[0].shape[:2]
+    count = min(ROUNDED_TOKENS, (blocks - 1) * size, max_context)
+    geometry = BatchGeometry.build(size, [0], [count], [np.arange(1, 1 - (-count // size), dtype=np.int32)])
+    device = store.keys[0].device
+    plan, slots = attention.plan(geometry), torch.from_numpy(geometry.slots).to(device)
+    squares = torch.zeros((2, 2), dtype=torch.float64, device=device)
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attention.write(layer, slots, key, value)
+        for row, cached, exact in zip(squares, (store.keys, store.values), (key, value), strict=True):
+            kept = from_rows(cached[layer].flatten(0, 1)[slots], torch.float32)
+            row[0] += (kept - exact).square().sum()
+            row[1] += exact.float().square().sum()
+        return attention.attend(layer, query, plan)
+
+    vocab = model.info("").vocab_size
+    tokens = torch.arange(count) * STRIDE % vocab
+    model.forward(StepInputs(tokens.to(device), torch.from_numpy(geometry.positions).to(device)), attend)
+    keys, values = (squares[:, 0] / squares[:, 1].clamp_min(1e-300)).sqrt().tolist()
+    return keys, values, count

@@ -6,6 +6,7 @@ with its reason.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -13,12 +14,12 @@ from typing import Final
 import torch
 
 from ferrum_rpc.attention.backend import NATIVE, TRITON, Factory, select_backend
+from ferrum_rpc.attention.eight_bits import FP8, SCALE_BYTES, row_width
 from ferrum_rpc.attention.native_paged import takes_long_spans
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.config import IDENTITY, ModelSettings
-from ferrum_rpc.core import NO_KERNELS
+from ferrum_rpc.core import NO_KERNELS, AttentionSpec
 from ferrum_rpc.engine.assembly.hf_source import HfCheckpoint, describe_checkpoint
-from ferrum_rpc.engine.assembly.kv_rounding import ROUNDED, cache_layers, check_kv_dtype
 from ferrum_rpc.engine.assembly.loading import Progress, choose_dtype, read_spec
 from ferrum_rpc.engine.assembly.source import DecoderCheckpoint, IdentitySource, ModelFacts, ModelSource, Reasons
 from ferrum_rpc.engine.ranks.world import refuse_ranks
@@ -41,6 +42,12 @@ HF: Final = "hf"
 QUANTIZE_NONE: Final = "none"
 NO_MORE: Final = "the model's maximum: max_position_embeddings of its configuration"
 QUANTIZE_INT8: Final = "int8"
+
+ROUNDED: Final = {"int8": torch.int8, "fp8": FP8}
+"""``--kv-dtype`` -> the dtype of the cache, one of `eight_bits`."""
+
+FP8_CAPABILITY: Final = (8, 9)
+"""The first that converts to and from fp8 (e4m3), as the kernels do."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,6 +129,34 @@ def choose(config: ModelSettings, *, elsewhere: bool = False, rank: int = 0) -> 
     share = f"{len(facts.copied)} of {len(cache)} layers attend over keys and values of a layer before them"
     cost = f"{share}; each keeps its own, {chosen.copied_bytes} of the cache's {chosen.slot_bytes} bytes of a token"
     return replace(chosen, reasons=(*reasons, ("shared_kv=copied", cost)))
+
+
+def check_kv_dtype(kv_dtype: str, device: torch.device, *, elsewhere: bool = False) -> None:
+    """Raise InvalidRequest where ``--kv-dtype`` cannot be had on ``device``, before a model is loaded. ``elsewhere``:
+    that is not in this machine, and taken to be able to."""
+    if kv_dtype == "int8" and device.type != "cpu":
+        raise InvalidRequest(f"kv_dtype int8 needs a CPU, not {device.type}; use fp8", field="kv_dtype")
+    if kv_dtype == "fp8" and device.type != "cuda":
+        raise InvalidRequest(f"kv_dtype fp8 needs CUDA, not {device.type}; use int8", field="kv_dtype")
+    if kv_dtype == "fp8" and not elsewhere:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FP8_CAPABILITY:
+            found, least = (".".join(map(str, each)) for each in (capability, FP8_CAPABILITY))
+            raise InvalidRequest(f"kv_dtype fp8 needs compute capability {least}, not {found}", field="kv_dtype")
+
+
+def cache_layers(layers: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: str) -> list[CacheSpec]:
+    """What each of the layers of a model in ``dtype`` keeps of a token. Raises InvalidRequest where its heads cannot be
+    rounded."""
+    if kv_dtype in ROUNDED:
+        for spec in layers:
+            if spec.head_dim % SCALE_BYTES:
+                raise InvalidRequest(
+                    f"a cache in {kv_dtype} needs heads of a multiple of {SCALE_BYTES}, not of {spec.head_dim}",
+                    field="kv_dtype",
+                )
+        dtype = ROUNDED[kv_dtype]
+    return [CacheSpec(spec.kv_heads, row_width(spec.head_dim, dtype), dtype) for spec in layers]
 
 
 def _choose_device(requested: str, reasons: Reasons, elsewhere: bool) -> torch.device:

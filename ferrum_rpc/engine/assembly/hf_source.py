@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.engine.assembly.check import check_parity
-from ferrum_rpc.engine.assembly.fingerprint import of_checkpoint
 from ferrum_rpc.engine.assembly.loading import Progress, check_readable, stops_of
-from ferrum_rpc.engine.assembly.source import ModelFacts, Reasons
+from ferrum_rpc.engine.assembly.source import ModelFacts, Reasons, checkpoint_fingerprint
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
@@ -60,7 +59,7 @@ class HfCheckpoint(NamedTuple):
         return load(self.spec, stored, self.dtype, device, self.context), []
 
     def fingerprint(self, quantize: str) -> bytes:
-        return of_checkpoint(self.checkpoint, self.checkpoint.entries, self.dtype, quantize)
+        return checkpoint_fingerprint(self.checkpoint, self.checkpoint.entries, self.dtype, quantize)
 
     def check(self, model: Model, compute: Compute, store: KvStore, max_context: int) -> Reasons:
         return [check_parity(cast(HfModel, model), compute, store, max_context)]

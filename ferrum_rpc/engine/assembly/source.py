@@ -6,27 +6,33 @@ There is one `ModelSource` for each kind of model: `IdentitySource` and `Decoder
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from ferrum_rpc.config import IDENTITY
 from ferrum_rpc.core import AttentionSpec
-from ferrum_rpc.engine.assembly import fingerprint
 from ferrum_rpc.engine.assembly.loading import Progress, load_model
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import ParallelContext
 from ferrum_rpc.models.footprint import DecoderBuild, activation_bytes, weight_bytes
-from ferrum_rpc.models.identity import IdentityModel
+from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.lora import modules_of
 from ferrum_rpc.models.native_linear import ByteFactory
 from ferrum_rpc.models.with_images import adapted_roots
 from ferrum_rpc.weights.checkpoint import Checkpoint
+
+SAMPLES: Final = 16
+SAMPLE_BYTES: Final = 256
+"""Of a tensor, in a fingerprint."""
 
 Reasons = list[tuple[str, str]]
 """What was chosen, and why, for the log and for GetInfo."""
@@ -68,7 +74,8 @@ class ModelSource(Protocol):
         """Read the weights; of a model that ranks share, the part of ``parallel``."""
 
     def fingerprint(self, quantize: str) -> bytes:
-        """See `fingerprint`."""
+        """What the model is, in 32 bytes: two executors with the same one compute the same K and V of the same tokens.
+        Moved caches and hashes of prefixes are only good for the model that made them, and know it by this."""
 
     def check(self, model: Model, compute: Compute, store: KvStore, max_context: int) -> Reasons:
         """Compare the loaded model with its reference over a cache that is not in use yet. Raises NotSupported where
@@ -95,7 +102,7 @@ class IdentitySource(NamedTuple):
         return self.model, []
 
     def fingerprint(self, quantize: str) -> bytes:
-        return fingerprint.of_identity(self.model.config)
+        return identity_fingerprint(self.model.config)
 
     def check(self, model: Model, compute: Compute, store: KvStore, max_context: int) -> Reasons:
         return []
@@ -144,7 +151,44 @@ class DecoderCheckpoint(DecoderBuild):
 
     def fingerprint(self, quantize: str) -> bytes:
         variant = "long" if any(rope.long for rope in self.spec.ropes) else ""
-        return fingerprint.of_checkpoint(self.checkpoint, layout(self.whole), self.dtype, quantize, variant)
+        return checkpoint_fingerprint(self.checkpoint, layout(self.whole), self.dtype, quantize, variant)
 
     def check(self, model: Model, compute: Compute, store: KvStore, max_context: int) -> Reasons:
         return []
+
+
+def checkpoint_fingerprint(
+    checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype, quantize: str, variant: str = ""
+) -> bytes:
+    """SHA-256 over the configuration, over name, dtype, shape and a sample of the bytes of each of the tensors
+    ``names``, and over what is made of them: the dtype that they are computed in, how they are rounded, and which
+    ``variant`` of several that one configuration describes.
+
+    A sample is 16 pieces of 256 bytes, spread evenly over the tensor from its first byte to its last; a tensor of up to
+    4,096 bytes is taken whole. Of a quantized matrix each stored part is sampled. How tensors are spread over files
+    does not matter.
+    """
+    tensors = {
+        name: (str(tensor.dtype), [*tensor.shape], _sample(tensor)) for name, tensor in checkpoint.stored({*names})
+    }
+    return _digest(checkpoint.config, sorted(tensors.items()), str(dtype), quantize, *([variant] if variant else []))
+
+
+def identity_fingerprint(config: IdentityConfig) -> bytes:
+    """SHA-256 over the configuration of the identity model."""
+    return _digest("identity", asdict(config))
+
+
+def _digest(*parts: Any) -> bytes:
+    return sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+def _sample(tensor: Tensor) -> str:
+    """SHA-256, in hex, of a sample of the tensor's bytes."""
+    content = tensor.reshape(-1).view(torch.uint8)
+    last = len(content) - SAMPLE_BYTES
+    pieces = [content]
+    if len(content) > SAMPLES * SAMPLE_BYTES:
+        starts = [last * index // (SAMPLES - 1) for index in range(SAMPLES)]
+        pieces = [content[start : start + SAMPLE_BYTES] for start in starts]
+    return sha256(b"".join([each.numpy().tobytes() for each in pieces])).hexdigest()
