@@ -68,7 +68,8 @@ class Family:
       ``logit_scale``: what the absent fields ``query_pre_attn_scalar`` and ``logit_scale`` mean; None: there are none.
       ``softcaps``: the fields of soft caps, and what they mean where they are absent.
     - ``vary``: of the configuration, a layer's index and what the rest of this table makes of it, what it is: where
-      layers differ in more than their windows and rotations.
+      layers differ in more than their windows and rotations. `ModelSpec` refuses layers that differ in their norm,
+      residual scale, hidden size or head dimensions.
     - ``irrelevant``, ``neutral``: as in `config_keys`, of this family alone.
     """
 

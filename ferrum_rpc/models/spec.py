@@ -41,9 +41,9 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The shape and options of a decoder. ``layers`` may differ. ``norm`` is that behind the last layer. ``ropes``: the
-    rotations of which layers name one. ``roots``: what its tensors' names begin with. ``dtype`` is the checkpoint's, as
-    written there, or None."""
+    """The shape and options of a decoder. ``layers`` may differ, but for what `__post_init__` checks. ``norm`` is that
+    of the layers and behind the last one. ``ropes``: the rotations of which layers name one. ``roots``: what its
+    tensors' names begin with. ``dtype`` is the checkpoint's, as written there, or None."""
 
     architecture: str
     vocab_size: int
@@ -58,6 +58,22 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for layers that differ in what is computed once for all of them, or across two of them: a
+        layer adds what the one before it left, with its own ``residual``."""
+        mixer, residual = self.layers[0].mixer, self.layers[0].residual
+        for index, layer in enumerate(self.layers):
+            for name, found, same in (
+                ("norm", layer.norm, self.norm),
+                ("residual", layer.residual, residual),
+                ("mixer.hidden", layer.mixer.hidden, self.hidden_size),
+                ("mixer.head_dim", layer.mixer.head_dim, mixer.head_dim),
+                ("mixer.rotary_dim", layer.mixer.rotary_dim, mixer.rotary_dim),
+                ("mlp.hidden", layer.mlp.hidden, self.hidden_size),
+            ):
+                if found != same:
+                    raise ValueError(f"layer {index}: {name} must be the same in all layers, {same}, not {found}")
 
     @classmethod
     def from_config(cls, data: Mapping[str, object]) -> ModelSpec:

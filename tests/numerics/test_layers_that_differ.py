@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from ferrum_rpc.models.families import FAMILIES
 from ferrum_rpc.models.footprint import DecoderBuild, weight_bytes
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.linear import PlainLinear
+from ferrum_rpc.models.parts.layer import LayerSpec, Norm
 from ferrum_rpc.models.shard import WHOLE, Shard
 from tests.adapters import make_adapter, merge
 from tests.checkpoints import make_model
@@ -74,7 +75,10 @@ def test_each_layer_gives_the_bits_that_it_gives_alone(backend):
 # --- a family whose layers differ -------------------------------------------------------------------------------------
 
 ODD = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 320}
-"""Of every second layer, which has a window and no rotation besides."""
+"""Of every second layer, which has a window, no rotation, another activation and `SCALE` besides."""
+
+SCALE = 0.3
+"""Of attention's scores."""
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 32}
 SHAPE |= {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}
@@ -85,10 +89,11 @@ def family(monkeypatch):
     """SmolLM3 with such layers."""
 
     def vary(config, index, layer):
-        mixer = replace(layer.mixer, heads=ODD["num_attention_heads"], kv_heads=ODD["num_key_value_heads"])
-        return (
-            replace(layer, mixer=mixer, mlp=replace(layer.mlp, inner=ODD["intermediate_size"])) if index % 2 else layer
-        )
+        if not index % 2:
+            return layer
+        heads, kv_heads = ODD["num_attention_heads"], ODD["num_key_value_heads"]
+        mixer = replace(layer.mixer, heads=heads, kv_heads=kv_heads, scale=SCALE)
+        return replace(layer, mixer=mixer, mlp=replace(layer.mlp, inner=ODD["intermediate_size"], activation="relu"))
 
     name = "SmolLM3ForCausalLM"
     monkeypatch.setitem(FAMILIES, name, replace(FAMILIES[name], vary=vary))
@@ -103,6 +108,7 @@ def differing(dtype: torch.dtype, **overrides: Any) -> Any:
     for index, layer in enumerate(model.model.layers):
         if index % 2:
             layer.self_attn, layer.mlp = type(layer.self_attn)(config, index), type(layer.mlp)(config)
+            layer.self_attn.scaling, layer.mlp.act_fn = SCALE, torch.nn.ReLU()
             for weight in (*layer.self_attn.parameters(), *layer.mlp.parameters()):
                 noise = torch.randn(weight.shape, generator=generator)
                 weight.data.copy_(noise / weight.shape[1] ** 0.5)
@@ -149,3 +155,55 @@ def test_the_plan_counts_each_layer():
     spec = native(reference).spec
     build = DecoderBuild(spec, spec, WHOLE, torch.float32, PlainLinear, None)
     assert weight_bytes(build) == 4 * sum(each.numel() for each in reference.parameters())
+
+
+SAME = {
+    "norm": Norm(eps=0.5),
+    "residual": 0.5,
+    "mixer.hidden": 64,
+    "mixer.head_dim": 16,
+    "mixer.rotary_dim": 16,
+    "mlp.hidden": 64,
+}
+"""Fields that must be the same in all layers, and another value of each."""
+
+MAY_DIFFER = {
+    *("norm_names", "rope", "parallel"),
+    *(f"mixer.{name}" for name in ("heads", "kv_heads", "scale", "names", "window", "softcap", "pairs")),
+    *(f"mixer.{name}" for name in ("bias", "output_bias", "qk_norm")),
+    *(f"mlp.{name}" for name in ("inner", "activation", "names", "down", "gated", "bias")),
+}
+"""All others: each is read of the layer itself."""
+
+
+def changed(layer: LayerSpec, field: str, value: object) -> LayerSpec:
+    part, _, name = field.rpartition(".")
+    return replace(layer, **({part: replace(getattr(layer, part), **{name: value})} if part else {name: value}))
+
+
+@pytest.mark.parametrize("index", [0, 2, 3])
+@pytest.mark.parametrize("field", SAME)
+def test_layers_that_differ_in_what_must_be_the_same_are_refused(monkeypatch, field, index):
+    def vary(config, at, layer):
+        return changed(layer, field, SAME[field]) if at == index else layer
+
+    name = "SmolLM3ForCausalLM"
+    reference = make_model("smollm3", **SHAPE)
+    monkeypatch.setitem(FAMILIES, name, replace(FAMILIES[name], vary=vary))
+    with pytest.raises(ValueError, match=f"{field} must be the same in all layers"):
+        native(reference)
+
+
+@pytest.mark.parametrize("eps, residual", [(0.5, 1.0), (1e-6, 0.3)])
+def test_the_residual_and_the_norm_of_all_layers_are_the_oracle(monkeypatch, eps, residual):
+    """So are those behind the last layer."""
+    reference = make_model("granite", num_hidden_layers=3, rms_norm_eps=eps, residual_multiplier=residual)
+    truth = reference_logits(reference, TOKENS, torch.float64)
+    assert worst(Executor(native(reference)).run(TOKENS, [40]), truth) <= 2e-5
+
+
+def test_every_field_of_a_layer_may_differ_or_is_refused():
+    layer = native(differing(torch.float32)).spec.layers[0]
+    known = {field.name for field in fields(layer)} - {"mixer", "mlp"}
+    known |= {f"{part}.{field.name}" for part in ("mixer", "mlp") for field in fields(getattr(layer, part))}
+    assert known == MAY_DIFFER | SAME.keys()
