@@ -56,7 +56,7 @@ async def generated(
                     await ahead.drain()
                     return
                 yield token
-                if sender.prefetcher is not ahead:  # another call was made meanwhile: go on from where it left it
+                if sender.prefetcher is not ahead:  # another call was made meanwhile: continue after it
                     left = None if left is None else left + len(tokens) - 1 - index
                     with state.claim("generate"):
                         ahead, at, unfed = begin(), state.seen_length, [token]

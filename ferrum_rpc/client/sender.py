@@ -1,5 +1,5 @@
-"""The way of every call of a sequence: to its owner, after what was lost with an executor is fed again, if the program
-wants that. Prompts that are longer than a call go in chunks.
+"""Sends every call of a sequence to its owner, after feeding tokens again that were lost with an executor, if the
+program asked for that. Prompts that are longer than a call are fed in chunks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Result = TypeVar("Result")
 AnyOwner_co = TypeVar("AnyOwner_co", bound=Owner, covariant=True)
 
 MESSAGE_OVERHEAD: Final = 64 << 10
-"""Bytes of an answer beside its rows: generous, for one item's worth of messages."""
+"""Bytes of an answer without its rows: a generous bound for the messages of one item."""
 
 
 @dataclass(slots=True)
 class Prompt:
-    """A prompt that goes in chunks: how much of it is in the cache, in case the rest fails."""
+    """A prompt that is fed in chunks, and how much of it is in the cache if the rest fails."""
 
     tokens: list[int]
     output: OutputSpec
@@ -43,15 +43,15 @@ class Prompt:
 
 
 class Sender(Generic[AnyOwner_co]):
-    """Sends the calls of one sequence, whose data is ``state``, to its ``owner``. ``prompt``: one of which a part is
-    fed. ``prefetcher``: that of a stream which is read, or was left in the middle."""
+    """Sends the calls of one sequence, whose data is ``state``, to its ``owner``. ``prompt``: a prompt that is fed in
+    part. ``prefetcher``: that of a stream which is being read, or was left early."""
 
     def __init__(self, state: SequenceState, owner: AnyOwner_co) -> None:
         self.state = state
         self.owner = owner
         self.prompt: Prompt | None = None
         self.prefetcher: RunPrefetcher | None = None
-        self._left = False  # a call whose fate is unknown may still hold it
+        self._left = False  # a call of unknown outcome may still hold it
 
     @property
     def context(self) -> Context:
@@ -64,13 +64,13 @@ class Sender(Generic[AnyOwner_co]):
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a call failed and may have run."""
+        """Whether a call failed with an unknown outcome."""
         return self.state.in_doubt if self.prefetcher is None else self.prefetcher.failed
 
     # --- one call at a time -----------------------------------------------------------------------------------------
 
     def claim(self, what: str, *, keeps_prompt: bool = False) -> SequenceState:
-        """Begin a call that needs an existing sequence, or one that will exist: what was lost is fed again first, and a
+        """Begin a call that needs an existing sequence, or one that will exist: lost tokens are fed again first, and a
         child is made by the call that feeds it."""
         state = self.state.claim(what)
         made = state.parent is not None and what in {"decode", "verify"}
@@ -82,7 +82,7 @@ class Sender(Generic[AnyOwner_co]):
         return state
 
     def check_settled(self, what: str) -> None:
-        """Refuse to build on the present state of the sequence where that is not known."""
+        """Raise if the present state of the sequence is not known."""
         state = self.state
         if state.released:
             raise SequenceMisuseError(f"{what}: this sequence was released")
@@ -106,7 +106,7 @@ class Sender(Generic[AnyOwner_co]):
     ) -> Item:
         """A work item on the sequence as it is now."""
         self.check_settled("item")
-        self.prompt = None  # what is fed next does not go on with one of which some chunks failed
+        self.prompt = None  # the next feed does not continue a prompt whose chunks failed
         return self.state.item(next(self.context.item_ids), tokens, output, truncate_to, run)
 
     # --- calls ------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Sender(Generic[AnyOwner_co]):
         *,
         run: Run | None = None,
     ) -> Awaitable[Answer]:
-        """One item through a call of its own."""
+        """Send one item by a call of its own."""
         forward = functools.partial(self._forward, feed, tokens, output, truncate_to, deadline, run=run)
         return self.send(forward, deadline, truncate_to)
 
@@ -133,10 +133,9 @@ class Sender(Generic[AnyOwner_co]):
         *,
         settle: bool = True,
     ) -> Result:
-        """Settle a stream that was left (unless ``settle`` is false), feed again what was lost, then send. While an
-        earlier call of unknown fate may still run, a busy sequence is no mistake of the program: send again. If the
-        sequence is gone and may be rebuilt, feed its tokens to a new one and send again, `Owner.rebuilds_of_a_call`
-        times."""
+        """Settle a stream that was left (unless ``settle`` is false), feed lost tokens again, then send. While an
+        earlier call of unknown outcome may still run, the sequence may be busy: send again. If the sequence is gone and
+        may be rebuilt, feed its tokens to a new one and send again, `Owner.rebuilds_of_a_call` times."""
         if settle and self.prefetcher is not None:
             await self.owner.find(deadline)
             await self.settle(deadline)
@@ -186,7 +185,7 @@ class Sender(Generic[AnyOwner_co]):
         if state.handle is None and state.parent is None:
             feed, truncate_to = PREFILL, None
         elif state.handle is not None and truncate_to == state.handle.seq_len:
-            # What was lost may have been rebuilt to exactly that.
+            # The rebuilt sequence may have exactly that length.
             truncate_to = None
         item = state.item(next(connection.context.item_ids), tokens, output, truncate_to, run)
         [answer] = await connection.forward(feed, [item], deadline)
@@ -204,13 +203,13 @@ class Sender(Generic[AnyOwner_co]):
         return connection.context.pressure
 
     async def reserve(self, tokens: int, deadline: Deadline) -> Pressure:
-        """Hold blocks for ``tokens`` tokens beyond L. Repeating it changes nothing, so it needs no request id."""
+        """Reserve blocks for ``tokens`` tokens beyond L. Idempotent, so it needs no request id."""
         context, handle = self.context, handle_to_proto(self.state.existing_handle())
         request = model_executor_pb2.ReserveKvRequest(handle=handle, tokens=tokens)
         return context.note_pressure((await context.call(context.executor.ReserveKv, request, deadline)).pressure)
 
     async def park(self, deadline: Deadline) -> int:
-        """Have the executor move the cache out of the way. Returns how many blocks are free now; idempotent."""
+        """Move the cache to the executor's disk. Returns how many blocks were freed. Idempotent."""
         context, handle = self.context, handle_to_proto(self.state.existing_handle())
         answer = await context.call(context.transfer.ParkKv, kv_transfer_pb2.ParkKvRequest(handle=handle), deadline)
         context.note_pressure(answer.pressure)
@@ -218,7 +217,7 @@ class Sender(Generic[AnyOwner_co]):
         return freed
 
     async def feed_lost(self, deadline: Deadline, output: OutputSpec = NO_ROWS) -> Answer:
-        """Feed what a lost sequence held. The answer is the last piece's, with all requested rows."""
+        """Feed the tokens of a lost sequence. The answer is the last piece's, with all requested rows."""
         state = self.state
         lost = state.lost
         assert lost is not None  # noqa: S101 - checked by the callers
@@ -250,7 +249,7 @@ class Sender(Generic[AnyOwner_co]):
     async def prefill(
         self, tokens: list[int], output: OutputSpec, chunk: int | None, deadline: Deadline, run: Run | None
     ) -> Answer:
-        """Feed a prompt, in chunks where it is longer than ``chunk`` tokens or than what a call takes."""
+        """Feed a prompt, in chunks if it is longer than ``chunk`` tokens or the limit of a call."""
         prompt, spec = await self.feed_chunks(tokens, output, chunk, deadline), output
         if prompt.fed and (masks := row_masks_of(output, len(tokens))):
             spec = with_masks(output, masks[prompt.fed :])
@@ -279,7 +278,7 @@ class Sender(Generic[AnyOwner_co]):
         return prompt
 
     async def _max_tokens(self, output: OutputSpec, tokens: int, deadline: Deadline) -> int:
-        """Tokens of one call: what the executor takes and can answer in one message."""
+        """The maximum tokens of one call, which the executor accepts and can answer in one message."""
         info = await self.owner.info(deadline)
         most = info.limits.max_batch_tokens or tokens
         if output.positions is Positions.ALL and info.limits.max_response_bytes:
@@ -298,8 +297,8 @@ class Sender(Generic[AnyOwner_co]):
         return self.prefetcher
 
     async def settle(self, deadline: Deadline) -> None:
-        """Roll back what a stream that was left has computed beyond what the program has seen. Whether a run of unknown
-        fate has run does not matter: the executor reports the length of the sequence."""
+        """Roll back what a stream that was left has computed beyond the tokens that the program has seen. It does not
+        matter whether a run of unknown outcome has run: the executor reports the length of the sequence."""
         prefetcher, state = self.prefetcher, self.state
         if prefetcher is None:
             return
@@ -321,7 +320,7 @@ class Sender(Generic[AnyOwner_co]):
         self.end_stream()
 
     def end_stream(self) -> None:
-        """The cache has what the program has seen, and nothing more."""
+        """Note that the cache has exactly the tokens that the program has seen."""
         self.prefetcher = self.state.seen = None
 
     def leave_stream(self) -> list[asyncio.Task[Answer]]:
@@ -340,7 +339,7 @@ class Sender(Generic[AnyOwner_co]):
         return True
 
     async def _send_run(self, item: Item, deadline: Deadline) -> Answer:
-        """Send a run of a stream; again on the rebuilt sequence where the old one was lost."""
+        """Send a run of a stream, and again on the rebuilt sequence if the old one was lost."""
         feed = PREFILL if item.handle is None or len(item.tokens) > 1 else DECODE
 
         async def send() -> Answer:

@@ -1,7 +1,7 @@
-"""What the client keeps of one sequence, and the work items that it builds from it. No IO.
+"""The client's state of one sequence, and the work items that it builds from it. No IO.
 
-The handle advances only with an answer. A call whose fate is unknown leaves an `UnknownOutcome`: the same
-call then repeats its request id, so that writing the same line of code twice is as safe as an explicit resend.
+The handle changes only with an answer. A call of unknown outcome leaves an `UnknownOutcome`: the same call then repeats
+its request id, so that repeating a line of code is as safe as an explicit resend.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ferrum_rpc.wire.output import needs_of, output_to_proto
 
 
 class SequenceMisuseError(RuntimeError):
-    """The program uses a sequence in a way that cannot be meant: two calls at a time, or after its release."""
+    """An invalid use of a sequence: two calls at a time, or a call after its release."""
 
 
 @dataclass(slots=True, eq=False)
 class Item:
     """A work item of a batch call: ``tokens`` to feed to a sequence after rolling it back to ``truncate_to``.
 
-    Made by `Sequence.item`. It carries a request id and the handle it was built on, so sending the *same* item again
-    after a failure is safe. ``needs``: capabilities that the executor must have. ``run``: it goes on with each token
+    Made by `Sequence.item`. It has a request id and the handle on which it was built, so sending the *same* item again
+    after a failure is safe. ``needs``: capabilities that the executor must have. ``run``: it continues with each token
     that it chooses.
 
-    ``follows``: it was built behind that item, on the handle that this will leave; without tokens of its own it feeds
-    the one that this ``chose`` last. ``followed``: another one was built behind it. ``committed``: it was answered.
-    ``goes_on``: it may be in flight for longer than a step. ``parent``: it makes its sequence a child of that one.
+    ``follows``: the item after which it runs, on the handle that that one leaves; without tokens of its own it feeds
+    the last token that that one ``chose``. ``followed``: another item follows it. ``committed``: it was answered.
+    ``goes_on``: it may be in flight for longer than a step. ``parent``: the sequence of which it makes its own a child.
     """
 
     state: SequenceState
@@ -55,7 +55,7 @@ class Item:
 
     @property
     def start(self) -> int:
-        """Where its tokens stand in the sequence."""
+        """The position of its first token in the sequence."""
         if self.truncate_to is not None:
             return self.truncate_to
         handle = self.handle or self.parent
@@ -63,17 +63,17 @@ class Item:
 
     @property
     def repeats(self) -> bool:
-        """Whether it repeats a call that may be under way."""
+        """Whether it repeats a call that may be in progress."""
         doubt = self.state.creation if self.handle is None else self.state.doubt
         return doubt is not None and doubt.unknown and doubt.request_id == self.request_id
 
     @property
     def content(self) -> tuple[object, ...]:
-        """Equal for items that feed the same to the same sequence."""
+        """A key that is equal for items that feed the same tokens to the same sequence."""
         return ("forward", self.handle, self.tokens, self.output, self.truncate_to, self.run)
 
     def leaves(self, max_context: int) -> HandleRef:
-        """The handle that it leaves if it runs to its end; without an id where it makes the sequence."""
+        """The handle after it if it runs to its end; without an id if it makes the sequence."""
         length = self.start + max(1, len(self.tokens))
         if self.run is not None:
             length = max(length, min(length + self.run.max_tokens - 1, max_context))
@@ -86,12 +86,12 @@ class Item:
 class SequenceState:
     """The client's view of one sequence. ``handle`` is None until the executor has answered the first item.
     ``lease_id``: the client's own lease that it was created with. ``output`` is that of the last item, with its
-    message, which is only ever copied from, and what it needs of the executor. ``busy``: the call in flight, ``behind``
-    the other one of two that follow each other; ``follower``: that item, while in flight. ``early``: the commit of an
-    item whose answer has overtaken that of the one it follows.
+    message, which is only copied from, and the capabilities that it needs. ``busy``: the call in flight, ``behind`` the
+    second one if two follow each other; ``follower``: that item, while in flight. ``early``: the commit of an item
+    whose answer has overtaken that of the one it follows.
     ``parent``: the first item makes it a child of that sequence, with the first ``inherited`` of its tokens.
-    ``rebuilds``: what is lost with an executor is fed again. ``lost``: what is to be fed again before anything else.
-    ``seen``: the length that the program knows of, while a stream runs ahead of it, or was left."""
+    ``rebuilds``: tokens lost with an executor are fed again. ``lost``: the tokens to feed again before anything else.
+    ``seen``: the length that the program has seen, while a stream runs ahead of it, or was left."""
 
     create: forward_pb2.CreateOptions
     handle: HandleRef | None = None
@@ -118,38 +118,38 @@ class SequenceState:
 
     @property
     def length(self) -> int:
-        """Tokens that are certainly in the cache, or that its parent has there."""
+        """Tokens that are certainly in the cache, or in its parent's."""
         return self.inherited if self.handle is None else self.handle.seq_len
 
     @property
     def seen_length(self) -> int:
-        """L as the program sees it."""
+        """L from the program's point of view."""
         if self.seen is not None:
             return self.seen
         return self.length if self.lost is None else len(self.lost.tokens)
 
     @property
     def unplaced(self) -> bool:
-        """Whether no executor has anything of it."""
+        """Whether no executor has any of it."""
         in_doubt = self.creation is not None and self.creation.unknown
         return self.handle is None and self.parent is None and not in_doubt
 
     def held_tokens(self) -> list[int]:
-        """The tokens in the cache, those included that a stream is ahead of its program."""
+        """The tokens in the cache, including those of a stream that the program has not read."""
         tokens = self.tokens if self.lost is None else self.lost.tokens
         if tokens is None:
             raise SequenceMisuseError("this sequence does not keep its tokens: make it with keep_tokens=True")
         return list(tokens)
 
     def existing_handle(self) -> HandleRef:
-        """The handle for an operation. What was lost may have been rebuilt to nothing at all."""
+        """The handle for an operation. Raises if nothing was fed: a rebuilt sequence may be empty."""
         if self.handle is None:
             raise SequenceMisuseError("nothing was fed to this sequence yet, prefill it first")
         return self.handle
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the fate of a call is unknown."""
+        """Whether the outcome of a call is unknown."""
         return any(each is not None and each.unknown for each in (self.doubt, self.creation))
 
     def claim(self, what: str) -> SequenceState:
@@ -170,8 +170,8 @@ class SequenceState:
         self.busy, self.behind = self.behind, ""
 
     def claim_item(self, item: Item, what: str) -> None:
-        """As `claim`, for an item. One that follows may be in flight beside the one that it follows, whichever of the
-        two was sent, or sent again, last."""
+        """As `claim`, for an item. A follower may be in flight together with the item that it follows, in either order
+        of sending."""
         followed = self.follower is not None and self.follower.follows is item
         if not self.busy or self.behind or (item.follows is None and not followed):
             self.claim(what)
@@ -181,18 +181,18 @@ class SequenceState:
             self.follower = item
 
     def leave_item(self, item: Item) -> None:
-        """Its call has ended."""
+        """Note that its call has ended."""
         self.busy, self.behind = self.behind, ""
         if self.follower is item:
             self.follower = None
 
     def check_idle(self, what: str) -> None:
-        """Raise where a call is in flight on the sequence, which is about to be freed."""
+        """Raise if a call is in flight on the sequence, which is about to be freed."""
         if self.busy:
             raise SequenceMisuseError(f"{what} while {self.busy} is in flight on the same sequence")
 
     def restart(self, tokens: list[int]) -> None:
-        """Forget the handle and what the sequence held: ``tokens`` are fed again before anything else."""
+        """Drop the handle and the contents: ``tokens`` are fed again before anything else."""
         lost = self.lost or Lost(tokens, self.length, self.pieces)
         self.lost = Lost(tokens, min(lost.known, len(tokens)), lost.long)
         self.handle = self.parent = None
@@ -204,7 +204,7 @@ class SequenceState:
             self.tokens = []
 
     def child(self, length: int) -> SequenceState:
-        """One that has the first ``length`` tokens, and makes itself when it is first fed."""
+        """A child with the first ``length`` tokens, which is created when it is first fed."""
         tokens = None if self.tokens is None else self.tokens[:length]
         pieces = self.pieces.upto(length)
         return SequenceState(
@@ -221,7 +221,7 @@ class SequenceState:
     # --- building -----------------------------------------------------------------------------------------------
 
     def request_id(self, content: tuple[object, ...], fresh: str = "") -> str:
-        """That of a doubtful call for the same thing, or a ``fresh`` one."""
+        """The request id of a call of unknown outcome with the same content, or a ``fresh`` one."""
         for doubt in (self.doubt, self.creation, self.fork):
             if doubt is not None and doubt.content == content:
                 return doubt.request_id
@@ -271,7 +271,7 @@ class SequenceState:
         return item
 
     def _child_at(self, truncate_to: int | None) -> int | None:
-        """Where its parent is to be cut for it; None: not at all."""
+        """The length to which its parent is truncated for it; None: not at all."""
         if truncate_to is not None and truncate_to > self.inherited:
             raise TruncateBeyondLength(
                 f"the child begins with {self.inherited} tokens and cannot be cut to {truncate_to}"
@@ -289,7 +289,7 @@ class SequenceState:
         run: Run | None,
         max_context: int,
     ) -> Item:
-        """An item on the handle that another one will leave. No ``tokens``: it feeds the one that this chooses."""
+        """An item on the handle after another one. Without ``tokens`` it feeds the one that that item chooses."""
         handle = follows.leaves(max_context)
         if not handle.id and self.handle is not None:
             handle = handle._replace(id=self.handle.id)
@@ -310,7 +310,7 @@ class SequenceState:
         return item
 
     def check(self, item: Item) -> None:
-        """Refuse an item that the sequence has left behind; the last one sent may be sent again."""
+        """Raise if the sequence has changed since the item was built; the last item sent may be sent again."""
         if item.follows is not None and not item.committed:
             return
         if item.handle != self.handle and item.request_id != self.last_request_id:
@@ -322,7 +322,7 @@ class SequenceState:
     # --- outcomes -----------------------------------------------------------------------------------------------
 
     def committed(self, item: Item, handle: HandleRef, exact_span_tokens: int, chosen: Sequence[int] = ()) -> None:
-        """The executor ran the item, now or when it was sent before. ``exact_span_tokens``: the executor's limit.
+        """Note that the executor ran the item, now or when it was sent before. ``exact_span_tokens``: its limit.
         ``chosen``: the tokens of a run, of which all but the last were fed."""
         if item.follows is not None:
             if not item.follows.committed:
@@ -353,7 +353,7 @@ class SequenceState:
             self.committed(*early)
 
     def failed(self, item: Item, error: BaseException, repeat: Repeat) -> None:
-        """The item was refused, or its fate is unknown."""
+        """Note that the item was refused, or that its outcome is unknown."""
         if item.follows is not None:  # only the same item again can settle it
             if self.doubt is None or not self.doubt.unknown:
                 self.doubt = settled(self.doubt, UnknownOutcome(("behind", item.request_id), item.request_id), error)
@@ -363,7 +363,7 @@ class SequenceState:
             self.doubt = settled(self.doubt, UnknownOutcome(item.content, item.request_id), error)
 
     def rolled_back(self, handle: HandleRef) -> None:
-        """The sequence changed without being fed: it was rolled back."""
+        """Note that the sequence was rolled back."""
         self.handle = handle
         self.doubt = None
         self.early = None

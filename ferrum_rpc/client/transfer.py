@@ -1,7 +1,7 @@
-"""Sequences that leave an executor and arrive in another one, or in a file.
+"""Transfers of sequences between executors, and to and from files.
 
-Frames pass through as bytes: those of an export are those of an import but for the first, so nothing in between parses
-them. What breaks goes on where the importer stands, which it tells for its header alone.
+Frames pass through as bytes: those of an export and an import differ only in the first, so the client parses none of
+the others. A broken transfer continues at the importer's next token, which it reports for its header alone.
 
 A file is written under another name and renamed when it is whole.
 """
@@ -31,9 +31,9 @@ from ferrum_rpc.wire.kv_stream import FILE_MAGIC, FrameFile
 
 _SERVICE: Final = "/ferrum_rpc.executor.v1.KvTransfer/"
 LAYOUT: Final = b"\x0a"
-"""What the bytes of an export's first frame begin with, and no other's."""
+"""The first bytes of an export's first frame, and of no other."""
 _OVERHEAD: Final = 4 << 10
-"""Bytes of a chunk's message beside its tensors, generously."""
+"""A generous bound for the bytes of a chunk's message without its tensors."""
 
 Transport = Literal["grpc", "nixl"]
 TRANSPORTS: Final[dict[str, pb.KvTransport]] = {
@@ -42,17 +42,17 @@ TRANSPORTS: Final[dict[str, pb.KvTransport]] = {
 }
 
 ATTEMPTS: Final = 5
-"""Times that a stream may break without having brought anything, before its error is raised."""
+"""How often a stream may break without new data before its error is raised."""
 
 ENDED: Final = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError)
-"""What a call ends with, where the channel is closed under it too."""
+"""The errors that end a call, including a closed channel."""
 
 Frames = Callable[[int], AsyncGenerator[bytes, None]]
-"""``frames(first)``: the frames behind the layout, of the tokens from ``first`` on, and their trailer."""
+"""``frames(first)``: the frames after the layout, of the tokens from ``first`` on, and their trailer."""
 
 
 async def check_offered(context: Context, deadline: Deadline, transport: Transport = "grpc") -> None:
-    """Raise `NotSupported` where the executor moves no sequences, or not so; `InvalidRequest` for a word that is no
+    """Raise `NotSupported` if the executor does not move sequences by this transport; `InvalidRequest` for an unknown
     transport."""
     if transport not in TRANSPORTS:
         raise InvalidRequest(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}", field="transport")
@@ -64,7 +64,7 @@ async def check_offered(context: Context, deadline: Deadline, transport: Transpo
 
 
 async def layout_of(context: Context, handle: HandleRef, deadline: Deadline) -> pb.KvLayout:
-    """What a sequence's cache is made of."""
+    """The layout of a sequence's cache."""
     async with aclosing(exported(context, handle, handle.seq_len, 0, deadline)) as frames:
         async for frame in frames:
             return pb.ExportKvResponse.FromString(frame).layout
@@ -79,7 +79,7 @@ async def exported(  # noqa: PLR0917
     deadline: Deadline,
     transport: Transport = "grpc",
 ) -> AsyncGenerator[bytes, None]:
-    """The frames of an export. Raises the `ExecutorError` that its end stands for."""
+    """The frames of an export. Raises the `ExecutorError` that ends it."""
     method: Any = context.channel.unary_stream(f"{_SERVICE}ExportKv", pb.ExportKvRequest.SerializeToString)
     request = pb.ExportKvRequest(
         handle=handle_to_proto(handle),
@@ -102,8 +102,8 @@ async def exported(  # noqa: PLR0917
 async def imported(
     context: Context, header: pb.ImportKvHeader, frames: AsyncGenerator[bytes, None] | None, deadline: Deadline
 ) -> pb.ImportKvResponse:
-    """Send a header and frames; the importer's answer. Raises the `ExecutorError` that its end stands for, and what
-    the frames raise."""
+    """Send a header and frames; returns the importer's answer. Raises the `ExecutorError` that ends it, and the errors
+    of the frames."""
     method: Any = context.channel.stream_unary(
         f"{_SERVICE}ImportKv", response_deserializer=pb.ImportKvResponse.FromString
     )
@@ -112,16 +112,16 @@ async def imported(
     except ENDED as failure:
         raise context.error_of(failure) from None
     sending = asyncio.create_task(_send(call, header, frames))
-    call.add_done_callback(lambda _: sending.cancel())  # an exporter may wait for what this importer reads no more
+    call.add_done_callback(lambda _: sending.cancel())  # else the exporter may wait for an importer that reads no more
     try:
         await asyncio.wait({sending})
         error = None if sending.cancelled() else sending.exception()
-        if isinstance(error, ExecutorError):  # what has been sent is to arrive, and the next stream goes on behind it
+        if isinstance(error, ExecutorError):  # let sent frames arrive: the next stream continues after them
             await _close(call)
             await call
         if error is not None and not isinstance(error, asyncio.InvalidStateError):
             raise error
-        answer: pb.ImportKvResponse = await call  # why it has ended, if it has
+        answer: pb.ImportKvResponse = await call  # raises the reason of its end
     except ENDED as failure:
         raise context.error_of(failure) from None
     finally:
@@ -133,7 +133,7 @@ async def imported(
 
 
 async def _send(call: Any, header: pb.ImportKvHeader, frames: AsyncGenerator[bytes, None] | None) -> None:
-    """Send all of a stream; of one that is answered before its end, which its initial metadata tell, no more."""
+    """Send all of a stream, or stop if it is answered before its end, as its initial metadata show."""
     await call.write(pb.ImportKvRequest(header=header).SerializeToString())
     if frames is not None:
         answered, coming = asyncio.ensure_future(call.initial_metadata()), None
@@ -168,8 +168,8 @@ async def _cancelled(*tasks: asyncio.Future[Any] | None) -> None:
 
 
 async def _close(call: Any) -> None:
-    """Say that nothing more comes. A call that ends at this moment tells why by its answer, and grpc.aio by an error of
-    its own."""
+    """Half-close the stream. If the call ends at this moment, its answer has the reason, and grpc.aio's own error is
+    ignored."""
     with suppress(grpc.aio.InternalError):
         await call.done_writing()
 
@@ -182,8 +182,8 @@ async def brought(  # noqa: PLR0917
     request_id: str,
     deadline: Deadline,
 ) -> HandleRef:
-    """Import ``frames`` and return the new sequence's handle. A stream that breaks on either side goes on where it
-    stopped, a few times, or for as long as it brings something."""
+    """Import ``frames`` and return the new sequence's handle. A stream that breaks on either side is continued, a few
+    times without progress, and any number of times with progress."""
     header = pb.ImportKvHeader(layout=layout, create=create, request_id=request_id)
     backoff, reached, failures = Backoff(deadline, 0.05, LONGEST_PAUSE_S), 0, 0
     while True:
@@ -199,14 +199,14 @@ async def brought(  # noqa: PLR0917
         except ExecutorError as error:
             failures += 1
             again = fate_unknown(error) or isinstance(error, KvCorrupt | SequenceBusy | QueueFull)
-            if isinstance(error, KvCorrupt) and error.not_finite:  # it would be the same again
+            if isinstance(error, KvCorrupt) and error.not_finite:  # a retry would fail in the same way
                 again = False
             if not again or failures > ATTEMPTS or not await backoff.wait():
                 raise
 
 
 async def abandoned(context: Context, request_id: str, deadline: Deadline) -> list[HandleRef]:
-    """Give up an import. Returns the handle of what it has become, where all of it had come."""
+    """Abandon an import. Returns the handle of the new sequence if it was complete already."""
     header, backoff = pb.ImportKvHeader(request_id=request_id, abandon=True), Backoff(deadline, 0.05, LONGEST_PAUSE_S)
     while True:
         try:
@@ -220,7 +220,7 @@ async def abandoned(context: Context, request_id: str, deadline: Deadline) -> li
 
 
 async def chunk_tokens(context: Context, layout: pb.KvLayout, deadline: Deadline) -> int:
-    """Tokens of a chunk that the executor takes in one message."""
+    """The tokens of a chunk that fits the executor's messages."""
     info = await context.info(deadline)
     of_a_token = max(1, info.model.kv_bytes_per_token // max(1, layout.layers))
     return max(1, (info.limits.max_request_bytes - _OVERHEAD) // of_a_token)
@@ -230,8 +230,8 @@ async def chunk_tokens(context: Context, layout: pb.KvLayout, deadline: Deadline
 
 
 async def write_file(path: Path, frames: AsyncGenerator[bytes, None]) -> None:
-    """Write all frames of an export, for this user alone. Raises `InvalidRequest` where the file cannot be written;
-    then, and where the frames break off, nothing is there."""
+    """Write all frames of an export to a file that only this user can read. Raises `InvalidRequest` if it cannot be
+    written; then, and if the frames end early, there is no file."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
@@ -249,8 +249,8 @@ async def write_file(path: Path, frames: AsyncGenerator[bytes, None]) -> None:
 
 
 def read_layout(path: Path) -> pb.KvLayout:
-    """The layout of a file of which all was read and found to be right. Raises `KvCorrupt`, and `InvalidRequest` for
-    what is no such file."""
+    """The layout of a file, after checking all of it. Raises `KvCorrupt`, and `InvalidRequest` for any other kind of
+    file."""
     digest, layout, whole = sha256(), None, False
     for frame in _read(path):
         kind = frame.WhichOneof("frame")

@@ -1,6 +1,6 @@
-"""How a client's requests travel: as unary calls here, as frames of a session in `client.session`.
+"""The transport of a client's requests: unary calls here, frames of a session in `client.session`.
 
-Both take the same messages and give the same answers and errors, so that nothing above depends on which one it is.
+Both take the same messages and return the same answers and errors, so callers do not depend on which one is used.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ferrum_rpc.wire.status import error_from_status
 
 
 class Feed(NamedTuple):
-    """An RPC that feeds tokens: what the program calls it, its name, and its request, which takes one ``item`` where it
-    is ``single``, or else ``items``. In a session they are all one: what the names promise, the client's methods keep.
+    """An RPC that feeds tokens: the client's method, the RPC's name, and its request, which has one ``item`` if it is
+    ``single``, or else ``items``. In a session all are one frame; the client's methods check the differences.
     """
 
     name: str
@@ -51,17 +51,17 @@ class Forwarded(NamedTuple):
 
 
 Operation = model_executor_pb2.TruncateKvRequest | model_executor_pb2.ForkKvRequest | model_executor_pb2.ReleaseRequest
-"""What is done to one sequence that exists. A session makes one frame of many of a kind, which share a request id."""
+"""An operation on one existing sequence. A session sends many of a kind in one frame, with one request id."""
 
 Operated = list[HandleRef] | ExecutorError
-"""The handles that an operation left, or its refusal."""
+"""The handles after an operation, or its refusal."""
 
 CONCURRENT_CALLS: Final = 64
 """Unary calls of one `Transport.operate` that are in flight at a time."""
 
 
 class Transport:
-    """The executor by unary calls, sent again as the client's policy says. Raises the `ExecutorError` of an answer."""
+    """Unary calls, with resends by the client's policy. Raises the `ExecutorError` of an answer."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -82,7 +82,7 @@ class Transport:
         return False
 
     async def prepare(self, deadline: Deadline) -> None:
-        """Find out how requests travel. Nothing is sent where this raises."""
+        """Choose the transport. No request is sent if this raises."""
 
     async def forward(
         self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool = False
@@ -101,8 +101,8 @@ class Transport:
         return Forwarded(outcomes, rows_from_proto(answer.row_blocks), answer.pressure, timing_from_proto(answer))
 
     async def operate(self, operations: Sequence[Operation], deadline: Deadline) -> list[Operated]:
-        """What became of each operation, all of one kind, sent in messages of as many as the executor takes. The
-        refusal of a whole message is that of each in it."""
+        """The outcome of each operation, all of one kind, sent in messages of as many as the executor allows. The
+        refusal of a whole message is that of each operation in it."""
 
         async def sent(part: Sequence[Operation]) -> Sequence[Operated]:
             try:
@@ -138,12 +138,12 @@ class Transport:
         return await asyncio.gather(*map(outcome, operations))
 
     async def close(self, deadline: Deadline) -> None:
-        """End what is open; requests go as unary calls from now on. Does not raise."""
+        """Close the session; further requests are unary calls. Does not raise."""
 
 
 def in_order(results: Sequence[forward_pb2.ItemResult]) -> Sequence[forward_pb2.ItemResult]:
-    """The results in the order of their items. Executors before revision 6 say an item's place only in the answer of a
-    frame whose items are apart, and keep the order in all others."""
+    """The results in the order of their items. Executors before revision 6 send an item's place only in the answer of a
+    frame of independent items, and keep the order in all others."""
     places = [each.item_index for each in results]
     return results if places == sorted(places) else sorted(results, key=_place)
 

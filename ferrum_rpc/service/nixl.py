@@ -1,14 +1,14 @@
-"""The data of transfers by NIXL: an importer reads them out of its exporter's memory, and the streams have the rest.
+"""Transfers by NIXL: an importer reads the data out of its exporter's memory, and the streams have the rest.
 
-One buffer is registered with the agent, with a slot for each transfer that may be under way. An export puts its chunks
-into its slot, where each stays until the importer's notification says that it was read; an import reads into its own.
+One buffer is registered with the agent, with a slot for each transfer in progress. An export puts its chunks into its
+slot, where each stays until the importer notifies that it was read; an import reads into its own slot.
 
-All calls of NIXL are made in one thread, which sleeps between two looks: without a thread of its own NIXL goes on only
-while it is asked, and one that spins would take a core from the model. While nothing is read it looks once a second, so
-that connections of peers that have gone are closed.
+One thread makes all calls of NIXL and sleeps between two polls: without a thread of its own NIXL progresses only while
+it is called, and a spinning thread would take a core from the model. While nothing is read it polls once a second, so
+that connections of peers that have ended are closed.
 
-What is read of a peer may come late, after the read was given up. The buffer stays where it is for the life of the
-process, so that it overwrites nothing but slots, and there the checksums find it.
+Data of a peer may arrive late, after the read was abandoned. The buffer keeps its address for the life of the process,
+so late data can overwrite only slots, where the checksums detect it.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ log = structlog.get_logger("ferrum_rpc.nixl")
 
 CAPABILITY: Final = "KV_TRANSPORT_NIXL"
 SLOT_BYTES: Final = 4 << 20
-"""What one transfer may have in the buffer: some chunks that are under way."""
+"""The size of a slot: some chunks in flight."""
 
 POLL_S: Final = 0.001
 IDLE_POLL_S: Final = 1.0
 UNREAD_S: Final = 30.0
-"""How long an export waits for its importer to read something."""
+"""The time that an export waits for its importer to read a chunk."""
 
 READ_S: Final = 10.0
-"""How long the read of one chunk may take."""
+"""The time limit of the read of one chunk."""
 
 AGENT_BYTES: Final = 64 << 10
-"""Of an agent's metadata. They have some hundreds."""
+"""The limit of an agent's metadata in bytes, which has some hundreds."""
 
 DONE, UNDER_WAY, FAILED = "DONE", "PROC", "ERR"
-"""What NIXL says of a transfer."""
+"""The states of a transfer in NIXL."""
 
 PEERS: Final = 256
-"""Executors whose agents are known at a time. Their connections stay open, for NIXL does not close those of living
-peers."""
+"""Maximum number of known agents of other executors. Their connections stay open, because NIXL closes only those of
+peers that have ended."""
 
 
 def make_agent(name: str) -> Any:
-    """An agent of the nixl package. Raises `InvalidRequest` where that is not installed, or cannot start."""
-    devices = os.environ.setdefault("UCX_NET_DEVICES", "lo")  # what reaches the agent can read this process's memory
+    """An agent of the nixl package. Raises `InvalidRequest` if that is not installed, or cannot start."""
+    devices = os.environ.setdefault("UCX_NET_DEVICES", "lo")  # connected peers can read this memory
     try:
         api = importlib.import_module("nixl._api")
     except ImportError as error:
@@ -85,7 +85,7 @@ class Nixl:
         self.metadata = b""
         self.buffer = np.zeros(0, np.uint8)
         self.waiting: dict[bytes, Callable[[], None]] = {}
-        """What to call when a notification comes."""
+        """The callbacks of expected notifications."""
         self._loop: asyncio.AbstractEventLoop
         self._slots = slots
         self._free: list[int] = []
@@ -115,7 +115,7 @@ class Nixl:
             await asyncio.to_thread(self._thread.join, READ_S)
 
     def take(self) -> int:
-        """A slot: where it begins in the buffer. Raises `QueueFull`."""
+        """Allocate a slot; returns its offset in the buffer. Raises `QueueFull`."""
         if not self._free:
             raise QueueFull("the buffer of transfers by NIXL is full; nothing was started", retry_after_s=RETRY_AFTER_S)
         return self._free.pop()
@@ -124,13 +124,13 @@ class Nixl:
         self._free.append(slot)
 
     def expect(self, notification: bytes, call: Callable[[], None]) -> None:
-        """Call it when the notification comes, unless it is out of ``waiting`` by then."""
+        """Call ``done`` when the notification comes, unless it was removed from ``waiting``."""
         with self._wake:
             self.waiting[notification] = call
             self._wake.notify()
 
     def read(self, read: _Read) -> None:
-        """Begin it; its ``done`` is called in the event loop."""
+        """Begin a read; its ``done`` is called in the event loop."""
         with self._wake:
             self._new.append(read)
             self._wake.notify()
@@ -168,7 +168,7 @@ class Nixl:
             here = agent.get_xfer_descs([(self.buffer.ctypes.data + read.slot, remote.size, 0)], "DRAM")
             there = agent.get_xfer_descs([(remote.address, remote.size, 0)], "DRAM")
             read.handle = agent.initialize_xfer("READ", here, there, self._peer(read.peer), remote.notification)
-        except Exception as error:  # such memory or such an agent there is not
+        except Exception as error:  # the memory or the agent does not exist
             read.why = repr(error)
         else:
             self._ask(read, agent.transfer)
@@ -182,7 +182,7 @@ class Nixl:
             self._forget(read.peer)
 
     def _finished(self, read: _Read) -> bool:
-        """Whether it is over and NIXL has let go of it."""
+        """Whether it is over and NIXL has released it."""
         if read.state == UNDER_WAY:
             self._ask(read, self._agent.check_xfer_state)
         if read.state == UNDER_WAY:
@@ -194,7 +194,7 @@ class Nixl:
             if read.handle is not None:
                 self._agent.release_xfer_handle(read.handle)
         except Exception:
-            released = False  # it is looked at again
+            released = False  # retried at the next poll
         why = None if read.state == DONE else read.why or read.state
         if released or (why is not None and not read.told):
             read.told = True
@@ -212,7 +212,7 @@ class Nixl:
         return name
 
     def _forget(self, metadata: bytes) -> None:
-        """So that the next read connects anew."""
+        """Remove the agent of a peer, so that the next read connects anew."""
         name = self._peers.pop(metadata, None)
         if name is not None and name not in self._peers.values():
             try:
@@ -250,8 +250,8 @@ def _text(name: str | bytes) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """One chunk that is read of a peer. ``done`` is called with None or why not, and with whether the slot is free: of
-    what fails it may be called again when it is."""
+    """The read of one chunk of a peer. ``done`` is called with None or the error, and with whether the slot is free;
+    after a failure it may be called again once the slot is free."""
 
     peer: bytes
     remote: pb.KvRemote
@@ -284,8 +284,8 @@ def offered(nixl: Nixl | None, transport: pb.KvTransport) -> Nixl:
 
 
 class StagedChunks:
-    """The chunks of one export that were not read yet, of ``size`` bytes at most each. Raises `QueueFull`, and
-    `NotSupported` where not one has room."""
+    """The chunks of one export that were not read yet, of at most ``size`` bytes each. Raises `QueueFull`, and
+    `NotSupported` if a chunk does not fit the slot."""
 
     def __init__(self, nixl: Nixl, size: int) -> None:
         if size > SLOT_BYTES:
@@ -299,12 +299,12 @@ class StagedChunks:
 
     @property
     def source(self) -> pb.KvSource:
-        """What the importer needs to know first."""
+        """The source, which the importer needs first."""
         return pb.KvSource(transport=pb.KV_TRANSPORT_NIXL, agent=self._nixl.metadata)
 
     async def put(self, parts: Sequence[Any]) -> pb.KvRemote:
-        """Lay a chunk there, uint8 [bytes] each. Waits for room; raises `QueueFull` where the importer reads nothing,
-        and what `close` was called with."""
+        """Put a chunk, uint8 [bytes] each, into the slot. Waits for space; raises `QueueFull` if the importer reads
+        nothing, and the error with which `close` was called."""
         while not self._free:
             await self._something_read()
         if self._ended is not None:
@@ -319,12 +319,12 @@ class StagedChunks:
         return pb.KvRemote(address=buffer.ctypes.data + at, size=end - at, notification=notification)
 
     async def emptied(self) -> None:
-        """Wait until all was read. Raises as `put` does."""
+        """Wait until all chunks were read. Raises as `put` does."""
         while self._unread:
             await self._something_read()
 
     def close(self, error: ExecutorError | None = None) -> None:
-        """The stream is over: everything is free again."""
+        """Free the slot and everything else at the end of the stream."""
         if self._ended is not None:
             return
         self._ended = error or Cancelled("the export has ended")
@@ -354,7 +354,7 @@ class StagedChunks:
 
 
 class ChunkReader:
-    """Reads the chunks of one import from its exporter. ``nixl``: None where that is not offered."""
+    """Reads the chunks of one import from its exporter. ``nixl``: None if that is not offered."""
 
     def __init__(self, nixl: Nixl | None) -> None:
         self._nixl = nixl
@@ -364,7 +364,7 @@ class ChunkReader:
         self._closed = False
 
     def connect(self, source: pb.KvSource) -> None:
-        """Chunks come from there. Raises `NotSupported`, `InvalidRequest` and `QueueFull`."""
+        """Set the source of the chunks. Raises `NotSupported`, `InvalidRequest` and `QueueFull`."""
         nixl = offered(self._nixl, source.transport)
         if self._peer or not 0 < len(source.agent) <= AGENT_BYTES:
             raise InvalidRequest(
@@ -374,7 +374,7 @@ class ChunkReader:
         self._peer = source.agent
 
     async def read(self, remote: pb.KvRemote, next_token: int) -> bytes:
-        """The data of a chunk. Raises `InvalidRequest`, and `KvCorrupt` where they cannot be had."""
+        """The data of a chunk. Raises `InvalidRequest`, and `KvCorrupt` if it cannot be read."""
         nixl, slot = self._nixl, self._slot
         if nixl is None or slot is None:
             raise InvalidRequest("a chunk has no data, and its stream has no source", field="chunk.remote")
@@ -405,7 +405,7 @@ class ChunkReader:
         return nixl.buffer[slot : slot + remote.size].tobytes()
 
     def close(self) -> None:
-        """The stream is over. The slot is free when NIXL has let go of it."""
+        """End the stream. The slot is free once NIXL has released it."""
         self._closed = True
         if self._now is not None:
             self._now.given_up = True

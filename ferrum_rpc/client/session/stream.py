@@ -3,8 +3,8 @@
 gRPC takes one write at a time, so one writer sends what is queued, and one reader distributes the answers. What waits
 while the steps in flight are as many as may be shares a frame (`client.session.frames`). No task is made for a step.
 
-A step keeps its place until the executor answers it, even when its callers have given up: only then is it out of flight
-there. When the stream ends the fate of every step is unknown, and its owner opens another.
+A step counts as in flight until the executor answers it, even if its callers have given up. When the stream ends, the
+outcome of every step is unknown, and its owner opens another stream.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _INTERNAL: Final = {"grpc_code": "INTERNAL"}
 _UNANSWERED: Final = "the executor did not answer all items"
 _REQUEUE_S: Final = 0.001
 _TURNS: Final = 5
-"""Of the event loop, until a program that was answered has sent its next request, through a task or two of its own."""
+"""Turns of the event loop in which a program, after an answer, can send its next request through a task or two."""
 
 
 class SessionStream:
-    """One stream; `open` makes it usable. ``capacity``: what the items that share a frame may come to."""
+    """One stream, usable after `open`. ``capacity``: the limits of a shared frame."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         self._loop = asyncio.get_running_loop()
@@ -77,7 +77,7 @@ class SessionStream:
         self._reader = self._loop.create_task(self._read(), name="ferrum_rpc session reader")
 
     async def open(self, hello: Frame, deadline: Deadline) -> session_pb2.SessionWelcome:
-        """Send ``hello`` and wait for the welcome. Raises the refusal, or why the stream ended: it cannot be used."""
+        """Send ``hello`` and wait for the welcome. Raises the refusal, or the reason of the stream's end."""
         try:
             welcome = (await self.control(hello, deadline)).welcome
         except (TransportError, Draining):
@@ -86,9 +86,9 @@ class SessionStream:
         return welcome
 
     async def submit(self, request: StreamRequest[Result], deadline: Deadline) -> Result | None:
-        """Queue, send, and wait for the answer. None: the stream ended before it was sent. Raises the refusal,
-        and `DeadlineExceeded`, whose fate is known where nothing was sent. A caller that gives up takes its step back
-        if that has not begun; the items that share the step are sent again."""
+        """Queue, send, and wait for the answer. None: the stream ended before it was sent. Raises the refusal, and
+        `DeadlineExceeded`, of known outcome if nothing was sent. A caller that gives up cancels its step if that has
+        not begun; the other items of the step are sent again."""
         if self.over is not None:
             return None
         expires = math.inf if deadline.at is None else deadline.at
@@ -108,7 +108,7 @@ class SessionStream:
         request.future = asyncio.Future(loop=self._loop)
         waiting = self._waiting[request.kind]
         if not waiting:
-            self._wake.set()  # what comes behind others can go only when they can
+            self._wake.set()  # a request after others waits for them
         waiting[request] = None
         if expires < self._expires:
             self._set_timer(expires)
@@ -119,7 +119,7 @@ class SessionStream:
             raise
 
     async def control(self, frame: Frame, deadline: Deadline) -> session_pb2.SessionResponse:
-        """Send a frame that is no step, bounded by nothing, and wait for its answer."""
+        """Send a frame that is not a step, without a limit, and wait for its answer."""
         request: StreamRequest[session_pb2.SessionResponse] = StreamRequest(frame=frame, kind=Kind.CONTROL)
         answer = await self.submit(request, deadline)
         if answer is None:
@@ -127,7 +127,7 @@ class SessionStream:
         return answer
 
     async def close(self, deadline: Deadline) -> int:
-        """End the session and release its sequences; returns how many. Where this raises it is over as well."""
+        """End the session and release its sequences; returns their number. The session is over even if this raises."""
         frame = Frame(close=session_pb2.SessionClose(release_sequences=True))
         try:
             return (await self.control(frame, deadline)).goodbye.released_sequences
@@ -135,7 +135,7 @@ class SessionStream:
             self.end(closed())
 
     def end(self, error: ExecutorError) -> None:
-        """End it: every step in flight fails, and its fate is unknown. Idempotent."""
+        """End it: every step in flight fails with an unknown outcome. Idempotent."""
         if self.over is not None:
             return
         self.over = error
@@ -160,7 +160,7 @@ class SessionStream:
     # --- frames -----------------------------------------------------------------------------------------------------
 
     def _next(self) -> Frame | None:
-        """The next frame to send, if there is one that may go."""
+        """The next frame to send, if one may be sent."""
         if self._cancels:
             self._step_id += 1
             return Frame(step_id=self._step_id, cancel=self._cancels.popleft())
@@ -186,7 +186,7 @@ class SessionStream:
         return frame
 
     def _may_go(self, kind: Kind) -> bool:
-        """Whether another frame of a kind may be in flight. Large answers leave a place to the others."""
+        """Whether another frame of a kind may be in flight. Large answers leave one step to the others."""
         if kind is Kind.CONTROL:
             return True
         in_flight = self._in_flight
@@ -214,18 +214,18 @@ class SessionStream:
                 return
             self._forget(response.step_id)
             if len(step.requests) > 1:
-                self._requeue(step.requests, Kind.FRAME)  # its own answer may be another one
+                self._requeue(step.requests, Kind.FRAME)  # alone it may be answered differently
             elif not step.given_up:
                 step.requests[0].future.set_exception(error)
         else:
             self._forget(response.step_id)
             if not step.given_up:
                 step.requests[0].future.set_result(response)
-        self._wake.set()  # after the results: what their callers send next shares the next frame
+        self._wake.set()  # after the results, so that their callers' next requests share a frame
 
     def _receive_forward(self, step_id: int, step: SessionStep, answer: session_pb2.SessionForwardAnswer) -> None:
-        """Items of a step are answered: all that were not yet, unless ``more`` parts come. A caller of several items
-        gets them together."""
+        """Distribute the results of a step: all that were still open, unless ``more`` parts come. A caller of several
+        items gets them together."""
         failed: ExecutorError | None = None
         try:
             outcomes, blocks = step.outcomes_in(answer), rows_from_proto(answer.row_blocks, step.rows)
@@ -267,11 +267,11 @@ class SessionStream:
                     )
 
     def _forget(self, step_id: int) -> None:
-        """Count it as in flight no longer."""
+        """Stop counting it as in flight."""
         self._in_flight[self._steps.pop(step_id).kind] -= 1
 
     def _requeue_step(self, step_id: int) -> None:
-        """It was not begun: queue its requests again."""
+        """Queue the requests of a step again that was not begun."""
         if (step := self._steps.get(step_id)) is not None:
             self._forget(step_id)
             self._requeue(step.requests, step.kind)
@@ -288,7 +288,7 @@ class SessionStream:
     # --- giving up --------------------------------------------------------------------------------------------------
 
     def _set_timer(self, at: float) -> None:
-        """Look for requests whose deadline has passed, at a time: one timer is enough for all of them."""
+        """Set the one timer that looks for requests whose deadline has passed."""
         if self._timer is not None:
             self._timer.cancel()
         self._expires = at
@@ -317,12 +317,12 @@ class SessionStream:
         request.future.set_exception(late)
         self._give_up(request)
         steps = [step for step in self._steps.values() if step.kind is not Kind.CONTROL]
-        # With none in flight it is this client that was busy.
+        # With none in flight, this client was busy itself.
         if request.step is None and steps and all(step.given_up for step in steps):
             self.end(TransportError("no step of the session was answered", metadata=_UNAVAILABLE))
 
     def _give_up(self, request: StreamRequest[Any]) -> None:
-        """Its caller waits no longer: take its step back if that has not begun. Rows without a caller are dropped."""
+        """Drop a request whose caller has stopped waiting: cancel its step if that has not begun, and drop its rows."""
         if request.step is None:
             self._waiting[request.kind].pop(request, None)
             return
@@ -354,7 +354,7 @@ class SessionStream:
                 self._wake.clear()
                 await self._wake.wait()
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            pass  # the call has ended, and the reader gets the reason
+            pass  # the call has ended; the reader gets the reason
 
     async def _read(self) -> None:
         try:
@@ -373,7 +373,7 @@ class SessionStream:
             self.end(TransportError(f"the session's answers cannot be read: {error!r}", metadata=_UNAVAILABLE))
 
     def _ended(self) -> ExecutorError:
-        """The error of a step that was in flight when the stream ended: whether it ran is unknown."""
+        """The error of a step that was in flight when the stream ended, so its outcome is unknown."""
         error = self.over or closed()
         if isinstance(error, Draining):
             return Draining(f"the session ended before the answer came: {error.message}", metadata=_UNAVAILABLE)

@@ -1,7 +1,7 @@
 """A client's requests as frames of one session stream: the hot path. Same messages, answers and errors as unary calls.
 
-The stream opens with the first request and again after it broke, with the same lease; requests of unknown fate go out
-again under their request ids, and the executor replays them.
+The stream opens with the first request and again after a failure, with the same lease; requests of unknown outcome are
+sent again under their request ids, and the executor replays them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ log = logging.getLogger("ferrum_rpc.client")
 
 
 class SessionTransport(Transport):
-    """Sends through a session of ``steps_in_flight`` steps at most, or what the executor grants of them; by unary calls
-    where it offers none, and after `close`."""
+    """Sends through a session of at most ``steps_in_flight`` steps, or fewer if the executor grants fewer; by unary
+    calls if it offers no sessions, and after `close`."""
 
     def __init__(self, context: Context, leases: Leases, steps_in_flight: int) -> None:
         super().__init__(context)
@@ -74,8 +74,8 @@ class SessionTransport(Transport):
     def forward(
         self, feed: Feed, items: Sequence[Item], deadline: Deadline, *, all_or_nothing: bool = False
     ) -> Coroutine[Any, Any, Forwarded]:
-        """A batch in a frame of its own, or a single item in a frame with those that are ready at the same time: also
-        a batch of one that goes on."""
+        """Send a batch in a frame of its own, or a single item in a frame with those that are ready at the same time:
+        also a batch of one item that is a run or a follower."""
         if not self._used:
             return super().forward(feed, items, deadline, all_or_nothing=all_or_nothing)
         frame = None
@@ -84,7 +84,7 @@ class SessionTransport(Transport):
             frame.forward.items.extend([item.proto for item in items])
             frame.forward.all_or_nothing = all_or_nothing
             if not all_or_nothing and any([item.goes_on for item in items]):  # noqa: C419 - half the time
-                frame.forward.apart = all(item.parent is None for item in items)  # one call makes many of one parent
+                frame.forward.apart = all(item.parent is None for item in items)  # a call may make several children
         request: StreamRequest[Forwarded] = StreamRequest(frame=frame, items=items, batch=not feed.single)
         return self._context.call(self._submit, request, deadline)
 
@@ -135,7 +135,7 @@ class SessionTransport(Transport):
         deadline = Deadline(None if timeout is None else time.monotonic() + timeout)
         while True:
             stream = self._open_stream()
-            if stream is None:  # where opening it raises nothing was sent, so no fate is unknown
+            if stream is None:  # if opening it raises, nothing was sent, so no outcome is unknown
                 stream = await self._opening.get(
                     self._open_stream, lambda: retry_while_starting(lambda: self._open(deadline), deadline), deadline
                 )
@@ -145,7 +145,7 @@ class SessionTransport(Transport):
     async def _submit_single(
         self, request: StreamRequest[session_pb2.SessionResponse], **attempt: Any
     ) -> session_pb2.SessionResponse:
-        """One attempt of an operation on one handle, whose refusal is the call's."""
+        """One attempt of an operation on one handle. Raises its refusal."""
         response = await self._submit(request, **attempt)
         if not response.handles.results:
             raise _other_answer("no results for an operation")
@@ -157,7 +157,7 @@ class SessionTransport(Transport):
     # --- opening ----------------------------------------------------------------------------------------------------
 
     def _open_stream(self) -> SessionStream | None:
-        """The open stream, or None. One whose lease is no longer the client's is ended."""
+        """The open stream, or None. A stream whose lease is no longer the client's is ended."""
         stream = self._stream
         if stream is None:
             return None
@@ -219,7 +219,7 @@ class SessionTransport(Transport):
 
 
 def _frame_of(operations: Sequence[Operation]) -> Frame | None:
-    """The frame of operations of one kind; None where they can only be called."""
+    """The frame of operations of one kind; None if they need unary calls."""
     frame = Frame()
     for each in operations:
         if isinstance(each, model_executor_pb2.TruncateKvRequest):
@@ -228,9 +228,9 @@ def _frame_of(operations: Sequence[Operation]) -> Frame | None:
             frame.truncate.request_id = each.request_id
         elif isinstance(each, model_executor_pb2.ReleaseRequest):
             frame.release.handles.append(each.handle)
-            frame.release.any_version = True  # what was freed before counts as freed: it needs no request id
+            frame.release.any_version = True  # a sequence that is gone counts as freed, so no request id is needed
         elif each.lease_id:
-            return None  # in a session children live with its lease
+            return None  # in a session children have its lease
         else:
             frame.fork.handle.CopyFrom(each.handle)
             frame.fork.count, frame.fork.request_id = each.count, each.request_id

@@ -218,13 +218,13 @@ def _record(
         return []
     why = obstacle(own, config.cuda_graphs)
     if why is None and not setup.recordable:
-        why = f"what ranks say by {setup.transport} passes through the hosts' memory"
+        why = f"rows of {setup.transport} pass through the hosts' memory"
     chosen = "cuda_graphs=off", why or ""
     if why is None:
         compute.record(config.max_sequences, blocks_per_sequence)
         assert isinstance(own, StagedCompute) and own.graphs is not None  # noqa: S101 - or that has raised
         chosen = graphs_chosen(own.graphs, adapters=own.loras is not None)
-    return [chosen, ("overlap=off", "ranks wait for each other in the middle of a step")]
+    return [chosen, ("overlap=off", "ranks wait for each other within a step")]
 
 
 def _adapters(

@@ -1,6 +1,6 @@
-"""A model that several processes share: rank 0 has the queue and the cache's books and tells the others what to do.
+"""A model shared by several processes: rank 0 has the queue and the accounting of the cache, and directs the others.
 
-`links` starts the others or finds them, `placing` says where each computes and how they talk, `leader` is rank 0's side
-of the connections, `follower` the others' whole life, `compute` what the runner sees. What ranks exchange in the middle
-of a step is `ferrum_rpc.distributed`.
+`links` starts the other ranks or connects to them, `placing` chooses devices and transports, `leader` is rank 0's side
+of the connections, `follower` the other ranks' side, `compute` the interface for the runner. `ferrum_rpc.distributed`
+has the collectives within a step.
 """

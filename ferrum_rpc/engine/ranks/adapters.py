@@ -1,7 +1,7 @@
-"""Adapters of a model that ranks share: what rank 0 loads and drops, the others do, each with its part.
+"""Adapters of a model shared by ranks: the other ranks load and unload with rank 0, each its own part.
 
-Every rank reads the files itself, all of them: so each knows the fingerprint, and an adapter counts as loaded only
-where all of them say the same. Which are loaded, under which number, and who uses them, is known to rank 0 alone.
+Every rank reads all files itself and computes the fingerprint; an adapter counts as loaded only if all fingerprints
+agree. Only rank 0 keeps which adapters are loaded, their numbers and their users.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ferrum_rpc.models.lora import Loras
 
 
 class RankedAdapters(Adapters):
-    """Those of rank 0. What another rank refuses is raised as its own, and says whose it is. ``most_bytes`` are each
-    rank's."""
+    """The adapters on rank 0. The refusal of another rank is raised with that rank's name. ``most_bytes`` is per
+    rank."""
 
     def __init__(
         self, root: Path, loras: Loras, fingerprint: bytes, max_rank: int, most_bytes: int, *, ranks: Ranks
@@ -28,7 +28,7 @@ class RankedAdapters(Adapters):
         ranks.ask("take_adapters", fingerprint)
 
     def open(self, number: int, name: str) -> AdapterFacts:
-        """Its bytes are those of the rank on which it takes most."""
+        """Its bytes are those of the rank with the most."""
         facts = super().open(number, name)
         try:
             others: list[AdapterFacts] = self._ranks.ask("adapter", "open", number, name)
@@ -43,7 +43,7 @@ class RankedAdapters(Adapters):
         try:
             found = super().read(number)
         except BaseException:
-            with suppress(ExecutorError):  # what this rank refuses comes first
+            with suppress(ExecutorError):  # a refusal of this rank comes first
                 self._ranks.collect(others)
             raise
         self._compare(found, self._ranks.collect(others))
@@ -54,7 +54,7 @@ class RankedAdapters(Adapters):
         self._ranks.ask("adapter", "drop", number)
 
     def _compare(self, here: object, there: list[object]) -> None:
-        """Raise InvalidRequest where a rank has found something else."""
+        """Raise InvalidRequest if a rank has found different files."""
         for rank, found in zip(self._ranks.names, there, strict=True):
             if found != here:
                 raise InvalidRequest(

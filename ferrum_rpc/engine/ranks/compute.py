@@ -1,9 +1,9 @@
-"""What the runner of a model that ranks share computes with: it sends each step to the others, and does rank 0's part.
+"""The compute of a model shared by ranks: sends each step to the other ranks, and computes rank 0's part.
 
-The cache's accounting lives with the runner, so blocks and slots are the same numbers on every rank, and all that the
-others need of a step is its tokens, its geometry and which rows are wanted. Masks go to each rank when they are
-registered, and a step has their ids. The last stage has the rows: if this rank is in it, its own are taken; else they
-are awaited, and as many steps may be under way as there are stages.
+The runner has the accounting of the cache, so blocks and slots have the same numbers on every rank, and the other ranks
+need of a step only its tokens, its geometry and the requested rows. Masks are sent to each rank when they are
+registered, and a step has their ids. The last stage has the rows: those of this rank if it is in that stage, else they
+are received, and as many steps may be in flight as there are stages.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class RankedCompute(Compute):
 
     @property
     def others(self) -> list[int]:
-        """The processes of the other ranks, in their order."""
+        """The processes of the other ranks, in rank order."""
         return self._ranks.processes
 
     def record(self, spans: int, blocks: int) -> None:
-        """Record decode steps on all ranks at once, with what they exchange; see `record_on_ranks`. Raises
-        InvalidRequest where one cannot."""
+        """Record decode steps on all ranks at once, with their collectives; see `record_on_ranks`. Raises
+        InvalidRequest if a rank cannot."""
         self._recorded = spans, blocks
         others = self._ranks.order("record", spans, blocks)
         try:
             record_on_ranks(self._own, spans, blocks)
         except GroupAborted:
-            self._ranks.collect(others)  # raises what another failed of
+            self._ranks.collect(others)  # raises another rank's error
             raise
         except BaseException:
             self._ranks.give_up()
@@ -77,7 +77,7 @@ class RankedCompute(Compute):
         self._ranks.collect(others)
 
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
-        """Also sends which rows will be wanted: the others would wait for a second message."""
+        """Also sends which rows are requested, which saves a second message."""
         packed, adapted = packed_tokens(spans), self.adapted_rows(spans)
         requests, wanted, drafts = self.requests(spans, self._tokens_of)
         requests = [*map(_seeded, requests)]
@@ -112,8 +112,8 @@ class RankedCompute(Compute):
         return GroupMark(self.model.device, self._ranks.groups)
 
     def recover(self) -> None:
-        """Graphs that contain an exchange of ranks are of groups that are no more, and are recorded anew. The others
-        may have missed a change of masks, or failed with it: they get all of them."""
+        """Restart the ranks after a failure. Graphs with collectives refer to the old groups and are recorded anew. The
+        other ranks get all masks, because they may have missed a change."""
         self._awaited = None
         self._ranks.give_up()
         self._own.forget_graphs()
@@ -143,7 +143,7 @@ class RankedCompute(Compute):
 
 
 def _seeded(request: RowRequest) -> RowRequest:
-    """Where any seed will do, all ranks have the same."""
+    """Rows without a seed get one that is the same on all ranks."""
     kind = request.kind
     if not isinstance(kind, Sample) or kind.seed is not None:
         return request
@@ -151,7 +151,7 @@ def _seeded(request: RowRequest) -> RowRequest:
 
 
 class GroupMark(Marker):
-    """The end of a step on this rank's device. Waiting for it raises if ranks gave the step up meanwhile."""
+    """The end of a step on this rank's device. Waiting for it raises if ranks aborted the step meanwhile."""
 
     __slots__ = ("_groups",)
 
@@ -165,7 +165,7 @@ class GroupMark(Marker):
 
 
 class RemoteRows(Marker):
-    """The rows of a step, those that are ``wanted``, as the last stage answers them."""
+    """The ``wanted`` rows of a step, received from the last stage."""
 
     __slots__ = ("_answer", "_ranks", "_rows", "_wanted")
 
@@ -183,8 +183,8 @@ class RemoteRows(Marker):
 
 
 class RankedStore(KvStore):
-    """Rank 0's part of the cache. What is done to blocks is done on all ranks, and what is read is of all ranks: a
-    layer's heads in their order, as if one had them, and a block's bytes rank by rank. ``layers`` of all stages have
+    """Rank 0's part of the cache. Operations on blocks run on all ranks, and reads combine all ranks: a layer's heads
+    in their order, as of a single rank, and a block's bytes rank by rank. ``layers`` of all stages have
     the same spec; there are ``count`` of them, and ``kv_heads`` heads on all ranks together."""
 
     def __init__(
@@ -263,5 +263,5 @@ class RankedStore(KvStore):
         """Which layer of its stage a layer is, and ranks that have all of its heads between them, each once."""
         ranks = self._shard.ranks
         stage = next(index for index, layers in enumerate(self._stages) if layer in layers)
-        same = max(1, ranks // self._kv_heads)  # neighbours that have the same head
+        same = max(1, ranks // self._kv_heads)  # neighbouring ranks with the same head
         return layer - self._stages[stage].start, list(range(stage * ranks, (stage + 1) * ranks, same))

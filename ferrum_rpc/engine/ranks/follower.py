@@ -1,12 +1,12 @@
-"""The life of a rank that is not the first: it does what rank 0 asks for, in that order, until there is no rank 0.
+"""A rank other than rank 0: it carries out rank 0's requests in order, until the connection ends.
 
-One thread reads what comes and does at once what ends a wait, one reports that the process lives, and the caller's does
-all the rest. A failure is reported, and everything up to the next `renew` is skipped; what rank 0 then puts back comes
-after that.
+One thread reads requests and carries out at once those that end a wait, one sends heartbeats, and the caller's thread
+carries out all others. A failure is reported, and all requests up to the next `renew` are skipped; rank 0 restores
+state after that.
 
-What may be asked for depends on how far the start has come. Each phase is a class with what it has, and its methods
-without an underscore are the requests that it takes: `Started`, `Prepared` (how its part is computed), `WithWeights`
-(they and the groups), `Working` (the cache).
+The accepted requests depend on the phase of the start. Each phase is a class with its state, whose methods without an
+underscore are the requests: `Started`, `Prepared` (the choices are made), `WithWeights` (weights and groups), `Working`
+(the cache).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Stage = Callable[[str], None]
 
 
 AFTER_FAILURE: Final = ("halt", "renew", "adapter")
-"""What a rank does even after a failure. What is done with an adapter has nothing to do with any step."""
+"""Requests that a rank carries out even after a failure. Those for adapters are independent of steps."""
 
 
 class Follower:
-    """Rank ``number``. ``stage`` is called with ``plan``, ``forward`` and ``select`` before the rank does that, and may
-    raise, for tests and failpoints. ``store`` is where groups are joined. The current ``phase`` does what rank 0 asks
-    for; a phase that it returns is the next one."""
+    """Rank ``number``. ``stage`` is called with ``plan``, ``forward`` and ``select`` before each of these, and may
+    raise, for tests and failpoints. Groups are joined through ``store``. The current ``phase`` carries out rank 0's
+    requests; a phase that a request returns is the next one."""
 
     def __init__(self, channel: Channel, number: int, store: Store, stage: Stage | None = None) -> None:
         self._channel, self._number = channel, number
@@ -65,7 +65,7 @@ class Follower:
         self._why = ""
 
     def run(self) -> str:
-        """Until rank 0 ends this, or is gone. Returns what went wrong, if anything did."""
+        """Run until rank 0 ends this rank, or is gone. Returns the error, if any."""
         threads = [threading.Thread(target=each, daemon=True) for each in (self._listen, self._send_heartbeats)]
         for thread in threads:
             thread.start()
@@ -75,7 +75,7 @@ class Follower:
                     self._obey(*message)
         finally:
             self._ended.set()
-            for thread in threads:  # the interpreter must not end under them
+            for thread in threads:  # the threads must end before the interpreter
                 thread.join(END_S)
             if self.groups is not None:
                 self.groups.close()
@@ -83,7 +83,7 @@ class Follower:
         return self._why
 
     def _obey(self, serial: int, answering: Sequence[int], method: str, arguments: tuple[Any, ...]) -> None:
-        """Do what was asked for, and answer if this rank is to."""
+        """Carry out a request, and answer if this rank is to answer."""
         answers = self._number in answering
         answer: Any = None
         if self.failed and method not in AFTER_FAILURE:
@@ -91,7 +91,7 @@ class Follower:
         else:
             try:
                 answer = getattr(self.phase, method)(*arguments)
-            except torch.AcceleratorError:  # every later call would fail too: rank 0 reads that this process has ended
+            except torch.AcceleratorError:  # every later call would fail too: rank 0 notices that this process ends
                 raise
             except Exception as error:
                 answer = error
@@ -131,13 +131,13 @@ class Follower:
 
 
 class Phase:
-    """How far a rank has come. ``facts``: the answer to the request that led here."""
+    """A phase of a rank's start. ``facts``: the answer to the request that led here."""
 
     facts: Any = None
 
 
 class Started(Phase):
-    """It knows nothing of its part."""
+    """The process runs, without any choices."""
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
@@ -147,7 +147,7 @@ class Started(Phase):
         return cuda_devices()
 
     def prepare(self, setup: Setup) -> Phase:
-        """Choose how its part is computed."""
+        """Make the choices for its part."""
         if threading.current_thread() is threading.main_thread():  # this process is ours
             torch.set_num_threads(setup.threads)
         if setup.settings.device == CUDA:
@@ -158,14 +158,14 @@ class Started(Phase):
 
 @dataclass(slots=True, eq=False)
 class Prepared(Phase):
-    """It knows how its part is computed."""
+    """The choices for its part are made."""
 
     follower: Follower
     setup: Setup
     choices: Choices
 
     def load(self) -> Phase:
-        """Find the others, and read its part of the weights."""
+        """Join the groups, and read its part of the weights."""
         self.follower.groups = groups = Groups(self.setup, self.follower.store)
         model, _ = self.choices.load(None, groups.parallel(self.setup))
         return WithWeights(self.follower, self.setup, self.choices, groups, model)
@@ -173,7 +173,7 @@ class Prepared(Phase):
 
 @dataclass(slots=True, eq=False)
 class WithWeights(Phase):
-    """It has its part of the weights, and reaches the others."""
+    """Its part of the weights is loaded, and its groups are joined."""
 
     follower: Follower
     setup: Setup
@@ -182,7 +182,7 @@ class WithWeights(Phase):
     model: Model
 
     def equip(self, blocks: int, block_size: int) -> Phase:
-        """Make the cache. Answers the bytes of a block."""
+        """Make the cache. Returns the bytes of a block."""
         return Working(self, blocks, block_size)
 
 
@@ -201,7 +201,7 @@ class Working(Phase):
         self._saved: dict[int, Saved] = {}
 
     def take_adapters(self, fingerprint: bytes) -> None:
-        """Be ready for adapters of the model with this fingerprint."""
+        """Prepare for adapters of the model with this fingerprint."""
         settings = self._setup.settings
         assert settings.adapter_dir is not None  # noqa: S101 - or not asked
         _, self.compute.loras = cast(AdaptableModel, self.model).take_adapters()
@@ -209,7 +209,7 @@ class Working(Phase):
         self._adapters = Adapters(settings.adapter_dir, self.compute.loras, fingerprint, *limits)
 
     def adapter(self, method: str, *arguments: Any) -> Any:
-        """Do what a method of `Adapters` does. What it raises is an answer: no step has failed by it."""
+        """Call a method of `Adapters`. Its error is an answer and does not fail a step."""
         try:
             if method == "read":
                 self._reach("adapter")
@@ -221,14 +221,14 @@ class Working(Phase):
             return StepFailed(f"the load of an adapter failed ({why}); nothing changed")
 
     def record(self, spans: int, blocks: int) -> None:
-        """Record decode steps, as all ranks do at once; see `record_on_ranks`."""
+        """Record decode steps together with all ranks; see `record_on_ranks`."""
         record_on_ranks(self.compute, spans, blocks)
 
     def halt(self) -> None:
-        """Answered once nothing is under way here."""
+        """Answer once no step is in progress here."""
 
     def renew(self, epoch: int, masks: Sequence[tuple[bytes, bytes]]) -> None:
-        """Forget what failed. There are these ``masks`` and no others."""
+        """Clear a failure, and set exactly these ``masks``."""
         self.compute.forget_graphs()
         self._groups.renew(epoch)
         self.compute.masks.replace(masks)
@@ -241,7 +241,7 @@ class Working(Phase):
         requests: Sequence[RowRequest],
         adapted: Sequence[AdaptedRows],
     ) -> list[Rows] | None:
-        """Its part of a step, and of the rows that are wanted of it; these, where its stage has them."""
+        """Compute its part of a step and of the requested rows. Returns the rows if its stage has them."""
         rows = None
         self._reach("plan")
         self._reach("forward")
@@ -249,7 +249,7 @@ class Working(Phase):
         if requests and self._setup.shard.last:
             self._reach("select")
             rows = self.compute.rows(hidden, requests)
-        self.compute.mark().wait()  # what fails on a device fails this step
+        self.compute.mark().wait()  # an error of the device fails this step
         self._groups.check()
         return rows
 
@@ -258,13 +258,13 @@ class Working(Phase):
         self.compute.change_masks(added, dropped)
 
     def save(self, number: int, slots: Int64Array) -> None:
-        """See `KvStore.save`. As many are kept as there may be steps under way."""
+        """See `KvStore.save`. As many are kept as steps may be in flight."""
         self._saved[number] = self.kv.save(self._to_device(slots))
         while len(self._saved) > self._setup.settings.pipeline_parallel:
             del self._saved[min(self._saved)]
 
     def restore(self, number: int) -> None:
-        """See `KvStore.restore`; nothing, where the step had not come here yet."""
+        """See `KvStore.restore`; does nothing if the step had not arrived yet."""
         if (saved := self._saved.pop(number, None)) is not None:
             self.kv.restore(saved)
 

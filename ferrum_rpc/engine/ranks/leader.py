@@ -1,8 +1,8 @@
-"""Rank 0's side of the others: what it has them do, what they answer, and whether they live.
+"""Rank 0's side of the connections to other ranks: requests, answers and liveness.
 
-Steps are sent without an answer: what ranks exchange in the middle of a step shows that all of them are there. A rank
-that fails gives the groups up, so that no other waits for it, and rank 0 has all of them begin anew (`recover`). A rank
-that ends, or is silent, is not replaced: everything that waits ends with `DeviceLost`, and the executor with it.
+Steps are sent without an answer: the collectives within a step show that all ranks are there. A rank that fails aborts
+the groups, so that no other rank waits for it, and rank 0 restarts all of them (`recover`). A rank that ends, or is
+silent, is not replaced: everything that waits fails with `DeviceLost`, and the executor ends.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ALIVE: Final = RankState(alive=True, resident_bytes=0)
 
 @dataclass(slots=True, eq=False)
 class RemoteRank:
-    """Another rank, a process ``pid`` of ``host``. ``machine``: the same for all that may share memory; ``address``:
-    where others find it, if it is elsewhere. ``heard``: when something came from it last, on `time.monotonic`.
-    ``state``: alive until it is lost, with the memory that it reported last."""
+    """Another rank, a process ``pid`` of ``host``. ``machine``: equal for all that can share memory; ``address``: its
+    address for other machines. ``heard``: the time of its last message, on `time.monotonic`. ``state``: alive until it
+    is lost, with the memory that it reported last."""
 
     number: int
     channel: Channel
@@ -54,7 +54,7 @@ class RemoteRank:
 
 
 class Ranks:
-    """All ranks but this one, in their order. ``on_close`` ends what was started for them, after so many seconds by
+    """All ranks but this one, in rank order. ``on_close`` ends the processes started for them, after so many seconds by
     force."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Ranks:
         self.groups: Groups | None = None
         self._members, self._on_close = list(members), on_close
         self._lock = threading.Lock()
-        self._answers: dict[tuple[int, int], Answer] = {}  # by serial and rank, what is waited for
+        self._answers: dict[tuple[int, int], Answer] = {}  # the awaited answers, by serial and rank
         self._lost: DeviceLost | None = None
         self._one_lost: Answer = Future()
         self._serial = 0
@@ -87,19 +87,19 @@ class Ranks:
 
     @property
     def names(self) -> list[str]:
-        """Of the others, for people."""
+        """Display names of the other ranks."""
         return list(map(str, self._members))
 
     # --- what they do -----------------------------------------------------------------------------------------------
 
     def send(self, method: str, *arguments: Any, to: Sequence[int] | None = None) -> None:
-        """Have the ranks (all, or those with these numbers) do something, in the order in which it is sent."""
+        """Send a request to the ranks (all, or those with these numbers), which carry requests out in order."""
         self._send(self._to(to), dump((0, (), method, arguments)))
 
     def order(
         self, method: str, *arguments: Any, to: Sequence[int] | None = None, answering: Sequence[int] | None = None
     ) -> list[Answer]:
-        """As `send`; `collect` gets what they answer, or those of them that are ``answering``. Raises `DeviceLost`."""
+        """As `send`; `collect` returns the answers of these ranks, or of those ``answering``. Raises `DeviceLost`."""
         members = self._to(to)
         if answering is None:
             answering = [each.number for each in members]
@@ -113,10 +113,10 @@ class Ranks:
         return list(answers.values())
 
     def collect(self, answers: Sequence[Answer]) -> list[Any]:
-        """What was answered. Raises what a rank raised, or `DeviceLost`."""
+        """The answers. Raises a rank's error, or `DeviceLost`."""
         found: list[Any] = []
         failed: BaseException | None = None
-        for each in answers:  # all are waited for before one raises
+        for each in answers:  # wait for all before one raises
             try:
                 found.append(each.result())
             except BaseException as error:
@@ -131,14 +131,14 @@ class Ranks:
         return self.collect(self.order(method, *arguments, to=to))
 
     def give_up(self) -> None:
-        """End what any rank waits for in the middle of a step."""
+        """Abort the collectives of a step on all ranks."""
         assert self.groups is not None  # noqa: S101 - there was a step
         self.groups.abort()
         self.send(ABORT)
 
     def recover(self, masks: Sequence[tuple[bytes, bytes]]) -> None:
-        """A step has failed somewhere: end what ranks wait for, and begin anew, with these ``masks`` (ids and words).
-        Raises `DeviceLost`."""
+        """Restart the ranks after a failed step: abort their collectives, and renew them with these ``masks`` (ids and
+        words). Raises `DeviceLost`."""
         assert self.groups is not None  # noqa: S101 - there was a step
         with self._lock:
             self._epoch += 1
@@ -155,19 +155,19 @@ class Ranks:
             raise DeviceLost(f"the ranks could not restart: {error}") from error
 
     def start_liveness_checks(self) -> None:
-        """From now on a rank that is silent is lost: before, it loads."""
+        """Treat silent ranks as lost from now on; before, they load."""
         now = time.monotonic()
         for member in self._members:
             member.heard = now
         self._checked = True
 
     def check_alive(self) -> None:
-        """Raise `DeviceLost` where a rank is gone."""
+        """Raise `DeviceLost` if a rank is gone."""
         if self._lost is not None:
             raise self._lost
 
     def unless_lost(self, call: Callable[[], Result]) -> Result:
-        """What ``call`` returns, which waits for other ranks by itself. Raises `DeviceLost` as soon as one is gone."""
+        """Run ``call``, which waits for other ranks. Raises `DeviceLost` as soon as one is gone."""
         done = in_a_thread(call)
         wait((done, self._one_lost), return_when=FIRST_COMPLETED)
         if not done.done():
@@ -175,7 +175,7 @@ class Ranks:
         return done.result()
 
     def close(self, why: str = "") -> None:
-        """End all. ``why``: what went wrong, if anything did; the others end with it."""
+        """End all ranks. ``why``: the error with which they end, if any."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -222,7 +222,7 @@ class Ranks:
             waiting = self._answers.pop((serial, member.number), None)
         if waiting is None:  # another rank was lost
             return
-        if isinstance(answer, ExecutorError):  # it says whose it is
+        if isinstance(answer, ExecutorError):  # name the rank
             answer.message = f"{member}: {answer.message}"
             answer.args = (answer.message,)
         if isinstance(answer, BaseException):
@@ -251,7 +251,7 @@ class Ranks:
             rank=member.number,
             host=member.host,
             reason=why,
-            action="look why it ended, and start the executor again with the same command",
+            action="see why it ended, and start the executor again with the same command",
         )
         if self.groups is not None:
             self.groups.abort()
@@ -263,7 +263,7 @@ class Ranks:
         looked = time.monotonic()
         while not self._closed.wait(LOOK_EVERY_S):
             now = time.monotonic()
-            if now - looked > LOOK_EVERY_S + HEARTBEAT_S:  # this process did not run: others may not have either
+            if now - looked > LOOK_EVERY_S + HEARTBEAT_S:  # this process did not run, so others may not have run either
                 self.start_liveness_checks() if self._checked else None
             looked = now
             for member in self._members if self._checked else ():
@@ -272,8 +272,8 @@ class Ranks:
 
 
 def in_a_thread(call: Callable[[], Result]) -> Future[Result]:
-    """What ``call`` returns. It may wait inside a library, where neither a signal nor the loss of a rank ends the wait:
-    whoever gives up waiting leaves the thread behind, which keeps no process alive."""
+    """Run ``call`` in a daemon thread. It may wait inside a library, where neither a signal nor the loss of a rank ends
+    the wait: a caller that stops waiting abandons the thread."""
     future: Future[Result] = Future()
 
     def run() -> None:

@@ -1,8 +1,7 @@
-"""How ranks come together: rank 0 starts the others on its own machine, or waits for those that somebody else starts.
+"""The connections of ranks: rank 0 starts the others on its own machine, or waits for those that a launcher starts.
 
-What goes over these connections is neither encrypted nor meant for others: on one machine it stays within it, and
-beyond it somebody must have said that the network is trusted. A key, which only ranks of this run know, keeps others
-from speaking up where they can reach the port but not read along.
+These connections are private and not encrypted. They stay within the machine, or the operator must declare the network
+as trusted. A key shared by the ranks of this run refuses others that can reach the port but not read the traffic.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ COMMAND: Final = (sys.executable, "-m", "ferrum_rpc.rank")
 LOOK_S: Final = 0.2
 
 CUT_S: Final = 10.0
-"""What a rank that is not judged by its beats may be out of reach."""
+"""The time that a rank without liveness checks may be unreachable."""
 
 ANSWER_S: Final = 10.0
-"""What somebody at the other end of a connection may take to say who it is."""
+"""The time limit of a peer's hello."""
 
 _PLACE: Final = "ferrum/rank0"
 
 
 def gather(server: socket.socket, key: bytes, count: int) -> list[RemoteRank]:
-    """Wait for so many others, and return them in their order. Raises InvalidRequest unless all of them connect."""
+    """Wait for so many others, and return them in rank order. Raises InvalidRequest unless all of them connect."""
     members, until = dict[int, RemoteRank](), time.monotonic() + JOIN_S
     while len(members) < count:
         server.settimeout(max(0.001, until - time.monotonic()))
@@ -63,7 +62,7 @@ def gather(server: socket.socket, key: bytes, count: int) -> list[RemoteRank]:
                 f"after {JOIN_S:.0f} s there is no rank {missing}; start it with its RANK and the same "
                 "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             ) from None
-        with contextlib.suppress(EOFError, OSError, AuthenticationError):  # none of ours
+        with contextlib.suppress(EOFError, OSError, AuthenticationError):  # not a rank of this run
             member = _greet(_authenticated(accepted, key, asked=True), address[0].removeprefix("::ffff:"))
             if member.number in members or not 1 <= member.number <= count:
                 action = "start each rank once, with RANK from 1 to WORLD_SIZE - 1"
@@ -77,7 +76,7 @@ def gather(server: socket.socket, key: bytes, count: int) -> list[RemoteRank]:
 
 
 def _greet(channel: Channel, reached: str = "") -> RemoteRank:
-    """Which rank is at the other end, at the address ``reached``."""
+    """The rank at the other end, at the address ``reached``."""
     _, number, host, pid, machine = channel.receive()
     return RemoteRank(number, channel, host, pid, machine, reached)
 
@@ -87,8 +86,8 @@ def _say_joined(member: RemoteRank, count: int) -> None:
 
 
 def assemble(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
-    """Rank 0: the others are there, and load. Also what this rank has to set up itself, and where groups are joined.
-    Raises InvalidRequest where they do not come together."""
+    """Rank 0: connect the other ranks, which then load. Also returns this rank's own setup and the store of the groups.
+    Raises InvalidRequest if they do not connect."""
     world = World.of()
     if world is None or world.size == 1:
         return _start(settings)
@@ -102,8 +101,7 @@ def assemble(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
 
 
 def join(world: World) -> tuple[Channel, Store]:
-    """Another rank: the channel to rank 0, which somebody else has started too. No wait keeps a signal from its
-    handler."""
+    """Another rank: the channel to rank 0, both started by a launcher. Signals are handled during every wait."""
     store, until = _meet(world), time.monotonic() + JOIN_S
     while not store.check([_PLACE]):
         if time.monotonic() > until:
@@ -128,8 +126,8 @@ def accept(descriptor: int, store: int) -> tuple[Channel, Store]:
 
 
 def machine() -> str:
-    """The same for all processes that may share memory: those of one kernel that see each other. Containers of one
-    machine do not."""
+    """An id that is equal for processes that can share memory: those of one kernel that see each other. Containers of
+    one machine do not."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -137,14 +135,14 @@ def machine() -> str:
 
 
 def _meet(world: World) -> Store:
-    """Where its ranks find each other."""
+    """The store by which its ranks find each other."""
     is_master = world.rank == 0 and not world.store_is_there
     if not is_master:
         _wait(world)
     seconds = JOIN_S if is_master else ANSWER_S
     waits = timedelta(seconds=seconds)
     where = world.address, world.port
-    try:  # torch's own limit does not hold for somebody who listens and says nothing
+    try:  # torch's own limit does not hold for a listener that sends nothing
         meeting = in_a_thread(lambda: TCPStore(*where, world.size, is_master, waits, wait_for_workers=False))
         store = meeting.result(seconds + 1)
     except (RuntimeError, TimeoutError) as error:
@@ -156,7 +154,7 @@ def _meet(world: World) -> Store:
 
 
 def _wait(world: World) -> None:
-    """Until something listens where its ranks meet. Raises InvalidRequest where nothing does."""
+    """Wait until a process listens at the ranks' address. Raises InvalidRequest if none does."""
     where, until = (world.address, world.port), time.monotonic() + JOIN_S
     while True:
         try:
@@ -172,7 +170,7 @@ def _wait(world: World) -> None:
 
 
 def _listen(address: str) -> socket.socket:
-    """Where the others reach rank 0, which they know by an ``address`` of either kind."""
+    """A listener for the other ranks, at an ``address`` of either kind."""
     if is_loopback(address):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server(("::1" if ":" in address else "127.0.0.1", 0), family=family)
@@ -182,8 +180,8 @@ def _listen(address: str) -> socket.socket:
 
 
 def _start(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
-    """Each gets an end of a pair of sockets, and a store without a name: nothing is left of either, whoever is killed
-    at whatever time."""
+    """Start the other ranks. Each gets an end of a pair of sockets, and a store without a name, so that nothing is left
+    behind if a process is killed."""
     store = os.memfd_create("ferrum-rpc-ranks", os.MFD_CLOEXEC)  # never closed: see `_store_in`
     processes, channels = dict[int, subprocess.Popen[bytes]](), dict[int, Channel]()
     try:
@@ -212,8 +210,8 @@ def _start(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
 
 
 def _store_in(descriptor: int) -> Store:
-    """A store in the memory that a descriptor is of. It opens it anew whenever it is used, the last time when it is
-    freed, so that the descriptor must stay as it is for as long as the process lives."""
+    """A store in the memory of a descriptor. It reopens the descriptor for every use, the last time when it is freed,
+    so the descriptor must stay open for the life of the process."""
     return FileStore(f"/proc/self/fd/{descriptor}")
 
 
@@ -233,7 +231,7 @@ def set_up(
     store: Store,
     on_close: Callable[[float], object] = lambda seconds: None,
 ) -> tuple[Ranks, Setup, Store]:
-    """Tell each rank what it is. ``address``: where the others find rank 0; empty where all are on its machine."""
+    """Send each rank its setup. ``address``: rank 0's address for the others; empty if all are on its machine."""
     ranks = Ranks(members, on_close)
     try:
         devices: list[list[str]] = [[]] * settings.ranks
@@ -249,10 +247,10 @@ def set_up(
 
 
 def _authenticated(connected: socket.socket, key: bytes, *, asked: bool) -> Channel:
-    """Over a connection whose other end has shown that it knows the key, as this one has."""
+    """The channel of a connection, after both ends have proved that they have the key."""
     connected.settimeout(None)
     _notice_a_cut(connected)
-    _wait_at_most(connected, ANSWER_S if asked else JOIN_S)  # who connects and says nothing keeps none of ours away
+    _wait_at_most(connected, ANSWER_S if asked else JOIN_S)  # a silent connection does not keep a rank from connecting
     steps = (deliver_challenge, answer_challenge)
     with Connection(os.dup(connected.fileno())) as connection:
         for step in steps if asked else reversed(steps):
@@ -262,8 +260,8 @@ def _authenticated(connected: socket.socket, key: bytes, *, asked: bool) -> Chan
 
 
 def _notice_a_cut(connected: socket.socket) -> None:
-    """Both ends learn within `CUT_S` that the network or the machine between them is gone, also while one of them loads
-    and says nothing: TCP by itself waits for a quarter of an hour. The system answers for a process that is stopped."""
+    """Make both ends detect within `CUT_S` that the network or the other machine is gone, also while one of them loads
+    and sends nothing: TCP's default is a quarter of an hour. The system answers for a stopped process."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
@@ -273,7 +271,7 @@ def _notice_a_cut(connected: socket.socket) -> None:
 
 
 def _wait_at_most(connected: socket.socket, seconds: float) -> None:
-    """What a read may take before it fails; 0: for ever."""
+    """Set the time limit of a read; 0: none."""
     connected.setsockopt(
         socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(int(seconds * 1e6), 1_000_000))
     )

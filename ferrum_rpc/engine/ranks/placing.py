@@ -1,8 +1,8 @@
-"""Where each rank computes, and how ranks talk: what rank 0 makes of the settings and of what all of them found.
+"""The device of each rank and the transport of rows, chosen by rank 0 from the settings and the ranks' hosts.
 
-The ranks of a machine have seats in their order, and a rank takes the CUDA device of its seat, so that whoever starts
-them need not hand out devices; whoever does, by ``CUDA_VISIBLE_DEVICES``, leaves one to take. Devices are told apart by
-what they call themselves, wherever they are.
+The ranks of a machine are numbered in rank order, their seats, and a rank takes the CUDA device of its seat, so a
+launcher need not assign devices; a launcher that does, by ``CUDA_VISIBLE_DEVICES``, leaves a single one. Devices are
+identified by their UUIDs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ CUDA: Final[Literal["cuda"]] = "cuda"
 
 
 class RankHost(NamedTuple):
-    """What a rank found: its machine, the address by which others reach it, and its CUDA devices (none are asked for
-    where ranks compute on CPUs)."""
+    """The host of a rank: its machine, its address for others, and its CUDA devices (empty if ranks compute on
+    CPUs)."""
 
     machine: str
     address: str
@@ -40,12 +40,12 @@ def choose_kind(requested: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cu
 
 
 def cuda_devices() -> list[str]:
-    """Those that this process sees, in its order."""
+    """The CUDA devices that this process sees, in its order."""
     return [str(torch.cuda.get_device_properties(each).uuid) for each in range(torch.cuda.device_count())]
 
 
 def place(settings: ModelSettings, ranks: Sequence[RankHost]) -> list[Setup]:
-    """What each of the ``ranks`` is told. Raises InvalidRequest where they cannot compute or talk as requested."""
+    """The setup of each of the ``ranks``. Raises InvalidRequest if they cannot compute or communicate as requested."""
     kind = choose_kind(settings.device)
     settings = replace(settings, device=kind)
     machines, seats = Counter(each.machine for each in ranks), list[int]()
@@ -79,8 +79,8 @@ def place(settings: ModelSettings, ranks: Sequence[RankHost]) -> list[Setup]:
 
 
 def choose_transport(requested: str, kind: str, memories: Sequence[str], *, machines: int) -> tuple[str, str, str]:
-    """How rows travel, how what is told between hosts does, and why so. ``memories``: those that ranks compute in, a
-    CUDA device or a machine; ``machines``: how many these are in. Raises InvalidRequest."""
+    """The transport of rows, the transport between hosts, and the reason. ``memories``: those in which ranks compute, a
+    CUDA device or a machine; ``machines``: the number of machines. Raises InvalidRequest."""
     host = SHARED_MEMORY if machines == 1 and shared_memory.available() is None else GLOO
     if kind == CPU:
         if requested == NCCL:

@@ -1,4 +1,4 @@
-"""What every rank makes of the same settings, rank 0 too: its part of the model, its groups, its part of the cache."""
+"""What every rank, including rank 0, makes from the same settings: its part of the model, its groups and its cache."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ NCCL: Final = "nccl"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What rank 0 tells rank ``number``. ``transport`` carries rows (`SHARED_MEMORY`, `GLOO` or `NCCL`, ``reason`` says
-    why), ``host`` what is told of them from host to host (one of the former two); ``address``: by which others reach
-    this rank, for gloo. ``neighbours``: how many ranks are on its machine, itself among them; ``seat``: which of these
-    it is; ``sharers``: how many of all compute in the same memory, of a machine or of a GPU."""
+    """The setup that rank 0 sends to rank ``number``. ``transport`` carries rows (`SHARED_MEMORY`, `GLOO` or `NCCL`,
+    for this ``reason``), ``host`` the data between hosts (one of the former two); ``address``: this rank's address for
+    others, for gloo. ``neighbours``: the number of ranks on its machine, including itself; ``seat``: its index among
+    these; ``sharers``: the number of ranks that compute in the same memory, of a machine or of a GPU."""
 
     settings: ModelSettings
     number: int
@@ -55,18 +55,18 @@ class Setup:
 
     @property
     def recordable(self) -> bool:
-        """Whether steps with what ranks say in them can be CUDA graphs: nothing of it passes through a host."""
+        """Whether steps with collectives can be CUDA graphs, because none of them passes through a host."""
         return self.transport == NCCL
 
     @property
     def threads(self) -> int:
-        """Those that compute in this process: the machine's are shared."""
+        """The compute threads of this process: its share of the machine's."""
         return self.settings.threads or max(1, torch.get_num_threads() // self.neighbours)
 
 
 class Groups:
-    """Those of one rank: of ``all`` ranks, and of those that share its layers, which may be the same, or none. The
-    latter have another for what lies on the host, which may be the same too."""
+    """The groups of one rank: of ``all`` ranks, and of the ranks that share its layers, which may be the same group, or
+    none. The latter have another group for data on the host, which may be the same too."""
 
     def __init__(self, setup: Setup, store: Store) -> None:
         shard, size = setup.shard, setup.settings.ranks
@@ -85,7 +85,7 @@ class Groups:
             self._each.append(self._host)
 
     def parallel(self, setup: Setup) -> ParallelContext:
-        """Where the rank stands."""
+        """The parallel context of the rank."""
         shard = setup.shard
         pipe = None
         if shard.stages > 1:
@@ -94,39 +94,39 @@ class Groups:
         return ParallelContext(shard, self.stage, pipe)
 
     def part(self, setup: Setup, vocabulary: int) -> VocabShard | None:
-        """Which of so many tokens the rank has; None: all, or no head."""
+        """The rank's shard of so many tokens; None: all, or no head."""
         shard = setup.shard
         if self._host is None or shard.ranks == 1 or not shard.last:
             return None
         return VocabShard(self._host, shard.token_width(vocabulary), vocabulary)
 
     def each(self) -> list[Group]:
-        """Every one once."""
+        """Every group once."""
         return self._each
 
     def check(self) -> None:
-        """Raise where what was queued on the device may not have been carried out; see `Group.check`."""
+        """Raise if queued work of the device may not have been carried out; see `Group.check`."""
         for group in self.each():
             group.check()
 
     def abort(self) -> None:
-        """End what waits in any."""
+        """Abort the waits in all groups."""
         for group in self.each():
             group.abort()
 
     def renew(self, epoch: int) -> None:
-        """Begin anew, as all ranks do."""
+        """Renew the groups, together with all ranks."""
         for group in self.each():
             group.renew(epoch)
 
     def close(self) -> None:
-        """They are not needed any more."""
+        """Close the groups."""
         for group in self.each():
             group.close()
 
 
 def _join(setup: Setup, store: Store, rank: int, size: int) -> Group:
-    """A group for tensors where the model is. Raises InvalidRequest where NCCL does not work here."""
+    """A group for tensors on the model's device. Raises InvalidRequest if NCCL does not work here."""
     device = torch.device(setup.settings.device)
     if setup.transport == NCCL:
         try:
@@ -147,7 +147,7 @@ def _join_hosts(setup: Setup, store: Store, rank: int, size: int) -> Group:
 def make_cache(
     choices: Choices, model: Model, blocks: int, block_size: int, make: Callable[..., KvStore] = KvStore
 ) -> tuple[KvStore, AttentionBackend]:
-    """A cache of so many ``blocks``, the null block among them, and what reads and writes it."""
+    """A cache of so many ``blocks``, including the null block, and the backend that reads and writes it."""
     store = make(choices.cache, blocks, block_size, choices.device)
     _, factory = choices.attention
     return store, factory(model.attention_specs, store.keys, store.values, sinks=model.sinks)

@@ -1,8 +1,8 @@
-"""What is known of ranks before they are there: what somebody else who starts them tells each, and what cannot be.
+"""Checks of ranks before they start: the launcher's variables, and settings that cannot work.
 
-Who starts a program on many machines (torchrun, Ray, LeaderWorkerSet) tells every process its ``RANK``, their number
-``WORLD_SIZE``, and where rank 0 is: ``MASTER_ADDR`` and ``MASTER_PORT``. Nothing else is needed. It is read before
-torch is loaded, so that what cannot be is refused at once.
+A launcher on many machines (torchrun, Ray, LeaderWorkerSet) gives every process its ``RANK``, the number of ranks
+``WORLD_SIZE``, and rank 0's address in ``MASTER_ADDR`` and ``MASTER_PORT``. Nothing else is needed. They are read
+before torch is loaded, so that invalid settings are refused at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_PORTS: Final = 65_535
 
 
 class World(NamedTuple):
-    """``store_is_there``: who started the ranks has the store by which they find each other, and rank 0 has not."""
+    """``store_is_there``: the launcher, not rank 0, has the store by which the ranks find each other."""
 
     rank: int
     size: int
@@ -29,7 +29,7 @@ class World(NamedTuple):
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> World | None:
-        """None: nobody does. Raises InvalidRequest where the variables mean nothing."""
+        """The world of the launcher's variables. None: no launcher. Raises InvalidRequest if they are invalid."""
         told = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
         if not told or (len(told) == 1 and "MASTER_ADDR" not in environment):
             return None
@@ -50,7 +50,7 @@ class World(NamedTuple):
         return cls(rank, size, address, port, environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
     def check(self, settings: ModelSettings) -> None:
-        """Raise InvalidRequest where rank 0 is not to share a model so."""
+        """Raise InvalidRequest if the settings of rank 0 do not match."""
         if self.size != settings.ranks:
             raise InvalidRequest(
                 f"WORLD_SIZE is {self.size}, and --tensor-parallel times --pipeline-parallel {settings.ranks}",
@@ -59,17 +59,17 @@ class World(NamedTuple):
         self.check_trust(settings.trust_rank_network)
 
     def check_trust(self, trusted: bool) -> None:
-        """Raise InvalidRequest where ranks would talk to other machines without leave."""
+        """Raise InvalidRequest if ranks would communicate with other machines without permission."""
         if not trusted and not is_loopback(self.address):
             raise InvalidRequest(
-                f"MASTER_ADDR {self.address} is another machine, or can be reached from others, and what ranks say is "
-                "not encrypted: give --trust-rank-network where only trusted machines share the network",
+                f"MASTER_ADDR {self.address} is another machine, or can be reached from others, and the traffic of "
+                "ranks is not encrypted: set --trust-rank-network if only trusted machines share the network",
                 field="trust_rank_network",
             )
 
 
 def check_ranks(settings: ModelSettings) -> None:
-    """Raise InvalidRequest or NotSupported where ranks cannot be, as far as that is known before torch is loaded."""
+    """Raise InvalidRequest or NotSupported if ranks cannot work, as far as known before torch is loaded."""
     if settings.ranks == 1:
         return
     world = World.of()
@@ -84,14 +84,14 @@ def check_ranks(settings: ModelSettings) -> None:
 
 
 def refuse_ranks(settings: ModelSettings, what: str) -> None:
-    """Raise NotSupported where there is more than one."""
+    """Raise NotSupported if there is more than one rank."""
     for field in ("tensor_parallel", "pipeline_parallel"):
         if (count := getattr(settings, field)) > 1:
             raise NotSupported(f"{field} {count}: {what} does not support ranks", field=field)
 
 
 def ranks_here(settings: ModelSettings, environment: Mapping[str, str] = os.environ) -> int:
-    """How many ranks will be on this machine, as far as that is known before they are there."""
+    """How many ranks will be on this machine, as far as known before they start."""
     world = World.of(environment)
     if world is None or world.size == 1:  # this process starts them
         return settings.ranks
@@ -100,7 +100,7 @@ def ranks_here(settings: ModelSettings, environment: Mapping[str, str] = os.envi
 
 
 def is_loopback(address: str) -> bool:
-    """Whether nobody beyond this machine reaches it."""
+    """Whether it can be reached only from this machine."""
     if address == "localhost":
         return True
     try:
