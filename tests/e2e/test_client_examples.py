@@ -25,7 +25,7 @@ FLEET = [
     for each in re.findall(r"```python\n(.*?)```", (ROOT / "docs/fleet.md").read_text(), re.S)
     if "localhost:50052" in each
 ]
-PACKAGE = textwrap.dedent((client.__doc__ or "").partition("\n\n")[2].partition("\n\nSequences belong")[0])
+PACKAGE = textwrap.dedent((client.__doc__ or "").partition("\n\n")[2].partition("\n\nSequences are")[0])
 
 
 @pytest.mark.parametrize("example", [*PAGES.values(), PACKAGE], ids=[*PAGES, "package"])

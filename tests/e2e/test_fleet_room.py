@@ -130,7 +130,7 @@ async def test_a_sequence_goes_where_all_that_it_may_become_has_room() -> None:
         ):
             assert await goes(prompt, most, reserve) is there
         async with one.sequence() as sequence:
-            with pytest.raises(ContextLengthExceeded, match=f"has {LONG + 1} tokens.*more than {LONG}") as refusal:
+            with pytest.raises(ContextLengthExceeded, match=f"has {LONG + 1} tokens.*at most {LONG}") as refusal:
                 await sequence.prefill([1] * (LONG + 1))
             assert refusal.value.metadata["max_context"] == str(LONG)
             [answer] = await one.forward([sequence.item([1] * (LONG + 1))])
@@ -178,7 +178,7 @@ async def test_a_text_that_ends_early_because_the_longer_context_is_gone_says_so
     async with unlike(SHORT, LONG) as (one, (short, long)):
         expected = await alone(long.target)
         sequence, found = one.sequence(), list[int]()
-        with pytest.raises(ContextLengthExceeded, match=f"more than {SHORT}, and the one of {LONG} that it began with"):
+        with pytest.raises(ContextLengthExceeded, match=f"at most {SHORT}, and the one of {LONG} that it began on"):
             async for token in sequence.generate(PROMPT, max_tokens=24, output=SAMPLED, stop=()):
                 found.append(token)
                 if len(found) == 1:
