@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.distributed import AllreduceOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import AllreduceOptions, PrefixStore, TCPStore
 
 from benchmarks import tables
 from benchmarks.machine import ROOT

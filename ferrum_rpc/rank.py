@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ferrum_rpc.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store
 
     from ferrum_rpc.engine.channel import Channel
 

@@ -7,6 +7,8 @@ them to the rows of `eight_bits`.
 
 # triton has no types, and its language is not Python's
 # mypy: disable-error-code="untyped-decorator"
+# a kernel must be one function with all of its arguments
+# ruff: noqa: PLR0917
 
 import triton
 import triton.language as tl
@@ -45,7 +47,7 @@ def store(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
     )
 
 
-def store_quantized(  # noqa: PLR0917
+def store_quantized(
     keys: Tensor, values: Tensor, scales: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor
 ) -> None:
     """As `store`, to rows of `eight_bits` in fp8: ``keys`` and ``values`` float8_e4m3fn [num_blocks, block_size,
@@ -79,7 +81,7 @@ def _check_dense(keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> No
 
 
 @triton.jit
-def store_kernel(  # noqa: PLR0917
+def store_kernel(
     keys: tl.tensor,  # [slots, SIZE], dense
     values: tl.tensor,
     slots: tl.tensor,  # int64 [T]
@@ -107,7 +109,7 @@ def store_kernel(  # noqa: PLR0917
 
 
 @triton.jit
-def quantize_kernel(  # noqa: PLR0917
+def quantize_kernel(
     keys: tl.tensor,  # fp8 [slots, HEADS, ROW], dense
     values: tl.tensor,
     key_scales: tl.tensor,  # float32 [slots, HEADS], strides ROW / 4: the last four bytes of each row

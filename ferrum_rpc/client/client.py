@@ -80,9 +80,9 @@ class ExecutorClient(ModelClient):
         channel_options: Iterable[ChannelOption] = (),
         credentials: grpc.ChannelCredentials | None = None,
         token: str | None = None,
-        resend: ResendPolicy = ResendPolicy(),  # noqa: B008 - frozen
+        resend: ResendPolicy = ResendPolicy(),
         release_timeout_s: float = 5.0,
-        lease: LeasePolicy | None = LeasePolicy(),  # noqa: B008 - frozen
+        lease: LeasePolicy | None = LeasePolicy(),
         client_name: str = "",
         on_lease_trouble: Callable[[LeaseTrouble], None] | None = None,
         session: bool = False,

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroupGloo, Store, Work
 
 from ferrum_rpc.distributed.connected import MESSAGE, ConnectedGroup
 from ferrum_rpc.distributed.group import GroupAborted, as_bytes, check_other, sum_in_order

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import Store, distributed_c10d
 
 from ferrum_rpc.distributed.connected import MESSAGE, ConnectedGroup
 from ferrum_rpc.distributed.group import as_bytes, check_other, check_rows

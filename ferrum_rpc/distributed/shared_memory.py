@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from ferrum_rpc.distributed.group import GroupAborted, check_other, check_rows, sum_in_order
 from ferrum_rpc.native import library

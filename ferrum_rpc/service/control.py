@@ -71,7 +71,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         self._state = state
         self._drain = drain
 
-    async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:  # noqa: N802
+    async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         limit = self._state.limits.max_batch_tokens
         if request.prefill_tokens > limit:
             raise InvalidRequest(f"prefill_tokens exceeds the limit of {limit} a call", field="prefill_tokens")
@@ -81,7 +81,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         response.elapsed.FromMicroseconds(round((time.monotonic() - began) * 1e6))
         return response
 
-    async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:  # noqa: N802
+    async def Reset(self, request: pb.ResetRequest, context: Context) -> pb.ResetResponse:
         """Release every sequence, including those being created and those with a call in flight when it ends, and empty
         the prefix cache; returns when the blocks are free."""
         state = self._state
@@ -93,16 +93,14 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         await between_steps(state.engine.submit, Command(Operations.forget_prefixes))
         return pb.ResetResponse(released_sequences=released, pressure=pressure_to_proto(self._state.pressure()))
 
-    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         grace = seconds(request.grace) if request.HasField("grace") else None
         if grace is not None and grace < 0:
             raise InvalidRequest("grace must not be negative", field="grace")
         self._drain(grace)
         return pb.DrainResponse(state=STATE_TO_PROTO[self._state.lifecycle], sequences=len(self._state.handles))
 
-    async def ListSequences(  # noqa: N802
-        self, request: pb.ListSequencesRequest, context: Context
-    ) -> pb.ListSequencesResponse:
+    async def ListSequences(self, request: pb.ListSequencesRequest, context: Context) -> pb.ListSequencesResponse:
         """Live sequences in the order of their creation, a page at a time."""
         if request.page_token and not request.page_token.isdecimal():
             raise InvalidRequest("page_token must be that of an earlier answer", field="page_token")
@@ -131,25 +129,19 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
             info.client_name = record.lease.client_name
         info.idle.CopyFrom(duration(max(0.0, time.monotonic() - record.used)))
 
-    async def LoadAdapter(  # noqa: N802
-        self, request: pb.LoadAdapterRequest, context: Context
-    ) -> pb.LoadAdapterResponse:
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
         """Load an adapter; returns when it can be used, at once if it is loaded already."""
         _ = self._state.model
         return pb.LoadAdapterResponse(
             adapter=_adapter_to_proto(await self._state.adapters.load(name_from_proto(request.name, "name")))
         )
 
-    async def UnloadAdapter(  # noqa: N802
-        self, request: pb.UnloadAdapterRequest, context: Context
-    ) -> pb.UnloadAdapterResponse:
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
         _ = self._state.model
         await self._state.adapters.unload(name_from_proto(request.name, "name"))
         return pb.UnloadAdapterResponse()
 
-    async def ListAdapters(  # noqa: N802
-        self, request: pb.ListAdaptersRequest, context: Context
-    ) -> pb.ListAdaptersResponse:
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         _ = self._state.model
         return pb.ListAdaptersResponse(adapters=list(map(_adapter_to_proto, self._state.adapters.listed())))
 

@@ -129,7 +129,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     Release = _kv_operation("release", pb.ReleaseResponse)
     ReserveKv = _kv_operation("reserve", pb.ReserveKvResponse)
 
-    async def RegisterTokenMask(  # noqa: N802
+    async def RegisterTokenMask(
         self, request: pb.RegisterTokenMaskRequest, context: Context
     ) -> pb.RegisterTokenMaskResponse:
         """Answers once the mask is queued to the engine, ahead of items that name it."""
@@ -142,9 +142,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
 
     # --- leases and sessions ------------------------------------------------------------------------------------------
 
-    async def AcquireLease(  # noqa: N802
-        self, request: pb.AcquireLeaseRequest, context: Context
-    ) -> pb.AcquireLeaseResponse:
+    async def AcquireLease(self, request: pb.AcquireLeaseRequest, context: Context) -> pb.AcquireLeaseResponse:
         """A lease with the requested duration, within the limits."""
         _ = self.state.model
         ttl = seconds(request.ttl) if request.HasField("ttl") else None
@@ -153,25 +151,23 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             lease_id=lease.id, ttl=duration(lease.ttl_s), renew_every=duration(lease.renew_every_s)
         )
 
-    async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveResponse:  # noqa: N802
+    async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveResponse:
         lease = self.state.leases.renew(request.lease_id, CALLER.get().name)
         return pb.KeepAliveResponse(pressure=self._pressure(), ttl=duration(lease.ttl_s))
 
-    async def RevokeLease(  # noqa: N802
-        self, request: pb.RevokeLeaseRequest, context: Context
-    ) -> pb.RevokeLeaseResponse:
+    async def RevokeLease(self, request: pb.RevokeLeaseRequest, context: Context) -> pb.RevokeLeaseResponse:
         """Ends a lease and its sequences; answers when their blocks are free."""
         state = self.state
         lease = state.leases.find(request.lease_id, CALLER.get().name)
         released = await state.ended(state.end_lease(lease, expired=False), SequenceEnd.REVOKED)
         return pb.RevokeLeaseResponse(released_sequences=released, pressure=self._pressure())
 
-    async def Session(self, _: Any, context: Context) -> None:  # type: ignore[override] # noqa: N802 - no generator
+    async def Session(self, _: Any, context: Context) -> None:  # type: ignore[override] # no generator
         await Session(self.state, self.calls, self._sessions, context).run()
 
     # --- what it is and how it does ---------------------------------------------------------------------------------
 
-    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:  # noqa: N802
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
         model, cache = self.state.model, self.state.engine.cache
         return pb.GetInfoResponse(
             server_version=__version__,
@@ -193,7 +189,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             device=device_to_proto(self.state.device),
         )
 
-    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:  # noqa: N802
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """The executor's state and load; answers in every state."""
         state = self.state
         engine, cache = state.engine.counters, state.engine.cache

@@ -83,7 +83,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the
         self.update()
         self._wake()
 
-    async def Check(  # noqa: N802 - the name in the standard proto
+    async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> health_pb2.HealthCheckResponse:
         """The current status of a service; NOT_FOUND for an unknown one."""
@@ -91,9 +91,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # the
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
         return Status(status=self._status(request.service))
 
-    async def Watch(  # noqa: N802
-        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """The current status of a service, and every change. Changes that are reverted before a watcher reads are
         skipped."""
         sent: int | None = None

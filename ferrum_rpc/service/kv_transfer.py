@@ -44,7 +44,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         self._under_way = 0
         self._imports: dict[tuple[str, str], Import] = {}
 
-    async def ExportKv(  # type: ignore[override] # noqa: N802 - no generator: it waits for its peer itself
+    async def ExportKv(  # type: ignore[override] # no generator: it waits for its peer itself
         self, request: pb.ExportKvRequest, context: Context
     ) -> None:
         state, caller = self._state, CALLER.get()
@@ -76,7 +76,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
             finally:
                 export.close()
 
-    async def ImportKv(self, requests: Any, context: Context) -> pb.ImportKvResponse:  # noqa: N802
+    async def ImportKv(self, requests: Any, context: Context) -> pb.ImportKvResponse:
         try:
             answer, whole = await self._import(context)
         except PeerSilent:
@@ -120,13 +120,13 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
             answer.pressure.CopyFrom(pressure_to_proto(state.pressure()))
             return answer, streamed
 
-    async def ParkKv(self, request: pb.ParkKvRequest, context: Context) -> pb.ParkKvResponse:  # noqa: N802
+    async def ParkKv(self, request: pb.ParkKvRequest, context: Context) -> pb.ParkKvResponse:
         handle, freed = await park(self._state, handle_from_proto(request.handle), CALLER.get())
         self._state.failpoints.reach("before_reply")
         pressure = pressure_to_proto(self._state.pressure())
         return pb.ParkKvResponse(handle=handle_to_proto(handle), freed_blocks=freed, pressure=pressure)
 
-    async def WatchKvEvents(  # noqa: N802
+    async def WatchKvEvents(
         self, request: pb.WatchKvEventsRequest, context: Context
     ) -> AsyncIterator[pb.WatchKvEventsResponse]:
         async for each in self._events.watch(request.after_event, request.instance_id):

@@ -92,7 +92,7 @@ class ExecutorServer:
         grace_s: float = 30.0,
         park_dir: Path | None = None,
         nixl_agent: Callable[[str], Any] | None = None,
-        security: Security = Security(),  # noqa: B008 - frozen
+        security: Security = Security(),
         liveness: Liveness | None = None,
         failpoints: Failpoints = NO_FAILPOINTS,
     ) -> None:

@@ -175,10 +175,9 @@ def chunk_from_proto(layout: CacheLayout, chunk: kv_transfer_pb2.KvChunk) -> tup
     if not tokens:
         raise InvalidRequest("a chunk must have tokens", field="chunk.keys")
     found, elsewhere = [], chunk.HasField("remote")
-    for name, dtype, shape, size in layout.parts(tokens):
+    for name, dtype, shape, stored in layout.parts(tokens):
         tensor = getattr(chunk, name)
-        data = tensor.data
-        size = 0 if elsewhere else size  # noqa: PLW2901
+        data, size = tensor.data, 0 if elsewhere else stored
         if tensor.dtype != dtype or tuple(tensor.shape) != shape or len(data) != size:
             raise InvalidRequest(
                 f"{name} of a chunk are {size} bytes of shape {[*shape]}, not {len(data)} of {[*tensor.shape]}",

@@ -58,7 +58,7 @@ class FleetClient(ModelClient):
         targets: str | Iterable[str],
         *,
         connect: Callable[[str], ExecutorClient] = ExecutorClient,
-        placement: Placement = LongestPrefix(),  # noqa: B008 - no state
+        placement: Placement = LongestPrefix(),
         timeout_s: float | None = 60.0,
         look_every_s: float = 0.5,
         resolve_every_s: float = 5.0,

@@ -52,7 +52,7 @@ class Members:
         targets: str | Iterable[str],
         *,
         connect: Callable[[str], ExecutorClient] = ExecutorClient,
-        placement: Placement = LongestPrefix(),  # noqa: B008 - no state
+        placement: Placement = LongestPrefix(),
         look_every_s: float = 0.5,
         resolve_every_s: float = 5.0,
         patience_s: float = 5.0,

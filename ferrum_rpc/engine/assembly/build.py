@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, cast
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.config import ModelSettings

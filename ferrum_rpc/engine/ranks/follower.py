@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.core import Rows

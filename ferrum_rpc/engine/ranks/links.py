@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 import structlog
-from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store, TCPStore
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.channel import Channel

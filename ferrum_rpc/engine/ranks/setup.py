@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store
 
 from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.config import ModelSettings
