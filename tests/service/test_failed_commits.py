@@ -20,13 +20,15 @@ from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.handles import HandleTable
 from ferrum_rpc.service.kv_ops import OperationCall, fork, release, reserve, truncate
 from ferrum_rpc.service.quotas import Quotas
+from ferrum_rpc.service.records import no_follower
 from ferrum_rpc.service.replay import ReplayLog, record_bytes
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
-from ferrum_rpc.wire.items import handle_from_proto
+from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
 from ferrum_rpc.wire.status import error_from_status
 from tests.failing import failing
 from tests.faults.raw_session import raw_session
+from tests.service.test_run import Steps, following, running
 from tests.serving import Gate, Served, serve_identity
 from tests.wiring import item, pb, prefill, refused, until
 
@@ -259,6 +261,38 @@ async def test_a_duplicate_that_fails_to_hear_ends_and_gives_back_what_it_claime
                 await held
                 await refused(both, Reason.INTERNAL_ERROR, INTERNAL)
         await until(lambda: not any(each.busy for each in served.server.state.handles.records()))
+        await nothing_held(served)
+
+
+async def test_a_duplicate_that_fails_to_hear_leaves_what_follows_later_calls_alone() -> None:
+    """Its own item was committed before: another call is on that sequence by now, and the follower is that one's."""
+    steps = Steps(2)
+    async with serve_identity(stage=steps) as served, raw_session(served.executor) as session:
+        one, other = await prefill(served, [1, 2]), await prefill(served, [3, 4])
+        state, record = served.server.state, served.server.state.handles.live[other.id]
+        run = running([9], one, most=3)
+        first = asyncio.ensure_future(served.executor.Decode(pb.DecodeRequest(item=run)))
+        await steps.held()
+        request = pb.UnifiedForwardRequest(items=[run, item([7], other)])
+        both = asyncio.ensure_future(served.executor.UnifiedForward(request))
+        await until(lambda: state.engine.queued_items == 1)
+        steps.allow(2)
+        await until(lambda: record.length == 3)
+        await steps.held()  # at the last step of the run
+        later = running([8], handle_to_proto(record.handle), most=5)
+        ahead = asyncio.ensure_future(served.executor.Decode(pb.DecodeRequest(item=later)))
+        await until(lambda: record.busy)
+        behind = types_pb2.KvHandle(id=other.id, seq_len=8, version=record.version + 1)
+        _, follows = await session.send(forward=session_pb2.SessionForward(items=[following(behind)]))
+        await until(lambda: record.follower is not no_follower)
+        with failing(ReplayLog, "repeat"):
+            steps.allow(1)
+            await first
+            await refused(both, Reason.INTERNAL_ERROR, INTERNAL)
+        assert record.busy and record.follower is not None
+        steps.free()
+        assert (await ahead).output.handle == behind
+        assert (await follows).forward.results[0].output.handle.seq_len == 9
         await nothing_held(served)
 
 

@@ -6,10 +6,12 @@ import asyncio
 import fcntl
 import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -26,7 +28,9 @@ from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.service.meters import Direction
 from ferrum_rpc.service.metrics import Metrics, registry_of
 from ferrum_rpc.service.parked import ParkedFile, ParkedFiles
-from ferrum_rpc.service.records import Resource
+from ferrum_rpc.service.parking import Unpark
+from ferrum_rpc.service.records import Resource, SequenceEnd
+from ferrum_rpc.service.replay import ReplayLog
 from ferrum_rpc.wire.status import error_from_status
 from tests.failing import failing
 from tests.service.test_session import opened
@@ -290,6 +294,92 @@ async def test_a_return_that_fails_unexpectedly_leaves_it_parked_and_free(served
     assert not any(each.busy for each in served.server.state.handles.records())
     assert len(await files(served)) == (what == "unpark")
     await NEXT[call](served, handle)
+    await served.check()
+
+
+class Returns:
+    """Holds sequences that come back: their blocks are allocated, and nothing of their files was written to them."""
+
+    def __init__(self) -> None:
+        self.begun: dict[bytes, asyncio.Event] = defaultdict(asyncio.Event)
+        self.goes_on: dict[bytes, asyncio.Event] = defaultdict(asyncio.Event)
+
+
+@pytest.fixture
+def returns(served: Served) -> Iterator[Returns]:
+    holds, receive = Returns(), Unpark.receive
+
+    async def held(unpark: Unpark, *arguments: Any) -> bool:
+        holds.begun[unpark.record.id].set()
+        await holds.goes_on[unpark.record.id].wait()
+        return await receive(unpark, *arguments)
+
+    with mock.patch.object(Unpark, "receive", held):
+        yield holds
+    for each in holds.goes_on.values():
+        each.set()
+
+
+def released(served: Served, handle: types_pb2.KvHandle) -> asyncio.Future[Any]:
+    request = pb.ReleaseRequest(handle=types_pb2.KvHandle(id=handle.id), any_version=True)
+    return asyncio.ensure_future(served.executor.Release(request))
+
+
+def expired(served: Served, handle: types_pb2.KvHandle) -> asyncio.Future[Any]:
+    state = served.server.state
+    return asyncio.ensure_future(state.ended([state.handles.live[handle.id]], SequenceEnd.EXPIRED))
+
+
+@pytest.mark.parametrize("ended", [released, expired])
+@pytest.mark.parametrize("call", [fork, step_fork])
+async def test_a_parent_that_ends_while_it_comes_back_is_forked_and_then_ends(
+    served: Served, returns: Returns, call: Callable[..., Any], ended: Callable[..., Any]
+) -> None:
+    twin, handle = [await prefill(served, PROMPT, create=BYPASS) for _ in range(2)]
+    [shares] = (await served.executor.ForkKv(pb.ForkKvRequest(handle=handle, count=1))).handles
+    await park(served, handle)
+    record = served.server.state.handles.live[handle.id]
+    forks = asyncio.ensure_future(call(served, handle))
+    await returns.begun[handle.id].wait()
+    ending = ended(served, handle)
+    await until(lambda: record.pending_end is not None)
+    assert record.busy and record.parked and not ending.done()
+    returns.goes_on[handle.id].set()
+    [_, *children], [_, *twins] = await forks, await call(served, twin)
+    await ending
+    for ours, theirs in ((shares, twin), *zip(children, twins, strict=True)):
+        assert await row(served, ours) == await row(served, theirs)
+    assert not await files(served) and handle.id not in served.server.state.handles.live
+    await served.check()
+
+
+@pytest.mark.parametrize("ended", [released, expired])
+async def test_a_parent_that_comes_back_is_its_calls_until_then_also_where_that_fails(
+    served: Served, returns: Returns, ended: Callable[..., Any]
+) -> None:
+    """Taking the answer of a call that it repeats raises meanwhile."""
+    twin, handle = [await prefill(served, PROMPT, create=BYPASS) for _ in range(2)]
+    [shares] = (await served.executor.ForkKv(pb.ForkKvRequest(handle=handle, count=1))).handles
+    await park(served, handle)
+    other, record = await parked(served), served.server.state.handles.live[handle.id]
+    repeated = item([7], other, request_id="once")
+    first = asyncio.ensure_future(served.executor.Decode(pb.DecodeRequest(item=repeated)))
+    await returns.begun[other.id].wait()
+    items = [repeated, item([5], handle, create=forward_pb2.CreateOptions(fork=True), request_id="child")]
+    forks = asyncio.ensure_future(served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items)))
+    await returns.begun[handle.id].wait()
+    with failing(ReplayLog, "repeat"):
+        returns.goes_on[other.id].set()
+        await first
+    assert record.busy and not forks.done()
+    ending = ended(served, handle)
+    await until(lambda: record.pending_end is not None)
+    assert record.parked and not ending.done()
+    returns.goes_on[handle.id].set()
+    await refused(forks, Reason.INTERNAL_ERROR, grpc.StatusCode.INTERNAL)
+    await ending
+    assert await row(served, shares) == await row(served, twin)
+    assert not await files(served) and handle.id not in served.server.state.handles.live
     await served.check()
 
 
