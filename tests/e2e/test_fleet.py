@@ -311,5 +311,5 @@ async def test_a_call_whose_deadline_passes_at_one_that_hangs_goes_elsewhere_whe
         assert found == expected and owner(sequence) is not hung
         hang.close()
         await until(one, lambda: hung.serving)
-        assert len(served.server.state.handles) == 0
+        await waiting.until(lambda: not len(served.server.state.handles))
         await sequence.release()

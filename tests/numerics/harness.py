@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from ferrum_rpc.attention.backend import select_backend
@@ -13,6 +14,7 @@ from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import OutputSpec, Positions, Span
 from ferrum_rpc.engine.assembly.choose import ROUNDED, cache_layers
 from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Decoder
@@ -35,6 +37,15 @@ def native(
     for name in decoder.expected_tensors():
         decoder.load(name, state[name])
     return decoder
+
+
+def native_or_skip(reference: Any, dtype: torch.dtype, linear: str) -> Decoder:
+    """`native`, on a machine that has the instructions and the library of these products; nothing else is skipped."""
+    try:
+        select_linear(CPU, dtype, linear)
+    except InvalidRequest as missing:
+        pytest.skip(str(missing))
+    return native(reference, dtype, linear)
 
 
 def reference_logits(reference: Any, tokens: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

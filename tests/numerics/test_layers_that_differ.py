@@ -12,7 +12,6 @@ import torch
 
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.engine.compute import Compute
-from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.families import FAMILIES
 from ferrum_rpc.models.footprint import DecoderBuild, weight_bytes
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
@@ -21,7 +20,7 @@ from ferrum_rpc.models.parts.layer import LayerSpec, Norm
 from ferrum_rpc.models.shard import WHOLE, Shard
 from tests.adapters import make_adapter, merge
 from tests.checkpoints import make_model
-from tests.numerics.harness import CPU, Executor, convert, error, native, reference_logits, worst
+from tests.numerics.harness import CPU, Executor, convert, error, native, native_or_skip, reference_logits, worst
 from tests.numerics.test_parity import SPLITS, TOKENS
 from tests.numerics.test_ranked_parity import on_ranks
 
@@ -138,10 +137,7 @@ def test_any_cut_is_the_oracle_to_2e_5_with_an_adapter(whole, tmp_path):
 def test_bfloat16_errs_at_most_twice_as_much_as_transformers_and_layers_in_c_have_the_same_bits(linear):
     reference = differing(torch.bfloat16)
     truth = reference_logits(reference, TOKENS, torch.float64)
-    try:
-        decoder = native(reference, torch.bfloat16, linear)
-    except InvalidRequest as missing:
-        pytest.skip(str(missing))
+    decoder = native_or_skip(reference, torch.bfloat16, linear)
     for split in SPLITS:
         ours = Executor(decoder).run(TOKENS, split)
         assert error(ours, truth) <= 2 * error(reference_logits(reference, TOKENS, torch.bfloat16), truth)

@@ -632,7 +632,7 @@ async def test_time_in_which_the_process_was_stopped_is_not_the_peers() -> None:
         waits.sweep(now + 5.0)
     with pytest.raises(QueueFull, match="nothing came for 30 s"):
         await task
-    task = asyncio.ensure_future(waits.owed("nothing came", asyncio.sleep(60)))
+    task = asyncio.ensure_future(waits.owed("nothing came", asyncio.Event().wait()))
     await asyncio.sleep(0)
     waits.sweep(now + 5.0)
     task.cancel()  # by its peer, at the same moment

@@ -25,7 +25,7 @@ async def test_frames_are_closed_once_nobody_reads_them_however_often_the_sender
     async def frames() -> AsyncGenerator[bytes, None]:
         try:
             reads.set()
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
             yield b""
         finally:
             await ends.wait()  # a stream of gRPC takes a few turns to end
