@@ -80,7 +80,7 @@ class Compute:
             native_model, native_attention = self._native
             step = native_attention.native_step(plan)
             if step is not None:
-                return native_model.forward_native(StepInputs(inputs[0], inputs[1], adapters), step)
+                return native_model.forward(StepInputs(inputs[0], inputs[1], adapters), step)
         return self.run_layers(inputs, plan, adapters)
 
     def run_layers(self, inputs: Sequence[Tensor], plan: Any, adapters: StepAdapters | None = None) -> Tensor:

@@ -96,5 +96,5 @@ class Model(Protocol):
 class NativeModel(Model, Protocol):
     """A model that may be able to run its layers in C, attention included."""
 
-    def forward_native(self, inputs: StepInputs, attention: library.AttentionStep) -> Tensor:
-        """As `forward`, bit for bit, where it is `native`."""
+    def forward(self, inputs: StepInputs, attend: Attend | library.AttentionStep) -> Tensor:
+        """Attention may be in C where it is `native`: then a step is one call, with the same bits."""

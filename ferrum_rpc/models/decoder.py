@@ -182,7 +182,7 @@ class Decoder:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
+    def forward(self, inputs: StepInputs, attend: Attend | library.AttentionStep) -> Tensor:
         loaded = self._require()
         hidden = self._enter(loaded, inputs)
         delta = loaded.layers.forward(hidden, *self._rotary(inputs.positions), attend, inputs.adapters)
@@ -196,13 +196,6 @@ class Decoder:
     @property
     def native(self) -> bool:
         return self._loaded is not None and isinstance(self._loaded.layers, NativeLayers)
-
-    def forward_native(self, inputs: StepInputs, attention: library.AttentionStep) -> Tensor:
-        loaded = self._require()
-        assert isinstance(loaded.layers, NativeLayers)  # noqa: S101 - the caller checks `native`
-        hidden = self._enter(loaded, inputs)
-        delta = loaded.layers.run(hidden, *self._rotary(inputs.positions), attention, inputs.adapters)
-        return self._leave(loaded, hidden, delta)
 
     def _enter(self, loaded: Loaded, inputs: StepInputs) -> Tensor:
         """Rows for the first layer: of the embedding, or of the stage before."""

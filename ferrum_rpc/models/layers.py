@@ -51,10 +51,16 @@ class PlainLayers:
         self._layers, self._group = tuple(layers), group
 
     def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, adapters: StepAdapters | None = None
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend | library.AttentionStep,
+        adapters: StepAdapters | None = None,
     ) -> Tensor | None:
         """All layers of ``hidden`` [T, hidden], which is changed; what the last one has yet to add. ``cos`` and ``sin``
-        are those of `Rotary`. ``adapters`` change the products."""
+        are those of `Rotary`. Only `NativeLayers` take attention in C. ``adapters`` change the products."""
+        assert callable(attend)  # noqa: S101 - see above
         delta = None
         for index, layer in enumerate(self._layers):
             attended = attend(index, *self._heads(layer, hidden, delta, cos, sin, adapters))
@@ -139,29 +145,26 @@ class NativeLayers(PlainLayers):
             self._library.ferrum_layers_free(self._handle)
 
     def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend, adapters: StepAdapters | None = None
-    ) -> Tensor | None:
-        if adapters is not None and adapters.address is None:
-            return super().forward(hidden, cos, sin, attend, adapters)
-        self._callbacks.attend = attend
-        delta = self.run(hidden, cos, sin, None, adapters)
-        self._callbacks.attend = None
-        return delta
-
-    def run(
         self,
         hidden: Tensor,
         cos: Tensor,
         sin: Tensor,
-        attention: library.AttentionStep | None,
+        attend: Attend | library.AttentionStep,
         adapters: StepAdapters | None = None,
-    ) -> Tensor:
-        """As `forward`, bit for bit, with ``attention`` in C. ``adapters`` have an address."""
+    ) -> Tensor | None:
+        """With attention in C ``adapters`` must have an address."""
+        context: int | None = None
+        if isinstance(attend, library.AttentionStep):
+            context = ctypes.addressof(attend)
+        elif adapters is not None and adapters.address is None:
+            return super().forward(hidden, cos, sin, attend, adapters)
+        else:
+            self._callbacks.attend = attend
         delta = torch.empty_like(hidden)
         status = self._library.ferrum_layers_run(
             *self._held,
-            self._callbacks.attention if attention is None else self._attention,
-            None if attention is None else ctypes.addressof(attention),
+            self._callbacks.attention if context is None else self._attention,
+            context,
             None if adapters is None else adapters.address,
             hidden.data_ptr(),
             delta.data_ptr(),
@@ -172,6 +175,7 @@ class NativeLayers(PlainLayers):
         )
         if status < 0:
             raise MemoryError("no memory for a layer's buffers")
+        self._callbacks.attend = None  # what it holds is the step's
         if status:
             self._callbacks.fail()
         return delta

@@ -65,7 +65,7 @@ def layers():
     backend = NativePagedAttention([SPEC.mixer.spec], [cache[0]], [cache[1]])
     plan = backend.plan(BatchGeometry.build(16, [0], [3], [table]))
     hidden, cos, sin = draw(3, 64), torch.ones(1, 3, 1, 32), torch.ones(1, 3, 1, 16)
-    return NativeLayers([layer]).run(hidden, cos, sin, backend.native_step(plan)), hidden
+    return NativeLayers([layer]).forward(hidden, cos, sin, backend.native_step(plan)), hidden
 
 
 def tried(task):
