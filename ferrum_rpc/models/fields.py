@@ -100,21 +100,11 @@ class Fields:
 
     def flag(self, field: str, default: bool | _Required = REQUIRED) -> bool:
         """True or false."""
-        value = self.value(field)
-        if value is None:
-            return self._default(field, default, "true or false")
-        if not isinstance(value, bool):
-            raise self._wrong(field, "true or false", value)
-        return value
+        return self._of(bool, field, default, "true or false")
 
     def text(self, field: str, default: str | _Required = REQUIRED) -> str:
         """A string."""
-        value = self.value(field)
-        if value is None:
-            return self._default(field, default, "a string")
-        if not isinstance(value, str):
-            raise self._wrong(field, "a string", value)
-        return value
+        return self._of(str, field, default, "a string")
 
     def table(self, field: str) -> Fields | None:
         """A nested object, or None where the field is absent or the object is empty."""
@@ -148,6 +138,14 @@ class Fields:
         if not all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= LARGEST for item in items):
             raise self._wrong(field, "a token id or a list of token ids", value)
         return tuple(items)
+
+    def _of(self, kind: type[T], field: str, default: T | _Required, what: str) -> T:
+        value = self.value(field)
+        if value is None:
+            return self._default(field, default, what)
+        if not isinstance(value, kind):
+            raise self._wrong(field, what, value)
+        return value
 
     def _default(self, field: str, default: T | _Required, kind: str) -> T:
         if isinstance(default, _Required):
