@@ -341,7 +341,7 @@ class RankedTwins(Twins):
             slots = slots_for(state.table.view(len(state.table)), 0, state.length, SIZE)
             for number, follower in enumerate(self.world.followers, 1):
                 for layer in range(len(follower.phase.kv.keys)):
-                    [parts] = ranks.ask("read", slots, layer, self.runner.info.head_dim, to=[number])
+                    [parts] = ranks.ask("cache", "read", slots, layer, self.runner.info.head_dim, to=[number])
                     found["bits"][sequence, number, layer] = [each.tobytes() for each in parts]
         return found
 
@@ -349,7 +349,9 @@ class RankedTwins(Twins):
         super()._poison(runner)
         world = self.world if runner is self.runner else self.other
         free = torch.from_numpy(~owned_slots(runner.kv))
-        runner.compute._ranks.ask("read", np.zeros(1, np.int64), 0, runner.info.head_dim)  # all that was told is done
+        runner.compute._ranks.ask(
+            "cache", "read", np.zeros(1, np.int64), 0, runner.info.head_dim
+        )  # all that was told is done
         with runner.context():
             for follower in world.followers:
                 fill_slots(follower.phase.kv, free)

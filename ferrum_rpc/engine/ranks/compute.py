@@ -206,7 +206,7 @@ class RankedStore(KvStore):
         self._block_bytes = [self.own_block_bytes, *ranks.ask("equip", num_blocks, block_size)]
 
     def copy_blocks(self, pairs: Tensor) -> None:
-        self._ranks.send("copy_blocks", pairs.cpu().numpy())
+        self._ranks.send("cache", "copy_blocks", pairs.cpu().numpy())
         super().copy_blocks(pairs)
 
     def save(self, slots: Tensor) -> Saved:
@@ -222,7 +222,9 @@ class RankedStore(KvStore):
 
     def read(self, slots: Tensor, layer: int, width: int) -> tuple[Bytes, ...]:
         layer, owners = self._owners(layer)
-        others = self._ranks.order("read", slots.cpu().numpy(), layer, width, to=[each for each in owners if each])
+        others = self._ranks.order(
+            "cache", "read", slots.cpu().numpy(), layer, width, to=[each for each in owners if each]
+        )
         found = [super().read(slots, layer, width)] if 0 in owners else []
         found += self._ranks.collect(others)
         heads = len(slots), self._kv_heads // len(owners), -1
@@ -241,14 +243,14 @@ class RankedStore(KvStore):
             if first + rank == 0:
                 super().write(slots, layer, width, own)
             else:
-                self._ranks.send("write", slots.cpu().numpy(), layer, width, own, to=[first + rank])
+                self._ranks.send("cache", "write", slots.cpu().numpy(), layer, width, own, to=[first + rank])
 
     @property
     def block_bytes(self) -> int:
         return sum(self._block_bytes)
 
     def read_block(self, block: int) -> Bytes:
-        others = self._ranks.order("read_block", block)
+        others = self._ranks.order("cache", "read_block", block)
         return np.concatenate([super().read_block(block), *self._ranks.collect(others)])
 
     def write_block(self, block: int, content: bytes) -> None:
@@ -257,7 +259,7 @@ class RankedStore(KvStore):
             if number == 0:
                 super().write_block(block, content[first:end])
             else:
-                self._ranks.send("write_block", block, content[first:end], to=[number])
+                self._ranks.send("cache", "write_block", block, content[first:end], to=[number])
 
     def _owners(self, layer: int) -> tuple[int, list[int]]:
         """Which layer of its stage a layer is, and ranks that have all of its heads between them, each once."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Final, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import Store
@@ -268,25 +269,10 @@ class Working(Phase):
         if (saved := self._saved.pop(number, None)) is not None:
             self.kv.restore(saved)
 
-    def copy_blocks(self, pairs: Int64Array) -> None:
-        """See `KvStore.copy_blocks`."""
-        self.kv.copy_blocks(self._to_device(pairs))
-
-    def read(self, slots: Int64Array, layer: int, width: int) -> Any:
-        """See `KvStore.read`."""
-        return self.kv.read(self._to_device(slots), layer, width)
-
-    def write(self, slots: Int64Array, layer: int, width: int, parts: Any) -> None:
-        """See `KvStore.write`."""
-        self.kv.write(self._to_device(slots), layer, width, parts)
-
-    def read_block(self, block: int) -> Any:
-        """See `KvStore.read_block`."""
-        return self.kv.read_block(block)
-
-    def write_block(self, block: int, content: bytes) -> None:
-        """See `KvStore.write_block`."""
-        self.kv.write_block(block, content)
+    def cache(self, method: str, *arguments: Any) -> Any:
+        """Do what a method of `KvStore` does. Slots and blocks lie on the host."""
+        own = [self._to_device(each) if isinstance(each, np.ndarray) else each for each in arguments]
+        return getattr(self.kv, method)(*own)
 
     def _to_device(self, integers: Int64Array) -> Tensor:
         return self.compute.to_device(integers)[0]
