@@ -96,16 +96,3 @@ class BatchGeometry(NamedTuple):
     def tokens(self) -> int:
         """T, the number of packed tokens."""
         return self.positions.size
-
-    def check(self) -> None:
-        """Raise AssertionError unless every array agrees with every other."""
-        counts = np.diff(self.query_start)
-        assert self.query_start[0] == 0 and (counts > 0).all()  # noqa: S101
-        assert (self.starts + counts == self.lengths).all()  # noqa: S101
-        assert (np.diff(self.table_start) * self.block_size >= self.lengths).all()  # noqa: S101
-        for span in range(self.spans):
-            rows = slice(self.query_start[span], self.query_start[span + 1])
-            positions = np.arange(self.starts[span], self.lengths[span])
-            assert (self.positions[rows] == positions).all()  # noqa: S101
-            blocks = self.blocks[self.table_start[span] + positions // self.block_size].astype(np.int64)
-            assert (self.slots[rows] == blocks * self.block_size + positions % self.block_size).all()  # noqa: S101

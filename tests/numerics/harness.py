@@ -85,6 +85,20 @@ def worst(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.double() - expected).abs().max() / expected.std())
 
 
+def check_geometry(geometry):
+    """Raise AssertionError unless every array agrees with every other."""
+    counts = np.diff(geometry.query_start)
+    assert geometry.query_start[0] == 0 and (counts > 0).all()
+    assert (geometry.starts + counts == geometry.lengths).all()
+    assert (np.diff(geometry.table_start) * geometry.block_size >= geometry.lengths).all()
+    for span in range(geometry.spans):
+        rows = slice(geometry.query_start[span], geometry.query_start[span + 1])
+        positions = np.arange(geometry.starts[span], geometry.lengths[span])
+        assert (geometry.positions[rows] == positions).all()
+        blocks = geometry.blocks[geometry.table_start[span] + positions // geometry.block_size].astype(np.int64)
+        assert (geometry.slots[rows] == blocks * geometry.block_size + positions % geometry.block_size).all()
+
+
 class Executor:
     """Sequences over one store. Blocks are handed out in a random order; slots that nobody owns hold NaN.
     ``adapters``: of sequences that have one, its number among ``loras``."""
@@ -129,7 +143,7 @@ class Executor:
             [len(tokens) for tokens in spans.values()],
             [self.tables[sequence] for sequence in spans],
         )
-        geometry.check()
+        check_geometry(geometry)
         packed = [
             Span(
                 sequence,

@@ -19,6 +19,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.native import library
 from tests.kernels.cases import dense
+from tests.numerics.harness import check_geometry
 from tests.poison import fill_slots
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=
     order = (1 + rng.permutation(blocks - 1)).astype(np.int32)
     tables = np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
     geometry = BatchGeometry.build(block_size, [s for s, _ in spans], [n for _, n in spans], tables)
-    geometry.check()
+    check_geometry(geometry)
     content = []
     for (start, count), table in zip(spans, tables, strict=True):
         length = start + count
@@ -260,7 +261,7 @@ def test_geometry_refuses_what_cannot_be():
 
 def test_an_empty_step_has_a_geometry():
     geometry = BatchGeometry.build(4, [], [], [])
-    geometry.check()
+    check_geometry(geometry)
     assert (geometry.spans, geometry.tokens) == (0, 0)
 
 

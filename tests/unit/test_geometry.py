@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.attention.geometry import BatchGeometry, Int32Array
+from tests.numerics.harness import check_geometry
 
 BLOCK_SIZE = 4
 SHAPES = {
@@ -33,7 +34,7 @@ def build(shape: list[tuple[int, int]]) -> BatchGeometry:
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_array_is_what_its_definition_says(name: str) -> None:
     shape, found = SHAPES[name], build(SHAPES[name])
-    found.check()
+    check_geometry(found)
     assert (found.spans, found.tokens) == (len(shape), sum(count for _, count in shape))
     assert found.starts.tolist() == [start for start, _ in shape]
     assert found.lengths.tolist() == [start + count for start, count in shape]
