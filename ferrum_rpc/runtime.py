@@ -65,7 +65,7 @@ KEPT_BYTES: Final = 32 << 20
 MAX_KEPT_BYTES: Final = 32 << 20
 """Larger blocks are returned to the system as before: glibc accepts no higher limit."""
 
-GIVEN_BACK_EVERY_S: Final = 1.0
+TRIM_EVERY_S: Final = 1.0
 
 MALLOC_VARIABLES: Final = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
 """glibc's own variables, of which each decides what is kept."""
@@ -131,11 +131,11 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> str:
         return "this libc has no mallopt: it decides how much freed memory it keeps"
     if not (libc.mallopt(_M_MMAP_THRESHOLD, MAX_KEPT_BYTES) and libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)):
         return "this libc refused to keep freed memory"
-    threading.Thread(target=_give_back, args=(libc,), name="ferrum-memory", daemon=True).start()
+    threading.Thread(target=_trim, args=(libc,), name="ferrum-memory", daemon=True).start()
     return f"up to {KEPT_BYTES >> 20} MiB that were freed are kept for the next answer, for a second"
 
 
-def _give_back(libc: Any) -> None:
+def _trim(libc: Any) -> None:
     while True:
-        time.sleep(GIVEN_BACK_EVERY_S)
+        time.sleep(TRIM_EVERY_S)
         libc.malloc_trim(0)

@@ -46,19 +46,19 @@ def leave_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _take_block(block: RowBlock) -> tuple[Any, ...]:
+def _pack_block(block: RowBlock) -> tuple[Any, ...]:
     columns = [
         (name, each.shape, each.dtype.str, pickle.PickleBuffer(each.data)) for name, each in block.columns.items()
     ]
     return block.kind.name, columns
 
 
-def _make_block(kind: str, columns: list[tuple[str, tuple[int, ...], str, Any]]) -> RowBlock:
+def _unpack_block(kind: str, columns: list[tuple[str, tuple[int, ...], str, Any]]) -> RowBlock:
     return RowBlock(RowKind[kind], {name: np.ndarray(*column) for name, *column in columns})
 
 
 _PARTS: Final[tuple[tuple[type, Callable[[Any], Iterable[Any]], Callable[..., Any]], ...]] = (
-    (RowBlock, _take_block, _make_block),
+    (RowBlock, _pack_block, _unpack_block),
     (Rows, lambda of: (of.block, of.first, of.count), Rows),
     (SpanResult, tuple, SpanResult),
     (StepTiming, tuple, StepTiming),

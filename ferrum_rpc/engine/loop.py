@@ -362,7 +362,7 @@ class EngineLoop(ABC):
         if isinstance(error, StepFailed):
             finished: Finished = [partial(work.refuse, error) for work in claimed]
             for work in claimed:
-                self._places.give(work, work.runs)
+                self._places.free(work, work.runs)
             for each in going:
                 self._runs.stepped(each, error)
             self._end_runs(runner, finished)

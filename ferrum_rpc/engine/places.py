@@ -57,7 +57,7 @@ class Places:
         return best if best is not None and self._fits(best) else None
 
     def take(self, work: Submission) -> Submission:
-        """It waits no longer. It is the first of its caller."""
+        """Remove it from the queue. It must be the first of its caller."""
         works = self._waiting[work.caller]
         works.popleft()
         self.tokens -= work.tokens
@@ -67,19 +67,19 @@ class Places:
         return work
 
     def pop(self) -> Submission:
-        """Any one that waits: it will not begin."""
+        """Remove any waiting submission, which will not begin."""
         return self.take(next(iter(self._waiting.values()))[0])
 
     def hold(self, work: Submission) -> None:
-        """Its runs have their places."""
+        """Allocate places for its runs."""
         self.count += work.runs
         self._turn += 1
         self._turns[work.caller] = self._turn
         self._parts[work.caller] = work.most_running
         self._held[work.caller] = self._held.get(work.caller, 0) + work.runs
 
-    def give(self, work: Submission, runs: int) -> None:
-        """So many of its runs need theirs no more."""
+    def free(self, work: Submission, runs: int) -> None:
+        """Free the places of so many of its runs."""
         self.count -= runs
         left = self._held.get(work.caller, 0) - runs
         if left:
@@ -94,7 +94,7 @@ class Places:
             self._turns.pop(caller, None)
 
     def _fits(self, work: Submission) -> bool:
-        """Whether there are places for all its runs. One that is alone always has them."""
+        """Whether there are places for all its runs. A submission without others always fits."""
         taken = sum([min(held, self._parts[caller]) for caller, held in self._held.items()])
         return not taken or taken + min(work.runs, work.most_running) <= self._most
 

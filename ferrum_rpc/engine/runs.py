@@ -82,7 +82,7 @@ class Runs:
         """The first step of a submission with runs has ended, and with it those that were refused. False: none of them
         goes on, and the submission is to be answered."""
         going = [i for i, each in enumerate(outcomes) if work.spans[i].run and isinstance(each, SpanResult)]
-        self._places.give(work, work.runs - len(going))
+        self._places.free(work, work.runs - len(going))
         if not going or timing is None:
             return False
         call = RunCall(work, list(outcomes), timing, len(going))
@@ -120,7 +120,7 @@ class Runs:
         cached = begun.cached_tokens if isinstance(begun, SpanResult) else 0
         call.outcomes[each.index] = SpanResult(each.span.start, rows, RunEnded(end, cause), cached)
         call.left -= 1
-        self._places.give(call.work, 1)
+        self._places.free(call.work, 1)
         self._ended.append(each.span.sequence)
         if not call.left:
             self._over.append(call)

@@ -67,7 +67,7 @@ class Admitted(NamedTuple):
 # --- the call ---------------------------------------------------------------------------------------------------------
 
 
-def check_room(state: ServerState, account: Account, items: Sequence[forward_pb2.ForwardItem]) -> None:
+def check_queue_capacity(state: ServerState, account: Account, items: Sequence[forward_pb2.ForwardItem]) -> None:
     """Refuse a call of too many items, or that the queue has no room for, before its items are looked at: under
     overload a refusal must cost next to nothing (reading 1,024 tokens takes 30 µs). Calls that may have been answered,
     or that are too large for an empty queue, are let through to be refused so."""

@@ -9,7 +9,7 @@ from ferrum_rpc import __version__
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 from ferrum_rpc.executor.v1 import info_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.executor.v1 import model_executor_pb2 as pb
-from ferrum_rpc.service.admission import check_room
+from ferrum_rpc.service.admission import check_queue_capacity
 from ferrum_rpc.service.control import STATE_TO_PROTO
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.guard.auth import CALLER
@@ -53,7 +53,7 @@ def _forward(name: str, response_class: type[Any], shape: CallShape, *, one: boo
         messages = (request.item,) if one else request.items
         self.calls.methods[method].items += len(messages)
         account = self.state.quotas.account(CALLER.get())
-        check_room(self.state, account, messages)
+        check_queue_capacity(self.state, account, messages)
         offered = self.state.capabilities
         call = ForwardCall(
             self.state,

@@ -490,7 +490,7 @@ def fail_item(state: ServerState, each: Admitted, *, refused: bool = False) -> I
     elif refused:
         attempt(state.discard, record)
     else:
-        attempt(state.give_up, [record])
+        attempt(state.abandon, [record])
     if entry is not None:
         attempt(state.replay.finish, entry, outcome)
     return outcome

@@ -237,7 +237,7 @@ def fork(
                 state.discard(child)
 
         command = Command(Operations.fork, record.sequence, [child.sequence for child in children], length)
-        return KvOperation(command, commit, undo, partial(state.give_up, children))
+        return KvOperation(command, commit, undo, partial(state.abandon, children))
 
     fingerprint = ("fork", handle, count, at, lease_id)
     return OperationCall(state, handle, caller, begin, request_id=request_id, fingerprint=fingerprint)

@@ -174,7 +174,7 @@ class KvReceiver(KvStream):
                 continue
             if kind != "chunk":
                 raise InvalidRequest("only chunks and the trailer may follow the header", field="frame")
-            group = await self._take(frame.chunk, layer, group, digest, reader)
+            group = await self._receive_chunk(frame.chunk, layer, group, digest, reader)
             layer += 1
             if layer == self._layout.layers:
                 layer, self.next_token = 0, max(self.next_token, group[1])
@@ -182,7 +182,7 @@ class KvReceiver(KvStream):
             raise self.ended
         return False
 
-    async def _take(
+    async def _receive_chunk(
         self, chunk: pb.KvChunk, layer: int, group: tuple[int, int] | None, digest: Any, reader: ChunkReader | None
     ) -> tuple[int, int]:
         """Check a chunk and write it. Returns its tokens, which have to be those of ``layer`` 0 of its ``group``."""

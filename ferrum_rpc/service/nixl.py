@@ -114,13 +114,13 @@ class Nixl:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, READ_S)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Allocate a slot; returns its offset in the buffer. Raises `QueueFull`."""
         if not self._free:
             raise QueueFull("the buffer of transfers by NIXL is full; nothing was started", retry_after_s=RETRY_AFTER_S)
         return self._free.pop()
 
-    def give(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         self._free.append(slot)
 
     def expect(self, notification: bytes, call: Callable[[], None]) -> None:
@@ -145,12 +145,12 @@ class Nixl:
             self.buffer, self.metadata = buffer, self._agent.get_agent_metadata()
             self._free = [*range(0, buffer.nbytes, SLOT_BYTES)]
         except ExecutorError as error:
-            self._tell(started.set_exception, error)
+            self._call_in_loop(started.set_exception, error)
             return
         except Exception as error:
-            self._tell(started.set_exception, InvalidRequest(f"NIXL: {error!r}", field="kv_transport"))
+            self._call_in_loop(started.set_exception, InvalidRequest(f"NIXL: {error!r}", field="kv_transport"))
             return
-        self._tell(started.set_result, None)
+        self._call_in_loop(started.set_result, None)
         while not self._closing:
             with self._wake:
                 if not self._new:
@@ -198,7 +198,7 @@ class Nixl:
         why = None if read.state == DONE else read.why or read.state
         if released or (why is not None and not read.told):
             read.told = True
-            self._tell(read.done, why, released)
+            self._call_in_loop(read.done, why, released)
         return released
 
     def _peer(self, metadata: bytes) -> str:
@@ -229,9 +229,9 @@ class Nixl:
             return
         came = [each for every in told.values() for each in every]
         if came:
-            self._tell(self._notified, came)
+            self._call_in_loop(self._notified, came)
 
-    def _tell(self, call: Callable[..., object], *args: object) -> None:
+    def _call_in_loop(self, call: Callable[..., object], *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(call, *args)
         except RuntimeError:  # the loop has ended
@@ -291,7 +291,7 @@ class StagedChunks:
         if size > SLOT_BYTES:
             raise NotSupported(f"a chunk of {size} bytes does not fit into the {SLOT_BYTES} of a transfer by NIXL")
         self._nixl = nixl
-        self._slot = nixl.take()
+        self._slot = nixl.allocate()
         self._free = [*range(self._slot, self._slot + SLOT_BYTES - size + 1, size)]
         self._unread: dict[bytes, int] = {}
         self._waiter: asyncio.Future[None] | None = None
@@ -330,7 +330,7 @@ class StagedChunks:
         self._ended = error or Cancelled("the export has ended")
         for notification in self._unread:
             del self._nixl.waiting[notification]
-        self._nixl.give(self._slot)
+        self._nixl.free(self._slot)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -370,7 +370,7 @@ class ChunkReader:
             raise InvalidRequest(
                 f"a stream has one source, with its agent's metadata of {AGENT_BYTES} bytes at most", field="source"
             )
-        self._slot = nixl.take()
+        self._slot = nixl.allocate()
         self._peer = source.agent
 
     async def read(self, remote: pb.KvRemote, next_token: int) -> bytes:
@@ -389,7 +389,7 @@ class ChunkReader:
             if released:
                 self._now = None
                 if self._closed:
-                    nixl.give(slot)
+                    nixl.free(slot)
             if not answered.done():
                 answered.set_result(why)
 
@@ -410,4 +410,4 @@ class ChunkReader:
         if self._now is not None:
             self._now.given_up = True
         elif self._slot is not None and self._nixl is not None:
-            self._nixl.give(self._slot)
+            self._nixl.free(self._slot)

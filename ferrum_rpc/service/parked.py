@@ -104,8 +104,8 @@ class ParkedFiles:
         task.add_done_callback(self._jobs.discard)
         return task
 
-    def take(self, account: Account, size: int) -> Path:
-        """Room for a file of ``size`` bytes, and its path. Raises `SequencesExhausted` and `QuotaExceeded`."""
+    def allocate(self, account: Account, size: int) -> Path:
+        """Allocate a file of ``size`` bytes, and its path. Raises `SequencesExhausted` and `QuotaExceeded`."""
         if self.bytes + size > self._most:
             raise SequencesExhausted(
                 f"{self.bytes} bytes are parked, {size} more would be above {self._most}; release some",
@@ -130,14 +130,14 @@ class ParkedFiles:
         mac.update(path.name.encode() + b"\0")
         return ParkedFile(file, mac)
 
-    def give(self, account: Account, size: int) -> None:
-        """So many bytes are free again."""
+    def free(self, account: Account, size: int) -> None:
+        """Free so many bytes."""
         account.free(Resource.PARKED_BYTES, size)
         self.bytes -= size
 
     def keep(self, record: SequenceRecord, parked: Parked, taken: int) -> None:
         """The sequence is parked; ``taken`` is what was taken for its file."""
-        self.give(record.account, taken - parked.size)
+        self.free(record.account, taken - parked.size)
         record.parked = parked
         self.sequences += 1
 
@@ -146,7 +146,7 @@ class ParkedFiles:
         parked, record.parked = record.parked, None
         if parked is not None:
             self.sequences -= 1
-            self.give(record.account, parked.size)
+            self.free(record.account, parked.size)
             self.delete(parked.path)
 
     def delete(self, path: Path) -> None:

@@ -136,12 +136,12 @@ class Park(KvStream):
         size = self._tokens_of_a_chunk()
         chunks = layout.layers * -(-length // size)
         most = layout.layers * layout.chunk_bytes(length) + CHUNK_OVERHEAD * (chunks + 2) + 5 * length
-        path = files.take(account, most)
+        path = files.allocate(account, most)
         try:
             parked = await self._write(path, size)
             self._check()
         except BaseException:
-            files.give(account, most)
+            files.free(account, most)
             files.delete(path)
             raise
         files.keep(record, parked, most)

@@ -25,7 +25,7 @@ import structlog
 from ferrum_rpc.core import ItemOutcome
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, QueueFull, SequencesExhausted
 from ferrum_rpc.executor.v1 import session_pb2
-from ferrum_rpc.service.admission import check_room
+from ferrum_rpc.service.admission import check_queue_capacity
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.guard.auth import ARRIVED, CALLER
 from ferrum_rpc.service.records import RETRY_AFTER_S, LeaseRecord, Resource, SequenceEnd
@@ -123,7 +123,7 @@ class Session:
         try:
             await self._write(welcome)
             while (frame := await self._next()) is not None:
-                if not await self._take(frame):
+                if not await self._begin_frame(frame):
                     self._ending = None  # it closed by itself
                     return
             # No `close`: a client that only half-closed, or whose server stops, still reads.
@@ -191,7 +191,7 @@ class Session:
         )
         return Answer(step_id=frame.step_id, welcome=welcome)
 
-    async def _take(self, frame: session_pb2.SessionRequest) -> bool:
+    async def _begin_frame(self, frame: session_pb2.SessionRequest) -> bool:
         """Begin the step of a frame. False: it was the last frame. Raises the error that ends the stream: with a broken
         frame order, answers cannot be matched to steps."""
         kind = frame.WhichOneof("frame")
@@ -224,7 +224,7 @@ class Session:
         if step is not None:
             for index, call in enumerate(step.calls):
                 if not items or (step.parts is not None and index in items):
-                    call.take_back()
+                    call.cancel()
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Session:
         messages = request.items
         self._calls.methods[METHOD].items += len(messages)
         step.items, step.began = len(messages), ARRIVED.get()
-        check_room(self._state, self._account, messages)
+        check_queue_capacity(self._state, self._account, messages)
         items = items_from_proto(messages, CallShape.FRAME, self._state.capabilities, self._lease.id)
         call = partial(
             ForwardCall,

@@ -283,7 +283,7 @@ class ServerState:
         held = [-(-record.held_to // size) for record in list(self.unnamed) if record in self._creating]
         return len(held), sum(held)
 
-    def give_up(self, records: Sequence[SequenceRecord]) -> None:
+    def abandon(self, records: Sequence[SequenceRecord]) -> None:
         """Release sequences whose handles will not be answered; those that were minted exist in the engine."""
         for record in records:
             if record in self._creating:

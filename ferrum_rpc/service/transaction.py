@@ -27,7 +27,7 @@ from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 
 FAILED: Final = "the executor failed internally; its log says more"
-TAKEN_BACK: Final = "the call was cancelled before it was dispatched; nothing happened"
+CANCELLED_BEFORE: Final = "the call was cancelled before it was dispatched; nothing happened"
 
 Failed = dict[int, ExecutorError]
 """What could not be brought into the engine, by the numbers that the sequences were to have there."""
@@ -96,13 +96,13 @@ class Transaction(ABC, Generic[T]):
             if self.phase is not CallPhase.DONE and self.phase is not CallPhase.WAITING:
                 self.end(failure)
 
-    def take_back(self) -> bool:
+    def cancel(self) -> bool:
         """End it with `Cancelled`, if it has not begun and no duplicate waits for it. False: it goes on, or is over."""
         if self.phase >= CallPhase.SETTLED or self._awaited():
             return False
         if self.phase is CallPhase.QUEUED and not self._cancel():
             return False
-        self._refuse(Cancelled(TAKEN_BACK))
+        self._refuse(Cancelled(CANCELLED_BEFORE))
         return True
 
     def _refuse(self, error: Exception | None) -> None:
@@ -152,7 +152,7 @@ class Transaction(ABC, Generic[T]):
     def abandon(self) -> None:
         """Its caller was cancelled: take it back, or let it run without one."""
         self._on_end = None
-        self.take_back()
+        self.cancel()
         if self.phase >= CallPhase.QUEUED:  # else a duplicate of its own waits for it
             self._leave_repeated()
 

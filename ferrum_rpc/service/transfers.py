@@ -250,7 +250,7 @@ class Import(KvReceiver):
                 state.release([record], record.pending_end)
             state.replay.finish(self._entry, (record.handle,))
         except Exception:  # its handle cannot be answered
-            state.supervisor.attempt(state.give_up, [record])
+            state.supervisor.attempt(state.abandon, [record])
             state.supervisor.attempt(state.replay.finish, self._entry, InternalError(FAILED))
             raise
 

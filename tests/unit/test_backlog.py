@@ -165,7 +165,7 @@ class Board:
 
     def end(self, work: Submission) -> None:
         self.under_way.remove(work)
-        self.places.give(work, work.runs)
+        self.places.free(work, work.runs)
         self.begin_all()
 
     def begin_all(self) -> None:

@@ -30,7 +30,7 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.engine.channel import INLINE_BYTES, Messages, dump
-from ferrum_rpc.engine.process.ipc import KEPT_BYTES, UNIT, SharedMemory, make_span, take_span
+from ferrum_rpc.engine.process.ipc import KEPT_BYTES, UNIT, SharedMemory, pack_span, unpack_span
 from ferrum_rpc.errors import KvBlocksExhausted
 from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
 
@@ -64,9 +64,9 @@ def fed(data: bytes, sizes: list[int], view: Any = None) -> list[Any]:
 
 @given(st.lists(st.lists(spans, max_size=5), max_size=6), cuts)
 def test_work_arrives_as_it_was_sent(sent: list[list[Span]], sizes: list[int]) -> None:
-    arrived = fed(b"".join([dump(list(map(take_span, each))) for each in sent]), sizes)
+    arrived = fed(b"".join([dump(list(map(pack_span, each))) for each in sent]), sizes)
     for taken, wanted in zip(arrived, sent, strict=True):
-        spans = [make_span(*each) for each in taken]
+        spans = [unpack_span(*each) for each in taken]
         for found, span in zip(spans, wanted, strict=True):
             assert found.tokens.tolist() == span.tokens.tolist() and found.tokens.dtype == np.int32
             assert found._replace(tokens=None) == span._replace(tokens=None)

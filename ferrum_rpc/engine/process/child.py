@@ -33,7 +33,7 @@ from ferrum_rpc.engine.api import (
 )
 from ferrum_rpc.engine.channel import READ_BYTES, Messages, dump, end_with_parent, leave_signals
 from ferrum_rpc.engine.loop import EngineLoop, Work
-from ferrum_rpc.engine.process.ipc import SharedMemory, make_span
+from ferrum_rpc.engine.process.ipc import SharedMemory, unpack_span
 
 COUNTERS: Final = attrgetter(*(each.name for each in fields(EngineCounters)))
 OURS: Final = ("ferrum_rpc", "builtins")
@@ -107,7 +107,7 @@ class ChildLoop(EngineLoop):
         if isinstance(what, Interrupt):
             return replace(what, work=self._with_runs.get(slot))
         if rest:
-            spans = tuple([make_span(*span) for span in what])
+            spans = tuple([unpack_span(*span) for span in what])
             atomic, deadline, caller, arrived, wanted, most_running = rest
             on_tokens = partial(self._on_tokens, slot) if wanted else None
             work = Submission(spans, done, atomic, deadline, caller, arrived, on_tokens, most_running)

@@ -33,7 +33,7 @@ from ferrum_rpc.engine.api import (
 )
 from ferrum_rpc.engine.channel import READ_BYTES, Messages, dump
 from ferrum_rpc.engine.liveness import Liveness, process_clock
-from ferrum_rpc.engine.process.ipc import SharedMemory, take_span
+from ferrum_rpc.engine.process.ipc import SharedMemory, pack_span
 from ferrum_rpc.errors import ExecutorError
 
 DYING_S: Final = 0.1
@@ -135,7 +135,7 @@ class EngineProcess:
         if isinstance(work, Operation):
             self._send((slot, work.run))
         else:
-            spans = [take_span(span) for span in work.spans]
+            spans = [pack_span(span) for span in work.spans]
             options = work.all_or_nothing, work.deadline, work.caller, work.arrived, work.on_tokens is not None
             self._send((slot, spans, *options, work.most_running))
 

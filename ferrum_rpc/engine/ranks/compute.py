@@ -72,7 +72,7 @@ class RankedCompute(Compute):
             self._ranks.collect(others)  # raises another rank's error
             raise
         except BaseException:
-            self._ranks.give_up()
+            self._ranks.abort()
             raise
         self._ranks.collect(others)
 
@@ -115,7 +115,7 @@ class RankedCompute(Compute):
         """Restart the ranks after a failure. Graphs with collectives refer to the old groups and are recorded anew. The
         other ranks get all masks, because they may have missed a change."""
         self._awaited = None
-        self._ranks.give_up()
+        self._ranks.abort()
         self._own.forget_graphs()
         self._ranks.recover(self._own.masks.all())
         if self._recorded is not None:

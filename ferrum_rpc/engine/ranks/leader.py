@@ -130,7 +130,7 @@ class Ranks:
         """`order`, then `collect`."""
         return self.collect(self.order(method, *arguments, to=to))
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Abort the collectives of a step on all ranks."""
         assert self.groups is not None  # noqa: S101 - there was a step
         self.groups.abort()
@@ -145,7 +145,7 @@ class Ranks:
             failure, self._failure = self._failure, ""
         if failure:
             log.error("rank_failed", error=failure, action="nothing: its step was undone on all ranks")
-        self.give_up()
+        self.abort()
         self.ask("halt")
         self.send("renew", self._epoch, masks)
         try:

@@ -127,7 +127,7 @@ def _place(path: Path) -> Iterator[None]:
         if not _locked(held):
             why = f"another process holds {lock}; unless that is a starting server, end it"
             raise PortInUse(f"cannot listen on {UNIX}{path}: {why}")
-        if _taken(path):
+        if _in_use(path):
             raise PortInUse(f"cannot listen on {UNIX}{path}: another process has it")
         before = os.umask(0o177)  # the socket is made with mode 0600; a chmod later would leave a gap
         try:
@@ -148,7 +148,7 @@ def _locked(held: int) -> bool:
     return False
 
 
-def _taken(path: Path) -> bool:
+def _in_use(path: Path) -> bool:
     """Whether the path holds anything but the socket of a server that has ended."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
