@@ -118,10 +118,10 @@ class TorchRunner(StepRunner):
         return len(fetched)
 
     def watch_prefixes(self) -> list[BlockChange]:
-        return self.kv.watch_prefixes()
+        return self.kv.prefixes.watch()
 
     def prefix_changes(self) -> list[BlockChange] | None:
-        return self.kv.prefix_changes()
+        return self.kv.prefixes.take_changes()
 
     def change_masks(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
         with self._operation("change of masks", settle=False):

@@ -103,8 +103,8 @@ class StepRunner:
         self._ended_at = 0.0
         self._tier = tier
         if tier is not None:
-            tier.on_gone = partial(kv.note_tier, there=False)
-            kv.use_tier(tier)
+            tier.on_gone = partial(kv.prefixes.note_tier, there=False)
+            kv.prefixes.tier = tier
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -113,7 +113,7 @@ class StepRunner:
         with torch.inference_mode():
             yield
             if self._tier is not None:
-                blocks = self.kv.prefix_blocks()
+                blocks = self.kv.prefixes.blocks()
                 self._tier.end([(key, partial(self.store.read_block, block)) for block, key in blocks], FLUSH_S)
 
     def end_hold(self, sequences: Sequence[int]) -> None:
@@ -324,9 +324,9 @@ class StepRunner:
     def _save_leaving(self) -> None:
         """Save what had to leave the prefix cache, before anything is written."""
         assert self._tier is not None  # noqa: S101 - the callers looked
-        for block, key in self.kv.take_leaving():
+        for block, key in self.kv.prefixes.take_leaving():
             if self._tier.write(key, partial(self.store.read_block, block)):
-                self.kv.note_tier(key, there=True)
+                self.kv.prefixes.note_tier(key, there=True)
 
     def _failure(self, pending: Pending, error: BaseException) -> ExecutorError:
         """Undo a step that was reserved, and say what its callers get. Raises what is no failure of a step."""

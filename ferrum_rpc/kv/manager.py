@@ -33,12 +33,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import BlockChange, CacheState, PrefixUse, TokenArray
+from ferrum_rpc.core import CacheState, PrefixUse, TokenArray
 from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
 from ferrum_rpc.kv import audit
 from ferrum_rpc.kv.capacity import Capacity
 from ferrum_rpc.kv.pool import BlockPool
-from ferrum_rpc.kv.prefix import PrefixCache, PrefixHit, Tier
+from ferrum_rpc.kv.prefix import PrefixCache, PrefixHit
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation, SequenceBlocks
 from ferrum_rpc.kv.table import BlockTable, blocks_for, slots_for
 
@@ -50,7 +50,7 @@ class KvManager:
     """The sequences of one executor, by integer ids that the caller chooses and never uses again.
 
     ``num_blocks`` blocks of ``block_size`` tokens, block 0 being the null block that is never given out; ``order``
-    permutes the others (`BlockPool`). ``fingerprint``: the model's, 32 bytes, for the prefix cache.
+    permutes the others (`BlockPool`). ``fingerprint``: the model's, 32 bytes, for the prefix cache, ``prefixes``.
 
     Lengths and positions are in tokens. A call that raises has changed nothing. `KvMisuse` is raised for an unknown id,
     an id that exists already, an argument out of range, and a sequence whose reservation is open: it is pinned, and
@@ -64,8 +64,8 @@ class KvManager:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
         self.block_size = block_size
         self._pool = BlockPool(num_blocks, order)
-        self._prefixes = PrefixCache(self._pool, block_size, fingerprint)
-        self._capacity = Capacity(self._pool, block_size, self._prefixes.withdraw)
+        self.prefixes = PrefixCache(self._pool, block_size, fingerprint)
+        self._capacity = Capacity(self._pool, block_size, self.prefixes.withdraw)
         self._sequences: dict[int, SequenceBlocks] = {}
         self._sharing_ended = False  # since spares were trimmed last, perhaps
 
@@ -113,7 +113,7 @@ class KvManager:
             return reservation
         found, searched = _NOTHING, 0
         if state.root is not None and prompt is not None and start == state.length and (create or not hold):
-            found, searched = self._prefixes.find(state, prompt), len(prompt)
+            found, searched = self.prefixes.find(state, prompt), len(prompt)
         try:
             state.open = opened = self._open(sequence, state, start, end, found, create, ahead, hold, keep)
         except KvBlocksExhausted:
@@ -192,7 +192,7 @@ class KvManager:
             raise
         # From here on nothing fails.
         for _, block in published[kept:]:
-            self._prefixes.withdraw(block)
+            self.prefixes.withdraw(block)
         unspared = len(state.spares) - spared
         fresh = state.spares[unspared:] + allocated[: needed - spared]
         state.spares[unspared:] = allocated[needed - spared :]
@@ -232,18 +232,18 @@ class KvManager:
         state.history.write(start, tokens)
         state.open = None
         if start < before:
-            self._prefixes.went_back(state, start)
+            self.prefixes.went_back(state, start)
         if reservation.end == end >= before and not reservation.replaced and not state.promised_tokens:
             state.length = end  # no block is given up
             if end >= state.publish_at:
-                self._prefixes.publish(state)
+                self.prefixes.publish(state)
             return end
         dropped = state.table.cut(blocks_for(end, self.block_size))
         self._pool.release([block for _, block in reservation.replaced] + dropped)
         self._sharing_ended |= bool(reservation.replaced or (dropped and state.shared))
         self._capacity.resize(state, start if start < before else end, end)
         if end >= state.publish_at:
-            self._prefixes.publish(state)
+            self.prefixes.publish(state)
         return end
 
     def rollback(self, reservation: Reservation) -> None:
@@ -280,7 +280,7 @@ class KvManager:
         dropped = state.table.cut(blocks_for(length, self.block_size))
         self._pool.release(dropped)
         self._sharing_ended |= bool(dropped and state.shared)
-        self._prefixes.went_back(state, length)
+        self.prefixes.went_back(state, length)
         self._capacity.resize(state, length, length)
         self.trim_spares()
 
@@ -309,7 +309,7 @@ class KvManager:
             caller=state.caller,
             imported_from=state.imported_from,
         )
-        self._prefixes.went_back(forked, at)
+        self.prefixes.went_back(forked, at)
         before = state.shared
         self._pool.acquire(shared)
         try:
@@ -337,14 +337,14 @@ class KvManager:
             raise KvMisuse(f"invalid capacity of {tokens} tokens")
         self._capacity.promise(state, tokens)
         if state.length >= state.publish_at:
-            self._prefixes.publish(state)
+            self.prefixes.publish(state)
 
     def end_hold(self, sequence: int) -> None:
         """Give back what was held (`reserve`) and not used; what was promised besides stays."""
         state = self._idle(sequence)
         self._capacity.end_hold(state)
         if state.length >= state.publish_at:
-            self._prefixes.publish(state)
+            self.prefixes.publish(state)
 
     def release(self, sequence: int, *, publish: bool = True) -> None:
         """Forget the sequence. Free what only it held, and spares of others for blocks that are shared no more. Not to
@@ -354,7 +354,7 @@ class KvManager:
         self._capacity.promised.pop(state, None)
         state.promised_tokens = 0
         if publish and state.length >= state.publish_at:
-            self._prefixes.publish(state)
+            self.prefixes.publish(state)
         self._pool.release(state.table.cut(0) + state.spares)
         self._sharing_ended |= bool(state.shared)
         self.trim_spares()
@@ -384,15 +384,15 @@ class KvManager:
         if state is None:
             state = SequenceBlocks()
             if prefix is not None:
-                self._prefixes.begin(state, prefix)
+                self.prefixes.begin(state, prefix)
         if state.root is None or state.open is not None or start > state.length:
             return []
-        return self._prefixes.fetch(state, start, prompt, most)
+        return self.prefixes.fetch(state, start, prompt, most)
 
     def forget_prefixes(self) -> None:
         """Publish nothing any more of what is published now: the blocks that nobody holds are empty."""
-        blocks = self._prefixes.published().tolist()
-        self._prefixes.clear()
+        blocks = self.prefixes.published().tolist()
+        self.prefixes.clear()
         for block in blocks:
             self._pool.unkeep(block)
 
@@ -402,36 +402,11 @@ class KvManager:
             raise KvMisuse("a reset must not be called with an open reservation")
         self._sequences.clear()
         self._capacity.promised.clear()
-        self._prefixes.clear()
+        self.prefixes.clear()
         self._sharing_ended = False
         self._pool.reset()
 
     # --- looking ----------------------------------------------------------------------------------------------------
-
-    def use_tier(self, tier: Tier) -> None:
-        """Blocks that must leave the prefix cache are for ``tier``, which prompts may find them in."""
-        self._prefixes.tier = tier
-
-    def take_leaving(self) -> list[tuple[int, bytes]]:
-        """Blocks whose content is to be saved before anything is written, with their keys."""
-        leaving, self._prefixes.leaving = self._prefixes.leaving, []
-        return leaving
-
-    def note_tier(self, key: bytes, *, there: bool) -> None:
-        """The tier has a block now, or no more."""
-        self._prefixes.note_tier(key, there=there)
-
-    def prefix_blocks(self) -> list[tuple[int, bytes]]:
-        """The published blocks with their keys."""
-        return self._prefixes.blocks()
-
-    def watch_prefixes(self) -> list[BlockChange]:
-        """What is published. From now on changes are kept, for `prefix_changes`."""
-        return self._prefixes.watch()
-
-    def prefix_changes(self) -> list[BlockChange] | None:
-        """What has changed since it was asked last, in its order. None: that is not known, watch again."""
-        return self._prefixes.take_changes()
 
     def imported_from(self, sequence: int) -> int | None:
         """The position from which on the content of ``sequence`` was imported, or computed from what was; None: none
@@ -472,12 +447,12 @@ class KvManager:
         """A snapshot of how full the cache is."""
         pool = self._pool
         blocks = pool.total_blocks, pool.free_blocks
-        evicted, changed = (self._prefixes.evicted, self._prefixes.evicted_s), self._prefixes.changed
+        evicted, changed = (self.prefixes.evicted, self.prefixes.evicted_s), self.prefixes.changed
         return CacheState(self.block_size, *blocks, len(self._sequences), pool.idle_blocks, *evicted, 0, changed)
 
     def check(self) -> None:
         """Raise `CacheCorrupt`, naming the fault, unless the accounting agrees. O(blocks): for tests."""
-        audit.check(self._pool, self._sequences, self._prefixes, self.block_size)
+        audit.check(self._pool, self._sequences, self.prefixes, self.block_size)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -506,7 +481,7 @@ class KvManager:
         if parent is None:
             state = SequenceBlocks()
             if prefix is not None:
-                self._prefixes.begin(state, prefix)
+                self.prefixes.begin(state, prefix)
             return state
         self.fork(parent, sequence, length)
         return self._sequences[sequence]

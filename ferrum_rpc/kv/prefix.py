@@ -202,6 +202,11 @@ class PrefixCache:
         """The key of a published block."""
         return self._keys.get(block)
 
+    def take_leaving(self) -> list[tuple[int, bytes]]:
+        """The blocks of ``leaving``, whose content the caller saves before anything is written."""
+        leaving, self.leaving = self.leaving, []
+        return leaving
+
     def published(self) -> Int32Array:
         """All published blocks, in no order, int32 [n]."""
         return np.fromiter(self._keys, np.int32, len(self._keys))

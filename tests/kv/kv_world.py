@@ -59,7 +59,7 @@ def owned_slots(kv: KvManager) -> npt.NDArray[np.bool_]:
     a reservation is open: its sequence then owns its old slots and its new ones."""
     size = kv.block_size
     owned = np.zeros(kv._pool.num_blocks * size, dtype=np.bool_)
-    owned.reshape(-1, size)[kv._prefixes.published()] = True
+    owned.reshape(-1, size)[kv.prefixes.published()] = True
     for state in kv._sequences.values():
         assert state.open is None
         owned[slots_for(state.table.view(len(state.table)), 0, state.length, size)] = True
@@ -79,7 +79,7 @@ class World:
         self.kv = KvManager(num_blocks, block_size, order)
         self.tier = DictTier() if tier else None
         if self.tier is not None:
-            self.kv.use_tier(self.tier)
+            self.kv.prefixes.tier = self.tier
         self.content = np.full(num_blocks * block_size, GARBAGE, dtype=np.int64)
         self.tokens: dict[int, list[int]] = {}
         self._next_token = 0
@@ -177,7 +177,7 @@ class World:
 
     def save_leaving(self) -> None:
         """What had to leave the prefix cache goes to the tier, before anything is written."""
-        for block, hashed in self.kv.take_leaving():
+        for block, hashed in self.kv.prefixes.take_leaving():
             assert self.tier is not None
             self.tier.there[hashed] = self.content[self._block(block)].tobytes()
 
@@ -245,7 +245,7 @@ class World:
     def check(self, pinned: set[int] | frozenset[int] = frozenset()) -> None:
         """The books add up, free slots are garbage, and every sequence that is not ``pinned`` reads as it should."""
         self.kv.check()
-        leaving = {block for block, _ in self.kv._prefixes.leaving}  # nobody has saved them yet, or written there
+        leaving = {block for block, _ in self.kv.prefixes.leaving}  # nobody has saved them yet, or written there
         for block in set(self.kv._pool._free) - leaving:
             self.content[self._block(block)] = GARBAGE
         if not pinned:

@@ -27,9 +27,9 @@ def test_the_block_that_was_released_longest_ago_goes_first_and_ends_before_begi
         there.release(sequence)
     assert (there.kv.free_blocks, there.kv.state().cached_blocks) == (6, 6)
     for gone in (*older[::-1], *newer[::-1]):
-        assert there.kv._prefixes.key_of(gone) is not None
+        assert there.kv.prefixes.key_of(gone) is not None
         there.write(10, SIZE)
-        assert there.kv._prefixes.key_of(gone) is None and there.blocks(10)[-1] == gone
+        assert there.kv.prefixes.key_of(gone) is None and there.blocks(10)[-1] == gone
         there.check()
 
 
@@ -138,7 +138,7 @@ def test_blocks_of_the_pool_are_not_put_behind_those_of_the_tier() -> None:
     there = World(9, SIZE, alphabet=1, tier=True)
     there.write(0, 3 * SIZE + 1, prefix=USE)
     first = there.blocks(0)[0]
-    content, hashed = there.content[there._block(first)].tobytes(), there.kv._prefixes.key_of(first)
+    content, hashed = there.content[there._block(first)].tobytes(), there.kv.prefixes.key_of(first)
     there.truncate(0, 1)
     there.kv.ensure_capacity(0, 1)  # the first block is withdrawn, and those behind it are not
     there.write(0, 1)

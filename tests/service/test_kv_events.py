@@ -77,7 +77,7 @@ async def published(served: Served, name: str = "") -> dict[bytes, bytes]:
     found: dict[bytes, bytes] = {}
 
     def look(runner: Any) -> None:
-        prefixes = runner.kv._prefixes
+        prefixes = runner.kv.prefixes
         keys, seen = prefixes._keys.items(), (b"", caller_digest(name))
         found.update({key[:16]: prefixes._parents[block] for block, key in keys if key[16:] in seen})
 
