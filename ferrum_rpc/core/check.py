@@ -85,7 +85,7 @@ def answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
                 _check_sample(accept.sampling, "output.accept.sampling", model, limits)
         case NextToken(following_token=following, logprobs=logprobs):
             if following is not None:
-                _check_vocabulary(following, "the following token", "output.next_token.following_token", model)
+                check_vocabulary(following, "the following token", "output.next_token.following_token", model)
             if logprobs is not None:
                 _check_logprobs(logprobs, "output.next_token.logprobs", model, limits)
         case TopTokens(k):
@@ -104,14 +104,14 @@ def run_bytes(run: Run, output: OutputSpec, model: ModelInfo, limits: Limits) ->
     """Upper bound of a run's answer in bytes. Refuses runs beyond the limits."""
     if run.max_tokens > limits.max_run_tokens:
         raise above("max_run_tokens", limits.max_run_tokens, run.max_tokens, "tokens of a run", "run.max_tokens")
-    if run.stop_token_ids and max(run.stop_token_ids) >= model.vocab_size:
-        raise InvalidRequest(f"stop ids must be below the vocabulary of {model.vocab_size}", field="run.stop_token_ids")
+    if run.stop_token_ids:
+        check_vocabulary(max(run.stop_token_ids), "stop ids", "run.stop_token_ids", model)
     return ANSWER_OVERHEAD + run.max_tokens * output.row_bytes(model.vocab_size, model.hidden_size)
 
 
 def _check_sample(sample: Sample, field: str, model: ModelInfo, limits: Limits) -> None:
     if sample.bias:
-        _check_vocabulary(max(sample.bias)[0], "a biased token", f"{field}.bias", model)
+        check_vocabulary(max(sample.bias)[0], "a biased token", f"{field}.bias", model)
     if sample.logprobs is not None:
         _check_logprobs(sample.logprobs, f"{field}.logprobs", model, limits)
 
@@ -131,7 +131,7 @@ def _check_draft(accept: Accept, tokens: TokenArray, model: ModelInfo, limits: L
         )
     if len(ids) != drafted:
         raise InvalidRequest(f"candidates of {len(ids)} tokens for a draft of {drafted}", field=field)
-    _check_vocabulary(int(ids.max()), "a candidate", field, model)
+    check_vocabulary(int(ids.max()), "a candidate", field, model)
     ordered = np.sort(ids, axis=-1)
     if (ordered[:, 1:] == ordered[:, :-1]).any():
         raise InvalidRequest("the candidates of a draft token must differ", field=field)
@@ -161,9 +161,10 @@ def _check_logprobs(logprobs: RowLogprobs, field: str, model: ModelInfo, limits:
 
 def _check_selected(token_ids: tuple[int, ...], field: str, model: ModelInfo, limits: Limits) -> None:
     check_limit(limits, "max_selected_tokens", len(token_ids), "selected tokens", field)
-    _check_vocabulary(max(token_ids), "a selected token", field, model)
+    check_vocabulary(max(token_ids), "a selected token", field, model)
 
 
-def _check_vocabulary(token: int, what: str, field: str, model: ModelInfo) -> None:
+def check_vocabulary(token: int, what: str, field: str, model: ModelInfo) -> None:
+    """Raise `InvalidRequest` for a token id, the largest of some perhaps, that the model does not have."""
     if token >= model.vocab_size:
         raise InvalidRequest(f"{what} must be below the vocabulary of {model.vocab_size}", field=field)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from ferrum_rpc.core import ANYBODY, Caller, HandleRef
+from ferrum_rpc.core import ANYBODY, Caller, HandleRef, named
 from ferrum_rpc.engine.api import Operation
 from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, above
@@ -94,7 +94,8 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
             if record.parked and not stays:
                 self._wait(bring_in(state, record.account, self._goes_on, [record]))
             else:
-                self._submit()
+                state.engine.submit(self._operation)
+                self.phase = CallPhase.QUEUED
         except Exception as error:
             if self._change is not None and self.phase is not CallPhase.DONE:  # what it has claimed is free again
                 self.settle(self._finish, InternalError(FAILED))
@@ -118,17 +119,13 @@ class OperationCall(Transaction[tuple[Handles, bool]]):
         if failed:
             [refusal] = failed.values()
             self._finish(refusal)
-        else:
-            self._submit()
-
-    def _submit(self) -> None:
-        assert self._operation is not None  # noqa: S101 - it was made
-        try:
-            self._state.engine.submit(self._operation)
-        except Exception:  # what it has claimed is free again
-            self.settle(self._finish, InternalError(FAILED))
-            raise
-        self.phase = CallPhase.QUEUED
+        elif self._operation is not None:
+            try:
+                self._state.engine.submit(self._operation)
+            except Exception:  # what it has claimed is free again
+                self.settle(self._finish, InternalError(FAILED))
+                raise
+            self.phase = CallPhase.QUEUED
 
     def _undo(self, error: Exception | None) -> None:
         self.settle(self._finish, error)
@@ -193,7 +190,8 @@ def truncate(
             record.version += 1
             return (record.handle,)
 
-        return KvOperation(Command(Operations.truncate, record.sequence, length), commit)
+        command = Command(Operations.truncate, record.sequence, length)
+        return named(KvOperation, (command, commit, _nothing, _nothing))
 
     return OperationCall(state, handle, caller, begin, request_id=request_id, fingerprint=("truncate", handle, length))
 
@@ -265,7 +263,7 @@ def release(
             return ()
 
         command = Command(Operations.release, [] if record.parked else [record.sequence])
-        return KvOperation(command, commit, give_up=partial(state.remove, record))
+        return named(KvOperation, (command, commit, _nothing, partial(state.remove, record)))
 
     fingerprint = ("release", handle, any_version)
     only = claim if any_version else None
@@ -285,7 +283,8 @@ def reserve(state: ServerState, handle: HandleRef, tokens: int, *, caller: Calle
             record.held_to = record.length + tokens if tokens else 0
             return (record.handle,)
 
-        return KvOperation(Command(Operations.reserve, record.sequence, tokens), commit)
+        command = Command(Operations.reserve, record.sequence, tokens)
+        return named(KvOperation, (command, commit, _nothing, _nothing))
 
     return OperationCall(state, handle, caller, begin)
 
@@ -301,11 +300,9 @@ def _truncate(state: ServerState, caller: Caller, message: Any, origin: object) 
     lengths = message.lengths if hasattr(message, "lengths") else (message.length,)
     if hasattr(message, "lengths") and len(message.handles) != len(lengths):
         raise InvalidRequest("`lengths` must have one for every handle", field="lengths")
-    handles = _handles(state, message)
-    request_id = request_id_from_proto(message.request_id)
+    handles, request_id = _handles(state, message), request_id_from_proto(message.request_id)
     return [
-        truncate(state, handle, length, request_id, caller=caller)
-        for handle, length in zip(handles, lengths, strict=True)
+        truncate(state, each, length, request_id, caller=caller) for each, length in zip(handles, lengths, strict=True)
     ]
 
 

@@ -214,7 +214,7 @@ class Unpark(KvReceiver):
         except Exception as error:
             refusal = self._refusal(error)
             if self._begun:
-                state.free([record.sequence], _ignore)
+                state.free([record.sequence])
                 record.sequence = state.handles.number()
             state.quotas.settle(record)
             return refusal
@@ -324,7 +324,3 @@ class IdleParking:
     @staticmethod
     def _is_idle(record: SequenceRecord, before: float) -> bool:
         return record.used <= before and not record.busy and record.parked is None and record.length > 0
-
-
-def _ignore(_: object) -> None:
-    """Nothing waits for it."""

@@ -310,7 +310,7 @@ class ServerState:
                 numbers.append(number)
         self.free(numbers, partial(_call_on_freed, records))
 
-    def free(self, numbers: Sequence[int], then: Callable[[Any], object]) -> None:
+    def free(self, numbers: Sequence[int], then: Callable[[Any], object] = lambda _: None) -> None:
         """Have the engine free its sequences of these numbers; ``then`` is called with how many blocks it freed, or
         with the end of the engine."""
         if numbers:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, ClassVar, Final
 import numpy as np
 
 from ferrum_rpc.core import CreateOptions, ModelInfo, TokenArray
+from ferrum_rpc.core.check import check_vocabulary
 from ferrum_rpc.errors import InvalidRequest, KvCorrupt, LayoutMismatch, NotSupported
 from ferrum_rpc.executor.v1 import kv_transfer_pb2, types_pb2
 from ferrum_rpc.wire.framing import framed_chunk
@@ -129,10 +130,7 @@ def tokens_from_proto(layout: kv_transfer_pb2.KvLayout, model: ModelInfo) -> Tok
             metadata={"max_context": model.max_context},
         )
     tokens = np.fromiter(layout.token_ids, np.int64, count)
-    if int(tokens.max()) >= model.vocab_size:
-        raise InvalidRequest(
-            f"token ids must be below the vocabulary of {model.vocab_size}", field="header.layout.token_ids"
-        )
+    check_vocabulary(int(tokens.max()), "token ids", "header.layout.token_ids", model)
     return tokens.astype(np.int32)
 
 
