@@ -1,5 +1,5 @@
-/* What ferrum_rpc/native/library.py compares before it calls anything. It declares these structs and the functions a second
- * time, and a library that was built from other sources would read and write where nothing of the kind lies. */
+/* The ABI version and struct sizes, which ferrum_rpc/native/library.py checks before any call. That file declares the structs
+ * and functions a second time; a library built from other sources would access memory at wrong offsets. */
 
 #include <stdint.h>
 
@@ -10,7 +10,7 @@
 #include "norm_rope_gate.h"
 #include "sample.h"
 
-/* Raised with every change of a struct or a function that Python knows. */
+/* Raised with every change of a struct or a function that Python declares. */
 #ifndef FERRUM_ABI_VERSION
 #define FERRUM_ABI_VERSION 17
 #endif

@@ -1,5 +1,5 @@
-/* A layer's attention: new K and V into the cache, and every span to its kernel. Called by
- * ferrum_rpc/attention/native_paged.py for one layer at a time, and for layers that run one after the other by layer.c.
+/* A layer's attention: writes new K and V to the cache, and calls the kernel of every span. Called by
+ * ferrum_rpc/attention/native_paged.py for a single layer, and by layer.c for consecutive layers.
  */
 
 #include <stddef.h>
@@ -8,7 +8,7 @@
 #include "attention.h"
 #include "attention_kernels.h"
 
-/* Copy `count` tokens' K and V, `key_bytes` and `value_bytes` apart, to their slots of a layer, rounded if it is. */
+/* Copy `count` tokens' K and V, `key_bytes` and `value_bytes` apart, to their slots of a layer, quantized if the cache is. */
 void ferrum_store(const struct attention_layer *layer, const int64_t *slots, int64_t count, const char *key,
                   const char *value, int64_t key_bytes, int64_t value_bytes)
 {
@@ -24,7 +24,7 @@ void ferrum_store(const struct attention_layer *layer, const int64_t *slots, int
 }
 
 /* A layer's queries, `query_stride` elements apart, to `output` [tokens, heads, head_dim]: the rows of the step's spans.
- * 0, or -1 where there is no memory for the buffers. */
+ * 0, or -1 if memory for the buffers is short. */
 int32_t ferrum_attend(const struct attention_step *step, int32_t layer, const char *query, int64_t query_stride,
                       char *output)
 {
@@ -36,7 +36,7 @@ int32_t ferrum_attend(const struct attention_step *step, int32_t layer, const ch
     return 0;
 }
 
-/* Attention by the kernels here; `context`: a struct attention_step. -1 where there is no memory for the buffers. */
+/* Attention by the kernels here; `context`: a struct attention_step. -1 if memory for the buffers is short. */
 int32_t ferrum_attention_layer(const void *context, int32_t layer, const char *qkv, int64_t count, char *attended)
 {
     const struct attention_step *step = context;

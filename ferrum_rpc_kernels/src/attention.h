@@ -1,11 +1,11 @@
-/* Attention over a paged KV cache: what attention.c offers to Python and to layer.c. */
+/* Attention over a paged KV cache: the interface of attention.c for Python and for layer.c. */
 
 #ifndef FERRUM_ATTENTION_H
 #define FERRUM_ATTENTION_H
 
 #include "kv_layout.h"
 
-/* Attention of a step, in all layers. Spans are short or long (NULL: there are none), for one kernel or the other. */
+/* Attention of a step, for all layers. Short and long spans (NULL: none) have different kernels. */
 struct attention_step {
     const struct span_arrays *short_spans, *long_spans;
     const struct attention_layer *layers;

@@ -1,15 +1,15 @@
-/* Attention over a paged KV cache on a CPU: K and V are read once, where they lie.
+/* Attention over a paged KV cache on a CPU: K and V are read once, in place.
  *
- * torch has no CPU kernel that follows a block table, so its paths gather blocks into a buffer and read them again. Here
- * a step's work is cut into units: a tile of a sequence's new tokens against one chunk of its cache. Chunks lie on a
- * fixed grid of positions and are joined in their order, so an answer depends neither on the number of threads nor on
- * what else is in the batch. Inside a unit the softmax is online and everything is float32 (Milakov and Gimelshein,
+ * torch has no CPU kernel that reads through a block table, so it gathers blocks into a buffer and reads them again. Here
+ * a step's work is split into units: a tile of a sequence's new tokens against one chunk of its cache. Chunks are on a
+ * fixed grid of positions and are combined in order, so a result depends neither on the number of threads nor on the rest
+ * of the batch. Inside a unit the softmax is online and everything is float32 (Milakov and Gimelshein,
  * "Online normalizer calculation for softmax", 2018); splitting a long sequence over units is flash-decoding's idea
  * (Dao et al., 2023).
  *
- * No Python and no torch headers: ferrum_rpc/attention/native_paged.py calls it on data pointers. It is compiled with
- * -fopenmp and linked against no OpenMP: the caller makes torch's own runtime visible first, so that both share one set
- * of threads.
+ * It needs no Python and no torch headers: ferrum_rpc/attention/native_paged.py passes data pointers. It is compiled with
+ * -fopenmp but not linked to OpenMP: the caller makes torch's runtime visible first, so that both share one set of
+ * threads.
  */
 
 #include <float.h>
@@ -35,7 +35,7 @@ struct row {
 
 struct unit {
     int32_t span, row, position, tokens; /* first row, its position, and how many */
-    int32_t low, high;                   /* positions of the chunk that any of them sees */
+    int32_t low, high;                   /* positions of the chunk that any of them attends to */
     int32_t partial;                     /* first token in the partial results, or -1: the only chunk of its tile */
     int32_t chunks;                      /* of the tile, at its first unit; 0 at the others */
 };
@@ -85,13 +85,13 @@ static const struct isa *find_isa(const char *name, int32_t head_dim)
     return NULL;
 }
 
-/* Whether there is such a set: by name, or any where that is NULL. */
+/* Whether there is such a set: by name, or any if that is NULL. */
 int32_t ferrum_decode_supported(const char *name, int32_t head_dim)
 {
     return find_isa(name, head_dim) != NULL;
 }
 
-/* NULL where there is no memory, or no such set. */
+/* NULL if memory is short, or if there is no such set. */
 struct ferrum_decode *ferrum_decode_new(const char *name, int32_t head_dim)
 {
     const struct isa *isa = find_isa(name, head_dim);
@@ -120,7 +120,7 @@ static int ceil_div(int a, int b)
     return (a + b - 1) / b;
 }
 
-/* Cut a step into units, in the order of spans, tiles (of `tile` tokens) and chunks. With units == NULL only count. */
+/* Split a step into units, in the order of spans, tiles (of `tile` tokens) and chunks. If units is NULL, only count. */
 static size_t cut(const struct span_arrays *step, int tile, int window, struct unit *units, size_t *partial_tokens,
                   size_t *slots)
 {
@@ -155,7 +155,7 @@ static size_t cut(const struct span_arrays *step, int tile, int window, struct u
     return count;
 }
 
-/* As ferrum_store, into a cache that is rounded. */
+/* As ferrum_store, into a quantized cache. */
 void ferrum_decode_store(const struct attention_layer *layer, const int64_t *slots, int64_t count, const char *key,
                          const char *value, int64_t key_bytes, int64_t value_bytes)
 {
@@ -168,7 +168,7 @@ void ferrum_decode_store(const struct attention_layer *layer, const int64_t *slo
     }
 }
 
-/* The short spans of one layer: 0, or -1 where there is no memory for the buffers. `query_stride`: elements between two
+/* The short spans of one layer: 0, or -1 if memory for the buffers is short. `query_stride`: elements between two
  * rows of the queries; the output is contiguous. */
 int32_t ferrum_decode_attend(const struct attention_layer *layer, const struct span_arrays *step, const char *query,
                             int64_t query_stride, char *output)
@@ -182,7 +182,7 @@ int32_t ferrum_decode_attend(const struct attention_layer *layer, const struct s
     const size_t slot_bytes = layer->kv_heads * cached_bytes(layer);
     const int threads = slots * slot_bytes * 2 < SMALL ? 1 : step->threads;
 
-    /* Heads are shared out only as far as there are too few units: whole blocks are read from end to end. */
+    /* Heads are distributed only if there are too few units, so that whole blocks are read sequentially. */
     int parts = 1;
     while (count * parts < 2 * (size_t)threads && threads > 1 && parts * 2 <= layer->kv_heads)
         parts *= 2;

@@ -1,6 +1,6 @@
 /* The work of one unit of attention, for one instruction set: included by attention_decode.c once per set (see simd.h).
  *
- * A vector is also how many slots of a block are looked at together: their scores fit one vector, and so does the
+ * As many slots of a block are processed together as a vector has lanes: their scores fit one vector, and so does the
  * exponential of the softmax.
  */
 
@@ -32,7 +32,7 @@ INLINE FV ISA(sum_each)(FV *sums)
     return sums[0];
 }
 
-/* LANES elements of a row of the cache as floats, unscaled where it is rounded. */
+/* LANES elements of a row of the cache as floats, unscaled if it is quantized. */
 INLINE FV ISA(cached)(const char *row, int element, int wide, int rounded)
 {
     if (rounded)
@@ -40,7 +40,7 @@ INLINE FV ISA(cached)(const char *row, int element, int wide, int rounded)
     return ISA(load)(row, element, wide);
 }
 
-/* What the numbers of a rounded row are to be multiplied by. */
+/* The scale of a quantized row. */
 INLINE float ISA(scale)(const char *row, int dim) { return *(const aliasing_float *)(row + dim); }
 
 /* Bytes of a row of the cache. */
@@ -49,8 +49,8 @@ INLINE int ISA(row_bytes)(int dim, int wide, int rounded)
     return rounded ? dim + (int)sizeof(float) : dim * (wide ? 4 : 2);
 }
 
-/* Fetch as many bytes as a slot has of a head into the cache. Called slot by slot between the sums: all at once they
- * fill the buffers for misses, and nothing is computed until memory has answered. */
+/* Prefetch a slot's bytes of a head. Called slot by slot between the sums: all prefetches at once would fill the miss
+ * buffers and stall the computation. */
 INLINE void ISA(fetch)(const char *ahead, int bytes)
 {
 #pragma GCC unroll 8
@@ -59,7 +59,7 @@ INLINE void ISA(fetch)(const char *ahead, int bytes)
 }
 
 /* Scores of `rows` (1 or 2) query rows against `count` slots, unscaled; lanes beyond are 0. Each element of K is read
- * and widened once for all rows. `ahead`: what is wanted later, in as many pieces, `ahead_bytes` apart. */
+ * and widened once for all rows. `ahead`: data to prefetch, in as many pieces, `ahead_bytes` apart. */
 INLINE void ISA(scores)(const float *query, int rows, const char *key, const char *ahead, size_t ahead_bytes,
                         size_t slot_bytes, int count, int dim, int wide, int rounded, FV *scores)
 {
@@ -119,7 +119,7 @@ INLINE void ISA(accumulate)(float *acc, int rows, const FV *weights, const float
 }
 
 /* `rows` (1 or 2) neighbouring query rows of one KV head against the slots `first .. first + count` of a sequence, of
- * which row r sees `low[r] .. high[r]`: one step of the online softmax. */
+ * of which row r attends to `low[r] .. high[r]`: one step of the online softmax. */
 INLINE void ISA(advance)(const struct work *work, const float *query, int rows, const char *key, const char *value,
                          const char *key_ahead, const char *value_ahead, size_t ahead_bytes, int first, int count,
                          const int *low, const int *high, struct row *state, float *acc, int dim, int wide,
@@ -145,7 +145,7 @@ INLINE void ISA(advance)(const struct work *work, const float *query, int rows, 
         const float most = ISA(largest)(s), before = state[r].most;
         scale[r] = 1.0f;
         weight[r] = (FV){0};
-        if (most == none) { /* the row sees none of these slots, or such as weigh nothing or are no number */
+        if (most == none) { /* the row attends to none of these slots, or their scores are -inf or NaN */
             const float all = ISA(total)(s);
             if (all != all)
                 state[r].sum = all;
@@ -167,8 +167,8 @@ INLINE void ISA(advance)(const struct work *work, const float *query, int rows, 
 }
 
 /* One unit: a tile of query tokens against one chunk of their sequence, for the KV heads `head .. head_end`. A block is
- * fetched while the one before it is worked on: with all its heads from its first byte to its last, which takes 4 to 8 %
- * less than head by head (32 sequences, two cores), else the heads' own parts of it. */
+ * prefetched during the computation of the previous one: sequentially with all its heads, which takes 4 to 8 % less than
+ * head by head (32 sequences, two cores), or only the parts of the unit's heads. */
 INLINE void ISA(unit)(const struct work *work, const struct unit *unit, int head, int head_end, float *scratch,
                       int dim, int wide, int rounded)
 {
@@ -196,7 +196,7 @@ INLINE void ISA(unit)(const struct work *work, const struct unit *unit, int head
             high[token * group + g] = position + 1;
         }
     }
-    for (int r = 0; r < count; r++) /* a sink is in the first chunk: once in all */
+    for (int r = 0; r < count; r++) /* a sink counts once, in the first chunk */
         state[r] = work->sinks && unit->chunks ? (struct row){work->sinks[(head + r / rows) * group + r % group], 1.0f}
                                                : (struct row){-__builtin_inff(), 0.0f};
     memset(acc, 0, (size_t)count * dim * sizeof(float));
@@ -249,7 +249,7 @@ INLINE void ISA(unit)(const struct work *work, const struct unit *unit, int head
             }
 }
 
-/* The chunks of one tile, joined in their order: the answer does not depend on who computed which. */
+/* The chunks of one tile, combined in order: the result does not depend on which thread computed which chunk. */
 INLINE void ISA(join)(const struct work *work, const struct unit *unit, int chunks, int dim, int wide)
 {
     const size_t element = wide ? 4 : 2, stride = (size_t)unit->tokens * work->heads;
@@ -263,7 +263,7 @@ INLINE void ISA(join)(const struct work *work, const struct unit *unit, int chun
         for (int d = 0; d < dim; d += LANES)
             acc[d / LANES] = (FV){0};
         for (int c = 0; c < chunks; c++) {
-            if (rows[c * stride].sum == 0.0f) /* the row sees nothing of this chunk */
+            if (rows[c * stride].sum == 0.0f) /* the row attends to nothing of this chunk */
                 continue;
             const float share = ISA(exp)(ISA(splat)(rows[c * stride].most - most))[0];
             sum += rows[c * stride].sum * share;
@@ -276,7 +276,7 @@ INLINE void ISA(join)(const struct work *work, const struct unit *unit, int chun
     }
 }
 
-/* Head widths and types that are worth code of their own; the others share one loop. */
+/* Head widths and types with specialized code; the others share one loop. */
 static TARGET void ISA(run_unit)(const struct work *work, const struct unit *unit, int head, int head_end,
                                  float *scratch)
 {
@@ -302,8 +302,8 @@ static TARGET void ISA(run_join)(const struct work *work, const struct unit *uni
     ISA(join)(work, unit, chunks, work->head_dim, work->wide);
 }
 
-/* A token's keys or values to a rounded cache: of each head the numbers in units of its scale, and the scale, a 127th of
- * the largest. Where one is not finite the scale is NaN, and so is all that is computed with it. */
+/* Write a token's keys or values to a quantized cache: for each head the numbers in units of its scale, and the scale, a
+ * 127th of the largest. If a number is not finite, the scale is NaN, and so are all results computed with it. */
 static TARGET void ISA(run_round)(char *to, const char *from, int heads, int dim, int wide)
 {
     const FV magic = ISA(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, half to even */

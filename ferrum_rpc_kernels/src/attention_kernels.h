@@ -1,4 +1,4 @@
-/* The kernels behind attention.h, each for a kind of span: short ones (attention_decode.c) and long ones
+/* The kernels of attention.c, one for short spans (attention_decode.c) and one for long spans
  * (attention_prefill.c). */
 
 #ifndef FERRUM_ATTENTION_KERNELS_H

@@ -1,11 +1,11 @@
 /* Attention of long spans over a paged KV cache on a CPU, by products of bfloat16 pairs (gemm_tile.h).
  *
- * A prompt's attention is arithmetic, not reading: torch's kernel did 70 GFLOP/s of it where the products of its layers
- * ran at 800 (512 tokens, two cores with AVX-512 BF16), and took two fifths of a prompt's time. Here K and V are put
- * into panels, 64 positions at a time, and met by all rows of a tile of queries: scores by one product, their softmax
+ * A prompt's attention is bound by arithmetic, not memory: torch's kernel ran at 70 GFLOP/s, the products of its layers at
+ * 800 (512 tokens, two cores with AVX-512 BF16), so it took two fifths of a prompt's time. Here K and V are packed into
+ * panels, 64 positions at a time, and multiplied with all rows of a tile of queries: scores by one product, their softmax
  * online in float32, weights rounded to bfloat16, V by another product (Dao, "FlashAttention-2", 2023, without its
- * parallel loops). Positions lie on a fixed grid of 64 and a row's sums run in their order, so that a row's answer does
- * not depend on where its span was cut, on the other spans or on the threads.
+ * parallel loops). Positions are on a fixed grid of 64 and a row is summed in order, so its result does not depend on how
+ * its prompt was split into spans, on the other spans or on the threads.
  *
  * Callers and OpenMP: see attention_decode.c.
  */
@@ -42,7 +42,7 @@ int32_t ferrum_prefill_supported(int32_t head_dim)
     return head_dim >= 16 && head_dim <= MAX_DIM && head_dim % 16 == 0 && CPU_HAS(AVX512_BF16);
 }
 
-/* NULL where there is no memory. */
+/* NULL if memory is short. */
 struct ferrum_prefill *ferrum_prefill_new(void) { return calloc(1, sizeof(struct ferrum_prefill)); }
 
 void ferrum_prefill_free(struct ferrum_prefill *self)
@@ -129,7 +129,7 @@ INLINE void transpose(__m512i *x)
     }
 }
 
-/* 16 numbers of a row of the cache, bfloat16 in the lower halves; of one that is rounded, unscaled: a byte fits. */
+/* 16 numbers of a row of the cache, bfloat16 in the lower halves; those of a quantized row unscaled, which is exact. */
 INLINE __m512i words(const char *row, int element, int rounded)
 {
     if (rounded)
@@ -137,7 +137,7 @@ INLINE __m512i words(const char *row, int element, int rounded)
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(row + element * 2)));
 }
 
-/* `count` of 32 numbers from `element` on, in pairs; zeros behind them. */
+/* `count` of 32 numbers from `element` on, in pairs; zeros after them. */
 INLINE __m512i pairs(const char *row, int element, int count, int rounded)
 {
     if (!rounded) {
@@ -149,8 +149,8 @@ INLINE __m512i pairs(const char *row, int element, int count, int rounded)
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(low)), _mm512_cvtepi32_epi16(high), 1);
 }
 
-/* K and V of the positions `first .. first + KEYS` of one head into panels; zeros from `end` on: what lies there was never
- * written, and may be anything. */
+/* Pack K and V of the positions `first .. first + KEYS` of one head into panels; zeros from `end` on, where the cache is
+ * uninitialized. */
 INLINE void pack_as(const struct job *job, const int32_t *table, int head, int first, int end, const struct buffers *to,
                     int rounded)
 {
@@ -207,9 +207,9 @@ static TARGET void pack(const struct job *job, const int32_t *table, int head, i
         pack_as(job, table, head, first, end, to, 0);
 }
 
-/* One row's scores against the positions `first .. first + KEYS`, of which it sees `low .. high`, to weights: a step of
- * the online softmax. Scales of K go to the scores, those of V to the weights. Returns what its sums so far are to be
- * multiplied by. */
+/* Convert one row's scores for the positions `first .. first + KEYS`, of which it attends to `low .. high`, to weights: a
+ * step of the online softmax. The scales of K multiply the scores, those of V the weights. Returns the factor for the
+ * row's sums so far. */
 INLINE float soften(const struct job *job, const struct buffers *own, const float *scores, int first, int low, int high,
                     float *most, float *total, char *weights)
 {
@@ -230,7 +230,7 @@ INLINE float soften(const struct job *job, const struct buffers *own, const floa
         largest = (FV)_mm512_max_ps((__m512)largest, (__m512)x[i]);
     }
     const float before = *most, now = _mm512_reduce_max_ps((__m512)largest);
-    if (now == -__builtin_inff()) { /* it sees none of them, or such as weigh nothing or are no number */
+    if (now == -__builtin_inff()) { /* it attends to none of them, or their scores are -inf or NaN */
         const float all = ISA(total)(x[0] + x[1] + x[2] + x[3]);
         if (all != all)
             *total = all;
@@ -277,7 +277,7 @@ static TARGET void run_tile(const struct job *job, const int32_t *table, int hea
             count = rows - r < GEMM_ROWS ? rows - r : GEMM_ROWS;
             const int last = position + (r + count - 1) / group;
             if (last < first || (job->window > 0 && position + r / group - job->window >= first + KEYS))
-                continue; /* no row of the block sees any of these positions */
+                continue; /* no row of the block attends to these positions */
             struct gemm_tile tile = {
                 .rows = own->query + (size_t)r * job->wide_dim * 2,
                 .panels = own->key,
@@ -367,7 +367,7 @@ int32_t ferrum_prefill_attend(const struct attention_layer *layer, const struct 
         lay_out(&job, tile * job.group, self->scratch + bytes * __atomic_fetch_add(&arrived, 1, __ATOMIC_RELAXED), &own);
         int64_t next;
         while ((next = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < jobs) {
-            /* from the last tile on: a span's later ones see more, and the small ones fill the end */
+            /* from the last tile on: a span's later tiles have more keys, and the small ones balance the end */
             int64_t left = tiles - 1 - next / layer->kv_heads;
             int span = 0;
             for (;; span++) {
@@ -386,7 +386,7 @@ int32_t ferrum_prefill_attend(const struct attention_layer *layer, const struct 
 
 #else
 
-/* No such instructions: nothing here is called but the first. */
+/* Without these instructions only the first function is called. */
 int32_t ferrum_prefill_supported(int32_t head_dim)
 {
     (void)head_dim;

@@ -6,8 +6,8 @@
 #include <stddef.h>
 #include <stdlib.h>
 
-/* Make `buffer` (the address of a pointer, of `size` bytes so far) hold `wanted` bytes; what it held is lost. 0 where there
- * is no memory, with the buffer as it was. */
+/* Grow `buffer` (the address of a pointer, of `size` bytes so far) to `wanted` bytes; its contents are lost. 0 if memory is
+ * short, with the buffer unchanged. */
 static inline int reserve_buffer(void *buffer, size_t *size, size_t wanted)
 {
     void **held = buffer, *larger = NULL;

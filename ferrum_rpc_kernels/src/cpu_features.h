@@ -1,6 +1,5 @@
-/* Instruction sets, each a list of the CPU's features. The attribute that lets the compiler use them and the question
- * whether this machine has them come from the one list: code that the compiler could put a feature into never runs where
- * that feature is missing. */
+/* Instruction sets, each a list of CPU features. The compiler's target attribute and the check of this machine come from
+ * the same list, so code compiled for a feature never runs on a CPU without it. */
 
 #ifndef FERRUM_CPU_FEATURES_H
 #define FERRUM_CPU_FEATURES_H
@@ -15,7 +14,7 @@
 #define LISTED(feature) "," feature
 #define HELD(feature) && __builtin_cpu_supports(feature)
 #if defined(__clang__)
-#define VECTOR_WIDTH "sse2" /* it has no such option, and there is always this */
+#define VECTOR_WIDTH "sse2" /* the compiler has no such option; this set is always there */
 #else
 #define VECTOR_WIDTH "prefer-vector-width=512"
 #endif

@@ -41,7 +41,7 @@ static const struct isa ISA(isa) = ISA_ENTRIES;
 #undef LANES
 #endif
 
-/* The set whose vectors hold so many floats; portable code where there is none. */
+/* The set whose vectors hold so many floats; portable code if there is none. */
 static inline const struct isa *isa_of(int lanes)
 {
 #if defined(__x86_64__)

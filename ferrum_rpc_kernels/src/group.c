@@ -1,14 +1,15 @@
-/* Ranks of one machine, in memory that they share.
+/* Collectives of the ranks of one machine, in shared memory.
  *
- * A decode step of 28 layers sums its rows over the ranks 56 times. By TCP on one machine that is a fifth of a millisecond
- * or more each time; here a rank writes its part, raises its number, waits until the others have raised theirs, and reads.
+ * A decode step of 28 layers sums its rows over the ranks 56 times. By TCP on one machine that takes a fifth of a
+ * millisecond or more each time; here a rank writes its part, raises its counter, waits for the others' counters, and
+ * reads.
  *
- * A number counts the exchanges of an epoch. Each exchange uses one of two buffers of a rank in turn, so that one wait is
- * enough: who has passed the wait of exchange n knows that everyone has read those of n - 1. The kernels that wait are
- * woken by nobody: they spin, then give way, then sleep.
+ * A counter counts the exchanges of an epoch. Exchanges alternate between two buffers of a rank, so that one wait is
+ * enough: after the wait of exchange n all ranks have read the buffers of n - 1. A waiting rank is not woken: it spins,
+ * then yields, then sleeps.
  *
- * Given up, all epochs up to the present are over: one word says which is the first that is not. It is looked at while
- * waiting and again after reading, because a rank that has begun a new epoch may write where a slower one still reads.
+ * An abort ends all epochs up to the present one: one word has the first live epoch. It is checked while waiting and again
+ * after reading, because a rank in a new epoch may write where a slower one still reads.
  */
 
 #include <sched.h>
@@ -25,10 +26,10 @@
 #define MOST_RANKS 64
 #define LINE 128         /* bytes: two cache lines, which are fetched together */
 #define BUFFER 65536     /* bytes of an exchange */
-#define SLOT 65536       /* bytes of a message's part, and how many may be under way from one rank to another */
+#define SLOT 65536       /* bytes of a message's part, and how many may be in flight from one rank to another */
 #define SLOTS 16
 #define SHARED_FROM 32768 /* bytes from which each of more than two ranks sums a share of the rows */
-#define SPIN_NS 50000    /* then give way to others for a while, then sleep */
+#define SPIN_NS 50000    /* then yield for a while, then sleep */
 #define YIELD_NS 1000000
 #define SLEEP_NS 50000
 
@@ -42,8 +43,8 @@ struct counter {
 /* The segment: this, `exchanged` of each rank, `sent` and `taken` of each pair (from, to), two buffers of each rank, and
  * the slots of each pair. Zeros are a group of epoch 0. Pages that are never touched take no memory. */
 struct shared {
-    _Alignas(LINE) char name[16]; /* Python's: whether it is the one that was meant */
-    _Alignas(LINE) _Atomic int64_t live_from; /* the first epoch that is not over */
+    _Alignas(LINE) char name[16]; /* set by Python, to check that it is the right segment */
+    _Alignas(LINE) _Atomic int64_t live_from; /* the first live epoch */
 };
 
 struct ferrum_group {
@@ -70,7 +71,7 @@ struct isa {
 #define BODY "group_isa.h"
 #include "for_each_isa.h"
 
-/* How large a segment for so many ranks is; 0 where they are too many. */
+/* The size of a segment for so many ranks; 0 if they are too many. */
 int64_t ferrum_group_bytes(int32_t size)
 {
     if (size < 1 || size > MOST_RANKS)
@@ -80,7 +81,7 @@ int64_t ferrum_group_bytes(int32_t size)
            (int64_t)size * 2 * BUFFER + pairs * SLOTS * SLOT;
 }
 
-/* A rank of the group whose segment this is. `lanes`: as ferrum_rows_lanes returned. NULL where there is no memory. */
+/* A rank of the group of this segment. `lanes`: as ferrum_rows_lanes returned. NULL if memory is short. */
 struct ferrum_group *ferrum_group_new(void *segment, int32_t rank, int32_t size, int32_t lanes)
 {
     struct ferrum_group *made = calloc(1, sizeof *made);
@@ -101,7 +102,7 @@ struct ferrum_group *ferrum_group_new(void *segment, int32_t rank, int32_t size,
 
 void ferrum_group_free(struct ferrum_group *self) { free(self); }
 
-/* The segment may go: every later call returns GROUP_ABORTED. */
+/* Detach from the segment: every later call returns GROUP_ABORTED. */
 void ferrum_group_close(struct ferrum_group *self)
 {
     static struct shared closed = {.live_from = INT64_MAX};
@@ -117,10 +118,10 @@ static void end_epochs_below(struct ferrum_group *self, int64_t epoch)
         ;
 }
 
-/* Whoever waits returns GROUP_ABORTED. From any thread. */
+/* All waits return GROUP_ABORTED. May be called from any thread. */
 void ferrum_group_abort(struct ferrum_group *self) { end_epochs_below(self, atomic_load(&self->epoch) + 1); }
 
-/* Begin an epoch above those before. GROUP_ABORTED where it is over already. */
+/* Begin an epoch above all earlier ones. GROUP_ABORTED if it is over already. */
 int32_t ferrum_group_renew(struct ferrum_group *self, int64_t epoch)
 {
     end_epochs_below(self, epoch);
@@ -137,7 +138,7 @@ static int over(const struct ferrum_group *self)
            atomic_load_explicit(&self->epoch, memory_order_relaxed);
 }
 
-/* After reading: whether what was read may have been overwritten. */
+/* After reading: whether the data may have been overwritten meanwhile. */
 static int32_t read_in_time(const struct ferrum_group *self)
 {
     atomic_thread_fence(memory_order_acquire);
@@ -168,7 +169,7 @@ static int64_t now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Until the counter has reached `wanted`, or the epoch is over. */
+/* Wait until the counter has reached `wanted`, or the epoch is over. */
 static int32_t wait_for(const struct ferrum_group *self, const struct counter *counter, int64_t wanted)
 {
     int64_t began = 0, waited = 0;
@@ -199,8 +200,8 @@ static char *buffer_of(const struct ferrum_group *self, int rank)
     return self->buffers + (2 * rank + self->exchanges % 2) * (int64_t)BUFFER;
 }
 
-/* This rank's buffer has been written: show it, and wait for the others'. All have the same `bytes` to say, or the group
- * is given up: a rank makes another call than its neighbours. */
+/* Publish this rank's buffer, and wait for the others'. All must have the same number of `bytes`, or the group is aborted,
+ * because the ranks' calls differ. */
 static int32_t exchange(struct ferrum_group *self, int64_t bytes)
 {
     const int64_t wanted = number(self, self->exchanges + 1);
@@ -222,7 +223,7 @@ static int32_t exchange(struct ferrum_group *self, int64_t bytes)
     return GROUP_DONE;
 }
 
-/* The parts of this exchange; this rank's is where it computed it. */
+/* The parts of this exchange; this rank's own is in place. */
 static struct parts parts_of(const struct ferrum_group *self, const char *own, int32_t wide)
 {
     struct parts parts = {.count = self->size, .wide = wide};
@@ -245,7 +246,7 @@ static int32_t reduce_whole(struct ferrum_group *self, char *rows, int64_t eleme
     return read_in_time(self);
 }
 
-/* Every rank sums its share and reads the others': two waits, and less to read where there are many. */
+/* Every rank sums its share and reads the others' sums: two waits, but less to read with many ranks. */
 static int32_t reduce_shares(struct ferrum_group *self, char *rows, int64_t elements, int32_t wide)
 {
     const int64_t width = wide ? 4 : 2, bytes = elements * width;
@@ -320,7 +321,7 @@ static char *slot_of(const struct ferrum_group *self, int64_t pair, int64_t coun
     return self->slots + (pair * SLOTS + count % SLOTS) * SLOT;
 }
 
-/* Waits where `SLOTS` parts are under way. An enum group_status. */
+/* Waits while `SLOTS` parts are in flight. An enum group_status. */
 int32_t ferrum_group_send(struct ferrum_group *self, const char *rows, int64_t bytes, int32_t to)
 {
     const int64_t pair = (int64_t)self->rank * self->size + to;
@@ -337,7 +338,7 @@ int32_t ferrum_group_send(struct ferrum_group *self, const char *rows, int64_t b
     return status;
 }
 
-/* rows = what `source` sent. An enum group_status. */
+/* rows = the message of `source`. An enum group_status. */
 int32_t ferrum_group_receive(struct ferrum_group *self, char *rows, int64_t bytes, int32_t source)
 {
     const int64_t pair = (int64_t)source * self->size + self->rank;

@@ -1,4 +1,4 @@
-/* What a call of a group of ranks came to (group.c). */
+/* The result of a call of a group of ranks (group.c). */
 
 #ifndef FERRUM_GROUP_H
 #define FERRUM_GROUP_H

@@ -1,4 +1,4 @@
-/* What attention works on: the spans of a step, and a layer's paged KV cache. */
+/* The inputs of attention: the spans of a step, and a layer's paged KV cache. */
 
 #ifndef FERRUM_KV_LAYOUT_H
 #define FERRUM_KV_LAYOUT_H
@@ -20,11 +20,11 @@ struct span_arrays {
     const int32_t *tables;      /* block ids */
 };
 
-/* A layer's kernels (prefill NULL: it gets no long spans), its cache, and what its rows see of it: the last `window`
- * positions, or all where it is 0. Queries and answers are bfloat16 or, where `wide`, float32. So is the cache, [blocks,
- * block_size, kv_heads, head_dim]; or, where `rounded`, it is int8, and behind the numbers of each head lies their scale,
- * a float (ferrum_rpc/attention/eight_bits.py). Scores are bent to less than `softcap` where that is not 0. `sinks`, a
- * logit for every head or NULL: the softmax counts it like a score, but there is no value to it. */
+/* A layer's kernels (prefill NULL: no long spans), its cache, and its mask: the last `window` positions, or all if it is 0.
+ * Queries and results are bfloat16, or float32 if `wide`. So is the cache, [blocks, block_size, kv_heads, head_dim]; if
+ * `rounded`, it is int8, and each head's numbers are followed by their scale, a float (ferrum_rpc/attention/eight_bits.py).
+ * Scores are soft-capped at `softcap` unless that is 0. `sinks`: a logit for every head, or NULL; the softmax counts it as a
+ * score without a value. */
 struct attention_layer {
     struct ferrum_decode *decode;
     struct ferrum_prefill *prefill;

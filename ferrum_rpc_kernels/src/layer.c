@@ -1,10 +1,10 @@
-/* Decoder layers one after the other: products, what lies between them, and attention (attention.c, or a function of
- * Python that is called back in every layer). Called one by one from Python, they and their tensors took 3 ms of a decode
- * step of 29 (Qwen3-0.6B's 28 layers, two cores), and let go of Python's interpreter several times a layer: each time a
- * busy thread may keep it for some milliseconds.
+/* Consecutive decoder layers: products, row operations and attention (attention.c, or a callback into Python in every
+ * layer). Called one by one from Python, their overhead was 3 ms of a decode step of 29 (Qwen3-0.6B's 28 layers, two
+ * cores), and they released Python's interpreter lock several times a layer: each time a busy thread may keep it for some
+ * milliseconds.
  *
- * Where a model is cut over ranks, each computes a part of the heads and of the MLP: what output and down make of it are
- * parts of sums, which a function that Python names completes.
+ * If a model is sharded over ranks, each computes a part of the heads and of the MLP: the results of output and down are
+ * partial sums, which a callback into Python completes.
  */
 
 #include <stddef.h>
@@ -41,7 +41,7 @@ struct layer_step {
     int32_t threads;
 };
 
-/* `reduce`: where what output and down make are parts of sums. NULL where there is no memory. */
+/* `reduce`: completes partial sums of output and down. NULL if memory is short. */
 struct ferrum_layers *ferrum_layers_new(struct ferrum_linears *linears, reduce_rows *reduce, void *context)
 {
     struct ferrum_layers *made = calloc(1, sizeof *made);
@@ -59,7 +59,7 @@ void ferrum_layers_free(struct ferrum_layers *self)
 
 static size_t align_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-/* y = x through a matrix, with what adapters change of it. 0, or -1. */
+/* y = x times a matrix, with the changes of adapters. 0, or -1. */
 static int32_t product(const struct layer_step *step, enum product which, const char *x, char *y)
 {
     const struct matrix *matrix = step->weights->products[which];
@@ -70,7 +70,7 @@ static int32_t product(const struct layer_step *step, enum product which, const 
     return 0;
 }
 
-/* The same, and the sum of it over the ranks. 0, -1, or what the ranks' sum returned. */
+/* The same, summed over the ranks. 0, -1, or the result of the ranks' sum. */
 static int32_t summed_product(const struct layer_step *step, enum product which, const char *x, char *y)
 {
     const struct ferrum_layers *self = step->self;
@@ -79,7 +79,7 @@ static int32_t summed_product(const struct layer_step *step, enum product which,
     return self->reduce ? self->reduce(self->context, y, step->count * step->weights->products[which]->n) : 0;
 }
 
-/* hidden += delta, where there is one; out = their norm, where there is one. Returns where the normed rows are: `out`, or
+/* hidden += delta, if there is one; out = their norm, if there is one. Returns the address of the normed rows: `out`, or
  * without a norm `hidden`. */
 static char *add_norm(const struct layer_step *step, char *hidden, const char *delta, const float *norm, char *out)
 {
@@ -99,7 +99,7 @@ static char *add_norm(const struct layer_step *step, char *hidden, const char *d
     return norm ? out : hidden;
 }
 
-/* Norm the heads of query and key, and rotate them by cos and sin, of which there are those of every rotation. */
+/* Normalize the heads of query and key, and rotate them by cos and sin, which have the tables of every rotation. */
 static void rotate(const struct layer_step *step, char *qkv, const float *cos, const float *sin)
 {
     const struct layer_weights *weights = step->weights;
@@ -119,7 +119,7 @@ static void rotate(const struct layer_step *step, char *qkv, const float *cos, c
         ferrum_rows(&rows, weights->lanes);
 }
 
-/* delta = the MLP of normed rows; `gate_up` and `gated`: buffers for what lies between. As summed_product. */
+/* delta = the MLP of normed rows; `gate_up` and `gated`: buffers for intermediate rows. Returns as summed_product. */
 static int32_t mlp(const struct layer_step *step, const char *normed, char *gate_up, char *gated, char *delta)
 {
     const struct row_task rows = {
@@ -137,8 +137,8 @@ static int32_t mlp(const struct layer_step *step, const char *normed, char *gate
     return summed_product(step, DOWN, gated, delta);
 }
 
-/* hidden [count, width] += `added`, where there is any, and then attention's answer; delta = the MLP of the sum, or, where
- * the two are parallel, of what attention read. As summed_product. */
+/* hidden [count, width] += `added`, if any, and then the result of attention; delta = the MLP of the sum, or, if the two are
+ * parallel, of attention's input. Returns as summed_product. */
 static int32_t run_layer(const struct layer_step *step, int32_t layer, char *hidden, const char *added, char *delta,
                          const float *cos, const float *sin)
 {
@@ -174,9 +174,9 @@ static int32_t run_layer(const struct layer_step *step, int32_t layer, char *hid
     return status;
 }
 
-/* All `layers` of hidden [count, width]; delta: what the last one has yet to add. `lora`: the adapters of the step, or
- * NULL. cos and sin are those of every rotation. 0, -1 where there is no memory for the buffers, or what attention or the
- * ranks' sum returned. */
+/* Run all `layers` on hidden [count, width]; delta: the output of the last one, still to be added. `lora`: the adapters of
+ * the step, or NULL. cos and sin have the tables of every rotation. 0, -1 if memory for the buffers is short, or the status
+ * of attention or of the ranks' sum. */
 int32_t ferrum_layers_run(struct ferrum_layers *self, const struct layer_weights *weights, int32_t layers,
                           attend_layer *attend, const void *context, const struct lora_step *lora, char *hidden,
                           char *delta, const float *cos, const float *sin, int64_t count, int32_t threads)

@@ -12,7 +12,7 @@
  * (ferrum_rpc/models/parts/layer.py). */
 enum product { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
 
-/* Norms before and after each half of a layer, and of heads: NULL where there is none. `slot`: of the first product's
+/* Norms before and after each half of a layer, and of heads: NULL if there is none. `slot`: of the first product's
  * adapters; those of the others follow. `rope`: which of a step's rotations its heads have; -1: none. `parallel`:
  * attention and MLP read the same row. */
 struct layer_weights {

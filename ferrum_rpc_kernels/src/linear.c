@@ -1,18 +1,18 @@
 /* Matrix products with resident weights on a CPU: x W^T + b for few rows or many, with bfloat16 or 8-bit weights.
  *
- * A decode step reads every weight for a handful of rows: it ends when memory has been read, if the arithmetic keeps up.
- * oneDNN's does at one row; at 8 rows it took 1.3 times as long as reading takes, and at 32 2.9 times (two cores with
+ * A decode step reads every weight for a few rows, so it is bound by memory if the arithmetic is fast enough. That of
+ * oneDNN is at one row; at 8 rows it took 1.3 times as long as reading the weights, and at 32 2.9 times (two cores with
  * AVX-512 BF16, Qwen3-0.6B's layers: 28 ms of reading; 37 and 81). Here one layout of panels (gemm_tile.h) serves every
- * number of rows: a job is four panels and a slab of rows; while a job's later rows are multiplied, the next job's
- * weights are fetched.
+ * number of rows: a job is four panels and a slab of rows; during a job's later rows the next job's weights are
+ * prefetched.
  *
- * Where only the largest element of a row is wanted (the next token of a greedy row), the row is not written: 32 rows of
- * a 152k vocabulary are 19 MB of floats that would be read again.
+ * If only the largest element of a row is needed (the next token of a greedy row), the row is not written: 32 rows of a
+ * 152k vocabulary are 19 MB of floats that would be read again.
  *
  * 8-bit weights are blocks of 64 elements of a column with a scale each; rows are rounded to 8 bits in blocks of
  * 64 as well, because the instruction multiplies bytes by bytes. (llama.cpp's Q8_0 does so with blocks of 32.)
  *
- * No Python and no torch headers: ferrum_rpc/models/native_linear.py calls it on data pointers. OpenMP: see attention_decode.c.
+ * It needs no Python and no torch headers: ferrum_rpc/models/native_linear.py passes pointers. OpenMP: see attention_decode.c.
  */
 
 #include <stddef.h>
@@ -54,7 +54,7 @@ int32_t ferrum_linear_supported(int32_t kind)
     return kind == BYTES ? CPU_HAS(AVX512_VNNI) : CPU_HAS(AVX512_BF16);
 }
 
-/* NULL where there is no memory. */
+/* NULL if memory is short. */
 struct ferrum_linears *ferrum_linears_new(void) { return calloc(1, sizeof(struct ferrum_linears)); }
 
 void ferrum_linears_free(struct ferrum_linears *self)
@@ -67,7 +67,7 @@ void ferrum_linears_free(struct ferrum_linears *self)
     free(self);
 }
 
-/* What both kinds are done with. */
+/* Shared by both kinds. */
 #define TARGET COMPILED_FOR(AVX512)
 
 GEMM_ENTRY(pairs_entry, gemm_pairs, AVX512_BF16)
@@ -82,7 +82,7 @@ static TARGET void quantise(const char *row, int k, char *to, float *scales, int
         for (int i = 0; i < GROUP / 16; i++) {
             const __m256i half = _mm256_loadu_si256((const __m256i *)(row + ((size_t)g * GROUP + i * 16) * 2));
             x[i] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-            most = _mm512_max_ps(_mm512_abs_ps(x[i]), most); /* of a NaN and a number it takes the second */
+            most = _mm512_max_ps(_mm512_abs_ps(x[i]), most); /* max of a NaN and a number is its second operand */
         }
         const float largest = _mm512_reduce_max_ps(most), scale = largest / 127.0f;
         const __m512 inverse = _mm512_set1_ps(largest > TINY ? 127.0f / largest : 0.0f);
@@ -222,7 +222,7 @@ static void multiply(const struct product *product, int64_t job, int64_t next, f
 }
 
 /* The product of x [count, k], whose rows lie `x_stride` elements apart, to `out`, or only the largest of each row to
- * `self->best`, of as many threads as it returns; -1 where there is no memory for the buffers. */
+ * `self->best`, of as many threads as it returns; -1 if memory for the buffers is short. */
 static int32_t run(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                    int64_t count, char *out, int32_t wide, int32_t threads)
 {
@@ -290,7 +290,7 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
 }
 
 /* out [count, n] = x [count, k] W^T + b: bfloat16, or floats of bfloat16 values where `wide`. Rows of x lie `x_stride`
- * elements apart, those of the output one after the other. 0, or -1 where there is no memory for the buffers. */
+ * elements apart, those of the output one after the other. 0, or -1 if memory for the buffers is short. */
 int32_t ferrum_linear(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                       int64_t count, char *out, int32_t wide, int32_t threads)
 {
@@ -318,7 +318,7 @@ int32_t ferrum_linear_largest(struct ferrum_linears *self, const struct matrix *
 
 #else
 
-/* No such instructions: nothing here is called but the first. */
+/* Without these instructions only the first function is called. */
 int32_t ferrum_linear_supported(int32_t kind)
 {
     (void)kind;

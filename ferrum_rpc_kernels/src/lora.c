@@ -1,10 +1,10 @@
 /* Adapters: y += B (A x) for those rows of a step that have one, many adapters in one call.
  *
- * A and B are panels (gemm_tile.h), so that a row costs little more than reading its adapter once: a batch in which every
- * row has another one reads all of them, 20 MB each at rank 16 of Qwen3-0.6B, and rows of one share what is read. A sum
- * runs over the elements in one order, as in linear.c: what is added to a row does not depend on its neighbours.
+ * A and B are panels (gemm_tile.h), so that a row costs little more than reading its adapter once: a batch with a different
+ * adapter in every row reads all of them, 20 MB each at rank 16 of Qwen3-0.6B, and rows of one adapter share the reads. The
+ * order of a sum is fixed, as in linear.c: a row's result does not depend on the other rows.
  *
- * A x is rounded to bfloat16, and so is what is written: y is read as it was rounded, and rounded anew. OpenMP: see
+ * A x is rounded to bfloat16, and so is the result: y is read as bfloat16, and rounded again. OpenMP: see
  * attention_decode.c.
  */
 
@@ -158,7 +158,7 @@ static void job_of_b(const struct task *task, int64_t which, int groups)
     }
 }
 
-/* Add to y [rows, n] what the adapters of `step` change of a product of x, whose rows lie `x_stride` elements apart. */
+/* Add the changes of the adapters of `step` to y [rows, n], a product of x, whose rows are `x_stride` elements apart. */
 void ferrum_lora(const struct lora_step *step, int32_t slot, const char *x, int64_t x_stride, char *y, int32_t threads)
 {
     const struct task task = {
@@ -181,7 +181,7 @@ void ferrum_lora(const struct lora_step *step, int32_t slot, const char *x, int6
         return;
     const int64_t count = step->count, a_jobs = count * a_groups, b_jobs = count * b_groups;
     int64_t job;
-    if (count >= 4 * threads) { /* enough for all of them: nobody waits for another's sums */
+    if (count >= 4 * threads) { /* enough jobs for all threads: no thread waits for another's sums */
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 1)
         for (job = 0; job < count; job++) {
             for (int group = 0; group < a_groups; group++)
@@ -204,7 +204,7 @@ void ferrum_lora(const struct lora_step *step, int32_t slot, const char *x, int6
 
 #else
 
-/* No such instructions: nothing here is called but the first. */
+/* Without these instructions only the first function is called. */
 int32_t ferrum_lora_supported(void) { return 0; }
 
 void ferrum_lora(const struct lora_step *step, int32_t slot, const char *x, int64_t x_stride, char *y, int32_t threads)

@@ -5,8 +5,8 @@
 
 #include <stdint.h>
 
-/* Panels here are those of gemm_tile.h, but four of them lie vector by vector beside each other: [panels / 4][pairs][4][16][2],
- * the last group with fewer than four. So a row reads all that it needs from one end to the other. */
+/* Panels here are those of gemm_tile.h, interleaved vector by vector in groups of four: [panels / 4][pairs][4][16][2], the
+ * last group with fewer than four. So a row reads its adapter sequentially. */
 
 /* One matrix of a fused product: `columns` of the output from `first` on, and `rank` sums, which is even, from `start` on.
  * `b`: panels of `columns`, of `rank` / 2 pairs. */

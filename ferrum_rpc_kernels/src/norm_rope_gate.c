@@ -1,7 +1,7 @@
-/* What a decoder does between its matrix products: norms, the rotation of heads, the gate of the MLP.
+/* The row operations between a decoder's matrix products: norms, rotary embeddings, the gate of the MLP.
  *
- * In torch each is several passes over bfloat16 rows that are widened, worked on and narrowed again, and each pass costs
- * a dispatch: at 32 rows of the 0.6B shape together a tenth of a step. Here a row is read once and written once.
+ * In torch each takes several passes over bfloat16 rows, converted to float32 and back, and each pass costs a dispatch: at
+ * 32 rows of the 0.6B shape together a tenth of a step. Here a row is read once and written once.
  */
 
 #include <stddef.h>
@@ -11,7 +11,7 @@
 #include "cpu_features.h"
 #include "norm_rope_gate.h"
 
-#define LARGE 131072 /* elements above which rows are shared out to threads */
+#define LARGE 131072 /* elements above which rows are distributed to threads */
 
 struct isa {
     void (*run_row)(const struct row_task *, int64_t);
@@ -24,7 +24,7 @@ struct isa {
 /* The lanes of the widest set of this machine whose vectors divide `elements`, or 0. */
 int32_t ferrum_rows_lanes(int32_t elements) { return widest_lanes(elements); }
 
-/* Do a task to every row. `lanes`: as ferrum_rows_lanes returned. */
+/* Run a task on every row. `lanes`: as ferrum_rows_lanes returned. */
 void ferrum_rows(const struct row_task *rows, int32_t lanes)
 {
     const struct isa *isa = isa_of(lanes);

@@ -1,5 +1,5 @@
-/* What a decoder does row by row between its matrix products, for one instruction set: included by norm_rope_gate.c once per set
- * (see simd.h). All of it is computed in float32 and rounded once. */
+/* A decoder's row operations between its matrix products, for one instruction set: included by norm_rope_gate.c once per
+ * set (see simd.h). All of them compute in float32 and round once. */
 
 #include "simd.h"
 
@@ -30,7 +30,7 @@ INLINE void ISA(centre)(const struct row_task *rows, const char *hidden, char *o
     }
 }
 
-/* hidden += delta * residual (where there is one), rounded; out = hidden / rms(hidden) * weight (where there is a norm), or
+/* hidden += delta * residual (if there is a delta), rounded; out = hidden / rms(hidden) * weight (if there is a norm), or
  * `centre`. `out` may be `hidden`. */
 INLINE void ISA(add_norm)(const struct row_task *rows, int64_t row, int wide)
 {
@@ -59,7 +59,7 @@ INLINE void ISA(add_norm)(const struct row_task *rows, int64_t row, int wide)
         ISA(store)(rows->out + at, i, wide, ISA(load)(hidden, i, wide) * scale * *(const FV *)(rows->norm + i));
 }
 
-/* What n elements of a row, from x on, are to be multiplied with to have a root mean square of one. */
+/* The factor that gives n elements of a row, from x on, a root mean square of one. */
 INLINE float ISA(norm_of)(const char *x, int n, float eps, int wide)
 {
     FV squares = {0};
@@ -70,8 +70,8 @@ INLINE float ISA(norm_of)(const char *x, int n, float eps, int wide)
     return ISA(inverse_rms)(squares, n, eps);
 }
 
-/* Query and key of a row, in place: normed where there are norms, then channel i turned with i + turned / 2 where there is
- * a rotation. */
+/* Query and key of a row, in place: normalized if there are norms, then channels i and i + turned / 2 rotated if there is a
+ * rotation. */
 INLINE void ISA(rotate)(const struct row_task *rows, int64_t row, int wide)
 {
     const struct row_kind *kind = rows->kind;
@@ -129,7 +129,7 @@ INLINE void ISA(gate)(const struct row_task *rows, int64_t row, int wide, int ac
     }
 }
 
-/* What most models do is worth code of its own. */
+/* The operations of most models have specialized code. */
 INLINE void ISA(any_gate)(const struct row_task *rows, int64_t row, int wide)
 {
     if (rows->kind->activation == SILU && rows->kind->gated)

@@ -1,18 +1,18 @@
-/* A token drawn from each row of logits, or its best tokens and its logsumexp.
+/* Samples a token from each row of logits, or selects its best tokens and its logsumexp.
  *
- * A draw: temperature, then top-k, then top-p, then min-p, then one number from [0, 1) that picks from what is left, by
- * weight, in the order of the ids.
+ * Sampling applies temperature, then top-k, then top-p, then min-p; then one number from [0, 1) selects a remaining token,
+ * by weight, in the order of the ids.
  *
- * A sorted vocabulary would say all of this, and sorting 152 thousand logits takes 10 ms. Here a row is read two to four
- * times in vectors. The k-th largest is looked for only among logits that are not below the k-th largest of the chunks'
- * maxima: at least k logits are as large. Where the nucleus ends is narrowed down by the mass above a few borders.
+ * Sorting 152 thousand logits would take 10 ms. Here a row is read two to four times in vectors. The k-th largest is
+ * searched only among logits that are not below the k-th largest of the chunks' maxima: at least k logits are as large. The
+ * border of the nucleus is narrowed down by the mass above a few candidate borders.
  *
- * Before that, penalties: each token is looked up where it occurs, and a table of counts is empty again afterwards.
+ * Penalties come first: they touch only the tokens that occur, and clear their table of counts afterwards.
  *
- * Where ranks share a row, each has a part of its tokens: what is left of it, what that comes to, and the token at which it
- * passes a target are told of a part alone (`limits`), as they would be of the row.
+ * If ranks share a row, each has a shard of its tokens: the remaining tokens, their sum, and the token at which a target is
+ * passed are computed for a shard alone (`limits`), as for a row.
  *
- * A row's token depends on nothing but its row and its draw: not on the rows beside it, nor on the number of threads.
+ * A row's token depends only on the row and its parameters: not on the other rows, nor on the number of threads.
  */
 
 #include <float.h>
@@ -54,7 +54,7 @@ struct sampler {
     size_t size, counts_size;
 };
 
-/* Room for one row's work. */
+/* Buffers for one row. */
 struct room {
     float *weights, *scratch, *maxima, *copies;
     double *sums;
@@ -146,11 +146,11 @@ static uint32_t to_bits(float number)
     return bits;
 }
 
-/* The smallest weight of the smallest set of the largest ones that comes to `need`; `kept`: how many of that weight are in
- * it, `ties`: of how many. Weights up to `idle` are not in it; room->maxima are those of the chunks' weights.
+/* The smallest weight of the nucleus, the smallest set of the largest weights whose sum reaches `need`; `kept`: how many of
+ * that weight are in it, `ties`: of how many. Weights up to `idle` are not in it; room->maxima are the chunks' maxima.
  *
- * Positive floats are in the order of their bits, so an interval of bits is narrowed to a few hundred weights at most, by what
- * those at or above its inner borders come to. */
+ * Positive floats are in the order of their bits, so an interval of bits is narrowed to a few hundred weights at most, by
+ * the sums of the weights at or above its inner borders. */
 static float least_of_nucleus(int64_t chunks, double need, float idle, const struct isa *isa, const struct room *room,
                               int64_t *kept, int64_t *ties)
 {
@@ -281,7 +281,7 @@ static int32_t token_of(const float *row, int64_t count, const struct draw *draw
     if (!numbers || !(draw->temperature > 0.0f) || !(largest < FINITE && largest > -FINITE)) {
         for (int64_t at = 0; at < count; at++)
             if (numbers ? row[at] == largest : row[at] != row[at])
-                return (int32_t)at; /* as an arg-max: the first of the largest, and what is no number is larger */
+                return (int32_t)at; /* as an argmax: the first of the largest; a NaN is larger than any number */
         return 0;
     }
     const float inverse = inverse_of(draw->temperature);
@@ -344,7 +344,7 @@ static struct room room_of(char *buffer, int64_t chunks)
     return (struct room){weights, scratch, maxima, maxima + padded, (double *)(maxima + 2 * padded)};
 }
 
-/* Draw a token for each row of `logits` [rows, vocabulary], which stay as they are. 0 where there is no memory. */
+/* Sample a token for each row of `logits` [rows, vocabulary], which are not changed. 0 if memory is short. */
 int32_t ferrum_sample(struct sampler *sampler, const float *logits, int64_t rows, int64_t vocabulary,
                       const struct draw *draws, int32_t *tokens, int32_t threads)
 {
@@ -380,9 +380,9 @@ static void weigh_part(const float *row, int64_t count, const struct limits *lim
         isa->drop_below(limits->least_weight, chunks * CHUNK, room->weights, room->sums);
 }
 
-/* What the limits leave of each row of `logits` [rows, count], parts of rows of a vocabulary. Any of these may be NULL:
- * `weights` [rows, count], what they come to, `sums` [rows], and of rows that have a target the token there, `tokens`
- * [rows]; without weights and sums other rows are not looked at. 0 where there is no memory. */
+/* The tokens that the limits keep of each row of `logits` [rows, count], shards of rows of a vocabulary. Any of these may be
+ * NULL: `weights` [rows, count], their `sums` [rows], and for rows with a target the token there, `tokens` [rows]; without
+ * weights and sums other rows are skipped. 0 if memory is short. */
 int32_t ferrum_weigh(struct sampler *sampler, const float *logits, int64_t rows, int64_t count, const struct limits *limits,
                      float *weights, double *sums, int32_t *tokens, int32_t threads)
 {
@@ -423,8 +423,8 @@ static int by_rank(const void *one, const void *other)
     return a->logit > b->logit ? -1 : a->logit < b->logit ? 1 : a->id < b->id ? -1 : 1;
 }
 
-/* The k best of a row, 0 <= k <= count, in their order, and its logsumexp. 0 where a logit is no number or the largest is
- * infinite. `best` has room for k. A part of a row may well be all -inf: a mask leaves tokens of another one. */
+/* The k best of a row, 0 <= k <= count, in order, and its logsumexp. 0 if a logit is NaN or the largest is infinite. `best`
+ * has space for k. A shard of a row may be all -inf if a mask allows only tokens of other shards. */
 static int best_of(const float *row, int64_t count, int64_t k, int32_t *ids, float *logsumexp, struct candidate *best,
                    const struct isa *isa, struct room room)
 {
@@ -463,8 +463,8 @@ static int best_of(const float *row, int64_t count, int64_t k, int32_t *ids, flo
 }
 
 /* The k best tokens of each row of `logits` [rows, vocabulary], `ids` [rows, k], by falling logit, then rising id, and the
- * rows' logsumexp [rows]. 0 where there is no memory, -1 where a row has a logit that is no number, or an infinite largest
- * one: then nothing is said of any. */
+ * rows' logsumexp [rows]. 0 if memory is short, -1 if a row has a NaN or an infinite largest logit: then the results are
+ * undefined. */
 int32_t ferrum_best(struct sampler *sampler, const float *logits, int64_t rows, int64_t vocabulary, int64_t k, int32_t *ids,
                     float *logsumexp, int32_t threads)
 {
@@ -508,7 +508,7 @@ static void penalise(float *row, const struct penalty *penalty, int32_t *counts)
     }
 }
 
-/* Change the rows of `logits` [.., vocabulary] that the penalties name, each at most once. 0 where there is no memory. */
+/* Change the rows of `logits` [.., vocabulary] that the penalties name, each at most once. 0 if memory is short. */
 int32_t ferrum_penalise(struct sampler *sampler, float *logits, int64_t vocabulary, const struct penalty *penalties,
                         int64_t count, int32_t threads)
 {

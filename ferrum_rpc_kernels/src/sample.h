@@ -1,18 +1,18 @@
-/* Tokens drawn from rows of logits, and the best ones (sample.c). */
+/* Sampling from rows of logits, and their best tokens (sample.c). */
 
 #ifndef FERRUM_SAMPLE_H
 #define FERRUM_SAMPLE_H
 
 #include <stdint.h>
 
-/* How one row is drawn. Filters that do nothing: top_k 0, top_p 1, min_p 0. A temperature of 0 takes the largest. */
+/* The sampling parameters of a row. Neutral filters: top_k 0, top_p 1, min_p 0. A temperature of 0 selects the largest. */
 struct draw {
-    uint64_t seed, position; /* what the row's one random number is a function of */
+    uint64_t seed, position; /* the random number of a row is a function of these */
     float temperature, top_p, min_p;
     int32_t top_k;
 };
 
-/* What a row's logits lose by the tokens that stand before it. */
+/* The penalties of a row for the tokens before it. */
 struct penalty {
     const int32_t *tokens; /* count of them, each below the vocabulary */
     int64_t row, count;
@@ -20,15 +20,15 @@ struct penalty {
     float repetition, presence, frequency;
 };
 
-/* Which tokens a row may yield: bit t % 32 of word t / 32 allows token t. */
+/* The allowed tokens of a row: bit t % 32 of word t / 32 allows token t. */
 struct row_mask {
     const uint32_t *words;
     int64_t row;
 };
 
-/* What is left of a row, or of a part of it, once the filters are known: the logits that are not below `least`, of those that
- * equal it the first `ties`, and of these what weighs `least_weight` at least. Weights are those of `largest`, which may be in
- * another part. */
+/* The tokens that the filters keep of a row, or of a shard of it: the logits above `least`, the first `ties` of those that
+ * equal it, and of these the ones with a weight of at least `least_weight`. Weights are relative to `largest`, which may be
+ * in another shard. */
 struct limits {
     float largest, temperature, least, least_weight;
     int64_t ties;

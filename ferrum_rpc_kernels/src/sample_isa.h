@@ -31,7 +31,7 @@ static TARGET int ISA(chunk_maxima)(const float *row, int64_t count, float *maxi
     return numbers;
 }
 
-/* e^((x - largest) * inverse) of the logits that are not below `least`, else 0, and what each chunk comes to. `weights` holds
+/* e^((x - largest) * inverse) of the logits that are not below `least`, else 0, and the sum of each chunk. `weights` has
  * whole chunks. */
 static TARGET void ISA(weigh)(const float *row, int64_t count, float largest, float inverse, float least, float *weights,
                               double *sums)
@@ -97,7 +97,7 @@ static TARGET int64_t ISA(copy_between)(const float *weights, const float *maxim
         }
         if (ISA(total)((FV)(inside & (IV)ISA(splat)(1.0f))) == 0.0f)
             continue;
-        for (int i = 0; i < CHUNK; i++) { /* without branches: they could not be foretold */
+        for (int i = 0; i < CHUNK; i++) { /* without branches, which would be mispredicted */
             copies[found] = from[i];
             found += (from[i] >= least) & (from[i] < most) & (from[i] > 0.0f);
         }
@@ -119,7 +119,7 @@ static TARGET void ISA(drop_below)(float least, int64_t count, float *weights, d
     }
 }
 
-/* -inf where a bit of the mask is 0, and elsewhere more than that: a row of nothing but -inf yields an allowed token too. */
+/* -inf for tokens that the mask forbids, and more than that for others, so that a row of only -inf yields an allowed token. */
 static TARGET void ISA(forbid)(float *row, const uint32_t *words, int64_t count)
 {
     UV bits;

@@ -45,7 +45,7 @@ INLINE FV ISA(load)(const char *row, int element, int wide)
     return (FV)(__builtin_convertvector(half, UV) << 16);
 }
 
-/* LANES bytes as floats. The instruction is named where there is one: GCC 12 would go byte by byte. */
+/* LANES bytes as floats, by an explicit instruction if there is one: GCC 12 would convert byte by byte. */
 INLINE FV ISA(load_bytes)(const char *row)
 {
 #if LANES == 16
