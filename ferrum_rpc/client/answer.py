@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import HandleRef, Pressure, RowBlock, RowKind, Rows, RunEnd, StepTiming
+from ferrum_rpc.core import HandleRef, OutputKind, Pressure, RowBlock, RowKind, Rows, RunEnd, StepTiming
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.wire.rows import float_rows
 
@@ -18,12 +18,10 @@ Thing = TypeVar("Thing")
 _SHOWN_TOKENS: Final = 4
 
 _OUTPUT_NAMES: Final = {
-    RowKind.TOKENS: "Greedy, Sample, Accept or NextToken",
-    RowKind.TOP_TOKENS: "TopTokens",
-    RowKind.SELECTED_TOKENS: "SelectedTokens",
-    RowKind.LOGITS: "FullLogits",
-    RowKind.HIDDEN_STATES: "HiddenStates",
+    rows: " or ".join(", ".join(each.__name__ for each in get_args(OutputKind) if each.rows is rows).rsplit(", ", 1))
+    for rows in RowKind
 }
+"""The outputs that are answered with rows of a kind, in words."""
 
 
 class TopLogprobs(NamedTuple):

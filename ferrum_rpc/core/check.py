@@ -6,7 +6,7 @@ refusal.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, assert_never
 
 import numpy as np
 
@@ -14,7 +14,9 @@ from ferrum_rpc.core.info import Limits, ModelInfo
 from ferrum_rpc.core.items import WorkItem
 from ferrum_rpc.core.outputs import (
     Accept,
+    FullLogits,
     Greedy,
+    HiddenStates,
     NextToken,
     OutputSpec,
     Positions,
@@ -73,10 +75,9 @@ def answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
     """Upper bound of an item's answer in bytes. Refuses outputs beyond the limits."""
     output, vocabulary = item.output, model.vocab_size
     match output.kind:
-        case Greedy(logprobs=None):
-            pass
-        case Greedy(logprobs=RowLogprobs() as logprobs):
-            _check_logprobs(logprobs, "output.greedy.logprobs", model, limits)
+        case Greedy(logprobs=logprobs):
+            if logprobs is not None:
+                _check_logprobs(logprobs, "output.greedy.logprobs", model, limits)
         case Sample() as sample:
             _check_sample(sample, "output.sample", model, limits)
         case Accept() as accept:
@@ -92,6 +93,10 @@ def answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
             check_limit(limits, "max_top_tokens", k, "top tokens", "output.top_tokens.k")
         case SelectedTokens(token_ids):
             _check_selected(token_ids, "output.selected_tokens.token_ids", model, limits)
+        case FullLogits() | HiddenStates():
+            pass
+        case kind:
+            assert_never(kind)
     rows = output.row_count(len(item.tokens) or 1, item.start)
     if isinstance(output.kind, Sample | Accept) and (masked := output.masked) is not None:
         masks = len(masked.row_masks)

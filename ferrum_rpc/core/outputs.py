@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
+from ferrum_rpc.core.rows import RowKind
 from ferrum_rpc.errors import InvalidRequest
 
 
@@ -48,6 +49,8 @@ class Greedy:
     ``logprobs`` those of other tokens. ``mask``, ``row_masks``: as in `Sample`; on the executor's side such an output
     is a `Sample` at temperature 0."""
 
+    field: ClassVar[str] = "greedy"
+    rows: ClassVar[RowKind] = RowKind.TOKENS
     logprob: bool = False
     logprobs: RowLogprobs | None = None
     mask: bytes = b""
@@ -55,7 +58,7 @@ class Greedy:
 
     @property
     def listed(self) -> bool:
-        """Whether it contains lists, which may be long. Every kind has this property."""
+        """Whether it contains lists, which may be long."""
         return self.row_masks != () or (self.logprobs is not None and self.logprobs.token_ids != ())
 
 
@@ -73,6 +76,8 @@ class Sample:
     ``mask``: the id of a registered mask of the tokens that may be drawn. ``row_masks``: one for each row in its place,
     in the order of their positions; empty: none for that row."""
 
+    field: ClassVar[str] = "sample"
+    rows: ClassVar[RowKind] = RowKind.TOKENS
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -109,6 +114,8 @@ class Sample:
 class TopTokens:
     """The ``k`` largest logits with their ids, by descending logit and ascending id, and the row's logsumexp."""
 
+    field: ClassVar[str] = "top_tokens"
+    rows: ClassVar[RowKind] = RowKind.TOP_TOKENS
     listed: ClassVar[bool] = False
     k: int
 
@@ -117,6 +124,8 @@ class TopTokens:
 class SelectedTokens:
     """The logits of the given ids, in the given order, and the row's logsumexp."""
 
+    field: ClassVar[str] = "selected_tokens"
+    rows: ClassVar[RowKind] = RowKind.SELECTED_TOKENS
     listed: ClassVar[bool] = True
     token_ids: tuple[int, ...]
 
@@ -125,6 +134,8 @@ class SelectedTokens:
 class FullLogits:
     """The whole row of V logits."""
 
+    field: ClassVar[str] = "full_logits"
+    rows: ClassVar[RowKind] = RowKind.LOGITS
     listed: ClassVar[bool] = False
     dtype: RowDType = RowDType.F32
 
@@ -133,6 +144,8 @@ class FullLogits:
 class HiddenStates:
     """The input of the output head: the row after the final norm."""
 
+    field: ClassVar[str] = "hidden_states"
+    rows: ClassVar[RowKind] = RowKind.HIDDEN_STATES
     listed: ClassVar[bool] = False
     dtype: RowDType = RowDType.F32
 
@@ -143,6 +156,8 @@ class NextToken:
     one ``following_token``; None: it has no row, nor has a token that stands before ``first_position`` of the sequence.
     ``logprobs``: those of other tokens. Its positions are `Positions.ALL`."""
 
+    field: ClassVar[str] = "next_token"
+    rows: ClassVar[RowKind] = RowKind.TOKENS
     first_position: int = 0
     following_token: int | None = None
     logprobs: RowLogprobs | None = None
@@ -167,6 +182,8 @@ class Accept:
     Made of ``draft_token_ids`` uint32 [N, k] and ``draft_probabilities`` float32 [N, k], array-likes both; kept as
     bytes, so that outputs can be compared and hashed. Raises `InvalidRequest` for arrays that do not agree."""
 
+    field: ClassVar[str] = "accept"
+    rows: ClassVar[RowKind] = RowKind.TOKENS
     listed: ClassVar[bool] = True
     sampling: Sample | None
     candidates: int
@@ -227,7 +244,9 @@ def _matrix(values: npt.ArrayLike, dtype: np.dtype[Any], name: str) -> npt.NDArr
 
 _GREEDY: Final = Greedy()
 
-OutputKind = Greedy | Sample | TopTokens | SelectedTokens | FullLogits | HiddenStates | NextToken | Accept
+OutputKind = Greedy | Sample | TopTokens | SelectedTokens | FullLogits | Accept | HiddenStates | NextToken
+"""In the order of their fields in the contract. Every kind has ``field``, the contract's name of it, ``rows``, the kind
+of rows that answer it, and ``listed``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,15 +66,6 @@ _GREEDY: Final = Greedy()
 
 _TORCH: Final = TorchSampler()
 _NO_MASKS: Final = Masks(torch.device("cpu"))
-_ROWS: Final = {
-    Greedy: RowKind.TOKENS,
-    Sample: RowKind.TOKENS,
-    TopTokens: RowKind.TOP_TOKENS,
-    SelectedTokens: RowKind.SELECTED_TOKENS,
-    FullLogits: RowKind.LOGITS,
-    HiddenStates: RowKind.HIDDEN_STATES,
-    NextToken: RowKind.TOKENS,
-}
 _TORCH_DTYPE: Final = {RowDType.F32: torch.float32, RowDType.BF16: torch.bfloat16, RowDType.F16: torch.float16}
 
 
@@ -119,7 +110,7 @@ def select_rows(
         columns, *others = parts[kind]
         if others:
             columns = {name: torch.cat([each[name] for each in parts[kind]]) for name in columns}
-        block = _to_host(_ROWS[type(kind)], columns)
+        block = _to_host(kind.rows, columns)
         first = 0
         for index in members:
             count = requests[index].rows

@@ -40,6 +40,9 @@ _POSITIONS_FROM_PROTO: Final[dict[int, Positions]] = {proto: each for each, prot
 _GREEDY: Final = Greedy()
 _GREEDY_AT: Final[dict[Positions, OutputSpec]] = {each: OutputSpec(each, _GREEDY) for each in Positions}
 
+_FIRST_KINDS: Final = (Greedy, Sample, TopTokens, SelectedTokens, FullLogits, Accept, HiddenStates)
+"""Kinds that every executor knows, and refuses if it does not offer them. An older one answers others as `Greedy`."""
+
 _ACCEPT: Final = OutputSpec(Positions.ALL, Accept())
 
 _USUAL: Final = output_pb2.OutputSpec(positions=output_pb2.POSITIONS_LAST, greedy=output_pb2.GreedyOutput())
@@ -80,13 +83,18 @@ def output_to_proto(spec: OutputSpec) -> output_pb2.OutputSpec:
 def needs_of(spec: OutputSpec) -> tuple[info_pb2.Capability, ...]:
     """The capabilities without which an executor would return another answer, or less, instead of a refusal."""
     kind = spec.kind
-    if isinstance(kind, NextToken):
-        scores = (info_pb2.CAPABILITY_OUTPUT_NEXT_TOKEN,)
-        return scores if kind.logprobs is None else (*scores, info_pb2.CAPABILITY_ROW_LOGPROBS)
-    if not isinstance(kind, Greedy | Sample):
-        return ()
-    logprobs = () if kind.logprobs is None else (info_pb2.CAPABILITY_ROW_LOGPROBS,)
-    return (*logprobs, info_pb2.CAPABILITY_TOKEN_MASKS) if kind.row_masks else logprobs
+    needs = [] if isinstance(kind, _FIRST_KINDS) else [capability_of(type(kind))]
+    if isinstance(kind, Greedy | Sample | NextToken) and kind.logprobs is not None:
+        needs.append(info_pb2.CAPABILITY_ROW_LOGPROBS)
+    if isinstance(kind, Greedy | Sample) and kind.row_masks:
+        needs.append(info_pb2.CAPABILITY_TOKEN_MASKS)
+    return tuple(needs)
+
+
+def capability_of(kind: type[OutputKind]) -> info_pb2.Capability:
+    """The capability of executors that offer this kind."""
+    capability: info_pb2.Capability = getattr(info_pb2, f"CAPABILITY_OUTPUT_{kind.field.upper()}")
+    return capability
 
 
 def output_from_proto(spec: output_pb2.OutputSpec, default: Positions) -> OutputSpec:

@@ -81,7 +81,7 @@ def by_transformers(row, allowed, sample, history):
 
 def drawn(row, count, sample, allowed, sampler, *, history=None):
     """``count`` draws from one row, at as many positions, through what a step runs."""
-    kind = Sample(**{name: getattr(sample, name) for name in sample.__dataclass_fields__} | {"mask": b"m" * 32})
+    kind = replace(sample, mask=b"m" * 32)
     masks = Masks(torch.device("cpu"))
     masks.change([(b"m" * 32, pack_mask(allowed))], [])
     requests = [RowRequest(each, 1, kind, each, history) for each in range(count)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -275,7 +276,7 @@ def size_of(value: object) -> int:
     size = sys.getsizeof(value)
     if isinstance(value, tuple):
         return size + sum(map(size_of, value))
-    names = getattr(type(value), "__dataclass_fields__", ())
+    names = [each.name for each in fields(value)] if is_dataclass(value) else []
     return size + sum(size_of(getattr(value, name)) for name in names)
 
 
