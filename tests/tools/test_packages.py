@@ -134,11 +134,26 @@ def test_what_is_missing_is_named(wheels: dict[str, Path], python: Path) -> None
     assert kernels.startswith("it is not installed: install ferrum-rpc-kernels")
 
 
-def test_without_a_compiler_the_package_is_made_without_the_library(tmp_path: Path) -> None:
+@pytest.mark.parametrize("environment", [{"CC": "no-such-compiler"}, {"PATH": "/no/such/folder"}, {"CC": "false"}])
+def test_without_a_compiler_the_package_is_made_without_the_library(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
     source = copy(tmp_path / "source") / "ferrum_rpc_kernels"
-    pip("wheel", *OFFLINE, "--no-build-isolation", "-w", tmp_path, source, CC="no-such-compiler")
+    pip("wheel", *OFFLINE, "--no-build-isolation", "-w", tmp_path, source, **environment)
     [wheel] = tmp_path.glob("*.whl")
     assert contents(wheel) == {"ferrum_rpc_kernels/__init__.py"}
+
+
+def test_sources_that_the_compiler_refuses_are_an_error(tmp_path: Path) -> None:
+    """An installation that ended well would leave the library of older sources in a checkout."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    source = copy(tmp_path / "source") / "ferrum_rpc_kernels"
+    with (source / "src" / "abi.c").open("a") as broken:
+        broken.write("int broken(\n")
+    with pytest.raises(AssertionError, match=r"src/abi\.c:\d+:\d+: error"):
+        pip("wheel", *OFFLINE, "--no-build-isolation", "-w", tmp_path, source)
+    assert not [*tmp_path.glob("*.whl")]
 
 
 def test_packages_have_one_version_and_take_the_same_pythons() -> None:
