@@ -182,7 +182,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         if known is None:
             key = caller.name, request_id
             made = Import(state, layout, caller, tokens, options, adapter, partial(self._imports.pop, key, None))
-            made.log(state.replay.begin(scope, request_id, fingerprint))
+            made.entry = state.replay.begin(scope, request_id, fingerprint)
             self._imports[key] = made
             return made
         if (answer := known.repeated(fingerprint).answer) is not None:

@@ -163,12 +163,8 @@ class Metrics(Collector):
 
     def _transfers(self) -> Iterator[Metric]:
         meters = {direction.value: meter for direction, meter in self.state.transfers.items()}
-        label, seconds = (
-            "direction",
-            HistogramMetricFamily(
-                f"{PREFIX}transfer_seconds", "Duration of transfers that moved something.", labels=("direction",)
-            ),
-        )
+        label, text = "direction", "Duration of transfers that moved something."
+        seconds = HistogramMetricFamily(f"{PREFIX}transfer_seconds", text, labels=(label,))
         for direction, meter in meters.items():
             seconds.add_metric((direction,), *meter.seconds.snapshot())
         yield seconds

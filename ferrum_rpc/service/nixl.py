@@ -294,7 +294,7 @@ class StagedChunks:
         self._slot = nixl.allocate()
         self._free = [*range(self._slot, self._slot + SLOT_BYTES - size + 1, size)]
         self._unread: dict[bytes, int] = {}
-        self._waiter: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
         self._ended: ExecutorError | None = None
 
     @property
@@ -331,19 +331,17 @@ class StagedChunks:
         for notification in self._unread:
             del self._nixl.waiting[notification]
         self._nixl.free(self._slot)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._changed.set()
 
     def _was_read(self, notification: bytes) -> None:
         self._free.append(self._unread.pop(notification))
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._changed.set()
 
     async def _something_read(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._changed.clear()
         try:
             async with asyncio.timeout(self._nixl.unread_s):
-                await self._waiter
+                await self._changed.wait()
         except TimeoutError:
             raise QueueFull(
                 f"the importer has read nothing for {self._nixl.unread_s:.0f} s, and {len(self._unread)} chunks wait",

@@ -117,9 +117,11 @@ class ImportStage(enum.Enum):
 
 class Import(KvReceiver):
     """One import, over all of its streams: ``next_token`` is the first that is missing. Made when its first header is
-    there. ``forget`` is called when it is over. Raises what `ServerState.mint` does."""
+    there. ``forget`` is called when it is over. ``entry``: where its answer is recorded, set before it begins. Raises
+    what `ServerState.mint` does."""
 
     direction: ClassVar[Direction] = Direction.IMPORT
+    entry: Entry
     _stage = ImportStage.NEW
     _cached = 0  # tokens that no stream had to bring
 
@@ -146,10 +148,6 @@ class Import(KvReceiver):
         [self.record] = state.mint(1, account, lease, length, None, held_to, prefix, adapter)
         self.record.cut = self._cut
         state.unnamed[self.record] = None
-
-    def log(self, entry: Entry) -> None:
-        """Where its answer is to be recorded."""
-        self._entry = entry
 
     @property
     def busy(self) -> bool:
@@ -248,10 +246,10 @@ class Import(KvReceiver):
             state.quotas.settle(record)
             if record.pending_end is not None:
                 state.release([record], record.pending_end)
-            state.replay.finish(self._entry, (record.handle,))
+            state.replay.finish(self.entry, (record.handle,))
         except Exception:  # its handle cannot be answered
             state.supervisor.attempt(state.abandon, [record])
-            state.supervisor.attempt(state.replay.finish, self._entry, InternalError(FAILED))
+            state.supervisor.attempt(state.replay.finish, self.entry, InternalError(FAILED))
             raise
 
     def _cut(self, error: ExecutorError) -> None:
@@ -268,7 +266,7 @@ class Import(KvReceiver):
         has_blocks = self._stage is ImportStage.OPEN
         self._stage, self.ended = ImportStage.OVER, self.ended or error
         self._forget()
-        self._state.replay.finish(self._entry, error)
+        self._state.replay.finish(self.entry, error)
         if has_blocks:
             self._state.drop(self.record)
         else:
