@@ -1,10 +1,10 @@
 """The device's part of a step: planned integers in, packed rows out.
 
-The runner knows sequences and what to do when something fails; this file knows the model, the cache's tensors and the
-attention backend, and nothing of reservations. Only the model thread may call it.
+The runner handles sequences and failures; this file the model, the cache's tensors and the attention backend, without
+reservations. Only the model thread may call it.
 
-The model calls back to store and attend, layer by layer. Where it and the backend are both C of ours, the backend
-gives attention in terms of C instead, and the layers run one after the other without Python between them.
+The model calls back to store and attend, layer by layer. If it and the backend are both our C code, the backend
+provides attention as C instead, and all layers run without Python between them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Compute:
 
     @property
     def exact_span_tokens(self) -> int:
-        """Spans of up to so many tokens give the very bits of single ones, whatever the neighbours; 0: not promised."""
+        """Spans of up to so many tokens have the same bits as single ones, whatever the rest of the step; 0: no
+        guarantee."""
         return self.attention.exact_span_tokens if self.model.rowwise else 0
 
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
@@ -115,9 +116,9 @@ class Compute:
     def select(
         self, spans: Sequence[Span], hidden: Tensor, tokens_of: Callable[[int], TokenArray]
     ) -> tuple[list[Rows | None], list[int]]:
-        """What each span wants of its ``hidden`` rows, on the host; None where it wants nothing. The contents are there
-        when a `mark` that is made afterwards is passed. ``tokens_of``: the ids that a sequence held before the step.
-        Also which spans are drafts, whose rows are those of all their tokens yet: `sampling.accept.accepted`."""
+        """The requested rows of each span, from its ``hidden`` rows, on the host; None for a span without rows. They
+        are complete once a later `mark` is passed. ``tokens_of``: the ids of a sequence before the step. Also returns
+        which spans are drafts, whose rows still are those of all their tokens: `sampling.accept.accepted`."""
         requests, wanted, drafts = self.requests(spans, tokens_of)
         rows: list[Rows | None] = [None] * len(spans)
         if requests:
@@ -128,7 +129,7 @@ class Compute:
     def requests(
         self, spans: Sequence[Span], tokens_of: Callable[[int], TokenArray]
     ) -> tuple[list[RowRequest], list[int], list[int]]:
-        """What is wanted of a step, which spans want it, and which of them are drafts; see `select`."""
+        """The requested rows of a step, the spans that request them, and which of them are drafts; see `select`."""
         requests, wanted, drafts, end = [], [], [], 0
         for index, span in enumerate(spans):
             tokens, output = len(span.tokens), span.output
@@ -156,7 +157,7 @@ class Compute:
         return requests, wanted, drafts
 
     def rows(self, hidden: Tensor, requests: Sequence[RowRequest]) -> list[Rows]:
-        """What is wanted of ``hidden`` rows, in the order of the requests."""
+        """The requested rows of ``hidden`` rows, in the order of the requests."""
         argmax = self.model.argmax if self._whole_rows else None
         return select_rows(hidden, requests, self.model.logits, argmax, self.sampler.made, masks=self.masks)
 
@@ -165,27 +166,27 @@ class Compute:
         self.masks.change(added, dropped)
 
     def forget_graphs(self) -> None:
-        """Replay nothing any more that was recorded."""
+        """Drop all recorded graphs."""
 
     def recover(self) -> None:
-        """A step has failed: end what is left of it, before the cache is put back. Raises `DeviceLost`."""
+        """End the rest of a failed step, before the cache is restored. Raises `DeviceLost`."""
 
     def check_alive(self) -> None:
-        """Raise `DeviceLost` where a part of what computes is gone. Asked while there is no work."""
+        """Raise `DeviceLost` if a part of the compute is lost. Called while there is no work."""
 
     def ranks(self) -> list[RankState]:
         """See `Runner.ranks`."""
         return [RankState(True, *used_memory(self.model.device))]
 
     def close(self) -> None:
-        """No step will follow."""
+        """Close it; no step may follow."""
 
     def mark(self) -> Marker:
-        """The end of all that was asked so far, the caller's own operations on the device among it."""
+        """The end of all work queued so far, including the caller's own operations on the device."""
         return self._done if self._on_host else Marker(self.model.device)
 
     def to_device(self, *arrays: Int64Array) -> list[Tensor]:
-        """The same integers where the model is."""
+        """The same integers on the model's device."""
         tensors = list(map(torch.from_numpy, arrays))
         return tensors if self._on_host else [each.to(self.model.device) for each in tensors]
 

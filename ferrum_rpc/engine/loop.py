@@ -1,21 +1,21 @@
-"""What an engine does in a turn: take what has arrived, claim a step of it, run that, answer.
+"""The engine's loop: take submissions that have arrived, claim a step of them, run it, answer.
 
-While a step runs, submissions pile up; that pile is the next step (natural batching: no timer, no delay when idle). A
-submission is a batch of a caller: it is never split, never goes before an older one of the same caller, and its point
-of no return is the claim: cancelled before it, nothing happened; after it, the step completes. Whose turn it is where
-several callers wait is `engine.backlog`'s.
+Submissions that arrive while a step runs form the next step (natural batching: no timer, no delay when idle). A
+submission is a batch of a caller: it is never split, and never begins before an older one of the same caller. Its point
+of no return is the claim: cancelled before it, nothing happened; after it, the step completes. `engine.backlog` chooses
+between several callers.
 
-A runner may have two steps under way (``depth``). Then the next is claimed and begun shortly before the device has done
-with the one before it (`engine.overlap`), if work is there by then; its answers leave while the device computes on. The
-loop does not wait for more work to come: where there is none, the step under way is finished and answered at once.
-Steps are finished in the order in which they were begun.
+A runner may have two steps in flight (``depth``). Then the next one is claimed and begun shortly before the device has
+finished the previous one (`engine.overlap`), if there is work by then; answers are sent while the device computes. The
+loop does not wait for more work: without any, the step in flight is finished and answered at once. Steps are finished
+in the order in which they were begun.
 
-Where the model's layers are in stages, the next step is begun as soon as there is one, for the first stage idles until
-then; and what waits is shared out to as many steps as there are stages, or it would go through them as one.
+If the model's layers are in stages, the next step is begun as soon as there is one, because the first stage idles until
+then; and the waiting work is divided into as many steps as there are stages, which would otherwise be one.
 
-The loop knows spans and callables, neither torch nor handles nor the wire; how work arrives and how answers leave is
-its subclasses' (`engine.thread`, `engine.process`). Runs go on from step to step by themselves (`engine.runs`).
-Thread-local device state (inference mode, streams) is entered through the runner's ``context``.
+The loop handles spans and callables, without torch, handles and the wire; its subclasses receive work and deliver
+answers (`engine.thread`, `engine.process`). Runs continue from step to step by themselves (`engine.runs`). Thread-local
+device state (inference mode, streams) is entered through the runner's ``context``.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ Work = Submission | Operation | Interrupt | None
 
 
 class Inbox(Protocol):
-    """Where work arrives. Only the loop takes from it while it runs."""
+    """The queue of arriving work. Only the loop reads it while it runs."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Work:
-        """The next. Raises `Empty` where there is none, unless it is to wait for it, or not after so many seconds."""
+        """The next item. Waits for it if asked to, at most for so many seconds. Raises `Empty` if there is none."""
 
     def empty(self) -> bool:
         """Whether nothing waits."""
@@ -53,8 +53,8 @@ class Inbox(Protocol):
 
 class EngineLoop(ABC):
     """``build`` is called in the loop's thread, because device contexts belong to a thread. ``on_ready(runner)`` and
-    ``on_failed(error)`` are delivered as answers are; ``lock`` guards the states of work against who cancels it.
-    ``busy_since`` (on `time.monotonic`) is when the step under way began, 0 while the loop waits for work."""
+    ``on_failed(error)`` are delivered as answers are; ``lock`` guards the states of work against concurrent
+    cancellation. ``busy_since`` (on `time.monotonic`): the start of the step in flight, 0 while the loop waits."""
 
     busy_since: float = 0.0
 
@@ -97,11 +97,11 @@ class EngineLoop(ABC):
 
     @abstractmethod
     def _cancelled(self, work: Submission | Operation) -> bool:
-        """Whether it was cancelled; then the loop forgets it. Called with the lock held."""
+        """Whether it was cancelled; then the loop drops it. Called with the lock held."""
 
     @abstractmethod
     def _claimed(self, work: Submission | Operation) -> None:
-        """It waits no longer and cannot be cancelled any more. Called with the lock held."""
+        """Mark it as claimed, so that it can no longer be cancelled. Called with the lock held."""
 
     @abstractmethod
     def _on_step_done(self, step: StepTiming, waits: Sequence[float]) -> None:
@@ -158,7 +158,7 @@ class EngineLoop(ABC):
         return False
 
     def _share(self, runner: Runner) -> int:
-        """Tokens of the next step where as many as there are stages share what waits and what is under way."""
+        """Tokens of the next step if the waiting work and the runs are divided into as many steps as stages."""
         tokens = len(self._runs.ready) + self._backlog.tokens + self._places.tokens
         for going, claimed, _ in self._under_way:
             tokens += len(going) + sum([work.tokens for work in claimed])
@@ -190,7 +190,7 @@ class EngineLoop(ABC):
         return stopping
 
     def _wait(self, runner: Runner) -> Work:
-        """The next work. Raises `DeviceLost` where the runner is gone meanwhile."""
+        """Wait for the next work. Raises `DeviceLost` if the runner is lost meanwhile."""
         while True:
             try:
                 return self._inbox.get(timeout=runner.look_every_s)
@@ -265,7 +265,7 @@ class EngineLoop(ABC):
         return True
 
     def _begin(self, runner: Runner, going: list[Running], claimed: list[Submission]) -> None:
-        """Begin their step; a step that cannot be begun is answered."""
+        """Begin their step, or answer it if it cannot be begun."""
         spans = [each.span for each in going] if going else []
         atomic: list[range] = []
         for work in claimed:
@@ -286,7 +286,7 @@ class EngineLoop(ABC):
         self._under_way.append((going, claimed, pending))
 
     def _finish(self, runner: Runner) -> Finished:
-        """The answers of the oldest step under way."""
+        """The answers of the oldest step in flight."""
         going, claimed, pending = self._under_way.popleft()
         turn = self._overlap.turn
         try:
@@ -371,8 +371,8 @@ class EngineLoop(ABC):
         raise error
 
     def _broken(self, error: BaseException, answers: Finished) -> None:
-        """The loop is about to end, and with it what is under way. ``on_failed`` comes before the answers, so that a
-        caller that is answered finds the server's state changed."""
+        """End the loop and all work in flight. ``on_failed`` is delivered before the answers, so that the server's
+        state has changed when callers are answered."""
         self._failure = error
         cut_off = [work for _, claimed, _ in self._under_way for work in claimed]
         cut_off += [call.work for call in self._runs.calls]
@@ -382,7 +382,7 @@ class EngineLoop(ABC):
         self._deliver([partial(self._on_failed, error), *answers])
 
     def _refuse_rest(self) -> None:
-        """The loop has ended: what is queued or comes later is answered, so that no caller waits for ever."""
+        """After the loop has ended, answer queued and later work, so that no caller waits for ever."""
         error = ended(self._failure)
         refused: Finished = []
         try:

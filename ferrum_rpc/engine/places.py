@@ -1,12 +1,12 @@
-"""Who gets a place among the runs under way, and whose runs wait for one.
+"""The places of runs in progress, and the queue of runs that wait for one.
 
-Of several callers each may have a part of the places (`Submission.most_running`). What a caller asks for beyond it
-waits, in its order, and keeps nobody else from what is left. A submission is never split: one with more runs than its
-caller's part begins when its caller has none under way, and takes no more than that part from the others. Only then are
-more runs under way than there are places.
+If there are several callers, each may have a share of the places (`Submission.most_running`). A caller's further
+submissions wait, in order, and do not block other callers. A submission is never split: one with more runs than its
+caller's share begins when its caller has none in progress, and counts as no more than that share for others. Only then
+are more runs in progress than there are places.
 
-The next to begin is of the caller that has the fewest places; of those, the one whose last turn is longest ago. Where
-the places that are left do not suffice for it nothing else begins before it, so nothing waits for ever.
+The next one to begin is of the caller with the fewest places; among those, of the caller whose last turn is longest
+ago. If the free places do not suffice for it, no other begins before it, so none waits for ever.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ferrum_rpc.engine.api import Submission
 
 
 class Places:
-    """``most`` places. ``count``: the runs that are under way or being begun. ``tokens``: what waits would feed. True:
-    something waits."""
+    """``most`` places. ``count``: the runs in progress or being begun. ``tokens``: the tokens of waiting submissions.
+    True if any waits."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -35,17 +35,17 @@ class Places:
         return bool(self._waiting)
 
     def may_begin(self, work: Submission) -> bool:
-        """Whether one that came just now need not wait."""
+        """Whether a new submission may begin at once."""
         return not self._waiting and self._within_part(work) and self._fits(work)
 
     def add(self, work: Submission) -> None:
-        """It waits."""
+        """Add it to the queue."""
         self.tokens += work.tokens
         self._waiting.setdefault(work.caller, deque()).append(work)
 
     def first(self, is_over: Callable[[Submission], bool]) -> Submission | None:
-        """The next to begin, where there is room for it. Those that nobody waits for any more, as ``is_over`` says, are
-        dropped when they come first."""
+        """The next one to begin, if there are places for it. Submissions that are over, by ``is_over``, are dropped
+        when they come first."""
         best, stands = None, (0, 0)
         for caller in list(self._waiting):
             while (works := self._waiting.get(caller)) and is_over(works[0]):

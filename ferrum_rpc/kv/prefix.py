@@ -1,13 +1,13 @@
-"""Which full blocks hold which tokens, so that a prompt that was seen is not computed twice.
+"""The prefix cache: full blocks by the hash of their tokens, so that a known prompt is not computed twice.
 
-A block is found by a hash of its tokens and of all before them (`prefix_hash`). Sequences of different salts never find
-each other's blocks. The hash has 128 bits and is cryptographic, so that no prompt can be made whose hash is another's:
-a hit is not checked against the tokens.
+A block is found by a hash of its tokens and of all tokens before them (`prefix_hash`). Sequences of different salts
+never find each other's blocks. The hash has 128 bits and is cryptographic, so collisions cannot be constructed: a hit
+is not compared with the tokens.
 
-Content that a caller imported cannot be verified, nor can what is computed from it. Such a block is published for that
-caller alone: the digest of its name stands behind the hash in the block's key, in memory and in the tier. So one hash
-may have several blocks, a computed one and one for each caller that imported; a sequence takes the computed one where
-it is there.
+Imported content cannot be verified, nor can what is computed from it. Such a block is published only for the caller
+that imported it: the block's key, in memory and in the tier, is the hash followed by the digest of the caller's name.
+So one hash may have several blocks, a computed one and one for each importing caller; a sequence prefers the computed
+one.
 
 `KvManager` says when a sequence has grown, gone back, or is promised nothing any more; `BlockPool` keeps a published
 block until its place is needed. Blocks found by their chained hashes are from vLLM's automatic prefix caching.
@@ -34,7 +34,7 @@ Content = TypeVar("Content")
 
 
 class Tier(Protocol):
-    """Where blocks go that must leave, and come from; see `tiers.BlockFiles`."""
+    """The destination of evicted blocks; see `tiers.BlockFiles`."""
 
     def read(self, key: bytes) -> bytes | None:
         """The content of a block, or None."""
@@ -66,7 +66,7 @@ class PrefixCache:
         self._keys: dict[int, bytes] = {}
         self._parents: dict[int, bytes] = {}
         self._adapters: dict[int, str] = {}  # of blocks that were computed with one
-        self._changes: list[BlockChange] | None = None  # nobody watches
+        self._changes: list[BlockChange] | None = None  # no watcher
         self.tier: Tier | None = None
         self.leaving: list[tuple[int, bytes]] = []
         self.changed = 0
@@ -216,7 +216,7 @@ class PrefixCache:
         return list(self._keys.items())
 
     def clear(self) -> None:
-        """Forget all; the pool forgets them too."""
+        """Unpublish all blocks, also in the pool."""
         self._blocks.clear()
         self._keys.clear()
         self._parents.clear()
@@ -236,14 +236,14 @@ class PrefixCache:
         return there + [_gone(key, parked=True) for key in parked]
 
     def take_changes(self) -> list[BlockChange] | None:
-        """What has changed since it was asked last, in its order. None: that is not known, `watch` again."""
+        """The changes since the last call, in order. None: they are not known, call `watch` again."""
         changes = self._changes
         if changes is not None:
             self._changes = []
         return changes
 
     def note_tier(self, key: bytes, *, there: bool) -> None:
-        """The tier has a block now, or no more."""
+        """Note that a block entered or left the tier."""
         self.changed += 1
         if self._changes is not None and key not in self._blocks:
             self._note([_gone(key, parked=there)])

@@ -1,17 +1,17 @@
 """The second tier of the prefix cache: blocks on disk, under their keys (`prefix`).
 
-A block whose place is needed is written to a file of its own, beside the steps, and read again when a prompt asks for
-it: that costs what a disk costs, and the tokens are not computed. The hash covers the model, the salt and all tokens
-before, and the key of what one caller imported has its digest, so a folder may be used again by the next process of the
-same model, and nobody finds more here than in memory.
+An evicted block is written to a file of its own, concurrently with the steps, and read again when a prompt needs it:
+its tokens are read from disk instead of computed. The hash covers the model, the salt and all earlier tokens, and the
+key of imported content has the caller's digest, so the next process of the same model may use the folder again, and a
+caller finds no more here than in memory.
 
-It is a cache: a write that the disk is too slow for is dropped, and a file that is missing or wrong is a miss. A file
-has a digest with a key that lies in the folder (HMAC-SHA-256: with the processor's instructions it takes no longer than
-the CRC-32 that stood there before): what somebody else has put there is a miss too.
+It is a cache: a write for which the disk is too slow is dropped, and a missing or invalid file is a miss. A file has a
+digest with a key in the folder (HMAC-SHA-256, which with the processor's instructions is as fast as CRC-32): a file
+written by others is a miss too.
 
-A folder is meant for one process at a time, which holds a lock on it. While processes overlap, as they do when one
-takes the place of the other, the second one reads what is there and deletes what it wrote itself only. Where it needs
-to delete more it asks for the lock again, and where the other has ended it goes on with all that lies there.
+A folder is for one process at a time, which holds a lock on it. While two processes overlap, as when one replaces the
+other, the second one reads all files but deletes only its own. If it needs to delete more, it tries the lock again, and
+takes over all files once the other process has ended.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ ACTIONS: Final = {
 
 
 class BlockFiles:
-    """Blocks of ``block_bytes`` bytes in ``folder``, ``most_bytes`` in all: those that were not used for longest go
-    first. What another process left there is there. ``on_gone`` is called with the key of each that goes. A block is
-    ``hashed`` here by its key.
+    """Blocks of ``block_bytes`` bytes in ``folder``, at most ``most_bytes`` in all: the least recently used are
+    evicted. Blocks of an earlier process are included. ``on_gone`` is called with the key of each evicted block.
+    ``hashed`` is a block's key.
 
-    Raises OSError where the folder cannot be made or listed, or is not this user's alone, and ValueError where it may
-    not hold a block. One thread calls all of it.
+    Raises OSError if the folder cannot be made or listed, or is accessible to other users, and ValueError if
+    ``most_bytes`` is less than a block. Call it from one thread.
     """
 
     def __init__(self, folder: Path, most_bytes: int, block_bytes: int) -> None:
@@ -111,7 +111,7 @@ class BlockFiles:
         return list(self._there)
 
     def read(self, hashed: bytes) -> bytes | None:
-        """The content of a block, or None where it is not there, or is not what was written."""
+        """The content of a block, or None if it is not there, or not what was written."""
         if hashed not in self._there:
             return None
         with self._lock:
@@ -133,8 +133,8 @@ class BlockFiles:
         return content
 
     def write(self, hashed: bytes, read: Callable[[], Any]) -> bool:
-        """Have the block that ``read`` returns (a buffer that nobody changes any more) written soon, unless it is
-        there. False: it is dropped, the disk is behind."""
+        """Queue the block that ``read`` returns (a buffer that must not change any more) for writing, unless it is
+        there. False: it is dropped, because the disk is too slow."""
         if hashed in self._there:
             self._there.move_to_end(hashed)
             return True
@@ -150,7 +150,7 @@ class BlockFiles:
         return True
 
     def end(self, blocks: Iterable[tuple[bytes, Callable[[], Any]]], most_s: float) -> None:
-        """Write these too, as far as ``most_s`` seconds reach, and wait until all is written. Nothing is after it."""
+        """Write these too, within ``most_s`` seconds, and wait until all is written. Must be the last call."""
         last = time.monotonic() + most_s
         for hashed, read in blocks:
             while not self.write(hashed, read) and time.monotonic() < last:
@@ -160,7 +160,7 @@ class BlockFiles:
         self._ended = True
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all blocks."""
         self._take_over()
         for hashed in self.hashes():
             self._drop(hashed)
@@ -168,14 +168,14 @@ class BlockFiles:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _head(self, hashed: bytes, content: Any) -> bytes:
-        """What a file with this content begins with."""
+        """The header of a file with this content."""
         about, mac = ABOUT.pack(MAGIC, hashed, len(content)), self._mac.copy()
         mac.update(about)
         mac.update(content)
         return about + mac.digest()
 
     def _take_over(self) -> None:
-        """Have the folder, with all that lies there, if the process that had it has ended."""
+        """Take over the folder with all its files if the process that locked it has ended."""
         if not self._alone and not self._ended and self._folder.lock():
             self._alone = True
             self._own.clear()
@@ -183,7 +183,7 @@ class BlockFiles:
                 self._list()
 
     def _list(self) -> None:
-        """Know what lies there and is not known: it was used before all that is."""
+        """Add unknown files of the folder, as less recently used than all known ones."""
         found, others = list[tuple[float, bytes]](), list[tuple[float, bytes]]()
         for name, status in self._folder.files():
             if name.endswith(".partial") and time.time() - status.st_mtime > LEFT_BEHIND_S:
@@ -226,7 +226,7 @@ class BlockFiles:
         self.on_gone(hashed)
 
     def _work(self) -> None:
-        """Write and remove files, in the order in which that was asked for."""
+        """Write and remove files, in the order of the requests."""
         failed = False
         while (job := self._jobs.get()) is not None:
             hashed, content = job

@@ -1,4 +1,4 @@
-"""One executor of a fleet, for one life of its process: how it is, how full, and what its prefix cache has."""
+"""One executor of a fleet, for one process lifetime: its state, its load and its cached prefixes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ log = logging.getLogger("ferrum_rpc.client.fleet")
 
 
 class Member:
-    """One executor for one life of its process, or until it has hung for too long. ``draining``: it takes no new
-    sequences. ``trouble``: why it makes no progress, or does not answer, while that is so. ``gone``: it has ended,
-    cannot be reached, or is given up. ``listed``: its target is still one of the fleet's. ``leaving``: sequences that
-    are being moved away from it. ``unreleased``: sequences that could not be released there. ``coming``: those that
-    were placed there and may not exist yet. ``turn``: when it was chosen last, as a number that grows."""
+    """One executor for one process lifetime, or until it has hung for too long. ``draining``: it refuses new sequences.
+    ``trouble``: the reason while it makes no progress, or does not answer. ``gone``: it has ended, cannot be reached,
+    or was abandoned. ``listed``: its target is still one of the fleet's. ``leaving``: sequences that are being moved
+    away from it. ``unreleased``: sequences that could not be released there. ``coming``: sequences that were placed
+    there and may not exist yet. ``turn``: a growing number that orders the times at which members were chosen last."""
 
     def __init__(self, target: str, client: ExecutorClient, info: ExecutorInfo, notify: Callable[[], None]) -> None:
         self.target = target
@@ -71,12 +71,12 @@ class Member:
 
     @property
     def condition(self) -> str:
-        """How it is, for people: gone, hung, draining or serving."""
+        """Its state for display: gone, hung, draining or serving."""
         return "gone" if self.gone else "hung" if self.hung else "draining" if self.draining else "serving"
 
     @property
     def draining(self) -> bool:
-        """Whether it has said so, in whatever answer."""
+        """Whether it has reported so, in any answer."""
         return self._drains or self.connection.context.draining
 
     @property
@@ -86,28 +86,28 @@ class Member:
 
     @property
     def hung_s(self) -> float:
-        """For how many seconds it has been known to hang."""
+        """The seconds since it was found to hang."""
         return time.monotonic() - self._hung_since if self.hung else 0.0
 
     @property
     def serving(self) -> bool:
-        """Whether it takes new sequences."""
+        """Whether it accepts new sequences."""
         return self.listed and not self.gone and not self.hung and not self.draining
 
     @property
     def max_context(self) -> int:
-        """Tokens that a sequence can hold there."""
+        """The maximum tokens of a sequence there."""
         return self.info.model.max_context
 
     @property
     def full(self) -> bool:
-        """Whether it has just refused a sequence for their number or the caller's share, or has as many as may live.
-        Its free blocks do not show that."""
+        """Whether it has just refused a sequence for their number or the caller's share, or has its maximum of
+        sequences. Its free blocks do not show that."""
         most, pressure = self.info.limits.max_sequences, self.pressure
         return time.monotonic() < self._full_until or (pressure is not None and pressure.sequences >= most > 0)
 
     def refused(self, error: ExecutorError) -> None:
-        """Pass it over for a while after `SequencesExhausted` and `QuotaExceeded`."""
+        """Skip it for a while after `SequencesExhausted` and `QuotaExceeded`."""
         if isinstance(error, SequencesExhausted | QuotaExceeded):
             self._full_until = time.monotonic() + max(FULL_S, error.retry_after_s or 0.0)
 
@@ -117,7 +117,7 @@ class Member:
         return self.client.pressure
 
     def candidate(self, prompt: ListOf[int], hashes: ListOf[bytes]) -> Candidate:
-        """What is known of it for a prompt, whose blocks have these ``hashes``."""
+        """Its data for the placement of a prompt whose blocks have these ``hashes``."""
         pressure = self.pressure
         assert pressure is not None  # noqa: S101 - a look came before
         return Candidate(
@@ -136,7 +136,7 @@ class Member:
 
     @property
     def own_sequences(self) -> int:
-        """How many sequences this client has there, with those that are being made."""
+        """The number of this client's sequences there, including those being created."""
         live = self.connection.live
         for each in list(self.coming):
             if each in live or each.released:
@@ -144,7 +144,7 @@ class Member:
         return len(live) + len(self.coming)
 
     def promise(self, blocks: int) -> None:
-        """A sequence goes there that will take so many: not yet in what it tells."""
+        """Count blocks of a sequence that was placed there and is not yet in its reports."""
         if self.pressure is not None:
             self._promised = self._expected(self.pressure) + blocks
 
@@ -156,9 +156,9 @@ class Member:
     # --- how it is --------------------------------------------------------------------------------------------------
 
     async def look(self, timeout_s: float) -> None:
-        """Ask how it is; callers at the same time share the question, if it is asked after they came. It is gone where
-        nothing listens there any more, or where another process does. It hangs where it says so, and where it does not
-        answer within ``timeout_s``. Before it is used again what could not be released there is."""
+        """Request its status; concurrent callers share a request that is sent after they called. It is gone if nothing
+        listens there any more, or if another process does. It hangs if it reports so, or does not answer within
+        ``timeout_s``. Before it is used again, sequences that could not be released there are released."""
         if (under_way := self._looking) is not None and not under_way.done():
             await asyncio.wait({under_way})
         if self.gone:
@@ -199,14 +199,14 @@ class Member:
             states = list(self.unreleased)
             self.unreleased.clear()
             await self.connection.release(states)
-            if self.unreleased:  # it hangs once more, or is busy: the next look tries again
+            if self.unreleased:  # it hangs again, or is busy: the next look retries
                 break
         if self.hung or drains != self._drains:
             self.trouble, self._drains = "", drains
             self._notify()
 
     async def end(self, why: str) -> None:
-        """It is gone: every call to it ends now."""
+        """Mark it as gone, which ends every call to it."""
         if not self.gone:
             self.gone = True
             log.warning("executor %s of the fleet is gone: %s", self.target, why)
@@ -220,7 +220,7 @@ class Member:
         await self._ended.wait()
 
     async def attend(self, every_s: float, look: Callable[[Member], Awaitable[None]]) -> None:
-        """Until it is gone."""
+        """Watch it until it is gone."""
         following = {asyncio.create_task(each(every_s)) for each in (self._follow, self._watch_health)}
         try:
             while not self.gone:
@@ -235,7 +235,7 @@ class Member:
             await asyncio.wait(following)
 
     async def _watch_health(self, every_s: float) -> None:
-        """Where its health changes, that is looked into at once."""
+        """Request its status at once if its health changes."""
         context = self.connection.context
         while not self.gone:
             with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
@@ -244,7 +244,7 @@ class Member:
             await asyncio.sleep(every_s)
 
     async def _follow(self, every_s: float) -> None:
-        """Keep its prefixes. Where its events break off, that is looked into."""
+        """Maintain the index of its prefixes. If its events end, request its status."""
         while not self.gone:
             with suppress(ExecutorError):
                 async with aclosing(self.client.watch_prefixes(patience_s=0.0)) as stream:

@@ -1,7 +1,7 @@
-"""Who is there: the executors behind a list of targets, or behind a name, each for one life of its process.
+"""The executors of a list of targets or of a name, each for one process lifetime.
 
-What comes back at the same target is another member: what the old one held is gone, and nothing is ever sent to it in
-the old one's name. Each is asked every so often how it is, and at once where its events break off.
+A restarted process at the same target is another member: the sequences of the old one are gone, and none of its
+requests are sent to the new one. The status of each is requested periodically, and at once if its events end.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ log = logging.getLogger("ferrum_rpc.client.fleet")
 class Members:
     """The executors of ``targets``: a list of ``host:port`` and ``unix:path``, or ``dns:///name:port`` for those that
     the name resolves to, or ``file:PATH`` for those that it lists, one a line. An async context manager; ``connect``
-    makes the client of one. All must serve the same model: what serves another is not used.
+    makes the client of one. All must serve the same model: an executor with another model is not used.
 
-    ``look_every_s``: how often each is asked how it is, besides when its health changes; ``resolve_every_s``: how often
-    names are resolved, besides when somebody is gone; ``patience_s``: for how long a new one may take to say what it
-    is. One that hangs, or is silent, gets nothing new; after ``hung_patience_s`` it is given up where others take
-    sequences, and its own go on there. When it answers again it is another member, once what it had is released.
-    ``changes``: counts who came, began to drain or to hang, recovered, and went, or could not be reached
-    (``troubles``).
+    ``look_every_s``: the interval of status requests, besides those after a change of health; ``resolve_every_s``: the
+    interval at which names are resolved, besides when a member is gone; ``patience_s``: the time limit for a new one's
+    first answer. One that hangs, or is silent, gets no new sequences; after ``hung_patience_s`` it is abandoned if
+    others accept sequences, and its sequences continue there. When it answers again it is another member, after its
+    sequences are released. ``changes``: counts members that appeared, began to drain or to hang, recovered, went, or
+    could not be reached (``troubles``).
     """
 
     def __init__(
@@ -99,17 +99,17 @@ class Members:
 
     @property
     def there(self) -> list[Member]:
-        """Those that are not gone, the oldest first."""
+        """The members that are not gone, the oldest first."""
         return list(self._there)
 
     @property
     def named(self) -> set[str]:
-        """The targets of executors, as the names have them now."""
+        """The targets of executors, as the names resolve now."""
         return set[str]().union(*self._addresses.values())
 
     @property
     def serving(self) -> list[Member]:
-        """Those that take new sequences."""
+        """The members that accept new sequences."""
         return [each for each in self._there if each.serving]
 
     async def changed(self, since: int) -> int:
@@ -119,7 +119,7 @@ class Members:
         return self.changes
 
     async def look(self, member: Member) -> None:
-        """See whether it is there, and whether it works. One that has hung for too long is given up."""
+        """Check whether it is there and works. A member that has hung for too long is abandoned."""
         trouble = member.trouble
         await member.look(SILENT_S)
         if member.hung and not trouble and member in self._there:
@@ -130,8 +130,8 @@ class Members:
             await member.end(f"{member.trouble} for {member.hung_s:.0f} s, and its sequences go on elsewhere")
 
     async def some(self, deadline: Deadline, tokens: int = 0) -> list[Member]:
-        """Those that take new sequences, when there is one. Where none of them has a context of so many ``tokens``, one
-        that is `away` is waited for, if it may. Raises `TransportError` where the time is over."""
+        """Wait for members that accept new sequences. If none of them has a context of so many ``tokens``, wait for one
+        that is `away` and may have it. Raises `TransportError` when the time is over."""
         while not (found := self.serving) or (
             max(each.max_context for each in found) < tokens and self.away(tokens, found)
         ):
@@ -148,9 +148,9 @@ class Members:
         return found
 
     def away(self, tokens: int, there: Iterable[Member]) -> set[str]:
-        """The targets that are listed, are not used now as those ``there`` are, and may have a context of so many
-        ``tokens``: by what they had last, or because they have not answered yet. Whatever answers there and is not of
-        this fleet is not one of them."""
+        """The listed targets that are not among the members ``there`` and may have a context of so many ``tokens``,
+        according to their last answer, or because they have not answered yet. Targets whose executors are not of this
+        fleet are excluded."""
         away = self.named | ({each for each in self.targets if each.startswith(NAMED)} - self._addresses.keys())
         away -= {each.target for each in there}
         return {
@@ -161,7 +161,7 @@ class Members:
         }
 
     async def all_known(self, timeout_s: float) -> None:
-        """Wait until each target is there, or it is known why it is not, for so long at most."""
+        """Wait until each target is a member, or failed with a known reason, for so long at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.away(0, self._there) - self.troubles.keys():
@@ -240,7 +240,7 @@ class Members:
             await asyncio.sleep(FIRST_PAUSE_S)
 
     def _listed(self, name: str, found: Iterable[str]) -> None:
-        """These are a name's addresses now. One that is not named any more is used while it answers."""
+        """Set the present addresses of a name. A member that is no longer listed is used while it answers."""
         before = self._addresses.get(name)
         self._addresses[name] = set(found)
         named = self.named
@@ -254,12 +254,12 @@ class Members:
             self._keeping[target] = asyncio.create_task(self._keep(target))
 
     async def _keep(self, target: str) -> None:
-        """One member after the other, as long as the target is one of the fleet's."""
+        """Keep a member for a target, one after the other, as long as the target is one of the fleet's."""
         pause_s = FIRST_PAUSE_S
         while target in self.named:
             try:
                 client = await self._connect(target).__aenter__()
-            except InvalidRequest as error:  # a line of a file that is no target
+            except InvalidRequest as error:  # an invalid line of a file
                 self.troubles[target] = error
                 self._notify()
                 return
@@ -285,7 +285,8 @@ class Members:
         del self._keeping[target]
 
     async def _join(self, target: str, client: ExecutorClient) -> Member:
-        """Who answers there. Raises `LayoutMismatch` for another model, `InvalidRequest` for one that is known."""
+        """The member that answers there. Raises `LayoutMismatch` for another model, `InvalidRequest` for a known
+        one."""
         info = await client.info(timeout_s=self._patience_s)
         connection = connection_of(client)
         connection.context.only_instance, connection.masks.known = info.instance_id, self.masks
@@ -306,7 +307,7 @@ class Members:
         return member
 
     async def _release_left(self, target: str, member: Member) -> None:
-        """Free what an executor still has for the member that it was before; its sequences are elsewhere."""
+        """Free sequences that an executor still has of an abandoned member; they continue elsewhere."""
         instance, lease_id = self._left.get(target, ("", ""))
         if lease_id and instance == member.info.instance_id:
             with suppress(*LEASE_GONE):
@@ -315,7 +316,7 @@ class Members:
 
 
 def fitting(members: ListOf[Member], length: int, becomes: int) -> list[Member]:
-    """Those whose context holds all that a sequence may become, or else the longest, for one of this ``length`` now."""
+    """The members whose context fits a sequence's final length, or else the longest, for one of this ``length`` now."""
     longest = max(each.max_context for each in members)
     if length > longest:
         raise ContextLengthExceeded(
@@ -327,5 +328,5 @@ def fitting(members: ListOf[Member], length: int, becomes: int) -> list[Member]:
 
 
 def _model(info: ExecutorInfo) -> tuple[object, ...]:
-    """What must be the same for a sequence to go on elsewhere."""
+    """The properties that must be equal for a sequence to continue elsewhere."""
     return info.model.fingerprint, info.model.kv_dtype
