@@ -150,7 +150,7 @@ def test_replayed_on_ranks_tokens_are_those_of_one(
     with closing(World(settings_of(checkpoint, cut))) as world:
         chosen = dict(world.runner.device.choices)
         assert texts_of(world.runner, steps) == expected
-    assert chosen[f"cuda_graphs={len(buckets(SEQUENCES))}"] and "in the middle" in chosen["overlap=off"]
+    assert chosen[f"cuda_graphs={len(buckets(SEQUENCES))}"] and "within a step" in chosen["overlap=off"]
     assert world.runner.depth == cut[1]
     assert [each.recordings for each in captures.made] == [len(buckets(SEQUENCES))] * cut[0] * cut[1]
     assert [each.replays for each in captures.made] == [steps - 1] * cut[0] * cut[1]

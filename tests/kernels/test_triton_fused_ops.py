@@ -29,7 +29,8 @@ SPEC = replace(MODEL.layers[0], mixer=replace(MODEL.layers[0].mixer, heads=7, kv
 
 def model(layer):
     """Of one such layer."""
-    return replace(MODEL, layers=(layer,), hidden_size=layer.mixer.hidden)
+    layer = replace(layer, mlp=replace(layer.mlp, hidden=layer.mixer.hidden))
+    return replace(MODEL, layers=(layer,), hidden_size=layer.mixer.hidden, norm=layer.norm)
 
 
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

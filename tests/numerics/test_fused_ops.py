@@ -30,7 +30,8 @@ SPEC = MODEL.layers[0]
 
 def model(layer):
     """Of one such layer."""
-    return replace(MODEL, layers=(layer,), hidden_size=layer.mixer.hidden)
+    layer = replace(layer, mlp=replace(layer.mlp, hidden=layer.mixer.hidden))
+    return replace(MODEL, layers=(layer,), hidden_size=layer.mixer.hidden, norm=layer.norm)
 
 
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
