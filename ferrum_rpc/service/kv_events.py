@@ -188,7 +188,7 @@ class KvEvents:
         owners = {caller} if caller else {*self._own.get(hashed, ())}  # who may see it otherwise than all others
         before = {each: self._visible(hashed, each) for each in owners}
         blocks, key = (self._own.setdefault(hashed, {}), caller) if caller else (self._there, hashed)
-        if _is_gone(change):
+        if change.parent is None and not change.parked:  # it is gone
             blocks.pop(key, None)
         else:
             blocks[key] = change
@@ -218,10 +218,6 @@ class KvEvents:
             return list(self._there.values())
         seen = self._there | {hashed: self._visible(hashed, caller) for hashed in own}
         return [each for each in seen.values() if each is not None]
-
-
-def _is_gone(change: BlockChange) -> bool:
-    return change.parent is None and not change.parked
 
 
 def _rank(change: BlockChange | None) -> int:

@@ -152,7 +152,7 @@ class ParkedFiles:
     def delete(self, path: Path) -> None:
         """The file is not needed, if it is there."""
         if self._folder is not None:  # else all were deleted
-            self.start(_delete(self._folder, path))
+            self.start(asyncio.to_thread(_unlink, partial(self._folder.unlink, path.name), path))
 
     @property
     def _opened(self) -> PrivateFolder:
@@ -209,7 +209,3 @@ def _unlink(unlink: Callable[[], object], path: Path) -> None:
     except OSError as error:
         action = "look at the disk of --kv-park-dir; the file is deleted when the executor ends or starts again"
         log.warning("park_file_not_deleted", path=str(path), error=error.strerror or str(error), action=action)
-
-
-async def _delete(folder: PrivateFolder, path: Path) -> None:
-    await asyncio.to_thread(_unlink, partial(folder.unlink, path.name), path)

@@ -260,7 +260,7 @@ class ReplayLog:
         answer = entry.answer
         if isinstance(answer, ItemAnswer):
             rows = None
-            if answer.rows is not None and _keeps_tokens(entry, answer):
+            if answer.rows is not None and (answer.ended is not None or type(entry.fingerprint) is OfADraft):
                 first, count = answer.rows.first, answer.rows.count
                 tokens = answer.rows.block["token_ids"][first : first + count].copy()
                 rows = Rows(RowBlock.of(RowKind.TOKENS, tokens), 0, count)
@@ -285,10 +285,6 @@ def record_bytes(entry: Entry) -> int:
     if (answer.ended is not None or known.__class__ is OfADraft) and answer.rows is not None:
         size += ROWS_BYTES + TOKEN_BYTES * answer.rows.count
     return size
-
-
-def _keeps_tokens(entry: Entry, answer: ItemAnswer) -> bool:
-    return answer.ended is not None or type(entry.fingerprint) is OfADraft
 
 
 _records: Final = attrgetter("records")
