@@ -1,19 +1,19 @@
 """A step as a transaction: validate, reserve, plan, run the model, select rows, copy out, commit.
 
-The one place where sequences, blocks, tensors and the model meet. Whatever fails on the way, lengths, references and
-cache contents are as before: new blocks go back, and old entries that the step overwrote in place are restored from an
-undo log that was taken first. Only the model thread may call a runner.
+This file combines sequences, blocks, tensors and the model. After any failure, lengths, references and cache contents
+are as before: new blocks are freed, and old entries that the step overwrote in place are restored from an undo log.
+Only the model thread may call a runner.
 
-A step has two halves: `begin` queues it on the device, `finish` waits for its rows and commits. Where the device works
-behind the host (``depth`` 2), the next step is begun in between. That changes no answer, because
+A step has two halves: `begin` queues it on the device, `finish` waits for its rows and commits. If the device works
+asynchronously (``depth`` 2), the next step is begun in between. That changes no answer, because
 
-- the device does everything in the order in which it was asked for, the undo of a step that fails among it: a step that
-  is begun behind another reads and overwrites what that one left, or what its undo put back;
-- steps under way have different sequences. What one writes, replaced or may still restore, it holds the only reference
-  to, or one that keeps others from writing there (`kv.manager`), until it is closed;
-- where the cache's bookkeeping would differ, the older step is finished first: a sequence that is in both, blocks that
-  are short (those that a step replaced are free when it commits), a step that goes back into blocks that a fork shares
-  (its commit may take blocks for what was promised), and any operation but the release of other sequences.
+- the device carries out all work in order, including the undo of a failed step: a step that is begun after another one
+  reads and overwrites what that one wrote, or what its undo restored;
+- steps in flight have different sequences. Until it is closed, a step holds the only reference to the blocks that it
+  writes, replaced or may still restore, or one that keeps others from writing there (`kv.manager`);
+- if the accounting of the cache would differ, the older step is finished first: for a sequence in both steps, if blocks
+  are short (those that a step replaced are free when it commits), for a step that rolls back into blocks that a fork
+  shares (its commit may need blocks for a promise), and for any operation but the release of other sequences.
 """
 
 from __future__ import annotations
@@ -117,12 +117,12 @@ class StepRunner:
                 self._tier.end([(key, partial(self.store.read_block, block)) for block, key in blocks], FLUSH_S)
 
     def end_hold(self, sequences: Sequence[int]) -> None:
-        """Their runs are over: give back the blocks that were held for them."""
+        """Free the blocks that were reserved for runs that are over."""
         for sequence in sequences:
             self.kv.end_hold(sequence)
 
     def check(self) -> None:
-        """Raise unless the cache's books agree."""
+        """Raise unless the accounting of the cache is consistent."""
         self.kv.check()
 
     def cache_state(self) -> CacheState:
@@ -175,7 +175,7 @@ class StepRunner:
         raise pending.ended
 
     def _make_way(self, step: Step) -> None:
-        """Finish what is under way where ``step`` must not be reserved beside it."""
+        """Finish the steps in flight if ``step`` must not be reserved together with them."""
         if (
             len(self._under_way) >= self.depth
             or any(each.closes_first for each in self._under_way)
@@ -185,11 +185,11 @@ class StepRunner:
             self._settle()
 
     def _taken(self) -> set[int]:
-        """Sequences that are in a step under way."""
+        """The sequences of the steps in flight."""
         return {each.spans[index].sequence for each in self._under_way for index in each.reservations}
 
     def _settle(self) -> None:
-        """Complete all that is under way, for `finish` to return or raise. Raises `DeviceLost` if that is so."""
+        """Complete all steps in flight, for `finish` to return or raise. Raises `DeviceLost`."""
         while self._under_way:
             pending = self._under_way[0]
             self._close(pending)
@@ -197,7 +197,7 @@ class StepRunner:
                 raise pending.ended
 
     def _close(self, pending: Pending) -> None:
-        """Wait for the oldest step under way, and commit it or roll it back."""
+        """Wait for the oldest step in flight, and commit it or roll it back."""
         self._under_way.remove(pending)
         if pending.reservations:
             try:
@@ -322,14 +322,14 @@ class StepRunner:
             raise self._failure(pending, error) from error
 
     def _save_leaving(self) -> None:
-        """Save what had to leave the prefix cache, before anything is written."""
+        """Save evicted blocks of the prefix cache, before any block is written."""
         assert self._tier is not None  # noqa: S101 - the callers looked
         for block, key in self.kv.prefixes.take_leaving():
             if self._tier.write(key, partial(self.store.read_block, block)):
                 self.kv.prefixes.note_tier(key, there=True)
 
     def _failure(self, pending: Pending, error: BaseException) -> ExecutorError:
-        """Undo a step that was reserved, and say what its callers get. Raises what is no failure of a step."""
+        """Undo a reserved step, and return its callers' error. Raises errors that are not a failure of the step."""
         if not isinstance(error, DEVICE_ERRORS):
             try:
                 self.compute.recover()
@@ -361,7 +361,7 @@ class StepRunner:
 
 
 def _short(refused: dict[int, ExecutorError]) -> bool:
-    """Whether a span was refused for want of blocks."""
+    """Whether a span was refused for lack of blocks."""
     return bool(refused) and any(isinstance(each, KvBlocksExhausted) for each in refused.values())
 
 

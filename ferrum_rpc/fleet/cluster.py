@@ -38,7 +38,7 @@ RETRY_S: Final = 5.0
 
 
 class Executor:
-    """The actor: starts an executor, and reports where it listens."""
+    """The actor that starts an executor, and reports its address."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
         """Raises `DidNotServeError` in its first life, after which Ray does not restart it: the settings are wrong.

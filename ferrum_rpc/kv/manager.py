@@ -1,4 +1,4 @@
-"""Sequences over blocks: who may write where, as transactions.
+"""Sequences and their blocks: reservations of slots to write, as transactions.
 
 Every change of a cache is `reserve`, the forward pass, then `commit` or `rollback`; several are open at once, of
 different sequences that may share blocks. One rule makes that safe:
@@ -7,19 +7,19 @@ different sequences that may share blocks. One rule makes that safe:
     content of a block holds a reference to it.
 
 So a shared block is replaced, never written. The block that a reservation replaced keeps that reference until `commit`:
-it can be a copy source, and `rollback` finds it as it was, because until then it is neither free nor private to another
-sequence. Two forks that write behind a shared block in the same step therefore both copy it. What is overwritten in
-place is private, and its old content is the runner's undo log (`Reservation.overwritten`). What one open reservation
-copies into, saves or writes, no other touches: their order does not matter.
+it can be a copy source, and `rollback` finds it unchanged, because until then it is neither free nor private to another
+sequence. Two forks that write into a shared block in the same step therefore both copy it. Content that is overwritten
+in place is private, and the runner's undo log has its old values (`Reservation.overwritten`). Blocks that one open
+reservation copies into, saves or writes are not used by any other, so their order does not matter.
 
-Nothing on the way of a decode step grows with the length of a sequence or with the number of sequences: a reservation
-edits the table in place and remembers the few entries that it replaced.
+The cost of a decode step does not grow with the length of a sequence or with the number of sequences: a reservation
+edits the table in place and keeps the few entries that it replaced.
 
 Blocks that are full of committed tokens are published (`kv.prefix`), and later spans that begin with the same tokens
-find them. The pool holds a published block as a sequence does, so it is replaced like any shared one. Where only one
-sequence holds it and no block is free for the copy, it is published no more and written in place: no block is needed
-for it, and none is promised. What is promised to a sequence is not published before the promise ends: nobody then takes
-from the promise by finding it. What a fork published of it is withdrawn when the fork is gone.
+find them. The pool holds a reference to a published block, so it is replaced like any shared one. If only one sequence
+holds it and no block is free for the copy, it is unpublished and written in place: this needs no block, and no promise.
+Blocks promised to a sequence are not published before the promise ends, so that no other sequence can share them. Those
+that a fork published are withdrawn when the fork ends.
 
 This file has integers only: no tensors, no handles, no wire. It belongs to the model thread; only `state` may be
 called from elsewhere. Paged blocks with reference counts and copy-on-write are from vLLM (Kwon et al., SOSP 2023).

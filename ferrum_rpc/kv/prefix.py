@@ -285,5 +285,5 @@ def _first_of(look: Callable[[bytes], Content | None], hashed: bytes, caller: by
 
 
 def _gone(key: bytes, *, parked: bool = False) -> BlockChange:
-    """The block of a key is published no more."""
+    """Note that the block of a key is no longer published."""
     return BlockChange(key[:HASH_BYTES], None, parked, caller=key[HASH_BYTES:])

@@ -254,7 +254,7 @@ class BlockFiles:
 
 
 def _write(folder: PrivateFolder, name: str, head: bytes, content: memoryview) -> None:
-    """Whole or not at all: a reader sees no half of it."""
+    """Write a file atomically: a reader never sees a part of it."""
     partial = f"{name}.{os.getpid()}.partial"
     try:
         with open(folder.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:

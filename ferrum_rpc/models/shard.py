@@ -1,12 +1,13 @@
-"""How a decoder is cut: what one rank of several has of every weight.
+"""The sharding of a decoder: each rank's part of every weight.
 
-Ranks that share a layer have some of its heads and some of its MLP's channels each. They multiply the same rows, and
-what they found is summed after the attention's output and after the MLP (Shoeybi et al., Megatron-LM, 2019): the hidden
-rows are the same everywhere. Where there are fewer KV heads than ranks, several have the same one. Embedding and head
-are cut by tokens. Stages have whole layers: the first has the embedding too, the last the final norm and the head.
+Tensor-parallel ranks have some of a layer's heads and some of its MLP's channels each. They multiply the same rows, and
+their results are summed after the attention's output and after the MLP (Shoeybi et al., Megatron-LM, 2019), so all have
+the same hidden rows. If there are fewer KV heads than ranks, several ranks have the same one. Embedding and head are
+vocabulary-parallel. Pipeline stages have whole layers: the first also has the embedding, the last the final norm and
+the head.
 
-A rank's `ModelSpec` is a smaller one of the same family. All that the kernels and the cache see is that; the checkpoint
-and what is told of the model are of the whole. `layout` says what a rank has of each tensor.
+A rank's `ModelSpec` is a smaller one of the same family, which is all that the kernels and the cache use; the
+checkpoint and the reported model are the whole. `layout` has a rank's part of each tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Shard:
 
     @classmethod
     def at(cls, number: int, ranks: int, stages: int) -> Shard:
-        """Of all ranks together the one with this ``number``: those of a stage stand next to each other."""
+        """The shard of rank ``number`` of all ranks; those of a stage have consecutive numbers."""
         return cls(number % ranks, ranks, number // ranks, stages)
 
     @property
@@ -48,8 +49,8 @@ class Shard:
         return self.stage == self.stages - 1
 
     def layers(self, count: int) -> range:
-        """Its layers, of a model of so many. Earlier stages have no more than later ones: the last has the head, but
-        is not waited for."""
+        """Its layers, of a model of so many. Earlier stages have no more layers than later ones: the last one has the
+        head, but no stage waits for it."""
         return range(count * self.stage // self.stages, count * (self.stage + 1) // self.stages)
 
     def share(self, channels: Channels) -> tuple[int, int]:
@@ -59,16 +60,16 @@ class Shard:
         return first * channels.width, (first + count) * channels.width
 
     def token_width(self, vocab_size: int) -> int:
-        """How many tokens each rank has, but for the last, which may have fewer."""
+        """The tokens of each rank; the last one may have fewer."""
         return -(-vocab_size // (self.ranks * VOCABULARY_STEP)) * VOCABULARY_STEP
 
     def tokens(self, vocab_size: int) -> tuple[int, int]:
-        """The first of its tokens, and the end."""
+        """Its first token, and the end."""
         each = self.token_width(vocab_size)
         return min(vocab_size, self.rank * each), min(vocab_size, (self.rank + 1) * each)
 
     def of(self, spec: ModelSpec) -> ModelSpec:
-        """The spec of what it has. Raises NotSupported where the model cannot be cut so."""
+        """The spec of its part. Raises NotSupported if the model cannot be sharded so."""
         if self.ranks == self.stages == 1:
             return spec
         self._check(spec)
@@ -95,7 +96,7 @@ WHOLE: Final = Shard()
 
 
 def _obstacle(spec: ModelSpec, ranks: int) -> str:
-    """Why so many ranks cannot share each layer; or nothing."""
+    """The reason why so many ranks cannot share each layer; empty if they can."""
     for layer in dict.fromkeys(spec.layers):
         if obstacle := layer.obstacle(ranks):
             return obstacle

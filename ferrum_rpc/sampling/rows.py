@@ -1,10 +1,10 @@
-"""From hidden rows to packed answers: the head on the requested rows, then what each request wants of them.
+"""From hidden rows to packed answers: applies the head to the requested rows, then each request's reduction.
 
-Rows of one kind stand together, so that the head runs once over all rows of a step whatever their kinds (reading the
-head's weights is most of its cost), and each kind leaves the device as one packed block. The head runs over slices of
-`HEAD_ROWS` rows: a prompt that wants ALL of 8,192 rows of a 152k vocabulary must not allocate 5 GB of logits.
+Rows of one kind are contiguous, so that the head runs once over all rows of a step (reading the head's weights is most
+of its cost), and each kind leaves the device as one packed block. The head runs over slices of `HEAD_ROWS` rows: a
+prompt that requests all of 8,192 rows of a 152k vocabulary must not allocate 5 GB of logits.
 
-On a GPU all of this is queued and nothing waits: what an answer's arrays show until the copies are there is garbage.
+On a GPU all of this is queued without waiting: an answer's arrays are undefined until the copies are complete.
 """
 
 from __future__ import annotations

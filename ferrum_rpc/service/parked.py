@@ -1,14 +1,14 @@
-"""The files of parked sequences: a folder that belongs to this process, and how much lies there.
+"""The files of parked sequences, in a folder of this process, and their total size.
 
-The folder is one that only this user can change, made inside the given one, which may be another's (a mounted volume).
-What an earlier process left there is deleted: its handles are of another life. A lock keeps two processes from sharing
-a folder.
+The folder is accessible only to this user and is made inside the given one, which may have another owner (a mounted
+volume). Files of an earlier process are deleted: its handles are invalid. A lock keeps two processes from sharing a
+folder.
 
-Each frame of a file has a digest with a key that this process alone knows, which covers the file's name and the frame's
-place too. So what comes back is what was written, and needs no other check.
+Each frame of a file has a digest with a secret key of this process, which also covers the file's name and the frame's
+position. So frames that pass the check are as written, and need no other check.
 
-A file is deleted beside the event loop, and no answer waits for it: a name is used once, and what is left when the
-process ends is deleted by the next one, so no file is read that is no sequence's.
+Files are deleted outside the event loop, and no answer waits for that: a name is used once, and the next process
+deletes remaining files, so only files of live sequences are read.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ CLOSE_S: Final = 5.0
 
 
 class ParkedFiles:
-    """The files in ``folder`` (None: no sequence is parked): ``bytes`` of ``sequences``. Those that are being written
-    count by what they will have at most."""
+    """The files in ``folder`` (None: no parking): ``bytes`` of ``sequences``. Files being written count with their
+    maximum size."""
 
     def __init__(self, folder: Path | None, limits: Limits) -> None:
         self._given = folder
@@ -61,7 +61,7 @@ class ParkedFiles:
         self.bytes = self.sequences = 0
 
     def slot(self, account: Account) -> AbstractAsyncContextManager[None]:
-        """One of the sequences that are parked or brought back at a time, of which each caller has its share."""
+        """A slot for parking or restoring a sequence; each caller has its share of the slots."""
         return self._slots.held(((account, account.most[Resource.TRANSFERS]),))
 
     @property
@@ -69,7 +69,7 @@ class ParkedFiles:
         return self._given is not None
 
     def open(self) -> None:
-        """Make the folder this process's. Raises `InvalidRequest`."""
+        """Lock the folder for this process. Raises `InvalidRequest`."""
         given = self._given
         if given is None:
             return
@@ -89,7 +89,7 @@ class ParkedFiles:
         self._folder = folder
 
     async def close(self) -> None:
-        """Nothing is parked any more. Of an engine that hangs jobs are left."""
+        """Delete all files. Jobs of an engine that hangs may remain."""
         if self._jobs:
             await asyncio.wait(self._jobs, timeout=CLOSE_S)
         if self._folder is not None:
@@ -121,7 +121,7 @@ class ParkedFiles:
         return self._file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "wb")
 
     def read(self, path: Path) -> ParkedFile:
-        """A file that was written. Raises OSError, and `NotPrivateError` for what is none of this process's."""
+        """A written file. Raises OSError, and `NotPrivateError` for a file that is not this process's."""
         return self._file(path, os.O_RDONLY, "rb")
 
     def _file(self, path: Path, flags: int, mode: str) -> ParkedFile:
@@ -136,13 +136,13 @@ class ParkedFiles:
         self.bytes -= size
 
     def keep(self, record: SequenceRecord, parked: Parked, taken: int) -> None:
-        """The sequence is parked; ``taken`` is what was taken for its file."""
+        """Note that the sequence is parked; ``taken`` is the size allocated for its file."""
         self.free(record.account, taken - parked.size)
         record.parked = parked
         self.sequences += 1
 
     def drop(self, record: SequenceRecord) -> None:
-        """It is back or gone, if it was parked: its file is not needed."""
+        """Drop the file of a sequence that was restored or has ended, if it was parked."""
         parked, record.parked = record.parked, None
         if parked is not None:
             self.sequences -= 1
@@ -150,7 +150,7 @@ class ParkedFiles:
             self.delete(parked.path)
 
     def delete(self, path: Path) -> None:
-        """The file is not needed, if it is there."""
+        """Delete a file, if it exists."""
         if self._folder is not None:  # else all were deleted
             self.start(asyncio.to_thread(_unlink, partial(self._folder.unlink, path.name), path))
 
@@ -167,7 +167,7 @@ class ParkedFiles:
 
 
 class ParkedFile(FrameFile):
-    """Of a parked sequence. The seal of a frame is its digest and its place's, with a key."""
+    """The file of a parked sequence. A frame's seal is a keyed digest of its content and its position."""
 
     SEAL_BYTES = DIGEST_BYTES
 
@@ -183,7 +183,7 @@ class ParkedFile(FrameFile):
 
 
 def _delete_old(given: Path) -> bool:
-    """Delete what an earlier version left in the given folder itself. False: one of that version is using it."""
+    """Delete files of an earlier version in the given folder itself. False: a process of that version uses it."""
     try:
         lock = os.open(given / OLD_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # there is none, or it is not ours

@@ -9,8 +9,8 @@
 The first two happen in the turn that begins the call, so that calls claim in the order in which they arrive. Nearly
 always that turn submits it too. Forwards and cache operations are the two kinds.
 
-What settling a call raises is a bug, and no task awaits the callback that raised it: it is logged and counted, and the
-call ends with `InternalError`, its sequences free.
+An error raised by the settling of a call is a bug, and no task awaits the callback that raised it: it is logged and
+counted, the call ends with `InternalError`, and its sequences are freed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class CallPhase(enum.IntEnum):
-    """How far a call is, in their order."""
+    """The phases of a call, in order."""
 
     CLAIMED = 0
     """Its sequences are its own, and calls ahead of it are in flight."""
@@ -50,27 +50,27 @@ class CallPhase(enum.IntEnum):
 
 
 class Transaction(ABC, Generic[T]):
-    """One call. Awaiting it gives its `answer`; a caller that is cancelled meanwhile abandons it. ``refusal``: what it
-    is answered with, once it has ended, if not with its outcome."""
+    """One call. Awaiting it returns its `answer`; a caller that is cancelled meanwhile abandons it. ``refusal``: the
+    error of an ended call, if it was refused."""
 
     _state: ServerState
     _repeated: dict[Waiter, Entry]  # calls in flight that it repeats
     _on_end: Callable[[], object] | None = None
-    _withdrawn: Exception | None = None  # what refuses it when its wait is over
+    _withdrawn: Exception | None = None  # the refusal for the end of its wait
     phase = CallPhase.CLAIMED
     refusal: Exception | None = None
 
     @abstractmethod
     def answer(self) -> T:
-        """What it came to, once it has ended; raises what refused it."""
+        """The answer of an ended call. Raises its refusal."""
 
     @abstractmethod
     def fail(self, error: InternalError) -> None:
-        """Free what it still holds: what `settle` called has raised."""
+        """Free what it still holds, after a callback of `settle` has raised."""
 
     @abstractmethod
     def _cancel(self) -> bool:
-        """Take it back from the engine. False: it goes on there."""
+        """Cancel it in the engine. False: it runs there."""
 
     @abstractmethod
     def _awaited(self) -> bool:
@@ -78,15 +78,15 @@ class Transaction(ABC, Generic[T]):
 
     @abstractmethod
     def _go_on(self, failed: Failed) -> None:
-        """Its wait is over: submit it, without the sequences that could not be brought in."""
+        """Submit it after its wait, without the sequences that could not be restored."""
 
     @abstractmethod
     def _undo(self, error: Exception | None) -> None:
-        """End it with a refusal: nothing happened, and nothing will."""
+        """End it with a refusal: it had no effect and will have none."""
 
     def settle(self, take: Callable[..., object], *result: object) -> None:
-        """Call ``take`` with the answer of the engine, or of the call that this one repeats. What it raises ends this
-        call and no other."""
+        """Call ``take`` with the answer of the engine, or of the call that this one repeats. Its error ends this call
+        and no other."""
         try:
             take(*result)
         except Exception as error:
@@ -97,7 +97,7 @@ class Transaction(ABC, Generic[T]):
                 self.end(failure)
 
     def cancel(self) -> bool:
-        """End it with `Cancelled`, if it has not begun and no duplicate waits for it. False: it goes on, or is over."""
+        """End it with `Cancelled`, if it has not begun and no duplicate waits for it. False: it runs, or is over."""
         if self.phase >= CallPhase.SETTLED or self._awaited():
             return False
         if self.phase is CallPhase.QUEUED and not self._cancel():
@@ -106,14 +106,14 @@ class Transaction(ABC, Generic[T]):
         return True
 
     def _refuse(self, error: Exception | None) -> None:
-        """Refuse it as a whole, as soon as its sequences can be free."""
+        """Refuse all of it, as soon as its sequences can be freed."""
         if self.phase is CallPhase.WAITING:
             self._withdrawn = self._withdrawn or error
         else:
             self._undo(error)
 
     def _wait(self, caches: Coroutine[Any, Any, Failed]) -> None:
-        """Go on when the caches of its sequences are there."""
+        """Continue once the caches of its sequences are in the engine."""
         self.phase = CallPhase.WAITING
 
         async def wait() -> None:
@@ -128,7 +128,7 @@ class Transaction(ABC, Generic[T]):
         self._state.parked.start(wait())
 
     def _goes_on(self) -> bool:
-        """Whether anybody wants what it waits for."""
+        """Whether what it waits for is still needed."""
         return self._withdrawn is None
 
     def _waited(self, failed: Failed) -> None:
@@ -140,7 +140,7 @@ class Transaction(ABC, Generic[T]):
             self._go_on(failed)
 
     def _repeat(self, entry: Entry, take: Callable[[Outcome], object]) -> None:
-        """Have ``take`` called with the outcome of a call in flight that this one repeats."""
+        """Call ``take`` with the outcome of the call in flight that this one repeats."""
 
         def waiter(outcome: Outcome) -> None:
             if self._repeated.pop(waiter, None) is not None:
@@ -150,27 +150,27 @@ class Transaction(ABC, Generic[T]):
         self._repeated[waiter] = entry
 
     def abandon(self) -> None:
-        """Its caller was cancelled: take it back, or let it run without one."""
+        """Handle a cancelled caller: cancel the call, or let it run without one."""
         self._on_end = None
         self.cancel()
         if self.phase >= CallPhase.QUEUED:  # else a duplicate of its own waits for it
             self._leave_repeated()
 
     def _leave_repeated(self) -> None:
-        """It waits no longer for what it repeats."""
+        """Stop waiting for the call that it repeats."""
         for waiter, entry in self._repeated.items():
             entry.leave(waiter)
         self._repeated.clear()
 
     def when_ended(self, call: Callable[[], object]) -> None:
-        """Call ``call`` when it ends: at once where it has."""
+        """Call ``call`` when it ends, or at once if it has ended."""
         if self.phase is CallPhase.DONE:
             call()
         else:
             self._on_end = call
 
     def end(self, refusal: Exception | None = None) -> None:
-        """It is over; ``refusal`` is what it is answered with, if not with its outcome."""
+        """End it, with this ``refusal`` or with its outcome."""
         self.phase, self.refusal = CallPhase.DONE, refusal
         if self._repeated:
             self._leave_repeated()

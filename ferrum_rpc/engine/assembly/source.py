@@ -1,4 +1,4 @@
-"""A model before it is loaded: what it is, what it takes of a memory, and how it is loaded.
+"""A model before it is loaded: its facts, its memory, and how to load it.
 
 There is one `ModelSource` for each kind of model: `IdentitySource` and `DecoderCheckpoint` here, and `HfCheckpoint` in
 `hf_source`. `choose` makes it. Nothing else asks which kind a model is.
@@ -61,10 +61,10 @@ class ModelSource(Protocol):
     """One kind of model."""
 
     def describe(self) -> ModelFacts:
-        """What is known of it. Reads nothing."""
+        """Its facts. Reads no weights."""
 
     def weight_bytes(self) -> int:
-        """Bytes of all weights once they are loaded. Raises InvalidRequest where they cannot be held so."""
+        """Bytes of all weights once loaded. Raises InvalidRequest if they cannot be held in this form."""
 
     def activation_bytes(self, tokens: int, rows: int, attending: int | None) -> int:
         """Bytes of a step of ``tokens`` tokens that wants logits of ``rows``. ``attending``: what attention takes of a
@@ -74,8 +74,8 @@ class ModelSource(Protocol):
         """Read the weights; of a model that ranks share, the part of ``parallel``."""
 
     def fingerprint(self, quantize: str) -> bytes:
-        """What the model is, in 32 bytes: two executors with the same one compute the same K and V of the same tokens.
-        Moved caches and hashes of prefixes are only good for the model that made them, and know it by this."""
+        """The identity of the model, 32 bytes: executors with equal fingerprints compute the same K and V for the same
+        tokens. Moved caches and prefix hashes are valid only for the model with their fingerprint."""
 
     def check(self, model: Model, compute: Compute, store: KvStore, max_context: int) -> Reasons:
         """Compare the loaded model with its reference over a cache that is not in use yet. Raises NotSupported where
