@@ -33,6 +33,9 @@ FAMILIES: dict[str, str] = {
     "cohere2": "Cohere2",
 }
 
+WITHOUT_TRANSFORMERS: dict[str, str] = {}
+"""Families that transformers lacks: the class, and the test (below the root) of its definition written in torch."""
+
 TINY: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 64,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,8 +12,9 @@ from ferrum_rpc.models.families import Rotation
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.rope import RopeSpec, read_rope
 from ferrum_rpc.models.rotary import Rotary, inverse_frequencies, rotate
-from tests.checkpoints import FAMILIES, TINY
+from tests.checkpoints import FAMILIES, TINY, WITHOUT_TRANSFORMERS
 
+ROOT = Path(__file__).parents[2]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 SECTIONS = {
@@ -82,4 +85,7 @@ def test_a_rotation_keeps_lengths_and_depends_on_the_distance_only():
 
 
 def test_every_family_is_in_the_tests():
-    assert {f"{prefix}ForCausalLM" for prefix in FAMILIES.values()} == {*families.FAMILIES}
+    compared = {f"{prefix}ForCausalLM" for prefix in FAMILIES.values()}
+    assert compared | WITHOUT_TRANSFORMERS.keys() == {*families.FAMILIES}
+    assert compared.isdisjoint(WITHOUT_TRANSFORMERS)
+    assert all((ROOT / test).is_file() for test in WITHOUT_TRANSFORMERS.values())
