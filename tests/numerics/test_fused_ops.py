@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ferrum_rpc.models.fused_ops import NativeFusedOps, TorchFusedOps
+from ferrum_rpc.models.fused_ops import NATIVE, NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.rope import RopeSpec
 from ferrum_rpc.models.rotary import Rotary
@@ -95,6 +95,10 @@ def test_the_gate_is_silu_from_one_end_of_the_numbers_to_the_other(dtype):
             rtol=1.1 * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 4e-6,
             atol=1e-30,
         )
+
+
+def test_every_activation_of_the_kernels_is_tried():
+    assert {exact_rows.variant(SPEC, name).mlp.activation for name in exact_rows.VARIANTS} == NATIVE.keys()
 
 
 @TYPES
