@@ -1,8 +1,8 @@
 """Every refusal of the executor: one class per reason of the contract.
 
 A scheduler reacts to the *reason*, so a reason is a type here, carries typed facts (the actual length, the limit that
-was exceeded), and has one row in the wire floor's table of statuses. Messages are written for the person who reads
-them at night and never contain an internal identifier. The same classes are raised by the client.
+was exceeded), and has one row in the wire floor's table of statuses. Messages are written for operators and never
+contain an internal identifier. The client raises the same classes.
 
 ``sequence_changed`` is false for all but the reasons whose text here differs: a refusal leaves the sequence as it was.
 """
@@ -96,7 +96,7 @@ class ExecutorError(Exception):
             cls.reason = Reason[re.sub("(?<=[a-z])(?=[A-Z])", "_", cls.__name__).upper()]
 
     def number(self, key: str) -> int | None:
-        """``metadata[key]`` as an integer, or None where it is absent or no number."""
+        """``metadata[key]`` as an integer, or None if it is absent or not a number."""
         value = self.metadata.get(key, "")
         return int(value) if value.isdecimal() else None
 
@@ -106,18 +106,18 @@ class InvalidRequest(ExecutorError):
 
 
 def above(limit: str, maximum: int, count: int, what: str, field: str, *, advice: str = "") -> InvalidRequest:
-    """The refusal of more of something than a limit of `GetInfo` allows, whose field there is ``limit``."""
+    """The refusal of more than a limit of `GetInfo` allows, whose field there is ``limit``."""
     return InvalidRequest(
         f"{count} {what} exceed the limit of {maximum}{advice}", field=field, metadata={limit: maximum}
     )
 
 
 class RequestIdReused(ExecutorError):
-    """The request id is known with other content."""
+    """The request id was used with other content."""
 
 
 class HandleUnknown(ExecutorError):
-    """This process never issued such a handle to this caller, or has forgotten it."""
+    """This process never issued such a handle to this caller, or no longer keeps it."""
 
 
 class HandleReleased(ExecutorError):
@@ -133,7 +133,7 @@ class LeaseUnknown(ExecutorError):
 
 
 class TokenMaskUnknown(ExecutorError):
-    """This caller has not registered such a mask, or others have taken its place (``token_mask_id``): register it
+    """This caller has not registered such a mask, or it was evicted (``token_mask_id``): register it
     again."""
 
 
@@ -150,8 +150,8 @@ class InstanceMismatch(ExecutorError):
 
 
 class LayoutMismatch(ExecutorError):
-    """The cache that was to be imported is another model's, or is laid out otherwise: ``differs`` names how, with
-    commas, and each of those names has what is expected here."""
+    """The cache to import is of another model, or has another layout: ``differs`` lists the differences, separated by
+    commas, and each of these names has the value expected here."""
 
 
 class SequenceVersionMismatch(ExecutorError):
@@ -190,9 +190,9 @@ class KvBlocksExhausted(ExecutorError):
 
 
 class KvCorrupt(ExecutorError):
-    """What came of a cache is not what was sent (``next_token``: the first that is missing): send it again. Or K or V
-    are ``not_finite``: prefill the sequence there. Or what was parked of a sequence is not what was written: the
-    sequence has ended."""
+    """The received cache differs from the sent one (``next_token``: the first missing token): send it again. Or K or V
+    are ``not_finite``: prefill the sequence there. Or the parked cache of a sequence was corrupted: the sequence has
+    ended."""
 
     @property
     def not_finite(self) -> bool:
@@ -201,8 +201,8 @@ class KvCorrupt(ExecutorError):
 
 
 class SequencesExhausted(ExecutorError):
-    """As many sequences live as may (``max_sequences``), or as many leases (``max_leases``), or too much is parked
-    (``kv_park_bytes``), or as many adapters are loaded (``max_adapters``, ``adapter_memory``): release some."""
+    """The maximum of live sequences (``max_sequences``), leases (``max_leases``), parked bytes (``kv_park_bytes``) or
+    loaded adapters (``max_adapters``, ``adapter_memory``) is reached: release some."""
 
 
 class QuotaExceeded(ExecutorError):
@@ -227,15 +227,15 @@ class Draining(ExecutorError):
 
 
 class NotSupported(ExecutorError):
-    """This model or version does not offer it, and its capabilities say so."""
+    """This model or version does not offer it; see its capabilities."""
 
 
 class Unauthenticated(ExecutorError):
-    """The call has no credentials, or wrong ones."""
+    """The call has no credentials, or invalid ones."""
 
 
 class PermissionDenied(ExecutorError):
-    """The caller is known and may not do this."""
+    """The caller is authenticated but not authorized."""
 
 
 class DeadlineExceeded(ExecutorError):
@@ -251,8 +251,8 @@ class DeviceLost(ExecutorError):
 
 
 class StepFailed(ExecutorError):
-    """The forward pass or an operation on the cache raised, for want of device memory perhaps; every sequence of it is
-    as it was before."""
+    """The forward pass or an operation on the cache raised, perhaps for lack of device memory; all its sequences are
+    unchanged."""
 
 
 class InternalError(ExecutorError):
@@ -260,9 +260,9 @@ class InternalError(ExecutorError):
 
 
 class TransportError(ExecutorError):
-    """Client only: the connection failed, and no answer says what happened. Retry with the same request id.
+    """Client only: the connection failed without an answer. Retry with the same request id.
 
-    ``metadata["tls"]``, where it is there: the port has TLS (``expected``) or none (``absent``), unlike the client.
+    ``metadata["tls"]``, if present: the port has TLS (``expected``) or none (``absent``), unlike the client.
     """
 
     reason = Reason.TRANSPORT

@@ -74,7 +74,7 @@ MAX_BIASES: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one call, and all calls together, may ask for. Reported by GetInfo, enforced by the service floor.
+    """The limits of one call, and of all calls together. Reported by GetInfo, enforced by the service floor.
     ``caller_share``: the part of a table that one of several callers may hold; a limit per caller that is not 0 stands
     in its place. ``max_adapters`` 0: none are offered. GetInfo reports neither that nor ``adapter_memory``, nor the
     limits of parking and of the second tier (``kv_tier_bytes``; 0: there is none).

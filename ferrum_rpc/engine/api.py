@@ -38,14 +38,14 @@ Finished = list[Callable[[], object]]
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What is known of a runner when it is loaded; it does not change."""
+    """The properties of a loaded runner, which do not change."""
 
     info: ModelInfo
     device: DeviceInfo
 
 
 class Runner(Operations, Protocol):
-    """What an engine drives. Called from one thread only."""
+    """The runner of an engine. Called from one thread only."""
 
     info: ModelInfo
     device: DeviceInfo
@@ -59,16 +59,16 @@ class Runner(Operations, Protocol):
 
     @property
     def look_every_s(self) -> float | None:
-        """How often to ask `check_alive` while there is no work; None: never."""
+        """The interval of `check_alive` while there is no work; None: never."""
 
     def check_alive(self) -> None:
-        """Raise `DeviceLost` where a part of what computes is gone."""
+        """Raise `DeviceLost` if a part of the compute is lost."""
 
     def ranks(self) -> Sequence[RankState]:
         """The processes that share the model, this one first, in the order of their ranks. Called by any thread."""
 
     def close(self) -> None:
-        """Nothing will follow. Called outside of `context`, once."""
+        """Close the runner. Called last, outside of `context`, once."""
 
     def context(self) -> AbstractContextManager[object]:
         """Thread-local state of the device, entered once for the engine's life."""
@@ -81,10 +81,10 @@ class Runner(Operations, Protocol):
         """Whether `finish` would not wait. Never waits, never raises."""
 
     def finish(self, pending: Any) -> StepResult:
-        """Complete a step, the oldest that is under way. Raises as `begin`."""
+        """Complete the oldest step in flight. Raises as `begin`."""
 
     def end_hold(self, sequences: Sequence[int]) -> None:
-        """Their runs are over: give back the blocks that were held for them."""
+        """Free the blocks that were reserved for runs that are over."""
 
     def cache_state(self) -> CacheState:
         """How full the cache is."""
@@ -230,12 +230,12 @@ def deliver(loop: asyncio.AbstractEventLoop, finished: Finished) -> None:
 
 
 def lost(error: BaseException) -> DeviceLost:
-    """The answer to callers of an engine that broke."""
+    """The error for callers of an engine that failed."""
     if isinstance(error, DeviceLost):
         return DeviceLost(f"{error.message}; the executor must be restarted")
     return DeviceLost(f"the model thread failed ({type(error).__name__}); the executor must be restarted")
 
 
 def ended(failure: BaseException | None) -> ExecutorError:
-    """The answer to work that no step will run any more."""
+    """The error for work that will not run any more."""
     return Draining("the executor has stopped; nothing was started") if failure is None else lost(failure)

@@ -1,8 +1,8 @@
-"""Capacity that was promised to a sequence: spare blocks that no other can take.
+"""Capacity promised to a sequence: spare blocks reserved for it.
 
-A remote scheduler admits a sequence when it can be sure that it will finish. `KvManager.ensure_capacity` is that
-promise. This file computes how many spares it takes, and fits them again when a length or the sharing of a block
-changes. It must not know transactions: it is called while no reservation is open on the sequence.
+A remote scheduler admits a sequence if it is sure to finish, which `KvManager.ensure_capacity` promises. This file
+computes the number of spares, and adjusts them when a length or the sharing of a block changes. It is independent of
+transactions: it is called while no reservation is open on the sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Capacity:
             self.promised[state] = None
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` blocks from the pool. Raises `KvBlocksExhausted` where there are fewer; then none is allocated."""
+        """``count`` blocks from the pool. Raises `KvBlocksExhausted`, with none allocated, if there are fewer."""
         blocks = self._pool.allocate(count)
         if blocks is None:
             free = self._pool.free_blocks
@@ -51,12 +51,12 @@ class Capacity:
         self._free_surplus(state, wanted)
 
     def keep(self, state: SequenceBlocks) -> None:
-        """More blocks may have become shared: hold spares for them. Raises `KvBlocksExhausted`."""
+        """Allocate spares for blocks that have become shared. Raises `KvBlocksExhausted`."""
         wanted = self._spares_for(state, state.promised_from, state.promised_tokens)
         state.spares += self.allocate(max(0, wanted - len(state.spares)))
 
     def trim(self, state: SequenceBlocks) -> None:
-        """Blocks may be shared no more: free the spares that were held for them."""
+        """Free the spares of blocks that are no longer shared."""
         if state.promised_tokens:
             self._free_surplus(state, self._spares_for(state, state.promised_from, state.promised_tokens))
 
@@ -76,14 +76,14 @@ class Capacity:
         self.begin(state, *self._promise_with(state, start, end))
 
     def undo_hold(self, state: SequenceBlocks, allocated: int) -> None:
-        """It never was: its last ``allocated`` spares go back."""
+        """Undo a hold: free its last ``allocated`` spares."""
         self._pool.release(state.spares[len(state.spares) - allocated :])
         del state.spares[len(state.spares) - allocated :]
         assert state.before_hold is not None  # noqa: S101 - it holds
         (state.promised_from, state.promised_tokens), state.before_hold = state.before_hold, None
 
     def end_hold(self, state: SequenceBlocks) -> None:
-        """Only what was promised before stays, counted from the lowest length since."""
+        """End the hold; an earlier promise stays, counted from the lowest length since."""
         if state.before_hold is not None:
             (_, state.promised_tokens), state.before_hold = state.before_hold, None
             if state.promised_tokens:  # which going back may have shortened
@@ -136,7 +136,7 @@ class Capacity:
         return absent + self._pool.count_shared(held)
 
     def _free_surplus(self, state: SequenceBlocks, wanted: int) -> None:
-        """Spares beyond ``wanted`` are free again, e.g. when the fork that shared the last block is gone."""
+        """Free the spares beyond ``wanted``, e.g. when the fork that shared the last block is gone."""
         surplus = state.spares[wanted:]
         del state.spares[wanted:]
         self._pool.release(surplus)

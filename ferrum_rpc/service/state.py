@@ -1,7 +1,7 @@
-"""What the service floor keeps: the life of the process, live sequences, recorded answers, counts.
+"""The state of the service floor: the process's life cycle, live sequences, recorded answers, counters.
 
-The forward path and the cache operations share this state and nothing else. Everything here runs on the event loop, so
-there are no locks; the model thread's side is read through snapshots and never waited for.
+The forward path and the cache operations share only this state. Everything here runs on the event loop, without locks;
+the state of the model thread is read through snapshots, without waiting.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Lifecycle(enum.Enum):
 
 @dataclass(slots=True)
 class ServiceCounters:
-    """What has happened since the start."""
+    """Events since the start."""
 
     sequences_created: int = 0
     sequences_released: int = 0
@@ -78,7 +78,7 @@ class ServiceCounters:
 
     @property
     def sequences_expired(self) -> int:
-        """Sequences that ended with their lease, or because they were not used."""
+        """Sequences that ended with their lease, or by their idle time."""
         return self.ended[SequenceEnd.EXPIRED.value] + self.ended[SequenceEnd.IDLE.value]
 
 
@@ -145,30 +145,30 @@ class ServerState:
             self.lifecycle = Lifecycle.SERVING
 
     def drain(self) -> None:
-        """Take no new sequences; go on with those that are there."""
+        """Refuse new sequences, and continue to serve existing ones."""
         if self.lifecycle is not Lifecycle.FAILED:
             self.lifecycle = Lifecycle.DRAINING
 
     def close(self) -> None:
-        """The lame-duck time is over: refuse everything that is new."""
+        """Refuse all new calls, after the grace period."""
         self._closed = True
 
     def fail(self) -> None:
         self.lifecycle = Lifecycle.FAILED
 
     def look(self) -> None:
-        """See whether the engine makes progress."""
+        """Check whether the engine makes progress."""
         self.hang = self.engine.hang_reason(time.monotonic())
 
     @property
     def condition(self) -> Lifecycle:
-        """What is reported: health, `GetStatus` and the metrics all read this. A hang hides a drain, because a client
-        that knew only of the drain would ask for the cache of its sequences, and wait."""
+        """The reported state, for health, `GetStatus` and the metrics. A hang hides a drain, because a client that saw
+        only the drain would request the cache of its sequences, and wait."""
         hangs = self.hang is not None and self.lifecycle in {Lifecycle.SERVING, Lifecycle.DRAINING}
         return Lifecycle.HUNG if hangs else self.lifecycle
 
     def farewell(self, message: str) -> ExecutorError:
-        """What ends a session when the executor goes: `Draining` with the ``message``, or `DeviceLost`."""
+        """The error that ends sessions when the executor ends: `Draining` with the ``message``, or `DeviceLost`."""
         if self.lifecycle is Lifecycle.FAILED:
             return self._lost()
         return Draining(message, retry_after_s=RETRY_ELSEWHERE_S)
@@ -190,7 +190,7 @@ class ServerState:
 
     @property
     def device(self) -> DeviceInfo:
-        """Where the model runs; raises as `model` does."""
+        """The device of the model. Raises as `model` does."""
         _ = self.model
         assert self._device is not None  # noqa: S101 - set together with the model
         return self._device
@@ -253,21 +253,21 @@ class ServerState:
         return records
 
     def publish(self, record: SequenceRecord) -> None:
-        """A minted sequence exists."""
+        """Note that a minted sequence now exists."""
         record.busy = False
         self.handles.insert(record)
         self.counters.sequences_created += 1
         self._creating.pop(record, None)
 
     def discard(self, record: SequenceRecord) -> None:
-        """A minted sequence never came to be."""
+        """Discard a minted sequence that was not created."""
         self._creating.pop(record, None)
         record.busy = False
         self._uncharge(record)
         _call_on_freed([record])
 
     def drop(self, record: SequenceRecord) -> None:
-        """A sequence of a transfer is not needed any more: free what it has in the engine."""
+        """Free the blocks of a transfer's sequence that is no longer needed."""
         self.unnamed.pop(record, None)
         if record in self._creating:
             self._creating.pop(record, None)
@@ -278,7 +278,7 @@ class ServerState:
         self.free([record.sequence], partial(_call_on_freed, [record]))
 
     def unfinished_imports(self) -> tuple[int, int]:
-        """Imports of which not all has come, and the blocks that they hold."""
+        """The number of incomplete imports, and of the blocks that they hold."""
         size = self.engine.cache.block_size
         held = [-(-record.held_to // size) for record in list(self.unnamed) if record in self._creating]
         return len(held), sum(held)
@@ -333,7 +333,7 @@ class ServerState:
         self.release([record for record in records if not record.busy], ending)
 
     def sequences(self) -> list[SequenceRecord]:
-        """All of them: live ones, those that are being created, and those of transfers."""
+        """All sequences: live ones, those being created, and those of transfers."""
         return list({**self.unnamed, **dict.fromkeys(self._creating), **dict.fromkeys(self.handles.records())})
 
     def cut_runs(self, error: ExecutorError) -> None:

@@ -1,4 +1,4 @@
-"""`FleetClient`: many executors as one, for a scheduler that outgrows one and wants to lose nothing with any."""
+"""`FleetClient`: several executors as one, for a scheduler that keeps its sequences if an executor is lost."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ Outcome = TypeVar("Outcome")
 
 class FleetClient(ModelClient):
     """The executors of one model, for one scheduler. An async context manager: entering it waits until one of them
-    takes sequences, for ``timeout_s``, which is also the deadline of every batch that is not given one of its own, and
-    then up to 1 s for the first answers of the others.
+    accepts sequences, for ``timeout_s``, which is also the default deadline of batches, and then up to 1 s for the
+    first answers of the others.
 
     ``targets``: ``host:port`` and ``unix:path``, or ``dns:///name:port`` for each address that the name has, or
     ``file:PATH`` for each line of that file, looked up again every few seconds. ``connect`` makes the
     client of one: ``partial(ExecutorClient, session=True, token=...)``.
     ``placement`` chooses the executor of a new sequence.
 
-    A sequence stays with the executor that it was first fed at, its owner. Where that drains it is moved to another,
-    and where it dies or forgets it, what it held is fed again at another before anything else is sent
-    (`Sequence.rebuild`). An owner that hangs, or does not answer, is waited for: for ``hung_patience_s`` in all, and
-    by each call until its deadline; then its sequences are fed elsewhere as if it had died, where others take them.
+    A sequence stays with the executor at which it was first fed, its owner. If the owner drains, the sequence is moved
+    to another one; if the owner ends or loses it, its tokens are fed to another one before anything else is sent
+    (`Sequence.rebuild`). For an owner that hangs, or does not answer, the fleet waits ``hung_patience_s`` in all, and
+    each call until its deadline; then the sequences are fed to other executors, if these accept them.
 
-    Batches (`forward`, `batch_prefill`, `batch_decode`, `truncate`, `release`) go in one call for each owner, at the
-    same time, and the error of an owner's whole call is that of each item that went there. ``all_or_nothing`` is for
-    items of one owner, and is left to it.
+    Batches (`forward`, `batch_prefill`, `batch_decode`, `truncate`, `release`) are one call per owner, concurrently,
+    and the error of an owner's whole call is that of each of its items. ``all_or_nothing`` is for items of one owner,
+    which handles it.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class FleetClient(ModelClient):
 
     @property
     def members(self) -> Members:
-        """Who is there."""
+        """The members of the fleet."""
         return self._members
 
     # --- the executors ----------------------------------------------------------------------------------------------
 
     @property
     def executors(self) -> list[Member]:
-        """Those that are there, the oldest first."""
+        """The present executors, the oldest first."""
         return self.members.there
 
     @property
@@ -115,14 +115,14 @@ class FleetClient(ModelClient):
         return merged_pressure(reports) if reports else None
 
     async def info(self, *, timeout_s: float | None = None) -> ExecutorInfo:
-        """What the executors are, by the one that was there first: they serve the same model, and other limits may
-        differ (`Member.info`). Nothing is sent."""
+        """The description of the oldest executor: all serve the same model, but limits may differ (`Member.info`).
+        Nothing is sent."""
         return self._first.info
 
     async def status(self, *, timeout_s: float | None = None) -> ExecutorStatus:
-        """How the executors are doing right now: the best of their states, the longest time up, and the sums of
-        everything else. One that does not answer within 1 s counts for nothing; raises the first one's error where none
-        does, and `TransportError` where none is there."""
+        """The present status of the executors: the best of their states, the longest uptime, and the sums of everything
+        else. An executor that does not answer within 1 s is left out. Raises the first one's error if none answers, and
+        `TransportError` if there is none."""
         deadline = Deadline.after(self._deadline(timeout_s).remaining(SILENT_S))
         return merged_status(await self._asked(lambda each: each.connection.context.status(deadline)))
 
@@ -134,7 +134,7 @@ class FleetClient(ModelClient):
         return Health.SERVING if Health.SERVING in answers else answers[0]
 
     async def _asked(self, ask: Callable[[Member], Awaitable[Outcome]]) -> list[Outcome]:
-        """The answers of those that answer, of which there is at least one."""
+        """The answers of the executors that answer, at least one."""
         members = self.members.there
         if not members:
             raise TransportError(f"no executor of {', '.join(self.members.targets)} is there")

@@ -1,8 +1,8 @@
 """The executor of a fleet that has a sequence: one at a time.
 
-The owner is chosen when the sequence is first fed. Another one is chosen when it drains, dies or forgets the sequence;
-then the new owner has what the old one held before anything else is sent. The sequence has no handle in between, so
-nothing can be decoded at an executor that is not its owner.
+The owner is chosen when the sequence is first fed. Another one is chosen if it drains, ends or loses the sequence; the
+new owner first gets the tokens of the old one. The sequence has no handle in between, so nothing can be decoded at an
+executor that is not its owner.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = logging.getLogger("ferrum_rpc.client.fleet")
 
 
 class FleetState:
-    """What the sequences of a fleet share: its members, and the sender of each sequence."""
+    """The shared state of a fleet's sequences: its members, and the sender of each sequence."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
@@ -70,7 +70,7 @@ class FleetState:
 
 
 class FleetOwner(Owner):
-    """The ``member`` of a ``fleet`` that has a sequence, or is to have it."""
+    """The ``member`` of a ``fleet`` that has a sequence, or will have it."""
 
     rebuilds_of_a_call = 8
     rebuilds_in_batches = True
@@ -95,7 +95,7 @@ class FleetOwner(Owner):
 
     @property
     def ready(self) -> bool:
-        """Whether `find` has nothing to do, and nothing is to be fed again."""
+        """Whether `find` has nothing to do, and no tokens need to be fed again."""
         return not (self.state.unplaced or self.state.lost or self.member.gone or self.member.draining)
 
     def place_anew(self, tokens: ListOf[int]) -> None:
@@ -132,7 +132,7 @@ class FleetOwner(Owner):
 
     @property
     def _next_tokens(self) -> ListOf[int]:
-        """What is fed next: what was lost, or else what the call feeds if that is known."""
+        """The tokens to feed next: lost ones, or else those of the call, if known."""
         return self._prompt if self.state.lost is None else self.state.lost.tokens
 
     def _choose(self, others: ListOf[Member], prompt: ListOf[int]) -> Member:
@@ -283,7 +283,7 @@ class FleetOwner(Owner):
         return True
 
     async def carry(self, there: Member, transport: transfer.Transport, deadline: Deadline) -> None:
-        """Move the cache, and go on there. After an error the owner has the sequence as it was."""
+        """Move the cache, and continue there. After an error the owner has the sequence unchanged."""
         member, state = self.member, self.state
         arrived = SequenceState(state.create, tokens=None if state.tokens is None else [])
         member.leaving += 1

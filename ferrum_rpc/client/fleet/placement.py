@@ -1,4 +1,4 @@
-"""Where a new sequence goes: a choice among executors, of what is known of each. No IO."""
+"""The placement of new sequences: a choice among executors by their last known state. No IO."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ NOISE_BLOCKS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An executor that takes new sequences, as its last answer told. Blocks that were promised since to sequences whose
-    prompts have not arrived are not ``free_blocks``.
+    """An executor that accepts new sequences, as of its last answer. ``free_blocks`` does not include blocks counted
+    since for sequences whose prompts have not arrived.
 
-    ``cached_tokens``: tokens of the prompt that its prefix cache has, by its events. ``queued_items``,
-    ``queued_tokens``: what waits for a step there. ``max_batch_items``: what a step takes. ``own_sequences``: those
-    that this client has there, with those that are being made. ``turn``: when this client chose it last, as a number
-    that grows; 0 never.
+    ``cached_tokens``: tokens of the prompt in its prefix cache, by its events. ``queued_items``, ``queued_tokens``: the
+    work that waits for a step there. ``max_batch_items``: the maximum of a step. ``own_sequences``: this client's
+    sequences there, including those being created. ``turn``: a growing number that orders this client's choices; 0:
+    never chosen.
     """
 
     target: str
@@ -34,7 +34,7 @@ class Candidate:
     turn: int = 0
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """The number of blocks for so many tokens."""
         return -(-tokens // self.block_size)
 
 
@@ -47,14 +47,14 @@ class Placement(Protocol):
 
 
 class LongestPrefix:
-    """The longest known prefix, weighed against free blocks and the queue: what an executor has of the prompt counts as
-    its share of it, the cache in use as its share of the cache, the queue as its share of a step, and one that has no
-    room for the rest comes after all that have. So a prompt that is wholly cached at one executor goes there unless
-    that one is fuller than another by a whole cache. Of those that differ only by a few blocks of room, the one with
-    the fewest sequences of this client is chosen, then the one that was chosen longest ago."""
+    """The longest known prefix, weighed against free blocks and the queue: the cached part of the prompt counts as a
+    fraction of the prompt, the cache in use as a fraction of the cache, the queue as a fraction of a step, and an
+    executor without capacity for the rest comes last. So a fully cached prompt goes to its executor, unless that one is
+    fuller than another by a whole cache. Among executors that differ only by a few free blocks, the one with the fewest
+    sequences of this client is chosen, then the one that was chosen longest ago."""
 
     def choose(self, prompt: Sequence[int], candidates: Sequence[Candidate]) -> Candidate:
-        """The one of least cost, or one of those that are as good."""
+        """The one of least cost, or one of those of about the same cost."""
         tokens = len(prompt)
         best = min(candidates, key=lambda each: self.cost(tokens, each))
         [short, work], used = self._work(tokens, best), self._used(best)

@@ -57,12 +57,12 @@ class FleetClient(ClientFacade[async_fleet_client.FleetClient]):
 
     @property
     def members(self) -> Members:
-        """Who is there."""
+        """The members of the fleet."""
         return self._async.members
 
     @property
     def executors(self) -> list[Member]:
-        """Those that are there, the oldest first."""
+        """The present executors, the oldest first."""
         return self._async.executors
 
     @property
