@@ -25,9 +25,11 @@ ROLLED_BACK: Final = (Action.ERROR, Action.OOM)
 FATAL: Final = (Action.CRASH, Action.DEVICE_LOST)
 VERSES: Final = 10
 """Verses within which a point is reached often enough; a rule that has not fired by then is a violation."""
-SPACING: Final = {Failpoint.BEFORE_REPLY: 11}
+SPACING: Final = {Failpoint.BEFORE_REPLY: 11, Failpoint.EXPORT: 4, Failpoint.IMPORT: 7}
 """Hits from one firing to the next, 3 elsewhere: so a fork of two that is tried again is not hit again at once, and
-answers are lost of steps that did not fail."""
+answers are lost of steps that did not fail. A move reaches a fork, an export and three times an import: with one
+spacing for all of them, every attempt would fail at one of the three in turn."""
+
 Start = Callable[[str, Counts], AbstractAsyncContextManager[Dialled]]
 FLAGS: Final = ("--identity-positional", "--block-size", "4", "--kv-blocks", "64")
 
