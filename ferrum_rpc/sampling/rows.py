@@ -2,7 +2,8 @@
 
 Rows of one kind are contiguous, so that the head runs once over all rows of a step (reading the head's weights is most
 of its cost), and each kind leaves the device as one packed block. The head runs over slices of `HEAD_ROWS` rows: a
-prompt that requests all of 8,192 rows of a 152k vocabulary must not allocate 5 GB of logits.
+prompt that requests all of 8,192 rows of a 152k vocabulary must not allocate 5 GB of logits. Each slice is reduced and
+copied to its place in the answer on the host before the next one is computed.
 
 On a GPU all of this is queued without waiting: an answer's arrays are undefined until the copies are complete.
 """
@@ -41,7 +42,7 @@ from ferrum_rpc.sampling.draw import PARAMS_DTYPE, Penalty, Sampler
 from ferrum_rpc.sampling.masks import Masks, RowMask
 from ferrum_rpc.sampling.samplers import TorchSampler
 from ferrum_rpc.sampling.scores import Columns, Scored, select_tokens, token_columns
-from ferrum_rpc.sampling.transfer import to_device, to_host
+from ferrum_rpc.sampling.transfer import host_rows, to_device, to_host
 
 HEAD_ROWS: Final = 256
 """Rows of one head product: 156 MB of float32 logits at a 152k vocabulary."""
@@ -96,21 +97,18 @@ def select_rows(
         if kind is not previous:  # spares most rows of a step a hash of 0.5 µs
             members, previous = groups.setdefault(_group_of(kind), []), kind
         members.append(index)
-    parts: dict[OutputKind, list[Columns]] = {}
+    parts: dict[OutputKind, Columns] = {}
     of_head = groups
     if states := [kind for kind in groups if isinstance(kind, HiddenStates)]:
         of_head = {kind: members for kind, members in groups.items() if kind not in states}
         for kind in states:
             rows = hidden.index_select(0, to_device(_packed(groups[kind], requests), hidden.device))
-            parts[kind] = [{"hidden_states": rows.to(_TORCH_DTYPE[kind.dtype])}]
+            parts[kind] = {"hidden_states": rows.to(_TORCH_DTYPE[kind.dtype])}
     if of_head:
         parts |= _reduced(hidden, requests, of_head, head=head, argmax=argmax, sampler=sampler, masks=masks)
     answers: dict[int, Rows] = {}
     for kind, members in groups.items():
-        columns, *others = parts[kind]
-        if others:
-            columns = {name: torch.cat([each[name] for each in parts[kind]]) for name in columns}
-        block = _to_host(kind.rows, columns)
+        block = _to_host(kind.rows, parts[kind])
         first = 0
         for index in members:
             count = requests[index].rows
@@ -140,14 +138,19 @@ def _reduced(
     argmax: Callable[[Tensor], Tensor] | None,
     sampler: Sampler,
     masks: Masks,
-) -> dict[OutputKind, list[Columns]]:
-    """What each kind wants of its rows' logits, slice by slice of the head; ``groups``: the requests of each kind."""
+) -> dict[OutputKind, Columns]:
+    """What each kind requests of its rows' logits; ``groups``: the requests of each kind."""
     order = [index for members in groups.values() for index in members]
     extents, total = _extents(groups, requests)
     packed = None if _is_all(hidden, order, requests) else to_device(_packed(order, requests), hidden.device)
     if argmax is not None and list(groups) == [_GREEDY]:
         rows = hidden if packed is None else hidden.index_select(0, packed)
-        return {_GREEDY: [{"token_ids": argmax(rows[low : low + HEAD_ROWS])} for low in range(0, total, HEAD_ROWS)]}
+        if total <= HEAD_ROWS:
+            return {_GREEDY: {"token_ids": argmax(rows)}}
+        greedy: Columns = {}
+        for low in range(0, total, HEAD_ROWS):
+            _put(greedy, {"token_ids": argmax(rows[low : low + HEAD_ROWS])}, low, total)
+        return {_GREEDY: greedy}
     chosen: dict[OutputKind, SampledRows | Scored] = {}
     for kind, members in groups.items():
         if isinstance(kind, Sample):
@@ -156,7 +159,7 @@ def _reduced(
         elif isinstance(kind, NextToken):
             scored = [each for each in (requests[index].scored for index in members) if each is not None]
             chosen[kind] = Scored.of(scored, hidden.device)
-    parts: dict[OutputKind, list[Columns]] = {kind: [] for kind in groups}
+    parts: dict[OutputKind, Columns] = {kind: {} for kind in groups}
     for low in range(0, total, HEAD_ROWS):
         high = min(low + HEAD_ROWS, total)
         if packed is None:
@@ -168,8 +171,24 @@ def _reduced(
                 start, stop = max(first, low), min(last, high)
                 mine = logits if stop - start == high - low else logits[start - low : stop - low]
                 tokens = chosen[kind].between(start - first, stop - first).tokens(mine) if kind in chosen else None
-                parts[kind].append(_select(mine, kind, tokens, sampler))
+                columns = _select(mine, kind, tokens, sampler)
+                if total <= HEAD_ROWS:
+                    parts[kind] = columns
+                else:
+                    _put(parts[kind], columns, start - first, last - first)
+                del mine, columns
+        del logits  # before the next slice is computed
     return parts
+
+
+def _put(result: Columns, columns: Columns, first: int, total: int) -> None:
+    """Copy the ``columns`` of the rows from ``first`` on to their place in the ``result`` of ``total`` rows, on the
+    host."""
+    for name, column in columns.items():
+        leaving = column if column.device.type == "cpu" else _leaving(column)
+        if name not in result:
+            result[name] = host_rows(total, leaving)
+        result[name][first : first + len(column)].copy_(leaving, non_blocking=True)
 
 
 def _is_all(hidden: Tensor, order: Sequence[int], requests: Sequence[RowRequest]) -> bool:
@@ -283,8 +302,13 @@ def _to_host(kind: RowKind, columns: Columns) -> RowBlock:
     """Views of the copies, which need not be there yet."""
     tensors = list(columns.values())
     if tensors[0].device.type != "cpu":
-        tensors = [each.to(torch.int32) if each.dtype is torch.int64 else each for each in tensors]
+        tensors = [*map(_leaving, tensors)]
     return RowBlock(kind, dict(zip(columns, map(_array, to_host(tensors)), strict=True)))
+
+
+def _leaving(column: Tensor) -> Tensor:
+    """A GPU's column in the dtype in which it is copied to the host: ids as int32."""
+    return column.to(torch.int32) if column.dtype is torch.int64 else column
 
 
 def _array(column: Tensor) -> npt.NDArray[Any]:

@@ -47,7 +47,13 @@ def to_host(columns: Sequence[Tensor]) -> list[Tensor]:
     complete when a `Marker` that is made afterwards has passed; until then their content is undefined."""
     if columns[0].device.type == "cpu":
         return [*map(Tensor.contiguous, columns)]
-    host = [torch.empty(column.shape, dtype=column.dtype, pin_memory=True) for column in columns]
+    host = [host_rows(len(column), column) for column in columns]
     for target, column in zip(host, columns, strict=True):
         target.copy_(column, non_blocking=True)
     return host
+
+
+def host_rows(rows: int, like: Tensor) -> Tensor:
+    """Uninitialised host memory for ``rows`` rows of the shape and dtype of ``like``'s; copies from its device into it
+    do not wait."""
+    return torch.empty(rows, *like.shape[1:], dtype=like.dtype, pin_memory=like.device.type != "cpu")

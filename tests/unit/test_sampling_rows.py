@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -377,6 +378,24 @@ def test_a_sliced_head_is_bitwise_the_whole_one(kind: OutputKind, rows: int, mon
     for one, other in zip(sliced.block.columns.values(), whole.block.columns.values(), strict=True):
         assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
     check_rows(sliced, kind, head.table)
+
+
+@pytest.mark.parametrize("kind", [FullLogits(), TopTokens(3)], ids=str)
+def test_a_slice_of_logits_is_gone_before_the_next_is_computed(kind: OutputKind) -> None:
+    """All rows of a long prompt are in memory once at most: in the answer. ``live`` has those of the head."""
+    live, table = [], random_table(4 * HEAD_ROWS + 3, 12)
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        assert not [each for each in live if each() is not None]
+        rows = table.numpy()[hidden[:, 0].numpy().astype(np.int64)]
+        live.append(weakref.ref(rows))
+        return torch.from_numpy(rows)
+
+    hidden = torch.arange(len(table), dtype=torch.float32)[:, None]
+    requests = [(0, 2, TopTokens(2)), (2, len(table) - 2, kind)]  # the few of a slice do not hold the whole slice
+    for (first, count, each), rows in zip(requests, select_rows(hidden, requests, head), strict=True):
+        check_rows(rows, each, table[first : first + count])
+    assert len(live) == 5
 
 
 @given(
