@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
+
 from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, PrefixUse, Pressure, named
 from ferrum_rpc.engine.api import Engine, Operation
 from ferrum_rpc.engine.commands import Command, Operations
@@ -43,6 +45,8 @@ from ferrum_rpc.service.records import (
 from ferrum_rpc.service.replay import ReplayLog, scope_of
 from ferrum_rpc.service.supervisor import Supervisor
 from ferrum_rpc.wire.info import CAPABILITIES
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 RETRY_ELSEWHERE_S: Final = 1.0
 """What a refusal while starting or draining suggests to wait."""
@@ -310,19 +314,25 @@ class ServerState:
                 numbers.append(number)
         self.free(numbers, partial(_call_on_freed, records))
 
-    def free(self, numbers: Sequence[int], then: Callable[[Any], object] = lambda _: None) -> None:
+    def free(
+        self, numbers: Sequence[int], then: Callable[[Any], object] = lambda _: None, *, attempts: int = 1
+    ) -> None:
         """Have the engine free its sequences of these numbers; ``then`` is called with how many blocks it freed, or
-        with the end of the engine."""
+        with the end of the engine. ``attempts``: how often it will have tried then."""
         if numbers:
-            self.engine.submit(Operation(Command(Operations.release, numbers), partial(self._freed, numbers, then)))
+            done = partial(self._freed, numbers, then, attempts)
+            self.engine.submit(Operation(Command(Operations.release, numbers), done))
         else:
             then(0)
 
-    def _freed(self, numbers: Sequence[int], then: Callable[[Any], object], result: object) -> None:
-        if isinstance(result, StepFailed):  # nothing changed, and their handles are gone: ask again here
-            asyncio.get_running_loop().call_later(RETRY_AFTER_S, self.free, numbers, then)
-        else:
-            then(result)
+    def _freed(self, numbers: Sequence[int], then: Callable[[Any], object], attempts: int, result: object) -> None:
+        if isinstance(result, StepFailed):  # nothing changed, and nobody can name these sequences: retry here
+            again = partial(self.free, numbers, then, attempts=attempts + 1)
+            asyncio.get_running_loop().call_later(RETRY_AFTER_S, again)
+            return
+        if attempts > 1 and isinstance(result, int):
+            log.info("blocks_freed_late", blocks=result, attempts=attempts)
+        then(result)
 
     def end(self, records: Sequence[SequenceRecord], ending: SequenceEnd) -> None:
         """Release sequences: idle ones now, those with a call in flight when it ends. Runs are cut."""

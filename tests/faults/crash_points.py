@@ -89,7 +89,13 @@ async def _fail_and_go_on(rounds: int, seed: int, counts: Counts) -> None:
         for n in range(rounds)
     ]
     async with serving(*FLAGS, "--failpoints", ";".join(rules)) as server, dial(server.target) as client:
-        scheduler = ScriptedClient(client, [], random.Random(seed), counts)
+        scheduler = ScriptedClient(
+            client,
+            [],
+            random.Random(seed),
+            counts,
+            lambda: [each["blocks"] for each in server.events if each.get("event") == "blocks_freed_late"],
+        )
         for _ in range(VERSES * rounds):
             await scheduler.script()
             if server.count("failpoint_fired") >= len(rules):
