@@ -17,7 +17,7 @@ from ferrum_rpc.building import model_folder
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import NO_KERNELS, FullLogits, OutputSpec, Positions, Pressure, RowDType, Span, Step
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.assembly.choose import NO_MORE
+from ferrum_rpc.engine.assembly.choose import NO_MORE, choose
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from ferrum_rpc.native import library
@@ -102,6 +102,27 @@ def test_an_eight_bit_cache_is_not_for_every_gpu(monkeypatch, kv_dtype, why):
     with pytest.raises(InvalidRequest, match=why) as refused:
         build_runner(ModelSettings("identity", device="cuda", kv_dtype=kv_dtype))
     assert refused.value.field == "kv_dtype"
+
+
+def test_products_on_a_gpu_are_summed_in_float32(monkeypatch, tmp_path):
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    switches = ["allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction", "allow_tf32"]
+    before = [getattr(products, each) for each in switches], convolutions.allow_tf32
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = ModelSettings(str(make_checkpoint(tmp_path, "qwen3")), device="cuda")
+    try:
+        for each in switches:
+            setattr(products, each, True)
+        convolutions.allow_tf32 = True
+        assert "products=float32 sums" not in dict(choose(config, elsewhere=True).reasons)
+        assert products.allow_tf32
+        chosen = choose(config)
+        assert [getattr(products, each) for each in switches] == [False] * 3 and not convolutions.allow_tf32
+    finally:
+        for each, value in zip(switches, before[0], strict=True):
+            setattr(products, each, value)
+        convolutions.allow_tf32 = before[1]
+    assert "bfloat16" in dict(chosen.reasons)["products=float32 sums"]
 
 
 @pytest.mark.parametrize("kv_blocks", [1, 3])

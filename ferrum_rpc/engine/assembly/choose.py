@@ -102,6 +102,8 @@ def choose(config: ModelSettings, *, elsewhere: bool = False, rank: int = 0) -> 
     check_kv_dtype(config.kv_dtype, device, elsewhere=elsewhere)
     if device.type == "cpu":
         _check_kernels(reasons)
+    elif not elsewhere:
+        reasons.append(fix_products())
     source: ModelSource
     if config.path == IDENTITY:
         source = _choose_identity(config, torch.device("cpu") if elsewhere else device, reasons)
@@ -170,6 +172,21 @@ def _choose_device(requested: str, reasons: Reasons, elsewhere: bool) -> torch.d
     kind = requested if requested != "auto" else ("cuda" if available else "cpu")
     reasons.append((f"device={kind}", reason))
     return torch.device(kind)
+
+
+def fix_products() -> tuple[str, str]:
+    """Make matrix products on CUDA sum in float32, as `Linear` promises, and do not round float32 inputs to TF32. The
+    choice and its reason.
+
+    By default torch lets cuBLAS add partial sums of a split product in bfloat16 or float16, which is the usual form of
+    a product of a few rows. The switches are the process's, so they are set where CUDA is chosen.
+    """
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
+    products.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    return "products=float32 sums", "torch's default adds parts of a product in bfloat16; TF32 is off"
 
 
 def _check_kernels(reasons: Reasons) -> None:
