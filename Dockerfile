@@ -60,7 +60,15 @@ ENTRYPOINT ["python", "-m", "clients.scheduler"]
 CMD ["--help"]
 
 FROM base AS executor
+# An empty volume takes owner and mode from this folder: compiled kernels (docker-compose.gpu.yml).
+RUN install -d -o 10001 -g 10001 -m 0700 /cache
 COPY --from=executor-packages /opt/venv /opt/venv
+# COMPILES=yes: end the build if the base image cannot compile what Triton compiles at run time.
+ARG COMPILES=no
+RUN if [ "$COMPILES" = yes ]; then \
+      include="$(python -c 'import sysconfig; print(sysconfig.get_paths()["include"])')" \
+      && gcc -shared -fPIC "-I$include" -include Python.h -x c -o /tmp/probe.so /dev/null && rm /tmp/probe.so; \
+    fi
 COPY --from=code /app /app
 COPY --from=code /server /app
 ENV FERRUM_LOG_FORMAT=json

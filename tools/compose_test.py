@@ -335,16 +335,20 @@ class Stack:
         require(devices == [{"capabilities": ["gpu"], "driver": "nvidia", "count": 1}], f"devices: {devices}")
         changed = {key for key in gpu if gpu[key] != plain.get(key)}
         variables, base = gpu["environment"], gpu["build"]["args"]["BASE_IMAGE"]
-        added = changed - {"build"} == {"deploy", "environment", "tmpfs"} and variables.get("FERRUM_DEVICE") == "cuda"
+        wanted = {"deploy", "environment", "shm_size", "volumes"}
+        added = changed - {"build"} == wanted and variables.get("FERRUM_DEVICE") == "cuda"
         require(added, f"the GPU file changes {sorted(changed)}, environment {variables}")
         require(base == self.env["BUILD_IMAGE"], f"the image for a GPU is built on {base}")
+        kept = [mount["target"] for mount in gpu["volumes"] if mount["type"] == "volume"]
+        require(kept == [variables["TRITON_CACHE_DIR"]], f"volumes with the GPU file: {gpu['volumes']}")
         mounts = [part for mount in gpu["tmpfs"] for part in ("--tmpfs", mount)]
+        mounts += [part for folder in kept for part in ("--volume", folder)]  # removed with the container
         command = ["docker", "run", "--rm", "--read-only", "--cap-drop", "ALL", *mounts]
         command += ["--env", f"TRITON_CACHE_DIR={variables['TRITON_CACHE_DIR']}", "--entrypoint", "python"]
         loads = json.loads(run([*command, IMAGES["EXECUTOR_IMAGE"], "-c", CACHE_PROBE]))
         only_the_cache = loads == {"cache": True, "/tmp": False}  # noqa: S108 (the container's own)
         require(only_the_cache, f"where a library can be loaded from with the GPU file: {loads}")
-        return "merges; adds the device, a compiler's image and a cache that may execute (not run: no GPU asked for)"
+        return "merges; adds the device, a compiler's image and a volume that may execute (not run: no GPU asked for)"
 
     def stop(self) -> str:
         """SIGTERM ends the executor with status 0, well inside its grace."""

@@ -8,8 +8,10 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -191,17 +193,51 @@ def test_processor_by_default_and_the_gpu_only_by_the_gpu_file() -> None:
 def test_gpu_file_takes_no_protection_away() -> None:
     gpu = compose("docker-compose.gpu.yml")["services"]
     assert set(gpu) == {"executor"}
-    assert set(gpu["executor"]) == {"image", "build", "environment", "tmpfs", "deploy"}
+    assert set(gpu["executor"]) == {"image", "build", "environment", "shm_size", "volumes", "deploy"}
 
 
-def test_on_a_gpu_triton_finds_a_compiler_and_one_place_that_may_execute() -> None:
-    gpu = compose("docker-compose.gpu.yml")["services"]["executor"]
-    assert gpu["build"] == {"args": {"BASE_IMAGE": service("executor")["build"]["args"]["BUILD_IMAGE"]}}
-    (mount,) = gpu["tmpfs"]
-    folder, _, options = mount.partition(":")
-    assert folder == gpu["environment"]["TRITON_CACHE_DIR"]
-    assert {"exec", "nosuid", "nodev", "uid=10001", "gid=10001", "mode=0700"} <= set(options.split(","))
-    assert "size=" in options
+def test_on_a_gpu_triton_finds_a_compiler_and_one_place_that_may_execute_and_is_kept() -> None:
+    """Docker gives an empty volume the owner and mode of the image's folder, which must be the user's."""
+    file = compose("docker-compose.gpu.yml")
+    gpu = file["services"]["executor"]
+    base = service("executor")["build"]["args"]["BUILD_IMAGE"]
+    assert gpu["build"] == {"args": {"BASE_IMAGE": base, "COMPILES": "yes"}}
+    folder = gpu["environment"]["TRITON_CACHE_DIR"]
+    [volume] = gpu["volumes"]
+    assert volume == {"type": "volume", "source": "kernels", "target": folder} and "kernels" in file["volumes"]
+    user, group = service("executor")["user"].split(":")
+    [made] = [rest for what, rest in stage("executor") if what == "RUN" and rest.endswith(folder)]
+    assert made == f"install -d -o {user} -g {group} -m 0700 {folder}"
+    assert not any(mount["target"] == folder for mount in service("executor")["volumes"])
+
+
+def test_ranks_on_gpus_have_shared_memory_for_nccl() -> None:
+    assert compose("docker-compose.gpu.yml")["services"]["executor"]["shm_size"] == "1g"
+
+
+def compiles(tmp_path: Path, compiler: bool, wanted: str = "yes") -> int:
+    """The exit status of the Dockerfile's check, on a machine with or without a compiler."""
+    [check] = [rest for what, rest in stage("executor") if what == "RUN" and "COMPILES" in rest]
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    python = bin_ / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    for tool in ("rm", *(("gcc", "as", "ld") if compiler else ())):
+        (bin_ / tool).symlink_to(str(shutil.which(tool)))
+    check = check.replace("/tmp/probe.so", str(tmp_path / "probe.so"))
+    environment = {"PATH": str(bin_), "COMPILES": wanted}
+    return subprocess.run(["/bin/sh", "-c", check], env=environment, capture_output=True, check=False).returncode
+
+
+def test_the_image_for_gpus_is_not_built_without_a_compiler(tmp_path: Path) -> None:
+    for name, compiler, wanted, fails in (("a", False, "yes", True), ("b", False, "no", False)):
+        (tmp_path / name).mkdir()
+        assert (compiles(tmp_path / name, compiler, wanted) != 0) is fails
+    if shutil.which("gcc") is None or not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        pytest.skip("this machine has no C compiler with Python's headers")
+    (tmp_path / "c").mkdir()
+    assert compiles(tmp_path / "c", compiler=True) == 0
 
 
 def test_images_to_build_from_are_arguments_with_the_same_pinned_defaults_everywhere() -> None:
