@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 from google.protobuf import descriptor_pb2
+from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
 
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import (
@@ -40,14 +42,42 @@ FILES = (
 )
 
 
-def test_schema_revision_is_pinned_to_the_descriptors() -> None:
+LANDED_REVISION = 6
+LANDED_SHA256 = "25a80cedede0e2143fc7be723bd5721bb585463d226d2b6553cdec54bf356773"
+"""Of `protos/landed.binpb`, the contract with which `buf breaking` compares."""
+
+
+def digest_of(files: Iterable[FileDescriptor]) -> str:
     digest = hashlib.sha256()
-    for module in FILES:
+    for each in files:
         proto = descriptor_pb2.FileDescriptorProto()
-        module.DESCRIPTOR.CopyToProto(proto)
+        each.CopyToProto(proto)
+        messages = list(proto.message_type)
+        while messages:
+            message = messages.pop()
+            messages += message.nested_type
+            for field in message.field:
+                field.ClearField("json_name")  # buf sets it, protoc does not
         digest.update(proto.SerializeToString(deterministic=True))
-    assert digest.hexdigest() == SCHEMA_SHA256, (
-        f"the contract changed: raise SCHEMA_REVISION ({SCHEMA_REVISION}), set SCHEMA_SHA256 to {digest.hexdigest()}"
+    return digest.hexdigest()
+
+
+def test_schema_revision_is_pinned_to_the_descriptors() -> None:
+    digest = digest_of(module.DESCRIPTOR for module in FILES)
+    assert digest == SCHEMA_SHA256, (
+        f"the contract changed: raise SCHEMA_REVISION ({SCHEMA_REVISION}), set SCHEMA_SHA256 to {digest}"
+    )
+
+
+def test_lint_compares_with_the_last_revision_that_landed() -> None:
+    landed = descriptor_pb2.FileDescriptorSet.FromString((ROOT / "protos/landed.binpb").read_bytes())
+    pool = DescriptorPool()
+    for each in landed.file:
+        pool.Add(each)
+    digest = digest_of(pool.FindFileByName(module.DESCRIPTOR.name) for module in FILES)
+    assert digest == LANDED_SHA256, f"set LANDED_REVISION, and LANDED_SHA256 to {digest}"
+    assert SCHEMA_REVISION - LANDED_REVISION in (0, 1), (
+        f"protos/landed.binpb is of revision {LANDED_REVISION}: write revision {SCHEMA_REVISION - 1} to it first"
     )
 
 
