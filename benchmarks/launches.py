@@ -1,0 +1,205 @@
+"""What a decode step on a GPU costs besides the GPU: launches per layer, and host microseconds of `begin` and `finish`.
+
+    python -m benchmarks.launches [--batches 1 64] [--context 1024] [--steps 200] [--json FILE]
+
+No GPU is needed. The runner is the one that serves on CUDA (staged copies, Triton kernels, recorded steps) over the
+heads and layers of Qwen3-8B. A launch of a Triton kernel is counted and not carried out, matrix products return
+undefined rows, and a recorded step replays nothing. So the times are those of Python and torch on the host, without
+CUDA's driver, Triton's launcher and waiting: less than a GPU machine will show, and comparable between two versions of
+the code.
+
+A launch is a call of a Triton kernel, or a torch operation that is neither a view nor an allocation. The times are CPU
+times of the calling thread (median), so that other processes do not disturb them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import thread_time_ns
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter, jit
+
+from benchmarks.cases import BLOCK_SIZE, NOTHING, SHAPES
+from ferrum_rpc.attention.triton_paged import TritonPagedAttention
+from ferrum_rpc.core import DeviceInfo, Greedy, OutputSpec, Positions, Span, SpanResult, Step
+from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.cuda.compute import StagedCompute
+from ferrum_rpc.engine.cuda.select import select_compute
+from ferrum_rpc.engine.operations import TorchRunner
+from ferrum_rpc.kv.manager import KvManager
+from ferrum_rpc.kv.store import CacheSpec, KvStore
+from ferrum_rpc.models.decoder import Decoder
+from ferrum_rpc.models.linear import PlainLinear
+from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.models.triton_fused_ops import TritonFusedOps
+
+CPU: Final = torch.device("cpu")
+NARROW: Final = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
+"""What makes the model small enough for any machine. No launch and no Python depends on it."""
+
+MULTIPROCESSORS: Final = 132
+"""Of an H100: the attention's plan depends on it."""
+
+GREEDY: Final = OutputSpec(Positions.LAST, Greedy())
+WARM: Final = 20
+Launches = Counter[str]
+
+
+class NoProduct(PlainLinear):
+    """A product whose rows are undefined. The operation is torch's while launches are counted."""
+
+    __slots__ = ()
+    counting = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x) if self.counting else x.new_empty((len(x), len(self._weight)))
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, launches: Launches) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._launches = launches
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        if not func.is_view and not name.startswith(("empty", "new_empty")):
+            self._launches[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_device(launches: Launches) -> Iterator[None]:
+    """Within it launches of Triton kernels are counted and not carried out."""
+
+    def run(kernel: Any, *_: Any, **__: Any) -> None:
+        launches[kernel.fn.__name__] += 1
+
+    kinds = jit.JITFunction, interpreter.InterpretedFunction
+    kept = [each.run for each in kinds]
+    for each in kinds:
+        each.run = run
+    try:
+        yield
+    finally:
+        for each, method in zip(kinds, kept, strict=True):
+            each.run = method
+
+
+def make_runner(batch: int, tokens: int, *, graphs: str, layers: int | None = None) -> TorchRunner:
+    """A runner of ``batch`` sequences of up to ``tokens`` tokens."""
+    config = SHAPES["qwen3-8b"] | NARROW
+    spec = ModelSpec.from_config(config | {"num_hidden_layers": layers or config["num_hidden_layers"]})
+    model = Decoder(spec, torch.bfloat16, CPU, NoProduct, TritonFusedOps(spec.layers[0]))
+    for name, shape in model.expected_tensors().items():
+        model.load(name, torch.zeros(shape, dtype=torch.bfloat16))
+    blocks_each = -(-tokens // BLOCK_SIZE)
+    blocks = batch * (blocks_each + 1) + 1
+    [one, *_], count = model.attention_specs, len(model.attention_specs)
+    store = KvStore([CacheSpec(one.kv_heads, one.head_dim, torch.bfloat16)], blocks, BLOCK_SIZE, CPU)
+    attention = TritonPagedAttention(
+        model.attention_specs, store.keys * count, store.values * count, processors=MULTIPROCESSORS
+    )
+
+    def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        return (lambda: None), run()
+
+    compute: Compute
+    _, compute = select_compute(
+        model, attention, graphs=graphs, max_sequences=batch, blocks_per_sequence=blocks_each, capture=capture
+    )
+    kv = KvManager(blocks, BLOCK_SIZE)
+    device = DeviceInfo("cuda", "none", 0, 1, attention.name, ())
+    return TorchRunner(model, kv, store, attention, info=model.info("shape"), device=device, compute=compute)
+
+
+def launches_per_layer(batch: int) -> tuple[Launches, Launches]:
+    """Launches of a decode step in each layer, and those before and behind the layers. The head is not among them."""
+    found = []
+    for layers in (2, 3):
+        launches = Launches()
+        with torch.no_grad(), no_device(launches):
+            compute = make_runner(batch, BLOCK_SIZE, graphs="off", layers=layers).compute
+            assert isinstance(compute, StagedCompute)
+            capacity = compute.staged.reserve(batch, 1, batch)
+            sections = [torch.zeros(size, dtype=torch.int32) for size in capacity.sizes]
+            inputs = [torch.zeros(batch, dtype=torch.int64) for _ in range(3)]
+            plan = compute.staged.bind(capacity, sections)
+            launches.clear()
+            NoProduct.counting = True
+            try:
+                with _Operations(launches):
+                    compute.run_layers(inputs, plan)
+            finally:
+                NoProduct.counting = False
+        found.append(launches)
+    two, three = found
+    each = three - two
+    return each, two - each - each
+
+
+def host_times(batch: int, context: int, steps: int, *, graphs: str) -> tuple[float, float]:
+    """Median microseconds of `begin` and of `finish`, of greedy decode steps of ``batch`` sequences."""
+    prompt = np.ones(context - 1, dtype=np.int32)
+    times: list[tuple[int, int]] = []
+    with no_device(Launches()), torch.inference_mode():
+        runner = make_runner(batch, context + WARM + steps, graphs=graphs)
+        for sequence in range(batch):
+            runner.forward(Step((Span(sequence, prompt, 0, NOTHING, create=True),)))
+        gc.collect()
+        for at in range(context - 1, context - 1 + WARM + steps):
+            step = Step(tuple([Span(sequence, prompt[:1], at, GREEDY) for sequence in range(batch)]))
+            began = thread_time_ns()
+            pending = runner.begin(step)
+            queued = thread_time_ns()
+            result = runner.finish(pending)
+            times.append((queued - began, thread_time_ns() - queued))
+            assert all(isinstance(each, SpanResult) for each in result.outcomes)
+    begin, finish = np.median(times[WARM:], axis=0) / 1e3
+    return float(begin), float(finish)
+
+
+def measure(batches: Sequence[int], context: int, steps: int) -> dict[str, Any]:
+    """The launches, and the times by batch size."""
+    per_layer, others = launches_per_layer(1)
+    times = {}
+    for batch in batches:
+        for way in ("auto", "off"):
+            begin, finish = host_times(batch, context, steps, graphs=way)
+            name = f"b{batch} @{context}, {'replayed' if way == 'auto' else 'eager'}"
+            times[name] = {"begin_us": round(begin, 1), "finish_us": round(finish, 1)}
+    return {"per_layer": dict(per_layer), "others": dict(others), "host": times}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.launches", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    found = measure(options.batches, options.context, options.steps)
+    for title, launches in (("launches per layer", found["per_layer"]), ("outside the layers", found["others"])):
+        print(f"{title}: {sum(launches.values())} ({', '.join(f'{name} {n}' for name, n in launches.items())})")
+    for name, times in found["host"].items():
+        print(f"{name}: begin {times['begin_us']:.0f} us, finish {times['finish_us']:.0f} us")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
