@@ -121,7 +121,7 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
         info.seq_len = record.length
         info.parked = record.parked is not None
         info.blocks = 0 if record.parked else -(-max(record.length, record.held_to) // block_size)
-        info.identity = record.owner
+        info.identity = record.account.caller.name
         info.busy = record.busy
         info.leased = record.lease is not None
         info.adapter = "" if record.adapter is None else record.adapter.name

@@ -86,7 +86,7 @@ class HandleTable:
         """Remove the sequence and remember how it ended. False if it was not live."""
         if self.live.pop(record.id, None) is None:
             return False
-        self._gone[record.id] = (ending, record.owner)
+        self._gone[record.id] = (ending, record.account.caller.name)
         if len(self._gone) > self._tombstones:
             self._gone.popitem(last=False)
         return True
@@ -94,7 +94,7 @@ class HandleTable:
     def has(self, handle_id: bytes, owner: str) -> bool:
         """Whether this is the handle of a live sequence of its owner."""
         record = self.live.get(handle_id)
-        return record is not None and record.owner == owner
+        return record is not None and record.account.caller.name == owner
 
     def records(self) -> list[SequenceRecord]:
         """All live sequences, oldest first."""
@@ -103,7 +103,7 @@ class HandleTable:
     def find(self, handle: HandleRef, owner: str = "") -> SequenceRecord:
         """The owner's live sequence of a handle, whatever its version. Raises one of the four answers."""
         record = self.live.get(handle.id)
-        if record is not None and record.owner == owner:
+        if record is not None and record.account.caller.name == owner:
             return record
         if len(handle.id) != INSTANCE_BYTES + SECRET_BYTES:
             raise InvalidRequest(

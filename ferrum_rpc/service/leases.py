@@ -65,7 +65,7 @@ class LeaseTable:
     def find(self, lease_id: str, owner: str, *, field: str = "lease_id") -> LeaseRecord:
         """The owner's lease. Raises `LeaseExpired`, `LeaseUnknown`, or `InstanceMismatch` (another process's)."""
         lease = self._live.get(lease_id)
-        if lease is not None and lease.owner == owner:
+        if lease is not None and lease.account.caller.name == owner:
             return lease
         if self._expired.get(lease_id) == owner:
             raise LeaseExpired("the lease ran out and its sequences were freed; acquire a new one", field=field)
@@ -89,7 +89,7 @@ class LeaseTable:
             return False
         lease.account.free(Resource.LEASES)
         if expired:
-            self._expired[lease.id] = lease.owner
+            self._expired[lease.id] = lease.account.caller.name
             if len(self._expired) > TOMBSTONES:
                 self._expired.popitem(last=False)
         return True

@@ -67,7 +67,7 @@ class Sweeper:
             log.info(
                 "lease_expired",
                 client=lease.client_name,
-                caller=lease.owner,
+                caller=lease.account.caller.name,
                 ttl_s=lease.ttl_s,
                 sequences=len(members),
                 action="nothing, if the scheduler ended; else see why it could not renew: network, or its loop stalls",

@@ -86,10 +86,6 @@ class LeaseRecord:
         """The interval at which its holder should renew it."""
         return self.ttl_s / RENEWALS_PER_TTL
 
-    @property
-    def owner(self) -> str:
-        return self.account.caller.name
-
     def renew(self, now: float) -> None:
         self.expires = now + self.ttl_s
 
@@ -187,11 +183,6 @@ class SequenceRecord:
         self.used = now
         if self.lease is not None:
             self.lease.renew(now)
-
-    @property
-    def owner(self) -> str:
-        """The name of its caller."""
-        return self.account.caller.name
 
     @property
     def label(self) -> str:

@@ -300,7 +300,7 @@ class ServerState:
             return False
         self.counters.sequences_released += 1
         self.counters.ended[ending.value] += 1
-        self.replay.forget_rows(scope_of(record.owner, record.id))
+        self.replay.forget_rows(scope_of(record.account.caller.name, record.id))
         self.parked.drop(record)
         self._uncharge(record)
         return True
@@ -354,7 +354,11 @@ class ServerState:
 
     def creation(self, owner: str, request_id: str) -> SequenceRecord | None:
         """The sequence that a caller's creation in flight makes, if its request id is this."""
-        found = (each for each, made_by in self._creating.items() if made_by == request_id and each.owner == owner)
+        found = (
+            each
+            for each, made_by in self._creating.items()
+            if made_by == request_id and each.account.caller.name == owner
+        )
         return next(found, None)
 
     async def ended(self, records: Sequence[SequenceRecord], ending: SequenceEnd) -> int:

@@ -107,7 +107,7 @@ async def test_the_client_shows_its_certificate_and_its_token_and_both_are_asked
             async with alice.sequence() as sequence:
                 await sequence.prefill([1, 2, 3])
                 [record] = server.state.handles.records()
-                assert record.owner == "alice"  # the token's name, not the machine's
+                assert record.account.caller.name == "alice"  # the token's name, not the machine's
             with pytest.raises(PermissionDenied):
                 await alice.warmup()
         for shown, token, refusal in (
