@@ -70,7 +70,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
         lines.append(("ranks", f"{plan.ranks}; what follows is of the first of them"))
     lines += [
         ("weights", gib(plan.weights_bytes)),
-        ("largest step", f"{gib(plan.activations_bytes)} for {plan.step_tokens:,} tokens"),
+        ("largest step", f"{gib(plan.activations_bytes + plan.sampling_bytes)} for {plan.step_tokens:,} tokens"),
         ("kv cache", f"{gib(plan.kv_bytes)} in {plan.kv_dtype}: {plan.kv_tokens:,} tokens"),
         *([("all ranks", f"{gib(plan.all_bytes)} on this machine")] if plan.others.ranks else []),
         ("memory", f"{gib(memory)} free" if memory else "not known"),

@@ -38,6 +38,8 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
             ("weights", gib(made.weights_bytes), f"{made.architecture}, {weights}"),
             *([("adapters", gib(made.adapters_bytes), "--adapter-memory")] if made.adapters_bytes else []),
             ("activations", gib(made.activations_bytes), f"of a step of {made.step_tokens:,} tokens{estimate}"),
+            *([("sampling", gib(made.sampling_bytes), "of its rows")] if made.sampling_bytes else []),
+            *([("reserve", gib(made.reserve_bytes), "context, workspaces, graphs")] if made.reserve_bytes else []),
             ("kv cache", gib(made.kv_bytes), f"{made.kv_blocks:,} blocks of {made.block_size} tokens: {made.reason}"),
             ("", "", f"{made.kv_tokens:,} tokens of {made.kv_bytes_per_token:,} bytes ({made.kv_dtype}), {sequences}"),
             *([("", "", copies)] if copied else []),

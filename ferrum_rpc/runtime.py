@@ -27,6 +27,10 @@ Products: oneDNN, which computes what the kernels of this package do not (float3
 code for each shape, 1,024 by default. A prompt of a new length is several shapes: prompts of 175 lengths left 500 MB
 (hf, bfloat16, 4 layers), and leave 300 with `PRIMITIVES`, in the same time. Decode steps of up to 32 sequences stay
 within them.
+
+GPU memory: torch's allocator keeps the segments that it has, and what is freed in one too small for the next tensor is
+of no use. Steps of changing lengths would take more than the largest of them, which is what the cache leaves room for
+(`engine/assembly/size.py`). Expandable segments map pages one behind the other instead.
 """
 
 from __future__ import annotations
@@ -59,6 +63,11 @@ TORCH_VERBOSITY: Final = "TORCH_CPP_LOG_LEVEL"
 PRIMITIVES_VARIABLE: Final = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 PRIMITIVES: Final = 256
 
+ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""torch's own variables, the present name and the one before, which decide how it allocates GPU memory."""
+
+ALLOCATOR: Final = "expandable_segments:True"
+
 KEPT_BYTES: Final = 32 << 20
 """Free bytes at the heap's end that are kept: the maximum cost."""
 
@@ -85,6 +94,8 @@ def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
     environment.setdefault(PRIMITIVES_VARIABLE, str(PRIMITIVES))
     if not any(name in environment for name in WAIT_VARIABLES):
         environment[SPIN_VARIABLE] = str(SPINS)
+    if not any(name in environment for name in ALLOCATOR_VARIABLES):
+        environment[ALLOCATOR_VARIABLES[0]] = ALLOCATOR
 
 
 def openmp_waits(environment: Mapping[str, str] = os.environ) -> str:

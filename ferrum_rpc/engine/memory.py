@@ -39,8 +39,12 @@ def available_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """As `available_memory`, of the device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    """As `available_memory`, of the device. On a GPU torch's allocator first releases what it keeps for later tensors,
+    as after loading: not for use between steps."""
+    if device.type != "cuda":
+        return available_memory()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def used_memory(device: torch.device) -> tuple[int, int]:

@@ -323,6 +323,7 @@ def test_programs_get_every_number(folder: Path, command: Any) -> None:
         **dict.fromkeys(("architecture", "device", "dtype", "quantize", "kv_dtype"), str),
         **dict.fromkeys(("reason", "alternative", "advice"), str),
         **dict.fromkeys(("memory_bytes", "weights_bytes", "adapters_bytes", "activations_bytes"), int),
+        **dict.fromkeys(("sampling_bytes", "reserve_bytes"), int),
         "kv_copied_bytes_per_token": int,
         **dict.fromkeys(("kv_bytes", "total_bytes", "all_bytes"), int),
         **dict.fromkeys(("step_tokens", "kv_bytes_per_token", "block_size", "kv_blocks", "kv_tokens"), int),
@@ -396,7 +397,7 @@ def test_ranks_that_do_not_fit_are_not_started(
     config = settings(folder, tensor_parallel=2)
     weights = planned(config).weights_bytes
     monkeypatch.setattr(build, "free_memory", lambda device: 2 * weights - 1)
-    monkeypatch.setattr(build, "build_shared", lambda *arguments: "started")
+    monkeypatch.setattr(build, "build_shared", lambda *_, **__: "started")
     if refused:
         with pytest.raises(InvalidRequest, match="with the other 1 rank here"):
             build_runner(config, largest=LargestStep(TOKENS, 1))
@@ -430,6 +431,10 @@ def test_a_gpu_need_not_be_here(folder: Path, command: Any, monkeypatch: pytest.
     status, out, _ = command(folder, "--device", "cuda", "--memory", "80GiB", "--json")
     facts = json.loads(out)
     assert (status, facts["device"], facts["dtype"]) == (0, "cuda", "bfloat16")
+    parts = ("weights_bytes", "activations_bytes", "sampling_bytes", "reserve_bytes", "kv_bytes")
+    assert all(facts[each] > 0 for each in parts) and facts["total_bytes"] == sum(facts[each] for each in parts)
+    table = command(folder, "--device", "cuda", "--memory", "80GiB")[1].splitlines()
+    assert {"sampling", "reserve"} <= {line.split()[0] for line in table}
     assert facts["weights_bytes"] < planned(settings(folder)).weights_bytes  # a tied head is the embedding there
     status, out, _ = command(folder, "--device", "cuda", "--memory", "80GiB", "--json", "--kv-dtype", "fp8")
     exact, rounded = facts["kv_bytes_per_token"], json.loads(out)["kv_bytes_per_token"]

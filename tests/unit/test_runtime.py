@@ -39,6 +39,7 @@ def test_where_nothing_is_set() -> None:
         TORCH_VERBOSITY: "ERROR",
         PRIMITIVES_VARIABLE: str(PRIMITIVES),
         "GOMP_SPINCOUNT": str(SPINS),
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     }
     assert str(SPINS) in openmp_waits(environment)
     assert polled(environment) == "by the thread that waits for completions"
@@ -51,6 +52,7 @@ def test_what_is_set_stays(waits: dict[str, str]) -> None:
         VERBOSITY: "DEBUG",
         TORCH_VERBOSITY: "INFO",
         PRIMITIVES_VARIABLE: "9",
+        "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",
         **waits,
     }
     before = dict(environment)

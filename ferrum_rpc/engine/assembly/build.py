@@ -22,8 +22,9 @@ from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.assembly.check import rounding_error
 from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT8, ROUNDED, Choices, choose
 from ferrum_rpc.engine.assembly.loading import Progress
+from ferrum_rpc.engine.assembly.measure import measure_step
 from ferrum_rpc.engine.assembly.plan import announce, mib
-from ferrum_rpc.engine.assembly.size import LargestStep, adapter_bytes, make_plan, size_cache
+from ferrum_rpc.engine.assembly.size import LargestStep, adapter_bytes, make_plan, size_cache, step_bytes
 from ferrum_rpc.engine.assembly.source import Reasons
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
@@ -54,16 +55,16 @@ def build_runner(
     largest: LargestStep | None = None,
 ) -> TorchRunner:
     """Load the model and make its runner. Raises typed errors that say what to do, before anything is loaded where the
-    weights do not fit the memory. ``largest``: what steps there will be; where it is told, the log gets the plan."""
+    weights do not fit the memory. ``largest``: what steps there will be; if it is given, the log gets the plan."""
     choices = choose(config)
     if largest is not None:
         here = None if choices.device.type == "cuda" else ranks_here(config)
         announce(make_plan(choices, largest, free_memory(choices.device), here))
     if config.ranks > 1:
-        return build_shared(choices, progress, stage)
+        return build_shared(choices, progress, stage, largest=largest)
     loaded = choices.load(progress)
     with torch.inference_mode():
-        return _assemble(choices, *loaded, stage)
+        return _assemble(choices, *loaded, stage, largest=largest)
 
 
 def build_shared(
@@ -71,6 +72,7 @@ def build_shared(
     progress: Progress | None = None,
     stage: Stage | None = None,
     assemble: Callable[[ModelSettings], tuple[Ranks, Setup, Store]] = assemble,
+    largest: LargestStep | None = None,
 ) -> TorchRunner:
     """As `build_runner`, for a model that ranks share, of which this process is the first: ``choices`` are its own."""
     ranks, setup, store = assemble(choices.config)
@@ -81,7 +83,7 @@ def build_shared(
         loaded = choices.load(progress, groups.parallel(setup))
         ranks.collect(loading)
         with torch.inference_mode():
-            return _assemble(choices, *loaded, stage, Sharing(ranks, setup, groups))
+            return _assemble(choices, *loaded, stage, Sharing(ranks, setup, groups), largest=largest)
     except BaseException as error:
         ranks.close(str(error))
         raise
@@ -96,12 +98,19 @@ class Sharing(NamedTuple):
 
 
 def _assemble(
-    choices: Choices, model: Model, loaded: Reasons, stage: Stage | None, sharing: Sharing | None = None
+    choices: Choices,
+    model: Model,
+    loaded: Reasons,
+    stage: Stage | None,
+    sharing: Sharing | None = None,
+    *,
+    largest: LargestStep | None,
 ) -> TorchRunner:
-    """The cache, what computes over it, and the runner of both. ``loaded``: what was found while the weights were."""
+    """The cache, what computes over it, and the runner of both. ``loaded``: what was found while the weights were.
+    ``largest``: the default step, if None."""
     config, device, cuda = choices.config, choices.device, choices.device.type == "cuda"
     info, reasons = _describe(choices, model), [*choices.reasons, *loaded]
-    blocks, store, attention = _make_cache(choices, model, info, reasons, sharing)
+    blocks, store, attention = _make_cache(choices, model, info, reasons, sharing, largest=largest or LargestStep())
     rounded = config.kv_dtype in ROUNDED
     if rounded and not sharing:
         of_keys, of_values, tokens = rounding_error(model, attention, store, info.max_context)
@@ -176,13 +185,24 @@ def _describe(choices: Choices, model: Model) -> ModelInfo:
 
 
 def _make_cache(
-    choices: Choices, model: Model, info: ModelInfo, reasons: Reasons, sharing: Sharing | None
+    choices: Choices,
+    model: Model,
+    info: ModelInfo,
+    reasons: Reasons,
+    sharing: Sharing | None,
+    *,
+    largest: LargestStep,
 ) -> tuple[int, KvStore, AttentionBackend]:
     """Its blocks, the null block not counted; the tensors, and what reads and writes them."""
     config, device = choices.config, choices.device
     block_bytes = choices.slot_bytes * config.block_size
+    step = step_bytes(choices, largest)
+    if step.total and not sharing and config.kv_blocks is None and config.kv_memory is None:
+        _, attention = make_cache(choices, model, 2, config.block_size)
+        step = step.at_least(measure_step(choices, stage_compute(model, attention), largest))
+        del attention
     left = max(0, free_memory(device) // (sharing.setup.sharers if sharing else 1) - adapter_bytes(config))
-    blocks, reason = size_cache(config, block_bytes, info.max_context, device.type, left)
+    blocks, reason = size_cache(config, block_bytes, info.max_context, left, step)
     reasons.append((f"kv_blocks={blocks} ({mib(blocks * block_bytes)})", reason))
     make: Callable[..., KvStore] = KvStore
     if sharing:

@@ -48,6 +48,7 @@ class HfCheckpoint(NamedTuple):
             spec.layers,
             spec.layers,
             self.longest,
+            spec.vocab_size,
             spec.modules,
             numbers=self.checkpoint.numbers,
             copied=spec.copied,

@@ -28,11 +28,12 @@ NO_OTHERS: Final = Others()
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes, blocks and tokens. ``memory_bytes``: what is free before anything is loaded. ``adapters_bytes``: what is
-    kept for them. ``step_tokens``: of the largest step that the cache can hold. ``kv_dtype``: what keys and values are
-    kept as. ``reason``: of the cache's size, or why it holds no block. ``alternative``: flags that fit, where these do
-    not. ``estimated``: activations are, on the safe side. ``ranks``: how many share the model; all else is of the first
-    of them alone, but for ``others``. ``kv_copied_bytes_per_token``: of ``kv_bytes_per_token``, the keys and values
-    that a layer keeps though it attends over those of another."""
+    kept for them. ``sampling_bytes``: what the rows of the largest step take beside its activations; ``reserve_bytes``:
+    what a GPU keeps free besides; both 0 on a CPU. ``step_tokens``: of the largest step that the cache can hold.
+    ``kv_dtype``: what keys and values are kept as. ``reason``: of the cache's size, or why it holds no block.
+    ``alternative``: flags that fit, if these do not. ``estimated``: activations are, on the safe side. ``ranks``: how
+    many share the model; all else is of the first of them alone, but for ``others``. ``kv_copied_bytes_per_token``: of
+    ``kv_bytes_per_token``, the keys and values that a layer keeps though it attends over those of another."""
 
     architecture: str
     device: str
@@ -42,6 +43,8 @@ class MemoryPlan:
     weights_bytes: int
     adapters_bytes: int
     activations_bytes: int
+    sampling_bytes: int
+    reserve_bytes: int
     step_tokens: int
     kv_dtype: str
     kv_bytes_per_token: int
@@ -73,7 +76,12 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Of everything."""
-        return self.weights_bytes + self.adapters_bytes + self.activations_bytes + self.kv_bytes
+        return self.weights_bytes + self.adapters_bytes + self.step_bytes + self.kv_bytes
+
+    @property
+    def step_bytes(self) -> int:
+        """Of the largest step, and of the reserve."""
+        return self.activations_bytes + self.sampling_bytes + self.reserve_bytes
 
     @property
     def all_bytes(self) -> int:
@@ -92,7 +100,7 @@ class MemoryPlan:
         if not self.fits:
             if self.all_bytes <= self.memory_bytes and not self.alternative:
                 return self.reason
-            weights, step, cache = map(gib, (self.weights_bytes, self.activations_bytes, self.kv_bytes))
+            weights, step, cache = map(gib, (self.weights_bytes, self.step_bytes, self.kv_bytes))
             weights += " of weights"
             if self.adapters_bytes:
                 weights += f" and {gib(self.adapters_bytes)} of adapters"
@@ -131,6 +139,7 @@ def announce(plan: MemoryPlan) -> None:
         "memory_planned",
         weights_bytes=plan.weights_bytes,
         activations_bytes=plan.activations_bytes,
+        **({"sampling_bytes": plan.sampling_bytes, "reserve_bytes": plan.reserve_bytes} if plan.reserve_bytes else {}),
         step_tokens=plan.step_tokens,
         kv_bytes=plan.kv_bytes,
         kv_blocks=plan.kv_blocks,

@@ -1,7 +1,9 @@
 """What a model takes of a memory, before any of its weights is read: weights, the largest step, and the cache.
 
-The cache gets a share of what the weights leave. `size_cache` is the one place that says how large it is: `make_plan`
-asks it with the weights' size as computed, `build` with the memory that is free once they are loaded.
+The cache gets a share of what is left: on a CPU by the weights, on a GPU, which has no other use, by the weights and
+all that a step needs besides (`StepBytes`). `size_cache` is the one place that says how large it is: `make_plan` calls
+it with the weights' size as computed, `build` with the memory that is free once they are loaded, and on a GPU with a
+step that was measured (`measure`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,18 @@ from ferrum_rpc.sampling.rows import HEAD_ROWS
 
 CPU_SHARE: Final = 0.25
 CPU_MOST: Final = 4 << 30
-CUDA_SHARE: Final = 0.85
+CUDA_SHARE: Final = 0.97
+"""Of what weights, step and reserve leave: the rest is for what the allocator rounds up."""
+
+CUDA_RESERVE: Final = 600 << 20
+"""Memory of a GPU that is neither weights nor tensors of a step: the context (some 500 MiB, of which the part is not
+counted that it has before the weights are loaded), cuBLAS's workspaces (32 MiB a stream), captured graphs and their
+outputs, the partial sums of split attention (16 MiB). Estimated; `python3 -m benchmarks.gpu first-light` measures."""
+
+SAMPLING_BYTES: Final = 24
+"""Of each logit of the rows that are sampled at once, besides the logit: weights and their filtered copy in float32,
+sums of them in float64 and their scan. 20 were counted on a CPU's tensors without filters. Where torch sorts for top-k
+and top-p it takes 52 and the sort's own buffers, which `measure` finds."""
 
 PROCESS_BYTES: Final = 170 << 20
 """What another rank takes beside its part of the model: pages of Python and torch that are its own (163 MiB)."""
@@ -40,16 +53,54 @@ class LargestStep(NamedTuple):
     sequences: int = SETTINGS["max_batch_items"].default
 
 
-def size_cache(config: ModelSettings, block_bytes: int, max_context: int, device: str, left: int) -> tuple[int, str]:
-    """``(blocks, reason)``, the null block not counted; ``left``: bytes that the weights leave. Raises InvalidRequest
-    where that is no block."""
+class StepBytes(NamedTuple):
+    """Memory of a GPU that the cache leaves for the largest step: its ``activations`` (logits included), what
+    ``sampling`` of its rows takes besides, and the ``reserve``. ``measured``: whether a step has run."""
+
+    activations: int = 0
+    sampling: int = 0
+    reserve: int = 0
+    measured: bool = False
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.activations + self.sampling + self.reserve
+
+    def at_least(self, measured: int) -> StepBytes:
+        """The same, with ``measured`` bytes for activations and sampling if these are more than was computed."""
+        return self._replace(activations=max(self.activations, measured - self.sampling), measured=True)
+
+
+def step_bytes(choices: Choices, largest: LargestStep) -> StepBytes:
+    """As computed, for any step of up to ``largest``; nothing on a CPU, whose cache has a smaller share."""
+    if choices.device.type == "cpu":
+        return StepBytes()
+    activations = _activations(choices, *largest, choices.max_context)
+    return StepBytes(activations, _sampling(choices, largest), CUDA_RESERVE)
+
+
+def size_cache(
+    config: ModelSettings, block_bytes: int, max_context: int, left: int, step: StepBytes
+) -> tuple[int, str]:
+    """``(blocks, reason)``, the null block not counted; ``left``: bytes that the weights leave; ``step``: see
+    `step_bytes`. Raises InvalidRequest where that is no block."""
     if config.kv_blocks is not None:
         return config.kv_blocks, "requested"
     if config.kv_memory is not None:
         budget, reason = config.kv_memory, "requested"
-    elif device == "cuda":
-        budget = int(left * CUDA_SHARE)
-        reason = f"{CUDA_SHARE:.0%} of the device memory that the weights left"
+    elif step.total:
+        budget = int(max(0, left - step.total) * CUDA_SHARE)
+        known = "measured" if step.measured else "computed"
+        parts = f"{mib(step.activations)} of activations ({known}), {mib(step.sampling)} of sampling"
+        reason = f"{CUDA_SHARE:.0%} of what weights and the largest step leave of the device memory; "
+        reason += f"the step: {parts}, {mib(step.reserve)} in reserve"
+        if budget < block_bytes:
+            raise InvalidRequest(
+                f"{mib(left)} of device memory without the weights leave no block of {block_bytes} bytes beside the "
+                f"largest step ({parts}, {mib(step.reserve)} in reserve); lower --max-batch-tokens",
+                field="max_batch_tokens",
+            )
     else:
         budget = min(int(left * CPU_SHARE), CPU_MOST)
         reason = f"{CPU_SHARE:.0%} of the free memory, at most {CPU_MOST >> 30} GiB"
@@ -94,8 +145,9 @@ def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory:
     of_others = [(each, count, each.source.weight_bytes()) for each, count in others]
     taken = weights + sum(count * (size + PROCESS_BYTES) for _, count, size in of_others)
     block_bytes, left = choices.slot_bytes * config.block_size, max(0, (memory - taken) // here - adapters)
+    reserved = step_bytes(choices, largest)
     try:
-        blocks, reason = size_cache(config, block_bytes, choices.max_context, choices.device.type, left)
+        blocks, reason = size_cache(config, block_bytes, choices.max_context, left, reserved)
     except InvalidRequest as error:
         blocks, reason = 0, error.message
     held = blocks * config.block_size or choices.max_context
@@ -110,6 +162,8 @@ def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory:
         weights_bytes=weights,
         adapters_bytes=adapters,
         activations_bytes=_activations(choices, *step),
+        sampling_bytes=reserved.sampling,
+        reserve_bytes=reserved.reserve,
         step_tokens=tokens,
         kv_dtype=str(choices.cache[0].dtype).removeprefix("torch.") if config.kv_dtype == "auto" else config.kv_dtype,
         kv_bytes_per_token=choices.slot_bytes,
@@ -157,6 +211,12 @@ def _activations(choices: Choices, tokens: int, sequences: int, context: int) ->
         kept += torch.get_num_threads() * THREAD_BYTES * max(each.head_dim for each in facts.layers)
     attending = None if choices.attends_in_c else passing
     return kept + choices.source.activation_bytes(tokens, min(sequences, HEAD_ROWS), attending)
+
+
+def _sampling(choices: Choices, largest: LargestStep) -> int:
+    """Of the rows that `sampling.rows` samples at once, of this rank's part of the vocabulary."""
+    logits = -(-choices.facts.vocab_size // choices.config.tensor_parallel) * min(*largest, HEAD_ROWS)
+    return SAMPLING_BYTES * logits
 
 
 def _alternatives(choices: Choices, largest: LargestStep, memory: int, here: int) -> Iterator[tuple[str, MemoryPlan]]:

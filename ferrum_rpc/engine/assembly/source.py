@@ -41,9 +41,9 @@ Reasons = list[tuple[str, str]]
 class ModelFacts(NamedTuple):
     """``architecture`` as the configuration names it; ``dtype`` of what is computed; ``layers``: the attention layers
     of this rank, ``all_layers`` those of all ranks. ``max_context``: the longest sequence that the model can have.
-    ``modules``: the matrices that adapters can change, by name, with their sizes [out, in]. ``copied``: layers that
-    attend over the keys and values of a layer before them, and keep a copy. ``numbers``: of all weights in the
-    checkpoint; 0: there is none. ``estimated``: `ModelSource.activation_bytes` is an estimate."""
+    ``vocab_size``: of all ranks. ``modules``: the matrices that adapters can change, by name, with their sizes [out,
+    in]. ``copied``: layers that attend over the keys and values of a layer before them, and keep a copy. ``numbers``:
+    of all weights in the checkpoint; 0: there is none. ``estimated``: `ModelSource.activation_bytes` is an estimate."""
 
     name: str
     architecture: str
@@ -51,6 +51,7 @@ class ModelFacts(NamedTuple):
     layers: tuple[AttentionSpec, ...]
     all_layers: tuple[AttentionSpec, ...]
     max_context: int
+    vocab_size: int
     modules: Mapping[str, tuple[int, int]]
     copied: tuple[int, ...] = ()
     numbers: int = 0
@@ -90,7 +91,8 @@ class IdentitySource(NamedTuple):
     def describe(self) -> ModelFacts:
         model = self.model
         layers = model.attention_specs
-        return ModelFacts(IDENTITY, IDENTITY, model.dtype, layers, layers, model.config.max_context, {})
+        config = model.config
+        return ModelFacts(IDENTITY, IDENTITY, model.dtype, layers, layers, config.max_context, config.vocab_size, {})
 
     def weight_bytes(self) -> int:
         return 0
@@ -123,6 +125,7 @@ class DecoderCheckpoint(DecoderBuild):
             self.spec.attention_specs,
             whole.attention_specs,
             self.spec.max_context,
+            whole.vocab_size,
             modules_of(layout(replace(whole, roots=adapted_roots(whole.architecture)))),
             numbers=checkpoint.numbers,
         )
