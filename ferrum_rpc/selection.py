@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from ferrum_rpc.errors import InvalidRequest
+import torch
+
+from ferrum_rpc.device import check_device
+from ferrum_rpc.errors import DeviceLost, InvalidRequest
 
 AUTO: Final = "auto"
 
@@ -38,7 +41,8 @@ class Choice(NamedTuple):
 
 def select(*candidates: BackendCandidate, what: str, field: str, requested: str = AUTO) -> Choice:
     """The first candidate that can be created, or the one that is ``requested`` by name. Raises `InvalidRequest` (of
-    ``field``) if there is none of that name, or if it cannot be created."""
+    ``field``) if there is none of that name, or if it cannot be created, and `DeviceLost` if the device did not survive
+    an attempt: the next candidate would fail with an error that names something else."""
     names = [AUTO, *(each.name for each in candidates)]
     if requested not in names:
         raise InvalidRequest(f"unknown {what} {requested!r}; known: {', '.join(names)}", field=field)
@@ -50,6 +54,10 @@ def select(*candidates: BackendCandidate, what: str, field: str, requested: str 
             except (Unsuited, OSError) as error:  # a missing library's error names what to do
                 obstacles.append(f"{name}: {error}")
             except Exception as error:  # whatever a compiler or a driver may raise: others run without them
+                try:
+                    check_device()
+                except torch.AcceleratorError:
+                    raise DeviceLost(f"the device failed in a small step of {what} {name!r}") from error
                 obstacles.append(
                     f"{name}: a small step failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 )

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Rows
@@ -16,6 +18,23 @@ from ferrum_rpc.engine.step import Stage
 from ferrum_rpc.sampling.transfer import Marker
 
 LOOKS = 8
+ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered"
+
+
+class FakeCuda:
+    """What torch says of the device: ``lost`` after a failure that it does not survive. ``checks``: how often it was
+    waited for as a whole."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lost = False
+        self.checks = 0
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+
+    def synchronize(self) -> None:
+        self.checks += 1
+        if self.lost:
+            raise torch.AcceleratorError(ILLEGAL_ACCESS)
 
 
 class LateMark(Marker):

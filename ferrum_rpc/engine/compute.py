@@ -19,6 +19,7 @@ from torch import Tensor
 from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.core import Accept, Greedy, NextToken, RankState, Rows, Sample, Span, TokenArray
+from ferrum_rpc.device import check_device
 from ferrum_rpc.engine.memory import used_memory
 from ferrum_rpc.models.base import Model, NativeModel, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras
@@ -169,7 +170,9 @@ class Compute:
         """Drop all recorded graphs."""
 
     def recover(self) -> None:
-        """End the rest of a failed step, before the cache is restored. Raises `DeviceLost`."""
+        """End the rest of a failed step, before the cache is restored. Raises `DeviceLost` or `torch.AcceleratorError`
+        if the step failed because the device did, whatever error it raised."""
+        check_device()
 
     def check_alive(self) -> None:
         """Raise `DeviceLost` if a part of the compute is lost. Called while there is no work."""

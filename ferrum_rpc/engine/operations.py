@@ -12,9 +12,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import structlog
+import torch
 
 from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.core import AdapterFacts, BlockChange, DeviceInfo, ModelInfo, PrefixUse, TokenArray
+from ferrum_rpc.device import check_device
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.step import DEVICE_ERRORS, Stage, StepRunner
@@ -200,5 +202,9 @@ class TorchRunner(StepRunner):
         except DEVICE_ERRORS as error:
             raise DeviceLost(f"the device failed during a {name}") from error
         except Exception as error:
+            try:
+                check_device()
+            except torch.AcceleratorError:
+                raise DeviceLost(f"the device failed during a {name}") from error
             log.exception("operation_failed", operation=name, action="report this stack trace: it is a bug")
             raise StepFailed(f"the {name} failed ({type(error).__name__}); nothing changed") from error

@@ -19,7 +19,7 @@ asynchronously (``depth`` 2), the next step is begun in between. That changes no
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -55,8 +55,8 @@ FLUSH_S: Final = 5.0
 
 DEVICE_ERRORS: Final = (torch.AcceleratorError, DeviceLost)
 """Errors that mean that the device is lost: the runtime's own error class, after nearly all of which every later call
-fails too. Out of memory is not one (`torch.OutOfMemoryError`: the allocation did not happen and the device continues),
-nor is a plain RuntimeError: if the device did not survive that, the undo or the next step raises one of these."""
+fails too. Out of memory is not one (`torch.OutOfMemoryError`: the allocation did not happen and the device continues).
+After any other error `Compute.recover` checks the device, because Triton and cuBLAS raise a plain RuntimeError."""
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +162,7 @@ class StepRunner:
             return True
         try:
             return pending.mark.passed()
-        except DEVICE_ERRORS:
+        except Exception:
             return True  # and `finish` raises it
 
     def finish(self, pending: Pending) -> StepResult:
@@ -270,7 +270,8 @@ class StepRunner:
                     if member in reservations:
                         self.kv.rollback(reservations.pop(member))
             except BaseException as error:
-                self._undo(None, reservations.values(), error)
+                self._give_up(reservations)
+                self.kv.trim_spares()
                 if isinstance(error, Exception):
                     log.exception("step_failed", stage="reserve", action="report this stack trace: it is a bug")
                     raise StepFailed(f"the step could not be reserved ({type(error).__name__})") from error
@@ -333,9 +334,15 @@ class StepRunner:
         if not isinstance(error, DEVICE_ERRORS):
             try:
                 self.compute.recover()
+                if pending.saved is not None:
+                    self.store.restore(pending.saved)
             except DEVICE_ERRORS as gone:
                 error = gone
-        self._undo(pending.saved, pending.reservations.values(), error)
+            except Exception as failed:  # the cache is not what it was, so nobody may be told that it is
+                error = DeviceLost(f"a failed step could not be undone ({type(failed).__name__})")
+                error.__cause__ = failed
+        self._give_up(pending.reservations)
+        self.kv.trim_spares()
         answer: ExecutorError
         if isinstance(error, DEVICE_ERRORS):
             answer = DeviceLost(error.message if isinstance(error, DeviceLost) else "the device failed during a step")
@@ -351,13 +358,6 @@ class StepRunner:
             raise error
         answer.__cause__ = error
         return answer
-
-    def _undo(self, saved: Saved | None, reservations: Iterable[Reservation], error: BaseException) -> None:
-        if saved is not None and not isinstance(error, DEVICE_ERRORS):
-            self.store.restore(saved)
-        for reservation in reservations:
-            self.kv.rollback(reservation)
-        self.kv.trim_spares()
 
 
 def _short(refused: dict[int, ExecutorError]) -> bool:

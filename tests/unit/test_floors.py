@@ -34,7 +34,8 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.core": Floor("errors", "numpy"),
     "ferrum_rpc.prefix_hash": Floor("core", "numpy"),
     "ferrum_rpc.private_files": Floor(),
-    "ferrum_rpc.selection": Floor("errors"),
+    "ferrum_rpc.device": Floor("", "torch"),
+    "ferrum_rpc.selection": Floor("device errors", "torch"),
     "ferrum_rpc.terminal": Floor(),
     "ferrum_rpc.console": Floor("terminal", "structlog"),
     "ferrum_rpc.logs": Floor("console terminal", "structlog"),
@@ -82,7 +83,7 @@ FLOORS: dict[str, Floor] = {
     # a step on the device, and as a transaction
     "ferrum_rpc.engine": Floor(),
     "ferrum_rpc.engine.memory": Floor("", "torch"),
-    "ferrum_rpc.engine.compute": Floor("core models attention sampling engine.memory", "numpy torch"),
+    "ferrum_rpc.engine.compute": Floor("core device models attention sampling engine.memory", "numpy torch"),
     "ferrum_rpc.engine.cuda": Floor(
         "errors models attention sampling distributed.group engine.compute", "numpy torch structlog"
     ),
@@ -91,13 +92,13 @@ FLOORS: dict[str, Floor] = {
     ),
     # from settings to a runner: what every rank chooses, the ranks, and what puts the first one's together
     "ferrum_rpc.engine.assembly": Floor(
-        "config core errors kv.store models models.fields models.config_keys attention sampling weights native "
+        "config core device errors kv.store models models.fields models.config_keys attention sampling weights native "
         "engine.compute engine.ranks.world",
         "numpy torch structlog",
     ),
     "ferrum_rpc.engine.adapters": Floor("core errors models weights engine.assembly", "torch"),
     "ferrum_rpc.engine.operations": Floor(
-        "core errors kv kv.store kv.tiers models attention engine.compute engine.step engine.adapters",
+        "core device errors kv kv.store kv.tiers models attention engine.compute engine.step engine.adapters",
         "numpy torch structlog",
     ),
     "ferrum_rpc.engine.ranks": Floor(

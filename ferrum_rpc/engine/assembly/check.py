@@ -20,6 +20,7 @@ from ferrum_rpc.attention.backend import AttentionBackend
 from ferrum_rpc.attention.eight_bits import from_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import OutputSpec, Positions, Span
+from ferrum_rpc.device import check_device
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.kv.store import KvStore
@@ -52,6 +53,7 @@ def check_parity(model: HfModel, compute: Compute, store: KvStore, max_context: 
     except (ExecutorError, torch.AcceleratorError):
         raise
     except Exception as error:  # what a configuration may still be wrong in, once there are numbers
+        check_device()
         message = f"{model.spec.architecture}: its first step failed: {first_line(error)}"
         raise InvalidRequest(message, field="model") from error
     most = TOLERANCES[model.dtype]

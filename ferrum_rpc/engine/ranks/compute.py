@@ -118,6 +118,7 @@ class RankedCompute(Compute):
         self._ranks.abort()
         self._own.forget_graphs()
         self._ranks.recover(self._own.masks.all())
+        super().recover()  # behind the abort: before, the device may wait for other ranks
         if self._recorded is not None:
             try:
                 self.record(*self._recorded)

@@ -218,6 +218,7 @@ class Working(Phase):
         except ExecutorError as error:
             return error
         except Exception as error:
+            self.compute.recover()
             why = getattr(error, "strerror", None) or type(error).__name__
             return StepFailed(f"the load of an adapter failed ({why}); nothing changed")
 
@@ -232,6 +233,7 @@ class Working(Phase):
         """Clear a failure, and set exactly these ``masks``."""
         self.compute.forget_graphs()
         self._groups.renew(epoch)
+        self.compute.recover()
         self.compute.masks.replace(masks)
         self._follower.failed, self._follower.epoch = False, epoch
 

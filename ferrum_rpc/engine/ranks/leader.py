@@ -147,12 +147,13 @@ class Ranks:
             log.error("rank_failed", error=failure, action="nothing: its step was undone on all ranks")
         self.abort()
         self.ask("halt")
-        self.send("renew", self._epoch, masks)
+        renewed = self.order("renew", self._epoch, masks)
         try:
             self.groups.renew(self._epoch)
         except GroupAborted as error:
             self.check_alive()
             raise DeviceLost(f"the ranks could not restart: {error}") from error
+        self.collect(renewed)
 
     def start_liveness_checks(self) -> None:
         """Treat silent ranks as lost from now on; before, they load."""

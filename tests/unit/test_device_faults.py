@@ -1,0 +1,141 @@
+"""What callers hear when a CUDA device fails, whatever class the error has: DEVICE_LOST from a device that is dead, and
+"nothing changed" only from one that works, with everything as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+import torch
+
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, SpanResult, Step
+from ferrum_rpc.engine.operations import TorchRunner
+from ferrum_rpc.errors import DeviceLost, InvalidRequest, StepFailed
+from ferrum_rpc.selection import BackendCandidate, select
+from tests.fake_async_device import ILLEGAL_ACCESS, FakeCuda, late_runner
+
+CONFIG = ModelSettings(path="identity", device="cpu", block_size=4, kv_blocks=14, identity_vocab_size=32)
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "torch": lambda: torch.AcceleratorError(ILLEGAL_ACCESS),
+    "triton": lambda: RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    "cublas": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+    "memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+}
+UNTYPED = pytest.mark.parametrize("kind", ["triton", "cublas", "memory"])
+STAGES = ("plan", "forward", "select", "commit")
+
+
+@pytest.fixture(autouse=True)
+def logs() -> Iterator[list[Any]]:
+    with structlog.testing.capture_logs() as logs:
+        yield logs
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+def span(tokens: int, start: int) -> Span:
+    return Span(1, np.arange(1, 1 + tokens, dtype=np.int32), start, OutputSpec(Positions.ALL, FullLogits()), not start)
+
+
+def rows(runner: TorchRunner, tokens: int, start: int) -> Any:
+    [outcome] = runner.forward(Step((span(tokens, start),))).outcomes
+    assert isinstance(outcome, SpanResult) and outcome.rows is not None
+    return outcome.rows.detached().block["logits"]
+
+
+class Faulty:
+    """A runner with ten tokens of sequence 1, and the error that its next step raises at ``stage``."""
+
+    def __init__(self) -> None:
+        self.armed: dict[str, Exception] = {}
+        self.runner = late_runner(CONFIG, self._stage)
+        with self.runner.context():
+            rows(self.runner, 10, 0)
+        self.free = self.runner.kv.free_blocks
+
+    def _stage(self, name: str) -> None:
+        if name in self.armed:
+            raise self.armed.pop(name)
+
+    def fail(self, stage: str, error: Exception) -> Exception:
+        """What the callers of a step hear that overwrites four tokens."""
+        self.armed = {stage: error}
+        with self.runner.context(), pytest.raises((StepFailed, DeviceLost)) as raised:
+            rows(self.runner, 6, 6)
+        self.runner.check()
+        assert self.runner.kv.length(1) == 10 and self.runner.kv.free_blocks == self.free
+        return raised.value
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", ERRORS)
+def test_a_dead_device_is_lost_whatever_its_error(cuda: FakeCuda, kind: str, stage: str) -> None:
+    faulty = Faulty()
+    cuda.lost = True
+    answer = faulty.fail(stage, ERRORS[kind]())
+    assert type(answer) is DeviceLost and "nothing changed" not in answer.message
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@UNTYPED
+def test_a_device_that_works_fails_the_step_alone_and_has_its_cache(cuda: FakeCuda, kind: str, stage: str) -> None:
+    faulty, twin = Faulty(), Faulty()
+    answer = faulty.fail(stage, ERRORS[kind]())
+    assert type(answer) is StepFailed and answer.message.endswith("nothing changed")
+    assert cuda.checks == 1, "no step without an error is waited for"
+    with faulty.runner.context():
+        np.testing.assert_array_equal(rows(faulty.runner, 1, 10), rows(twin.runner, 1, 10))
+
+
+@pytest.mark.parametrize("error", [torch.AcceleratorError(ILLEGAL_ACCESS), RuntimeError("Triton Error [CUDA]: ...")])
+def test_a_cache_that_cannot_be_restored_is_never_called_unchanged(
+    cuda: FakeCuda, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty = Faulty()
+
+    def restore(_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(faulty.runner.store, "restore", restore)
+    assert type(faulty.fail("select", ERRORS["triton"]())) is DeviceLost
+
+
+@UNTYPED
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_operation_of_a_dead_device_is_no_failed_one(cuda: FakeCuda, kind: str, lost: bool) -> None:
+    faulty = Faulty()
+    faulty.armed, cuda.lost = {"truncate": ERRORS[kind]()}, lost
+    with pytest.raises(DeviceLost if lost else StepFailed):
+        faulty.runner.truncate(1, 5)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_a_probe_that_kills_the_device_is_no_obstacle(cuda: FakeCuda, kind: str) -> None:
+    """The next candidate would fail too, with an error about something else."""
+
+    def kills() -> None:
+        cuda.lost = True
+        raise ERRORS[kind]()
+
+    candidates = BackendCandidate("triton", kills), BackendCandidate("torch", lambda: pytest.fail("it was tried"))
+    with pytest.raises(DeviceLost, match="small step of attention 'triton'") as raised:
+        select(*candidates, what="attention", field="attention")
+    assert type(raised.value.__cause__) is type(ERRORS[kind]())
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_a_probe_that_fails_on_a_device_that_works_is_an_obstacle(cuda: FakeCuda, kind: str) -> None:
+    def fails() -> None:
+        raise ERRORS[kind]()
+
+    found = select(BackendCandidate("triton", fails), BackendCandidate("torch", lambda: 1), what="x", field="x")
+    assert found.name == "torch" and "triton: a small step failed" in found.reason
+    with pytest.raises(InvalidRequest):
+        select(BackendCandidate("triton", fails), what="x", field="x")
