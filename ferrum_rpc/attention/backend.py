@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.native import library
 from ferrum_rpc.selection import AUTO, BackendCandidate, select
+
+if TYPE_CHECKING:
+    from ferrum_rpc.native.triton_heads import CacheRows
 
 
 class AttentionBackend(Protocol):
@@ -64,6 +67,9 @@ class NativeAttention(AttentionBackend, Protocol):
 class StagedAttention(AttentionBackend, Protocol):
     """A backend whose plans are sections of integers, which the caller sends. A *capacity* is how large a plan is:
     ``sizes`` of it are the integers (int32) of its sections, the block tables last. See `TritonPagedAttention`."""
+
+    def rows(self, layer: int, slots: Tensor) -> CacheRows:
+        """Where `write` puts K and V, for operations that write them in its place."""
 
     def draft(self, geometry: BatchGeometry) -> tuple[Any, list[Any]]:
         """The capacity that a step needs, and the sections of its plan."""

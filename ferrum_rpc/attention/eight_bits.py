@@ -3,7 +3,7 @@
 A row is ``head_dim`` numbers followed by their scale as float32 in four bytes. A number times the scale is its value.
 The scale is stored with its numbers, so copies of slots and blocks include it.
 
-``attention_decode.c`` writes and reads the same format in int8, and `triton_store` in fp8, bit for bit.
+``attention_decode.c`` writes and reads the same format in int8, and `native.triton_heads` in fp8, bit for bit.
 """
 
 from __future__ import annotations

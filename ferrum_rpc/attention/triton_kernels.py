@@ -189,10 +189,9 @@ def merge_kernel(
     PARTS: tl.constexpr,
 ) -> None:
     """One program per row of a split tile: its parts' sums, brought to one maximum, over their denominators."""
-    program = tl.program_id(0)
-    index = program % ROWS
-    head = program // ROWS % KV_HEADS
-    merge = merges + program // (ROWS * KV_HEADS) * 8
+    index = tl.program_id(0)
+    head = tl.program_id(1)
+    merge = merges + tl.program_id(2) * 8
     rows = tl.load(merge + 2)
     if index >= rows:
         return

@@ -28,6 +28,7 @@ from ferrum_rpc.attention.triton_plan import (
     FIELDS,
     Int32s,
     Launch,
+    LaunchCapacity,
     LayerKind,
     PlanCapacity,
     SplitLimits,
@@ -37,8 +38,8 @@ from ferrum_rpc.attention.triton_plan import (
     sections_of,
     tile_shapes,
 )
-from ferrum_rpc.attention.triton_store import store, store_quantized
 from ferrum_rpc.core import AttentionSpec
+from ferrum_rpc.native.triton_heads import CacheRows, place_heads
 
 PROGRAMS_PER_PROCESSOR = (3, 1)
 """Programs of the small and of the large tile shape that one multiprocessor holds at once (compute capability 9.0,
@@ -52,9 +53,11 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundLaunch:
-    """One launch of a plan, on the device: int32 ``items`` and ``merges`` [n, 8], in tiles of ``tile``."""
+    """One launch of a plan, on the device: int32 ``items`` and ``merges`` [n, 8], in tiles of ``tile``. Split tiles
+    have ``merged_rows`` rows at most."""
 
     tile: TileShape
+    merged_rows: int
     items: Tensor
     merges: Tensor
 
@@ -131,8 +134,7 @@ class TritonPagedAttention:
         """The capacity that this step needs, and the sections of its plan."""
         found = {kind: self._launches(geometry, kind) for kind in dict.fromkeys(self._kinds)}
         capacity = {
-            kind: [(tile, len(launch.items), len(launch.merges)) for tile, launch in launches]
-            for kind, launches in found.items()
+            kind: [LaunchCapacity.of(tile, launch) for tile, launch in launches] for kind, launches in found.items()
         }
         sections = sections_of([each for some in found.values() for _, each in some], geometry.blocks)
         return PlanCapacity(capacity, geometry.blocks.size), sections
@@ -143,23 +145,25 @@ class TritonPagedAttention:
         """
         capacity = {}
         for kind in dict.fromkeys(self._kinds):
-            large = tokens * kind.group > self._tiles[0].rows
+            rows = tokens * kind.group
+            large = rows > self._tiles[0].rows
             tile, limits = self._tiles[large], self._limits[large]
-            tiles = spans * -(-tokens * kind.group // tile.rows)
-            capacity[kind] = [(tile, tiles + limits.parts, min(tiles, limits.merges))]
+            tiles = spans * -(-rows // tile.rows)
+            merges = min(tiles, limits.merges)
+            capacity[kind] = [LaunchCapacity(tile, tiles + limits.parts, merges, min(rows, tile.rows))]
         return PlanCapacity(capacity, blocks)
 
     def fill(self, capacity: PlanCapacity, geometry: BatchGeometry) -> list[Int32s]:
         """The sections of a reserved plan for this step. Raises ValueError if the step does not fit."""
-        launches = [
-            cut(geometry, range(geometry.spans), kind, tile, self._limits[self._tiles.index(tile)])
-            for kind, [(tile, *_)] in capacity.launches.items()
-        ]
-        sections = sections_of(launches, geometry.blocks)
-        for section, size in zip(sections, capacity.sizes, strict=True):
-            if section.size > size:
-                raise ValueError(f"the step needs {section.size} integers where its plan has {size} reserved")
-        return sections
+        launches = []
+        for kind, [reserved] in capacity.launches.items():
+            limits = self._limits[self._tiles.index(reserved.tile)]
+            launches.append(launch := cut(geometry, range(geometry.spans), kind, reserved.tile, limits))
+            if not reserved.fits(needed := LaunchCapacity.of(reserved.tile, launch)):
+                raise ValueError(f"the step needs {needed}, and its plan has {reserved} reserved")
+        if geometry.blocks.size > capacity.blocks:
+            raise ValueError(f"the step has {geometry.blocks.size} blocks, and its plan has {capacity.blocks} reserved")
+        return sections_of(launches, geometry.blocks)
 
     def bind(self, capacity: PlanCapacity, sections: Sequence[Tensor]) -> TritonPlan:
         """The plan that reads ``sections`` (int32 on the device, of the sizes of ``capacity``, aligned to records).
@@ -167,7 +171,7 @@ class TritonPagedAttention:
         *records, tables = sections
         views = iter([each.view(-1, FIELDS) for each in records])
         work = {
-            kind: [BoundLaunch(tile, next(views), next(views)) for tile, *_ in launches]
+            kind: [BoundLaunch(each.tile, each.merged_rows, next(views), next(views)) for each in launches]
             for kind, launches in capacity.launches.items()
         }
         return TritonPlan(tables, work)
@@ -194,11 +198,12 @@ class TritonPagedAttention:
 
     # --- the layers -------------------------------------------------------------------------------------------------
 
+    def rows(self, layer: int, slots: Tensor) -> CacheRows:
+        scales = self._scales[layer] if self._quantized else None
+        return CacheRows(self._keys[layer], self._values[layer], slots, scales)
+
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        if self._quantized:
-            store_quantized(self._keys[layer], self._values[layer], self._scales[layer], slots, key, value)
-        else:
-            store(self._keys[layer], self._values[layer], slots, key, value)
+        place_heads(None, key, value, into=self.rows(layer, slots))
 
     def attend(self, layer: int, query: Tensor, plan: TritonPlan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`. Rows that the plan's spans do not
@@ -246,7 +251,7 @@ class TritonPagedAttention:
                 num_stages=tile.stages,
             )
             if len(work.merges):
-                merge_kernel[(len(work.merges) * self._kv_heads * tile.rows,)](
+                merge_kernel[(work.merged_rows, self._kv_heads, len(work.merges))](
                     output,
                     self._sums,
                     self._stats,

@@ -79,18 +79,39 @@ class Launch:
     merges: Int32s
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchCapacity:
+    """How large a launch in tiles of ``tile`` is: numbers of ``items`` and ``merges``, and the maximum number of
+    ``merged_rows`` of a split tile."""
+
+    tile: TileShape
+    items: int
+    merges: int
+    merged_rows: int
+
+    @classmethod
+    def of(cls, tile: TileShape, launch: Launch) -> LaunchCapacity:
+        """What ``launch`` needs."""
+        return cls(tile, len(launch.items), len(launch.merges), int(launch.merges[:, 2].max(initial=0)))
+
+    def fits(self, other: LaunchCapacity) -> bool:
+        """Whether a launch that needs ``other`` has all it needs here."""
+        return self.items >= other.items and self.merges >= other.merges and self.merged_rows >= other.merged_rows
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanCapacity:
-    """How large a plan is: the ``(tile, items, merges)`` of each launch, by kind of layer, and how many ``blocks`` the
-    tables have in all."""
+    """How large a plan is: each launch, by kind of layer, and how many ``blocks`` the tables have in all."""
 
-    launches: dict[LayerKind, list[tuple[TileShape, int, int]]]
+    launches: dict[LayerKind, list[LaunchCapacity]]
     blocks: int
 
     @property
     def sizes(self) -> list[int]:
         """Integers (int32) of each section of the plan: items and merges of every launch, then the tables."""
-        counts = [count for launches in self.launches.values() for _, *counts in launches for count in counts]
+        counts = [
+            count for launches in self.launches.values() for each in launches for count in (each.items, each.merges)
+        ]
         return [*(count * FIELDS for count in counts), self.blocks]
 
 

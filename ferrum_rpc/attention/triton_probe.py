@@ -35,6 +35,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SPANS = ((0, 5), (41, 1), (0, 1), (15, 20), (300, 1), (7, 70))
 """``(tokens cached, tokens)``: chunks and single tokens, across blocks and tiles, one long enough to be split."""
 
+WRITTEN = 8
+"""Tokens of the step whose keys and values the kernels write."""
+
 BLOCK_SIZE = 16
 
 
@@ -89,12 +92,16 @@ def _error(backend: Any, device: torch.device, spec: AttentionSpec, dtype: torch
     shape = (sum(sizes) + 1, BLOCK_SIZE, spec.kv_heads, spec.head_dim)
     keys, values = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     query = torch.randn((geometry.tokens, spec.heads, spec.head_dim), generator=generator).to(dtype)
-    if cached == FP8:
-        keys, values = (to_rows(each, FP8) for each in (keys, values))
-    known = [from_rows(each, dtype) if cached == FP8 else each for each in (keys, values)]
+    known = [from_rows(to_rows(each, FP8), dtype) if cached == FP8 else each for each in (keys, values)]
     sinks = random_sinks([spec], generator)
     exact = TorchPagedAttention([spec], [known[0].float()], [known[1].float()], sinks=sinks)
     expected = exact.attend(0, query.float(), exact.plan(geometry))
-    kernels = backend([spec], [keys.to(device)], [values.to(device)], dtype, sinks=sinks)
+    slots = torch.from_numpy(geometry.slots[:WRITTEN])
+    new = [each.flatten(0, 1)[slots].to(device) for each in (keys, values)]
+    cache = [to_rows(each, FP8) if cached == FP8 else each.clone() for each in (keys, values)]
+    for each in cache:
+        each.flatten(0, 1)[slots] = 0
+    kernels = backend([spec], [cache[0].to(device)], [cache[1].to(device)], dtype, sinks=sinks)
+    kernels.write(0, slots.to(device), *new)
     found = kernels.attend(0, query.to(device), kernels.plan(geometry))
     return float((found.cpu().float() - expected).abs().max())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +17,25 @@ from torch import Tensor
 from ferrum_rpc.core import AttentionSpec, ModelInfo
 from ferrum_rpc.native import library
 
+if TYPE_CHECKING:
+    from ferrum_rpc.native.triton_heads import CacheRows
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, query [T, heads, head_dim], key [T, kv_heads, head_dim], value [T, kv_heads, head_dim])`` stores K
 and V of the step's tokens and returns the attention output [T, heads, head_dim]. All in the model's dtype."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheAttend:
+    """An `Attend` whose model may write K and V itself, if an operation of its own has them: ``rows(layer)`` says
+    where, and after that ``stored`` attends. A call writes and attends."""
+
+    rows: Callable[[int], CacheRows]
+    stored: Attend
+    both: Attend
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.both(layer, query, key, value)
 
 
 class StepAdapters(Protocol):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.rotary import rotate
 from ferrum_rpc.native import library
+
+if TYPE_CHECKING:
+    from ferrum_rpc.native.triton_heads import CacheRows
 
 Heads = tuple[Tensor, Tensor, Tensor]
 
@@ -63,6 +66,16 @@ class FusedOps(Protocol):
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """activation(gate) * up [T, n] of ``gate_up`` [T, 2n]; of an MLP without a gate activation(up), of [T, n]."""
+
+
+@runtime_checkable
+class StoringOps(FusedOps, Protocol):
+    """Operations that can write keys and values to the cache while they have them."""
+
+    def heads_stored(
+        self, into: CacheRows | None, qkv: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None
+    ) -> Heads:
+        """As `heads`, whose key and value are also written ``into`` a cache."""
 
 
 def split_heads(qkv: Tensor, mixer: Attention) -> Heads:

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ferrum_rpc.models.fused_ops import NATIVE, FusedOps, NativeFusedOps, TorchFusedOps
+from ferrum_rpc.models.fused_ops import NATIVE, FusedOps, NativeFusedOps, StoringOps, TorchFusedOps
 from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import cpu
@@ -107,13 +107,23 @@ def _answers(ops: FusedOps, layer: LayerSpec, dtype: torch.dtype, device: torch.
     if layer.rope is not None:
         angles = draw(3, 1, mixer.rotary_dim // 2, kind=torch.float32)
         cos, sin = torch.cat([angles.cos(), angles.cos()], -1), angles.sin()
+    if isinstance(ops, StoringOps):
+        from ferrum_rpc.native.triton_heads import CacheRows
+
+        keys, values = (qkv.new_zeros((1, len(qkv), mixer.kv_heads, mixer.head_dim)) for _ in range(2))
+        heads = ops.heads_stored(CacheRows(keys, values, torch.arange(len(qkv), device=device)), qkv, norm, cos, sin)
+        cache = keys[0], values[0]
+    else:
+        heads = ops.heads(qkv, norm, cos, sin)
+        cache = heads[1:]
     return [
         answer.float()
         for answer in (
             ops.add_norm(hidden.clone(), None, weight),
             ops.add_norm(hidden, delta, weight),
             ops.add_norm(hidden.clone(), delta, None),
-            *ops.heads(qkv, norm, cos, sin),
+            *heads,
+            *cache,
             ops.gate(draw(3, (1 + mlp.gated) * mlp.inner)),
         )
     ]

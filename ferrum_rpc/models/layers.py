@@ -12,20 +12,24 @@ layers run in Python.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ferrum_rpc.distributed.group import Group, GroupAborted
-from ferrum_rpc.models.base import Attend, StepAdapters
-from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps, split_heads
+from ferrum_rpc.models.base import Attend, CacheAttend, StepAdapters
+from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps, StoringOps, split_heads
 from ferrum_rpc.models.linear import Linear
 from ferrum_rpc.models.native_linear import NativeLinear
 from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.native import library
+
+Rotate = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Heads]
+"""`FusedOps.heads`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,20 +67,21 @@ class PlainLayers:
         assert callable(attend)  # noqa: S101 - see above
         delta = None
         for index, layer in enumerate(self._layers):
-            attended = attend(index, *self._heads(layer, hidden, delta, cos, sin, adapters))
+            attended = attend(index, *self._heads(layer, layer.ops.heads, hidden, delta, cos, sin, adapters))
             delta = self._output_and_mlp(layer, hidden, attended, adapters)
         return delta
 
     def _heads(  # noqa: PLR0917 - once a layer: keywords cost time
         self,
         layer: Layer,
+        rotate: Rotate,
         hidden: Tensor,
         delta: Tensor | None,
         cos: Tensor,
         sin: Tensor,
         adapters: StepAdapters | None,
     ) -> Heads:
-        """Add ``delta`` to ``hidden``; query, key and value of the sum, as `FusedOps.heads`."""
+        """Add ``delta`` to ``hidden``; query, key and value of the sum, as ``rotate`` returns them."""
         ops, rope, norm = layer.ops, layer.spec.rope, layer.qk_norm
         normed = ops.add_norm(hidden, delta, layer.before_mixer)
         qkv = _product(layer, 0, normed, adapters)
@@ -84,7 +89,7 @@ class PlainLayers:
             _norm_across_ranks(layer.spec, qkv, norm, self._group)
             norm = None
         rotation = (None, None) if rope is None else (cos[rope], sin[rope])
-        return ops.heads(qkv, norm, *rotation)
+        return rotate(qkv, norm, *rotation)
 
     def _output_and_mlp(self, layer: Layer, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None) -> Tensor:
         """Add what attention found ([T, heads, head_dim]) to ``hidden``; the MLP's answer, yet to be added."""
@@ -105,6 +110,31 @@ class PlainLayers:
         if group is not None:
             group.all_reduce(delta)
         return delta if layer.after_mlp is None else ops.add_norm(delta, None, layer.after_mlp)
+
+
+class StoringLayers(PlainLayers):
+    """Layers of `StoringOps`: the rotation writes K and V to the cache in the same launch, if attention says where."""
+
+    def __init__(self, layers: Sequence[Layer], group: Group | None = None) -> None:
+        super().__init__(layers, group)
+        self._rotations = [layer.ops.heads_stored for layer in layers if isinstance(layer.ops, StoringOps)]
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend | library.AttentionStep,
+        adapters: StepAdapters | None = None,
+    ) -> Tensor | None:
+        if not isinstance(attend, CacheAttend):
+            return super().forward(hidden, cos, sin, attend, adapters)
+        delta = None
+        for index, (layer, rotation) in enumerate(zip(self._layers, self._rotations, strict=True)):
+            rotate = partial(rotation, attend.rows(index))
+            attended = attend.stored(index, *self._heads(layer, rotate, hidden, delta, cos, sin, adapters))
+            delta = self._output_and_mlp(layer, hidden, attended, adapters)
+        return delta
 
 
 def _product(layer: Layer, index: int, x: Tensor, adapters: StepAdapters | None) -> Tensor:
@@ -229,14 +259,18 @@ def _bfloat16(address: int, elements: int) -> Tensor:
 
 
 def assemble(layers: Sequence[Layer], group: Group | None = None) -> PlainLayers:
-    """`NativeLayers` where every part is native. ``group``: the ranks over which the model is cut."""
+    """`NativeLayers` if every part is native, `StoringLayers` if all operations can write to the cache. ``group``: the
+    ranks over which the model is cut."""
     native = all(
         isinstance(layer.ops, NativeFusedOps)
         and all(isinstance(each, NativeLinear) for each in layer.products)
         and (group is None or layer.spec.mixer.qk_norm != "row")  # all between products is each rank's own
         for layer in layers
     )
-    return NativeLayers(layers, group) if native and layers else PlainLayers(layers, group)
+    if native and layers:
+        return NativeLayers(layers, group)
+    storing = all(isinstance(layer.ops, StoringOps) for layer in layers)
+    return StoringLayers(layers, group) if storing else PlainLayers(layers, group)
 
 
 def _weights(layer: Layer) -> library.LayerWeights:

@@ -23,8 +23,8 @@ from triton.compiler import ASTSource
 
 from ferrum_rpc.attention.triton_kernels import attend_kernel, merge_kernel
 from ferrum_rpc.attention.triton_plan import TileShape, padded_dim, tile_shapes
-from ferrum_rpc.attention.triton_store import quantize_kernel, store_kernel
-from ferrum_rpc.models.triton_fused_ops import add_norm_kernel, gate_kernel, rotate_kernel
+from ferrum_rpc.models.triton_fused_ops import add_norm_kernel, gate_kernel
+from ferrum_rpc.native.triton_heads import heads_kernel
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Shared memory that one program may use, by compute capability (CUDA C++ programming guide, technical specifications
@@ -92,24 +92,21 @@ def row_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
     """Compile what lies between the products, and the cache write, for the widths of an 8B model."""
     half, width = 64, 4096
     norming = {"WIDTH": width, "PADDED": width, "HAS_DELTA": True, "HAS_NORM": True, "CENTRED": False, "BIASED": False}
-    turning = {"QUERIES": 32, "TURNING": 40, "HEADS": 48, "DIM": 2 * half, "HALF": half, "PADDED": half, "REST": 0}
-    turning |= {"AT_ONCE": 8, "BLOCKS": 1, "ROW": 0, "HAS_NORM": True, "HAS_ROPE": True}
-    kernels: list[tuple[Any, dict[str, Any], int]] = [
-        (store_kernel, {"HEAD_DIM": 2 * half, "SIZE": 1024, "WIDTH": 1024}, 4),
-        (quantize_kernel, {"HEADS": 8, "HEAD_DIM": 2 * half, "PADDED_DIM": 2 * half, "ROW": 2 * half + 4}, 4),
-        (add_norm_kernel, norming, 8),
-        (
-            rotate_kernel,
-            turning,
-            4,
-        ),
-        (gate_kernel, {"WIDTH": 12288, "AT_ONCE": 1024, "ACTIVATION": 1, "GATED": True}, 4),
+    heads = {"QUERIES": 32, "KV_HEADS": 8, "DIM": 2 * half, "HALF": half, "PADDED": half, "REST": 0, "AT_ONCE": 8}
+    heads |= {"BLOCKS": 1, "QUERY_PROGRAMS": 4, "KEY_PROGRAMS": 1, "WHOLE": 0, "HAS_NORM": True, "HAS_ROPE": True}
+    heads |= {"CACHE_ROW": 2 * half, "QUANTIZED": False}
+    quantizing = heads | {"CACHE_ROW": 2 * half + 4, "QUANTIZED": True}
+    kernels: list[tuple[str, Any, dict[str, Any], int]] = [
+        ("", heads_kernel, heads, 4),
+        (" to fp8", heads_kernel, quantizing, 4),
+        ("", add_norm_kernel, norming, 8),
+        ("", gate_kernel, {"WIDTH": 12288, "AT_ONCE": 1024, "ACTIVATION": 1, "GATED": True}, 4),
     ]
     name = TRITON_TYPES[dtype]
     return [
-        _compile(kernel, name, capability, dtype, constants, (warps, 3), FP8 if kernel is quantize_kernel else {})
-        for kernel, constants, warps in kernels
-        if kernel is not quantize_kernel or capability >= 89
+        _compile(kernel, name + to, capability, dtype, constants, (warps, 3), FP8 if to else {})
+        for to, kernel, constants, warps in kernels
+        if not to or capability >= 89
     ]
 
 

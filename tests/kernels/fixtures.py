@@ -59,6 +59,9 @@ class PlannedTorch(TorchPagedAttention):
     def warm_up(self) -> None:
         pass
 
+    def rows(self, layer: int, slots: Tensor) -> Any:
+        raise NotImplementedError("the identity model writes nothing itself")
+
     def attend(self, layer: int, query: Tensor, plan: Any) -> Tensor:
         if not isinstance(plan, Reserved):
             return super().attend(layer, query, plan)

@@ -219,6 +219,25 @@ def test_a_step_that_has_no_room_in_a_plan_leaves_it_as_it_was(device):
     assert not all(torch.equal(*each) for each in zip(before, reserved.sections, strict=True))
 
 
+def test_a_split_tile_of_more_rows_than_a_plan_merges_is_refused(device):
+    step = paged_step(SMALL, [(100, 2)], device=device)
+    backend = kernels(step, 12, FINE)
+    backend.fill(backend.reserve(spans=1, tokens=2, blocks=9), step.geometry)
+    with pytest.raises(ValueError, match="reserved"):
+        backend.fill(backend.reserve(spans=1, tokens=1, blocks=9), step.geometry)
+
+
+def test_a_plan_merges_the_rows_that_its_spans_have_and_no_more():
+    """A decode step of an 8B model: 4 rows of a tile of 16 are a group."""
+    spec = AttentionSpec(32, 8, 128, 1.0)
+    layer = torch.zeros(1, 16, 8, 128)
+    backend = TritonPagedAttention([spec], [layer], [layer], processors=132)
+    assert [each.merged_rows for [each] in backend.reserve(64, 1, 9).launches.values()] == [4]
+    one = BatchGeometry.build(16, [8191], [1], [np.arange(512, dtype=np.int32)])
+    [work] = backend.draft(one)[0].launches[next(iter(backend.reserve(1, 1, 1).launches))]
+    assert (work.merges, work.merged_rows) == (1, 4)
+
+
 def test_layers_share_a_plan_and_may_differ_in_window_and_heads(device):
     specs = [AttentionSpec(4, 2, 16, 0.25), AttentionSpec(2, 2, 16, 0.4, window=9), AttentionSpec(4, 2, 16, 0.25)]
     steps = [paged_step(spec, MIX[:6], device=device, seed=seed) for seed, spec in enumerate(specs)]

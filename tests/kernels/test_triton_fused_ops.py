@@ -10,6 +10,10 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from ferrum_rpc.attention.eight_bits import FP8, row_width
+from ferrum_rpc.attention.triton_paged import TritonPagedAttention
+from ferrum_rpc.core import AttentionSpec
+from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.models import triton_fused_ops
 from ferrum_rpc.models.fused_ops import TorchFusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
@@ -18,6 +22,7 @@ from ferrum_rpc.models.triton_fused_ops import TritonFusedOps
 from tests import exact_rows
 from tests.checkpoints import TINY
 from tests.exact_rows import close
+from tests.poison import fill_slots
 
 MODEL = ModelSpec.from_config(
     {**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
@@ -87,6 +92,29 @@ def test_what_families_differ_in(device, name):
         return draw(device, *shape, **options)
 
     exact_rows.check(TritonFusedOps(spec), spec, drawn, close, torch.float32)
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("name", [*exact_rows.VARIANTS, None])
+def test_the_cache_gets_the_bits_that_a_launch_of_its_own_writes(device, name, cached):
+    layer = SPEC if name is None else exact_rows.variant(SPEC, name)
+    mixer, ops = layer.mixer, TritonFusedOps(layer)
+    qkv = draw(device, 3, 11 * 40, dtype=torch.bfloat16)
+    norm = draw(device, 9, 40, seed=1) if mixer.qk_norm else None
+    angles = draw(device, 3, 1, mixer.rotary_dim // 2, seed=2)
+    rotation = (None, None) if layer.rope is None else (torch.cat([angles.cos(), angles.cos()], -1), angles.sin())
+    slots, found = torch.tensor([5, 0, 23], device=device), []
+    for together in (True, False):
+        store = KvStore([CacheSpec(2, row_width(40, cached), cached)], 6, 4, device)
+        fill_slots(store, torch.arange(24), 7.0)
+        cache = TritonPagedAttention([AttentionSpec(7, 2, 40, 1.0)], store.keys, store.values, torch.bfloat16)
+        if together:
+            heads = ops.heads_stored(cache.rows(0, slots), qkv.clone(), norm, *rotation)
+        else:
+            heads = ops.heads(qkv.clone(), norm, *rotation)
+            cache.write(0, slots, *heads[1:])
+        found.append((*heads, *store.keys, *store.values))
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
 
 
 def test_no_rows_are_no_launch(device):

@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 from ferrum_rpc.attention.eight_bits import FP8, from_rows, row_width
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
-from ferrum_rpc.attention.triton_store import store
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.kv.store import CacheSpec, KvStore
+from ferrum_rpc.native.triton_heads import CacheRows, place_heads
 from tests.poison import fill_slots
 
 
@@ -48,7 +48,8 @@ def test_no_tokens_are_no_launch(device):
     each = KvStore([CacheSpec(1, 16, torch.float32)], 2, 4, device)
     empty = torch.empty(0, 1, 16, device=device)
     fill_slots(each, torch.arange(8), 7.0)
-    store(each.keys[0], each.values[0], torch.empty(0, dtype=torch.int64, device=device), empty, empty)
+    slots = torch.empty(0, dtype=torch.int64, device=device)
+    place_heads(None, empty, empty, into=CacheRows(each.keys[0], each.values[0], slots))
     assert (each.keys[0] == 7).all()
 
 
@@ -56,6 +57,8 @@ def test_what_is_not_dense_is_refused(device):
     layer = torch.zeros(2, 4, 2, 16, device=device)
     new, slots = torch.zeros(1, 2, 16, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="dense"):
-        store(layer[:, :2], layer[:, :2], slots, new, new)
+        place_heads(None, new, new, into=CacheRows(layer[:, :2], layer[:, :2], slots))
     with pytest.raises(ValueError, match="dense"):
-        store(layer, layer, slots, new, torch.zeros(1, 16, 2, device=device).transpose(1, 2))
+        place_heads(
+            None, new, torch.zeros(1, 16, 2, device=device).transpose(1, 2), into=CacheRows(layer, layer, slots)
+        )

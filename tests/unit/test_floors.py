@@ -46,7 +46,7 @@ FLOORS: dict[str, Floor] = {
     # the contract
     "ferrum_rpc.executor": Floor("", "google grpc"),
     "ferrum_rpc.wire": Floor("core errors executor", "google grpc numpy"),
-    "ferrum_rpc.native": Floor("", "torch"),
+    "ferrum_rpc.native": Floor("", "torch triton"),
     # each knows nothing of the others' insides
     "ferrum_rpc.kv": Floor("core errors prefix_hash", "numpy"),
     "ferrum_rpc.kv.store": Floor("core errors", "numpy torch"),

@@ -10,6 +10,9 @@ and by then the rows that are wanted of it have been queued before.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.graphs import STEP_INPUTS, Graphs
-from ferrum_rpc.models.base import Model, StepAdapters
+from ferrum_rpc.models.base import CacheAttend, Model, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.transfer import to_device
 from ferrum_rpc.sampling.vocab_parallel import VocabShard
@@ -50,6 +53,22 @@ class StagedCompute(Compute):
         sections = self._staging.open(layout)
         self._staging.send(layout, [packed, geometry.positions, geometry.slots, *planned])
         return self.run_layers(sections[:STEP_INPUTS], self.staged.bind(capacity, sections[STEP_INPUTS:]), adapters)
+
+    def run_layers(self, inputs: Sequence[Tensor], plan: Any, adapters: StepAdapters | None = None) -> Tensor:
+        """As `Compute.run_layers`; the model may write K and V itself."""
+        attention = self.staged
+        tokens, positions, slots = inputs
+
+        def stored(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            del key, value
+            return attention.attend(layer, query, plan)
+
+        def both(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            attention.write(layer, slots, key, value)
+            return attention.attend(layer, query, plan)
+
+        attend = CacheAttend(lambda layer: attention.rows(layer, slots), stored, both)
+        return self.model.forward(StepInputs(tokens, positions, adapters), attend)
 
     def forget_graphs(self) -> None:
         self.graphs = None
