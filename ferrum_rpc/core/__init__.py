@@ -54,6 +54,7 @@ from ferrum_rpc.core.steps import (
     StepResult,
     StepTiming,
     TokenArray,
+    TokenCounts,
     named,
 )
 
@@ -107,6 +108,7 @@ __all__ = [
     "StepResult",
     "StepTiming",
     "TokenArray",
+    "TokenCounts",
     "TopTokens",
     "WorkItem",
     "named",

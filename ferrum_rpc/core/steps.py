@@ -20,6 +20,10 @@ from ferrum_rpc.errors import ExecutorError
 TokenArray = npt.NDArray[np.int32]
 """Token ids of one span, int32 [n]."""
 
+TokenCounts = npt.NDArray[np.int32]
+"""How often tokens occur, [n, 2]: each of them once, in any order, and how often it counts for presence and frequency,
+which may be 0."""
+
 named: Final = tuple.__new__
 """``named(HandleRef, (id, seq_len, version))`` is ``HandleRef(id, seq_len, version)`` in half of its 0.3 µs: a named
 tuple's own ``__new__`` is a function in Python. All fields, in their order: no default fills in."""

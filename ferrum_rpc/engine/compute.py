@@ -18,19 +18,24 @@ from torch import Tensor
 
 from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
-from ferrum_rpc.core import Accept, Greedy, NextToken, RankState, Rows, Sample, Span, TokenArray
+from ferrum_rpc.core import Accept, Greedy, NextToken, RankState, Rows, Sample, Span, TokenArray, TokenCounts
 from ferrum_rpc.device import check_device
 from ferrum_rpc.engine.memory import used_memory
 from ferrum_rpc.models.base import Model, NativeModel, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.masks import Masks
+from ferrum_rpc.sampling.penalties import CountedTokens
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.sampling.transfer import Marker
 from ferrum_rpc.sampling.vocab_parallel import VocabShard, select_sampler
 
 AdaptedRows = tuple[int, int, int]
 """The number of an adapter, the first of its rows in a step, and how many there are."""
+
+
+CountsOf = Callable[[int, int, int, TokenArray], TokenCounts]
+"""`KvManager.counts`."""
 
 
 class Compute:
@@ -114,22 +119,18 @@ class Compute:
             first += count
         return adapted
 
-    def select(
-        self, spans: Sequence[Span], hidden: Tensor, tokens_of: Callable[[int], TokenArray]
-    ) -> tuple[list[Rows | None], list[int]]:
+    def select(self, spans: Sequence[Span], hidden: Tensor, counts_of: CountsOf) -> tuple[list[Rows | None], list[int]]:
         """The requested rows of each span, from its ``hidden`` rows, on the host; None for a span without rows. They
-        are complete once a later `mark` is passed. ``tokens_of``: the ids of a sequence before the step. Also returns
-        which spans are drafts, whose rows still are those of all their tokens: `sampling.accept.accepted`."""
-        requests, wanted, drafts = self.requests(spans, tokens_of)
+        are complete once a later `mark` is passed. Also returns which spans are drafts, whose rows still are those of
+        all their tokens: `sampling.accept.accepted`."""
+        requests, wanted, drafts = self.requests(spans, counts_of)
         rows: list[Rows | None] = [None] * len(spans)
         if requests:
             for index, answer in zip(wanted, self.rows(hidden, requests), strict=True):
                 rows[index] = answer
         return rows, drafts
 
-    def requests(
-        self, spans: Sequence[Span], tokens_of: Callable[[int], TokenArray]
-    ) -> tuple[list[RowRequest], list[int], list[int]]:
+    def requests(self, spans: Sequence[Span], counts_of: CountsOf) -> tuple[list[RowRequest], list[int], list[int]]:
         """The requested rows of a step, the spans that request them, and which of them are drafts; see `select`."""
         requests, wanted, drafts, end = [], [], [], 0
         for index, span in enumerate(spans):
@@ -138,7 +139,7 @@ class Compute:
             count = output.row_count(tokens, span.start)
             if count:
                 wanted.append(index)
-                kind, first, history, scored, draft = output.kind, end - count, None, None, None
+                kind, first, counted, scored, draft = output.kind, end - count, None, None, None
                 match kind:
                     case Greedy():  # most of them
                         pass
@@ -147,14 +148,14 @@ class Compute:
                         draft = Draft.of(kind, span.tokens)
                         kind = kind.choice
                         if isinstance(kind, Sample) and kind.penalised:
-                            history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens])
+                            counted = _counted(span, count, kind.penalty_from, counts_of)
                     case Sample() if kind.penalised:
-                        history = np.concatenate([tokens_of(span.sequence)[: span.start], span.tokens])
+                        counted = _counted(span, count, kind.penalty_from, counts_of)
                     case NextToken(following_token=int(following)):
                         scored = np.append(span.tokens[1:], following)[-count:]
                     case NextToken():
                         scored, first = span.tokens[-count:], first - 1
-                requests.append(RowRequest(first, count, kind, span.end - count + 1, history, scored, draft))
+                requests.append(RowRequest(first, count, kind, span.end - count + 1, counted, scored, draft))
         return requests, wanted, drafts
 
     def rows(self, hidden: Tensor, requests: Sequence[RowRequest]) -> list[Rows]:
@@ -198,3 +199,10 @@ def packed_tokens(spans: Sequence[Span]) -> Int64Array:
     """The token ids of all spans, one after the other, int64 [T]."""
     packed = spans[0].tokens if len(spans) == 1 else np.concatenate([span.tokens for span in spans])
     return packed.astype(np.int64)
+
+
+def _counted(span: Span, rows: int, counted_from: int, counts_of: CountsOf) -> CountedTokens:
+    """The tokens before each of the last ``rows`` of a span."""
+    fed = len(span.tokens) - rows + 1
+    counts = counts_of(span.sequence, span.start, counted_from, span.tokens[:fed])
+    return CountedTokens(counts, span.tokens[fed:])

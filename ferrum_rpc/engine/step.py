@@ -314,7 +314,7 @@ class StepRunner:
             hidden = self.compute.forward(spans, geometry)
             if stage is not None:
                 stage("select")
-            pending.rows, pending.drafts = self.compute.select(spans, hidden, self.kv.tokens)
+            pending.rows, pending.drafts = self.compute.select(spans, hidden, self.kv.counts)
             pending.mark = self.compute.mark()
             if self.depth > 1:
                 length, reserved = self.kv.length, pending.reservations.values()

@@ -33,7 +33,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import CacheState, PrefixUse, TokenArray
+from ferrum_rpc.core import CacheState, PrefixUse, TokenArray, TokenCounts
 from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
 from ferrum_rpc.kv import audit
 from ferrum_rpc.kv.capacity import Capacity
@@ -423,6 +423,11 @@ class KvManager:
         [length]: a view, valid until the next commit."""
         state = self._known(sequence)
         return state.history.upto(state.length + (0 if state.open is None else state.open.cached))
+
+    def counts(self, sequence: int, length: int, counted_from: int, fed: TokenArray) -> TokenCounts:
+        """How often tokens occur among the first ``length`` of ``sequence``, as `tokens` has them, and the tokens
+        ``fed`` behind them, which need not be committed: see `TokenHistory.counts`."""
+        return self._sequences[sequence].history.counts(length, counted_from, fed)
 
     def slots(self, sequence: int, start: int, end: int) -> npt.NDArray[np.int64]:
         """The slots of the positions ``start .. end`` of ``sequence``, int64 [n]; of those that an open reservation

@@ -101,11 +101,12 @@ class Draw(ctypes.Structure):
 
 
 class PenaltyStruct(ctypes.Structure):
-    """``struct penalty`` of sample.h: a row's penalties for the tokens before it. The pointer is to int32."""
+    """``struct penalty`` of sample.h: a row's penalties for the tokens before it. The pointer is to pairs of
+    int32."""
 
     _fields_ = (
-        ("tokens", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("row", "count", "counted_from")),
+        ("counts", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("row", "count")),
         *((name, ctypes.c_float) for name in ("repetition", "presence", "frequency")),
     )
 
@@ -155,7 +156,7 @@ STRUCTS: Final = (
     *(SpanArrays, RowKindStruct, RowTask, MatrixStruct, LayerWeights, AttentionLayer, AttentionStep, Draw),
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep),
 )
-ABI_VERSION: Final = 17
+ABI_VERSION: Final = 18
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -215,7 +216,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_group_receive": (_I, _P, _P, _L, _I),
     "ferrum_sampler_new": (_P,),
     "ferrum_sampler_free": (None, _P),
-    "ferrum_penalise": (_I, _P, _P, _L, _P, _L, _I),
+    "ferrum_penalise": (None, _P, _L, _P, _L, _I),
     "ferrum_mask": (None, _P, _P, _L, _P, _L, _I),
     "ferrum_best": (_I, _P, _P, _L, _L, _L, _P, _P, _I),
     "ferrum_weigh": (_I, _P, _P, _L, _L, _P, _P, _P, _P, _I),

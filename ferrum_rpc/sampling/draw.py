@@ -26,9 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ferrum_rpc.core import TokenArray
 from ferrum_rpc.native import library
 from ferrum_rpc.sampling.masks import RowMask
+from ferrum_rpc.sampling.penalties import Penalty
 from ferrum_rpc.sampling.top import top_tokens
 from ferrum_rpc.sampling.transfer import to_device
 
@@ -40,19 +40,6 @@ SamplingParams = npt.NDArray[Any]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
-
-
-class Penalty(NamedTuple):
-    """Penalties on a ``row`` of the logits for the ``tokens`` (int32 [n]) of its sequence up to it. ``repetition``
-    divides positive logits and multiplies others, once per token. ``frequency`` is subtracted for each occurrence from
-    ``counted_from`` on, ``presence`` once for those."""
-
-    row: int
-    tokens: TokenArray
-    counted_from: int
-    repetition: float
-    presence: float
-    frequency: float
 
 
 class Best(NamedTuple):

@@ -38,8 +38,9 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.sampling.accept import Draft, Proposal, verify
-from ferrum_rpc.sampling.draw import PARAMS_DTYPE, Penalty, Sampler
+from ferrum_rpc.sampling.draw import PARAMS_DTYPE, Sampler
 from ferrum_rpc.sampling.masks import Masks, RowMask
+from ferrum_rpc.sampling.penalties import CountedTokens, Penalty
 from ferrum_rpc.sampling.samplers import TorchSampler
 from ferrum_rpc.sampling.scores import Columns, Scored, select_tokens, token_columns
 from ferrum_rpc.sampling.transfer import host_rows, to_device, to_host
@@ -50,7 +51,7 @@ HEAD_ROWS: Final = 256
 
 class RowRequest(NamedTuple):
     """Rows ``first .. first + rows`` of the step's packed tokens, and what is wanted of them. ``position``: tokens of
-    the sequence before the one that the first row chooses. ``history``: those of all rows, where penalties count them.
+    the sequence before the one that the first row chooses. ``counted``: these tokens, if there are penalties.
     ``scored``: the rows' tokens, where these are given. ``draft``: what a draft was drawn from.
     """
 
@@ -58,7 +59,7 @@ class RowRequest(NamedTuple):
     rows: int
     kind: OutputKind
     position: int = 0
-    history: TokenArray | None = None
+    counted: CountedTokens | None = None
     scored: TokenArray | None = None
     draft: Draft | None = None
 
@@ -170,7 +171,12 @@ def _reduced(
             if first < high and last > low:
                 start, stop = max(first, low), min(last, high)
                 mine = logits if stop - start == high - low else logits[start - low : stop - low]
-                tokens = chosen[kind].between(start - first, stop - first).tokens(mine) if kind in chosen else None
+                tokens = None
+                if kind in chosen:
+                    rows_of_kind = chosen[kind]
+                    if stop - start < last - first:
+                        rows_of_kind = rows_of_kind.between(start - first, stop - first)
+                    tokens = rows_of_kind.tokens(mine)
                 columns = _select(mine, kind, tokens, sampler)
                 if total <= HEAD_ROWS:
                     parts[kind] = columns
@@ -230,10 +236,10 @@ class SampledRows:
     ) -> None:
         rows: list[tuple[int | float, ...]] = []
         self._bias: list[tuple[int, int, float]] = []  # row, token, what is added
-        self._penalties: list[Penalty] = []
+        self._penalties: list[tuple[int, range, CountedTokens, Sample, int]] = []  # with the first of their rows
         self._proposals: list[tuple[int, Proposal]] = []  # with their rows
         self._masks: list[RowMask] = []
-        for _, count, kind, position, history, _, draft in requests:
+        for _, count, kind, position, counted, _, draft in requests:
             assert isinstance(kind, Sample)  # noqa: S101 - the callers looked
             seed = random.getrandbits(64) if kind.seed is None else kind.seed
             if draft is not None:
@@ -241,12 +247,11 @@ class SampledRows:
             if kind.mask or kind.row_masks:
                 words = masks.of(kind, count)
                 self._masks += [RowMask(row, each) for row, each in enumerate(words, len(rows)) if each is not None]
+            if counted is not None:
+                self._penalties.append((len(rows), range(count), counted, kind, position))
             for row in range(count):
                 if kind.bias:
                     self._bias += [(len(rows), token, value) for token, value in kind.bias]
-                if history is not None:
-                    counts = kind.repetition_penalty, kind.presence_penalty, kind.frequency_penalty
-                    self._penalties.append(Penalty(len(rows), history[: position + row], kind.penalty_from, *counts))
                 rows.append((seed, position + row, kind.temperature, kind.top_p, kind.min_p, kind.top_k))
         self._params = np.array(rows, PARAMS_DTYPE)
         self._sampler = sampler
@@ -257,7 +262,10 @@ class SampledRows:
         part = SampledRows((), self._sampler, keep=self._keep)
         part._params = self._params[first:last]
         part._bias = [(row - first, token, value) for row, token, value in self._bias if first <= row < last]
-        part._penalties = [each._replace(row=each.row - first) for each in self._penalties if first <= each.row < last]
+        for start, rows, counted, kind, position in self._penalties:
+            own = rows[max(0, first - start) : max(0, last - start)]
+            if own:
+                part._penalties.append((max(0, start - first), own, counted, kind, position))
         part._proposals = [(row - first, each) for row, each in self._proposals if first <= row < last]
         part._masks = [each._replace(row=each.row - first) for each in self._masks if first <= each.row < last]
         return part
@@ -270,13 +278,20 @@ class SampledRows:
             rows, tokens, values = map(np.array, zip(*self._bias, strict=True))
             self._sampler.bias(logits, rows, tokens, values.astype(np.float32))
         if self._penalties:
-            self._sampler.penalise(logits, self._penalties)
+            self._sampler.penalise(logits, self._each_penalty())
         if self._masks:  # what is forbidden is so before the others and after them: last, it is -inf for certain
             self._sampler.forbid(logits, self._masks)
         chosen = self._sampler.draw(logits, self._params)
         if self._proposals:
             verify(logits, self._params, self._proposals, chosen, self._sampler)
         return chosen
+
+    def _each_penalty(self) -> list[Penalty]:
+        return [
+            penalty
+            for first, rows, counted, kind, position in self._penalties
+            for penalty in counted.penalties(kind, position, rows, first)
+        ]
 
 
 def _select(logits: Tensor, kind: OutputKind, tokens: Tensor | None, sampler: Sampler) -> Columns:

@@ -17,7 +17,6 @@ from ferrum_rpc.sampling.draw import (
     Best,
     FloatArray,
     IntArray,
-    Penalty,
     Sampler,
     SamplingParams,
     filtered,
@@ -27,6 +26,7 @@ from ferrum_rpc.sampling.draw import (
     weights_of,
 )
 from ferrum_rpc.sampling.masks import RowMask
+from ferrum_rpc.sampling.penalties import Penalty
 from ferrum_rpc.sampling.top import top_tokens
 from ferrum_rpc.sampling.transfer import to_device
 
@@ -91,14 +91,18 @@ class TorchSampler(WholeRows):
         return picked(weights, chances).where(plain, logits.argmax(dim=-1))
 
     def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
-        for row, tokens, counted_from, repetition, presence, frequency in penalties:
-            held = to_device(torch.from_numpy(np.unique(tokens).astype(np.int64)), logits.device)
-            values = logits[row, held]
-            logits[row, held] = torch.where(values > 0, values / repetition, values * repetition)
-            counted, counts = np.unique(tokens[counted_from:], return_counts=True)
-            ids = to_device(torch.from_numpy(counted.astype(np.int64)), logits.device)
-            frequent = to_device(torch.from_numpy(counts.astype(np.float32) * np.float32(frequency)), logits.device)
-            logits[row, ids] = logits[row, ids] - frequent - presence
+        def sent(array: npt.NDArray[Any]) -> Tensor:
+            return to_device(torch.from_numpy(array), logits.device)
+
+        of_row = sent(np.repeat(np.arange(len(penalties)), [len(each.counts) for each in penalties]))
+        tokens, counts = sent(np.concatenate([each.counts for each in penalties]).astype(np.int64)).unbind(-1)
+        rows = sent(np.array([each.row for each in penalties]))[of_row]
+        given = np.array([each[2:] for each in penalties], np.float32)
+        repetition, presence, frequency = sent(given)[of_row].unbind(-1)
+        values = logits[rows, tokens]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        lowered = values - counts.to(torch.float32) * frequency - presence
+        logits[rows, tokens] = torch.where(counts > 0, lowered, values)
 
     def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:
         token_masks.forbid(logits, masks)
@@ -159,20 +163,13 @@ class NativeSampler(WholeRows):
         return tokens.to(torch.int64)
 
     def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
-        held = [np.ascontiguousarray(each.tokens, np.int32) for each in penalties]
-        array = (library.PenaltyStruct * len(held))(
-            *(
-                library.PenaltyStruct(tokens.ctypes.data, row, len(tokens), *rest)
-                for tokens, (row, _, *rest) in zip(held, penalties, strict=True)
-            )
+        array = (library.PenaltyStruct * len(penalties))(
+            *(library.PenaltyStruct(counts.ctypes.data, row, len(counts), *rest) for row, counts, *rest in penalties)
         )
-        vocabulary, threads = logits.shape[-1], torch.get_num_threads()
         if not logits.is_contiguous():
             raise ValueError("rows must be contiguous for penalties")
-        if not self._library.ferrum_penalise(
-            self._handle, logits.data_ptr(), vocabulary, ctypes.addressof(array), len(held), threads
-        ):
-            raise MemoryError("no memory for penalties")
+        vocabulary, threads = logits.shape[-1], torch.get_num_threads()
+        self._library.ferrum_penalise(logits.data_ptr(), vocabulary, ctypes.addressof(array), len(penalties), threads)
 
     def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:
         array = (library.RowMaskStruct * len(masks))(

@@ -28,13 +28,13 @@ from ferrum_rpc.sampling.draw import (
     Best,
     FloatArray,
     IntArray,
-    Penalty,
     SamplingParams,
     passed,
     uniforms,
 )
 from ferrum_rpc.sampling.draw import filtered as filtered_whole
 from ferrum_rpc.sampling.masks import WORD, RowMask
+from ferrum_rpc.sampling.penalties import Penalty
 from ferrum_rpc.sampling.samplers import ALL_TIES, LIMITS, Limits, NativeSampler, ShardSampler, TorchSampler
 from ferrum_rpc.selection import BackendCandidate, Choice, Unsuited, select
 
@@ -193,11 +193,12 @@ class VocabParallelSampler:
         self._own.bias(logits, rows[mine], tokens[mine] - self._shard.first, values[mine])
 
     def penalise(self, logits: Tensor, penalties: Sequence[Penalty]) -> None:
-        own = []
+        first, end, own = self._shard.first, self._shard.end, []
         for each in penalties:
-            mine = (each.tokens >= self._shard.first) & (each.tokens < self._shard.end)
-            counted_from = int(np.count_nonzero(mine[: each.counted_from]))
-            own.append(each._replace(tokens=each.tokens[mine] - self._shard.first, counted_from=counted_from))
+            tokens = each.counts[:, 0]
+            counts = each.counts[(tokens >= first) & (tokens < end)]
+            counts[:, 0] -= first
+            own.append(each._replace(counts=counts))
         self._own.penalise(logits, own)
 
     def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:

@@ -7,7 +7,7 @@
  * searched only among logits that are not below the k-th largest of the chunks' maxima: at least k logits are as large. The
  * border of the nucleus is narrowed down by the mass above a few candidate borders.
  *
- * Penalties come first: they touch only the tokens that occur, and clear their table of counts afterwards.
+ * Penalties come first. They touch only the tokens that occur.
  *
  * If ranks share a row, each has a shard of its tokens: the remaining tokens, their sum, and the token at which a target is
  * passed are computed for a shard alone (`limits`), as for a row.
@@ -32,7 +32,6 @@
 #define ROUNDS 6  /* 4096 parts of the interval: some hundred weights of a flat row of 152 thousand */
 #define FINITE 3.4e38f
 #define STEEPEST 1e30f
-#define SEEN (1 << 30)
 
 struct isa {
     int (*chunk_maxima)(const float *, int64_t, float *);
@@ -50,8 +49,7 @@ struct isa {
 struct sampler {
     const struct isa *isa;
     char *buffer;
-    int32_t *counts; /* of each token, and whether it was seen; 0 between two calls */
-    size_t size, counts_size;
+    size_t size;
 };
 
 /* Buffers for one row. */
@@ -319,10 +317,8 @@ struct sampler *ferrum_sampler_new(void)
 
 void ferrum_sampler_free(struct sampler *sampler)
 {
-    if (sampler) {
+    if (sampler)
         free(sampler->buffer);
-        free(sampler->counts);
-    }
     free(sampler);
 }
 
@@ -485,45 +481,30 @@ int32_t ferrum_best(struct sampler *sampler, const float *logits, int64_t rows, 
     return odd ? -1 : 1;
 }
 
-/* Repetition divides what is positive and multiplies the rest, once a token; frequency goes off for each occurrence, and then
- * presence once. */
-static void penalise(float *row, const struct penalty *penalty, int32_t *counts)
+/* Repetition divides what is positive and multiplies the rest; of a token that counts frequency is subtracted for each
+ * occurrence, and then presence once. */
+static void penalise(float *row, const struct penalty *penalty)
 {
     for (int64_t at = 0; at < penalty->count; at++) {
-        const int32_t token = penalty->tokens[at];
-        if (!(counts[token] & SEEN)) {
-            counts[token] |= SEEN;
-            row[token] = row[token] > 0.0f ? row[token] / penalty->repetition : row[token] * penalty->repetition;
-        }
-        counts[token] += at >= penalty->counted_from;
-    }
-    for (int64_t at = 0; at < penalty->count; at++) {
-        const int32_t token = penalty->tokens[at], occurrences = counts[token] & ~SEEN;
-        counts[token] = 0;
+        const int32_t occurrences = penalty->counts[2 * at + 1];
+        float *x = row + penalty->counts[2 * at];
+        *x = *x > 0.0f ? *x / penalty->repetition : *x * penalty->repetition;
         if (occurrences) {
             const float frequent = penalty->frequency * (float)occurrences;
-            row[token] -= frequent;
-            row[token] -= penalty->presence;
+            *x -= frequent;
+            *x -= penalty->presence;
         }
     }
 }
 
-/* Change the rows of `logits` [.., vocabulary] that the penalties name, each at most once. 0 if memory is short. */
-int32_t ferrum_penalise(struct sampler *sampler, float *logits, int64_t vocabulary, const struct penalty *penalties,
-                        int64_t count, int32_t threads)
+/* Change the rows of `logits` [.., vocabulary] that the penalties name, each at most once. */
+void ferrum_penalise(float *logits, int64_t vocabulary, const struct penalty *penalties, int64_t count, int32_t threads)
 {
     const int teams = threads < count ? threads : (int)count;
-    const size_t before = sampler->counts_size, wanted = sizeof(int32_t) * (size_t)vocabulary * (size_t)(teams > 0 ? teams : 1);
-    if (!reserve_buffer(&sampler->counts, &sampler->counts_size, wanted))
-        return 0;
-    if (sampler->counts_size > before)
-        memset(sampler->counts, 0, sampler->counts_size);
-    int worker;
-#pragma omp parallel for num_threads(teams) if (teams > 1) schedule(static, 1)
-    for (worker = 0; worker < teams; worker++)
-        for (int64_t at = worker; at < count; at += teams)
-            penalise(logits + penalties[at].row * vocabulary, penalties + at, sampler->counts + worker * vocabulary);
-    return 1;
+    int64_t at;
+#pragma omp parallel for num_threads(teams) if (teams > 1) schedule(static)
+    for (at = 0; at < count; at++)
+        penalise(logits + penalties[at].row * vocabulary, penalties + at);
 }
 
 /* Change the rows of `logits` [.., vocabulary] that the masks name. */

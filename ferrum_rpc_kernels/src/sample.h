@@ -14,9 +14,8 @@ struct draw {
 
 /* The penalties of a row for the tokens before it. */
 struct penalty {
-    const int32_t *tokens; /* count of them, each below the vocabulary */
+    const int32_t *counts; /* `count` pairs: a token below the vocabulary, each once, and how often it counts */
     int64_t row, count;
-    int64_t counted_from; /* presence and frequency: of the tokens from this one on */
     float repetition, presence, frequency;
 };
 
@@ -45,8 +44,7 @@ int32_t ferrum_weigh(struct sampler *sampler, const float *logits, int64_t rows,
                      float *weights, double *sums, int32_t *tokens, int32_t threads);
 int32_t ferrum_best(struct sampler *sampler, const float *logits, int64_t rows, int64_t vocabulary, int64_t k, int32_t *ids,
                     float *logsumexp, int32_t threads);
-int32_t ferrum_penalise(struct sampler *sampler, float *logits, int64_t vocabulary, const struct penalty *penalties,
-                        int64_t count, int32_t threads);
+void ferrum_penalise(float *logits, int64_t vocabulary, const struct penalty *penalties, int64_t count, int32_t threads);
 void ferrum_mask(const struct sampler *sampler, float *logits, int64_t vocabulary, const struct row_mask *masks, int64_t count,
                  int32_t threads);
 

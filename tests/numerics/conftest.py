@@ -8,7 +8,7 @@ from ferrum_rpc.sampling.samplers import NativeSampler, Sampler, TorchSampler
 torch.set_num_threads(1)
 
 
-@pytest.fixture(params=["torch", "native"])
+@pytest.fixture(params=["torch", "native"], scope="session")
 def sampler(request: pytest.FixtureRequest) -> Sampler:
     if request.param == "torch":
         return TorchSampler()

@@ -12,6 +12,7 @@ from ferrum_rpc.core import Accept, Greedy, RowBlock, RowKind, Rows, Sample
 from ferrum_rpc.sampling.accept import Draft, accepted
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from tests.numerics.test_draws import logits, probabilities
+from tests.rows import counted
 
 VOCABULARY = 24
 COUNT = 2000
@@ -34,7 +35,9 @@ def verified(rows, kinds, drafts, sampler, *, start=3, history=None):
     for index, (kind, draft) in enumerate(zip(kinds, drafts, strict=True)):
         tokens = np.array([1, *draft], np.int32)
         fed.append(tokens)
-        past = None if history is None else np.array([*history, *draft], np.int32)
+        past = None
+        if history is not None:
+            past = counted(np.array([*history, *draft], np.int32), start + 1, kind.choice.penalty_from)
         requests.append(RowRequest(index * width, width, kind.choice, start + 1, past, draft=Draft.of(kind, tokens)))
     table = rows.repeat(len(kinds), 1)
     found = select_rows(hidden, requests, lambda each: table[each[:, 0].long()].clone(), None, sampler)

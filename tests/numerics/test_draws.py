@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -16,8 +18,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ferrum_rpc.sampling.draw import ACCEPT, PARAMS_DTYPE, Penalty, philox, uniforms
+from ferrum_rpc.core import Sample
+from ferrum_rpc.kv.tokens import count_tokens
+from ferrum_rpc.sampling.draw import ACCEPT, PARAMS_DTYPE, philox, uniforms
+from ferrum_rpc.sampling.penalties import Penalty
 from ferrum_rpc.sampling.samplers import ALL_TIES, LIMITS, NativeSampler, TorchSampler
+from tests.rows import counted
 
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0}
 FILTERS = (
@@ -207,9 +213,38 @@ def test_penalties_are_those_of_transformers_and_of_their_definition(sampler):
         counts = torch.bincount(history[start:], minlength=90)
         expected[row] -= frequency * counts + presence * (counts > 0)
     found = rows.clone()
-    penalties = [Penalty(row, histories[row], start, *rest) for row, (*rest, start) in enumerate(given)]
-    for _ in range(2):  # what is kept between calls is empty again
-        found = rows.clone()
-        sampler.penalise(found, penalties)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    penalties = [Penalty(row, count_tokens(histories[row], start), *rest) for row, (*rest, start) in enumerate(given)]
+    sampler.penalise(found, penalties)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(found[5], rows[5])
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_penalties_have_the_bits_of_their_definition(sampler, data):
+    """Token by token in float32: the product first, then frequency times the count, then presence."""
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    rng, vocabulary = np.random.default_rng(seed), data.draw(st.integers(1, 70))
+    rows, count = logits(5, vocabulary, seed), data.draw(st.integers(1, 40))
+    kind = Sample(
+        repetition_penalty=data.draw(st.sampled_from([1.0, 1.1, 0.7, 2.0])),
+        presence_penalty=data.draw(st.sampled_from([0.0, 0.3, -1.1])),
+        frequency_penalty=data.draw(st.sampled_from([0.0, 0.1, -0.7])),
+        penalty_from=data.draw(st.integers(0, 45)),
+    )
+    history = rng.integers(0, vocabulary, count + 3).astype(np.int32)
+    expected = rows.clone().numpy()
+    numbers = (kind.repetition_penalty, kind.presence_penalty, kind.frequency_penalty)
+    repetition, presence, frequency = map(np.float32, numbers)
+    for row in (1, 2, 3):
+        held = history[: count + row].tolist()
+        for token in set(held):
+            value = expected[row, token]
+            value = value / repetition if value > 0 else value * repetition
+            times = held[kind.penalty_from :].count(token)
+            expected[row, token] = value - frequency * np.float32(times) - presence if times else value
+    asked = counted(history, count, kind.penalty_from)
+    penalties = [*asked.penalties(kind, count, range(1, 3), 1), *asked.penalties(kind, count, range(3, 4), 3)]
+    assert [each.row for each in penalties] == [1, 2, 3]
+    sampler.penalise(rows, penalties)
+    assert rows.numpy().tobytes() == expected.tobytes()

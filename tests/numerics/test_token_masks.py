@@ -24,6 +24,7 @@ from ferrum_rpc.sampling.masks import MIN_LOGIT, Masks, RowMask
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.sampling.samplers import NativeSampler, TorchSampler
 from ferrum_rpc.wire.masks import id_of, pack_mask
+from tests.rows import counted
 
 
 def random_mask(vocabulary, share, seed):
@@ -84,9 +85,8 @@ def drawn(row, count, sample, allowed, sampler, *, history=None):
     kind = replace(sample, mask=b"m" * 32)
     masks = Masks(torch.device("cpu"))
     masks.change([(b"m" * 32, pack_mask(allowed))], [])
-    requests = [RowRequest(each, 1, kind, each, history) for each in range(count)]
-    if history is not None:  # positions are what the history is cut at
-        requests = [each._replace(position=len(history)) for each in requests]
+    past = None if history is None else counted(history, len(history))
+    requests = [RowRequest(each, 1, kind, each, past) for each in range(count)]
     hidden = torch.zeros(count, 1)
     found = select_rows(
         hidden, requests, lambda hidden: row.expand(len(hidden), -1).clone(), None, sampler, masks=masks

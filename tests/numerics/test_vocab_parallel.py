@@ -40,6 +40,7 @@ from ferrum_rpc.wire.masks import pack_mask
 from tests.fake_device import fake_device
 from tests.numerics.test_draws import draws, logits
 from tests.numerics.test_token_masks import random_mask
+from tests.rows import counted
 from tests.unit.test_groups import GLOO, REASON, SHARED, joined
 
 SAMPLERS: dict[str, Callable[[], ShardSampler]] = {"torch": TorchSampler, "native": NativeSampler}
@@ -264,7 +265,8 @@ def requests_of(count: int, vocabulary: int, rng: np.random.Generator) -> list[R
         if isinstance(kind, NextToken):
             scored = rng.integers(0, vocabulary, count).astype(np.int32)
         if isinstance(kind, Sample) and kind.penalised:
-            history = rng.integers(0, vocabulary, 30 + count).astype(np.int32)
+            tokens = rng.integers(0, vocabulary, 29 + count).astype(np.int32)
+            history = counted(tokens, 30, kind.penalty_from)
         if isinstance(kind, Sample) and kind.mask:
             kind = replace(kind, mask=b"", row_masks=tuple([[*masks, b""][row % 4] for row in range(count)]))  # noqa: PLW2901
         made.append(RowRequest(first, count, kind, 30, history, scored))

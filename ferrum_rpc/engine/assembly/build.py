@@ -125,7 +125,7 @@ def _assemble(
     blocks_per_sequence = min(blocks, -(-info.max_context // config.block_size))
     if sharing:
         own = stage_compute(model, attention, loras, sharing.groups.part(sharing.setup, info.vocab_size))
-        compute = RankedCompute(own, sharing.ranks, sharing.setup.shard, kv.tokens)
+        compute = RankedCompute(own, sharing.ranks, sharing.setup.shard, kv.counts)
         depth = config.pipeline_parallel
         reasons += [*_say_ranks(config, sharing), *_record(compute, own, config, sharing.setup, blocks_per_sequence)]
         sharing.ranks.start_liveness_checks()

@@ -9,7 +9,7 @@ are received, and as many steps may be in flight as there are stages.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
-from ferrum_rpc.core import RankState, Rows, Sample, Span, TokenArray
+from ferrum_rpc.core import RankState, Rows, Sample, Span
 from ferrum_rpc.distributed.group import GroupAborted
-from ferrum_rpc.engine.compute import Compute, packed_tokens
+from ferrum_rpc.engine.compute import Compute, CountsOf, packed_tokens
 from ferrum_rpc.engine.cuda.select import record_on_ranks
 from ferrum_rpc.engine.ranks.leader import LOOK_EVERY_S, Answer, Ranks
 from ferrum_rpc.engine.ranks.setup import Groups
@@ -36,7 +36,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class RankedCompute(Compute):
-    """``own`` computes this rank's part, which is ``shard``; ``tokens_of``: see `Compute.select`."""
+    """``own`` computes this rank's part, which is ``shard``; ``counts_of``: `KvManager.counts`."""
 
     look_every_s = LOOK_EVERY_S
 
@@ -45,11 +45,11 @@ class RankedCompute(Compute):
         own: Compute,
         ranks: Ranks,
         shard: Shard,
-        tokens_of: Callable[[int], TokenArray],
+        counts_of: CountsOf,
     ) -> None:
         super().__init__(own.model, own.attention, own.loras, own.part)
         self.late = self.in_stages = shard.stages > 1
-        self._own, self._ranks, self._tokens_of = own, ranks, tokens_of
+        self._own, self._ranks, self._counts_of = own, ranks, counts_of
         self._recorded: tuple[int, int] | None = None
         self._wanted: tuple[list[RowRequest], list[int], list[int]] = [], [], []
         first = (shard.stages - 1) * shard.ranks
@@ -79,7 +79,7 @@ class RankedCompute(Compute):
     def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
         """Also sends which rows are requested, which saves a second message."""
         packed, adapted = packed_tokens(spans), self.adapted_rows(spans)
-        requests, wanted, drafts = self.requests(spans, self._tokens_of)
+        requests, wanted, drafts = self.requests(spans, self._counts_of)
         requests = [*map(_seeded, requests)]
         self._wanted = requests, wanted, drafts
         if self.late and requests:
@@ -92,9 +92,7 @@ class RankedCompute(Compute):
     def run(self, packed: Int64Array, geometry: BatchGeometry, adapters: StepAdapters | None = None) -> Tensor:
         return self._own.run(packed, geometry, adapters)
 
-    def select(
-        self, spans: Sequence[Span], hidden: Tensor, tokens_of: Callable[[int], TokenArray]
-    ) -> tuple[list[Rows | None], list[int]]:
+    def select(self, spans: Sequence[Span], hidden: Tensor, counts_of: CountsOf) -> tuple[list[Rows | None], list[int]]:
         requests, wanted, drafts = self._wanted
         rows: list[Rows | None] = [None] * len(spans)
         if requests and self.late:
