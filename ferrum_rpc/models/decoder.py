@@ -26,7 +26,7 @@ from ferrum_rpc.models.layers import Layer, NativeLayers, PlainLayers, assemble
 from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
 from ferrum_rpc.models.lora import Loras
-from ferrum_rpc.models.native_lora import select_loras
+from ferrum_rpc.models.lora_choice import select_loras
 from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.rotary import Rotary
 from ferrum_rpc.models.shard import WHOLE, Shard
@@ -174,10 +174,10 @@ class Decoder:
         assembled = assemble(layers, self._group)
         return Loaded(parameters.get("embedding"), assembled, parameters.get("norm"), linears.get("head"))
 
-    def take_adapters(self) -> tuple[str, Loras]:
+    def take_adapters(self, max_rank: int) -> tuple[str, Loras]:
         whole = replace(self.whole, roots=adapted_roots(self.whole.architecture))
         tables = layout(whole), layout(whole, self._shard)
-        reason, self._loras = select_loras(tables[0], self.dtype, self.device, tables[1])
+        reason, self._loras = select_loras(tables[0], self.dtype, self.device, tables[1], max_rank=max_rank)
         return reason, self._loras
 
     # --- forward ----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +28,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.adapter_config import LowRank
 from ferrum_rpc.models.base import Model, StepAdapters
 from ferrum_rpc.models.layout import TensorPlacement, parameter_shapes
+from ferrum_rpc.sampling.transfer import to_device
 
 
 class AdapterMatrix(NamedTuple):
@@ -63,6 +65,29 @@ class AdaptedProduct(ABC):
     @abstractmethod
     def put(self, part: AdapterMatrix, a: Tensor, b: Tensor) -> None:
         """Copy A and the scaled B of a part into place."""
+
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class StagedAdapters(ABC):
+    """A `StepAdapters` that reads its rows from device memory, to which they can be sent with the other integers of a
+    step. Otherwise it sends them itself."""
+
+    address: int | None = None
+
+    @abstractmethod
+    def arrays(self, *, recorded: bool) -> Sequence[Int64Array]:
+        """What is sent. ``recorded``: for a step that `Loras.reserve` has described, of which these are the beginning;
+        the rest must be zero."""
+
+    @abstractmethod
+    def bind(self, sections: Sequence[Tensor]) -> StepAdapters:
+        """It reads these ``sections``, to which the arrays are sent before it runs."""
+
+    @abstractmethod
+    def add(self, slot: int, x: Tensor, y: Tensor) -> None:
+        """See `StepAdapters`."""
 
 
 class Loras(ABC):
@@ -147,6 +172,11 @@ class Loras(ABC):
     def step(self, spans: Sequence[tuple[int, int, int]], tokens: int) -> StepAdapters:
         """For a step of so many tokens: ``spans`` are those with an adapter, as (its number, first row, rows)."""
 
+    def reserve(self, tokens: int) -> StagedAdapters | None:
+        """Any step of up to so many tokens with any adapters, which can be recorded before they are known and loaded.
+        None: such steps cannot be recorded."""
+        return None
+
     @abstractmethod
     def _adapted(self, changes: Sequence[ProductChange]) -> Sequence[AdaptedProduct]:
         """Room for them, in their order."""
@@ -155,8 +185,9 @@ class Loras(ABC):
 class AdaptableModel(Model, Protocol):
     """A model that can be computed with adapters."""
 
-    def take_adapters(self) -> tuple[str, Loras]:
-        """Be ready for them: why as it is, and where they are put. Raises NotSupported."""
+    def take_adapters(self, max_rank: int) -> tuple[str, Loras]:
+        """Prepare for adapters of ranks up to ``max_rank``: the reason of the choice, and what holds them. Raises
+        NotSupported."""
 
 
 def modules_of(table: Mapping[str, TensorPlacement]) -> dict[str, tuple[int, int]]:
@@ -183,8 +214,8 @@ class TorchAdapted(AdaptedProduct):
 
     def put(self, part: AdapterMatrix, a: Tensor, b: Tensor) -> None:
         change, first, rows, start, _ = part
-        self.a[start : start + change.rank].copy_(a)
-        self.b[start : start + change.rank, first : first + rows].copy_(b.T)
+        self.a[start : start + change.rank].copy_(to_device(a, self.a.device))
+        self.b[start : start + change.rank, first : first + rows].copy_(to_device(b, self.b.device).T)
 
 
 class TorchLoras(Loras):
@@ -208,7 +239,7 @@ class TorchLoras(Loras):
             rows: slice | Tensor = slice(*ranges[0])
             if len(ranges) > 1:
                 indexes = np.concatenate([np.arange(first, last) for first, last in ranges])
-                rows = torch.from_numpy(indexes).to(self._device, non_blocking=True)
+                rows = to_device(torch.from_numpy(indexes), self._device)
             groups.append((self._adapters[number], rows))
         return TorchStep(groups)
 

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from ferrum_rpc.models.base import StepAdapters
 from ferrum_rpc.models.layout import TensorPlacement
-from ferrum_rpc.models.lora import AdaptedProduct, AdapterMatrix, Loras, ProductChange, TorchLoras
+from ferrum_rpc.models.lora import AdaptedProduct, AdapterMatrix, Loras, ProductChange
 from ferrum_rpc.models.native_linear import COLUMNS
 from ferrum_rpc.native import cpu, library
-from ferrum_rpc.selection import BackendCandidate, select
 
 ROWS: Final = np.dtype([("changes", np.uint64), ("first", np.int64), ("count", np.int64)])
 """``struct lora_rows`` of lora.h."""
@@ -133,21 +132,6 @@ class NativeStep:
         """``y`` is contiguous, ``x`` in its last dimension."""
         threads = torch.get_num_threads()
         self._library.ferrum_lora(self.address, slot, x.data_ptr(), x.stride(0), y.data_ptr(), threads)
-
-
-def select_loras(
-    table: Mapping[str, TensorPlacement], dtype: torch.dtype, device: torch.device, here: Mapping[str, TensorPlacement]
-) -> tuple[str, Loras]:
-    """``(reason, loras)`` of a decoder whose tensors are placed as in ``table``, and those of this rank as in
-    ``here``."""
-    arguments = table, dtype, device, here
-    _, reason, made = select(
-        BackendCandidate("native", lambda: NativeLoras(*arguments), "all adapters of a step in one call a product"),
-        BackendCandidate("torch", lambda: TorchLoras(*arguments)),
-        what="adapters",
-        field="adapter_dir",
-    )
-    return reason, made
 
 
 def _align_up(columns: int) -> int:

@@ -24,6 +24,18 @@ from triton.compiler import ASTSource
 from ferrum_rpc.attention.triton_kernels import attend_kernel, merge_kernel
 from ferrum_rpc.attention.triton_plan import TileShape, padded_dim, tile_shapes
 from ferrum_rpc.models.triton_fused_ops import add_norm_kernel, gate_kernel
+from ferrum_rpc.models.triton_lora import (
+    ALIGNMENT,
+    COLUMN_BYTES,
+    EXPAND_STAGES,
+    LARGE_BYTES,
+    RANKS,
+    SHRINK_STAGES,
+    SMALL,
+    SPLITS,
+    expand_kernel,
+    shrink_kernel,
+)
 from ferrum_rpc.native.triton_heads import heads_kernel
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -110,6 +122,22 @@ def row_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
     ]
 
 
+def adapter_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
+    """Compile the kernels of adapters, in tiles of either size."""
+    common = {"RANKS": RANKS, "COLUMNS": COLUMN_BYTES // dtype.itemsize}
+    common |= {"PRECISION": "tf32x3" if dtype == torch.float32 else "tf32"}
+    given = {"order": "*i64", "items": "*i64"} | dict.fromkeys(("at_slot", "x_row", "width"), "i32")
+    given |= dict.fromkeys(("sums_split", "sums_row"), "i32")
+    found = []
+    for rows, splits in ((SMALL, SPLITS), (LARGE_BYTES // dtype.itemsize, 1)):
+        constants: dict[str, Any] = common | {"ROWS": rows, "SPLITS": splits}
+        name = f"{rows} {TRITON_TYPES[dtype]}"
+        found.append(_compile(shrink_kernel, name, capability, dtype, constants, (4, SHRINK_STAGES), given))
+        constants["ALIGNED"] = ALIGNMENT
+        found.append(_compile(expand_kernel, name, capability, dtype, constants, (4, EXPAND_STAGES), given))
+    return found
+
+
 def _compile(  # noqa: PLR0917
     kernel: Any,
     shape: str,
@@ -152,7 +180,7 @@ def main() -> None:
         for each in usage(capability, head_dim, dtype):
             print(*asdict(each).values(), sep="\t")
     for dtype in (torch.bfloat16, torch.float32):
-        for each in row_usage(capability, dtype):
+        for each in (*row_usage(capability, dtype), *adapter_usage(capability, dtype)):
             print(*asdict(each).values(), sep="\t")
 
 

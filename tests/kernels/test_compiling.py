@@ -18,9 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_kernels_compile_for_hopper_within_its_registers_and_shared_memory():
     program = (
         "import json, torch; from dataclasses import asdict;"
-        "from tests.kernels.compiling import SHARED_BYTES, row_usage, usage;"
+        "from tests.kernels.compiling import SHARED_BYTES, adapter_usage, row_usage, usage;"
         "found = usage(90, 128, torch.bfloat16, window=4096, cap=True, sinks=True);"
         "found += usage(90, 128, torch.bfloat16, rounded=True) + row_usage(90, torch.bfloat16);"
+        "found += adapter_usage(90, torch.bfloat16);"
         "print(json.dumps([SHARED_BYTES[90], *map(asdict, found)]))"
     )
     compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -29,7 +30,7 @@ def test_kernels_compile_for_hopper_within_its_registers_and_shared_memory():
     )
     shared, small, large, merge, small_fp8, large_fp8, *rows = json.loads(done.stdout)
     names = [each["kernel"].removesuffix("_kernel") for each in rows]
-    assert names == ["heads", "heads", "add_norm", "gate"]
+    assert names == ["heads", "heads", "add_norm", "gate", "shrink", "expand", "shrink", "expand"]
     for each in (small, large, merge, small_fp8, large_fp8, *rows):
         assert each["spilled"] == 0, each
     assert 3 * (small["shared"] + 1024) <= 228 << 10 and 3 * 128 * small["registers"] <= 65536  # three at once

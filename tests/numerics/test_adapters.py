@@ -54,7 +54,7 @@ def test_float32_is_the_model_with_merged_weights(case: str, tmp_path: Path) -> 
     plain = reference_logits(reference, TOKENS, torch.float64)
     truth = reference_logits(merge(reference, folder), TOKENS, torch.float64)
     assert error(plain, truth) > 0.01
-    _, loras = decoder.take_adapters()
+    _, loras = decoder.take_adapters(64)
     load(tmp_path / "a", loras)
     for split in SPLITS:
         executor = Executor(decoder, loras=loras)
@@ -78,7 +78,7 @@ def test_families_whose_tensors_are_named_or_laid_out_otherwise(family: str, tar
     folder = make_adapter(tmp_path / "a" / "one", reference, targets=targets)
     decoder = native(reference)
     truth = reference_logits(merge(reference, folder), TOKENS, torch.float64)
-    _, loras = decoder.take_adapters()
+    _, loras = decoder.take_adapters(64)
     load(tmp_path / "a", loras)
     executor = Executor(decoder, loras=loras)
     executor.adapters[0] = 1
@@ -112,7 +112,7 @@ def test_bfloat16_errs_at_most_twice_as_much_as_transformers(case: str, how: str
 
 def taking(decoder: Any, how: str) -> Loras:
     """The decoder's adapters, by torch where that is asked for."""
-    _, loras = decoder.take_adapters()
+    _, loras = decoder.take_adapters(64)
     if how == "torch":
         decoder._loras = loras = TorchLoras(layout(decoder.spec), decoder.dtype, decoder.device)
     elif loras.name != "native":
@@ -198,7 +198,7 @@ def test_a_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     options: list[dict[str, Any]] = [{}, {}, {"seed": 1}, {"lora_alpha": 9}, {"targets": ("q_proj",)}]
     for number, each in enumerate(options):
         make_adapter(tmp_path / str(number), reference, **each)
-    found = load(tmp_path, native(reference).take_adapters()[1])
+    found = load(tmp_path, native(reference).take_adapters(64)[1])
     assert found[0] == found[1] and len(set(found)) == len(options) - 1 and {len(each) for each in found} == {32}
 
 
@@ -207,7 +207,7 @@ def test_what_is_told_of_the_memory_is_what_is_taken(dtype: torch.dtype, tmp_pat
     reference = rounded_model("qwen3", dtype)
     make_adapter(tmp_path / "a" / "one", reference, r=5, targets=("q_proj", "v_proj", "gate_proj", "down_proj"))
     decoder = native(reference, dtype) if dtype == torch.float32 else bfloat16_decoder(reference, ours=True)
-    _, loras = decoder.take_adapters()
+    _, loras = decoder.take_adapters(64)
     load(tmp_path / "a", loras)
     tensors = 0
     for each in filter(None, loras._adapters[1]):

@@ -55,7 +55,7 @@ def test_it_is_what_peft_computes(case: str, dtype: torch.dtype, tmp_path: Path)
 
     truth = logits(rounded_model("qwen3", dtype))
     theirs = logits(reference.to(dtype))
-    _, loras = decoder.take_adapters()
+    _, loras = decoder.take_adapters(64)
     load(tmp_path, loras)
     executor = Executor(decoder, loras=loras)
     executor.adapters[0] = 1

@@ -43,7 +43,7 @@ def on_ranks(
             decoder.load(name, state[name])
         loras = None
         if adapters is not None:
-            _, loras = decoder.take_adapters()
+            _, loras = decoder.take_adapters(64)
             load(adapters, loras)
         ours, first, rows = Executor(decoder, loras=loras), 0, []
         ours.adapters = {} if adapters is None else {0: 1}

@@ -52,14 +52,17 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.kv.store": Floor("core errors", "numpy torch"),
     "ferrum_rpc.kv.tiers": Floor("prefix_hash private_files", "structlog"),
     "ferrum_rpc.distributed.group": Floor("", "torch"),
+    "ferrum_rpc.sampling.transfer": Floor("", "torch"),
     "ferrum_rpc.models.fields": Floor("errors"),
     "ferrum_rpc.models.config_keys": Floor("errors models.fields"),
     "ferrum_rpc.models": Floor(
-        "core errors install native selection distributed.group models.fields models.config_keys",
+        "core errors install native selection distributed.group models.fields models.config_keys sampling.transfer",
         "numpy torch transformers triton",
     ),
     "ferrum_rpc.attention": Floor("core errors native selection", "numpy torch triton flashinfer"),
-    "ferrum_rpc.sampling": Floor("core errors native selection distributed.group", "numpy torch triton"),
+    "ferrum_rpc.sampling": Floor(
+        "core errors native selection distributed.group sampling.transfer", "numpy torch triton"
+    ),
     "ferrum_rpc.weights": Floor("core errors install models.fields models.config_keys", "gguf numpy torch safetensors"),
     "ferrum_rpc.distributed": Floor("core errors native distributed.group", "numpy torch"),
     # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them
@@ -83,17 +86,19 @@ FLOORS: dict[str, Floor] = {
     # a step on the device, and as a transaction
     "ferrum_rpc.engine": Floor(),
     "ferrum_rpc.engine.memory": Floor("", "torch"),
-    "ferrum_rpc.engine.compute": Floor("core device models attention sampling engine.memory", "numpy torch"),
+    "ferrum_rpc.engine.compute": Floor(
+        "core device models attention sampling sampling.transfer engine.memory", "numpy torch"
+    ),
     "ferrum_rpc.engine.cuda": Floor(
-        "errors models attention sampling distributed.group engine.compute", "numpy torch structlog"
+        "errors models attention sampling sampling.transfer distributed.group engine.compute", "numpy torch structlog"
     ),
     "ferrum_rpc.engine.step": Floor(
-        "core errors kv kv.store kv.tiers attention sampling engine.compute", "numpy torch structlog"
+        "core errors kv kv.store kv.tiers attention sampling sampling.transfer engine.compute", "numpy torch structlog"
     ),
     # from settings to a runner: what every rank chooses, the ranks, and what puts the first one's together
     "ferrum_rpc.engine.assembly": Floor(
-        "config core device errors kv.store models models.fields models.config_keys attention sampling weights native "
-        "engine.compute engine.ranks.world",
+        "config core device errors kv.store models models.fields models.config_keys attention sampling "
+        "sampling.transfer weights native engine.compute engine.ranks.world",
         "numpy torch structlog",
     ),
     "ferrum_rpc.engine.adapters": Floor("core errors models weights engine.assembly", "torch"),
@@ -102,14 +107,15 @@ FLOORS: dict[str, Floor] = {
         "numpy torch structlog",
     ),
     "ferrum_rpc.engine.ranks": Floor(
-        "config core errors kv.store models attention sampling distributed distributed.group engine.memory "
-        "engine.channel engine.compute engine.cuda engine.assembly engine.adapters engine.ranks.world",
+        "config core errors kv.store models attention sampling sampling.transfer distributed "
+        "distributed.group engine.memory engine.channel engine.compute engine.cuda engine.assembly engine.adapters "
+        "engine.ranks.world",
         "numpy torch structlog",
     ),
     "ferrum_rpc.engine.assembly.build": Floor(
-        "config core errors failpoints kv kv.store kv.tiers models attention sampling native engine.memory "
-        "engine.compute engine.cuda engine.step engine.assembly engine.adapters engine.operations engine.ranks "
-        "engine.ranks.world",
+        "config core errors failpoints kv kv.store kv.tiers models attention sampling sampling.transfer native "
+        "engine.memory engine.compute engine.cuda engine.step engine.assembly engine.adapters engine.operations "
+        "engine.ranks engine.ranks.world",
         "torch",
     ),
     "ferrum_rpc.engine.assembly.parity": Floor(

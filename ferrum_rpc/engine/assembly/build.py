@@ -252,7 +252,8 @@ def _adapters(
 ) -> tuple[Loras, Adapters]:
     """What takes the adapters of a folder."""
     assert config.adapter_dir is not None  # noqa: S101 - the caller looked
-    reason, loras = cast(AdaptableModel, model).take_adapters()  # `choose` has refused the others
+    # `choose` has refused all other models
+    reason, loras = cast(AdaptableModel, model).take_adapters(config.max_adapter_rank)
     reasons.append((f"adapters={loras.name}", reason))
     made = Adapters if sharing is None else partial(RankedAdapters, ranks=sharing.ranks)
     return loras, made(config.adapter_dir, loras, fingerprint, config.max_adapter_rank, config.adapter_memory)

@@ -23,7 +23,7 @@ from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.graphs import STEP_INPUTS, Graphs
 from ferrum_rpc.models.base import CacheAttend, Model, StepAdapters, StepInputs
-from ferrum_rpc.models.lora import Loras
+from ferrum_rpc.models.lora import Loras, StagedAdapters
 from ferrum_rpc.sampling.transfer import to_device
 from ferrum_rpc.sampling.vocab_parallel import VocabShard
 
@@ -48,11 +48,17 @@ class StagedCompute(Compute):
             if hidden is not None:
                 return hidden
         capacity, planned = self.staged.draft(geometry)
-        inputs = ((np.int64, geometry.tokens),) * STEP_INPUTS
-        layout = Layout((*inputs, *((np.int32, size) for size in capacity.sizes)))
+        adapted = adapters.arrays(recorded=False) if isinstance(adapters, StagedAdapters) else ()
+        inputs = [packed, geometry.positions, geometry.slots, *adapted]
+        layout = Layout(
+            (*((np.int64, len(each)) for each in inputs), *((np.int32, size) for size in capacity.sizes)),
+        )
         sections = self._staging.open(layout)
-        self._staging.send(layout, [packed, geometry.positions, geometry.slots, *planned])
-        return self.run_layers(sections[:STEP_INPUTS], self.staged.bind(capacity, sections[STEP_INPUTS:]), adapters)
+        self._staging.send(layout, [*inputs, *planned])
+        if isinstance(adapters, StagedAdapters):
+            adapters = adapters.bind(sections[STEP_INPUTS : len(inputs)])
+        plan = self.staged.bind(capacity, sections[len(inputs) :])
+        return self.run_layers(sections[:STEP_INPUTS], plan, adapters)
 
     def run_layers(self, inputs: Sequence[Tensor], plan: Any, adapters: StepAdapters | None = None) -> Tensor:
         """As `Compute.run_layers`; the model may write K and V itself."""

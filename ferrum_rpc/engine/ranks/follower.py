@@ -205,8 +205,8 @@ class Working(Phase):
         """Prepare for adapters of the model with this fingerprint."""
         settings = self._setup.settings
         assert settings.adapter_dir is not None  # noqa: S101 - or not asked
-        _, self.compute.loras = cast(AdaptableModel, self.model).take_adapters()
         limits = settings.max_adapter_rank, settings.adapter_memory
+        _, self.compute.loras = cast(AdaptableModel, self.model).take_adapters(limits[0])
         self._adapters = Adapters(settings.adapter_dir, self.compute.loras, fingerprint, *limits)
 
     def adapter(self, method: str, *arguments: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.nn import Linear
 
 from ferrum_rpc.models.base import StepAdapters, StepInputs
 from ferrum_rpc.models.layout import TensorPlacement
-from ferrum_rpc.models.lora import TorchLoras
+from ferrum_rpc.models.lora_choice import select_loras
 
 
 def linear_layers(model: Any, dtype: torch.dtype) -> dict[str, Linear]:
@@ -33,18 +33,19 @@ def linear_layers(model: Any, dtype: torch.dtype) -> dict[str, Linear]:
 
 
 class LinearHooks:
-    """Behind the linear layers of ``model``, in ``dtype``. To `TorchLoras` each is a layer with one product."""
+    """Behind the linear layers of ``model``, in ``dtype``. To ``loras`` each is a layer with one product.
+    In C there is no such hook, so on a CPU torch computes the adapters."""
 
     _adapters: StepAdapters | None = None  # of the step that is computed
     _tokens = 0
 
-    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device, max_rank: int) -> None:
         table = {}
         for place, (name, linear) in enumerate(linear_layers(model, dtype).items()):
             shape = linear.out_features, linear.in_features
             table[f"{name}.weight"] = TensorPlacement(name, shape, 0, shape, adaptable=True, layer=place, slot=place)
             linear.register_forward_hook(partial(self._add, place))
-        self.loras = TorchLoras(table, dtype, device)
+        self.reason, self.loras = select_loras(table, dtype, device, max_rank=max_rank, native=False)
 
     @contextmanager
     def step(self, inputs: StepInputs) -> Iterator[None]:

@@ -57,9 +57,10 @@ class HfModel:
         self._body = model.base_model
         self._head = Head(model)
 
-    def take_adapters(self) -> tuple[str, Loras]:
-        self._hooks = LinearHooks(self._model, self.dtype, self.device)
-        return "behind the linear layers of transformers, one adapter after the other", self._hooks.loras
+    def take_adapters(self, max_rank: int) -> tuple[str, Loras]:
+        self._hooks = LinearHooks(self._model, self.dtype, self.device, max_rank)
+        reason = self._hooks.reason or "one adapter after the other"
+        return f"behind the linear layers of transformers, {reason}", self._hooks.loras
 
     def forward(self, inputs: StepInputs, attend: Attend) -> Tensor:
         adapted = nullcontext() if self._hooks is None else self._hooks.step(inputs)
