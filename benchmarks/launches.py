@@ -116,7 +116,13 @@ def make_runner(batch: int, tokens: int, *, graphs: str, layers: int | None = No
 
     compute: Compute
     _, compute = select_compute(
-        model, attention, graphs=graphs, max_sequences=batch, blocks_per_sequence=blocks_each, capture=capture
+        model,
+        attention,
+        graphs=graphs,
+        max_sequences=batch,
+        blocks_per_sequence=blocks_each,
+        block_size=BLOCK_SIZE,
+        capture=capture,
     )
     kv = KvManager(blocks, BLOCK_SIZE)
     device = DeviceInfo("cuda", "none", 0, 1, attention.name, ())

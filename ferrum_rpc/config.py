@@ -114,6 +114,13 @@ class ModelSettings:
     cuda_graphs: Literal["auto", "off"] = Field(
         default="auto", description="on a GPU: capture decode steps as CUDA graphs"
     )
+    verify_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=8,
+        description="on a GPU: capture also steps that verify drafts, of up to this many tokens for each sequence "
+        "(0: none)",
+    )
     overlap: Literal["auto", "off"] = Field(
         default="auto", description="on a GPU: begin a step while the previous one computes"
     )

@@ -1,8 +1,13 @@
-"""A late device on a CPU: what a step computes is there once somebody has waited for it, and garbage until then."""
+"""A late device on a CPU: what a step computes is there once somebody has waited for it, and garbage until then.
+
+`LateCompute` is a runner's view of it; `FakeCuda` is torch's, with the faults of a real one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,19 +27,79 @@ ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered"
 
 
 class FakeCuda:
-    """What torch says of the device: ``lost`` after a failure that it does not survive. ``checks``: how often it was
-    waited for as a whole."""
+    """What torch says of a device. ``lost``: after a failure that it does not survive. ``checks``: how often it was
+    waited for as a whole. ``log``: what captures did, in order. ``free``: its bytes of memory that no pool has.
+
+    Steps call `launch` for what they launch, and `wait` where they wait for the device.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lost = False
         self.checks = 0
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        self.free = 80 << 30
+        self.mode: int | str = 0
+        self.stream: Any = SimpleNamespace(wait_stream=lambda other: None)
+        self.main = self.stream
+        self.log: list[str] = []
+        self._capturing = self._invalid = False
+        self._peak = 0
+        none: Callable[..., Any] = lambda *_: None  # noqa: E731
+        replaced: dict[str, Any] = {
+            "is_initialized": lambda: True,
+            "synchronize": self.synchronize,
+            "graph_pool_handle": none,
+            "Stream": lambda _: SimpleNamespace(wait_stream=lambda other: None),
+            "current_stream": lambda: self.stream,
+            "set_stream": lambda stream: setattr(self, "stream", stream),
+            "stream": self._on_stream,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: self.log.append("replay")),
+            "graph": self._graph,
+            "get_sync_debug_mode": lambda: self.mode,
+            "set_sync_debug_mode": lambda mode: setattr(self, "mode", mode),
+            "memory_allocated": lambda _: 0,
+            "max_memory_allocated": lambda _: self._peak,
+            "reset_peak_memory_stats": lambda _: setattr(self, "_peak", 0),
+            "empty_cache": none,
+            "mem_get_info": lambda _: (self.free, 80 << 30),
+        }
+        for name, function in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, function)
 
     def synchronize(self) -> None:
         self.checks += 1
         if self.lost:
             raise torch.AcceleratorError(ILLEGAL_ACCESS)
+
+    def launch(self, nbytes: int = 0) -> None:
+        """Launches of a step that has so many bytes at once."""
+        self.log.append("captured" if self._capturing else "launched")
+        self._peak = max(self._peak, nbytes)
+
+    def wait(self) -> None:
+        """As the copy to the host of `Tensor.item`."""
+        if self.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        if self._capturing:
+            self._invalid = True
+            raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
+
+    @contextmanager
+    def _on_stream(self, stream: Any) -> Iterator[None]:
+        outer, self.stream = self.stream, stream
+        yield
+        self.stream = outer  # an error leaves it, like a capture that cannot be ended
+
+    @contextmanager
+    def _graph(self, graph: Any, *, stream: Any, **_: Any) -> Iterator[None]:
+        self.log.append("capture")
+        self.stream, self._capturing, self._invalid = stream, True, False
+        try:
+            yield
+        finally:
+            self._capturing = False
+            if self._invalid:
+                raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
+        self.stream = self.main
 
 
 class LateMark(Marker):

@@ -233,7 +233,7 @@ def test_what_a_device_did_after_its_group_was_given_up_counts_for_nothing(
 def test_a_rank_that_cannot_record_ends_the_start(checkpoint: Path, which: int, captures: Captures) -> None:
     """Rank 0 or another, after one recording of each."""
     captures.fails = which
-    with pytest.raises(InvalidRequest, match=r"could not be recorded \(ValueError: no\).*--cuda-graphs off") as refusal:
+    with pytest.raises(InvalidRequest, match=r"could not be captured \(ValueError: no\).*--cuda-graphs off") as refusal:
         World(settings_of(checkpoint, CUTS["tensor"]))
     assert refusal.value.field == "cuda_graphs"
 

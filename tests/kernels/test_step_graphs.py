@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ import torch
 pytest.importorskip("triton")
 
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
-from ferrum_rpc.engine.cuda.graphs import WORTH_RECORDING, CaptureFailed, CudaCapture, Graphs, GraphShape, buckets
+from ferrum_rpc.engine.cuda.graphs import CaptureFailed, CaptureRefused, CudaCapture, Graphs, GraphShape, buckets
 from tests.kernels.fixtures import PER_SEQUENCE, PagedModel, PlannedTorch
 from tests.kernels.rerun import Rerun
 
@@ -25,9 +28,19 @@ KERNELS = partial(TritonPagedAttention, processors=1)
 BACKENDS = pytest.mark.parametrize("backend", [PlannedTorch, KERNELS], ids=["torch", "kernels"])
 
 
-def graphed(backend, device, capture=None, **limits) -> PagedModel:
+def graphed(backend, device, capture=None, waits_when=None, **limits) -> PagedModel:
     world = PagedModel(backend, device)
-    limits = {"most_spans": 8, "blocks_per_span": PER_SEQUENCE} | limits
+    if waits_when is not None:
+        forward = world.model.forward
+
+        def waits(*arguments):
+            hidden = forward(*arguments)
+            if waits_when():
+                hidden[0, 0].item()  # a copy that the host waits for: it cannot be captured
+            return hidden
+
+        world.model.forward = waits
+    limits = {"max_spans": 8, "blocks_per_span": PER_SEQUENCE} | limits
     world.failures = []
     with torch.inference_mode():
         world.compute.graphs = Graphs(
@@ -38,6 +51,7 @@ def graphed(backend, device, capture=None, **limits) -> PagedModel:
             on_failure=lambda shape, error: world.failures.append((shape, error)),
             **limits,
         )
+        world.compute.graphs.record()
     return world
 
 
@@ -59,32 +73,34 @@ def test_replayed_steps_are_the_eager_ones_whatever_their_number_and_lengths(dev
     for count in (5, 1, 3, 5, 1):  # a bucket's own number, and fewer: what a longer step left is padding now
         chosen = random.permutation(5)[:count]
         same(replayed, eager, *((int(sequence), random.integers(0, 64, 1)) for sequence in chosen))
-    assert set(replayed.compute.graphs.recorded) == {GraphShape(1, spans) for spans in (1, 4, 8)}
+    assert replayed.compute.graphs.recorded == [GraphShape(1, spans) for spans in (1, 8, 4, 2)]
 
 
 @BACKENDS
-def test_a_verify_is_replayed_once_its_shape_came_often_and_rolls_back_as_before(device, backend):
-    replayed, eager = models(backend, device)
+def test_a_verify_is_replayed_on_request_and_rolls_back_as_before(device, backend):
+    replayed, eager = models(backend, device, max_spans=4, verify_tokens=5)
+    recordings = replayed.compute.graphs._capture.recordings
+    assert recordings == len(buckets(4)) * 5 == len(replayed.compute.graphs.recorded)
     random = np.random.default_rng(1)
-    for step in range(WORTH_RECORDING + 2):
+    for step in range(4):
         for world in (replayed, eager):
             for sequence in range(3):  # of the last verify, one draft more each time was right
                 world.truncate(sequence, world.lengths.get(sequence, 0) - (3 - min(step, 3) if step else 0))
         drafts = [random.integers(0, 64, 5) for _ in range(3)]
         same(replayed, eager, *enumerate(drafts))
-        assert (GraphShape(5, 4) in replayed.compute.graphs.recorded) == (step + 1 >= WORTH_RECORDING)
+    capture = replayed.compute.graphs._capture
+    assert (capture.recordings, capture.replays) == (recordings, 4)
 
 
 @BACKENDS
-def test_recording_in_the_middle_touches_no_sequence(device, backend):
+def test_a_recording_of_ranks_that_restart_touches_no_sequence(device, backend):
     """It runs the step once more, over nothing: not over what the last step left in the buffers."""
-    replayed, eager = models(backend, device, most_spans=4)
+    replayed, eager = models(backend, device, max_spans=4)
     same(replayed, eager, *((sequence, [sequence] * (8 + sequence)) for sequence in range(4)))
     same(replayed, eager, *((sequence, [7]) for sequence in range(4)))
     before = replayed.cached()
     with torch.inference_mode():
-        replayed.compute.graphs.record(tokens=2)
-        replayed.compute.graphs.record(tokens=1)
+        replayed.compute.graphs.record()
     assert torch.equal(replayed.cached(), before)
     same(replayed, eager, *((sequence, [8]) for sequence in range(3)))
 
@@ -99,37 +115,35 @@ def test_padding_goes_to_the_null_block_alone(device):
 
 @BACKENDS
 def test_what_fits_no_shape_runs_as_before(device, backend):
-    replayed, eager = models(backend, device, most_spans=4, blocks_per_span=3, most_tokens=2)
+    replayed, eager = models(backend, device, max_spans=4, blocks_per_span=3, verify_tokens=2)
     capture = replayed.compute.graphs._capture
+    recordings = capture.recordings
     same(replayed, eager, *((sequence, [5] * (2 + sequence)) for sequence in range(3)))  # spans of their own lengths
     same(replayed, eager, *((sequence, [1]) for sequence in range(5)))  # too many
-    for _ in range(WORTH_RECORDING):
-        same(replayed, eager, (5, [1, 2, 3]))  # too many tokens each
-    assert capture.recordings == capture.replays == 0
+    same(replayed, eager, (5, [1, 2, 3]))  # too many tokens each
     same(replayed, eager, (6, [1] * 20))
     same(replayed, eager, (6, [2]))  # six blocks, where three are reserved
-    assert (capture.recordings, capture.replays) == (1, 0)
+    assert capture.replays == 0
     same(replayed, eager, (4, [2]))
-    assert (capture.recordings, capture.replays) == (1, 1)
+    assert (capture.recordings, capture.replays) == (recordings, 1)
 
 
-@pytest.mark.parametrize("error", [CaptureFailed("not permitted"), torch.OutOfMemoryError("of 2 GiB"), ValueError("x")])
+@pytest.mark.parametrize("error", [CaptureFailed("not permitted"), CaptureRefused("no memory"), ValueError("x")])
 def test_where_recording_fails_steps_run_as_before_and_it_is_not_tried_again(device, error):
-    capture = Rerun(error, nth=2)
-    replayed, eager = graphed(PlannedTorch, device, capture), PagedModel(PlannedTorch, device, staged=False)
+    capture = Rerun(error, nth=3)
+    replayed = graphed(PlannedTorch, device, capture, max_spans=4)
+    eager = PagedModel(PlannedTorch, device, staged=False)
     for count in (2, 1, 1, 2, 4):
         same(replayed, eager, *((sequence, [count]) for sequence in range(count)))
     graphs = replayed.compute.graphs
-    assert graphs.recorded == [GraphShape(1, 2)] and capture.recordings == 2 and capture.replays == 2
+    assert graphs.recorded == [GraphShape(1, 1), GraphShape(1, 4)] and capture.recordings == 3 and capture.replays == 3
     assert graphs.closed == f"{type(error).__name__}: {error}"
-    assert replayed.failures == [(GraphShape(1, 1), error)]
+    assert replayed.failures == [(GraphShape(1, 2), error)]
 
 
 def test_a_lost_device_is_no_failed_recording(device):
-    world = graphed(PlannedTorch, device, Rerun(torch.AcceleratorError("an illegal memory access")))
     with pytest.raises(torch.AcceleratorError):
-        world.step((0, [1]))
-    assert world.failures == []
+        graphed(PlannedTorch, device, Rerun(torch.AcceleratorError("an illegal memory access")))
 
 
 @pytest.mark.parametrize("most", [1, 5, 64, 200, 256, 1000])
@@ -151,8 +165,6 @@ def test_cuda_graphs_of_one_pool_do_not_disturb_each_other():
     device = torch.device("cuda")
     replayed = graphed(TritonPagedAttention, device, CudaCapture(device))
     eager = PagedModel(TritonPagedAttention, device, staged=False)
-    with torch.inference_mode():
-        replayed.compute.graphs.record(tokens=1)
     assert len(replayed.compute.graphs.recorded) == len(buckets(8))
     random = np.random.default_rng(0)
     same(replayed, eager, *((sequence, random.integers(0, 64, 1 + 3 * sequence)) for sequence in range(8)))
@@ -163,21 +175,23 @@ def test_cuda_graphs_of_one_pool_do_not_disturb_each_other():
 
 @gpu
 @needs_cuda
-def test_a_step_that_cannot_be_recorded_is_refused_and_the_device_goes_on():
+def test_a_step_that_waits_is_refused_before_a_capture_begins():
     device = torch.device("cuda")
-    replayed = graphed(TritonPagedAttention, device, CudaCapture(device))
+    replayed = graphed(TritonPagedAttention, device, CudaCapture(device), waits_when=lambda: True)
     eager = PagedModel(TritonPagedAttention, device, staged=False)
-    stream = torch.cuda.current_stream()
-    forward = replayed.model.forward
-
-    def waits(*arguments):
-        hidden = forward(*arguments)
-        hidden[0, 0].item()  # a copy that the host waits for: not to be recorded
-        return hidden
-
-    replayed.model.forward = waits
     for count in (2, 1, 2):
         same(replayed, eager, *((sequence, [count]) for sequence in range(count)))
     graphs = replayed.compute.graphs
-    assert graphs.recorded == [] and graphs.closed is not None
-    assert torch.cuda.current_stream() == stream
+    assert graphs.recorded == [] and graphs.closed.startswith("CaptureRefused: RuntimeError: called a synchronizing")
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@gpu
+@needs_cuda
+def test_a_capture_that_fails_leaves_a_device_that_goes_on():
+    """In a process of its own: below torch 2.13 the allocator of this one would be damaged."""
+    program = Path(__file__).with_name("failed_capture.py")
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.kernels.{program.stem}"], cwd=program.parents[2], timeout=300, check=False
+    )
+    assert done.returncode == 0

@@ -90,7 +90,8 @@ FLOORS: dict[str, Floor] = {
         "core device models attention sampling sampling.transfer engine.memory", "numpy torch"
     ),
     "ferrum_rpc.engine.cuda": Floor(
-        "errors models attention sampling sampling.transfer distributed.group engine.compute", "numpy torch structlog"
+        "core device errors models attention sampling sampling.transfer distributed.group engine.compute",
+        "numpy torch structlog",
     ),
     "ferrum_rpc.engine.step": Floor(
         "core errors kv kv.store kv.tiers attention sampling sampling.transfer engine.compute", "numpy torch structlog"

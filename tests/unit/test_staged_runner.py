@@ -13,6 +13,7 @@ import torch
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, Span, SpanResult, Step, TopTokens
 from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.cuda.graphs import Capture
 from ferrum_rpc.engine.cuda.select import select_compute, select_depth
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import DeviceLost, StepFailed
@@ -36,13 +37,22 @@ def logs() -> Iterator[list[Any]]:
         yield logs
 
 
-def replaying(capture: Rerun, stage: Any = lambda _: None, graphs: str = "auto") -> TorchRunner:
+def replaying(
+    capture: Capture, stage: Any = lambda _: None, graphs: str = "auto", verify_tokens: int = 0
+) -> TorchRunner:
     """The runner of `CONFIG` with what a CUDA device would get."""
     plain = build_runner(CONFIG)
     with plain.context():
         attention = PlannedTorch(plain.model.attention_specs, plain.store.keys, plain.store.values)
         choice, compute = select_compute(
-            plain.model, attention, graphs=graphs, max_sequences=4, blocks_per_sequence=16, capture=capture
+            plain.model,
+            attention,
+            graphs=graphs,
+            max_sequences=4,
+            blocks_per_sequence=16,
+            block_size=4,
+            verify_tokens=verify_tokens,
+            capture=capture,
         )
     runner = TorchRunner(
         plain.model,
@@ -82,13 +92,24 @@ def same(one: list[Any], other: list[Any]) -> None:
 @pytest.mark.parametrize("kind", [FullLogits(), Greedy(), Greedy(logprob=True), TopTokens(3)])
 def test_prefill_decode_verify_and_rollback_answer_the_same(kind: OutputKind) -> None:
     capture = Rerun()
-    staged, plain = replaying(capture), build_runner(CONFIG)
+    staged, plain = replaying(capture, verify_tokens=3), build_runner(CONFIG)
+    recordings = capture.recordings
     steps: list[list[tuple[int, list[int], int]]] = [[(s, [s + 1] * (5 + s), 0) for s in range(3)]]
     steps += [[(s, [9], 5 + s) for s in range(3)], [(1, [3], 7)], [(0, [3], 6), (2, [4], 8)]]
     steps += [[(s, [7, at, 8], 5) for s in range(3)] for at in range(4)]  # each verify takes back the one before
     for step in steps:
         same(run(staged, *step, kind=kind), run(plain, *step, kind=kind))
     assert capture.replays >= 5
+    assert capture.recordings == recordings, "nothing is captured within a step of a caller"
+
+
+def test_a_verify_that_nobody_requested_runs_eagerly_however_often_it_comes() -> None:
+    capture = Rerun()
+    staged, plain = replaying(capture), build_runner(CONFIG)
+    recordings = capture.recordings
+    for step in [[(1, [1, 2, 3, 4, 5, 6, 7, 8, 9], 0)], *([(1, [7, at, 8], 5)] for at in range(6))]:
+        same(run(staged, *step), run(plain, *step))
+    assert (capture.recordings, capture.replays) == (recordings, 0)
 
 
 @pytest.mark.parametrize("stage", ["select", "commit"])
@@ -136,10 +157,15 @@ def test_the_choice_says_what_was_recorded_and_what_was_not(logs: list[Any]) -> 
     runner = replaying(Rerun(ValueError("no"), nth=3))
     assert runner.choice == (
         "cuda_graphs=2",
-        "decode steps of up to 4 sequences are one launch; no more were recorded: ValueError: no",
+        "decode steps of up to 4 sequences are one launch; no more were captured: ValueError: no",
     )
     runner = replaying(Rerun(ValueError("no")))
-    assert runner.choice == ("cuda_graphs=off", "recording failed: ValueError: no")
+    assert runner.choice == ("cuda_graphs=off", "capture failed: ValueError: no")
+    runner = replaying(Rerun(), verify_tokens=3)
+    assert runner.choice == (
+        "cuda_graphs=9",
+        "decode steps of up to 4 sequences, and verify steps of up to 3 tokens for each of 4 are one launch",
+    )
     assert [each["event"] for each in logs] == ["graph_capture_failed"] * 2
     assert all(each["action"] and each["sequences"] for each in logs)
 
@@ -157,8 +183,9 @@ def test_steps_overlap_where_nothing_in_them_waits_and_nobody_said_no() -> None:
 
 def test_a_backend_without_reserved_plans_has_no_graphs() -> None:
     plain = build_runner(CONFIG)
-    arguments: Any = {"graphs": "auto", "max_sequences": 4, "blocks_per_sequence": 16}
-    (name, reason), compute = select_compute(plain.model, plain.attention, capture=Rerun(), **arguments)
+    arguments: Any = {"graphs": "auto", "max_sequences": 4, "blocks_per_sequence": 16, "block_size": 4}
+    with plain.context():
+        (name, reason), compute = select_compute(plain.model, plain.attention, capture=Rerun(), **arguments)
     assert name == "cuda_graphs=off" and plain.attention.name in reason
     assert type(plain.compute) is type(compute) and plain.depth == 1
     assert not any("graphs" in name for name, _ in plain.device.choices)

@@ -28,7 +28,15 @@ from ferrum_rpc.engine.assembly.size import LargestStep, adapter_bytes, make_pla
 from ferrum_rpc.engine.assembly.source import Reasons
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
-from ferrum_rpc.engine.cuda.select import graphs_chosen, obstacle, select_compute, select_depth, stage_compute
+from ferrum_rpc.engine.cuda.first_steps import run_first_steps
+from ferrum_rpc.engine.cuda.select import (
+    graphs_chosen,
+    obstacle,
+    select_compute,
+    select_depth,
+    stage_compute,
+    warn_of_torch,
+)
 from ferrum_rpc.engine.memory import free_memory, total_memory
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.ranks.adapters import RankedAdapters
@@ -57,6 +65,8 @@ def build_runner(
     """Load the model and make its runner. Raises typed errors that say what to do, before anything is loaded where the
     weights do not fit the memory. ``largest``: what steps there will be; if it is given, the log gets the plan."""
     choices = choose(config)
+    if choices.device.type == "cuda":
+        warn_of_torch()
     if largest is not None:
         here = None if choices.device.type == "cuda" else ranks_here(config)
         announce(make_plan(choices, largest, free_memory(choices.device), here))
@@ -137,6 +147,8 @@ def _assemble(
             graphs=config.cuda_graphs,
             max_sequences=config.max_sequences,
             blocks_per_sequence=blocks_per_sequence,
+            block_size=config.block_size,
+            verify_tokens=config.verify_tokens,
             loras=loras,
         )
         overlap, depth = select_depth(compute, config.overlap)
@@ -233,15 +245,16 @@ def _say_ranks(config: ModelSettings, sharing: Sharing) -> list[tuple[str, str]]
 def _record(
     compute: RankedCompute, own: Compute, config: ModelSettings, setup: Setup, blocks_per_sequence: int
 ) -> list[tuple[str, str]]:
-    """Record decode steps on all ranks where that can be. What was chosen, and why."""
+    """On GPUs run the first steps on all ranks, and capture steps if possible. Returns choices and reasons."""
     if setup.settings.device == "cpu" and not setup.recordable:
         return []
+    run_first_steps(compute, config.block_size, blocks_per_sequence)
     why = obstacle(own, config.cuda_graphs)
     if why is None and not setup.recordable:
         why = f"rows of {setup.transport} pass through the hosts' memory"
     chosen = "cuda_graphs=off", why or ""
     if why is None:
-        compute.record(config.max_sequences, blocks_per_sequence)
+        compute.record(config.max_sequences, blocks_per_sequence, config.verify_tokens)
         assert isinstance(own, StagedCompute) and own.graphs is not None  # noqa: S101 - or that has raised
         chosen = graphs_chosen(own.graphs, adapters=own.loras is not None)
     return [chosen, ("overlap=off", "ranks wait for each other within a step")]

@@ -1,4 +1,4 @@
-"""A step's launches recorded once and replayed: what a CUDA graph needs, and which steps get one.
+"""A step's launches captured once and replayed: what a CUDA graph needs, and which steps get one.
 
 A decode step of an 8B model is some 400 launches, and Python takes longer to make them than a GPU to run them. A CUDA
 graph replays all of them in one call, with the same arguments: so everything that changes from step to step is read
@@ -6,16 +6,24 @@ from device memory that stays where it is (`attention.staging`), and steps come 
 same number of tokens (1 for decode, more for a verify of drafts), and their number is rounded up to a bucket. Rows
 beyond the step's own are padding: token 0 at position 0 of the null block, which no sequence owns.
 
-What is recorded reaches from the embedding to the final norm, all layers' cache writes among it. The head is not in
-it: which rows are asked for changes from step to step, and its few launches are queued while the layers still run.
+A graph reaches from the embedding to the final norm, with all layers' cache writes. The head is not in it: the
+requested rows change from step to step, and its few launches are queued while the layers still run.
 
-How recording is done is a `Capture`; CUDA's is here, and tests have one that runs the step again over the same memory.
-A shape that is not there runs eagerly; nothing but speed depends on a graph. This file knows no sequences and no rows.
+Shapes are captured before the executor serves, never within a step of a caller: a capture waits for the device and
+empties torch's caches, which takes 50 to 100 ms and makes every later allocation a call of the driver. A shape without
+a graph runs eagerly.
+
+A failed capture costs more than speed. Torch 2.11 and 2.12 leave their allocator in the state of a capture if CUDA
+refuses its end (pytorch #180395): it no longer releases cached memory if memory is short. Later versions may keep the
+memory of the failed graph reserved (#190348), and out of memory within a capture may end it with another error
+(#187795). So whatever makes a capture fail is looked for before one begins; see `CudaCapture`.
+
+How a step is captured is a `Capture`; CUDA's is here, and tests have one that runs the step again over the same memory.
+This file knows no sequences and no rows.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
@@ -27,16 +35,17 @@ from torch import Tensor
 from ferrum_rpc.attention.backend import StagedAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.attention.staging import Integers, Layout, Staging
+from ferrum_rpc.device import check_device
 
-MOST_SPANS: Final = 256
+MAX_SPANS: Final = 256
 """Spans of the largest graph: beyond, a step is long enough to hide its launches."""
 
-MOST_TOKENS: Final = 8
-"""Tokens a span of the longest verify that gets a graph."""
+MAX_VERIFY_SPANS: Final = 32
+"""The same of a verify, which is several times as long: seven graphs for each number of tokens."""
 
-WORTH_RECORDING: Final = 3
-"""Steps of a shape of several tokens before it is recorded: a scheduler drafts the same number for hours, and a
-recording takes as long as dozens of steps. Shapes of one token are recorded at the start."""
+SPARE_BYTES: Final = 64 << 20
+"""Device memory that must be free besides what a step takes: the graph itself and its output, and what the allocator
+rounds up. Estimated."""
 
 STEP_INPUTS: Final = 3
 """Sections of a step's integers before those of the attention's plan: token ids, positions, slots."""
@@ -48,42 +57,78 @@ Replay = Callable[[], None]
 
 
 class Capture(Protocol):
-    """Records what ``run`` launches. It may run it more than once."""
+    """Captures what ``run`` launches. It may run it more than once."""
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        """``(replay, output)``: after ``replay()`` the ``output`` is what ``run()`` would return."""
+        """``(replay, output)``: after ``replay()`` the ``output`` is what ``run()`` would return. Raises
+        `CaptureRefused`, `CaptureFailed`, or `torch.AcceleratorError` if the device is lost."""
+
+
+class CaptureRefused(RuntimeError):
+    """No capture was begun, because it would have failed. Torch and the device are as before."""
 
 
 class CaptureFailed(RuntimeError):
-    """A step could not be recorded; the device goes on."""
+    """A capture was begun and failed. The device works; for torch's allocator see the module."""
 
 
 class CudaCapture:
-    """A `Capture`: CUDA graphs that share one pool of memory. They never run at the same time, so that the intermediate
-    results of the largest, recorded first, serve all of them. Each keeps its own output."""
+    """A `Capture`: CUDA graphs that share one pool of memory. They never run at the same time, so the intermediate
+    results of the largest serve all of them. Each keeps its own output.
+
+    Before a capture the step runs once on its stream, so that compilers and libraries allocate what a capture must not.
+    If the step waits for the device, torch refuses it there; if less memory is free than the step took, the capture is
+    refused. Whatever a first run alone waits for (constants, tables) must have run before.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._pooled = 0
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        """Runs once before, so that compilers and libraries allocate what a recording must not."""
         current = torch.cuda.current_stream()
+        failed: type[RuntimeError] = CaptureRefused
         try:
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                run()
-            current.wait_stream(self._stream)
+            taken = self._warm_up(run, current)
+            self._check_memory(taken)
+            failed = CaptureFailed
             graph = torch.cuda.CUDAGraph()
             # other threads may use the device meanwhile: they free pinned rows that were sent
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 output = run()
-        except torch.AcceleratorError as error:
-            torch.cuda.synchronize()  # raises again where the device is gone, and not where the recording was refused
-            raise CaptureFailed(str(error)) from error
+        except CaptureRefused:
+            raise
+        except Exception as error:
+            check_device()
+            raise failed(f"{type(error).__name__}: {error}") from error
         finally:
-            torch.cuda.set_stream(current)  # a recording that cannot be ended leaves its own stream in place
+            torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own stream in place
+        self._pooled = max(self._pooled, taken)
         return graph.replay, output
+
+    def _warm_up(self, run: Callable[[], Tensor], current: Any) -> int:
+        """Run the step. Returns the most bytes that it had allocated at once."""
+        mode = torch.cuda.get_sync_debug_mode()
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._stream.wait_stream(current)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.cuda.stream(self._stream):
+                run()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        current.wait_stream(self._stream)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+    def _check_memory(self, taken: int) -> None:
+        """Raise `CaptureRefused` if a step that took so many bytes does not fit beside what the pool has."""
+        torch.cuda.empty_cache()  # what the warm-up took cannot become the pool's; `torch.cuda.graph` does this too
+        free, needed = torch.cuda.mem_get_info(self._device)[0], max(0, taken - self._pooled) + SPARE_BYTES
+        if free < needed:
+            raise CaptureRefused(f"{free >> 20} MiB of device memory are free, and a capture needs {needed >> 20}")
 
 
 class GraphShape(NamedTuple):
@@ -93,17 +138,17 @@ class GraphShape(NamedTuple):
     spans: int
 
 
-def buckets(most: int) -> list[int]:
-    """Numbers of spans that graphs are recorded for, up to ``most``: 1, 2, 4, 8, then every eighth to 64, and every
-    sixteenth beyond, where a padding row costs less than a recording."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, MOST_SPANS + 1, 16)]
-    most = min(most, MOST_SPANS)
-    return [*(size for size in sizes if size < most), most]
+def buckets(largest: int) -> list[int]:
+    """Numbers of spans that graphs are captured for, up to ``largest``: 1, 2, 4, 8, then every eighth to 64, and every
+    sixteenth beyond, where a padding row costs less than a capture."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, MAX_SPANS + 1, 16)]
+    largest = min(largest, MAX_SPANS)
+    return [*(size for size in sizes if size < largest), largest]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """One recorded shape, and how its inputs are laid out."""
+    """One captured shape, and how its inputs are laid out."""
 
     capacity: Any
     layout: Layout
@@ -112,8 +157,9 @@ class Graph:
 
 
 class Graphs:
-    """Recorded shapes of one model over one cache, for steps of at most ``most_spans`` spans whose sequences have at
-    most ``blocks_per_span`` blocks. ``closed`` says why no more are recorded, once that is so."""
+    """Captured shapes of one model over one cache: decode steps of up to ``max_spans`` spans, and verify steps of up to
+    `MAX_VERIFY_SPANS` of them with 2 to ``verify_tokens`` tokens each. Their sequences have at most ``blocks_per_span``
+    blocks. ``closed``: the reason why some shapes were not captured, if so."""
 
     def __init__(
         self,
@@ -122,19 +168,19 @@ class Graphs:
         capture: Capture,
         device: torch.device,
         *,
-        most_spans: int,
+        max_spans: int,
         blocks_per_span: int,
-        most_tokens: int = MOST_TOKENS,
+        verify_tokens: int = 0,
         on_failure: Callable[[GraphShape, Exception], None] = lambda shape, error: None,
     ) -> None:
         self.closed: str | None = None
         self._run, self._attention, self._capture = run, attention, capture
-        self._buckets = buckets(most_spans)
-        self._blocks, self._most_tokens = blocks_per_span, most_tokens
+        self._buckets = {1: buckets(max_spans)}
+        self._buckets |= dict.fromkeys(range(2, verify_tokens + 1), buckets(min(max_spans, MAX_VERIFY_SPANS)))
+        self._blocks = blocks_per_span
         self._on_failure = on_failure
         self._graphs: dict[GraphShape, Graph] = {}
-        self._seen: Counter[GraphShape] = Counter()
-        largest = [self._layout(GraphShape(tokens, self._buckets[-1]))[1] for tokens in range(1, most_tokens + 1)]
+        largest = [self._layout(GraphShape(tokens, sizes[-1]))[1] for tokens, sizes in self._buckets.items()]
         self._staging = Staging(device, max(layout.nbytes for layout in largest))
 
     @property
@@ -142,11 +188,14 @@ class Graphs:
         """The shapes that are replayed."""
         return list(self._graphs)
 
-    def record(self, tokens: int) -> None:
-        """Record every bucket of spans of ``tokens`` tokens, the largest first. Stops where one fails; see ``closed``.
-        Whatever means that the device is gone is raised."""
-        for spans in reversed(self._buckets):
-            self._record(GraphShape(tokens, spans))
+    def record(self) -> None:
+        """Capture every shape. The smallest is first, because its failure costs least; then the largest, whose memory
+        serves the others. Stops at a failure; see ``closed``. Raises `torch.AcceleratorError` if the device is lost."""
+        shapes = [GraphShape(tokens, spans) for tokens, sizes in self._buckets.items() for spans in reversed(sizes)]
+        smallest = GraphShape(1, self._buckets[1][0])
+        for shape in sorted(shapes, key=lambda shape: shape != smallest):
+            if not self._record(shape):
+                break
 
     def forward(self, token_ids: Integers, geometry: BatchGeometry) -> Tensor | None:
         """Hidden rows [T, hidden] of a step by replaying its shape, or None where it has none. They are valid until the
@@ -154,8 +203,7 @@ class Graphs:
         shape = self.shape(geometry)
         if shape is None:
             return None
-        graph = self._graphs.get(shape) or self._record_if_worth_it(shape)
-        if graph is None:
+        if (graph := self._graphs.get(shape)) is None:
             return None
         try:
             planned = self._attention.fill(graph.capacity, geometry)
@@ -168,38 +216,31 @@ class Graphs:
     def shape(self, geometry: BatchGeometry) -> GraphShape | None:
         """The shape that ``geometry`` is padded to; None: its spans differ, or are too many or too long."""
         tokens = geometry.tokens // max(geometry.spans, 1)
-        if not 1 <= tokens <= self._most_tokens or geometry.spans > self._buckets[-1]:
+        sizes = self._buckets.get(tokens)
+        if sizes is None or geometry.spans > sizes[-1]:
             return None
         if not np.array_equal(geometry.query_start, np.arange(geometry.spans + 1) * tokens):
             return None
-        return GraphShape(tokens, next(each for each in self._buckets if each >= geometry.spans))
+        return GraphShape(tokens, next(each for each in sizes if each >= geometry.spans))
 
-    def _record_if_worth_it(self, shape: GraphShape) -> Graph | None:
-        if shape.tokens > 1:
-            self._seen[shape] += 1
-            if self._seen[shape] < WORTH_RECORDING:
-                return None
-        return self._record(shape)
-
-    def _record(self, shape: GraphShape) -> Graph | None:
-        if self.closed is not None:
-            return None
+    def _record(self, shape: GraphShape) -> bool:
+        """Capture a shape. False if that failed."""
         capacity, layout = self._layout(shape)
         sections = self._staging.open(layout)
         plan = self._attention.bind(capacity, sections[STEP_INPUTS:])
-        # recording runs the step: over nothing but padding, and never over what an earlier step left here
+        # a capture runs the step: over nothing but padding, and never over what an earlier step left here
         nothing: Int64Array = np.zeros(0, dtype=np.int64)
         self._staging.send(layout, [nothing] * len(sections))
         try:
             replay, output = self._capture(lambda: self._run(sections[:STEP_INPUTS], plan))
         except torch.AcceleratorError:
             raise
-        except Exception as error:  # memory, a library that cannot be recorded: the eager path does without
+        except Exception as error:  # memory, a library that cannot be captured: the eager path does without
             self.closed = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             self._on_failure(shape, error)
-            return None
-        self._graphs[shape] = graph = Graph(capacity, layout, replay, output)
-        return graph
+            return False
+        self._graphs[shape] = Graph(capacity, layout, replay, output)
+        return True
 
     def _layout(self, shape: GraphShape) -> tuple[Any, Layout]:
         capacity = self._attention.reserve(shape.spans, shape.tokens, shape.spans * self._blocks)

@@ -5,19 +5,33 @@ Choices like that of a backend: made at the start, with their reasons for the lo
 
 from __future__ import annotations
 
+from typing import Final
+
 import structlog
+import torch
 
 from ferrum_rpc.attention.backend import AttentionBackend, StagedAttention
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
-from ferrum_rpc.engine.cuda.graphs import MOST_SPANS, Capture, CudaCapture, Graphs, GraphShape
+from ferrum_rpc.engine.cuda.first_steps import run_first_steps
+from ferrum_rpc.engine.cuda.graphs import (
+    MAX_SPANS,
+    Capture,
+    CaptureFailed,
+    CaptureRefused,
+    CudaCapture,
+    Graphs,
+    GraphShape,
+)
 from ferrum_rpc.errors import InvalidRequest, counted
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.vocab_parallel import VocabShard
 
-OFF = "off"
+OFF: Final = "off"
+SUPPORTED_TORCH: Final = (2, 13)
+"""The first whose allocator survives a failed capture: see `graphs`."""
 
 log = structlog.get_logger("ferrum_rpc.engine")
 
@@ -29,15 +43,19 @@ def select_compute(
     graphs: str,
     max_sequences: int,
     blocks_per_sequence: int,
+    block_size: int,
+    verify_tokens: int = 0,
     capture: Capture | None = None,
     loras: Loras | None = None,
 ) -> tuple[tuple[str, str], Compute]:
     """``(choice, compute)``; the choice is a name and its reason.
 
-    ``graphs`` is ``auto`` or ``off``. Graphs of decode steps are recorded here, which takes seconds for a large model;
-    ``capture`` records them (default: CUDA's). Raises what means that the device is gone.
+    ``graphs`` is ``auto`` or ``off``. The first steps run here, and graphs are captured, which takes seconds for a
+    large model. ``verify_tokens``: see `Graphs`; ``capture``: by default CUDA's. Raises `torch.AcceleratorError` if the
+    device is lost.
     """
     compute = stage_compute(model, attention, loras)
+    run_first_steps(compute, block_size, blocks_per_sequence)
     if (why := obstacle(compute, graphs)) is not None or not isinstance(compute, StagedCompute):
         return (f"cuda_graphs={OFF}", why or ""), compute
     compute.graphs = Graphs(
@@ -45,11 +63,12 @@ def select_compute(
         compute.staged,
         capture or CudaCapture(model.device),
         model.device,
-        most_spans=min(MOST_SPANS, max_sequences),
+        max_spans=min(MAX_SPANS, max_sequences),
         blocks_per_span=blocks_per_sequence,
+        verify_tokens=verify_tokens,
         on_failure=_warn,
     )
-    compute.graphs.record(tokens=1)
+    compute.graphs.record()
     return graphs_chosen(compute.graphs, adapters=loras is not None), compute
 
 
@@ -64,7 +83,7 @@ def stage_compute(
 
 
 def obstacle(compute: Compute, graphs: str) -> str | None:
-    """Why nothing is to be recorded; None where it is."""
+    """The reason why nothing can be captured, or None."""
     if not isinstance(compute, StagedCompute):
         return f"plans of attention={compute.attention.name} have no fixed size"
     if graphs == OFF:
@@ -72,22 +91,22 @@ def obstacle(compute: Compute, graphs: str) -> str | None:
     return "the layers of transformers may wait for the device" if compute.model.waits else None
 
 
-def record_on_ranks(compute: Compute, max_sequences: int, blocks_per_sequence: int) -> None:
-    """Record decode steps, as the other ranks do at the same time: each runs its part of every shape, and what ranks
-    say to each other is recorded with it. So a rank that cannot cannot go on alone: raises InvalidRequest, or
-    GroupAborted where it was another."""
+def record_on_ranks(compute: Compute, max_sequences: int, blocks_per_sequence: int, verify_tokens: int) -> None:
+    """Capture steps at the same time as the other ranks: each runs its part of every shape, with the collectives in
+    it. All ranks must have the same graphs. Raises InvalidRequest if a capture fails on this rank, GroupAborted if it
+    fails on another."""
     assert isinstance(compute, StagedCompute)  # noqa: S101 - `obstacle` looked
     compute.graphs = Graphs(
         compute.run_layers,
         compute.staged,
         CudaCapture(compute.model.device),
         compute.model.device,
-        most_spans=min(MOST_SPANS, max_sequences),
+        max_spans=min(MAX_SPANS, max_sequences),
         blocks_per_span=blocks_per_sequence,
-        most_tokens=1,  # others are recorded in the middle of work
+        verify_tokens=verify_tokens,
         on_failure=_refuse,
     )
-    compute.graphs.record(tokens=1)
+    compute.graphs.record()
 
 
 def select_depth(compute: Compute, overlap: str) -> tuple[tuple[str, str], int]:
@@ -100,33 +119,62 @@ def select_depth(compute: Compute, overlap: str) -> tuple[tuple[str, str], int]:
 
 
 def graphs_chosen(graphs: Graphs, *, adapters: bool) -> tuple[str, str]:
-    """What was chosen, and why."""
-    spans = sorted(shape.spans for shape in graphs.recorded)
-    if not spans:
-        return f"cuda_graphs={OFF}", f"recording failed: {graphs.closed}"
-    reason = f"decode steps of up to {spans[-1]} sequences are one launch"
+    """``(choice, reason)``."""
+    shapes = graphs.recorded
+    if not shapes:
+        return f"cuda_graphs={OFF}", f"capture failed: {graphs.closed}"
+    reason = f"decode steps of up to {max(shape.spans for shape in shapes if shape.tokens == 1)} sequences"
+    if verifying := [shape for shape in shapes if shape.tokens > 1]:
+        tokens, spans = (max(sizes) for sizes in zip(*verifying, strict=True))
+        reason += f", and verify steps of up to {tokens} tokens for each of {spans}"
+    reason += " are one launch"
     if graphs.closed is not None:
-        reason += f"; no more were recorded: {graphs.closed}"
+        reason += f"; no more were captured: {graphs.closed}"
     if adapters:
         reason += "; steps with adapters are not replayed"
-    return f"cuda_graphs={len(spans)}", reason
+    return f"cuda_graphs={len(shapes)}", reason
+
+
+def warn_of_torch(version: str = torch.__version__) -> None:
+    """Log a warning if this torch is older than what is supported on CUDA."""
+    if _release(version) < SUPPORTED_TORCH:
+        log.warning(
+            "torch_not_supported",
+            torch=version,
+            supported=".".join(map(str, SUPPORTED_TORCH)),
+            action="install a newer torch; with this one restart with --cuda-graphs off after graph_capture_failed, "
+            "because a failed capture damages its allocator",
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in version.split(".")[:2])
 
 
 def _refuse(shape: GraphShape, error: Exception) -> None:
-    if isinstance(error, GroupAborted):
-        raise error
+    reason = error.__cause__ or error if isinstance(error, CaptureRefused | CaptureFailed) else error
+    if isinstance(reason, GroupAborted):
+        raise reason
     raise InvalidRequest(
-        f"a decode step of {counted(shape.spans, 'sequence')} could not be recorded ({type(error).__name__}: {error}); "
-        "serve with --cuda-graphs off",
+        f"a step of {counted(shape.spans, 'sequence')} of {counted(shape.tokens, 'token')} each could not be captured "
+        f"({type(reason).__name__}: {reason}); serve with --cuda-graphs off",
         field="cuda_graphs",
     ) from error
 
 
 def _warn(shape: GraphShape, error: Exception) -> None:
+    action = "none needed: steps without a graph are slower and otherwise the same. If it was memory, lower --kv-memory"
+    if not isinstance(error, CaptureRefused) and _release(torch.__version__) < SUPPORTED_TORCH:
+        action = (
+            "restart with --cuda-graphs off: the failed capture has damaged the allocator of this torch, so that steps "
+            "may run out of memory that is free"
+        )
+    elif isinstance(error, CaptureFailed):
+        action += ". What the failed capture had allocated may stay reserved until the restart"
     log.warning(
         "graph_capture_failed",
         sequences=shape.spans,
         tokens_each=shape.tokens,
         error=f"{type(error).__name__}: {error}",
-        action="steps without a graph run slower and no less right; if it was memory, lower --kv-memory",
+        action=action,
     )

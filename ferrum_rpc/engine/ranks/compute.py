@@ -50,7 +50,7 @@ class RankedCompute(Compute):
         super().__init__(own.model, own.attention, own.loras, own.part)
         self.late = self.in_stages = shard.stages > 1
         self._own, self._ranks, self._counts_of = own, ranks, counts_of
-        self._recorded: tuple[int, int] | None = None
+        self._recorded: tuple[int, int, int] | None = None
         self._wanted: tuple[list[RowRequest], list[int], list[int]] = [], [], []
         first = (shard.stages - 1) * shard.ranks
         self._first_of_last_stage = max(1, first)
@@ -61,13 +61,13 @@ class RankedCompute(Compute):
         """The processes of the other ranks, in rank order."""
         return self._ranks.processes
 
-    def record(self, spans: int, blocks: int) -> None:
-        """Record decode steps on all ranks at once, with their collectives; see `record_on_ranks`. Raises
-        InvalidRequest if a rank cannot."""
-        self._recorded = spans, blocks
-        others = self._ranks.order("record", spans, blocks)
+    def record(self, spans: int, blocks: int, verify_tokens: int) -> None:
+        """Capture steps on all ranks at once, with their collectives; see `record_on_ranks`. Raises InvalidRequest if
+        a rank cannot."""
+        self._recorded = limits = spans, blocks, verify_tokens
+        others = self._ranks.order("record", *limits)
         try:
-            record_on_ranks(self._own, spans, blocks)
+            record_on_ranks(self._own, *limits)
         except GroupAborted:
             self._ranks.collect(others)  # raises another rank's error
             raise

@@ -222,9 +222,9 @@ class Working(Phase):
             why = getattr(error, "strerror", None) or type(error).__name__
             return StepFailed(f"the load of an adapter failed ({why}); nothing changed")
 
-    def record(self, spans: int, blocks: int) -> None:
-        """Record decode steps together with all ranks; see `record_on_ranks`."""
-        record_on_ranks(self.compute, spans, blocks)
+    def record(self, *limits: int) -> None:
+        """Capture steps together with all ranks; see `record_on_ranks`."""
+        record_on_ranks(self.compute, *limits)
 
     def halt(self) -> None:
         """Answer once no step is in progress here."""
