@@ -103,12 +103,12 @@ class TritonLoras(Loras):
         max_rank: int,
     ) -> None:
         super().__init__(table, dtype, device, here)
-        parts: dict[int, int] = {}
+        parts: dict[int, list[int]] = {}
         for each in self._here.values():
-            parts[each.slot] = parts.get(each.slot, 0) + 1
-        self._max_parts = max(parts.values(), default=1)
-        self.aligned = math.gcd(ALIGNMENT, *(each.first for each in self._here.values()))
-        """What divides the first row of every part."""
+            parts.setdefault(each.slot, []).append(each.first)
+        self._max_parts = max(map(len, parts.values()), default=1)
+        self.aligned = {slot: math.gcd(ALIGNMENT, *firsts) for slot, firsts in parts.items()}
+        """What divides the first row of every part of a product."""
         self.itemsize = dtype.itemsize
         self.fields = HEADER + PART * self._max_parts
         self._max_rank = self._max_parts * _even(max_rank)
@@ -153,7 +153,7 @@ class TritonLoras(Loras):
         return step
 
     def reserve(self, tokens: int) -> StagedAdapters:
-        return TritonStep(self, self._max_rank, None, tokens)
+        return TritonStep(self, self._max_rank, frozenset(self.aligned), tokens)
 
 
 class _Loaded(NamedTuple):
@@ -166,13 +166,14 @@ class _Loaded(NamedTuple):
 
 class TritonStep(StagedAdapters):
     """A step with adapters that change products by up to ``rank`` columns of A x. ``slots``: those of the products that
-    any of them changes; None: any. ``tokens``: of a step that is recorded, before its rows are known."""
+    any of them changes. ``tokens``: of a step that is recorded, before its rows are known."""
 
-    def __init__(self, loras: TritonLoras, rank: int, slots: frozenset[int] | None, tokens: int = 0) -> None:
+    def __init__(self, loras: TritonLoras, rank: int, slots: frozenset[int], tokens: int = 0) -> None:
         self._loras, self._slots = loras, slots
         self._rank = triton.cdiv(rank, RANKS) * RANKS
         self._tile, self._rows, self._tiles = SMALL, tokens, tokens
         self._bound: StepAdapters | None = None
+        self._order: Int64Array | None = None
 
     def fill(self, order: Int64Array, addresses: Int64Array, starts: Int64Array) -> None:
         """The rows of one adapter after the other in ``order``; of each adapter its table's address, and where in
@@ -183,7 +184,7 @@ class TritonStep(StagedAdapters):
     def arrays(self, *, recorded: bool) -> tuple[Int64Array, Int64Array]:
         """The rows in the order of the tiles. The number of tiles, and of each the address of its adapter's table, its
         first row in that order, and its rows."""
-        if self._slots is None:
+        if self._order is None:
             return np.zeros(self._rows, dtype=np.int64), np.zeros(1 + 3 * self._rows, dtype=np.int64)
         large = LARGE_BYTES // self._loras.itemsize
         self._tile = large if self._rows >= large * len(self._starts) and not recorded else SMALL
@@ -221,7 +222,7 @@ class BoundStep:
         tiles: int,
         tile: int,
         rank: int,
-        slots: frozenset[int] | None,
+        slots: frozenset[int],
     ) -> None:
         self._loras, self._order, self._items, self._slots = loras, order, items, slots
         self._rows, self._tiles, self._tile, self._rank = rows, tiles, tile, rank
@@ -229,7 +230,7 @@ class BoundStep:
 
     def add(self, slot: int, x: Tensor, y: Tensor) -> None:
         """``y`` is contiguous."""
-        if self._slots is not None and slot not in self._slots:
+        if slot not in self._slots:
             return
         if x.stride(1) != 1:
             x = x.contiguous()
@@ -258,7 +259,7 @@ class BoundStep:
             y.shape[1],
             *strides,
             **constants,
-            ALIGNED=self._loras.aligned,
+            ALIGNED=self._loras.aligned[slot],
             num_warps=4,
             num_stages=EXPAND_STAGES,
         )

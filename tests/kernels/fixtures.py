@@ -83,6 +83,8 @@ class PagedModel:
         self.attention = backend(specs, self.store.keys, self.store.values)
         self.compute = StagedCompute(self.model, self.attention) if staged else Compute(self.model, self.attention)
         self.lengths: dict[int, int] = {}
+        self.adapters: dict[int, int] = {}
+        """Of sequences that have one."""
 
     def geometry(self, spans: Sequence[Span]) -> BatchGeometry:
         """Sequence s owns the blocks 1 + s * PER_SEQUENCE and on, in falling order."""
@@ -95,7 +97,13 @@ class PagedModel:
     def step(self, *tokens: tuple[int, Sequence[int]]) -> Tensor:
         """Hidden rows of ``(sequence, tokens)`` each, on the host."""
         spans = [
-            Span(sequence, np.array(ids, dtype=np.int32), self.lengths.get(sequence, 0), GREEDY)
+            Span(
+                sequence,
+                np.array(ids, dtype=np.int32),
+                self.lengths.get(sequence, 0),
+                GREEDY,
+                adapter=self.adapters.get(sequence, 0),
+            )
             for sequence, ids in tokens
         ]
         with torch.inference_mode():

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from ferrum_rpc.engine.cuda.graphs import Graphs, GraphShape
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models import lora_choice
 from ferrum_rpc.models.adapter_config import LowRank
@@ -22,6 +23,9 @@ from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.triton_lora import PROGRAMS, TritonLoras
 from ferrum_rpc.selection import Unsuited
 from tests.checkpoints import make_model
+from tests.kernels.fixtures import PER_SEQUENCE, PagedModel, PlannedTorch
+from tests.kernels.rerun import Rerun
+from tests.numerics.harness import native
 
 MAX_RANK = 20
 ADAPTERS: dict[int, dict[str, int]] = {
@@ -151,6 +155,33 @@ def test_launches_recorded_before_any_adapter_serve_those_of_each_step(device):
         assert torch.equal(replayed(), eager) and not torch.equal(eager, before)
     sections.send([np.zeros(0, np.int64)] * 2)
     assert torch.equal(replayed(), before)
+
+
+def test_decode_steps_with_adapters_are_replayed_and_have_the_rows_of_torch(device):
+    """A prompt is computed eagerly. Adapters come and go after the graphs were captured; the last step has none."""
+    decoder = native(make_model("qwen3", num_hidden_layers=1), torch.float32, "plain", device)
+    replayed = PagedModel(PlannedTorch, device, decoder)
+    plain = PagedModel(PlannedTorch, device, decoder, staged=False)
+    loras = TritonLoras(layout(decoder.spec), torch.float32, device, max_rank=MAX_RANK)
+    replayed.compute.loras, plain.compute.loras = loras, TorchLoras(layout(decoder.spec), torch.float32, device)
+    capture, limits = Rerun(), {"max_spans": 4, "blocks_per_span": PER_SEQUENCE, "loras": loras}
+    with torch.inference_mode():
+        graphs = Graphs(replayed.compute.run_layers, replayed.attention, capture, device, **limits)
+        graphs.record()
+    replayed.compute.graphs = graphs
+    assert set(graphs.recorded) == {GraphShape(1, spans, each) for spans in (1, 2, 4) for each in (False, True)}
+    tokens = np.random.default_rng(0)
+    for count, adapters in ((9, {0: 1, 2: 2}), (1, {0: 1, 2: 2}), (1, {0: 3, 1: 3, 2: 2}), (1, {})):
+        for world in (replayed, plain):
+            for number in ADAPTERS:
+                world.compute.loras.drop(number)
+            for number in set(adapters.values()):
+                load(world.compute.loras, number)
+            world.adapters = adapters
+        ids = tokens.integers(0, 300, (3, count))
+        rows, truth = (world.step(*enumerate(ids)) for world in (replayed, plain))
+        torch.testing.assert_close(rows, truth, rtol=1e-4, atol=1e-4)
+    assert capture.replays == 3
 
 
 def test_tiles_beyond_the_programs_are_computed_too(device, monkeypatch):

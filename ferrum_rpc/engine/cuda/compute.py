@@ -43,8 +43,8 @@ class StagedCompute(Compute):
 
     def run(self, packed: Int64Array, geometry: BatchGeometry, adapters: StepAdapters | None = None) -> Tensor:
         """The rows are valid until the next step."""
-        if self.graphs is not None and adapters is None:
-            hidden = self.graphs.forward(packed, geometry)
+        if self.graphs is not None:
+            hidden = self.graphs.forward(packed, geometry, adapters)
             if hidden is not None:
                 return hidden
         capacity, planned = self.staged.draft(geometry)

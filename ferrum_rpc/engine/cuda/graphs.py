@@ -24,7 +24,7 @@ This file knows no sequences and no rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -36,6 +36,8 @@ from ferrum_rpc.attention.backend import StagedAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.attention.staging import Integers, Layout, Staging
 from ferrum_rpc.device import check_device
+from ferrum_rpc.models.base import StepAdapters
+from ferrum_rpc.models.lora import Loras, StagedAdapters
 
 MAX_SPANS: Final = 256
 """Spans of the largest graph: beyond, a step is long enough to hide its launches."""
@@ -50,8 +52,8 @@ rounds up. Estimated."""
 STEP_INPUTS: Final = 3
 """Sections of a step's integers before those of the attention's plan: token ids, positions, slots."""
 
-Run = Callable[[Sequence[Tensor], Any], Tensor]
-"""``run((token ids, positions, slots), plan)``: hidden rows, all on the device."""
+Run = Callable[[Sequence[Tensor], Any, StepAdapters | None], Tensor]
+"""``run((token ids, positions, slots), plan, adapters)``: hidden rows, all on the device."""
 
 Replay = Callable[[], None]
 
@@ -132,10 +134,11 @@ class CudaCapture:
 
 
 class GraphShape(NamedTuple):
-    """Spans of ``tokens`` tokens each."""
+    """Spans of ``tokens`` tokens each. ``adapters``: some of them may have one."""
 
     tokens: int
     spans: int
+    adapters: bool = False
 
 
 def buckets(largest: int) -> list[int]:
@@ -159,7 +162,8 @@ class Graph:
 class Graphs:
     """Captured shapes of one model over one cache: decode steps of up to ``max_spans`` spans, and verify steps of up to
     `MAX_VERIFY_SPANS` of them with 2 to ``verify_tokens`` tokens each. Their sequences have at most ``blocks_per_span``
-    blocks. ``closed``: the reason why some shapes were not captured, if so."""
+    blocks. With ``loras`` that allow it, each shape is captured a second time, for steps with adapters: their launches
+    take time also if there is nothing to add. ``closed``: the reason why some shapes were not captured, if so."""
 
     def __init__(
         self,
@@ -171,6 +175,7 @@ class Graphs:
         max_spans: int,
         blocks_per_span: int,
         verify_tokens: int = 0,
+        loras: Loras | None = None,
         on_failure: Callable[[GraphShape, Exception], None] = lambda shape, error: None,
     ) -> None:
         self.closed: str | None = None
@@ -178,10 +183,10 @@ class Graphs:
         self._buckets = {1: buckets(max_spans)}
         self._buckets |= dict.fromkeys(range(2, verify_tokens + 1), buckets(min(max_spans, MAX_VERIFY_SPANS)))
         self._blocks = blocks_per_span
+        self._loras = loras
         self._on_failure = on_failure
         self._graphs: dict[GraphShape, Graph] = {}
-        largest = [self._layout(GraphShape(tokens, sizes[-1]))[1] for tokens, sizes in self._buckets.items()]
-        self._staging = Staging(device, max(layout.nbytes for layout in largest))
+        self._staging = Staging(device, max(self._layout(shape)[1].nbytes for shape in self._shapes()))
 
     @property
     def recorded(self) -> list[GraphShape]:
@@ -191,25 +196,29 @@ class Graphs:
     def record(self) -> None:
         """Capture every shape. The smallest is first, because its failure costs least; then the largest, whose memory
         serves the others. Stops at a failure; see ``closed``. Raises `torch.AcceleratorError` if the device is lost."""
-        shapes = [GraphShape(tokens, spans) for tokens, sizes in self._buckets.items() for spans in reversed(sizes)]
         smallest = GraphShape(1, self._buckets[1][0])
-        for shape in sorted(shapes, key=lambda shape: shape != smallest):
+        for shape in sorted(self._shapes(), key=lambda shape: shape != smallest):
             if not self._record(shape):
                 break
 
-    def forward(self, token_ids: Integers, geometry: BatchGeometry) -> Tensor | None:
+    def forward(
+        self, token_ids: Integers, geometry: BatchGeometry, adapters: StepAdapters | None = None
+    ) -> Tensor | None:
         """Hidden rows [T, hidden] of a step by replaying its shape, or None where it has none. They are valid until the
         next step."""
         shape = self.shape(geometry)
         if shape is None:
             return None
+        if adapters is not None:
+            shape = shape._replace(adapters=True)
         if (graph := self._graphs.get(shape)) is None:
             return None
         try:
             planned = self._attention.fill(graph.capacity, geometry)
         except ValueError:  # a sequence longer than what was reserved
             return None
-        self._staging.send(graph.layout, [token_ids, geometry.positions, geometry.slots, *planned])
+        adapted = adapters.arrays(recorded=True) if isinstance(adapters, StagedAdapters) else ()
+        self._staging.send(graph.layout, [token_ids, geometry.positions, geometry.slots, *adapted, *planned])
         graph.replay()
         return graph.output[: geometry.tokens]
 
@@ -225,14 +234,20 @@ class Graphs:
 
     def _record(self, shape: GraphShape) -> bool:
         """Capture a shape. False if that failed."""
-        capacity, layout = self._layout(shape)
+        capacity, layout, adapters = self._layout(shape)
         sections = self._staging.open(layout)
-        plan = self._attention.bind(capacity, sections[STEP_INPUTS:])
+        behind = len(sections) - len(capacity.sizes)
+        plan = self._attention.bind(capacity, sections[behind:])
         # a capture runs the step: over nothing but padding, and never over what an earlier step left here
         nothing: Int64Array = np.zeros(0, dtype=np.int64)
         self._staging.send(layout, [nothing] * len(sections))
+
+        def run() -> Tensor:
+            bound = None if adapters is None else adapters.bind(sections[STEP_INPUTS:behind])
+            return self._run(sections[:STEP_INPUTS], plan, bound)
+
         try:
-            replay, output = self._capture(lambda: self._run(sections[:STEP_INPUTS], plan))
+            replay, output = self._capture(run)
         except torch.AcceleratorError:
             raise
         except Exception as error:  # memory, a library that cannot be captured: the eager path does without
@@ -242,8 +257,17 @@ class Graphs:
         self._graphs[shape] = Graph(capacity, layout, replay, output)
         return True
 
-    def _layout(self, shape: GraphShape) -> tuple[Any, Layout]:
+    def _shapes(self) -> Iterator[GraphShape]:
+        """All that are to be captured, the largest first; those with adapters last."""
+        for adapters in (False,) if self._loras is None or self._loras.reserve(1) is None else (False, True):
+            for tokens, sizes in self._buckets.items():
+                yield from (GraphShape(tokens, spans, adapters) for spans in reversed(sizes))
+
+    def _layout(self, shape: GraphShape) -> tuple[Any, Layout, StagedAdapters | None]:
         capacity = self._attention.reserve(shape.spans, shape.tokens, shape.spans * self._blocks)
-        rows = shape.spans * shape.tokens
-        inputs = ((np.int64, rows),) * STEP_INPUTS
-        return capacity, Layout((*inputs, *((np.int32, size) for size in capacity.sizes)))
+        rows, adapters = shape.spans * shape.tokens, None
+        inputs = [rows] * STEP_INPUTS
+        if shape.adapters and self._loras is not None and (adapters := self._loras.reserve(rows)) is not None:
+            inputs += map(len, adapters.arrays(recorded=True))
+        layout = Layout((*((np.int64, size) for size in inputs), *((np.int32, size) for size in capacity.sizes)))
+        return capacity, layout, adapters

@@ -66,6 +66,7 @@ def select_compute(
         max_spans=min(MAX_SPANS, max_sequences),
         blocks_per_span=blocks_per_sequence,
         verify_tokens=verify_tokens,
+        loras=loras,
         on_failure=_warn,
     )
     compute.graphs.record()
@@ -104,6 +105,7 @@ def record_on_ranks(compute: Compute, max_sequences: int, blocks_per_sequence: i
         max_spans=min(MAX_SPANS, max_sequences),
         blocks_per_span=blocks_per_sequence,
         verify_tokens=verify_tokens,
+        loras=compute.loras,
         on_failure=_refuse,
     )
     compute.graphs.record()
@@ -125,12 +127,12 @@ def graphs_chosen(graphs: Graphs, *, adapters: bool) -> tuple[str, str]:
         return f"cuda_graphs={OFF}", f"capture failed: {graphs.closed}"
     reason = f"decode steps of up to {max(shape.spans for shape in shapes if shape.tokens == 1)} sequences"
     if verifying := [shape for shape in shapes if shape.tokens > 1]:
-        tokens, spans = (max(sizes) for sizes in zip(*verifying, strict=True))
+        tokens, spans, _ = (max(sizes) for sizes in zip(*verifying, strict=True))
         reason += f", and verify steps of up to {tokens} tokens for each of {spans}"
     reason += " are one launch"
     if graphs.closed is not None:
         reason += f"; no more were captured: {graphs.closed}"
-    if adapters:
+    if adapters and not any(shape.adapters for shape in shapes):
         reason += "; steps with adapters are not replayed"
     return f"cuda_graphs={len(shapes)}", reason
 
