@@ -73,13 +73,14 @@ async def _reader(descriptor: int) -> asyncio.StreamReader:
 
 @cache
 def _forks() -> socket.socket:
-    """The socket of a process that forks, one for all tests of this process; it ends when the socket closes."""
+    """The socket of a process that forks, one for all tests of this process; it ends when the socket closes, which a
+    process that a test forks may hold open."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = (sys.executable, "-m", __name__, str(its.fileno()))
     process = subprocess.Popen(command, cwd=ROOT, pass_fds=[its.fileno()])
     its.close()
-    atexit.register(process.wait, 10)
-    atexit.register(ours.close)
+    atexit.register(process.wait)
+    atexit.register(process.terminate)
     return ours
 
 
