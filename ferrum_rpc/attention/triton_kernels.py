@@ -135,8 +135,9 @@ def attend_kernel(
                 if QUANTIZED:
                     scale = tl.load(key_scales + at // 4, mask=n < high, other=0.0)
                     k = (k.to(tl.float32) * scale[:, None]).to(q.dtype)
-                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                 if HAS_CAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), right at both infinities; near 0 it would cancel
+                    scores = scores * factor
                     x = scores * 0.34657359  # from twice the argument in base 2
                     z = x * x
                     near = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1
@@ -148,10 +149,13 @@ def attend_kernel(
                     if WINDOW > 0:
                         seen = seen & (n[None, :] > position[:, None] - WINDOW)
                     scores = tl.where(seen, scores, float("-inf"))
-                highest = tl.maximum(maximum, tl.max(scores, 1))
+                # Without a cap scores are raw products: the maximum of a row is scaled, not each score, and the scaling
+                # below is one instruction with the subtraction (the factor is positive).
+                unit = 1.0 if HAS_CAP else factor
+                highest = tl.maximum(maximum, tl.max(scores, 1) * unit)
                 # a row that has seen no key yet has no maximum: -inf - -inf would be NaN
                 base = tl.where(highest == float("-inf"), 0.0, highest)
-                weights = tl.exp2(scores - base[:, None])
+                weights = tl.exp2(scores * unit - base[:, None])
                 decay = tl.exp2(maximum - base)
                 denominator = denominator * decay + tl.sum(weights, 1)
                 v = tl.load(values + at[:, None] + dim[None, :], mask=held, other=0.0)

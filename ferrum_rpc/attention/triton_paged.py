@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from ferrum_rpc.attention.triton_plan import (
     Launch,
     LaunchCapacity,
     LayerKind,
+    Multiprocessor,
     PlanCapacity,
     SplitLimits,
     TileShape,
@@ -40,10 +42,6 @@ from ferrum_rpc.attention.triton_plan import (
 )
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.native.triton_heads import CacheRows, place_heads
-
-PROGRAMS_PER_PROCESSOR = (3, 1)
-"""Programs of the small and of the large tile shape that one multiprocessor holds at once (compute capability 9.0,
-head_dim 128, 16 bits: 72 and 98 kB of shared memory out of 228, 128 x 128 and 212 x 256 registers out of 65,536)."""
 
 MERGED_AT_ONCE = 32
 """Parts that a merging program reads in one access: more than most tiles have."""
@@ -73,8 +71,9 @@ class TritonPlan:
 class TritonPagedAttention:
     """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim], one shape, dtype and
     layout for all layers, the last axis dense; queries have that dtype. Or they are rows of `eight_bits` in `FP8`,
-    which each program dequantizes; then ``dtype`` is that of the queries. ``processors`` and ``tiles`` (small, large)
-    decide how work is split; the defaults fit the device. Launches go to the calling thread's stream."""
+    which each program dequantizes; then ``dtype`` is that of the queries. ``processors`` and ``tiles`` (with rising
+    rows) decide how work is split; the defaults fit the device. How many programs run at once is computed from the
+    registers and the shared memory of the compiled kernels. Launches go to the calling thread's stream."""
 
     name = "triton"
     exact_span_tokens = 0
@@ -87,7 +86,7 @@ class TritonPagedAttention:
         dtype: torch.dtype = torch.float32,
         *,
         processors: int | None = None,
-        tiles: tuple[TileShape, TileShape] | None = None,
+        tiles: tuple[TileShape, ...] | None = None,
         sinks: Sinks = (),
     ) -> None:
         if not len(specs) == len(keys) == len(values):
@@ -108,16 +107,28 @@ class TritonPagedAttention:
             self._keys, self._values = ([e.view(torch.float8_e4m3fn) for e in layers] for layers in (keys, values))
         self._device = keys[0].device
         self._sinks = held(specs, sinks, self._device)
-        device_processors, shared_bytes = _device_facts(self._device)
+        device_processors, shared_bytes, multiprocessor = _device_facts(self._device)
+        self._sums = self._stats = torch.empty(4, dtype=torch.float32, device=self._device)
         self._tiles = tiles or tile_shapes(self._head_dim, self._dtype.itemsize, shared_bytes)
+        if multiprocessor is not None:
+            self._tiles = tuple(self._measured(tile, multiprocessor) for tile in self._tiles)
         self._limits = [
-            SplitLimits(max(1, (processors or device_processors) * each // self._kv_heads))
-            for each in PROGRAMS_PER_PROCESSOR
+            SplitLimits(max(1, (processors or device_processors) * tile.programs // self._kv_heads))
+            for tile in self._tiles
         ]
         # buffers for the parts of split tiles; launches share them, because they run one after the other
         places = max(limits.parts * tile.rows for limits, tile in zip(self._limits, self._tiles, strict=True))
         self._sums = torch.empty(places * self._kv_heads * self._head_dim, dtype=torch.float32, device=self._device)
         self._stats = torch.empty(places * self._kv_heads * 2, dtype=torch.float32, device=self._device)
+
+    def _measured(self, tile: TileShape, multiprocessor: Multiprocessor) -> TileShape:
+        """``tile`` with the programs that a multiprocessor holds at once of its kernels, the largest of which counts.
+        Compiles them: how many registers they have depends on Triton and on the device."""
+        found = []
+        for layer in self._every_kind():
+            kernel = self._launch_nothing(layer, tile)
+            found.append(multiprocessor.programs(kernel.n_regs, kernel.metadata.shared, tile.warps))
+        return replace(tile, programs=min(found))
 
     # --- plans ------------------------------------------------------------------------------------------------------
 
@@ -146,8 +157,7 @@ class TritonPagedAttention:
         capacity = {}
         for kind in dict.fromkeys(self._kinds):
             rows = tokens * kind.group
-            large = rows > self._tiles[0].rows
-            tile, limits = self._tiles[large], self._limits[large]
+            tile, limits = self._tiles[at := self._tile_for(rows)], self._limits[at]
             tiles = spans * -(-rows // tile.rows)
             merges = min(tiles, limits.merges)
             capacity[kind] = [LaunchCapacity(tile, tiles + limits.parts, merges, min(rows, tile.rows))]
@@ -178,23 +188,36 @@ class TritonPagedAttention:
 
     def warm_up(self) -> None:
         """Compile all kernels that a step may launch, so that no step waits for a compiler (seconds each)."""
+        for layer in self._every_kind():
+            for tile in self._tiles:
+                self._launch_nothing(layer, tile)
+
+    def _launch_nothing(self, layer: int, tile: TileShape) -> Any:
+        """Launch programs without work. Returns the compiled kernel of attention."""
+        spec, device = self._specs[layer], self._device
+        record = torch.zeros((1, FIELDS), dtype=torch.int32, device=device)
+        query = torch.empty((1, spec.heads, self._head_dim), dtype=self._dtype, device=device)
+        return self._launch(layer, query, query, BoundLaunch(tile, 1, record, record), record)
+
+    def _every_kind(self) -> list[int]:
+        """A layer of each kind that Triton compiles kernels for."""
         places = [tuple([each.data_ptr() % 16 for each in pair]) for pair in zip(self._keys, self._values, strict=True)]
-        for layer in {kind: layer for layer, kind in enumerate(zip(self._specs, places, strict=True))}.values():
-            query = torch.empty((1, self._specs[layer].heads, self._head_dim), dtype=self._dtype, device=self._device)
-            for tokens in (1, self._tiles[1].rows):
-                capacity = self.reserve(1, tokens, 1)
-                nothing = [torch.zeros(size, dtype=torch.int32, device=self._device) for size in capacity.sizes]
-                self.attend(layer, query, self.bind(capacity, nothing))
+        return list({kind: layer for layer, kind in enumerate(zip(self._specs, places, strict=True))}.values())
 
     def _launches(self, geometry: BatchGeometry, kind: LayerKind) -> list[tuple[TileShape, Launch]]:
-        """Spans whose rows fit one small tile, then the others."""
-        small: list[int] = []
-        large: list[int] = []
+        """The launches of spans that take the same tile shape, in the order of the shapes."""
+        of_tile: list[list[int]] = [[] for _ in self._tiles]
         for span, (start, length) in enumerate(zip(geometry.starts.tolist(), geometry.lengths.tolist(), strict=True)):
-            fits = (length - start) * kind.group <= self._tiles[0].rows
-            (small if fits else large).append(span)
-        kinds = zip((small, large), self._tiles, self._limits, strict=True)
+            of_tile[self._tile_for((length - start) * kind.group)].append(span)
+        kinds = zip(of_tile, self._tiles, self._limits, strict=True)
         return [(tile, cut(geometry, spans, kind, tile, limits)) for spans, tile, limits in kinds if spans]
+
+    def _tile_for(self, rows: int) -> int:
+        """The index of the shape for spans of so many rows."""
+        for index, tile in enumerate(self._tiles):
+            if rows <= tile.rows:
+                return index
+        return len(self._tiles) - 1
 
     # --- the layers -------------------------------------------------------------------------------------------------
 
@@ -208,13 +231,19 @@ class TritonPagedAttention:
     def attend(self, layer: int, query: Tensor, plan: TritonPlan) -> Tensor:
         """Causal attention of ``query`` [T, heads, head_dim]; see `AttentionBackend`. Rows that the plan's spans do not
         own are not written."""
-        spec, key, value = self._specs[layer], self._keys[layer], self._values[layer]
         if query.stride(-1) != 1:
             query = query.contiguous()
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for work in plan.work[self._kinds[layer]]:
+            self._launch(layer, query, output, work, plan.tables)
+        return output
+
+    def _launch(self, layer: int, query: Tensor, output: Tensor, work: BoundLaunch, tables: Tensor) -> Any:
+        """Attention of the tiles of ``work``. Returns the compiled kernel."""
+        spec, key, value, tile = self._specs[layer], self._keys[layer], self._values[layer], work.tile
         factor, cap = _exponent(spec)
         sinks = self._sinks[layer]
-        behind = self._stats if sinks is None else sinks  # not read where there are none
+        behind = self._stats if sinks is None else sinks  # not read if there are none
         common = {
             "KV_HEADS": self._kv_heads,
             "GROUP": spec.heads // spec.kv_heads,
@@ -222,46 +251,44 @@ class TritonPagedAttention:
             "PADDED_DIM": padded_dim(self._head_dim),
             "HAS_SINKS": sinks is not None,
         }
-        for work in plan.work[self._kinds[layer]]:
-            tile = work.tile
-            attend_kernel[(len(work.items) * self._kv_heads,)](
-                query,
-                key,
-                value,
-                *self._scales[layer],
-                behind,
+        kernel = attend_kernel[(len(work.items) * self._kv_heads,)](
+            query,
+            key,
+            value,
+            *self._scales[layer],
+            behind,
+            output,
+            self._sums,
+            self._stats,
+            work.items,
+            tables,
+            factor,
+            cap,
+            *query.stride()[:2],
+            *key.stride()[:3],
+            **common,
+            BLOCK_SIZE=self._block_size,
+            ROWS=tile.rows,
+            KEYS=tile.keys,
+            WINDOW=spec.window or 0,
+            HAS_CAP=spec.softcap is not None,
+            QUANTIZED=self._quantized,
+            PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        if len(work.merges):
+            merge_kernel[(work.merged_rows, self._kv_heads, len(work.merges))](
                 output,
                 self._sums,
                 self._stats,
-                work.items,
-                plan.tables,
-                factor,
-                cap,
-                *query.stride()[:2],
-                *key.stride()[:3],
+                behind,
+                work.merges,
                 **common,
-                BLOCK_SIZE=self._block_size,
                 ROWS=tile.rows,
-                KEYS=tile.keys,
-                WINDOW=spec.window or 0,
-                HAS_CAP=spec.softcap is not None,
-                QUANTIZED=self._quantized,
-                PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
-                num_warps=tile.warps,
-                num_stages=tile.stages,
+                PARTS=MERGED_AT_ONCE,
             )
-            if len(work.merges):
-                merge_kernel[(work.merged_rows, self._kv_heads, len(work.merges))](
-                    output,
-                    self._sums,
-                    self._stats,
-                    behind,
-                    work.merges,
-                    **common,
-                    ROWS=tile.rows,
-                    PARTS=MERGED_AT_ONCE,
-                )
-        return output
+        return kernel
 
 
 def _exponent(spec: AttentionSpec) -> tuple[float, float]:
@@ -272,10 +299,14 @@ def _exponent(spec: AttentionSpec) -> tuple[float, float]:
     return 2.0 * spec.scale / spec.softcap * LOG2_E, spec.softcap * LOG2_E
 
 
-def _device_facts(device: torch.device) -> tuple[int, int]:
-    """``(multiprocessors, bytes of shared memory that a program may use)``; for the interpreter a small device."""
+def _device_facts(device: torch.device) -> tuple[int, int, Multiprocessor | None]:
+    """The number of multiprocessors, the bytes of shared memory that a program may use, and what a multiprocessor's
+    programs share; for the interpreter a small device, whose kernels are not compiled."""
     if device.type != "cuda":
-        return 4, 99 << 10
-    properties = torch.cuda.get_device_properties(device)
+        return 4, 99 << 10, None
+    properties: Any = torch.cuda.get_device_properties(device)
     guaranteed = properties.shared_memory_per_block  # without the opt-in that triton takes
-    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", guaranteed)
+    program = getattr(properties, "shared_memory_per_block_optin", guaranteed)
+    shared = getattr(properties, "shared_memory_per_multiprocessor", program + 1024)
+    multiprocessor = Multiprocessor(shared, properties.max_threads_per_multi_processor)
+    return properties.multi_processor_count, program, multiprocessor

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +29,33 @@ FIELDS = 8
 @dataclass(frozen=True, slots=True)
 class TileShape:
     """A launch's shape: query ``rows`` and ``keys`` of a program, its ``warps`` and pipeline ``stages``, and ``part``,
-    the minimum number of keys for which a program of its own is worth while."""
+    the minimum number of keys for which a program of its own is worth while. ``programs``: how many one multiprocessor
+    holds at once."""
 
     rows: int
     keys: int
     warps: int
     stages: int
     part: int
+    programs: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Multiprocessor:
+    """What programs that run at once on a multiprocessor share: bytes of ``shared`` memory, ``threads``, and
+    registers. Allocation rules are those of CUDA's occupancy calculator for compute capability 8.0 and later."""
+
+    shared: int
+    threads: int
+
+    REGISTERS: ClassVar[int] = 65536
+
+    def programs(self, registers: int, shared: int, warps: int) -> int:
+        """How many programs run at once of a kernel with ``registers`` per thread, ``shared`` bytes and ``warps``.
+        At least 1."""
+        of_warp = -(-registers * 32 // 256) * 256  # allocated in units of 256
+        resident_warps = min(self.REGISTERS // of_warp // 4 * 4, self.threads // 32)  # in each of four quarters
+        return max(1, min(resident_warps // warps, self.shared // (shared + 1024)))  # CUDA itself takes 1 kB
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +182,32 @@ def sections_of(launches: list[Launch], tables: Int32s) -> list[Int32s]:
     return [*(records for launch in launches for records in (launch.items, launch.merges)), tables]
 
 
-def tile_shapes(head_dim: int, itemsize: int, shared_bytes: int) -> tuple[TileShape, TileShape]:
-    """``(small, large)`` for spans of few rows and of many, such that a program's shared memory is within
-    ``shared_bytes``.
+def tile_shapes(head_dim: int, itemsize: int, shared_bytes: int) -> tuple[TileShape, ...]:
+    """The shapes for spans of few rows and of more, rising, such that a program's shared memory is within
+    ``shared_bytes``. A span gets the first shape that has all its rows, or the last.
 
-    16 rows are the minimum of the matrix units, and enough for a decoded token's group. 128 rows do 128 floating-point
-    operations per byte of K and V in 16 bits, about the ratio of compute to memory bandwidth. For longer rows of K
-    registers are the limit (see `tests/kernels/compiling.py`). Keys can be loaded only after their block ids, so Triton
-    needs two stages for each tile of keys in flight: five for decode, whose speed depends on the bytes in flight.
+    16 rows are the minimum of the matrix units, and enough for a decoded token's group. 64 rows are the minimum of
+    Hopper's, for a verify (5 tokens of a group of 4 are 20 rows): two such programs share a multiprocessor, one of 128
+    rows leaves no registers for another. 128 rows do 128 floating-point operations per byte of K and V in 16 bits,
+    about the ratio of compute to memory bandwidth. For longer rows of K registers are the limit (see
+    `tests/kernels/compiling.py`). Keys can be loaded only after their block ids, so Triton needs two stages for each
+    tile of keys in flight: five for decode, whose speed depends on the bytes in flight.
+
+    ``programs`` are those of compute capability 9.0 and heads of 128: compiled kernels know better.
     """
     row_bytes = padded_dim(head_dim) * itemsize
+    shapes: tuple[TileShape, ...]
     if itemsize > 2:  # float32 takes three products in TensorFloat-32, and three times the registers
         keys = 32 if row_bytes <= 512 else 16
-        shapes = (TileShape(16, keys, warps=4, stages=3, part=128), TileShape(32, keys, warps=4, stages=3, part=512))
+        shapes = (TileShape(16, keys, 4, 3, part=128, programs=2), TileShape(32, keys, 4, 3, part=512, programs=2))
     else:
-        keys = 64 if row_bytes <= 256 else 32
-        shapes = (TileShape(16, keys, warps=4, stages=5, part=128), TileShape(128, keys, warps=8, stages=3, part=512))
-    return _fit(shapes[0], row_bytes, shared_bytes), _fit(shapes[1], row_bytes, shared_bytes)
+        keys, warps = (64, 4) if row_bytes <= 256 else (32, 8)
+        shapes = (
+            TileShape(16, keys, 4, 5, part=128, programs=3),
+            TileShape(64, keys, warps, 3, part=256, programs=2),
+            TileShape(128, keys, 8, 3, part=512, programs=1),
+        )
+    return tuple(_fit(shape, row_bytes, shared_bytes) for shape in shapes)
 
 
 def padded_dim(head_dim: int) -> int:

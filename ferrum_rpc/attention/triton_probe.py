@@ -58,6 +58,8 @@ def probe(
         raise Unsuited("the layers' heads differ")
     if (max_head_dim := max(spec.head_dim for spec in specs)) > MAX_HEAD_DIM:
         raise Unsuited(f"heads of {max_head_dim} are wider than {MAX_HEAD_DIM}")
+    if min(spec.scale for spec in specs) <= 0:
+        raise Unsuited("the kernels need a positive softmax scale")
     from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 
     for spec in dict.fromkeys(specs):

@@ -5,7 +5,9 @@ Here and in `tests/kernels/cases.py` every slot that no sequence owns holds NaN:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,18 +23,18 @@ from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
-from ferrum_rpc.attention.triton_plan import TileShape
+from ferrum_rpc.attention.triton_plan import Multiprocessor, TileShape
 from ferrum_rpc.core import AttentionSpec
 from tests.kernels.cases import LONG, MIX, SPECS, TOLERANCE, PagedStep, paged_step
 
 SMALL = AttentionSpec(4, 2, 16, 0.25)
-FINE = (TileShape(16, 16, 4, 3, 16), TileShape(32, 16, 4, 3, 32))
+FINE = (TileShape(16, 16, 4, 3, 16, programs=3), TileShape(32, 16, 4, 3, 32))
 """Small tiles, so that short sequences have many and are split often."""
 
 TYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-def kernels(step: PagedStep, processors: int | None = None, tiles: tuple[TileShape, TileShape] | None = None):
+def kernels(step: PagedStep, processors: int | None = None, tiles: tuple[TileShape, ...] | None = None):
     dtype = step.query.dtype
     sinks = [step.sinks]
     return TritonPagedAttention(
@@ -91,6 +93,38 @@ def test_what_is_no_number_in_an_owned_slot_shows(device, which, position, fp8):
 def test_group_sizes(device, group):
     step = paged_step(AttentionSpec(2 * group, 2, 16, 0.3), [(20, 1), (3, 6), (0, 1), (40, 2)], device=device)
     assert step.error(attend(step, kernels(step, 1, FINE))) <= TOLERANCE[torch.float32]
+
+
+def test_decode_verify_and_prefill_have_tiles_of_their_own(device):
+    """The shapes of a device: 4, 20 and 80 rows per KV head, alone and split."""
+    spec = AttentionSpec(8, 2, 16, 0.25)
+    step = paged_step(spec, [(33, 1), (700, 5), (0, 20), (12, 5)], device=device, dtype=torch.bfloat16)
+    for processors in (1, 16):
+        backend = kernels(step, processors)
+        [works] = backend.plan(step.geometry).work.values()
+        assert [work.tile.rows for work in works] == [16, 64, 128]
+        assert bool(len(works[1].merges)) == (processors > 1)
+        assert step.error(attend(step, backend)) <= TOLERANCE[torch.bfloat16]
+    [verify] = backend.reserve(8, 5, 9).launches.values()
+    assert [(each.tile.rows, each.merged_rows) for each in verify] == [(64, 20)]
+
+
+def test_compiled_kernels_decide_how_many_programs_run_at_once(monkeypatch):
+    """As on a device; the widest kernel of a tile counts, and tiles are split for as many as run."""
+    registers = {16: iter((96, 128)), 32: iter((212, 40))}
+
+    class Compiled:
+        def __getitem__(self, grid):
+            metadata = SimpleNamespace(shared=72_192)
+            return lambda *_, **names: SimpleNamespace(n_regs=next(registers[names["ROWS"]]), metadata=metadata)
+
+    monkeypatch.setattr(triton_paged, "attend_kernel", Compiled())
+    monkeypatch.setattr(triton_paged, "merge_kernel", defaultdict(lambda: lambda *_, **__: None))
+    monkeypatch.setattr(triton_paged, "_device_facts", lambda _: (8, 227 << 10, Multiprocessor(228 << 10, 2048)))
+    layer = torch.zeros(9, 16, 2, 16)
+    backend = TritonPagedAttention([SMALL, replace(SMALL, window=9)], [layer] * 2, [layer] * 2, tiles=FINE)
+    assert [tile.programs for tile in backend._tiles] == [3, 2]
+    assert [limits.wanted for limits in backend._limits] == [3 * 8 // 2, 2 * 8 // 2]
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
@@ -279,7 +313,7 @@ class Recorder:
                 for each in arguments
             ]
             self.variants.add((*facts, *constants.items()))
-            self.kernel[grid](*arguments, **constants)
+            return self.kernel[grid](*arguments, **constants)
 
         return launch
 

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.triton_plan import Launch, LayerKind, SplitLimits, TileShape, cut, padded_dim, tile_shapes
+from ferrum_rpc.attention.triton_plan import (
+    Launch,
+    LayerKind,
+    Multiprocessor,
+    SplitLimits,
+    TileShape,
+    cut,
+    padded_dim,
+    tile_shapes,
+)
 
 BLOCK = 4
 TILE = TileShape(rows=16, keys=16, warps=4, stages=3, part=16)
@@ -86,6 +95,21 @@ def test_the_longest_of_unequal_sequences_is_split_and_starts_first():
     launch = cut(geometry_of(spans), range(21), LayerKind(4, None), TILE, SplitLimits(wanted=16))
     assert set(launch.merges[:, 0].tolist()) == {20}
     assert launch.items[0, 0] == 20 and launch.items[-1, 0] != 20
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "warps", "programs"),
+    [
+        (128, 72_192, 4, 3),  # shared memory decides
+        (168, 10_000, 4, 3),  # 5,376 registers for a warp: 12 warps
+        (169, 10_000, 4, 2),  # 5,632: 11, of which a quarter of the multiprocessor takes whole ones
+        (212, 98_560, 8, 1),
+        (32, 0, 4, 16),  # threads
+        (255, 300_000, 8, 1),  # at least one
+    ],
+)
+def test_the_programs_that_run_at_once(registers, shared, warps, programs):
+    assert Multiprocessor(228 << 10, 2048).programs(registers, shared, warps) == programs
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
