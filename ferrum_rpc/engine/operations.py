@@ -112,8 +112,8 @@ class TorchRunner(StepRunner):
             try:
                 fetched = self.kv.fetch(sequence, start, prompt, prefix, most)
                 self._save_leaving()
-                for block, content in fetched:
-                    self.store.write_block(block, content)
+                if fetched:
+                    self.store.write_blocks(*zip(*fetched, strict=True))
             except BaseException:
                 self.kv.forget_prefixes()  # some may lack their content
                 raise

@@ -113,8 +113,7 @@ class StepRunner:
         with torch.inference_mode():
             yield
             if self._tier is not None:
-                blocks = self.kv.prefixes.blocks()
-                self._tier.end([(key, partial(self.store.read_block, block)) for block, key in blocks], FLUSH_S)
+                self._tier.end(self.kv.prefixes.blocks(), self.store.read_blocks, FLUSH_S)
 
     def end_hold(self, sequences: Sequence[int]) -> None:
         """Free the blocks that were reserved for runs that are over."""
@@ -325,9 +324,11 @@ class StepRunner:
     def _save_leaving(self) -> None:
         """Save evicted blocks of the prefix cache, before any block is written."""
         assert self._tier is not None  # noqa: S101 - the callers looked
-        for block, key in self.kv.prefixes.take_leaving():
-            if self._tier.write(key, partial(self.store.read_block, block)):
-                self.kv.prefixes.note_tier(key, there=True)
+        if leaving := self.kv.prefixes.take_leaving():
+            self._tier.write(leaving, self.store.read_blocks)
+            for _, key in leaving:
+                if key in self._tier:
+                    self.kv.prefixes.note_tier(key, there=True)
 
     def _failure(self, pending: Pending, error: BaseException) -> ExecutorError:
         """Undo a reserved step, and return its callers' error. Raises errors that are not a failure of the step."""

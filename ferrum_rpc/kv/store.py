@@ -11,8 +11,9 @@ This file must not know sequences, tokens, hashes or the model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ferrum_rpc.sampling.transfer import Marker, to_device, to_host
+
 KEY, VALUE = 0, 1
 """Index of a buffer's second axis."""
+
+BlockContent = Callable[[], npt.NDArray[np.uint8]]
+"""The content of a block, uint8 [block_bytes], on the host. A call waits until it is there, in any thread; raises the
+device's failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +84,7 @@ class KvStore:
         pairs = [next(unused[spec]) for spec in layers]
         self.keys: list[Tensor] = [pair[KEY] for pair in pairs]
         self.values: list[Tensor] = [pair[VALUE] for pair in pairs]
-        self.staging: Tensor | None = None
-        """Where blocks pass on their way between a device and the host, uint8 [own_block_bytes], page-locked: one copy
-        a buffer, at the speed of the bus. None where the memory is the host's."""
-        if device.type == "cuda":
-            self.staging = torch.empty(self.own_block_bytes, dtype=torch.uint8, pin_memory=True)
+        self._device = device
 
     def copy_blocks(self, pairs: Tensor) -> None:
         """Copy block ``pairs[i, 0]`` to ``pairs[i, 1]`` (int64 [n, 2], where the store is), in all layers. All reads
@@ -138,33 +141,67 @@ class KvStore:
 
     def read_block(self, block: int) -> npt.NDArray[np.uint8]:
         """The content of a block in all layers, uint8 [block_bytes], on the host."""
-        if self.staging is not None:
-            for place, staged in self._staged(self.staging, block):
-                staged.copy_(place)
-            return self.staging.numpy().copy()
+        if self._device.type != "cpu":
+            return self._gather([block])[0]()
         parts = [_bytes(each[:, :, block]).flatten() for each in self.buffers]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def write_block(self, block: int, content: bytes) -> None:
         """Put back what `read_block` returned."""
-        data, at = np.frombuffer(content, np.uint8), 0
-        if self.staging is not None:
-            self.staging.numpy()[...] = data
-            for place, staged in self._staged(self.staging, block):
-                place.copy_(staged)
+        if self._device.type != "cpu":
+            self._scatter([block], [content])
             return
+        data, at = np.frombuffer(content, np.uint8), 0
         for each in self.buffers:
             there = _bytes(each[:, :, block])
             there[...] = data[at : at + there.nbytes].reshape(there.shape)
             at += there.nbytes
 
-    def _staged(self, staging: Tensor, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each buffer the block's place, and its part of ``staging`` in the same shape."""
-        at = 0
+    def read_blocks(self, blocks: Sequence[int]) -> list[BlockContent]:
+        """What ``blocks`` have now, whatever is written there afterwards. On a GPU they are gathered and copied at
+        once, and nothing waits for it here."""
+        if self._device.type == "cpu":
+            return [partial(_itself, self.read_block(block)) for block in blocks]
+        return self._gather(blocks)
+
+    def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        """As `write_block` of each. On a GPU nothing waits for it."""
+        if self._device.type != "cpu":
+            self._scatter(blocks, contents)
+            return
+        for block, content in zip(blocks, contents, strict=True):
+            self.write_block(block, content)
+
+    def _gather(self, blocks: Sequence[int]) -> list[BlockContent]:
+        if not blocks:
+            return []
+        places = to_device(torch.tensor(blocks), self._device)
+        parts = [each.movedim(2, 0).index_select(0, places).flatten(1).view(torch.uint8) for each in self.buffers]
+        [host] = to_host([parts[0] if len(parts) == 1 else torch.cat(parts, 1)])
+        mark = Marker(self._device)
+        return [partial(_arrived, mark, each) for each in host.numpy()]
+
+    def _scatter(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        size = len(blocks), self.own_block_bytes
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        for row, content in zip(host.numpy(), contents, strict=True):
+            row[...] = np.frombuffer(content, np.uint8)
+        there, places, at = host.to(self._device, non_blocking=True), to_device(torch.tensor(blocks), self._device), 0
         for each in self.buffers:
-            place = each[:, :, block]
-            yield place, staging[at : at + place.nbytes].view(place.dtype).view(place.shape)
-            at += place.nbytes
+            by_block = each.movedim(2, 0)
+            end = at + by_block[0].nbytes
+            part = there[:, at:end].contiguous().view(each.dtype)
+            by_block.index_copy_(0, places, part.view(len(blocks), *by_block.shape[1:]))
+            at = end
+
+
+def _itself(content: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    return content
+
+
+def _arrived(mark: Marker, content: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    mark.wait()
+    return content
 
 
 def _bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:

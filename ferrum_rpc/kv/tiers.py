@@ -23,7 +23,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
@@ -33,6 +33,9 @@ import structlog
 
 from ferrum_rpc.prefix_hash import HASH_BYTES
 from ferrum_rpc.private_files import PrivateFolder
+
+Content = Callable[[], Any]
+"""Returns the content of a block, a buffer that must not change any more. It may wait: the writing thread calls it."""
 
 KEY_BYTES: Final = (HASH_BYTES, 2 * HASH_BYTES)
 """Of a key: for everybody, and for one caller."""
@@ -78,9 +81,9 @@ class BlockFiles:
             raise ValueError(f"{most_bytes} bytes hold no block of {self._size}")
         self._there: OrderedDict[bytes, None] = OrderedDict()  # the last used last
         self._own = set[bytes]()  # written here, while another process has the folder
-        self._waiting: dict[bytes, Any] = {}
+        self._waiting: dict[bytes, Content] = {}
         self._lock = threading.Lock()  # of `_waiting`
-        self._jobs: queue.SimpleQueue[tuple[bytes, Any] | None] = queue.SimpleQueue()  # without content: remove it
+        self._jobs: queue.SimpleQueue[tuple[bytes, Content | None] | None] = queue.SimpleQueue()  # None: remove it
         self.on_gone: Callable[[bytes], object] = lambda hashed: None
         self._folder = PrivateFolder(folder)
         self._ended = False
@@ -118,7 +121,7 @@ class BlockFiles:
             waiting = self._waiting.get(hashed)
         if waiting is not None:
             self._there.move_to_end(hashed)
-            return bytes(waiting)
+            return bytes(waiting())
         try:
             with open(self._folder.open(hashed.hex(), os.O_RDONLY), "rb") as file:
                 head, content = file.read(HEAD_BYTES), file.read(self._size)
@@ -132,28 +135,36 @@ class BlockFiles:
         self._there.move_to_end(hashed)
         return content
 
-    def write(self, hashed: bytes, read: Callable[[], Any]) -> bool:
-        """Queue the block that ``read`` returns (a buffer that must not change any more) for writing, unless it is
-        there. False: it is dropped, because the disk is too slow."""
-        if hashed in self._there:
-            self._there.move_to_end(hashed)
-            return True
+    def write(self, blocks: Sequence[tuple[int, bytes]], read: Callable[[Sequence[int]], Sequence[Content]]) -> None:
+        """Queue ``blocks`` (each with its key) for writing, unless they are there. Those for which the disk is too slow
+        are dropped. ``read`` is called once, with the others."""
         with self._lock:
-            if len(self._waiting) * self._size >= WAITING_BYTES:
-                return False
-            self._waiting[hashed] = content = read()
-        if not self._alone and not self._folder.has(hashed.hex()):
-            self._own.add(hashed)
-        self._jobs.put((hashed, content))
-        self._there[hashed] = None
-        self._trim()
-        return True
+            most = -(-WAITING_BYTES // self._size) - len(self._waiting)
+        new: dict[bytes, int] = {}
+        for block, hashed in blocks:
+            if hashed in self._there:
+                self._there.move_to_end(hashed)
+            elif len(new) < most:
+                new[hashed] = block
+        for hashed, content in zip(new, read(list(new.values())) if new else (), strict=True):
+            with self._lock:
+                self._waiting[hashed] = content
+            if not self._alone and not self._folder.has(hashed.hex()):
+                self._own.add(hashed)
+            self._jobs.put((hashed, content))
+            self._there[hashed] = None
+            self._trim()
 
-    def end(self, blocks: Iterable[tuple[bytes, Callable[[], Any]]], most_s: float) -> None:
+    def end(
+        self, blocks: Iterable[tuple[int, bytes]], read: Callable[[Sequence[int]], Sequence[Content]], most_s: float
+    ) -> None:
         """Write these too, within ``most_s`` seconds, and wait until all is written. Must be the last call."""
         last = time.monotonic() + most_s
-        for hashed, read in blocks:
-            while not self.write(hashed, read) and time.monotonic() < last:
+        for block, hashed in blocks:
+            while time.monotonic() < last:
+                self.write([(block, hashed)], read)
+                if hashed in self._there:
+                    break
                 time.sleep(PAUSE_S)
         self._jobs.put(None)
         self._thread.join(max(0.0, last - time.monotonic()))
@@ -234,16 +245,17 @@ class BlockFiles:
                 if content is None:
                     self._folder.unlink(hashed.hex())
                 else:
-                    data = memoryview(content).cast("B")
+                    data = memoryview(content()).cast("B")
                     _write(self._folder, hashed.hex(), self._head(hashed, data), data)
                     failed = False
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # RuntimeError: the device that has the block is lost
                 if not failed:  # once: a full disk fails every time
+                    number = error.errno if isinstance(error, OSError) else None
                     log.warning(
                         "kv_tier_write_failed",
                         file=str(self._folder.path / hashed.hex()),
-                        error=error.strerror or str(error),
-                        action=f"{ACTIONS.get(error.errno or 0, 'see why')}; the executor goes on without",
+                        error=getattr(error, "strerror", None) or str(error),
+                        action=f"{ACTIONS.get(number or 0, 'see why')}; the executor goes on without",
                     )
                 failed = True
             finally:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from struct import Struct
 
@@ -29,6 +30,17 @@ def content(number: int) -> bytes:
     return bytes([number % 256]) * SIZE
 
 
+def contents(numbers: Sequence[int]) -> list[Callable[[], bytes]]:
+    """Of the blocks with these numbers."""
+    return [partial(content, each) for each in numbers]
+
+
+def put(files: BlockFiles, number: int) -> bool:
+    """Whether it is there afterwards."""
+    files.write([(number, hashed(number))], contents)
+    return hashed(number) in files
+
+
 def opened(folder: Path, blocks: int = 100) -> BlockFiles:
     return BlockFiles(folder, blocks * WHOLE, SIZE)
 
@@ -36,7 +48,7 @@ def opened(folder: Path, blocks: int = 100) -> BlockFiles:
 def filled(folder: Path, count: int, blocks: int = 100) -> BlockFiles:
     files = opened(folder, blocks)
     for number in range(count):
-        assert files.write(hashed(number), lambda number=number: content(number))
+        assert put(files, number)
     return files
 
 
@@ -48,13 +60,13 @@ def names(folder: Path) -> set[str]:
 def test_another_process_finds_what_one_has_left(tmp_path: Path) -> None:
     files = filled(tmp_path, 3)
     assert [files.read(hashed(number)) for number in range(4)] == [*map(content, range(3)), None]
-    files.end([(hashed(3), lambda: content(3))], 10)
+    files.end([(3, hashed(3))], contents, 10)
     assert sorted(each.stat().st_mode & 0o777 for each in tmp_path.iterdir()) == [0o600] * 5, "four, and the key"
     after = opened(tmp_path)
     assert [after.read(hashed(number)) for number in range(4)] == [*map(content, range(4))]
     assert after.held_bytes == 4 * WHOLE == sum((tmp_path / each).stat().st_size for each in names(tmp_path))
     after.clear()
-    after.end([], 10)
+    after.end([], contents, 10)
     assert not names(tmp_path)
 
 
@@ -62,14 +74,14 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     files, gone = filled(tmp_path, 3, blocks=3), list[bytes]()
     files.on_gone = gone.append
     assert files.read(hashed(0))
-    assert files.write(hashed(1), lambda: content(1)), "it is there, and used again"
-    files.write(hashed(3), lambda: content(3))
+    assert put(files, 1), "it is there, and used again"
+    put(files, 3)
     assert gone == [hashed(2)]
     assert [hashed(number) in files for number in range(4)] == [True, True, False, True]
-    files.end([], 10)
+    files.end([], contents, 10)
     assert names(tmp_path) == {hashed(number).hex() for number in (0, 1, 3)}
     fewer = opened(tmp_path, blocks=2)
-    fewer.end([], 10)
+    fewer.end([], contents, 10)
     assert len(fewer.hashes()) == len(names(tmp_path)) == 2
 
 
@@ -92,15 +104,15 @@ def of_another(path: Path) -> None:
 
 def of_another_key(path: Path) -> None:
     """What somebody writes who has not read the key, however well all else is made."""
-    filled(other := path.parent / "other", 1).end([], 10)
+    filled(other := path.parent / "other", 1).end([], contents, 10)
     (other / path.name).rename(path)
 
 
 def of_one_caller(path: Path) -> None:
     """What only the caller who imported it may find, under the name of what everybody may."""
     files, key = opened(path.parent), hashed(0) + b"c" * 16
-    files.write(key, lambda: content(0))
-    files.end([], 10)
+    files.write([(0, key)], contents)
+    files.end([], contents, 10)
     assert opened(path.parent).read(key) == content(0)
     path.with_name(key.hex()).rename(path)
 
@@ -131,20 +143,20 @@ HARM = (
 
 @pytest.mark.parametrize("harm", HARM)
 def test_a_file_that_is_not_what_was_written_is_a_miss_and_goes(tmp_path: Path, harm: Callable[[Path], None]) -> None:
-    filled(tmp_path, 2).end([], 10)
+    filled(tmp_path, 2).end([], contents, 10)
     files = opened(tmp_path)
     harm(tmp_path / hashed(0).hex())
     assert files.read(hashed(0)) is None
     assert files.read(hashed(1)) == content(1)
     assert hashed(0) not in files
-    files.write(hashed(0), lambda: content(0))
-    files.end([], 10)
+    put(files, 0)
+    files.end([], contents, 10)
     assert opened(tmp_path).read(hashed(0)) == content(0), "it was written anew"
 
 
 @pytest.mark.parametrize("key", ["key", "new", "damaged"])
 def test_the_key_is_made_once_and_what_another_one_wrote_is_a_miss(tmp_path: Path, key: str) -> None:
-    filled(tmp_path, 1).end([], 10)
+    filled(tmp_path, 1).end([], contents, 10)
     secret = (tmp_path / "key").read_bytes()
     assert len(secret) == 32
     if key == "new":
@@ -155,8 +167,8 @@ def test_the_key_is_made_once_and_what_another_one_wrote_is_a_miss(tmp_path: Pat
         files = sorted(pool.map(opened, [tmp_path] * 4), key=lambda each: not each._alone)  # first who has the folder
     assert ((tmp_path / "key").read_bytes() == secret) is (key == "key")
     assert [each.read(hashed(0)) for each in files] == [content(0) if key == "key" else None] * 4
-    files[1].write(hashed(1), lambda: content(1))
-    files[1].end([], 10)
+    put(files[1], 1)
+    files[1].end([], contents, 10)
     assert opened(tmp_path).read(hashed(1)) == content(1), "they have the same key"
 
 
@@ -198,7 +210,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("harm", REFUSED)
 def test_a_folder_that_is_not_this_user_s_alone_is_refused(tmp_path: Path, harm: Callable[[Path], None]) -> None:
-    filled(tmp_path / "tier", 1).end([], 10)
+    filled(tmp_path / "tier", 1).end([], contents, 10)
     assert (tmp_path / "tier").stat().st_mode & 0o777 == 0o700
     if "somebody" in harm.__name__ and os.geteuid():
         pytest.skip("only root gives files away")
@@ -216,7 +228,7 @@ def test_what_an_earlier_version_left_goes(tmp_path: Path) -> None:
 
 
 def test_files_of_another_length_are_told_once_and_go(tmp_path: Path) -> None:
-    filled(tmp_path, 5).end([], 10)
+    filled(tmp_path, 5).end([], contents, 10)
     for number, length in enumerate((0, SIZE, 200)):
         os.truncate(tmp_path / hashed(number).hex(), length)
     with capture_logs() as logs:
@@ -224,40 +236,40 @@ def test_files_of_another_length_are_told_once_and_go(tmp_path: Path) -> None:
     [told] = logs
     assert (told["event"], told["blocks"], told["folder"]) == ("cached_block_lost", 3, str(tmp_path))
     assert set(files.hashes()) == {hashed(3), hashed(4)}
-    files.end([], 10)
+    files.end([], contents, 10)
     assert len(names(tmp_path)) == 2
 
 
 def test_a_second_process_deletes_what_it_wrote_alone(tmp_path: Path) -> None:
     first = filled(tmp_path, 3)
-    first.end([], 10)
+    first.end([], contents, 10)
     first = opened(tmp_path)
     with capture_logs() as logs:
         second = opened(tmp_path, blocks=4)
     [told] = logs
     assert told["event"] == "kv_tier_locked" and "--kv-tier-dir" in told["action"]
     for number in (0, 3, 4):
-        second.write(hashed(number), lambda number=number: content(number))
+        put(second, number)
     assert len(second.hashes()) == 4, "it keeps to its own limit"
     second.clear()
-    second.end([], 10)
+    second.end([], contents, 10)
     assert names(tmp_path) == {hashed(number).hex() for number in range(3)}
     assert [first.read(hashed(number)) for number in range(3)] == [*map(content, range(3))]
-    first.end([], 10)
+    first.end([], contents, 10)
 
 
 def test_a_second_process_has_the_folder_when_the_first_has_ended(tmp_path: Path) -> None:
     first = filled(tmp_path, 2)
     second = opened(tmp_path, blocks=4)
-    first.end([(hashed(2), lambda: content(2))], 10)
+    first.end([(2, hashed(2))], contents, 10)
     for number in range(10, 15):
-        second.write(hashed(number), lambda number=number: content(number))
-    second.end([], 10)
+        put(second, number)
+    second.end([], contents, 10)
     left = names(tmp_path)
     assert left == {each.hex() for each in second.hashes()} and len(left) == 4, "what the first left counts"
     third = opened(tmp_path)
     third.clear()
-    third.end([], 10)
+    third.end([], contents, 10)
     assert not names(tmp_path)
 
 
@@ -284,12 +296,45 @@ def test_a_slow_disk_loses_blocks_and_not_memory(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(tiers, "_write", slow)
     files = opened(tmp_path)
-    kept = [files.write(hashed(number), lambda number=number: content(number)) for number in range(4)]
+    kept = [put(files, number) for number in range(4)]
     assert kept.count(False) >= 2
     assert [files.read(hashed(number)) is not None for number in range(4)] == kept, "what waits can be read"
     held.set()
-    files.end([], 10)
+    files.end([], contents, 10)
     assert len(names(tmp_path)) == kept.count(True)
+
+
+def test_blocks_of_one_step_are_read_at_once_and_awaited_by_the_writer_alone(tmp_path: Path) -> None:
+    """Of those that are there none is read; a block may be read again before it has arrived."""
+    files, arrived, asked = filled(tmp_path, 1), threading.Event(), list[list[int]]()
+
+    def late(number: int) -> bytes:
+        assert arrived.wait(10)
+        return content(number)
+
+    def read(numbers: Sequence[int]) -> list[Callable[[], bytes]]:
+        asked.append([*numbers])
+        return [partial(late, each) for each in numbers]
+
+    files.write([(number, hashed(number)) for number in (1, 0, 2, 3)], read)
+    assert asked == [[1, 2, 3]] and all(hashed(number) in files for number in range(4))
+    threading.Timer(0.05, arrived.set).start()
+    assert files.read(hashed(3)) == content(3)
+    files.end([], contents, 10)
+    assert names(tmp_path) == {hashed(number).hex() for number in range(4)}
+
+
+def test_what_a_lost_device_had_is_missed_alone(tmp_path: Path) -> None:
+    def lost() -> bytes:
+        raise RuntimeError("an illegal memory access")
+
+    files = opened(tmp_path)
+    with capture_logs() as logs:
+        files.write([(0, hashed(0)), (1, hashed(1))], lambda _: [lost, partial(content, 1)])
+        files.end([], contents, 10)
+    [told] = logs
+    assert told["event"] == "kv_tier_write_failed" and "illegal" in told["error"]
+    assert [opened(tmp_path).read(hashed(number)) for number in range(2)] == [None, content(1)]
 
 
 @pytest.mark.parametrize(("code", "action"), [(28, "make room there"), (2, "start the executor again"), (5, "see why")])
@@ -302,7 +347,7 @@ def test_a_disk_that_fails_costs_the_blocks_alone(
     with monkeypatch.context() as patch, capture_logs() as logs:
         patch.setattr(tiers, "_write", fails)
         files = filled(tmp_path, 3)
-        files.end([], 10)
+        files.end([], contents, 10)
     [told] = logs
     assert told["event"] == "kv_tier_write_failed" and told["action"].startswith(action)
     assert [files.read(hashed(number)) for number in range(3)] == [None] * 3

@@ -7,6 +7,8 @@ import torch
 
 from ferrum_rpc.attention.eight_bits import FP8, MAX_MAGNITUDE, from_rows
 from ferrum_rpc.kv.store import CacheSpec, KvStore
+from ferrum_rpc.sampling.transfer import Marker
+from tests.fake_device import fake_device
 from tests.poison import fill_slots
 
 CPU = torch.device("cpu")
@@ -94,14 +96,39 @@ def test_what_is_read_is_written_elsewhere_bit_for_bit(store):
         assert torch.equal(now[1:5], then[1:5])
 
 
-def test_a_block_comes_back_bit_for_bit_also_through_staging(store):
-    """Page-locked memory is CUDA's; ordinary memory in its place shows where each buffer's bytes go."""
+def test_a_block_comes_back_bit_for_bit(store):
     before = snapshot(store)
     content = store.read_block(1)
-    store.staging = torch.empty(store.block_bytes, dtype=torch.uint8)
-    assert bytes(store.read_block(1)) == bytes(content)
     store.write_block(4, bytes(content))
-    store.staging = None
-    store.write_block(5, bytes(content))
+    [again, other] = store.read_blocks([4, 2])
+    assert bytes(again()) == bytes(content)
+    store.write_blocks([5, 0], [bytes(content), bytes(other())])
     for now, then in zip(snapshot(store), before, strict=True):
-        assert torch.equal(now, then[[0, 1, 2, 3, 1, 1]])
+        assert torch.equal(now, then[[2, 1, 2, 3, 1, 1]])
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_blocks_of_a_device_are_gathered_at_once_and_nobody_waits(layers, monkeypatch):
+    """What is written behind them does not change them. All layers' bytes lie as `read_block` of a host has them."""
+    marks = []
+
+    class Mark(Marker):
+        def __init__(self, device):
+            self.waited = False
+            marks.append(self)
+
+        def wait(self):
+            self.waited = True
+
+    monkeypatch.setattr("ferrum_rpc.kv.store.Marker", Mark)
+    here, generator = KvStore(LAYERS[layers], 6, 4, CPU), torch.Generator().manual_seed(0)
+    for tensor in (*here.keys, *here.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 40)
+    with fake_device() as device:
+        there = KvStore(LAYERS[layers], 6, 4, device)
+        there.write_blocks(range(6), [bytes(here.read_block(block)) for block in range(6)])
+        contents = there.read_blocks([3, 1])
+        there.write_block(3, bytes(here.read_block(0)))
+        assert len(marks) == 1 and not marks[0].waited
+        assert [bytes(each()) for each in contents] == [bytes(here.read_block(block)) for block in (3, 1)]
+        assert marks[0].waited and bytes(there.read_block(3)) == bytes(here.read_block(0))

@@ -47,12 +47,12 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.executor": Floor("", "google grpc"),
     "ferrum_rpc.wire": Floor("core errors executor", "google grpc numpy"),
     "ferrum_rpc.native": Floor("", "torch triton"),
+    "ferrum_rpc.sampling.transfer": Floor("", "torch"),
     # each knows nothing of the others' insides
     "ferrum_rpc.kv": Floor("core errors prefix_hash", "numpy"),
-    "ferrum_rpc.kv.store": Floor("core errors", "numpy torch"),
+    "ferrum_rpc.kv.store": Floor("core errors sampling.transfer", "numpy torch"),
     "ferrum_rpc.kv.tiers": Floor("prefix_hash private_files", "structlog"),
     "ferrum_rpc.distributed.group": Floor("", "torch"),
-    "ferrum_rpc.sampling.transfer": Floor("", "torch"),
     "ferrum_rpc.models.fields": Floor("errors"),
     "ferrum_rpc.models.config_keys": Floor("errors models.fields"),
     "ferrum_rpc.models": Floor(

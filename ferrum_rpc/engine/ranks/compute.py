@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ferrum_rpc.engine.cuda.select import record_on_ranks
 from ferrum_rpc.engine.ranks.leader import LOOK_EVERY_S, Answer, Ranks
 from ferrum_rpc.engine.ranks.setup import Groups
 from ferrum_rpc.errors import DeviceLost, ExecutorError
-from ferrum_rpc.kv.store import CacheSpec, KvStore, Saved
+from ferrum_rpc.kv.store import BlockContent, CacheSpec, KvStore, Saved
 from ferrum_rpc.models.base import StepAdapters
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.sampling.rows import RowRequest
@@ -251,6 +252,14 @@ class RankedStore(KvStore):
     def read_block(self, block: int) -> Bytes:
         others = self._ranks.order("cache", "read_block", block)
         return np.concatenate([super().read_block(block), *self._ranks.collect(others)])
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[BlockContent]:
+        """One by one, and there when this returns: ranks wait for each other."""
+        return [partial(np.asarray, self.read_block(block)) for block in blocks]
+
+    def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        for block, content in zip(blocks, contents, strict=True):
+            self.write_block(block, content)
 
     def write_block(self, block: int, content: bytes) -> None:
         ends = np.cumsum(self._block_bytes).tolist()
