@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup demo fleet-demo serve test lint format stubs bench bench-peers profile soak lock compose-test wheels transcript gpu-check compat clean
+.PHONY: help setup demo fleet-demo serve test lint format stubs bench bench-peers profile soak lock compose-test wheels transcript first-light first-light-wheels gpu-check compat clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -95,8 +95,14 @@ compat: .venv/.dev  ## Load the stubs with the oldest and newest grpcio and prot
 transcript: .venv/.dev  ## Write docs/transcript.md from real calls
 	@$(BIN)/python tools/transcript.py
 
-gpu-check: .venv/.dev  ## On a CUDA machine: run what waits for one, write benchmarks/results/gpu-check.json
-	@$(BIN)/python -m benchmarks.gpu
+first-light:  ## On a CUDA machine with torch, triton and transformers: run all that waits for one, step by step
+	@$(PYTHON) -m benchmarks.gpu first-light
+
+first-light-wheels: .venv/.dev  ## Collect in wheels/ what first light needs besides, for a machine without an index
+	@$(BIN)/python -m tools.wheels first-light
+
+gpu-check:  ## On a CUDA machine: measure against its limits, write benchmarks/results/gpu-check.json
+	@$(PYTHON) -m benchmarks.gpu
 
 clean:  ## Remove .venv and what the tools left
 	@rm -rf .venv .venv-peers build dist *.egg-info ferrum_rpc_*/build ferrum_rpc_*/*.egg-info ferrum_rpc_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

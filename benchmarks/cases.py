@@ -62,6 +62,7 @@ OUTPUTS: Final[dict[str, OutputKind]] = {
     "greedy": Greedy(),
     "greedy-logprobs": Greedy(logprob=True, logprobs=RowLogprobs(5)),
     "sample": Sample(seed=1),
+    "sample-top-p": Sample(top_p=0.9, seed=1),
     "sample-penalties": Sample(0.8, 50, 0.95, seed=1, repetition_penalty=1.1, frequency_penalty=0.1),
     "top-tokens-20": TopTokens(20),
     "hidden-states": HiddenStates(RowDType.BF16),

@@ -145,12 +145,30 @@ def _agree(ours: Round, theirs: Round) -> bool:
     return ours.last == theirs.last
 
 
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Rounds ``by_name`` of the sides of a cell, of so many ``steps`` each; those that are ``absent``, and why; turns
+    that others ``disturbed``, see `alternate`."""
+
+    steps: int
+    by_name: dict[str, list[Round]]
+    absent: dict[str, str]
+    disturbed: list[int]
+
+
 async def contest(cell: Cell, players: Mapping[str, Player], reference: str, rounds: int, round_s: float) -> Figures:
     """One cell: warm up, choose the number of steps from the reference side's pace, and alternate. A side that cannot
     do the cell is ``absent`` with its reason, and the others go on. ``ratios``: of each other side's step to the
     reference's, which are tokens a second of the reference over the other's."""
+    played = await rounds_of(cell, players, reference, rounds, round_s)
+    return result_of(cell, played.steps, played.by_name, reference, played.absent, played.disturbed)
+
+
+async def rounds_of(  # noqa: PLR0917
+    cell: Cell, players: Mapping[str, Player], reference: str, rounds: int, round_s: float, steps: int = 0
+) -> Played:
+    """The rounds of `contest`. ``steps`` of each; 0: see there."""
     absent: dict[str, str] = {}
-    steps = 0
     for name in sorted(players, key=lambda each: each != reference):  # the reference tells the pace
         try:
             await players[name].prepare(cell)
@@ -164,7 +182,18 @@ async def contest(cell: Cell, players: Mapping[str, Player], reference: str, rou
             absent[name] = str(reason)
     takes = {name: partial(_take, each, cell, steps) for name, each in players.items() if name not in absent}
     turns, disturbed = await alternate(takes, rounds, first=2)
-    by_name = {name: [turn[name] for turn in turns] for name in takes}
+    return Played(steps, {name: [turn[name] for turn in turns] for name in takes}, absent, disturbed)
+
+
+def result_of(  # noqa: PLR0917
+    cell: Cell,
+    steps: int,
+    by_name: Mapping[str, Sequence[Round]],
+    reference: str,
+    absent: Mapping[str, str] = {},
+    disturbed: Sequence[int] = (0, 0),
+) -> Figures:
+    """The result of `contest`, of rounds that were played."""
     ours = by_name[reference]
     return {
         "cell": cell.name,
@@ -178,9 +207,9 @@ async def contest(cell: Cell, players: Mapping[str, Player], reference: str, rou
         "goal": cell.goal,
         "reference": reference,
         "sides": {name: figures(cell, each, ours) for name, each in by_name.items()},
-        "absent": absent,
+        "absent": dict(absent),
         "ratios": {name: ratio(each, ours) for name, each in by_name.items() if name != reference},
-        "disturbed": disturbed,
+        "disturbed": [*disturbed],
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import shlex
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import machine
-from benchmarks.cases import BLOCK_SIZE, CACHE, LEAD_IN, SEED, Cell, checkpoint
+from benchmarks.cases import BLOCK_SIZE, CACHE, LEAD_IN, SEED, SHAPES, Cell, checkpoint
 from benchmarks.compare import Player, Unsupported, contest
 from benchmarks.engines.process import REFERENCE
 from benchmarks.limits import Machine, roof
@@ -101,13 +102,13 @@ def finish(measuring: Coroutine[Any, Any, Record], show: Callable[[dict[str, Any
 
 
 class Contest:
-    """The cells of a run, side by side: a result for each, with its limit, saved as it comes."""
+    """The cells of a run, side by side: a result for each, with its limit, saved as it comes. The checkpoint is written
+    when something first needs its ``folder``."""
 
     def __init__(self, options: argparse.Namespace, name: str, shape: str, device: str = "cpu") -> None:
-        folder = checkpoint("tiny" if options.quick else shape)
-        self.folder, self.options = str(folder), options
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        self.spec = ModelSpec.from_config(config)
+        self.options = options
+        self._shape = "tiny" if options.quick else shape
+        self.spec = ModelSpec.from_config(SHAPES[self._shape])
         told = {
             "threads": options.threads,
             "rounds": options.rounds,
@@ -118,13 +119,18 @@ class Contest:
             "output": "greedy: the arg-max of every row; the tokens fed were chosen beforehand, the same for all sides",
         }
         self.record = Record(name, told, options.out)
-        facts = {"name": folder.name, "parameters": parameter_count(self.spec), "dtype": "bfloat16"}
+        facts = {"name": self._shape, "parameters": parameter_count(self.spec), "dtype": "bfloat16"}
         facts |= {"layers": len(self.spec.layers), "hidden_size": self.spec.hidden_size}
         facts |= {name: getattr(self.spec.attention_specs[0], name) for name in ("heads", "kv_heads", "head_dim")}
         facts["vocab_size"] = self.spec.vocab_size
         self.record.save(model=facts, cells=[], sides={}, left_out={})
         self.machine = Machine(options.threads, device, quick=options.quick)
         self.machine.read()
+
+    @functools.cached_property
+    def folder(self) -> str:
+        """The checkpoint."""
+        return str(checkpoint(self._shape))
 
     async def open(self, stack: AsyncExitStack, name: str, opening: Opening) -> Player | None:
         """A side, or None: then it is left out, and the file says why."""
@@ -140,17 +146,22 @@ class Contest:
 
     async def play(self, cells: Sequence[Cell], players: Mapping[str, Player], reference: str = REFERENCE) -> None:
         """Every cell, by all sides in turn."""
-        results: list[dict[str, Any]] = self.record.values["cells"]
-        named = {cell.name: cell for cell in self.options.cells}
         for cell in cells:
             self.machine.read()
             options = self.options
-            results.append(await contest(cell, players, reference, options.rounds, options.round_seconds))
-            limits = self.machine.limits()  # the best readings of the whole run, for every cell
-            for result in results:
-                result["roof"] = roof(named[result["cell"]], self.spec, limits)
-            self.record.save(limits=limits)
+            result = await contest(cell, players, reference, options.rounds, options.round_seconds)
+            self.add(cell, result)
             print(f"{', '.join(players)}: {cell.name}: done", flush=True)
+
+    def add(self, cell: Cell, result: dict[str, Any]) -> None:
+        """Save the ``result`` of a cell."""
+        results: list[dict[str, Any]] = self.record.values["cells"]
+        named = {each.name: each for each in (*self.options.cells, cell)}
+        results.append(result)
+        limits = self.machine.limits()  # the best readings of the whole run, for every cell
+        for each in results:
+            each["roof"] = roof(named[each["cell"]], self.spec, limits)
+        self.record.save(limits=limits)
 
 
 def _now() -> str:

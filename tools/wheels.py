@@ -1,8 +1,13 @@
-"""Collect the packages of the images in build/wheels/, with lists of their hashes: `make wheels`.
+"""Collect packages as wheels: `make wheels` those of the images, `make first-light-wheels` those of a GPU machine.
+
+The images' are in build/wheels/, with lists of their hashes.
 
 Where pip is configured on this machine (an index or a folder of its own, as for torch's build for CPUs), an image build
 knows nothing of it. So the wheels are collected here, and the build needs neither that nor a network. It takes what was
 collected by its hashes, as it takes what the ordinary index has by those in locked/.
+
+Those of a GPU machine are in wheels/: what the steps of first light import beyond torch, triton and transformers, which
+such a machine has, for its Python.
 """
 
 from __future__ import annotations
@@ -14,7 +19,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from tools.commands import ROOT, Failed, run
@@ -22,6 +28,16 @@ from tools.commands import ROOT, Failed, run
 WHEELS = ROOT / "build" / "wheels"
 LOCKED = ROOT / "locked"
 IMAGE_PYTHON = "3.11"
+GPU_WHEELS = ROOT / "wheels"
+GPU_PYTHON = "3.12"
+GPU_PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(5, 36)))
+"""pip takes each of them exactly as it is written."""
+
+GPU_MACHINE_HAS = ("torch", "triton", "transformers", "numpy")
+OVERRIDDEN = "typing-extensions"
+"""torch has it too, but pydantic needs a newer one than torch does."""
+
+GPU_TESTS = ("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis")
 PIP_SOURCES = ("index-url", "extra-index-url", "find-links", "no-index")
 
 
@@ -88,10 +104,62 @@ def _without_pip_sources() -> dict[str, str]:
     return {**kept, "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
+def gpu_requirements() -> list[str]:
+    """What the steps of first light import, but for what a GPU machine has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["server"], *GPU_TESTS]
+    return [each for each in wanted if _named(each) not in GPU_MACHINE_HAS]
+
+
+def needed(packages: Sequence[str], without: Collection[str]) -> set[str]:
+    """``packages`` and what they require in this environment, and so on, but nothing that is or is required by
+    ``without`` alone."""
+    found, left = set[str](), [normal(each) for each in packages]
+    while left:
+        name = left.pop()
+        if name not in found and name not in without:
+            found.add(name)
+            left += _required(name)
+    return found
+
+
+def _required(package: str) -> list[str]:
+    """What it requires itself."""
+    try:
+        return [_named(each) for each in requires(package) or () if "extra ==" not in each]
+    except PackageNotFoundError:
+        return []
+
+
+def collect_gpu_wheels() -> str:
+    """Fill wheels/; returns what was done."""
+    fresh = GPU_WHEELS.with_name("wheels.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(fresh), "-c", "constraints.txt"]
+    command += ["--python-version", GPU_PYTHON, "--implementation", "cp", "--only-binary=:all:"]
+    command += [part for platform in GPU_PLATFORMS for part in ("--platform", platform)]
+    run([*command, *gpu_requirements()], timeout=1800)
+    there = {*GPU_MACHINE_HAS, *(each for package in GPU_MACHINE_HAS for each in _required(package))}
+    kept = needed([_named(each) for each in gpu_requirements()], there - {OVERRIDDEN})
+    for file in fresh.glob("*.whl"):
+        if normal(file.name.split("-")[0]) not in kept:
+            file.unlink()
+    files = list(fresh.glob("*.whl"))
+    size = sum(file.stat().st_size for file in files) / 2**20
+    shutil.rmtree(GPU_WHEELS, ignore_errors=True)
+    fresh.rename(GPU_WHEELS)
+    return f"{len(files)} wheels for Python {GPU_PYTHON}, {size:.0f} MiB, collected in wheels/"
+
+
+def _named(requirement: str) -> str:
+    """The package of a requirement."""
+    return normal(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
+
+
 def main() -> int:
     """Exit status 0; 1 where they cannot be had."""
     try:
-        print(f"packages: {collect_wheels()}")
+        print(f"packages: {collect_gpu_wheels() if sys.argv[1:] == ['first-light'] else collect_wheels()}")
     except Failed as error:
         print(f"packages: FAILED: {error}")
         return 1

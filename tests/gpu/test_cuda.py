@@ -1,7 +1,7 @@
 """The same promises on a CUDA device: the runner against float64, and failed steps without trace.
 
 Needs torch with a CUDA device; skipped visibly elsewhere. Nothing here needs more than torch, transformers and the
-server's own packages, so that it runs where only wheels can be carried: `make gpu-check`.
+server's own packages, so that it runs where only wheels can be carried: `make first-light`.
 """
 
 from __future__ import annotations

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 
 import pytest
 
-from benchmarks import gpu, report, tables, targets
+from benchmarks import report, tables, targets
 from benchmarks.cases import QUICK_CELLS
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
-from benchmarks.gpu import LOADS, ONE_RANK, run_suite
+from benchmarks.gpu import check
+from benchmarks.gpu.check import LOADS, ONE_RANK, run_suite
 from benchmarks.machine import ROOT
+from benchmarks.record import Contest
 
 
 def python(*arguments: str) -> str:
@@ -25,7 +28,7 @@ def python(*arguments: str) -> str:
 def test_the_cells_run_without_a_gpu_and_that_is_no_result(tmp_path, quick_run):
     out = tmp_path / "gpu.json"
     with pytest.raises(SystemExit) as ended:
-        quick_run(gpu, "--out", str(out))
+        quick_run(check, "--out", str(out))
     assert not ended.value.code
     found = json.loads(out.read_text(encoding="utf-8"))
     assert found["failed"] == [] and [cell["cell"] for cell in found["cells"]] == [cell.name for cell in QUICK_CELLS]
@@ -48,24 +51,48 @@ def test_without_a_device_the_check_fails():
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(SystemExit, match="no CUDA device"):
-        gpu.main([])
+        check.main([])
 
 
 def test_the_kernels_are_timed_beside_those_of_torch():
     pytest.importorskip("triton")
     program = (
         "from tests.kernels.interpreter import interpret; interpret();"
-        "import asyncio, json, torch; from benchmarks import gpu; from benchmarks.gpu import Load, attention;"
-        "gpu.LLAMA = gpu.AttentionSpec(4, 1, 128, 0.1);"
+        "import asyncio, json, torch; from benchmarks.gpu.check import AttentionSpec, Load, attention;"
+        "spec = AttentionSpec(4, 1, 128, 0.1);"
         "loads = (Load('decode', 2, 19, 1), Load('prefill', 1, 0, 24));"
         "limits = {'read_gb_s': 10.0, 'bf16_tflops': 1.0};"
-        "print(json.dumps(asyncio.run(attention(torch.device('cpu'), loads, limits, rounds=1))))"
+        "print(json.dumps(asyncio.run(attention(torch.device('cpu'), loads, limits, 1, spec))))"
     )
     loads = json.loads(python("-c", program).splitlines()[-1])
     for load in loads:
         assert {"sdpa", "varlen_attn"} == set(load["ratios"]) | set(load["absent"]) and "sdpa" in load["ratios"]
         assert 0 < load["share_of_bandwidth"] < 1 and 0 < load["share_of_matrix_units"] < 1
     assert len(tables.attention({"attention": loads}).rows) == 2
+
+
+def test_one_side_at_a_time_gives_the_same_result(tmp_path, monkeypatch):
+    """As on a device that does not hold both; here its memory alone is said."""
+    options = check.parse(["--quick", "--only", "cells", "--out", str(tmp_path / "gpu.json")])
+    here = Contest(options, "gpu, rehearsed", "tiny")
+    monkeypatch.setattr(check.torch.cuda, "empty_cache", lambda: None)
+    asyncio.run(check.one_at_a_time(here, "cpu"))
+    found = here.record.values["cells"]
+    assert [each["cell"] for each in found] == [cell.name for cell in QUICK_CELLS]
+    for each in found:
+        assert set(each["sides"]) == {REFERENCE, INSIDE} and set(each["ratios"]) == {INSIDE}
+        assert each["roof"]["tokens_per_s"] > 0 and each["ratios"][INSIDE]["median"] > 0
+        assert each["sides"][INSIDE]["samples"] == each["sides"][REFERENCE]["samples"]
+        assert each["sides"][INSIDE]["same_tokens"] == each["sides"][REFERENCE]["same_tokens"]
+
+
+def test_calls_read_more_than_the_l2_cache_holds(monkeypatch):
+    class Properties:
+        L2_cache_size = 50 << 20
+
+    monkeypatch.setattr(check.torch.cuda, "get_device_properties", lambda _: Properties)
+    device = check.torch.device("cuda")
+    assert check._copies(device, 8 * 1024 * 4096) == 7 and check._copies(device, 1 << 30) == 1
 
 
 def a_check():

@@ -1,4 +1,4 @@
-"""`make gpu-check`: everything that waits for a CUDA device, in one command, with its results as data.
+"""`make gpu-check`: the figures of a CUDA device and the tests that wait for one, with their results as data.
 
     cells        prefill 8k, decode b1 @1k and b64 @2k of the Qwen3-8B shape, in process and through gRPC in turn,
                  beside the limits that the device had in the same run; then transformers, static cache and compiled
@@ -6,6 +6,8 @@
                  they share it, and NCCL is not run
     attention    the attention kernels alone, beside SDPA and `varlen_attn`
     tests        `tests/kernels` and `tests/gpu`, which have waited for a GPU
+
+A device of less than 100 GiB runs one side at a time, and ratios are then of rounds that did not alternate.
 
 A part that fails is named, and the others go on. Exit status 1 if anything failed or a target was missed, or if there
 is no CUDA device (a check that cannot fail would be none). ``--only`` runs a part. ``--quick`` runs the cells tiny and
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -35,11 +38,12 @@ from torch import Tensor
 
 from benchmarks import machine, tables
 from benchmarks.cases import BLOCK_SIZE, DECODE, GPU_CELLS, PREFILL, QUICK_CELLS, Cell
-from benchmarks.compare import Round, alternate, contest, ratio
+from benchmarks.compare import Round, alternate, contest, ratio, result_of, rounds_of
 from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
-from benchmarks.record import Contest, out_of, read_options
+from benchmarks.gpu.first_light import FIGURES
+from benchmarks.record import Contest, Opening, out_of, read_options
 from benchmarks.targets import TARGETS
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import AttentionSpec
@@ -58,6 +62,11 @@ RANK_CELLS: Final = (Cell(PREFILL, 1, 2048), Cell(DECODE, 1, 1024), Cell(DECODE,
 SUITES: Final = ("tests/kernels", "tests/gpu")
 STATIC: Final = "transformers static, compiled"
 LLAMA: Final = AttentionSpec(32, 8, 128, 128**-0.5)
+BOTH_BYTES: Final = 100 << 30
+"""Two servers of the 8B shape, of 15.3 GiB of weights and 19.0 of cache each, with contexts and all else: 74 GiB."""
+
+BEYOND_CACHE: Final = 4
+"""Times the L2 cache that timed calls read before they read the same again."""
 Call = Callable[[], Tensor]
 
 
@@ -83,6 +92,9 @@ LOADS: Final = (
 async def cells(here: Contest, device: str) -> None:
     """In process and through gRPC by turns; then the peer, which needs the memory of the former."""
     options, folder, threads = here.options, here.folder, here.options.threads
+    if device == "cuda" and torch.cuda.mem_get_info()[1] < BOTH_BYTES:
+        await one_at_a_time(here, device)
+        return
     async with AsyncExitStack() as stack:
         session = await here.open(stack, REFERENCE, Client.open(folder, options.cells, threads, device))
         assert session is not None
@@ -98,6 +110,33 @@ async def cells(here: Contest, device: str) -> None:
         peer = await here.open(stack, STATIC, PeerProcess.open(kind, folder, threads, here.spec.vocab_size))
         if peer is not None:
             await here.play([cell for cell in options.cells if cell.batch == 1], {REFERENCE: session, STATIC: peer})
+
+
+async def one_at_a_time(here: Contest, device: str) -> None:
+    """As `cells`, for a device whose memory does not hold two models with their caches: each side plays all cells, in
+    as many steps as the first. No peer."""
+    options, folder, threads = here.options, here.folder, here.options.threads
+    openings: dict[str, Callable[[], Opening]] = {
+        REFERENCE: lambda: Client.open(folder, options.cells, threads, device),
+        INSIDE: lambda: Inside.open(folder, options.cells, threads, device),
+    }
+    played: dict[str, dict[str, list[Round]]] = {cell.name: {} for cell in options.cells}
+    steps: dict[str, int] = {}
+    for name, opening in openings.items():
+        async with AsyncExitStack() as its:
+            player = await here.open(its, name, opening())
+            assert player is not None
+            for cell in options.cells:
+                here.machine.read()
+                found = await rounds_of(
+                    cell, {name: player}, name, options.rounds, options.round_seconds, steps.get(cell.name, 0)
+                )
+                steps[cell.name] = found.steps
+                played[cell.name] |= found.by_name
+            del player
+        torch.cuda.empty_cache()
+    for cell in options.cells:
+        here.add(cell, result_of(cell, steps[cell.name], played[cell.name], REFERENCE))
 
 
 async def ranks(here: Contest, device: str) -> None:
@@ -127,18 +166,24 @@ async def ranks(here: Contest, device: str) -> None:
 
 
 async def attention(
-    device: torch.device, loads: Sequence[Load], limits: Mapping[str, Any], rounds: int = 9
+    device: torch.device,
+    loads: Sequence[Load],
+    limits: Mapping[str, Any],
+    rounds: int = 9,
+    spec: AttentionSpec = LLAMA,
 ) -> list[dict[str, Any]]:
     """How fast each load is, and its shares of ``limits``: decode lives on memory, prefill on the matrix units. Sides
     alternate, inputs are random (a GPU computes zeros faster)."""
     torch.manual_seed(0)
     with torch.inference_mode():
-        return [await _load(device, each, LLAMA, limits, rounds) for each in loads]
+        return [await _load(device, each, spec, limits, rounds) for each in loads]
 
 
-async def _load(
-    device: torch.device, load: Load, spec: AttentionSpec, limits: Mapping[str, Any], rounds: int
-) -> dict[str, Any]:
+def calls_of(
+    device: torch.device, load: Load, spec: AttentionSpec, *, alone: bool = False
+) -> tuple[dict[str, list[Call]], dict[str, str]]:
+    """By side, the attention of ``load`` over caches of its own, one call after the other; and why a side is absent.
+    ``alone``: ours, once."""
     from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 
     length = load.cached + load.tokens
@@ -147,36 +192,51 @@ async def _load(
     tables_ = order.reshape(load.batch, blocks)
     geometry = BatchGeometry.build(BLOCK_SIZE, [load.cached] * load.batch, [load.tokens] * load.batch, list(tables_))
     shape = (load.batch * blocks + 1, BLOCK_SIZE, spec.kv_heads, spec.head_dim)
-    keys, values = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    copies = 1 if alone else _copies(device, _moved(load, spec))
+    caches = [[torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2)] for _ in range(copies)]
     query = torch.randn((geometry.tokens, spec.heads, spec.head_dim), dtype=torch.bfloat16, device=device)
-    backend = TritonPagedAttention([spec], [keys], [values])
+    backend = TritonPagedAttention([spec] * copies, [keys for keys, _ in caches], [values for _, values in caches])
     plan = backend.plan(geometry)
+    calls: dict[str, list[Call]] = {"ours": [partial(backend.attend, layer, query, plan) for layer in range(copies)]}
+    if alone:
+        return calls, {}
     index = torch.from_numpy(tables_.astype(np.int64)).to(device)
-    dense = [each[index].flatten(1, 2)[:, :length].contiguous() for each in (keys, values)]
-    calls: dict[str, Call] = {"ours": lambda: backend.attend(0, query, plan)}
+    dense = [[each[index].flatten(1, 2)[:, :length].contiguous() for each in pair] for pair in caches]
     absent = {}
     for name, peer in (("sdpa", _sdpa), ("varlen_attn", _varlen)):
         try:
-            calls[name] = peer(load, spec, query, *dense)
-            calls[name]()
+            calls[name] = [peer(load, spec, query, *pair) for pair in dense]
+            calls[name][0]()
         except Exception as error:  # a torch, or a device, without it
             calls.pop(name, None)
             absent[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
+    return calls, absent
 
-    async def take(call: Call, _: int) -> Round:
-        return Round(step_s=[_seconds(call, device)])
 
-    turns, _ = await alternate({name: partial(take, call) for name, call in calls.items()}, rounds, settle_s=0)
+def _moved(load: Load, spec: AttentionSpec) -> int:
+    """Bytes of K and V."""
+    length = load.cached + load.tokens
+    return 2 * load.batch * length * spec.kv_heads * spec.head_dim * torch.bfloat16.itemsize
+
+
+async def _load(
+    device: torch.device, load: Load, spec: AttentionSpec, limits: Mapping[str, Any], rounds: int
+) -> dict[str, Any]:
+    calls, absent = calls_of(device, load, spec)
+
+    async def take(several: Sequence[Call], _: int) -> Round:
+        return Round(step_s=[_seconds(several, device)])
+
+    turns, _ = await alternate({name: partial(take, each) for name, each in calls.items()}, rounds, settle_s=0)
     taken = {name: [turn[name] for turn in turns] for name in calls}
     seconds = float(np.median([each.step_s[0] for each in taken["ours"]]))
-    moved = 2 * load.batch * length * spec.kv_heads * spec.head_dim * query.itemsize
     work = 4 * load.tokens * (load.cached + (load.tokens + 1) / 2) * load.batch * spec.heads * spec.head_dim
     return {
         **asdict(load),
         "ms": 1e3 * seconds,
         "ratios": {name: ratio(each, taken["ours"]) for name, each in taken.items() if name != "ours"},
         "absent": absent,
-        "share_of_bandwidth": moved / seconds / (limits["read_gb_s"] * 1e9),
+        "share_of_bandwidth": _moved(load, spec) / seconds / (limits["read_gb_s"] * 1e9),
         "share_of_matrix_units": work / seconds / (limits["bf16_tflops"] * 1e12),
     }
 
@@ -205,14 +265,28 @@ def _varlen(load: Load, spec: AttentionSpec, query: Tensor, key: Tensor, value: 
     return lambda: varlen.varlen_attn(query, key, value, query_ends, key_ends, load.tokens, length, **options)
 
 
-def _seconds(call: Call, device: torch.device) -> float:
-    """Of one call; on a GPU in a graph of many, so that only the device counts."""
+def _copies(device: torch.device, moved: int) -> int:
+    """Of a cache of which a call reads ``moved`` bytes: so many that no call finds its own in the L2 cache, as no layer
+    of a model does."""
+    if device.type != "cuda":
+        return 1
+    return -(-BEYOND_CACHE * torch.cuda.get_device_properties(device).L2_cache_size // moved)
+
+
+def _seconds(calls: Sequence[Call], device: torch.device) -> float:
+    """Of one of ``calls``, which are made one after the other; on a GPU in a graph of many, so that only the device
+    counts."""
+
+    def all_() -> None:
+        for call in calls:
+            call()
+
     if device.type == "cuda":
         testing: Any = importlib.import_module("triton.testing")
-        return float(testing.do_bench_cudagraph(call, return_mode="median")) / 1e3
+        return float(testing.do_bench_cudagraph(all_, return_mode="median")) / 1e3 / len(calls)
     began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+    all_()
+    return (time.perf_counter() - began) / len(calls)
 
 
 # --- the tests, and the program ---------------------------------------------------------------------------------------
@@ -236,6 +310,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Check a CUDA device.")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--figures", action="store_true", help="also print the results as a line for first light")
     options = read_options(parser, argv, rounds=5, round_s=2.0)
     if options.out is None and not options.quick:
         options.out = machine.RESULTS / "gpu-check.json"
@@ -258,6 +333,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     failed: list[str] = []
 
     async def run_attention() -> None:
+        here.machine.read()
         record.save(attention=await attention(torch.device(device), LOADS, here.machine.limits()))
 
     async def run_tests() -> None:
@@ -286,6 +362,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for each in failed:
         print(f"gpu-check: FAILED {each}")
     record.tell()
+    if options.figures:
+        print(FIGURES + json.dumps(values))
     sys.exit(bool(failed))
 
 

@@ -1,0 +1,1 @@
+"""What is for a CUDA machine: the check (`check`), and first light (`first_light`), which runs everything once."""

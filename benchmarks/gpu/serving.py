@@ -1,0 +1,87 @@
+"""Decode steps of 64 sequences as they are served, by what their rows ask for: a step of first light.
+
+    python3 -m benchmarks.gpu.serving [--rehearse]
+
+Greedy, top-p and penalties by `ferrum-rpc serve` through its client; then in process the same, and with an adapter of
+rank 16 each, 8 of them. What a kind costs beyond greedy is what sampling costs. No targets: `benchmarks.gpu` has those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any, Final
+
+from benchmarks.adapters import write_adapter
+from benchmarks.cases import CACHE, DECODE, SHAPES, Cell, checkpoint
+from benchmarks.compare import Player, rounds_of, spread
+from benchmarks.engines.grpc import Client
+from benchmarks.engines.inprocess import Inside
+from benchmarks.gpu.first_light import FIGURES
+from ferrum_rpc.logs import configure_logging
+from ferrum_rpc.models.spec import ModelSpec
+
+OUTPUTS: Final = ("greedy", "sample", "sample-top-p", "sample-penalties")
+ADAPTERS: Final = 8
+RANK: Final = 16
+FIRST: Final = 1 << 20
+"""The number of the first sequence with an adapter."""
+
+
+async def timed(player: Player, cell: Cell, rounds: int, round_s: float) -> dict[str, Any]:
+    """Milliseconds of a step of the cell, with the server's own if there is one."""
+    played = await rounds_of(cell, {"it": player}, "it", rounds, round_s)
+    several = played.by_name["it"]
+    found: dict[str, Any] = {"step_ms": spread([each for one in several for each in one.step_s])}
+    if forward := [each for one in several for each in one.forward_s]:
+        found["forward_ms"] = spread(forward)
+    return found
+
+
+async def measure(*, rehearse: bool) -> dict[str, Any]:
+    """By how it is served and by output, its times."""
+    shape, device = ("tiny", "cpu") if rehearse else ("qwen3-8b", "cuda")
+    cell = Cell(DECODE, 4, 16, most=4) if rehearse else Cell(DECODE, 64, 1024)
+    rounds, round_s = (1, 0.01) if rehearse else (3, 1.0)
+    folder, found = str(checkpoint(shape)), dict[str, Any]()
+
+    def tell(name: str, figures: dict[str, Any]) -> None:
+        found[name] = figures
+        print(name, json.dumps(figures), flush=True)
+
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(Client.open(folder, [cell], 1, device))
+        for output in OUTPUTS:
+            tell(f"{output}, gRPC", await timed(client, replace(cell, output=output), rounds, round_s))
+    adapters = CACHE / f"adapters-{shape}"
+    name = write_adapter(ModelSpec.from_config(SHAPES[shape]), RANK, adapters)
+    more: dict[str, Any] = {"adapter_dir": adapters, "max_adapter_rank": RANK, "adapter_memory": 4 << 30}
+    async with AsyncExitStack() as stack:
+        twice = replace(cell, batch=2 * cell.batch)  # with adapters and without, in one cache
+        inside = await stack.enter_async_context(Inside.open(folder, [twice], 1, device, **more))
+        print("\n".join(f"{choice}: {why}" for choice, why in inside.runner.device.choices))
+        for output in OUTPUTS:
+            tell(f"{output}, in process", await timed(inside, replace(cell, output=output), rounds, round_s))
+        await inside.load_adapters(name, ADAPTERS)
+        of_adapters = inside.beside(range(1, ADAPTERS + 1), FIRST)
+        tell("greedy, 8 adapters, in process", await timed(of_adapters, cell, rounds, round_s))
+    return found
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.serving")
+    parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU")
+    options = parser.parse_args()
+    configure_logging(level="warning")
+    found = asyncio.run(measure(rehearse=options.rehearse))
+    print(FIGURES + json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Whether steps are right in ways that a comparison with float64 does not show: steps of first light.
+
+python3 -m benchmarks.gpu.steady pool | equal | one [--rehearse]
+
+pool     a cache whose layers have more than 2^32 elements answers bit for bit as a small one: offsets of blocks,
+         slots and tokens are 64 bits wide. The sequences lie at its very end
+equal    the same step 200 times, decode and prompt, eager and replayed: the same bits each time
+one      one step of each kind, each tensor in an allocation of its own: for compute-sanitizer, which then sees
+         every access behind the end of one
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from benchmarks.cases import write_checkpoint
+from benchmarks.gpu.first_light import FIGURES, NOT_HERE_STATUS
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Sample, Span, SpanResult, Step
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.choose import FP8_CAPABILITY
+from ferrum_rpc.engine.operations import TorchRunner
+
+SHAPE: Final[dict[str, Any]] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+"""A layer with the heads of Qwen3-8B."""
+
+BLOCK: Final = 16
+ELEMENTS: Final = 1 << 32
+REPEATS: Final = 200
+ALL: Final = OutputSpec(Positions.ALL, FullLogits(RowDType.F32))
+DRAWN: Final = OutputSpec(Positions.LAST, Sample(top_k=50, top_p=0.9, seed=3))
+Answers = list[np.ndarray]
+
+
+def tokens(count: int, seed: int = 0) -> Any:
+    """Token ids, int32 [count]."""
+    return np.random.default_rng(seed).integers(1, SHAPE["vocab_size"], count, dtype=np.int32)
+
+
+def answers(runner: TorchRunner, spans: Sequence[Span]) -> Answers:
+    """The rows of a step, span by span."""
+    found = []
+    with runner.context():
+        for outcome in runner.forward(Step(tuple(spans))).outcomes:
+            if not isinstance(outcome, SpanResult):
+                raise outcome
+            if outcome.rows is not None:
+                block, first = outcome.rows.block, outcome.rows.first
+                column = block[block.kind.columns[0]]
+                found.append(column[first : first + outcome.rows.count].copy())
+    return found
+
+
+def history() -> Iterator[list[Span]]:
+    """Steps of several sequences: prompts, a chunk, decode, a verify behind a roll-back, and a mixed one."""
+    lengths = 700, 33, 1200, 5
+    yield [Span(s, tokens(length, s), 0, ALL, create=True) for s, length in enumerate(lengths)]
+    yield [Span(0, tokens(300, 9), 700, ALL)]
+    for at in range(3):
+        yield [Span(s, tokens(1, at), length + at, ALL) for s, length in enumerate(lengths) if s]
+    yield [Span(s, tokens(5, 20 + s), length, ALL) for s, length in enumerate(lengths) if s]
+    yield [Span(9, tokens(150, 30), 0, ALL, create=True), Span(3, tokens(1, 31), 10, ALL)]
+
+
+@contextmanager
+def checkpoint() -> Iterator[str]:
+    """A folder with a model of `SHAPE`."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield str(write_checkpoint(folder, SHAPE))
+
+
+def settings(folder: str, *, rehearse: bool, **others: Any) -> ModelSettings:
+    """Of a runner on the GPU, or in a rehearsal on the CPU."""
+    return ModelSettings(
+        folder, dtype="bfloat16", block_size=BLOCK, max_sequences=16, device="cpu" if rehearse else "cuda", **others
+    )
+
+
+# --- a pool of more than 2^32 elements --------------------------------------------------------------------------------
+
+
+def pool(*, rehearse: bool) -> int:
+    """See above. Without the memory for it: not here."""
+    kinds = [{}] if rehearse or torch.cuda.get_device_capability() < FP8_CAPABILITY else [{}, {"kv_dtype": "fp8"}]
+    slot = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
+    small, large = 512, 600 if rehearse else ELEMENTS // (BLOCK * slot) + 1024
+    needed = 2 * large * BLOCK * slot * 2
+    if not rehearse and torch.cuda.mem_get_info()[0] < 1.1 * needed:
+        print(f"a pool of {needed / 2**30:.0f} GiB does not fit this device: nothing was compared")
+        return NOT_HERE_STATUS
+    wrong = 0
+    with checkpoint() as folder:
+        for kind in kinds:
+            found = []
+            for blocks in (small, large):
+                order = tuple(range(blocks, 0, -1))  # the last block is handed out first
+                config = settings(folder, rehearse=rehearse, kv_blocks=blocks, block_order=order, **kind)
+                runner = build_runner(config)
+                elements = runner.store.keys[0].numel()
+                found.append([row for spans in history() for row in answers(runner, spans)])
+                runner.close()
+                del runner
+            if not rehearse:
+                torch.cuda.empty_cache()
+            differ = sum(not np.array_equal(*pair) for pair in zip(*found, strict=True))
+            print(f"{kind or 'bfloat16'}: {elements:,} elements, {differ} of {len(found[0])} answers differ")
+            wrong += differ + (elements <= ELEMENTS and not rehearse)
+    print(FIGURES + json.dumps({"differ": wrong, "elements": elements}))
+    return int(wrong > 0)
+
+
+# --- equal steps ------------------------------------------------------------------------------------------------------
+
+
+def equal(*, rehearse: bool) -> int:
+    """See above."""
+    differ = dict[str, int]()
+    with checkpoint() as folder:
+        for graphs in ("auto", "off"):
+            runner = build_runner(settings(folder, rehearse=rehearse, kv_blocks=512, cuda_graphs=graphs))
+            for spans in list(history())[:1]:
+                answers(runner, spans)
+            steps = {
+                "decode": [Span(s, tokens(1, s), length, ALL) for s, length in enumerate((700, 33, 1200, 5))],
+                "draw": [Span(s, tokens(1, s), length, DRAWN) for s, length in enumerate((700, 33, 1200, 5))],
+                "verify": [Span(s, tokens(5, s), length, ALL) for s, length in enumerate((700, 33, 1200, 5))],
+                "chunk": [Span(2, tokens(512, 7), 1200, ALL)],
+            }
+            for name, spans in steps.items():
+                first = answers(runner, spans)
+                count = sum(
+                    not all(map(np.array_equal, first, answers(runner, spans)))
+                    for _ in range(3 if rehearse else REPEATS)
+                )
+                differ[f"{name}, graphs {graphs}"] = count
+                print(f"{name}, cuda_graphs={graphs}: {count} of {REPEATS} steps differ from the first")
+            runner.close()
+    print(FIGURES + json.dumps({"differ": differ}))
+    return int(any(differ.values()))
+
+
+# --- one step of each kind, for a sanitizer ---------------------------------------------------------------------------
+
+
+def one(*, rehearse: bool) -> int:
+    """See above."""
+    kinds: list[dict[str, Any]] = [{}]
+    if not rehearse and torch.cuda.get_device_capability() >= FP8_CAPABILITY:
+        kinds.append({"kv_dtype": "fp8"})
+    with checkpoint() as folder:
+        for kind in kinds:
+            config = settings(folder, rehearse=rehearse, kv_blocks=512, cuda_graphs="off", **kind)
+            runner = build_runner(config)
+            steps = list(history())
+            for spans in [*steps[:2], steps[2], *steps[5:]]:
+                answers(runner, spans)
+            with runner.context():
+                runner.fork(2, [20], None)
+            answers(runner, [Span(20, tokens(1), 1200, DRAWN), Span(3, tokens(1), 3, DRAWN)])
+            chosen = [name for name, _ in runner.device.choices]
+            print(kind, *chosen, sep="\n  ")
+            if not rehearse and "attention=triton" not in chosen:
+                print("the Triton kernels did not run: nothing was checked")
+                return 1
+            runner.close()
+    return 0
+
+
+def main() -> int:
+    """Run one of them; the exit status."""
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.steady")
+    parser.add_argument("what", choices=("pool", "equal", "one"))
+    parser.add_argument("--rehearse", action="store_true", help="small, on the CPU")
+    options = parser.parse_args()
+    if options.what == "one" and not options.rehearse:
+        os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read when the first tensor is allocated
+    return {"pool": pool, "equal": equal, "one": one}[options.what](rehearse=options.rehearse)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""The steps of first light, in their order. This file is data, and needs the standard library alone.
+
+Groups 1 to 3 ask whether the kernels are right, 4 whether the runner is, 5 to 7 how fast it is and what it does under
+load and under faults. ``python`` in a command is the Python that runs first light.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+KERNELS: Final = 3
+"""The last group whose failure ends the run before the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class LightStep:
+    """``name`` begins with the ``group``. ``what``: what it proves. ``command``: see above; ``rehearsal``: what is
+    appended to it without a GPU, if it is ``rehearsed`` there at all. ``first``: nothing can run if it fails."""
+
+    name: str
+    what: str
+    command: tuple[str, ...]
+    limit_s: float
+    rehearsal: tuple[str, ...] = ()
+    rehearsed: bool = True
+    first: bool = False
+
+    @property
+    def group(self) -> int:
+        """1 to 7."""
+        return int(self.name.partition(".")[0])
+
+
+def _module(name: str, *arguments: str) -> tuple[str, ...]:
+    return "python", "-m", name, *arguments
+
+
+def _suite(*arguments: str) -> tuple[str, ...]:
+    folder = arguments[0].partition("::")[0]
+    folder = folder.rpartition("/")[0] if folder.endswith(".py") else folder
+    return _module("pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", f"--confcutdir={folder}", *arguments)
+
+
+def _rehearsable(name: str, what: str, module: str, *arguments: str, limit_s: float) -> LightStep:
+    """A program of ours that takes ``--rehearse``."""
+    return LightStep(name, what, _module(f"benchmarks.gpu.{module}", *arguments), limit_s, ("--rehearse",))
+
+
+def _device_tests(name: str, what: str, *arguments: str, limit_s: float) -> LightStep:
+    """Tests that are skipped without a device."""
+    return LightStep(name, what, _suite(*arguments), limit_s)
+
+
+def _with_tool(name: str, what: str, *command: str, limit_s: float) -> LightStep:
+    return LightStep(name, what, command, limit_s, rehearsed=False)
+
+
+SANITIZED: Final = "python", "-m", "benchmarks.gpu.steady", "one"
+MEMCHECK: Final = "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *SANITIZED
+RACECHECK: Final = "compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9", *SANITIZED
+COUNTERS: Final = "ncu", "--clock-control", "none", "--kernel-name", "regex:attend|merge", "--set", "basic"
+CAPTURE: Final = "tests/kernels/test_step_graphs.py::test_a_capture_that_fails_leaves_a_device_that_goes_on"
+"""Runs in a process of its own anyway: `4.capture` is the same program."""
+
+STEPS: Final = (
+    LightStep(
+        "1.machine",
+        "torch finds a CUDA device; versions",
+        _module("benchmarks.gpu.environment", "machine"),
+        120,
+        ("--rehearse",),
+        first=True,
+    ),
+    LightStep(
+        "1.imports", "every package that the steps need is here", _module("benchmarks.gpu.environment", "imports"), 120
+    ),
+    LightStep(
+        "1.compiler", "Triton finds a C compiler and headers", _module("benchmarks.gpu.environment", "compiler"), 120
+    ),
+    LightStep(
+        "1.registers",
+        "registers, spills and shared memory of every kernel, by this machine's compiler",
+        _module("tests.kernels.compiling"),
+        400,
+        ("--head-dim", "64"),
+    ),
+    LightStep(
+        "2.kernels",
+        "every kernel against float64 and torch",
+        _suite("tests/kernels", "-n", "8", "--deselect", CAPTURE),
+        540,
+        ("-k", "test_triton_plan", "-n", "0"),
+    ),
+    _with_tool("3.memcheck", "no access outside of a tensor, one step of each kind", *MEMCHECK, limit_s=400),
+    _with_tool("3.racecheck", "no race in shared memory, the same steps", *RACECHECK, limit_s=500),
+    _rehearsable("3.pool", "offsets are 64 bits wide: a cache of 2^32 elements", "steady", "pool", limit_s=240),
+    _rehearsable("3.equal", "200 equal steps, equal bits", "steady", "equal", limit_s=240),
+    _device_tests(
+        "4.runner",
+        "the runner: undo, overlap, graphs, the second tier; products are summed in float32",
+        "tests/gpu/test_cuda.py",
+        "tests/gpu/test_products.py",
+        limit_s=500,
+    ),
+    _device_tests("4.ranks", "two ranks, by NCCL where there are two devices", "tests/gpu/test_ranks.py", limit_s=400),
+    LightStep(
+        "4.capture",
+        "a failed capture, and what the allocator does after it",
+        _module("tests.kernels.failed_capture"),
+        240,
+        rehearsed=False,
+    ),
+    _device_tests("4.memory", "the largest step fits beside the cache", "tests/gpu/test_memory.py", limit_s=300),
+    LightStep(
+        "5.attention",
+        "the attention kernels, of bandwidth and matrix units",
+        _module("benchmarks.gpu", "--only", "attention", "--figures"),
+        300,
+        rehearsed=False,
+    ),
+    LightStep(
+        "5.cells",
+        "prefill and decode of the 8B shape, of the device's limits",
+        _module("benchmarks.gpu", "--only", "cells", "--figures"),
+        560,
+        ("--quick",),
+    ),
+    _rehearsable("5.profile", "the kernels of a step, by time", "kernel_times", limit_s=400),
+    _rehearsable("6.serving", "steps of 64 sequences by output, with adapters", "serving", limit_s=500),
+    LightStep(
+        "6.drills",
+        "a killed engine, a cache too large, a step without memory, masks, SIGTERM under load",
+        _suite("tests/gpu/test_drills.py"),
+        400,
+    ),
+    LightStep(
+        "7.counters",
+        "counters of the attention kernels",
+        (*COUNTERS, "python", "-m", "benchmarks.gpu.attend", "once"),
+        300,
+        rehearsed=False,
+    ),
+    _rehearsable("7.varlen", "a whole prompt beside torch's packed attention", "attend", "varlen", limit_s=240),
+)

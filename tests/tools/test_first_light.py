@@ -1,0 +1,229 @@
+"""First light as a program: order, limits, resumption, exit status. Some of its steps are rehearsed on a CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import first_light
+from benchmarks.gpu.first_light import ROOT, fingerprint, main, read_figures
+from benchmarks.gpu.steps import STEPS, LightStep
+from tools.wheels import GPU_MACHINE_HAS, gpu_requirements, needed
+
+PASSES = "print('fine')"
+FAILS = "print('broken'); raise SystemExit(3)"
+
+
+@pytest.fixture(autouse=True)
+def a_small_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Whose fingerprint takes no time."""
+    tree = tmp_path / "tree"
+    (tree / "tests").mkdir(parents=True)
+    (tree / "tests" / "a.py").write_text("1")
+    monkeypatch.setattr(first_light, "fingerprint", lambda _: fingerprint(tree))
+    return tree
+
+
+def step(name: str, program: str, limit_s: float = 20.0, **more: Any) -> LightStep:
+    return LightStep(name, "a test", ("python", "-S", "-c", program), limit_s, **more)
+
+
+def run(tmp_path: Path, *steps: LightStep, arguments: str = "") -> tuple[int, dict[str, Any]]:
+    """The exit status, and the steps in the file."""
+    out = tmp_path / "results.json"
+    status = main(["--results", str(out), "--wheels", str(tmp_path / "none"), *arguments.split()], steps)
+    found = json.loads(out.read_text())
+    return status, found["steps"]
+
+
+def runs(process: int) -> bool:
+    """Whether it does, and has not only not been waited for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def statuses(steps: dict[str, Any]) -> dict[str, str]:
+    return {name: each["status"] for name, each in steps.items()}
+
+
+def test_steps_run_in_their_order_and_are_recorded(tmp_path: Path) -> None:
+    lines = 'print(\'FIGURES {"ms": 2.5}\'); print("in the end")'
+    status, found = run(tmp_path, step("1.a", PASSES), step("2.b", lines), step("5.c", PASSES))
+    assert status == 0 and list(found) == ["1.a", "2.b", "5.c"] and set(statuses(found).values()) == {"passed"}
+    assert found["2.b"]["figures"] == {"ms": 2.5} and found["2.b"]["tail"].endswith("in the end\n")
+    assert {"group", "what", "command", "began", "seconds", "exit", "tail", "tree", "status"} <= set(found["1.a"])
+
+
+@pytest.mark.parametrize(
+    ("failing", "arguments", "expected", "later"),
+    [
+        ("1.a", "", 11, "not run"),
+        ("3.b", "", 13, "not run"),
+        ("3.b", "--go-on", 13, "passed"),
+        ("4.c", "", 14, "passed"),
+    ],
+)
+def test_a_failure_up_to_group_3_ends_the_run_before_4(
+    tmp_path: Path, failing: str, arguments: str, expected: int, later: str
+) -> None:
+    names = "1.a", "3.b", "4.c", "5.d"
+    steps = [step(name, FAILS if name == failing else PASSES) for name in names]
+    status, found = run(tmp_path, *steps, arguments=arguments)
+    assert status == expected and found["5.d"]["status"] == later
+    assert found[failing]["status"] == "failed" and found[failing]["exit"] == 3 and "broken" in found[failing]["tail"]
+    assert found["3.b"]["status"] != "not run", "all that tell of the kernels are run"
+
+
+def test_nothing_is_run_where_the_first_step_fails(tmp_path: Path) -> None:
+    status, found = run(tmp_path, step("1.machine", FAILS, first=True), step("1.b", PASSES), step("2.c", PASSES))
+    assert status == 11 and list(found) == ["1.machine"]
+
+
+def test_a_step_beyond_its_limit_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    child = "import subprocess, sys, time; print('working', flush=True);"
+    child += "c = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)']);"
+    child += "print('child', c.pid, flush=True); time.sleep(60)"
+    began = time.monotonic()
+    status, found = run(tmp_path, step("2.slow", child, 1.5), step("3.b", PASSES), step("4.c", PASSES))
+    assert time.monotonic() - began < 15 and status == 12
+    assert statuses(found) == {"2.slow": "timed out", "3.b": "passed", "4.c": "not run"}
+    tail = found["2.slow"]["tail"]
+    assert tail.startswith("working") and found["2.slow"]["why"] == "longer than 1.5 s"
+    assert not runs(int(tail.split()[-1]))
+
+
+def test_a_call_that_has_no_time_left_leaves_steps_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_light, "LEAST_S", 0.5)
+    steps = step("1.a", PASSES), step("4.b", "import time; time.sleep(30)"), step("5.c", PASSES)
+    status, found = run(tmp_path, *steps, arguments="--within 2")
+    assert status == 0 and statuses(found) == {"1.a": "passed", "4.b": "not run"}
+    steps = steps[0], step("4.b", PASSES), steps[2]
+    assert statuses(run(tmp_path, *steps)[1]) == dict.fromkeys(("1.a", "4.b", "5.c"), "passed")
+
+
+def test_what_has_passed_with_this_tree_is_not_run_again(tmp_path: Path, a_small_tree: Path) -> None:
+    counted = tmp_path / "count"
+    program = f"open({str(counted)!r}, 'a').write('x')"
+    steps = step("1.a", program), step("2.b", FAILS)
+
+    def count() -> int:
+        return len(counted.read_text())
+
+    assert run(tmp_path, *steps)[0] == 12 and count() == 1
+    assert run(tmp_path, *steps)[0] == 12 and count() == 1
+    assert run(tmp_path, *steps, arguments="--only 1")[0] == 0 and count() == 1
+    assert run(tmp_path, *steps, arguments="--only 1.a --again")[0] == 0 and count() == 2
+    (a_small_tree / "tests" / "a.py").write_text("2")
+    _, found = run(tmp_path, *steps, arguments="--only 1")
+    assert count() == 3 and found["2.b"]["status"] == "failed", "what was found of others stays"
+
+
+def test_results_of_several_calls_are_one_file(tmp_path: Path) -> None:
+    steps = step("1.a", PASSES), step("2.b", PASSES)
+    run(tmp_path, *steps, arguments="--only 1")
+    other = tmp_path / "out" / "all.json"
+    run(tmp_path, *steps, arguments=f"--only 2 --out {other}")
+    assert list(json.loads(other.read_text())["steps"]) == ["1.a", "2.b"]
+
+
+def test_a_failure_of_an_earlier_call_stops_later_groups_until_the_tree_changes(
+    tmp_path: Path, a_small_tree: Path
+) -> None:
+    steps = step("2.a", FAILS), step("5.b", PASSES)
+    run(tmp_path, *steps, arguments="--only 2")
+    status, found = run(tmp_path, *steps, arguments="--only 5")
+    assert status == 0 and found["5.b"]["status"] == "not run" and "2.a failed" in found["5.b"]["why"]
+    (a_small_tree / "tests" / "a.py").write_text("mended")
+    assert run(tmp_path, *steps, arguments="--only 5")[1]["5.b"]["status"] == "passed"
+
+
+def test_a_tool_that_is_absent_is_never_a_pass(tmp_path: Path) -> None:
+    absent = LightStep("3.memcheck", "a test", ("no-such-sanitizer", "--tool", "memcheck"), 5.0)
+    skipped = step("4.b", "print('2 skipped in 0.10s')")
+    counted = step("4.c", "print('3 passed, 1 skipped in 0.10s')")
+    says_so = step("3.pool", "raise SystemExit(77)")
+    status, found = run(tmp_path, absent, skipped, counted, says_so)
+    expected = {"3.memcheck": "not here", "4.b": "not here", "4.c": "passed", "3.pool": "not here"}
+    assert status == 0 and statuses(found) == expected
+    assert "no-such-sanitizer is not on this machine" in found["3.memcheck"]["why"]
+
+
+def test_a_rehearsal_is_no_result(tmp_path: Path) -> None:
+    says = "import os, sys; print(sys.argv[1:], os.environ.get('FIRST_LIGHT_REHEARSAL'))"
+    steps = step("1.a", says, rehearsal=("--tiny",)), step("3.b", FAILS, rehearsed=False)
+    status, found = run(tmp_path, *steps, arguments="--rehearse")
+    assert status == 0 and "['--tiny'] 1" in found["1.a"]["tail"] and found["3.b"]["status"] == "not here"
+    status, found = run(tmp_path, *steps)
+    assert status == 13 and "[] None" in found["1.a"]["tail"]
+
+
+def test_pytest_is_counted() -> None:
+    text = "FAILED tests/a.py::b\n= 1 failed, 20 passed, 3 skipped, 1 deselected, 2 errors in 12.34s (0:00:12) =\n"
+    assert read_figures(text) == {"failed": 1, "passed": 20, "skipped": 3, "deselected": 1, "errors": 2}
+    assert read_figures("2 passed of 3\n") == {}
+
+
+@pytest.mark.parametrize("arguments", [["--only", "9"], ["--nonsense"]])
+def test_a_wrong_command_line_has_status_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+# --- the real steps ---------------------------------------------------------------------------------------------------
+
+
+def test_the_program_needs_the_standard_library_alone() -> None:
+    command = [sys.executable, "-S", "-E", "-m", "benchmarks.gpu", "first-light", "--list"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for each in STEPS:
+        assert f"\n{each.name} " in f"\n{done.stdout}"
+
+
+def test_groups_are_in_order_and_no_command_outlasts_ten_minutes() -> None:
+    groups = [each.group for each in STEPS]
+    assert groups == sorted(groups) and set(groups) == set(range(1, 8))
+    assert all(each.limit_s < 600 for each in STEPS) and STEPS[0].first
+    assert [each.name for each in STEPS if each.group == 4][-1] == "4.memory", "which fills the device"
+    named = [part for each in STEPS for part in each.command if part.startswith("tests/")]
+    assert named and all((ROOT / part.partition("::")[0]).exists() for part in named)
+
+
+def test_a_machine_without_cuda_is_said_clearly_and_ends_the_run(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    status, found = run(tmp_path, *STEPS, arguments="--only 1.machine")
+    assert status == 11 and "torch finds no CUDA device" in found["1.machine"]["tail"]
+    assert found["1.machine"]["figures"]["packages"]["torch"] == torch.__version__
+
+
+def test_programs_of_steps_run_small_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process. The rest takes minutes: `python3 -m benchmarks.gpu first-light --rehearse --go-on`."""
+    pytest.importorskip("triton")
+    from benchmarks.gpu import environment, kernel_times, steady
+
+    assert environment.compiler() == 0
+    assert steady.pool(rehearse=True) == steady.equal(rehearse=True) == 0
+    figures = [json.loads(line[8:]) for line in capsys.readouterr().out.splitlines() if line.startswith("FIGURES")]
+    assert figures[0]["differ"] == 0 and len(figures[1]["differ"]) == 8
+    assert kernel_times.measure(rehearse=True)["b1 @1024"]["kernels_us"] > 0
+
+
+def test_wheels_are_what_a_gpu_machine_lacks() -> None:
+    wanted = gpu_requirements()
+    assert not any(each.startswith(GPU_MACHINE_HAS) for each in wanted)
+    kept = needed([each.partition(">")[0].partition("<")[0] for each in wanted], {"tokenizers", "huggingface-hub"})
+    assert {"grpcio", "structlog", "pydantic", "pydantic-core", "pytest", "execnet"} <= kept
+    assert not {"tokenizers", "huggingface-hub", "torch"} & kept
