@@ -53,6 +53,9 @@ class Runner(Operations, Protocol):
     depth: int
     """Steps that may be under way at once: 1, or 2 where a device computes one while the host begins the next."""
 
+    on_device: bool
+    """Whether a device computes the steps, so that `finish` waits for it."""
+
     in_stages: bool
     """Whether steps under way are in different stages of the model, as many as there are stages: then `begin` takes a
     stage's time, and the next step should be begun as soon as there is one."""

@@ -54,9 +54,11 @@ class Inbox(Protocol):
 class EngineLoop(ABC):
     """``build`` is called in the loop's thread, because device contexts belong to a thread. ``on_ready(runner)`` and
     ``on_failed(error)`` are delivered as answers are; ``lock`` guards the states of work against concurrent
-    cancellation. ``busy_since`` (on `time.monotonic`): the start of the step in flight, 0 while the loop waits."""
+    cancellation. Both on `time.monotonic`: ``busy_since``: the start of the step in flight, 0 while the loop waits;
+    ``waiting_since``: when the runner's device began the oldest step in flight, 0 if it has none."""
 
     busy_since: float = 0.0
+    waiting_since: float = 0.0
 
     def __init__(
         self,
@@ -284,8 +286,10 @@ class EngineLoop(ABC):
             return
         self._overlap.begun(began, time.monotonic(), idle=idle)
         self._under_way.append((going, claimed, pending))
+        if idle and runner.on_device:
+            self.waiting_since = time.monotonic()
 
-    def _finish(self, runner: Runner) -> Finished:
+    def _finish(self, runner: Runner) -> Finished:  # noqa: PLR0915 - once a step: a call costs time
         """The answers of the oldest step in flight."""
         going, claimed, pending = self._under_way.popleft()
         turn = self._overlap.turn
@@ -295,6 +299,8 @@ class EngineLoop(ABC):
             return self._refused(runner, error, going, claimed)
         finally:
             self.busy_since = time.monotonic()
+            if runner.on_device:
+                self.waiting_since = self.busy_since if self._under_way else 0.0
             self._overlap.finished(self.busy_since)
             self.cache = runner.cache_state()
         ran = tokens = cached = rows = 0

@@ -96,6 +96,7 @@ class StepRunner:
         self.store = store
         self.compute = compute
         self.depth = depth
+        self.on_device = compute.model.device.type == "cuda"
         self.in_stages, self.look_every_s = compute.in_stages, compute.look_every_s
         self.check_alive, self.ranks, self.close = compute.check_alive, compute.ranks, compute.close
         self._stage = stage

@@ -8,6 +8,7 @@ process of its own does better (`engine.process`).
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -89,7 +90,7 @@ class ModelThread(EngineLoop):
         """Never waits."""
         if not self._thread.is_alive():
             return "it has ended"
-        return self._liveness.hang_reason(now, self.busy_since)
+        return self._liveness.hang_reason(now, self.busy_since, self.waiting_since)
 
     async def stop(self) -> bool:
         """A hung thread is abandoned (it is a daemon thread), and so is one that loads while nothing waits for it."""
@@ -105,7 +106,7 @@ class ModelThread(EngineLoop):
     # --- the model thread's side ------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        self._liveness.cpu_clock = own_clock()
+        self._liveness.cpu_clock, self._liveness.process = own_clock(), os.getpid()
         try:
             self._run()
         finally:

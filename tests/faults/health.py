@@ -1,4 +1,8 @@
-"""R19: a health check tells the truth: promptly while the device works, soon when it does not, without false alarms."""
+"""R19: a health check tells the truth: promptly while the device works, soon when it does not, without false alarms.
+
+The 2 s are those of a thread that stands still, and of a device that is lost. A GPU that hangs while the thread that
+waits for it spins is found after 30 s (`engine.liveness`), which `tests/unit/test_liveness.py` tests.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""R33: one truth about a hung device. The engine's process of one executor is stopped, and another executor whole."""
+"""R33: one truth about a hung device. The engine's process of one executor is stopped, and another executor whole.
+
+A process that is stopped uses no CPU time, and is found within 2 s. See R19 for a GPU whose waiting thread spins.
+"""
 
 from __future__ import annotations
 

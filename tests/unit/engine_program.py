@@ -24,7 +24,7 @@ from ferrum_rpc.core import (
 from ferrum_rpc.engine.process.child import work
 from ferrum_rpc.errors import DeviceLost, ExecutorError, InvalidRequest, KvBlocksExhausted, StepFailed
 
-WAIT, FAIL, DIE, LOSE, LARGE, REFUSE = range(900, 906)
+WAIT, FAIL, DIE, LOSE, LARGE, REFUSE, SPIN = range(900, 907)
 """What the first token of a span asks for."""
 
 COUNT = 1000
@@ -53,6 +53,7 @@ class TokenRunner:
     ranks = list
     look_every_s = None
     in_stages = False
+    on_device = True
 
     def close(self) -> None:
         pass
@@ -92,6 +93,8 @@ class TokenRunner:
         return True
 
     def finish(self, pending: StepResult) -> StepResult:
+        while self._seen[-1][0] == [SPIN]:  # as CUDA's wait for a device that hangs
+            pass
         return pending
 
     def cache_state(self) -> CacheState:

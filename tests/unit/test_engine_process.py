@@ -36,7 +36,7 @@ from ferrum_rpc.errors import (
     StepFailed,
 )
 from tests.faults.waiting import until
-from tests.unit.engine_program import COUNT, DIE, FAIL, LARGE, LARGE_SHAPE, LOSE, REFUSE, WAIT
+from tests.unit.engine_program import COUNT, DIE, FAIL, LARGE, LARGE_SHAPE, LOSE, REFUSE, SPIN, WAIT
 
 PROGRAM = str(Path(__file__).with_name("engine_program.py"))
 
@@ -245,6 +245,17 @@ async def test_one_that_hangs_is_told_and_killed_at_the_end(tmp_path: Path) -> N
         _, done = made.submit(span(1, WAIT))
         await made.reached()
         await until(lambda: made.engine.hang_reason(time.monotonic()) is not None)
+        assert not await made.engine.stop()
+        (outcome,), _ = await done
+        assert isinstance(outcome, Draining)
+
+
+async def test_one_that_spins_for_a_device_that_hangs_is_told_and_killed_at_the_end(tmp_path: Path) -> None:
+    async with harness(tmp_path, liveness=Liveness(device_timeout_s=0.5, max_step_s=30)) as made:
+        await made.ready
+        _, done = made.submit(span(SPIN))
+        await until(lambda: made.engine.hang_reason(time.monotonic()) is not None)
+        assert "the device has not finished" in str(made.engine.hang_reason(time.monotonic()))
         assert not await made.engine.stop()
         (outcome,), _ = await done
         assert isinstance(outcome, Draining)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from ferrum_rpc.engine.liveness import Liveness, own_clock
+import pytest
+
+from ferrum_rpc.engine import liveness as liveness_module
+from ferrum_rpc.engine.liveness import Liveness, own_clock, runs_compiler
+from tests.faults.waiting import until
 
 
 class Engine:
@@ -15,7 +23,7 @@ class Engine:
 
     def __init__(self, max_step_s: float = 600.0) -> None:
         self.now = 1000.0
-        self.busy_since = 0.0
+        self.busy_since = self.waiting_since = 0.0
         self.liveness = Liveness(max_step_s=max_step_s)
 
     def look(self, seconds: float) -> str | None:
@@ -23,7 +31,7 @@ class Engine:
         seen = None
         for _ in range(round(seconds * 4)):
             self.now += 0.25
-            seen = self.liveness.hang_reason(self.now, self.busy_since)
+            seen = self.liveness.hang_reason(self.now, self.busy_since, self.waiting_since)
         return seen
 
     @contextmanager
@@ -132,3 +140,95 @@ def test_a_thread_that_has_ended_does_not_break_the_look() -> None:
     with engine.thread(lambda stop: None):
         pass
     assert engine.look(3) is not None
+
+
+# --- a device, and compilers ------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_hangs_while_its_waiting_thread_spins_is_found_after_thirty_seconds() -> None:
+    engine, computing = Engine(), Computing()
+    with engine.thread(computing):
+        engine.waiting_since = engine.now
+        for _ in range(30):
+            computing.some_more()
+            assert engine.look(1) is None
+        computing.some_more()
+        assert "the device has not finished its step for 30 s" in (engine.look(0.5) or "")
+        engine.waiting_since = engine.now  # it has, and computes the next one
+        computing.some_more()
+        assert engine.look(0.25) is None
+
+
+def test_a_thread_that_hangs_while_it_waits_for_a_device_is_found_within_two_seconds() -> None:
+    engine = Engine()
+    with engine.thread(wait):
+        engine.waiting_since = engine.now
+        assert "neither" in (engine.look(2) or "")
+
+
+def test_a_device_is_not_judged_by_time_in_which_nothing_looked() -> None:
+    engine, computing = Engine(), Computing()
+    with engine.thread(computing):
+        engine.waiting_since = engine.now
+        assert engine.look(1) is None
+        engine.now += 60
+        for _ in range(30):
+            computing.some_more()
+            assert engine.look(1) is None
+        computing.some_more()
+        assert engine.look(0.5) is not None
+
+
+def test_a_step_that_waits_for_a_compiler_lives_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = True
+    monkeypatch.setattr(liveness_module, "runs_compiler", lambda process: running and process == 7)
+    engine = Engine()
+    engine.liveness.process = 7
+    with engine.thread(wait):
+        assert engine.look(60) is None
+        assert "neither moved on nor computed for 60" in (engine.look(0.5) or "")
+    engine = Engine()
+    engine.liveness.process = 7
+    with engine.thread(wait):
+        assert engine.look(20) is None
+        running = False
+        assert engine.look(0.25) is not None, "what it does after the compiler has ended is its own"
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """Starts a program that waits, under a name, perhaps as the child of a shell."""
+    sleep = shutil.which("sleep")
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, *, below: bool = False) -> int:
+        program = tmp_path / name
+        program.symlink_to(str(sleep))
+        command = ["sh", "-c", f"{program} 1000 & wait"] if below else [str(program), "1000"]
+        started.append(subprocess.Popen(command, start_new_session=True))
+        return started[-1].pid
+
+    yield start
+    for each in started:
+        os.killpg(each.pid, 9)
+        each.wait()
+
+
+@pytest.mark.parametrize("name", ["ptxas", "cc1", "x86_64-linux-gnu-gcc-12"])
+async def test_a_compiler_is_found_by_its_name(programs: Callable[..., int], name: str) -> None:
+    assert not runs_compiler(os.getpid())
+    compiler = programs(name)
+    await until(lambda: runs_compiler(os.getpid()))
+    os.kill(compiler, 9)
+    await until(lambda: not runs_compiler(os.getpid()))  # one that nobody has waited for yet is dead all the same
+
+
+async def test_a_compiler_of_a_child_is_found_and_other_children_prove_nothing(programs: Callable[..., int]) -> None:
+    programs("server")
+    programs("ptxas-helper")
+    shell = programs("ptxas", below=True)
+    await until(lambda: runs_compiler(os.getpid()))
+    assert runs_compiler(shell)
+    os.killpg(shell, 9)
+    await until(lambda: not runs_compiler(os.getpid()))
+    assert not runs_compiler(2**22 + 1)

@@ -117,6 +117,7 @@ class Fake:
     ranks = list
     look_every_s = None
     in_stages = False
+    on_device = False
 
     def close(self) -> None:
         pass
@@ -309,6 +310,35 @@ def test_a_steps_time_is_its_own_and_a_hang_of_either_is_told(monkeypatch: pytes
     runner.acts = {"begin 2": takes("begin 2", 61)}
     play(1, None, 2)
     assert runner.log[:2] == ["begin 1", "begin 2"] and seen["begin 2"] is not None, "in the time of the first"
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_device_is_waited_for_from_when_the_oldest_step_is_its(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while the host begins a step and the device has none: kernels may be compiled then."""
+    now = [1000.0]
+    monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(Overlap, "due", lambda self, now: True)
+    loop: list[Loop] = []
+    seen: dict[str, float] = {}
+
+    def takes(name: str) -> Callable[[], object]:
+        def act() -> None:
+            now[0] += 10
+            seen[name] = loop[0].waiting_since
+
+        return act
+
+    runner = Fake()
+    runner.on_device = on_device
+    runner.acts = {name: takes(name) for name in ("begin 1", "begin 2", "finish 1", "finish 2")}
+    loop.append(Loop(runner, Script(submission(loop, runner, 1), None, submission(loop, runner, 2))))
+    loop[0].run()
+    assert runner.log[:3] == ["begin 1", "begin 2", "finish 1"]
+    since = {"begin 1": 0.0, "begin 2": 1010.0, "finish 1": 1010.0, "finish 2": 1030.0}
+    assert seen == (since if on_device else dict.fromkeys(since, 0.0))
+    assert loop[0].waiting_since == 0.0
 
 
 # --- the overlap ------------------------------------------------------------------------------------------------------

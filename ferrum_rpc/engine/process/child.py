@@ -73,6 +73,14 @@ class ChildLoop(EngineLoop):
     def busy_since(self, value: float) -> None:
         self._shared.busy_since[0] = value
 
+    @property
+    def waiting_since(self) -> float:
+        return float(self._shared.waiting_since[0])
+
+    @waiting_since.setter
+    def waiting_since(self, value: float) -> None:
+        self._shared.waiting_since[0] = value
+
     def run(self) -> int:
         """Build, and serve until the server asks to stop. The exit status: 0, or 1 if it broke."""
         self._run()

@@ -43,13 +43,13 @@ class SharedMemory:
     that the kernel takes back from the dead.
 
     ``states`` uint8 [slots]: the `WorkState` of each piece of work, changed under the lock. ``claimed`` int64 [2]:
-    items and tokens that left the queue since the start; ``busy_since`` float64 [1]: see `EngineLoop`; both by the
-    engine.
+    items and tokens that left the queue since the start; ``busy_since`` and ``waiting_since`` float64 [1]: see
+    `EngineLoop`; all by the engine.
     Only the engine places rows; only the server reads and releases them.
     """
 
     def __init__(self, fd: int, slots: int, size: int = ROWS_BYTES) -> None:
-        self._first = -(-(24 + slots + size // UNIT) // UNIT) * UNIT
+        self._first = -(-(32 + slots + size // UNIT) // UNIT) * UNIT
         if not os.fstat(fd).st_size:
             os.ftruncate(fd, self._first + size)
         self.fd = fd
@@ -57,8 +57,9 @@ class SharedMemory:
         whole = memoryview(self._map)
         self.claimed: npt.NDArray[np.int64] = np.frombuffer(whole, np.int64, 2)
         self.busy_since: npt.NDArray[np.float64] = np.frombuffer(whole, np.float64, 1, 16)
-        self.states = whole[24 : 24 + slots]
-        self._used = whole[24 + slots : 24 + slots + size // UNIT]  # by unit, 1 where rows lie
+        self.waiting_since: npt.NDArray[np.float64] = np.frombuffer(whole, np.float64, 1, 24)
+        self.states = whole[32 : 32 + slots]
+        self._used = whole[32 + slots : 32 + slots + size // UNIT]  # by unit, 1 where rows lie
         self._rows = whole[self._first :]
 
     @classmethod

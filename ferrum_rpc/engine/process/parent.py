@@ -118,7 +118,7 @@ class EngineProcess:
         assert process.stdin is not None  # noqa: S101 - a pipe
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # broken: it has died already
             pipe.write(pickle.dumps((self._program.setup, self._limits)))
-        self._liveness.cpu_clock = process_clock(process.pid)
+        self._liveness.cpu_clock, self._liveness.process = process_clock(process.pid), process.pid
         self._loop.add_reader(self._socket, self._on_readable)
 
     def submit(self, work: Submission | Operation) -> None:
@@ -161,7 +161,7 @@ class EngineProcess:
         busy_since = float(self._shared.busy_since[0])
         if self._ready and self._open and not busy_since:  # one that was stopped never reads it
             busy_since = self._progress_at
-        return self._liveness.hang_reason(now, busy_since)
+        return self._liveness.hang_reason(now, busy_since, float(self._shared.waiting_since[0]))
 
     async def stop(self) -> bool:
         """A process that hangs is killed, or that loads while nothing waits for it."""
