@@ -20,6 +20,7 @@ from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.native_paged import NativePagedAttention, probe
 from ferrum_rpc.attention.sinks import Sinks
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
+from ferrum_rpc.attention.varlen_prompts import select_prompts
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.native import library
 from ferrum_rpc.selection import AUTO, BackendCandidate, select
@@ -83,6 +84,10 @@ class StagedAttention(AttentionBackend, Protocol):
     def bind(self, capacity: Any, sections: Sequence[Tensor]) -> Any:
         """The plan that reads ``sections``. Sections of zeros make a plan without work."""
 
+    def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> Tensor:
+        """As `attend`, with ``key`` and ``value`` [T, kv_heads, head_dim] of the step itself: plans of `draft` may need
+        them."""
+
     def warm_up(self) -> None:
         """Compile all kernels that a step may launch."""
 
@@ -111,8 +116,9 @@ def select_backend(
     """``(name, reason, factory)`` of the backend for ``device``, these layers, queries of ``dtype``, and a cache of it
     or, where ``cached`` says so, of one of `eight_bits`.
 
-    ``requested`` is ``auto`` (Triton on CUDA, the native kernel on a CPU, torch where that fails) or a backend's name.
-    Raises InvalidRequest where that name does not exist, or its backend cannot be used here.
+    ``requested`` is ``auto`` (Triton on CUDA, with the kernel of `select_prompts` for whole prompts; the native kernel
+    on a CPU; torch if these fail) or a backend's name, which then computes every span. Raises InvalidRequest if that
+    name does not exist, or its backend cannot be used here.
     """
 
     cached = cached or dtype
@@ -128,5 +134,9 @@ def select_backend(
     plain = BackendCandidate(TORCH, lambda: TorchPagedAttention, f"exact block gather and SDPA on {device.type}")
     fast = (native, triton) if requested != AUTO else (triton,) if device.type == "cuda" else (native,)
     name, reason, made = select(*fast, plain, what="attention backend", field="attention_backend", requested=requested)
+    if name == TRITON and requested == AUTO:
+        by, why, prompts = select_prompts(device, specs, dtype, cached)
+        reason += f"; whole prompts by {by} ({why})"
+        made = partial(made, prompts=prompts)
     factory = NativePagedAttention if name == NATIVE else made
     return name, reason, partial(factory, dtype=dtype) if quantized else factory

@@ -33,15 +33,22 @@ from ferrum_rpc.attention.triton_plan import (
     LayerKind,
     Multiprocessor,
     PlanCapacity,
+    PromptRun,
     SplitLimits,
     TileShape,
     cut,
     padded_dim,
+    prompt_runs,
     sections_of,
     tile_shapes,
 )
+from ferrum_rpc.attention.varlen_prompts import PromptAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.native.triton_heads import CacheRows, place_heads
+
+PROMPT_TOKENS = 512
+"""The tokens from which a prompt goes to a `PromptAttention`: shorter ones do not pay for a call of a torch operation
+in each layer (some 30 us on the host, estimated)."""
 
 MERGED_AT_ONCE = 32
 """Parts that a merging program reads in one access: more than most tiles have."""
@@ -62,10 +69,12 @@ class BoundLaunch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonPlan:
-    """The block ``tables`` (int32) of a step and the launches of each kind of layer, all on the device."""
+    """The block ``tables`` (int32) of a step, the launches of each kind of layer, and the ``prompts`` that other
+    kernels compute, with their ends; all on the device."""
 
     tables: Tensor
     work: dict[LayerKind, list[BoundLaunch]]
+    prompts: Sequence[tuple[PromptRun, Tensor]] = ()
 
 
 class TritonPagedAttention:
@@ -73,7 +82,8 @@ class TritonPagedAttention:
     layout for all layers, the last axis dense; queries have that dtype. Or they are rows of `eight_bits` in `FP8`,
     which each program dequantizes; then ``dtype`` is that of the queries. ``processors`` and ``tiles`` (with rising
     rows) decide how work is split; the defaults fit the device. How many programs run at once is computed from the
-    registers and the shared memory of the compiled kernels. Launches go to the calling thread's stream."""
+    registers and the shared memory of the compiled kernels. ``prompts`` computes whole prompts of `PROMPT_TOKENS` and
+    more in plans of `draft`. Launches go to the calling thread's stream."""
 
     name = "triton"
     exact_span_tokens = 0
@@ -88,6 +98,7 @@ class TritonPagedAttention:
         processors: int | None = None,
         tiles: tuple[TileShape, ...] | None = None,
         sinks: Sinks = (),
+        prompts: PromptAttention | None = None,
     ) -> None:
         if not len(specs) == len(keys) == len(values):
             raise ValueError("specs, keys and values must have one entry per layer")
@@ -106,6 +117,7 @@ class TritonPagedAttention:
             self._scales = list(zip(*words, strict=True))
             self._keys, self._values = ([e.view(torch.float8_e4m3fn) for e in layers] for layers in (keys, values))
         self._device = keys[0].device
+        self._prompts = prompts
         self._sinks = held(specs, sinks, self._device)
         device_processors, shared_bytes, multiprocessor = _device_facts(self._device)
         self._sums = self._stats = torch.empty(4, dtype=torch.float32, device=self._device)
@@ -133,8 +145,8 @@ class TritonPagedAttention:
     # --- plans ------------------------------------------------------------------------------------------------------
 
     def plan(self, geometry: BatchGeometry) -> TritonPlan:
-        """A plan for this step, with one asynchronous copy to the device."""
-        capacity, sections = self.draft(geometry)
+        """A plan for `attend` of this step, with one asynchronous copy to the device."""
+        capacity, sections = self._draft(geometry, (), range(geometry.spans))
         staging = Staging(self._device)
         layout = Layout(tuple((np.int32, size) for size in capacity.sizes))
         plan = self.bind(capacity, staging.open(layout))
@@ -142,13 +154,20 @@ class TritonPagedAttention:
         return plan
 
     def draft(self, geometry: BatchGeometry) -> tuple[PlanCapacity, list[Int32s]]:
-        """The capacity that this step needs, and the sections of its plan."""
-        found = {kind: self._launches(geometry, kind) for kind in dict.fromkeys(self._kinds)}
+        """The capacity that this step needs, and the sections of its plan, which is for `attend_new`."""
+        if self._prompts is None:
+            return self._draft(geometry, (), range(geometry.spans))
+        return self._draft(geometry, *prompt_runs(geometry, PROMPT_TOKENS))
+
+    def _draft(
+        self, geometry: BatchGeometry, prompts: tuple[PromptRun, ...], others: Sequence[int]
+    ) -> tuple[PlanCapacity, list[Int32s]]:
+        found = {kind: self._launches(geometry, others, kind) for kind in dict.fromkeys(self._kinds)}
         capacity = {
             kind: [LaunchCapacity.of(tile, launch) for tile, launch in launches] for kind, launches in found.items()
         }
-        sections = sections_of([each for some in found.values() for _, each in some], geometry.blocks)
-        return PlanCapacity(capacity, geometry.blocks.size), sections
+        sections = sections_of([each for some in found.values() for _, each in some], geometry.blocks, prompts)
+        return PlanCapacity(capacity, geometry.blocks.size, prompts), sections
 
     def reserve(self, spans: int, tokens: int, blocks: int) -> PlanCapacity:
         """The capacity for any step of at most ``spans`` spans of at most ``tokens`` tokens each, whose lengths need
@@ -178,13 +197,16 @@ class TritonPagedAttention:
     def bind(self, capacity: PlanCapacity, sections: Sequence[Tensor]) -> TritonPlan:
         """The plan that reads ``sections`` (int32 on the device, of the sizes of ``capacity``, aligned to records).
         Sections of zeros make a plan without work."""
-        *records, tables = sections
-        views = iter([each.view(-1, FIELDS) for each in records])
+        records = iter(sections)
         work = {
-            kind: [BoundLaunch(each.tile, each.merged_rows, next(views), next(views)) for each in launches]
+            kind: [
+                BoundLaunch(each.tile, each.merged_rows, *(next(records).view(-1, FIELDS) for _ in range(2)))
+                for each in launches
+            ]
             for kind, launches in capacity.launches.items()
         }
-        return TritonPlan(tables, work)
+        prompts = [(run, next(records)) for run in capacity.prompts]
+        return TritonPlan(next(records), work, prompts)
 
     def warm_up(self) -> None:
         """Compile all kernels that a step may launch, so that no step waits for a compiler (seconds each)."""
@@ -204,13 +226,16 @@ class TritonPagedAttention:
         places = [tuple([each.data_ptr() % 16 for each in pair]) for pair in zip(self._keys, self._values, strict=True)]
         return list({kind: layer for layer, kind in enumerate(zip(self._specs, places, strict=True))}.values())
 
-    def _launches(self, geometry: BatchGeometry, kind: LayerKind) -> list[tuple[TileShape, Launch]]:
-        """The launches of spans that take the same tile shape, in the order of the shapes."""
+    def _launches(
+        self, geometry: BatchGeometry, spans: Sequence[int], kind: LayerKind
+    ) -> list[tuple[TileShape, Launch]]:
+        """The launches of ``spans`` that take the same tile shape, in the order of the shapes."""
         of_tile: list[list[int]] = [[] for _ in self._tiles]
-        for span, (start, length) in enumerate(zip(geometry.starts.tolist(), geometry.lengths.tolist(), strict=True)):
-            of_tile[self._tile_for((length - start) * kind.group)].append(span)
+        starts, lengths = geometry.starts.tolist(), geometry.lengths.tolist()
+        for span in spans:
+            of_tile[self._tile_for((lengths[span] - starts[span]) * kind.group)].append(span)
         kinds = zip(of_tile, self._tiles, self._limits, strict=True)
-        return [(tile, cut(geometry, spans, kind, tile, limits)) for spans, tile, limits in kinds if spans]
+        return [(tile, cut(geometry, some, kind, tile, limits)) for some, tile, limits in kinds if some]
 
     def _tile_for(self, rows: int) -> int:
         """The index of the shape for spans of so many rows."""
@@ -236,6 +261,16 @@ class TritonPagedAttention:
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for work in plan.work[self._kinds[layer]]:
             self._launch(layer, query, output, work, plan.tables)
+        return output
+
+    def attend_new(self, layer: int, query: Tensor, key: Tensor, value: Tensor, plan: TritonPlan) -> Tensor:
+        """As `attend`, with the step's own K and V; prompts in the plan need no others."""
+        output = self.attend(layer, query, plan)
+        for run, ends in plan.prompts:
+            assert self._prompts is not None  # noqa: S101 - `draft` looked
+            own = slice(run.first, run.first + run.ends[-1])
+            heads = query[own], key[own], value[own]
+            self._prompts(output[own], heads, ends, run.longest, self._specs[layer])
         return output
 
     def _launch(self, layer: int, query: Tensor, output: Tensor, work: BoundLaunch, tables: Tensor) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -120,20 +120,32 @@ class LaunchCapacity:
         return self.items >= other.items and self.merges >= other.merges and self.merged_rows >= other.merged_rows
 
 
+class PromptRun(NamedTuple):
+    """Whole prompts whose rows follow each other: the ``first`` packed row, the ``ends`` of the prompts counted from
+    there (0 first), and the tokens of the ``longest``."""
+
+    first: int
+    ends: tuple[int, ...]
+    longest: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanCapacity:
-    """How large a plan is: each launch, by kind of layer, and how many ``blocks`` the tables have in all."""
+    """How large a plan is: each launch, by kind of layer, and how many ``blocks`` the tables have in all. ``prompts``:
+    those of the step that other kernels compute."""
 
     launches: dict[LayerKind, list[LaunchCapacity]]
     blocks: int
+    prompts: tuple[PromptRun, ...] = ()
 
     @property
     def sizes(self) -> list[int]:
-        """Integers (int32) of each section of the plan: items and merges of every launch, then the tables."""
+        """Integers (int32) of each section of the plan: items and merges of every launch, the ends of each run of
+        prompts, then the tables."""
         counts = [
             count for launches in self.launches.values() for each in launches for count in (each.items, each.merges)
         ]
-        return [*(count * FIELDS for count in counts), self.blocks]
+        return [*(count * FIELDS for count in counts), *(len(run.ends) for run in self.prompts), self.blocks]
 
 
 def cut(geometry: BatchGeometry, spans: Iterable[int], kind: LayerKind, tile: TileShape, limits: SplitLimits) -> Launch:
@@ -177,9 +189,24 @@ def _records(rows: Sequence[tuple[int, ...]]) -> Int32s:
     return np.array(rows, dtype=np.int32).reshape(-1, FIELDS)
 
 
-def sections_of(launches: list[Launch], tables: Int32s) -> list[Int32s]:
+def sections_of(launches: list[Launch], tables: Int32s, prompts: Sequence[PromptRun] = ()) -> list[Int32s]:
     """In the order of `PlanCapacity.sizes`."""
-    return [*(records for launch in launches for records in (launch.items, launch.merges)), tables]
+    ends = [np.array(run.ends, dtype=np.int32) for run in prompts]
+    return [*(records for launch in launches for records in (launch.items, launch.merges)), *ends, tables]
+
+
+def prompt_runs(geometry: BatchGeometry, tokens: int) -> tuple[tuple[PromptRun, ...], list[int]]:
+    """The spans from position 0 of at least so many tokens, in runs of neighbours, and the other spans."""
+    counts = geometry.lengths - geometry.starts
+    whole = (geometry.starts == 0) & (counts >= tokens)
+    runs = list[PromptRun]()
+    for span in np.flatnonzero(whole).tolist():
+        first, count = int(geometry.query_start[span]), int(counts[span])
+        if runs and (last := runs[-1]).first + last.ends[-1] == first:
+            runs[-1] = PromptRun(last.first, (*last.ends, last.ends[-1] + count), max(last.longest, count))
+        else:
+            runs.append(PromptRun(first, (0, count), count))
+    return tuple(runs), np.flatnonzero(~whole).tolist()
 
 
 def tile_shapes(head_dim: int, itemsize: int, shared_bytes: int) -> tuple[TileShape, ...]:

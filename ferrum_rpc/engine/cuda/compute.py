@@ -66,12 +66,11 @@ class StagedCompute(Compute):
         tokens, positions, slots = inputs
 
         def stored(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            del key, value
-            return attention.attend(layer, query, plan)
+            return attention.attend_new(layer, query, key, value, plan)
 
         def both(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             attention.write(layer, slots, key, value)
-            return attention.attend(layer, query, plan)
+            return attention.attend_new(layer, query, key, value, plan)
 
         attend = CacheAttend(lambda layer: attention.rows(layer, slots), stored, both)
         return self.model.forward(StepInputs(tokens, positions, adapters), attend)
