@@ -1,6 +1,6 @@
 """What a decode step on a GPU costs besides the GPU: launches per layer, and host microseconds of `begin` and `finish`.
 
-    python -m benchmarks.launches [--batches 1 64] [--context 1024] [--steps 200] [--json FILE]
+    python -m benchmarks.launches [--batches 1 64] [--context 1024] [--steps 200] [--adapters 8] [--json FILE]
 
 No GPU is needed. The runner is the one that serves on CUDA (staged copies, Triton kernels, recorded steps) over the
 heads and layers of Qwen3-8B. A launch of a Triton kernel is counted and not carried out, matrix products return
@@ -39,10 +39,13 @@ from ferrum_rpc.engine.cuda.select import select_compute
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import CacheSpec, KvStore
+from ferrum_rpc.models.adapter_config import LowRank
 from ferrum_rpc.models.decoder import Decoder
+from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.linear import PlainLinear
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.triton_fused_ops import TritonFusedOps
+from ferrum_rpc.models.triton_lora import TritonLoras
 
 CPU: Final = torch.device("cpu")
 NARROW: Final = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
@@ -50,6 +53,9 @@ NARROW: Final = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, 
 
 MULTIPROCESSORS: Final = 132
 """Of an H100: the attention's plan depends on it."""
+
+RANK: Final = 16
+"""Of adapters."""
 
 GREEDY: Final = OutputSpec(Positions.LAST, Greedy())
 WARM: Final = 20
@@ -96,8 +102,8 @@ def no_device(launches: Launches) -> Iterator[None]:
             each.run = method
 
 
-def make_runner(batch: int, tokens: int, *, graphs: str, layers: int | None = None) -> TorchRunner:
-    """A runner of ``batch`` sequences of up to ``tokens`` tokens."""
+def make_runner(batch: int, tokens: int, *, graphs: str, layers: int | None = None, adapters: int = 0) -> TorchRunner:
+    """A runner of ``batch`` sequences of up to ``tokens`` tokens, with ``adapters`` of all modules."""
     config = SHAPES["qwen3-8b"] | NARROW
     spec = ModelSpec.from_config(config | {"num_hidden_layers": layers or config["num_hidden_layers"]})
     model = Decoder(spec, torch.bfloat16, CPU, NoProduct, TritonFusedOps(spec.layers[0]))
@@ -111,6 +117,12 @@ def make_runner(batch: int, tokens: int, *, graphs: str, layers: int | None = No
         model.attention_specs, store.keys * count, store.values * count, processors=MULTIPROCESSORS
     )
 
+    loras = None
+    if adapters:
+        loras = TritonLoras(layout(spec), torch.bfloat16, CPU, max_rank=RANK)
+        for number in range(1, adapters + 1):
+            loras.add(number, loras.changes([LowRank(module, RANK, 1.0, "", "") for module in loras.modules]))
+
     def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         return (lambda: None), run()
 
@@ -123,6 +135,7 @@ def make_runner(batch: int, tokens: int, *, graphs: str, layers: int | None = No
         blocks_per_sequence=blocks_each,
         block_size=BLOCK_SIZE,
         capture=capture,
+        loras=loras,
     )
     kv = KvManager(blocks, BLOCK_SIZE)
     device = DeviceInfo("cuda", "none", 0, 1, attention.name, ())
@@ -154,17 +167,20 @@ def launches_per_layer(batch: int) -> tuple[Launches, Launches]:
     return each, two - each - each
 
 
-def host_times(batch: int, context: int, steps: int, *, graphs: str) -> tuple[float, float]:
-    """Median microseconds of `begin` and of `finish`, of greedy decode steps of ``batch`` sequences."""
+def host_times(batch: int, context: int, steps: int, *, graphs: str, adapters: int) -> tuple[float, float]:
+    """Median microseconds of `begin` and of `finish`, of greedy decode steps of ``batch`` sequences, which have the
+    ``adapters`` in turn."""
+    own = [1 + sequence % adapters if adapters else 0 for sequence in range(batch)]
     prompt = np.ones(context - 1, dtype=np.int32)
     times: list[tuple[int, int]] = []
     with no_device(Launches()), torch.inference_mode():
-        runner = make_runner(batch, context + WARM + steps, graphs=graphs)
+        runner = make_runner(batch, context + WARM + steps, graphs=graphs, adapters=adapters)
         for sequence in range(batch):
-            runner.forward(Step((Span(sequence, prompt, 0, NOTHING, create=True),)))
+            runner.forward(Step((Span(sequence, prompt, 0, NOTHING, create=True, adapter=own[sequence]),)))
         gc.collect()
         for at in range(context - 1, context - 1 + WARM + steps):
-            step = Step(tuple([Span(sequence, prompt[:1], at, GREEDY) for sequence in range(batch)]))
+            spans = [Span(sequence, prompt[:1], at, GREEDY, adapter=each) for sequence, each in enumerate(own)]
+            step = Step(tuple(spans))
             began = thread_time_ns()
             pending = runner.begin(step)
             queued = thread_time_ns()
@@ -175,14 +191,15 @@ def host_times(batch: int, context: int, steps: int, *, graphs: str) -> tuple[fl
     return float(begin), float(finish)
 
 
-def measure(batches: Sequence[int], context: int, steps: int) -> dict[str, Any]:
+def measure(batches: Sequence[int], context: int, steps: int, adapters: int = 0) -> dict[str, Any]:
     """The launches, and the times by batch size."""
     per_layer, others = launches_per_layer(1)
     times = {}
     for batch in batches:
         for way in ("auto", "off"):
-            begin, finish = host_times(batch, context, steps, graphs=way)
+            begin, finish = host_times(batch, context, steps, graphs=way, adapters=adapters)
             name = f"b{batch} @{context}, {'replayed' if way == 'auto' else 'eager'}"
+            name += f", {adapters} adapters" if adapters else ""
             times[name] = {"begin_us": round(begin, 1), "finish_us": round(finish, 1)}
     return {"per_layer": dict(per_layer), "others": dict(others), "host": times}
 
@@ -195,10 +212,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--adapters", type=int, default=0, help="of rank 16, which the sequences have in turn")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found = measure(options.batches, options.context, options.steps)
+    found = measure(options.batches, options.context, options.steps, options.adapters)
     for title, launches in (("launches per layer", found["per_layer"]), ("outside the layers", found["others"])):
         print(f"{title}: {sum(launches.values())} ({', '.join(f'{name} {n}' for name, n in launches.items())})")
     for name, times in found["host"].items():

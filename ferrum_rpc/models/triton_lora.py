@@ -126,7 +126,7 @@ class TritonLoras(Loras):
                 entries[slot, : len(each.entry)] = each.entry
         table = to_device(torch.from_numpy(entries), self._device)
         rank = max([each.rank for each in changes], default=0)
-        self._loaded[number] = _Loaded(table, rank, frozenset(each.slot for each in changes))
+        self._loaded[number] = _Loaded(table, table.data_ptr(), rank, frozenset(each.slot for each in changes))
         return allocated + self._table_bytes
 
     def drop(self, number: int) -> None:
@@ -141,60 +141,62 @@ class TritonLoras(Loras):
         return [TritonAdapted(each, self._dtype, self._device) for each in changes]
 
     def step(self, spans: Sequence[tuple[int, int, int]], tokens: int) -> StagedAdapters:
-        numbers, firsts, counts = np.array(sorted(spans), dtype=np.int64).T
-        adapters, starts = np.unique(numbers, return_index=True)
-        ends = np.cumsum(counts)
-        order = np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1])
-        loaded = [self._loaded[number] for number in adapters.tolist()]
-        slots = frozenset[int]().union(*(each.slots for each in loaded))
-        addresses = np.array([each.table.data_ptr() for each in loaded], dtype=np.int64)
-        step = TritonStep(self, max(each.rank for each in loaded), slots)
-        step.fill(order, addresses, (ends - counts)[starts])
-        return step
+        rows: dict[int, list[int]] = {}
+        for number, first, count in spans:
+            rows.setdefault(number, []).extend(range(first, first + count))
+        loaded = [self._loaded[number] for number in rows]
+        slots = loaded[0].slots.union(*[each.slots for each in loaded[1:]])
+        groups = [(each.address, own) for each, own in zip(loaded, rows.values(), strict=True)]
+        return TritonStep(self, max([each.rank for each in loaded]), slots, groups)
 
     def reserve(self, tokens: int) -> StagedAdapters:
-        return TritonStep(self, self._max_rank, frozenset(self.aligned), tokens)
+        return TritonStep(self, self._max_rank, frozenset(self.aligned), tokens=tokens)
 
 
 class _Loaded(NamedTuple):
-    """An adapter: its table int64 [slots, fields] on the device, its largest rank, and the products it changes."""
+    """An adapter: its table int64 [slots, fields] on the device, and the address of that; its largest rank, and the
+    products that it changes."""
 
     table: Tensor
+    address: int
     rank: int
     slots: frozenset[int]
 
 
 class TritonStep(StagedAdapters):
     """A step with adapters that change products by up to ``rank`` columns of A x. ``slots``: those of the products that
-    any of them changes. ``tokens``: of a step that is recorded, before its rows are known."""
+    any of them changes. ``groups``: of each adapter its table's address and its rows; or, for a step that is recorded
+    before they are known, ``tokens``: the most rows."""
 
-    def __init__(self, loras: TritonLoras, rank: int, slots: frozenset[int], tokens: int = 0) -> None:
-        self._loras, self._slots = loras, slots
+    def __init__(
+        self,
+        loras: TritonLoras,
+        rank: int,
+        slots: frozenset[int],
+        groups: Sequence[tuple[int, list[int]]] = (),
+        tokens: int = 0,
+    ) -> None:
+        self._loras, self._slots, self._groups = loras, slots, groups
         self._rank = triton.cdiv(rank, RANKS) * RANKS
-        self._tile, self._rows, self._tiles = SMALL, tokens, tokens
+        self._rows = tokens or sum([len(rows) for _, rows in groups])
+        self._tile, self._tiles = SMALL, tokens
         self._bound: StepAdapters | None = None
-        self._order: Int64Array | None = None
-
-    def fill(self, order: Int64Array, addresses: Int64Array, starts: Int64Array) -> None:
-        """The rows of one adapter after the other in ``order``; of each adapter its table's address, and where in
-        ``order`` it starts."""
-        self._order, self._addresses, self._starts = order, addresses, starts
-        self._rows = len(order)
 
     def arrays(self, *, recorded: bool) -> tuple[Int64Array, Int64Array]:
         """The rows in the order of the tiles. The number of tiles, and of each the address of its adapter's table, its
-        first row in that order, and its rows."""
-        if self._order is None:
+        first row in that order, and its rows. Computed in Python loops, as the plan of attention."""
+        if not self._groups:
             return np.zeros(self._rows, dtype=np.int64), np.zeros(1 + 3 * self._rows, dtype=np.int64)
         large = LARGE_BYTES // self._loras.itemsize
-        self._tile = large if self._rows >= large * len(self._starts) and not recorded else SMALL
-        rows = np.diff(self._starts, append=self._rows)
-        tiles = -(-rows // self._tile)
-        self._tiles = int(tiles.sum())
-        begins = self._tile * (np.arange(self._tiles) - np.repeat(np.cumsum(tiles) - tiles, tiles))
-        lengths = np.minimum(np.repeat(rows, tiles) - begins, self._tile)
-        items = np.repeat(self._addresses, tiles), np.repeat(self._starts, tiles) + begins, lengths
-        return self._order, np.append(self._tiles, np.stack(items, 1))
+        self._tile = tile = large if self._rows >= large * len(self._groups) and not recorded else SMALL
+        order, items = list[int](), [0]
+        for address, rows in self._groups:
+            first, last = len(order), len(order) + len(rows)
+            for begin in range(first, last, tile):
+                items += address, begin, min(tile, last - begin)
+            order += rows
+        items[0] = self._tiles = len(items) // 3
+        return np.array(order, dtype=np.int64), np.array(items, dtype=np.int64)
 
     def bind(self, sections: Sequence[Tensor]) -> StepAdapters:
         order, items = sections

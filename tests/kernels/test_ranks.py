@@ -33,7 +33,10 @@ from ferrum_rpc.engine.ranks import placing
 from ferrum_rpc.engine.ranks.follower import Follower
 from ferrum_rpc.engine.ranks.setup import Setup
 from ferrum_rpc.errors import DeviceLost, InvalidRequest, StepFailed
-from tests.checkpoints import make_checkpoint
+from ferrum_rpc.models import decoder
+from ferrum_rpc.models.triton_lora import BoundStep, TritonLoras
+from tests.adapters import make_adapter
+from tests.checkpoints import make_checkpoint, make_model
 from tests.fake_nccl import use_fake_nccl
 from tests.kernels.fixtures import PlannedTorch
 from tests.kernels.rerun import Rerun
@@ -110,7 +113,7 @@ def settings_of(checkpoint: Path, cut: tuple[int, int] = (1, 1), **others: Any) 
     )
 
 
-def texts_of(runner: TorchRunner, steps: int, first: int = 0) -> list[list[int]]:
+def texts_of(runner: TorchRunner, steps: int, first: int = 0, adapters: tuple[int, ...] = (0, 0, 0)) -> list[list[int]]:
     """Three sequences, of which one is drawn: their prompts, then a token a step."""
     kinds = [Greedy(), Sample(seed=4, top_k=20), Greedy()]
     texts = [[*prompt] for prompt in PROMPTS]
@@ -118,8 +121,15 @@ def texts_of(runner: TorchRunner, steps: int, first: int = 0) -> list[list[int]]
     with torch.inference_mode():
         for _ in range(steps):
             spans = [
-                Span(first + s, np.array(text[at:], np.int32), at, OutputSpec(Positions.LAST, kind), create=at == 0)
-                for s, (text, at, kind) in enumerate(zip(texts, fed, kinds, strict=True))
+                Span(
+                    first + s,
+                    np.array(text[at:], np.int32),
+                    at,
+                    OutputSpec(Positions.LAST, kind),
+                    create=at == 0,
+                    adapter=adapter,
+                )
+                for s, (text, at, kind, adapter) in enumerate(zip(texts, fed, kinds, adapters, strict=True))
             ]
             for s, outcome in enumerate(runner.forward(Step(tuple(spans))).outcomes):
                 assert isinstance(outcome, SpanResult) and outcome.rows is not None, outcome
@@ -154,6 +164,40 @@ def test_replayed_on_ranks_tokens_are_those_of_one(
     assert world.runner.depth == cut[1]
     assert [each.recordings for each in captures.made] == [len(buckets(SEQUENCES))] * cut[0] * cut[1]
     assert [each.replays for each in captures.made] == [steps - 1] * cut[0] * cut[1]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("cut", [CUTS["tensor"], CUTS["pipeline"]], ids=["tensor", "pipeline"])
+def test_steps_with_adapters_are_replayed_on_ranks_too(
+    checkpoint: Path, cut: tuple[int, int], captures: Captures, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the kernels, loaded after the recordings; one rank computes them by torch. A stage may have nothing of one."""
+    model, steps = make_model("qwen3", num_hidden_layers=2), 4
+    make_adapter(tmp_path / "all", model, r=3, size=2.0)
+    make_adapter(tmp_path / "late", model, r=5, targets=("k_proj", "down_proj"), layers_to_transform=[1], size=2.0)
+    adapted: dict[str, Any] = {"adapter_dir": tmp_path, "max_adapter_rank": 5}
+
+    def texts(runner: TorchRunner) -> list[list[list[int]]]:
+        for number, name in enumerate(("all", "late"), 1):
+            runner.open_adapter(number, name)
+            while runner.read_adapter(number) is None:
+                pass
+        return [texts_of(runner, steps, 10 * n, each) for n, each in enumerate(((1, 0, 2), (0, 2, 0), (0, 0, 0)))]
+
+    expected = texts(build_runner(settings_of(checkpoint, **adapted)))
+    assert len({str(each) for each in expected}) == 3
+
+    def add(self: BoundStep, slot: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        with ONE_AT_A_TIME:
+            alone(self, slot, x, y)
+
+    alone = BoundStep.add
+    monkeypatch.setattr(BoundStep, "add", add)
+    monkeypatch.setattr(decoder, "select_loras", lambda *of, max_rank: ("", TritonLoras(*of, max_rank=max_rank)))
+    with closing(World(settings_of(checkpoint, cut, **adapted))) as world:
+        assert texts(world.runner) == expected
+    assert [each.recordings for each in captures.made] == [2 * len(buckets(SEQUENCES))] * 2
+    assert [each.replays for each in captures.made] == [3 * (steps - 1)] * 2
 
 
 @pytest.mark.parametrize("victim", [0, 1])
