@@ -29,6 +29,10 @@ from ferrum_rpc.attention.sinks import Sinks, held
 from ferrum_rpc.attention.tiles import TILE_ROWS, BandMask, DecodeGroup, LongSpan, MaskPattern, PatternWork, Planner
 from ferrum_rpc.core import AttentionSpec
 
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Largest difference of a GPU's kernels from float32 arithmetic, for values of unit variance: some units in the last
+place."""
+
 TorchPlan = dict[MaskPattern, PatternWork]
 
 

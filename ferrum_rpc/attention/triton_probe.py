@@ -19,7 +19,7 @@ import torch
 from ferrum_rpc.attention.eight_bits import FP8, from_rows, to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.sinks import random_sinks
-from ferrum_rpc.attention.torch_paged import TorchPagedAttention
+from ferrum_rpc.attention.torch_paged import TOLERANCE, TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.selection import Unsuited
 
@@ -28,9 +28,6 @@ MIN_CAPABILITY = (8, 0)
 
 MAX_HEAD_DIM = 256
 """Wider heads do not fit a program's registers."""
-
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Largest difference from float32 arithmetic, for values of unit variance: some units in the last place."""
 
 SPANS = ((0, 5), (41, 1), (0, 1), (15, 20), (300, 1), (7, 70))
 """``(tokens cached, tokens)``: chunks and single tokens, across blocks and tiles, one long enough to be split."""

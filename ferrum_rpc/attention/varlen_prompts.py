@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ferrum_rpc.attention.triton_probe import TOLERANCE
+from ferrum_rpc.attention.torch_paged import TOLERANCE
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.selection import BackendCandidate, Choice, Unsuited, select
 
