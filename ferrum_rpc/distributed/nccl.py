@@ -43,8 +43,12 @@ def available() -> str | None:
 
 
 class NcclGroup(ConnectedGroup):
-    """A `Group` of ranks with a ``device`` of their own each. It waits on the stream, not on the host. NCCL has no tags
-    of messages, and takes the one that there is."""
+    """A `Group` of ranks with a ``device`` of their own each, which has an index. It waits on the stream, not on the
+    host. NCCL has no tags of messages, and takes the one that there is.
+
+    `send` and `receive` make a communicator for their pair of ranks when they are first called, which a CUDA graph
+    cannot capture. Each capture is preceded by a warm-up of the same step (`CudaCapture`), and that one makes it.
+    """
 
     def __init__(
         self, store: Store, rank: int, size: int, device: torch.device, *, timeout: timedelta = TIMEOUT

@@ -9,6 +9,7 @@ provides attention as C instead, and all layers run without Python between them.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -193,6 +194,17 @@ class Compute:
         """The same integers on the model's device."""
         tensors = list(map(torch.from_numpy, arrays))
         return tensors if self._on_host else [each.to(self.model.device) for each in tensors]
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop the local variables of all frames in which ``error``, or what it came from, was raised. They refer to the
+    tensors and the graphs of the failed step: NCCL ends a group only when no graph is left that names it."""
+    seen = set[int]()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        traceback.clear_frames(at.__traceback__)
+        at = at.__cause__ or at.__context__
 
 
 def packed_tokens(spans: Sequence[Span]) -> Int64Array:

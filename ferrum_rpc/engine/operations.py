@@ -163,7 +163,7 @@ class TorchRunner(StepRunner):
         self, sequence: int, start: int, end: int, layers: Sequence[int]
     ) -> list[tuple[npt.NDArray[np.uint8], ...]]:
         with self._operation("export", stage="export", settle=False):
-            [slots] = self.compute.to_device(self.kv.slots(sequence, start, end))
+            slots = self.kv.slots(sequence, start, end)
             return [self.store.read(slots, layer, self.info.head_dim) for layer in layers]
 
     def begin_import(self, sequence: int, tokens: TokenArray, ahead: int, prefix: PrefixUse | None) -> int:
@@ -178,8 +178,7 @@ class TorchRunner(StepRunner):
         with self._operation("import", stage="import", settle=False):
             if start < self._imports[sequence][0].cached:
                 raise KvMisuse(f"position {start} is in a block of the prefix cache")
-            [slots] = self.compute.to_device(self.kv.slots(sequence, start, end))
-            self.store.write(slots, layer, self.info.head_dim, parts)
+            self.store.write(self.kv.slots(sequence, start, end), layer, self.info.head_dim, parts)
 
     def commit_import(self, sequence: int) -> int:
         with self._operation("import", stage="import"):

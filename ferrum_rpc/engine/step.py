@@ -31,7 +31,7 @@ import torch
 
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import CacheState, Rows, Span, SpanOutcome, SpanResult, Step, StepResult
-from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.compute import Compute, clear_frames
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import Reservation
@@ -306,9 +306,9 @@ class StepRunner:
                 self._save_leaving()
             geometry = BatchGeometry.build(self.kv.block_size, starts, lengths, tables)
             if overwritten:
-                pending.saved = self.store.save(*self.compute.to_device(np.concatenate(overwritten)))
+                pending.saved = self.store.save(np.concatenate(overwritten))
             if copies:
-                self.store.copy_blocks(*self.compute.to_device(np.array(copies, dtype=np.int64)))
+                self.store.copy_blocks(np.array(copies, dtype=np.int64))
             if stage is not None:
                 stage("forward")
             hidden = self.compute.forward(spans, geometry)
@@ -335,6 +335,7 @@ class StepRunner:
         """Undo a reserved step, and return its callers' error. Raises errors that are not a failure of the step."""
         if not isinstance(error, DEVICE_ERRORS):
             try:
+                clear_frames(error)
                 self.compute.recover()
                 if pending.saved is not None:
                     self.store.restore(pending.saved)

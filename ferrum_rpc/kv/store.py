@@ -23,6 +23,8 @@ from torch import Tensor
 
 from ferrum_rpc.sampling.transfer import Marker, to_device, to_host
 
+Int64Array = npt.NDArray[np.int64]
+
 KEY, VALUE = 0, 1
 """Index of a buffer's second axis."""
 
@@ -52,8 +54,8 @@ class CacheSpec:
 
 @dataclass(slots=True, eq=False)
 class Saved:
-    """What stood in ``slots`` (int64 [n]): of each buffer of the store [layers, 2, n, kv_heads, head_dim]. ``number``
-    names it where ranks keep their own parts."""
+    """What stood in ``slots`` (int64 [n], where the store is): of each buffer of the store [layers, 2, n, kv_heads,
+    head_dim]. ``number`` names it where ranks keep their own parts."""
 
     slots: Tensor
     content: list[Tensor]
@@ -86,48 +88,50 @@ class KvStore:
         self.values: list[Tensor] = [pair[VALUE] for pair in pairs]
         self._device = device
 
-    def copy_blocks(self, pairs: Tensor) -> None:
-        """Copy block ``pairs[i, 0]`` to ``pairs[i, 1]`` (int64 [n, 2], where the store is), in all layers. All reads
-        come before all writes."""
+    def copy_blocks(self, pairs: Int64Array) -> None:
+        """Copy block ``pairs[i, 0]`` to ``pairs[i, 1]`` (int64 [n, 2]) in all layers. All reads come before all
+        writes."""
+        there = to_device(torch.from_numpy(pairs), self._device)
         for buffer in self.buffers:
-            buffer.index_copy_(2, pairs[:, 1], buffer.index_select(2, pairs[:, 0]))
+            buffer.index_copy_(2, there[:, 1], buffer.index_select(2, there[:, 0]))
 
-    def save(self, slots: Tensor) -> Saved:
+    def save(self, slots: Int64Array) -> Saved:
         """The content of ``slots`` (int64 [n]) in all layers, for `restore`: the undo log of an overwriting step."""
-        return Saved(slots, [each.index_select(2, slots) for each in self._slots])
+        there = to_device(torch.from_numpy(slots), self._device)
+        return Saved(there, [each.index_select(2, there) for each in self._slots])
 
     def restore(self, saved: Saved) -> None:
         """Put back what `save` returned, bit for bit."""
         for each, content in zip(self._slots, saved.content, strict=True):
             each.index_copy_(2, saved.slots, content)
 
-    def read(self, slots: Tensor, layer: int, width: int) -> tuple[npt.NDArray[np.uint8], ...]:
-        """The bytes of ``slots`` (int64 [n], where the store is) in a layer, each uint8 [bytes], on the host: K and V,
-        [n, kv_heads, width], and where a row has more than ``width`` numbers, what stands behind those of K and of V.
-        """
+    def read(self, slots: Int64Array, layer: int, width: int) -> tuple[npt.NDArray[np.uint8], ...]:
+        """The bytes of ``slots`` (int64 [n]) in a layer, each uint8 [bytes], on the host: K and V, [n, kv_heads,
+        width], and where a row has more than ``width`` numbers, what stands behind those of K and of V."""
         rows = []
         for each in (self.keys, self.values):
             of_layer = each[layer].flatten(0, 1)
             if of_layer.is_cpu:
-                rows.append(_bytes(of_layer)[slots.numpy()])
+                rows.append(_bytes(of_layer)[slots])
             else:
-                rows.append(_bytes(of_layer.index_select(0, slots)))
+                rows.append(_bytes(of_layer.index_select(0, to_device(torch.from_numpy(slots), self._device))))
         end = width * self.keys[layer].itemsize
         parts = [each[..., :end] for each in rows]
         if rows[0].shape[-1] > end:
             parts += [each[..., end:] for each in rows]
         return tuple([each.reshape(-1) for each in parts])
 
-    def write(self, slots: Tensor, layer: int, width: int, parts: Sequence[Any]) -> None:
+    def write(self, slots: Int64Array, layer: int, width: int, parts: Sequence[Any]) -> None:
         """Write what `read` returned, or other buffers of as many bytes, to ``slots`` (int64 [n]) in a layer."""
         for index, each in enumerate((self.keys, self.values)):
             rows = each[layer].flatten(0, 1)
             content = [np.frombuffer(part, np.uint8).reshape(len(slots), rows.shape[1], -1) for part in parts[index::2]]
             joined = content[0] if len(content) == 1 else np.concatenate(content, -1)
             if rows.is_cpu:
-                _bytes(rows)[slots.numpy()] = joined
+                _bytes(rows)[slots] = joined
             else:
-                rows.index_copy_(0, slots, torch.from_numpy(joined.copy()).view(rows.dtype).to(rows.device))
+                there = to_device(torch.from_numpy(slots), self._device)
+                rows.index_copy_(0, there, torch.from_numpy(joined.copy()).view(rows.dtype).to(rows.device))
 
     @property
     def own_block_bytes(self) -> int:

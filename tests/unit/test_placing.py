@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ from torch.distributed import HashStore
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.distributed import nccl, shared_memory
 from ferrum_rpc.distributed.group import GroupAborted
+from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.engine.ranks import placing, setup
 from ferrum_rpc.engine.ranks.compute import RankedStore
 from ferrum_rpc.engine.ranks.placing import RankHost, place
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import CacheSpec
 from ferrum_rpc.models.shard import Shard
+from tests.checkpoints import make_checkpoint
 from tests.fake_device import OnFakeDevice, fake_device
 
 NO_NCCL = "no NCCL here"
@@ -102,13 +105,31 @@ def test_a_torch_without_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_nccl_does_not_work_the_error_says_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
+    def fail(*arguments: Any) -> Any:
+        assert arguments[-1] == torch.device("cuda", 0), "whatever the current device of the thread is"
         raise GroupAborted("rank 0 lost another: NCCL error: unhandled system error")
 
     monkeypatch.setattr(setup, "NcclGroup", fail)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InvalidRequest, match=r"unhandled system error; --rank-transport gloo") as refusal:
         setup.Groups(setups("auto", "cuda", "a:x,y", "a:x,y")[0], HashStore())
     assert refusal.value.field == "rank_transport"
+
+
+def test_every_rank_has_a_device_with_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the devices that its own process sees."""
+    made = setups("auto", "cuda", "a:x,y", "a:x,y", "b:z")
+    for visible, expected in ((2, [0, 1, 0]), (1, [0, 0, 0])):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda visible=visible: visible)
+        assert [each.device for each in made] == [torch.device("cuda", index) for index in expected]
+    assert setups("auto", "cpu", "a", "a")[1].device == torch.device("cpu")
+
+
+def test_the_choices_of_a_rank_are_for_its_own_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = ModelSettings(str(make_checkpoint(tmp_path, "qwen3")), device="cuda", tensor_parallel=2)
+    assert choose(config).device == torch.device("cuda", 0)
+    assert choose(config, rank=1, device=torch.device("cuda", 1)).device == torch.device("cuda", 1)
 
 
 def test_all_ranks_take_the_kind_of_device_that_the_first_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +165,7 @@ def test_what_is_told_of_blocks_on_a_device_lies_on_the_host() -> None:
         layers = [CacheSpec(1, 8, torch.float32)] * 2
         store = RankedStore(layers, 6, 4, device, ranks=told, shard=Shard(0, 2), count=2, kv_heads=2)
         assert store.block_bytes == store.own_block_bytes + 1000 and isinstance(store.keys[0], OnFakeDevice)
-        slots, pairs = torch.tensor([4, 9]).to(device), torch.tensor([[1, 3]]).to(device)
+        slots, pairs = np.array([4, 9]), np.array([[1, 3]])
         saved = store.save(slots)
         store.copy_blocks(pairs)
         store.restore(saved)
@@ -154,4 +175,4 @@ def test_what_is_told_of_blocks_on_a_device_lies_on_the_host() -> None:
     names = ["save", "copy_blocks", "restore", "write", "read"]
     assert [message[message[0] == "cache"] for message in told.messages] == names
     arrays = [each for message in told.messages for each in message if not isinstance(each, (str, int, list))]
-    assert len(arrays) == 4 and all(type(each) is np.ndarray for each in arrays)
+    assert len(arrays) == 4 and all(each is slots or each is pairs for each in arrays), "not a copy from the device"

@@ -237,7 +237,7 @@ class Twins:
         bits = {}
         for sequence, state in kv._sequences.items():
             slots = slots_for(state.table.view(len(state.table)), 0, state.length, SIZE)
-            content = store.save(torch.from_numpy(slots)).content
+            content = store.save(slots).content
             bits[sequence] = [each.view(torch.uint8).numpy().tobytes() for each in content]
         return {"books": books, "bits": bits, "state": self.runner.cache_state()}
 

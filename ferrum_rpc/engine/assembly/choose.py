@@ -94,11 +94,15 @@ class Choices:
         return known and takes_long_spans(facts.dtype, facts.layers[0].head_dim)
 
 
-def choose(config: ModelSettings, *, elsewhere: bool = False, rank: int = 0) -> Choices:
+def choose(
+    config: ModelSettings, *, elsewhere: bool = False, rank: int = 0, device: torch.device | None = None
+) -> Choices:
     """Raises typed errors that say what to do. ``elsewhere``: the device is not in this machine, and taken to be able
-    to run every kernel. ``rank``: of those that share the model, whose part it is."""
+    to run every kernel. ``rank``: of those that share the model, whose part it is. ``device``: that of the rank, of the
+    kind in ``config``; None: the first."""
     reasons: Reasons = []
-    device = _choose_device(config.device, reasons, elsewhere)
+    first = _choose_device(config.device, reasons, elsewhere)
+    device = first if device is None else device
     check_kv_dtype(config.kv_dtype, device, elsewhere=elsewhere)
     if device.type == "cpu":
         _check_kernels(reasons)
@@ -171,7 +175,7 @@ def _choose_device(requested: str, reasons: Reasons, elsewhere: bool) -> torch.d
         reason = "a CUDA device is there" if available else "torch finds no CUDA device"
     kind = requested if requested != "auto" else ("cuda" if available else "cpu")
     reasons.append((f"device={kind}", reason))
-    return torch.device(kind)
+    return torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
 
 
 def fix_products() -> tuple[str, str]:

@@ -205,13 +205,13 @@ class RankedStore(KvStore):
         self._numbers = 0
         self._block_bytes = [self.own_block_bytes, *ranks.ask("equip", num_blocks, block_size)]
 
-    def copy_blocks(self, pairs: Tensor) -> None:
-        self._ranks.send("cache", "copy_blocks", pairs.cpu().numpy())
+    def copy_blocks(self, pairs: Int64Array) -> None:
+        self._ranks.send("cache", "copy_blocks", pairs)
         super().copy_blocks(pairs)
 
-    def save(self, slots: Tensor) -> Saved:
+    def save(self, slots: Int64Array) -> Saved:
         self._numbers += 1
-        self._ranks.send("save", self._numbers, slots.cpu().numpy())
+        self._ranks.send("save", self._numbers, slots)
         saved = super().save(slots)
         saved.number = self._numbers
         return saved
@@ -220,11 +220,9 @@ class RankedStore(KvStore):
         self._ranks.send("restore", saved.number)
         super().restore(saved)
 
-    def read(self, slots: Tensor, layer: int, width: int) -> tuple[Bytes, ...]:
+    def read(self, slots: Int64Array, layer: int, width: int) -> tuple[Bytes, ...]:
         layer, owners = self._owners(layer)
-        others = self._ranks.order(
-            "cache", "read", slots.cpu().numpy(), layer, width, to=[each for each in owners if each]
-        )
+        others = self._ranks.order("cache", "read", slots, layer, width, to=[each for each in owners if each])
         found = [super().read(slots, layer, width)] if 0 in owners else []
         found += self._ranks.collect(others)
         heads = len(slots), self._kv_heads // len(owners), -1
@@ -232,7 +230,7 @@ class RankedStore(KvStore):
             np.concatenate([part.reshape(heads) for part in parts], 1).reshape(-1) for parts in zip(*found, strict=True)
         )
 
-    def write(self, slots: Tensor, layer: int, width: int, parts: Sequence[Any]) -> None:
+    def write(self, slots: Int64Array, layer: int, width: int, parts: Sequence[Any]) -> None:
         layer, owners = self._owners(layer)
         each = max(1, self._kv_heads // self._shard.ranks)
         heads = [np.frombuffer(part, np.uint8).reshape(len(slots), self._kv_heads, -1) for part in parts]
@@ -243,7 +241,7 @@ class RankedStore(KvStore):
             if first + rank == 0:
                 super().write(slots, layer, width, own)
             else:
-                self._ranks.send("cache", "write", slots.cpu().numpy(), layer, width, own, to=[first + rank])
+                self._ranks.send("cache", "write", slots, layer, width, own, to=[first + rank])
 
     @property
     def block_bytes(self) -> int:

@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Final, cast
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed import Store
 
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
@@ -29,12 +27,12 @@ from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.assembly.choose import Choices, choose
 from ferrum_rpc.engine.channel import Channel
-from ferrum_rpc.engine.compute import AdaptedRows
+from ferrum_rpc.engine.compute import AdaptedRows, clear_frames
 from ferrum_rpc.engine.cuda.select import record_on_ranks, stage_compute
 from ferrum_rpc.engine.memory import used_memory
 from ferrum_rpc.engine.ranks.messages import ABORT, END, END_S, HEARTBEAT_S
-from ferrum_rpc.engine.ranks.placing import CUDA, cuda_devices
-from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
+from ferrum_rpc.engine.ranks.placing import cuda_devices
+from ferrum_rpc.engine.ranks.setup import CUDA, Groups, Setup, make_cache
 from ferrum_rpc.errors import ExecutorError, StepFailed
 from ferrum_rpc.kv.store import Saved
 from ferrum_rpc.models.base import Model
@@ -95,6 +93,7 @@ class Follower:
             except torch.AcceleratorError:  # every later call would fail too: rank 0 notices that this process ends
                 raise
             except Exception as error:
+                clear_frames(error)  # the answer refers to them, and this frame to the answer
                 answer = error
                 self.failed = True
                 self._abort()
@@ -151,10 +150,10 @@ class Started(Phase):
         """Make the choices for its part."""
         if threading.current_thread() is threading.main_thread():  # this process is ours
             torch.set_num_threads(setup.threads)
-        if setup.settings.device == CUDA:
-            self._follower.device = device = torch.device(CUDA, setup.seat % torch.cuda.device_count())
+        self._follower.device = device = setup.device
+        if device.type == CUDA:  # Triton launches on the current device of its thread, whatever tensors it is given
             torch.cuda.set_device(device)
-        return Prepared(self._follower, setup, choose(setup.settings, rank=setup.number))
+        return Prepared(self._follower, setup, choose(setup.settings, rank=setup.number, device=device))
 
 
 @dataclass(slots=True, eq=False)
@@ -262,7 +261,7 @@ class Working(Phase):
 
     def save(self, number: int, slots: Int64Array) -> None:
         """See `KvStore.save`. As many are kept as steps may be in flight."""
-        self._saved[number] = self.kv.save(self._to_device(slots))
+        self._saved[number] = self.kv.save(slots)
         while len(self._saved) > self._setup.settings.pipeline_parallel:
             del self._saved[min(self._saved)]
 
@@ -272,9 +271,5 @@ class Working(Phase):
             self.kv.restore(saved)
 
     def cache(self, method: str, *arguments: Any) -> Any:
-        """Do what a method of `KvStore` does. Slots and blocks lie on the host."""
-        own = [self._to_device(each) if isinstance(each, np.ndarray) else each for each in arguments]
-        return getattr(self.kv, method)(*own)
-
-    def _to_device(self, integers: Int64Array) -> Tensor:
-        return self.compute.to_device(integers)[0]
+        """Do what a method of `KvStore` does."""
+        return getattr(self.kv, method)(*arguments)

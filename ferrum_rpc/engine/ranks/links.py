@@ -30,8 +30,8 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.channel import Channel
 from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank, in_a_thread
 from ferrum_rpc.engine.ranks.messages import END, JOIN_S
-from ferrum_rpc.engine.ranks.placing import CUDA, RankHost, choose_kind, cuda_devices, place
-from ferrum_rpc.engine.ranks.setup import Setup
+from ferrum_rpc.engine.ranks.placing import RankHost, choose_kind, cuda_devices, place
+from ferrum_rpc.engine.ranks.setup import CUDA, Setup
 from ferrum_rpc.engine.ranks.world import World, is_loopback
 from ferrum_rpc.errors import InvalidRequest
 

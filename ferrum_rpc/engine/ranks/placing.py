@@ -16,11 +16,10 @@ import torch
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.distributed import nccl, shared_memory
-from ferrum_rpc.engine.ranks.setup import GLOO, NCCL, SHARED_MEMORY, Setup
+from ferrum_rpc.engine.ranks.setup import CUDA, GLOO, NCCL, SHARED_MEMORY, Setup
 from ferrum_rpc.errors import InvalidRequest
 
 CPU: Final[Literal["cpu"]] = "cpu"
-CUDA: Final[Literal["cuda"]] = "cuda"
 
 
 class RankHost(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch.distributed import PrefixStore, Store
@@ -29,6 +29,7 @@ from ferrum_rpc.sampling.vocab_parallel import VocabShard
 SHARED_MEMORY: Final = "shared-memory"
 GLOO: Final = "gloo"
 NCCL: Final = "nccl"
+CUDA: Final[Literal["cuda"]] = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,12 @@ class Setup:
     def shard(self) -> Shard:
         """Its part."""
         return Shard.at(self.number, self.settings.tensor_parallel, self.settings.pipeline_parallel)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its seat, with an index: the current device of a thread is not always that of the rank."""
+        kind = self.settings.device
+        return torch.device(kind, self.seat % torch.cuda.device_count()) if kind == CUDA else torch.device(kind)
 
     @property
     def recordable(self) -> bool:
@@ -127,7 +134,7 @@ class Groups:
 
 def _join(setup: Setup, store: Store, rank: int, size: int) -> Group:
     """A group for tensors on the model's device. Raises InvalidRequest if NCCL does not work here."""
-    device = torch.device(setup.settings.device)
+    device = setup.device
     if setup.transport == NCCL:
         try:
             return NcclGroup(store, rank, size, device)
