@@ -4,7 +4,8 @@ python3 -m benchmarks.gpu.steady pool | equal | one [--rehearse]
 
 pool     a cache whose layers have more than 2^32 elements answers bit for bit as a small one: offsets of blocks,
          slots and tokens are 64 bits wide. The sequences lie at its very end
-equal    the same step 200 times, decode and prompt, eager and replayed: the same bits each time
+equal    the same step 200 times, decode and prompt, with adapters and without, eager and replayed: the same bits
+         each time
 one      one step of each kind, each tensor in an allocation of its own: for compute-sanitizer, which then sees
          every access behind the end of one
 """
@@ -18,11 +19,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from benchmarks.adapters import write_adapter
 from benchmarks.cases import write_checkpoint
 from benchmarks.gpu.first_light import FIGURES, NOT_HERE_STATUS
 from ferrum_rpc.config import ModelSettings
@@ -30,6 +33,7 @@ from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Sample,
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.choose import FP8_CAPABILITY
 from ferrum_rpc.engine.operations import TorchRunner
+from ferrum_rpc.models.spec import ModelSpec
 
 SHAPE: Final[dict[str, Any]] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -51,6 +55,12 @@ SHAPE: Final[dict[str, Any]] = {
 """A layer with the heads of Qwen3-8B."""
 
 BLOCK: Final = 16
+RANKS: Final = 20, 3
+"""Of the adapters: no powers of two, one of them more than the kernels multiply at once."""
+
+ADAPTED: Final = 150
+"""Tokens of a prompt with an adapter: more than a large tile has rows."""
+
 ELEMENTS: Final = 1 << 32
 REPEATS: Final = 200
 ALL: Final = OutputSpec(Positions.ALL, FullLogits(RowDType.F32))
@@ -88,11 +98,36 @@ def history() -> Iterator[list[Span]]:
     yield [Span(9, tokens(150, 30), 0, ALL, create=True), Span(3, tokens(1, 31), 10, ALL)]
 
 
+def adapted(length: int, *, create: bool) -> list[Span]:
+    """Spans of two adapters and of none, of ``length`` tokens each."""
+    return [
+        Span(s, tokens(length, s), 0 if create else ADAPTED, ALL, create=create, adapter=adapter)
+        for s, adapter in enumerate((1, 0, 2, 1), 30)
+    ]
+
+
 @contextmanager
 def checkpoint() -> Iterator[str]:
-    """A folder with a model of `SHAPE`."""
+    """A folder with a model of `SHAPE`, and adapters of it in a folder there."""
     with tempfile.TemporaryDirectory() as folder:
-        yield str(write_checkpoint(folder, SHAPE))
+        path = str(write_checkpoint(folder, SHAPE))
+        for rank in RANKS:
+            write_adapter(ModelSpec.from_config(SHAPE), rank, Path(path) / "adapters")
+        yield path
+
+
+def with_adapters(folder: str) -> dict[str, Any]:
+    """Settings of a runner that can load the adapters of a `checkpoint`."""
+    return {"adapter_dir": Path(folder) / "adapters", "max_adapter_rank": max(RANKS)}
+
+
+def load_adapters(runner: TorchRunner) -> None:
+    """Number 1 and 2."""
+    with runner.context():
+        for number, rank in enumerate(RANKS, 1):
+            runner.open_adapter(number, f"rank-{rank}")
+            while runner.read_adapter(number) is None:
+                pass
 
 
 def settings(folder: str, *, rehearse: bool, **others: Any) -> ModelSettings:
@@ -143,14 +178,18 @@ def equal(*, rehearse: bool) -> int:
     differ = dict[str, int]()
     with checkpoint() as folder:
         for graphs in ("auto", "off"):
-            runner = build_runner(settings(folder, rehearse=rehearse, kv_blocks=512, cuda_graphs=graphs))
-            for spans in list(history())[:1]:
+            more = with_adapters(folder)
+            runner = build_runner(settings(folder, rehearse=rehearse, kv_blocks=512, cuda_graphs=graphs, **more))
+            load_adapters(runner)
+            for spans in (*list(history())[:1], adapted(ADAPTED, create=True)):
                 answers(runner, spans)
             steps = {
                 "decode": [Span(s, tokens(1, s), length, ALL) for s, length in enumerate((700, 33, 1200, 5))],
                 "draw": [Span(s, tokens(1, s), length, DRAWN) for s, length in enumerate((700, 33, 1200, 5))],
                 "verify": [Span(s, tokens(5, s), length, ALL) for s, length in enumerate((700, 33, 1200, 5))],
                 "chunk": [Span(2, tokens(512, 7), 1200, ALL)],
+                "adapters": adapted(1, create=False),
+                "chunks with adapters": adapted(70, create=False),
             }
             for name, spans in steps.items():
                 first = answers(runner, spans)
@@ -175,8 +214,11 @@ def one(*, rehearse: bool) -> int:
         kinds.append({"kv_dtype": "fp8"})
     with checkpoint() as folder:
         for kind in kinds:
-            config = settings(folder, rehearse=rehearse, kv_blocks=512, cuda_graphs="off", **kind)
-            runner = build_runner(config)
+            more = kind | with_adapters(folder)
+            runner = build_runner(settings(folder, rehearse=rehearse, kv_blocks=512, cuda_graphs="off", **more))
+            load_adapters(runner)
+            for spans in (adapted(ADAPTED, create=True), adapted(1, create=False)):
+                answers(runner, spans)
             steps = list(history())
             for spans in [*steps[:2], steps[2], *steps[5:]]:
                 answers(runner, spans)
@@ -185,8 +227,8 @@ def one(*, rehearse: bool) -> int:
             answers(runner, [Span(20, tokens(1), 1200, DRAWN), Span(3, tokens(1), 3, DRAWN)])
             chosen = [name for name, _ in runner.device.choices]
             print(kind, *chosen, sep="\n  ")
-            if not rehearse and "attention=triton" not in chosen:
-                print("the Triton kernels did not run: nothing was checked")
+            if not rehearse and not {"attention=triton", "adapters=triton"} <= {*chosen}:
+                print("not all Triton kernels ran: nothing was checked")
                 return 1
             runner.close()
     return 0

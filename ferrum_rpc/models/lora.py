@@ -5,10 +5,10 @@ scale in it. The fused products of the decoder have one A for all matrices that 
 its own rows of y. y is rounded before the sum and after it, A and B to the model's dtype: as a model computes with its
 adapters beside its weights, not merged into them.
 
-Of a model that ranks share, each has of B the rows, or of A the columns, that its part of the product has: what it adds
-is a part of what ranks sum anyway.
+If ranks share a model, each has the rows of B, or the columns of A, that its part of the product has. What it adds is
+then a part of the sum that the ranks compute anyway.
 
-Which sequences use which adapter, and which adapters there are, is decided above; here they have numbers.
+The engine decides which sequences use which adapter. Here adapters are numbers.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class StagedAdapters(ABC):
 
 
 class Loras(ABC):
-    """The adapters of one decoder whose tensors are placed as in ``table``. Of each its changes, by slot. Where ranks
-    share the decoder, ``table`` is of the whole, and ``here`` of this rank's shard."""
+    """The adapters of one decoder whose tensors are placed as in ``table``. If ranks share the decoder, ``table``
+    describes the whole, and ``here`` this rank's shard."""
 
     name: str
     rowwise: bool
@@ -114,11 +114,11 @@ class Loras(ABC):
         self._adapters: dict[int, list[AdaptedProduct | None]] = {}
 
     def __len__(self) -> int:
-        """Adapters that there are."""
+        """The number of adapters."""
         return len(self._adapters)
 
     def changes(self, adapter: Sequence[LowRank]) -> list[ProductChange]:
-        """What an adapter changes of what is here, product by product in the order of the layers."""
+        """The products of this shard that an adapter changes, in the order of the layers."""
         products: dict[int, list[AdapterMatrix]] = {}
         for each in adapter:
             if (placement := self._here.get(each.module)) is None:
@@ -133,12 +133,12 @@ class Loras(ABC):
         return found
 
     def pieces(self, adapter: Sequence[LowRank]) -> list[list[LowRank]]:
-        """All that an adapter changes, wherever it is, by layers: the same everywhere, and in the same order."""
+        """The matrices that an adapter changes, by layers: the same on all ranks, in the same order."""
         ordered = sorted(adapter, key=lambda each: self._table[each.module].slot)
         return [list(group) for _, group in groupby(ordered, key=lambda each: self._table[each.module].layer)]
 
     def add(self, number: int, changes: Sequence[ProductChange]) -> int:
-        """Make room for an adapter, which is to be `put`. Returns its bytes."""
+        """Allocate an adapter, whose matrices `put` fills. Returns its bytes."""
         adapted: list[AdaptedProduct | None] = [None] * self._slots
         for each in self._adapted(changes):
             adapted[each.change.slot] = each
@@ -146,8 +146,8 @@ class Loras(ABC):
         return sum([each.nbytes for each in adapted if each is not None])
 
     def put(self, number: int, change: LowRank, a: Tensor, b: Tensor) -> None:
-        """Copy what is here of A [rank, in] and B [out, rank] into place. Raises InvalidRequest for numbers anywhere in
-        them that are not finite, or do not stay so in the model's dtype."""
+        """Copy this shard's part of A [rank, in] and B [out, rank] into place. Raises InvalidRequest if any of their
+        numbers is not finite in the model's dtype."""
         scaled = b.to(torch.promote_types(b.dtype, torch.float32)) * change.scale  # rounded once, when stored
         for name, tensor in ((change.a, a), (change.b, scaled)):
             if not tensor.to(self._dtype).isfinite().all():
@@ -156,21 +156,22 @@ class Loras(ABC):
                 )
         if (placement := self._here.get(change.module)) is not None:
             adapted = self._adapters[number][placement.slot]
-            assert adapted is not None  # noqa: S101 - of what `add` was told
+            assert adapted is not None  # noqa: S101 - `add` has allocated it
             part = next(each for each in adapted.change.parts if each.change == change)
             adapted.put(part, placement.along(1, a), placement.along(0, scaled))
 
     def drop(self, number: int) -> None:
-        """It is no more; no step uses it."""
+        """Free an adapter that no later step uses."""
         self._adapters.pop(number, None)
 
     @abstractmethod
     def nbytes(self, changes: Sequence[ProductChange]) -> int:
-        """What `add` would allocate."""
+        """The bytes that `add` would allocate."""
 
     @abstractmethod
     def step(self, spans: Sequence[tuple[int, int, int]], tokens: int) -> StepAdapters:
-        """For a step of so many tokens: ``spans`` are those with an adapter, as (its number, first row, rows)."""
+        """The adapters of a step of ``tokens`` rows. ``spans``: those with an adapter, as (its number, first row,
+        rows)."""
 
     def reserve(self, tokens: int) -> StagedAdapters | None:
         """Any step of up to so many tokens with any adapters, which can be recorded before they are known and loaded.
@@ -179,7 +180,7 @@ class Loras(ABC):
 
     @abstractmethod
     def _adapted(self, changes: Sequence[ProductChange]) -> Sequence[AdaptedProduct]:
-        """Room for them, in their order."""
+        """Allocate them, in their order."""
 
 
 class AdaptableModel(Model, Protocol):
@@ -219,7 +220,7 @@ class TorchAdapted(AdaptedProduct):
 
 
 class TorchLoras(Loras):
-    """By torch's products, adapter by adapter."""
+    """Torch's products, one adapter after the other."""
 
     name = "torch"
     rowwise = False
@@ -245,7 +246,7 @@ class TorchLoras(Loras):
 
 
 class TorchStep:
-    """Adapters with their rows. A `StepAdapters`."""
+    """A `StepAdapters`: of each adapter its products and its rows."""
 
     address = None
 

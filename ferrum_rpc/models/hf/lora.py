@@ -1,6 +1,6 @@
-"""Adapters of a decoder of `transformers`: what they change of a linear layer is added behind it.
+"""Adapters of a decoder of `transformers`: a hook behind each linear layer adds what they change.
 
-Experts are left alone: each sees some of a step's rows, and which, only the layer knows.
+Experts have no adapters: each sees some rows of a step, and only the layer knows which.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ferrum_rpc.models.lora_choice import select_loras
 
 
 def linear_layers(model: Any, dtype: torch.dtype) -> dict[str, Linear]:
-    """By name, those that adapters can change."""
+    """The layers that adapters can change, by name."""
     head = model.get_output_embeddings()
     return {
         name: module
@@ -33,8 +33,8 @@ def linear_layers(model: Any, dtype: torch.dtype) -> dict[str, Linear]:
 
 
 class LinearHooks:
-    """Behind the linear layers of ``model``, in ``dtype``. To ``loras`` each is a layer with one product.
-    In C there is no such hook, so on a CPU torch computes the adapters."""
+    """Hooks behind the linear layers of ``model``, in ``dtype``. To ``loras`` each is a layer with one product. The C
+    kernel is not used here: on a CPU torch computes the adapters."""
 
     _adapters: StepAdapters | None = None  # of the step that is computed
     _tokens = 0
@@ -49,7 +49,7 @@ class LinearHooks:
 
     @contextmanager
     def step(self, inputs: StepInputs) -> Iterator[None]:
-        """What is computed within is of this step."""
+        """Within it the hooks add the adapters of this step."""
         self._adapters, self._tokens = inputs.adapters, len(inputs.token_ids)
         try:
             yield
