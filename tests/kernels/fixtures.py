@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ferrum_rpc.attention.eight_bits import row_width
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import Greedy, OutputSpec, Positions, Span
@@ -78,10 +79,19 @@ class PlannedTorch(TorchPagedAttention):
 class PagedModel:
     """``compute`` over a cache of its own, in which every slot that was never written holds NaN."""
 
-    def __init__(self, backend: Any, device: torch.device, model: Model | None = None, *, staged: bool = True) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        device: torch.device,
+        model: Model | None = None,
+        *,
+        staged: bool = True,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model = IdentityModel(IdentityConfig(vocab_size=64, kv_heads=1), device) if model is None else model
         specs = self.model.attention_specs
-        layers = [CacheSpec(spec.kv_heads, spec.head_dim, self.model.dtype) for spec in specs]
+        kv_dtype = kv_dtype or self.model.dtype
+        layers = [CacheSpec(spec.kv_heads, row_width(spec.head_dim, kv_dtype), kv_dtype) for spec in specs]
         self.store = KvStore(layers, BLOCKS, BLOCK_SIZE, device)
         fill_slots(self.store, torch.arange(BLOCKS * BLOCK_SIZE))
         self.attention = backend(specs, self.store.keys, self.store.values)

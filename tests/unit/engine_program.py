@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -24,7 +25,7 @@ from ferrum_rpc.core import (
 from ferrum_rpc.engine.process.child import work
 from ferrum_rpc.errors import DeviceLost, ExecutorError, InvalidRequest, KvBlocksExhausted, StepFailed
 
-WAIT, FAIL, DIE, LOSE, LARGE, REFUSE, SPIN = range(900, 907)
+WAIT, FAIL, DIE, LOSE, LARGE, REFUSE, SPIN, COMPILE = range(900, 908)
 """What the first token of a span asks for."""
 
 COUNT = 1000
@@ -69,6 +70,8 @@ class TokenRunner:
         if WAIT in asked:
             self._gate.with_suffix(".reached").write_bytes(b"x")  # a pipe as well: returns once somebody reads
             self._gate.read_bytes()
+        if COMPILE in asked:  # a program of that name, which waits at the gate
+            subprocess.run([self._gate.with_name("ptxas"), self._gate], stdout=subprocess.DEVNULL, check=True)
         if FAIL in asked:
             raise StepFailed("as asked")
         if DIE in asked:

@@ -41,7 +41,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def span(tokens: int, start: int) -> Span:
-    return Span(1, np.arange(1, 1 + tokens, dtype=np.int32), start, OutputSpec(Positions.ALL, FullLogits()), not start)
+    return Span(
+        1, np.arange(1, 1 + tokens, dtype=np.int32) % 32, start, OutputSpec(Positions.ALL, FullLogits()), not start
+    )
 
 
 def rows(runner: TorchRunner, tokens: int, start: int) -> Any:
@@ -92,6 +94,21 @@ def test_a_device_that_works_fails_the_step_alone_and_has_its_cache(cuda: FakeCu
     assert cuda.checks == 1, "no step without an error is waited for"
     with faulty.runner.context():
         np.testing.assert_array_equal(rows(faulty.runner, 1, 10), rows(twin.runner, 1, 10))
+
+
+def test_out_of_memory_in_the_largest_step_leaves_room_for_the_next(cuda: FakeCuda, logs: list[Any]) -> None:
+    """One that takes every block: nothing of it stays reserved, and the log names the setting that makes it smaller."""
+    faulty = Faulty()
+    largest = 4 * (faulty.free + 3) - 10
+    faulty.armed = {"select": ERRORS["memory"]()}
+    with faulty.runner.context():
+        with pytest.raises(StepFailed, match="OutOfMemoryError"):
+            rows(faulty.runner, largest, 10)
+        faulty.runner.check()
+        assert faulty.runner.kv.free_blocks == faulty.free
+        [entry] = [each for each in logs if each["event"] == "step_failed"]
+        assert entry["tokens"] == largest and "--max-batch-tokens" in entry["action"]
+        assert len(rows(faulty.runner, largest, 10)) == largest and not faulty.runner.kv.free_blocks
 
 
 @pytest.mark.parametrize("error", [torch.AcceleratorError(ILLEGAL_ACCESS), RuntimeError("Triton Error [CUDA]: ...")])

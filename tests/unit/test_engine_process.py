@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import shutil
 import signal
 import struct
 import sys
@@ -21,9 +22,10 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.core import FullLogits, OutputSpec, Run, RunEnd, SelectedTokens, Span, SpanResult
+from ferrum_rpc.engine import liveness
 from ferrum_rpc.engine.api import Operation, Submission
 from ferrum_rpc.engine.commands import Command
-from ferrum_rpc.engine.liveness import Liveness
+from ferrum_rpc.engine.liveness import Liveness, runs_compiler
 from ferrum_rpc.engine.process.parent import EngineDied, EngineProcess, Program
 from ferrum_rpc.errors import (
     Cancelled,
@@ -36,7 +38,7 @@ from ferrum_rpc.errors import (
     StepFailed,
 )
 from tests.faults.waiting import until
-from tests.unit.engine_program import COUNT, DIE, FAIL, LARGE, LARGE_SHAPE, LOSE, REFUSE, SPIN, WAIT
+from tests.unit.engine_program import COMPILE, COUNT, DIE, FAIL, LARGE, LARGE_SHAPE, LOSE, REFUSE, SPIN, WAIT
 
 PROGRAM = str(Path(__file__).with_name("engine_program.py"))
 
@@ -259,6 +261,31 @@ async def test_one_that_spins_for_a_device_that_hangs_is_told_and_killed_at_the_
         assert not await made.engine.stop()
         (outcome,), _ = await done
         assert isinstance(outcome, Draining)
+
+
+async def test_a_step_that_waits_for_a_compiler_is_waited_for_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.joinpath("ptxas").symlink_to(str(shutil.which("cat")))
+    looks: list[bool] = []
+
+    def look(process: int) -> bool:
+        looks.append(runs_compiler(process))
+        return looks[-1]
+
+    monkeypatch.setattr(liveness, "runs_compiler", look)
+    async with harness(tmp_path, liveness=Liveness(stall_timeout_s=1.0)) as made:
+        await made.ready
+        _, done = made.submit(span(1, COMPILE))
+        process = made.engine._process
+        assert process is not None
+        await until(lambda: runs_compiler(process.pid))
+        stopping = asyncio.ensure_future(made.engine.stop())
+        await until(lambda: looks[-2:] == [True, True])  # silent for longer than a hang
+        await made.open()
+        assert await stopping
+        (outcome,), _ = await done
+        assert isinstance(outcome, SpanResult)
 
 
 async def test_one_that_is_stopped_while_it_waits_for_work_is_in_trouble(tmp_path: Path) -> None:

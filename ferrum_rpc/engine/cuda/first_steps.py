@@ -1,8 +1,8 @@
-"""One decode step and one prefill of real shape before anything is served: they compile what a step may launch.
+"""A prefill and decode steps of real shape before anything is served: they compile what a step may launch.
 
-The probes at the start compile kernels for small shapes, and Triton compiles others where an integer is 1 or a multiple
-of 16. Compiled within a caller's step, a kernel delays it by seconds. These steps also allocate what libraries and
-modules allocate once, so that a step that waits for the device afterwards always does; see `graphs.CudaCapture`.
+The probes at the start compile kernels with other constants than the model's. Compiled within a caller's step, a kernel
+delays it by seconds. These steps also allocate what libraries and modules allocate once, so that a step that waits for
+the device afterwards always does; see `graphs.CudaCapture`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ferrum_rpc.engine.compute import Compute
 PREFILL_TOKENS: Final = 256
 """Tokens of the prefill: more rows than a large tile of attention has."""
 
-DECODES: Final = (1, 3, 16)
-"""Sequences of the decode steps: numbers of rows for which Triton compiles each its own kernel."""
+DECODES: Final = (1, 2)
+"""Sequences of the decode steps: one is greedy, and one is sampled."""
 
 OUTPUTS: Final = (Greedy(), Sample(temperature=0.7, top_k=20, top_p=0.9, seed=0))
 
