@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 def test_launches_per_layer_are_those_of_the_docs(tmp_path: Path) -> None:
     """In a process of its own: whether Triton interprets kernels is decided when a process imports it."""
     file = tmp_path / "found.json"
-    sizes = ["--batches", "2", "--context", "24", "--steps", "2", "--json", str(file)]
+    sizes = ["--batches", "2", "--context", "24", "--steps", "2", "--rounds", "1", "--json", str(file)]
     subprocess.run([sys.executable, "-m", "benchmarks.launches", *sizes], check=True, cwd=ROOT, timeout=120)
     found = json.loads(file.read_text())
     per_layer = found["per_layer"]
