@@ -185,9 +185,10 @@ class TritonStep(StagedAdapters):
     def arrays(self, *, recorded: bool) -> tuple[Int64Array, Int64Array]:
         """The rows in the order of the tiles. The number of tiles, and of each the address of its adapter's table, its
         first row in that order, and its rows. Computed in Python loops, as the plan of attention."""
-        if not self._groups:
-            return np.zeros(self._rows, dtype=np.int64), np.zeros(1 + 3 * self._rows, dtype=np.int64)
         large = LARGE_BYTES // self._loras.itemsize
+        if not self._groups:
+            self._tile = large if self._rows >= large and not recorded else SMALL
+            return np.zeros(self._rows, dtype=np.int64), np.zeros(1 + 3 * self._rows, dtype=np.int64)
         self._tile = tile = large if self._rows >= large * len(self._groups) and not recorded else SMALL
         order, items = list[int](), [0]
         for address, rows in self._groups:

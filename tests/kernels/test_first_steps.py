@@ -24,9 +24,12 @@ from ferrum_rpc.attention.eight_bits import FP8
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.engine.cuda.first_steps import run_first_steps
 from ferrum_rpc.models.decoder import Decoder
+from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.triton_fused_ops import TritonFusedOps
+from ferrum_rpc.models.triton_lora import TritonLoras
 from tests.kernels.fixtures import BLOCK_SIZE, PER_SEQUENCE, PagedModel
+from tests.kernels.test_triton_lora import ADAPTERS, MAX_RANK, load
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -89,10 +92,18 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
     return made, launches
 
 
-def test_no_later_step_compiles_a_kernel(world: tuple[PagedModel, Launches]) -> None:
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapters"])
+def test_no_later_step_compiles_a_kernel(world: tuple[PagedModel, Launches], adapted: bool) -> None:
     model, launches = world
+    loras = None
+    if adapted:
+        table = layout(ModelSpec.from_config(CONFIG))
+        model.compute.loras = loras = TritonLoras(table, torch.bfloat16, torch.device("cpu"), max_rank=MAX_RANK)
+        for number in ADAPTERS:
+            load(loras, number)
+        model.adapters = {sequence: 1 + sequence % len(ADAPTERS) for sequence in range(16)}
     with torch.inference_mode():
-        run_first_steps(model.compute, BLOCK_SIZE, PER_SEQUENCE)
+        run_first_steps(model.compute, BLOCK_SIZE, PER_SEQUENCE, loras)
     compiled = set(launches.seen)
     assert {name for name, *_ in compiled} >= {"add_norm_kernel", "gate_kernel", "attend_kernel", "merge_kernel"}
     rng = np.random.default_rng(0)

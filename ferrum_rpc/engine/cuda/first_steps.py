@@ -13,7 +13,8 @@ import numpy as np
 
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import Greedy, OutputSpec, Positions, Sample, Span, TokenCounts
-from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.compute import Compute, packed_tokens
+from ferrum_rpc.models.lora import Loras
 
 PREFILL_TOKENS: Final = 256
 """Tokens of the prefill: more rows than a large tile of attention has."""
@@ -24,9 +25,9 @@ DECODES: Final = (1, 2)
 OUTPUTS: Final = (Greedy(), Sample(temperature=0.7, top_k=20, top_p=0.9, seed=0))
 
 
-def run_first_steps(compute: Compute, block_size: int, blocks: int) -> None:
+def run_first_steps(compute: Compute, block_size: int, blocks: int, loras: Loras | None = None) -> None:
     """Run them over the null block, which no sequence owns; their rows are dropped. ``blocks``: the most that a
-    sequence may have. Raises what a step raises."""
+    sequence may have. ``loras``: also run them with adapters that add nothing. Raises what a step raises."""
     context = blocks * block_size
     table = np.zeros(blocks, dtype=np.int32)
     for count, tokens in ((1, min(PREFILL_TOKENS, context)), *((count, 1) for count in DECODES)):
@@ -37,6 +38,8 @@ def run_first_steps(compute: Compute, block_size: int, blocks: int) -> None:
         geometry = BatchGeometry.build(block_size, [start] * count, [tokens] * count, [table] * count)
         hidden = compute.forward(spans, geometry)
         compute.select(spans, hidden, _no_counts)
+        if loras is not None and (adapters := loras.reserve(geometry.tokens)) is not None:
+            compute.run(packed_tokens(spans), geometry, adapters)
         compute.mark().wait()
 
 

@@ -55,7 +55,7 @@ def select_compute(
     device is lost.
     """
     compute = stage_compute(model, attention, loras)
-    run_first_steps(compute, block_size, blocks_per_sequence)
+    run_first_steps(compute, block_size, blocks_per_sequence, loras)
     if (why := obstacle(compute, graphs)) is not None or not isinstance(compute, StagedCompute):
         return (f"cuda_graphs={OFF}", why or ""), compute
     compute.graphs = Graphs(
