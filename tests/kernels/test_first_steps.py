@@ -22,13 +22,13 @@ from triton.runtime.jit import JITFunction
 
 from ferrum_rpc.attention.eight_bits import FP8
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
-from ferrum_rpc.engine.cuda.first_steps import run_first_steps
+from ferrum_rpc.engine.cuda.first_steps import PREFILL_TOKENS, run_first_steps
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.triton_fused_ops import TritonFusedOps
 from ferrum_rpc.models.triton_lora import TritonLoras
-from tests.kernels.fixtures import BLOCK_SIZE, PER_SEQUENCE, PagedModel
+from tests.kernels.fixtures import BLOCK_SIZE, PagedModel
 from tests.kernels.test_triton_lora import ADAPTERS, MAX_RANK, load
 
 CONFIG = {
@@ -103,7 +103,7 @@ def test_no_later_step_compiles_a_kernel(world: tuple[PagedModel, Launches], ada
             load(loras, number)
         model.adapters = {sequence: 1 + sequence % len(ADAPTERS) for sequence in range(16)}
     with torch.inference_mode():
-        run_first_steps(model.compute, BLOCK_SIZE, PER_SEQUENCE, loras)
+        run_first_steps(model.compute, BLOCK_SIZE, PREFILL_TOKENS // BLOCK_SIZE, loras)
     compiled = set(launches.seen)
     assert {name for name, *_ in compiled} >= {"add_norm_kernel", "gate_kernel", "attend_kernel", "merge_kernel"}
     rng = np.random.default_rng(0)
@@ -117,4 +117,5 @@ def test_no_later_step_compiles_a_kernel(world: tuple[PagedModel, Launches], ada
         for sequence in range(count):
             model.truncate(sequence, 0)
     model.step((0, tokens(40)), (1, tokens(1)), (2, tokens(5)))
+    model.step((3, tokens(40)), (6, tokens(40)))  # of one adapter: in large tiles
     assert launches.seen - compiled == set()
