@@ -41,6 +41,7 @@ from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.wire.info import CAPABILITIES
 from ferrum_rpc.wire.output import capability_of, needs_of, output_from_proto, output_to_proto
 from ferrum_rpc.wire.rows import Extent, fill_block, rows_from_proto
+from tests.rows import counted
 
 EXAMPLES: list[Any] = [
     Greedy(),
@@ -138,7 +139,7 @@ def test_its_rows_are_of_the_kind_and_the_size_that_it_says(kind: Any) -> None:
     hidden = torch.randn(3, WIDTH)
     weights = torch.randn(WIDTH, VOCABULARY)
     asked = kind.choice if isinstance(kind, Accept) else kind
-    request = RowRequest(0, 3, asked, 3, np.arange(3, dtype=np.int32), tokens)
+    request = RowRequest(0, 3, asked, 3, counted(np.arange(5, dtype=np.int32), 3), tokens)
     [rows] = select_rows(hidden, [request], lambda rows: rows @ weights)
     assert rows.block.kind is kind.rows and rows.count == 3
     assert rows.nbytes == 3 * spec_of(kind).row_bytes(VOCABULARY, WIDTH)
