@@ -18,14 +18,14 @@ from benchmarks import tables
 from benchmarks.engines.grpc import executor
 from benchmarks.record import Record, finish, out_of, read_options
 from benchmarks.trips import SERVED, delayed
-from clients.scheduler.driver import Driver
-from clients.scheduler.policy import Budget
 from clients.scheduler.prompts import DEMO_PROMPTS
-from clients.scheduler.queues import Observer
-from clients.scheduler.report import RunCounts
-from clients.scheduler.request import Request
-from clients.scheduler.speculation import Drafter, DraftModel, Lookup
 from ferrum_rpc.client import ExecutorClient, Greedy
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.driver import Driver
+from ferrum_rpc.scheduler.policy import Budget
+from ferrum_rpc.scheduler.queues import Observer
+from ferrum_rpc.scheduler.request import Request
+from ferrum_rpc.scheduler.speculation import Drafter, DraftModel, Lookup
 
 DELAYS_MS: Final = (0.0, 10.0)
 """Each way."""

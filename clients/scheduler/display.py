@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from clients.scheduler.queues import Observer
 from clients.scheduler.report import Summary
-from clients.scheduler.request import Request, RequestEnd, Stage
 from clients.scheduler.text import TextStream, Tokenizer, printable
+from ferrum_rpc.scheduler import Observer, Request, RequestEnd, Stage
 
 if TYPE_CHECKING:
     from rich.console import Console

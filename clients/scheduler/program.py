@@ -13,14 +13,8 @@ from functools import partial
 from typing import Final
 
 from clients.scheduler.display import Display, display_for
-from clients.scheduler.driver import Driver
 from clients.scheduler.options import Options, parse
-from clients.scheduler.policy import Budget
-from clients.scheduler.refusals import NOT_NOW, ExecutorGone
-from clients.scheduler.report import RunCounts, summarise
-from clients.scheduler.request import Request
-from clients.scheduler.router import Router
-from clients.scheduler.speculation import Drafter, DraftModel, Lookup
+from clients.scheduler.report import summarise
 from clients.scheduler.text import Tokenizer, TokenizerError, tokenizer_for
 from ferrum_rpc.client import (
     CacheMode,
@@ -32,6 +26,18 @@ from ferrum_rpc.client import (
     explained,
 )
 from ferrum_rpc.client.fleet import Member, Members
+from ferrum_rpc.scheduler import (
+    NOT_NOW,
+    Budget,
+    Drafter,
+    DraftModel,
+    Driver,
+    ExecutorGone,
+    Lookup,
+    Request,
+    Router,
+    RunCounts,
+)
 
 OTHERS_S: Final = 1.0
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from clients.scheduler.speculation import looked_up
+from ferrum_rpc.scheduler import looked_up
 
 Words = npt.NDArray[np.int32]
 """A mask, for `ExecutorClient.register_token_mask`."""

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from clients.scheduler.driver import Driver
-from clients.scheduler.policy import Budget, PlannedFeed
 from ferrum_rpc.client import Answer, CacheMode, ExecutorClient, FullLogits, Greedy
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.models import linear
 from ferrum_rpc.native import cpu
+from ferrum_rpc.scheduler.driver import Driver
+from ferrum_rpc.scheduler.policy import Budget, PlannedFeed
 from tests.e2e.test_scheduler_runs import DEMO, Watcher, prompts, requests
 from tests.serving import Served, serve_model
 

@@ -12,12 +12,12 @@ import pytest
 
 from clients.scheduler.options import parse
 from clients.scheduler.program import serve
-from clients.scheduler.report import RunCounts
-from clients.scheduler.request import Request, RequestEnd
-from clients.scheduler.speculation import AGAIN, REST, Drafter, DraftModel, Lookup, Speculation, looked_up
 from clients.scheduler.text import TokenizerError
 from ferrum_rpc.client import Capability, ExecutorClient, Greedy, Sample
 from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.request import Request, RequestEnd
+from ferrum_rpc.scheduler.speculation import AGAIN, REST, Drafter, DraftModel, Lookup, Speculation, looked_up
 from tests.e2e.test_scheduler_runs import (
     DEMO,
     SHAPES,

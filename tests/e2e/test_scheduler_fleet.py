@@ -14,10 +14,10 @@ import pytest
 
 from clients.scheduler.options import parse
 from clients.scheduler.program import serve
-from clients.scheduler.refusals import ExecutorGone
-from clients.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.errors import NotSupported
+from ferrum_rpc.scheduler.refusals import ExecutorGone
+from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
 from tests.e2e.fleets import hanging
 from tests.e2e.test_scheduler_moves import fleet, texts
 from tests.e2e.test_scheduler_runs import (

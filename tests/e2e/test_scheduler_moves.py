@@ -11,15 +11,15 @@ from unittest import mock
 
 import pytest
 
-from clients.scheduler.driver import Driver
 from clients.scheduler.options import parse
-from clients.scheduler.policy import Budget
 from clients.scheduler.program import main, serve
-from clients.scheduler.report import RunCounts
-from clients.scheduler.request import Request, RequestEnd, Stage
-from clients.scheduler.router import Router
 from ferrum_rpc.client import ExecutorClient, Greedy, Sample, transfer
 from ferrum_rpc.client.fleet import Member, Members
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.driver import Driver
+from ferrum_rpc.scheduler.policy import Budget
+from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
+from ferrum_rpc.scheduler.router import Router
 from tests.e2e.test_scheduler_runs import (
     BUDGET,
     DEMO,

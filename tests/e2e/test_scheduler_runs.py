@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from clients.scheduler.driver import Driver
 from clients.scheduler.options import parse
-from clients.scheduler.policy import Budget
 from clients.scheduler.program import main, serve
-from clients.scheduler.queues import Observer
-from clients.scheduler.refusals import ExecutorGone
-from clients.scheduler.report import RunCounts
-from clients.scheduler.request import Request, RequestEnd, Stage
-from clients.scheduler.speculation import Drafter
 from ferrum_rpc.client import NEVER_RESEND, ExecutorClient, Greedy, ResendPolicy, Sample
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import Unauthenticated
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.driver import Driver
+from ferrum_rpc.scheduler.policy import Budget
+from ferrum_rpc.scheduler.queues import Observer
+from ferrum_rpc.scheduler.refusals import ExecutorGone
+from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
+from ferrum_rpc.scheduler.speculation import Drafter
 from ferrum_rpc.service.server import ExecutorServer
 from tests.e2e.test_client_faults import proxied
 from tests.faults.proxy import proxied as relayed
@@ -677,4 +677,4 @@ def test_the_scheduler_stands_on_the_client_alone() -> None:
     modules = set(done.stdout.split())
     assert not {"torch", "pydantic", "structlog"} & {name.partition(".")[0] for name in modules}
     floors = {name.split(".")[1] for name in modules if name.startswith("ferrum_rpc.")}
-    assert floors <= {"client", "core", "errors", "executor", "prefix_hash", "wire"}
+    assert floors <= {"client", "core", "errors", "executor", "prefix_hash", "scheduler", "wire"}

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.sections import speculation
 from benchmarks.speculation import DRAFT, SINGLE, WAYS, points, texts
-from clients.scheduler.report import RunCounts
-from clients.scheduler.request import Request
 from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.request import Request
 from tests.serving import serve_identity
 from tests.tools.conditions import conditions
 

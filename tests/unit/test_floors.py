@@ -129,6 +129,8 @@ FLOORS: dict[str, Floor] = {
         "crc32c google grpc grpc_health grpc_reflection nixl numpy opentelemetry prometheus_client structlog",
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor prefix_hash wire", "google grpc grpc_health numpy"),
+    # a library, which knows neither terminal nor command line
+    "ferrum_rpc.scheduler": Floor("client"),
     # programs
     "ferrum_rpc.runtime": Floor("install usage", "uvloop"),
     "ferrum_rpc.ask": Floor("ferrum_rpc core errors client terminal", "tokenizers"),
@@ -157,15 +159,16 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.cli": Floor(
         "ferrum_rpc errors config install usage client ask bench fleet fleet.cluster plan doctor rank serve runtime"
     ),
-    "clients": Floor("core errors client", "jsonschema llguidance numpy rich tokenizers"),
-    # a library, which knows neither terminal nor command line, and the program on top of it
-    "clients.scheduler": Floor("client", "tokenizers"),
+    "clients": Floor("core errors client scheduler", "jsonschema llguidance numpy rich tokenizers"),
+    "clients.scheduler": Floor("client scheduler", "tokenizers"),
     "clients.scheduler.prompts": Floor(),
     "clients.scheduler.options": Floor("client clients.scheduler.prompts"),
-    "clients.scheduler.display": Floor("clients.scheduler", "rich"),
-    "clients.scheduler.program": Floor("client clients.scheduler clients.scheduler.options clients.scheduler.display"),
+    "clients.scheduler.display": Floor("scheduler clients.scheduler", "rich"),
+    "clients.scheduler.program": Floor(
+        "client scheduler clients.scheduler clients.scheduler.options clients.scheduler.display"
+    ),
     "clients.scheduler.__main__": Floor("clients.scheduler.program"),
-    "clients.structured": Floor("client clients.scheduler", "jsonschema llguidance numpy"),
+    "clients.structured": Floor("client scheduler", "jsonschema llguidance numpy"),
 }
 """From the ground up. A name without a prefix under ``below`` is in `ferrum_rpc`."""
 
@@ -283,7 +286,7 @@ def test_every_file_imports_only_from_floors_below_its_own() -> None:
 
 
 def test_programs_import_the_public_modules_of_the_client_only() -> None:
-    public = {"ferrum_rpc.client", "ferrum_rpc.client.fleet"}
+    public = {"ferrum_rpc.client", "ferrum_rpc.client.fleet", "ferrum_rpc.scheduler"}
     inside = {each.target for each in Tree(ROOT).imports if each.module.startswith("clients.")}
     assert {each for each in inside if each.startswith("ferrum_rpc")} == public
 

@@ -12,10 +12,11 @@ from rich.console import Console
 from clients.scheduler import prompts
 from clients.scheduler.display import LiveDisplay, PlainDisplay, display_for
 from clients.scheduler.options import parse
-from clients.scheduler.report import RunCounts, Summary, method_rows, summarise
-from clients.scheduler.request import Request, RequestEnd, Stage
+from clients.scheduler.report import Summary, method_rows, summarise
 from clients.scheduler.text import ByteTokenizer
 from ferrum_rpc.client import Greedy, MethodCount, Pressure, Sample
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
 
 BYTES = ByteTokenizer()
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clients.scheduler.policy import Budget, PlannedFeed, Pool, StepPlan, arrivals, plan
-from clients.scheduler.request import Request
+from ferrum_rpc.scheduler.policy import Budget, PlannedFeed, Pool, StepPlan, arrivals, plan
+from ferrum_rpc.scheduler.request import Request
 
 ROOMY = Pool(free=1000, total=1000, block_size=4)
 BUDGET = Budget(tokens=64, items=16, running=8, headroom=8)

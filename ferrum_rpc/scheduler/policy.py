@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from clients.scheduler.request import Request
+from ferrum_rpc.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from clients.scheduler.policy import PlannedFeed, Pool
-from clients.scheduler.refusals import NO_ANSWER, NOT_NOW, Patience
-from clients.scheduler.report import RunCounts
 from ferrum_rpc.client import (
     Accept,
     BatchResults,
@@ -27,6 +24,9 @@ from ferrum_rpc.client import (
     Sample,
     Sequence,
 )
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.policy import PlannedFeed, Pool
+from ferrum_rpc.scheduler.refusals import NO_ANSWER, NOT_NOW, Patience
 
 HANGS: Final = "the executor's device makes no progress"
 FULL: Final = "the cache is full of other schedulers' sequences"

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 
-from clients.scheduler.report import RunCounts
-from clients.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.client import Sequence
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
 
 
 class Observer:

@@ -18,13 +18,13 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import Final
 
-from clients.scheduler.driver import Driver
-from clients.scheduler.queues import Observer
-from clients.scheduler.refusals import NO_ANSWER, NO_ROOM, NOT_NOW, ExecutorGone, Patience
-from clients.scheduler.report import RunCounts
-from clients.scheduler.request import Request
 from ferrum_rpc.client import CacheMode, ExecutorError, LayoutMismatch, NotSupported, Sequence, SequenceMisuseError
 from ferrum_rpc.client.fleet import Member, Members
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.driver import Driver
+from ferrum_rpc.scheduler.queues import Observer
+from ferrum_rpc.scheduler.refusals import NO_ANSWER, NO_ROOM, NOT_NOW, ExecutorGone, Patience
+from ferrum_rpc.scheduler.request import Request
 
 MOVES_AT_ONCE: Final = 2
 """Per executor, whose `max_transfers` is 4 by default and shared with other schedulers."""

@@ -15,14 +15,6 @@ from collections.abc import Sequence as ListOf
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from clients.scheduler.policy import Budget, PlannedFeed, Pool, StepPlan, arrivals, plan
-from clients.scheduler.port import ExecutorPort
-from clients.scheduler.queues import Observer, RequestQueues
-from clients.scheduler.refusals import NO_ROOM, NOT_NOW, OUT_OF_STEP, ExecutorGone
-from clients.scheduler.report import RunCounts
-from clients.scheduler.request import Request, RequestEnd, Stage
-from clients.scheduler.runs import MAX_STOPS, SHORT, Chain, Flight
-from clients.scheduler.speculation import Drafter, Speculation
 from ferrum_rpc.client import (
     SEQUENCE_GONE,
     Answer,
@@ -42,6 +34,14 @@ from ferrum_rpc.client import (
     Sample,
     StepFailed,
 )
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.policy import Budget, PlannedFeed, Pool, StepPlan, arrivals, plan
+from ferrum_rpc.scheduler.port import ExecutorPort
+from ferrum_rpc.scheduler.queues import Observer, RequestQueues
+from ferrum_rpc.scheduler.refusals import NO_ROOM, NOT_NOW, OUT_OF_STEP, ExecutorGone
+from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
+from ferrum_rpc.scheduler.runs import MAX_STOPS, SHORT, Chain, Flight
+from ferrum_rpc.scheduler.speculation import Drafter, Speculation
 
 FAILURES_OF_A_REQUEST = 3
 LONGEST_DRAFT = 16

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from clients.scheduler.policy import PlannedFeed, Pool
-from clients.scheduler.request import Request
 from ferrum_rpc.client import BatchResults, Item
+from ferrum_rpc.scheduler.policy import PlannedFeed, Pool
+from ferrum_rpc.scheduler.request import Request
 
 SHORT: Final = 4
 """Tokens of a run while a request waits, or in a step with drafts."""

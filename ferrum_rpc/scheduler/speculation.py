@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
-from clients.scheduler.request import Request
 from ferrum_rpc.client import Capability, ExecutorError, ExecutorInfo, ModelClient, Run, SequenceMisuseError
 from ferrum_rpc.client import Sequence as CachedSequence
+from ferrum_rpc.scheduler.request import Request
 
 LONGEST_MATCH: Final = 4
 FIRST_LENGTH: Final = 4

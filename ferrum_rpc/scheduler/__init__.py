@@ -1,0 +1,39 @@
+"""A scheduler on `ferrum_rpc.client`: continuous batching over one executor or a fleet. Loads no torch, no server code.
+
+request.py   a request: what is known of it, what it owes, its sequence
+policy.py    pure: what runs in the next step, who is admitted, who is preempted
+runs.py      several tokens with one trip, and the next run behind the present
+speculation.py  guesses of what comes next, from the text itself or a smaller model
+refusals.py  what the executor's refusals mean, and for how long they are waited out
+queues.py    who waits, who runs and who moves with one executor
+port.py      one executor: how full it is, work items, and calls until they are answered
+driver.py    turns each plan into one forward call, and each answer into tokens
+router.py    a driver at each of several executors, and the sequences that move between them
+counts.py    what the run was like
+"""
+
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.driver import Driver
+from ferrum_rpc.scheduler.policy import Budget
+from ferrum_rpc.scheduler.queues import Observer
+from ferrum_rpc.scheduler.refusals import NOT_NOW, ExecutorGone
+from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
+from ferrum_rpc.scheduler.router import Router
+from ferrum_rpc.scheduler.speculation import Drafter, DraftModel, Lookup, looked_up
+
+__all__ = [
+    "NOT_NOW",
+    "Budget",
+    "DraftModel",
+    "Drafter",
+    "Driver",
+    "ExecutorGone",
+    "Lookup",
+    "Observer",
+    "Request",
+    "RequestEnd",
+    "Router",
+    "RunCounts",
+    "Stage",
+    "looked_up",
+]
