@@ -32,12 +32,13 @@ numpy; loads no torch, no server code.
     asyncio.run(main())
 
 Sequences are in the executor's cache: `Sequence` has the handle and updates it with every answer. Errors are the
-classes of `ferrum_rpc.errors`, which this module exports too; single calls raise them and batches return them per item
-(`BatchResults`). Requested rows are numpy arrays of `Answer`. A lost reply never appends twice: every mutating call has
-a request id, and calls with an unknown outcome are sent again under the same id (`ResendPolicy`). A client's sequences
-live with its lease, which it renews by itself (`LeasePolicy`); with ``session=True`` its requests share one stream.
-`client.sync` is the same for programs without asyncio, `client.fleet` for several executors, and `client.fleet.sync`
-for both.
+classes of `ferrum_rpc.errors`, which this module exports too, also as tuples by what you do about them (`NO_CAPACITY`,
+`TRY_LATER`, `SEQUENCE_GONE`, `NO_ANSWER`, `OUT_OF_STEP`, `CALLER_ERROR`); single calls raise them and batches return
+them per item (`BatchResults`). Requested rows are numpy arrays of `Answer`. A lost reply never appends twice: every
+mutating call has a request id, and calls with an unknown outcome are sent again under the same id (`ResendPolicy`). A
+client's sequences live with its lease, which it renews by itself (`LeasePolicy`); with ``session=True`` its requests
+share one stream. `client.sync` is the same for programs without asyncio, `client.fleet` for several executors, and
+`client.fleet.sync` for both.
 """
 
 from ferrum_rpc.client.answer import Answer, BatchResults, NoSuchRowsError
@@ -63,7 +64,16 @@ from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
 from ferrum_rpc.client.model_client import ModelClient
 from ferrum_rpc.client.pieces import Pieces
 from ferrum_rpc.client.prefixes import PrefixEvents, PrefixIndex
-from ferrum_rpc.client.retry import NEVER_RESEND, SEQUENCE_GONE, ResendPolicy
+from ferrum_rpc.client.retry import (
+    CALLER_ERROR,
+    NEVER_RESEND,
+    NO_ANSWER,
+    NO_CAPACITY,
+    OUT_OF_STEP,
+    SEQUENCE_GONE,
+    TRY_LATER,
+    ResendPolicy,
+)
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item, SequenceMisuseError
 from ferrum_rpc.core import (
@@ -125,9 +135,14 @@ from ferrum_rpc.errors import (
 from ferrum_rpc.wire.info import LIVENESS
 
 __all__ = [
+    "CALLER_ERROR",
     "LIVENESS",
     "NEVER_RESEND",
+    "NO_ANSWER",
+    "NO_CAPACITY",
+    "OUT_OF_STEP",
     "SEQUENCE_GONE",
+    "TRY_LATER",
     "Accept",
     "AdapterInUse",
     "AdapterInfo",

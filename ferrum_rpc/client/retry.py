@@ -1,4 +1,4 @@
-"""Retries: after which failures, how often, and for how long.
+"""Retries: after which failures, how often, and for how long; and the errors by what a program does about them.
 
 There are two layers, both safe because every mutating call has a request id. gRPC's own retries
 (`channel.service_config`) repeat a call that ended with UNAVAILABLE. `ResendPolicy` is for calls of unknown outcome
@@ -15,7 +15,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ferrum_rpc.errors import (
+    AdapterInUse,
+    AdapterUnknown,
     Cancelled,
+    ChainBroken,
+    ContextLengthExceeded,
     DeadlineExceeded,
     Draining,
     ExecutorError,
@@ -23,12 +27,25 @@ from ferrum_rpc.errors import (
     HandleUnknown,
     InstanceMismatch,
     InternalError,
+    InvalidRequest,
+    KvBlocksExhausted,
+    LayoutMismatch,
     LeaseExpired,
     LeaseUnknown,
+    NotSupported,
+    OutputTooLarge,
+    PermissionDenied,
     QueueFull,
+    QuotaExceeded,
+    RequestIdReused,
     SequenceBusy,
+    SequencesExhausted,
+    SequenceVersionMismatch,
     Starting,
+    TokenMaskUnknown,
     TransportError,
+    TruncateBeyondLength,
+    Unauthenticated,
 )
 
 Result = TypeVar("Result")
@@ -43,6 +60,37 @@ REFUSED_BEFORE_RUNNING = (SequenceBusy, QueueFull, Starting, Draining, DeadlineE
 
 SEQUENCE_GONE = (InstanceMismatch, HandleUnknown, HandleReleased, LeaseExpired)
 """Refusals of a lost sequence. A release counts them as success; otherwise prefill the sequence again."""
+
+NO_CAPACITY = (KvBlocksExhausted, QuotaExceeded)
+"""Refusals for lack of cache, or of this caller's share of the executor: release or preempt a sequence, then make the
+call again. Nothing has changed."""
+
+TRY_LATER = (QueueFull, SequencesExhausted, Starting, Draining)
+"""Refusals that pass by themselves, at this executor or at another one: wait for ``retry_after_s``, then make the call
+again. Nothing has changed."""
+
+NO_ANSWER = (TransportError, DeadlineExceeded, Cancelled)
+"""Errors without an answer of the executor. The outcome may be unknown (`Sequence.in_doubt`): making the same call
+again settles it."""
+
+OUT_OF_STEP = (SequenceVersionMismatch, SequenceBusy, ChainBroken, RequestIdReused)
+"""Refusals of a call that assumes another state of the sequence than the executor has. Nothing has changed."""
+
+CALLER_ERROR = (
+    InvalidRequest,
+    NotSupported,
+    ContextLengthExceeded,
+    TruncateBeyondLength,
+    OutputTooLarge,
+    TokenMaskUnknown,
+    AdapterUnknown,
+    AdapterInUse,
+    LayoutMismatch,
+    LeaseUnknown,
+    Unauthenticated,
+    PermissionDenied,
+)
+"""Refusals of a call that this executor will refuse again: change the call. Nothing has changed."""
 
 LEASE_GONE = (LeaseExpired, LeaseUnknown, InstanceMismatch)
 """Refusals of a renewal or creation whose lease is gone: acquire another."""
