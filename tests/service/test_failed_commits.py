@@ -20,7 +20,7 @@ from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.handles import HandleTable
 from ferrum_rpc.service.kv_ops import OperationCall, fork, release, reserve, truncate
 from ferrum_rpc.service.quotas import Quotas
-from ferrum_rpc.service.records import no_follower
+from ferrum_rpc.service.records import Account, Resource, no_follower
 from ferrum_rpc.service.replay import ReplayLog, record_bytes
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
@@ -184,7 +184,7 @@ async def test_a_sequence_whose_creation_cannot_be_committed_is_released(
 
 async def test_a_refused_item_whose_end_fails_is_refused_all_the_same() -> None:
     async with serve_identity(kv_blocks=2, block_size=4) as served:
-        with failing(Quotas, "close"):
+        with failing(Account, "free", of=lambda _, resource, *__: resource is Resource.SEQUENCES):
             async with asyncio.timeout(10):
                 error = await refused(
                     served.executor.Prefill(pb.PrefillRequest(item=item(range(1, 30)))), Reason.INTERNAL_ERROR, INTERNAL
