@@ -109,11 +109,6 @@ class Quotas:
             record.account.free(Resource.BLOCKS, record.charged - due)
             record.charged = due
 
-    def close(self, record: SequenceRecord) -> None:
-        """Credit a sequence that has ended, or was never created."""
-        record.account.free(Resource.SEQUENCES)
-        self.refund(record)
-
     @staticmethod
     def refund(record: SequenceRecord) -> None:
         """Free the blocks that the sequence is charged for."""

@@ -378,7 +378,8 @@ class ServerState:
         return list(lease.members)
 
     def _uncharge(self, record: SequenceRecord) -> None:
-        self.quotas.close(record)
+        record.account.free(Resource.SEQUENCES)
+        self.quotas.refund(record)
         if record.adapter is not None:
             record.adapter.sequences -= 1
         if record.lease is not None:
