@@ -74,14 +74,14 @@ def fits(workload: Workload, info: ExecutorInfo, pressure: Pressure) -> int:
     limits, model, sequences = info.limits, info.model, workload.sequences
     longest = max(workload.context + 1, workload.prompt_tokens)
     in_session = workload.in_flight if workload.way == "session" else 0
-    for field, asked, limit, message in (
+    for field, wanted, limit, message in (
         ("context", longest, model.max_context, TOO_LONG),
         ("batch", workload.batch, limits.max_batch_items, TOO_WIDE),
         ("batch", sequences, limits.max_sequences, TOO_MANY),
         ("depth", in_session, limits.max_steps_in_flight, TOO_DEEP),
     ):
-        if asked > limit:
-            raise InvalidRequest(message.format(asked, limit), field=field)
+        if wanted > limit:
+            raise InvalidRequest(message.format(wanted, limit), field=field)
     if model.vocab_size < 2:
         message = "a vocabulary of one token has nothing to feed but zeros: measure another model"
         raise InvalidRequest(message, field="token_ids")

@@ -115,13 +115,13 @@ def output_name(kind: OutputKind) -> str:
     return "greedy"
 
 
-def _number(kind: Callable[[str], Any], least: float, what: str) -> Callable[[str], Any]:
+def _number(kind: Callable[[str], Any], minimum: float, what: str) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not least <= value < math.inf:
+        if not minimum <= value < math.inf:
             raise argparse.ArgumentTypeError(f"must be a {what}, not {text!r}")
         return value
 

@@ -61,10 +61,10 @@ def check_run(run: Run, output: OutputSpec, max_stops: int = 0) -> None:
 
 def too_large(tokens: int, size: int, limits: Limits, max_bytes: int) -> ExecutorError:
     """The refusal of too many tokens, or else of too large an answer, of one item or of a whole call."""
-    most = limits.max_batch_tokens
-    if tokens > most:
+    limit = limits.max_batch_tokens
+    if tokens > limit:
         advice = "; feed long prompts in chunks"
-        return above("max_batch_tokens", most, tokens, "tokens", "items.token_ids", advice=advice)
+        return above("max_batch_tokens", limit, tokens, "tokens", "items.token_ids", advice=advice)
     return OutputTooLarge(
         f"the answer would take {size} bytes of at most {max_bytes}; ask for fewer rows or less",
         metadata={"bytes": size, "max_response_bytes": max_bytes},

@@ -36,11 +36,11 @@ class _Loading:
 
 class Adapters:
     """The adapters of ``loras``, by number, of the folders in ``root``. ``fingerprint``: the model's. They have ranks
-    of up to ``max_rank``, and ``most_bytes`` in all."""
+    of up to ``max_rank``, and ``max_bytes`` in all."""
 
-    def __init__(self, root: Path, loras: Loras, fingerprint: bytes, max_rank: int, most_bytes: int) -> None:
+    def __init__(self, root: Path, loras: Loras, fingerprint: bytes, max_rank: int, max_bytes: int) -> None:
         self._root, self._loras, self._fingerprint = root, loras, fingerprint
-        self._max_rank, self._most_bytes = max_rank, most_bytes
+        self._max_rank, self._max_bytes = max_rank, max_bytes
         self._loading: dict[int, _Loading] = {}
         self._bytes: dict[int, int] = {}
 
@@ -50,11 +50,11 @@ class Adapters:
         files, adapter = _headers(self._root, name, self._loras.modules, self._max_rank)
         changes = self._loras.changes(adapter)
         wanted, held = self._loras.nbytes(changes), sum(self._bytes.values())
-        if held + wanted > self._most_bytes:
+        if held + wanted > self._max_bytes:
             raise SequencesExhausted(
-                f"the adapter takes {wanted} bytes, and {held} of {self._most_bytes} are taken: "
+                f"the adapter takes {wanted} bytes, and {held} of {self._max_bytes} are taken: "
                 "unload others, or raise --adapter-memory",
-                metadata={"adapter_memory": self._most_bytes, "needed_bytes": wanted, "held_bytes": held},
+                metadata={"adapter_memory": self._max_bytes, "needed_bytes": wanted, "held_bytes": held},
             )
         pieces = self._loras.pieces(adapter)
         self._bytes[number] = self._loras.add(number, changes)

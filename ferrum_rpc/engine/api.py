@@ -108,7 +108,7 @@ class Submission:
     whose it is: callers share the steps. ``arrived``: when its call did, on the same clock; now, where it is 0.
     ``on_tokens`` is called on the event loop, ahead of ``done``, with what its runs chose in a step: (index of the
     span, tokens before, token) of each. ``runs``: how many of its spans have one; ``interrupts``: the
-    errors that end them early, by index, or by None for all. ``most_running``: runs of its caller that may be under way
+    errors that end them early, by index, or by None for all. ``max_running``: runs of its caller that may be under way
     at a time (`engine.places`). ``slot`` is its place in the memory that an engine process shares."""
 
     spans: tuple[Span, ...]
@@ -118,7 +118,7 @@ class Submission:
     caller: int = 0
     arrived: float = 0.0
     on_tokens: Callable[[list[tuple[int, int, int]]], object] | None = None
-    most_running: int = sys.maxsize
+    max_running: int = sys.maxsize
     tokens: int = field(init=False)
     runs: int = field(init=False)
     interrupts: dict[int | None, ExecutorError] = field(default_factory=dict)

@@ -154,7 +154,7 @@ class Channel:
             self._arrived += self._messages.feed(data)
         return self._arrived.popleft()
 
-    def wait_at_most(self, seconds: float | None) -> None:
+    def set_timeout(self, seconds: float | None) -> None:
         """What a call may take from now on; None: any time."""
         self._socket.settimeout(seconds)
 

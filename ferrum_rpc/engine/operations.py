@@ -107,10 +107,10 @@ class TorchRunner(StepRunner):
     def fetch_prefix(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> int:
         if self._tier is None:
             return 0
-        most = max(1, FETCH_BYTES // self.store.block_bytes)
+        max_blocks = max(1, FETCH_BYTES // self.store.block_bytes)
         with self._operation("read of the second tier"):
             try:
-                fetched = self.kv.fetch(sequence, start, prompt, prefix, most)
+                fetched = self.kv.fetch(sequence, start, prompt, prefix, max_blocks)
                 self._save_leaving()
                 if fetched:
                     self.store.write_blocks(*zip(*fetched, strict=True))

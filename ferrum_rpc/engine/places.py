@@ -1,6 +1,6 @@
 """The places of runs in progress, and the queue of runs that wait for one.
 
-If there are several callers, each may have a share of the places (`Submission.most_running`). A caller's further
+If there are several callers, each may have a share of the places (`Submission.max_running`). A caller's further
 submissions wait, in order, and do not block other callers. A submission is never split: one with more runs than its
 caller's share begins when its caller has none in progress, and counts as no more than that share for others. Only then
 are more runs in progress than there are places.
@@ -18,11 +18,11 @@ from ferrum_rpc.engine.api import Submission
 
 
 class Places:
-    """``most`` places. ``count``: the runs in progress or being begun. ``tokens``: the tokens of waiting submissions.
+    """``capacity`` places. ``count``: the runs in progress or being begun. ``tokens``: those of waiting submissions.
     True if any waits."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self._held: dict[int, int] = {}  # runs, by caller that has any
         self._parts: dict[int, int] = {}  # the places that such a caller may have
         self._turns: dict[int, int] = {}  # when it had its last one, by caller that holds or waits
@@ -75,7 +75,7 @@ class Places:
         self.count += work.runs
         self._turn += 1
         self._turns[work.caller] = self._turn
-        self._parts[work.caller] = work.most_running
+        self._parts[work.caller] = work.max_running
         self._held[work.caller] = self._held.get(work.caller, 0) + work.runs
 
     def free(self, work: Submission, runs: int) -> None:
@@ -96,8 +96,8 @@ class Places:
     def _fits(self, work: Submission) -> bool:
         """Whether there are places for all its runs. A submission without others always fits."""
         taken = sum([min(held, self._parts[caller]) for caller, held in self._held.items()])
-        return not taken or taken + min(work.runs, work.most_running) <= self._most
+        return not taken or taken + min(work.runs, work.max_running) <= self._capacity
 
     def _within_part(self, work: Submission) -> bool:
         held = self._held.get(work.caller, 0)
-        return not held or held + work.runs <= work.most_running
+        return not held or held + work.runs <= work.max_running

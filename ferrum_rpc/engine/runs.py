@@ -62,11 +62,11 @@ class Runs:
         self._over: list[RunCall] = []
         self._ended: list[int] = []
 
-    def take(self, now: float, most: int | None = None) -> list[Running]:
+    def take(self, now: float, limit: int | None = None) -> list[Running]:
         """The runs of the next step, at most so many. Those that are interrupted, or whose deadline has passed at
         ``now``, have ended."""
         going: list[Running] = []
-        for each in self.ready[:most]:
+        for each in self.ready[:limit]:
             work = each.call.work
             cause = each.interrupt if work.interrupts else None
             if cause is None and work.deadline is not None and now >= work.deadline:
@@ -75,7 +75,7 @@ class Runs:
                 going.append(each)
             else:
                 self._end(each, RunEnd.CUT, cause)
-        self.ready = [] if most is None else self.ready[most:]
+        self.ready = [] if limit is None else self.ready[limit:]
         return going
 
     def begun(self, work: Submission, outcomes: Sequence[SpanOutcome], timing: StepTiming | None) -> bool:

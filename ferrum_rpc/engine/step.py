@@ -341,7 +341,7 @@ class StepRunner:
                     self.store.restore(pending.saved)
             except DEVICE_ERRORS as gone:
                 error = gone
-            except Exception as failed:  # the cache is not what it was, so nobody may be told that it is
+            except Exception as failed:  # the cache has changed, so no call may be answered as if it had not
                 error = DeviceLost(f"a failed step could not be undone ({type(failed).__name__})")
                 error.__cause__ = failed
         self._give_up(pending.reservations)

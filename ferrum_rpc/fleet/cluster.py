@@ -162,12 +162,12 @@ def targets(options: argparse.Namespace) -> int:
     exit status 0."""
     stopping = threading.Event()
     known: dict[str, Report] = {}
-    asked: dict[str, Any] = {}
+    pending: dict[str, Any] = {}
     written: list[str] | None = None
     with connected(options):
         signal.signal(signal.SIGTERM, lambda *_: stopping.set())
         while not stopping.is_set():
-            known = _reports(known, asked)
+            known = _reports(known, pending)
             there = sorted(known[name]["target"] for name in listening(known))
             if there != written:
                 publish(options.file, there)
@@ -177,17 +177,17 @@ def targets(options: argparse.Namespace) -> int:
     return 0
 
 
-def _reports(known: dict[str, Report], asked: dict[str, Any]) -> dict[str, Report]:
-    """What executors have said so far, those aside that are no more. ``asked``: questions under way, by name; an actor
-    that starts again answers when its executor serves."""
+def _reports(known: dict[str, Report], pending: dict[str, Any]) -> dict[str, Report]:
+    """The latest reports of the present executors. ``pending``: requests for reports in flight, by name; an actor that
+    starts again answers when its executor serves."""
     present = names()
     for name in present:
-        if name not in asked:
-            asked[name] = ray.get_actor(name).report.remote()
-    done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=LOOK_EVERY_S) if asked else ([], [])
-    for name in [name for name, answer in asked.items() if answer in done or name not in present]:
+        if name not in pending:
+            pending[name] = ray.get_actor(name).report.remote()
+    done, _ = ray.wait(list(pending.values()), num_returns=len(pending), timeout=LOOK_EVERY_S) if pending else ([], [])
+    for name in [name for name, answer in pending.items() if answer in done or name not in present]:
         try:
-            known = {**known, name: ray.get(asked.pop(name), timeout=0)}
+            known = {**known, name: ray.get(pending.pop(name), timeout=0)}
         except (RayError, GetTimeoutError):
             continue
     return {name: report for name, report in known.items() if name in present}
@@ -200,11 +200,11 @@ def names() -> list[str]:
 
 
 def reports() -> dict[str, Report]:
-    """What each executor's actor says now; nothing where it does not answer."""
-    asked = {name: ray.get_actor(name).report.remote() for name in names()}
-    done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
+    """The report of each executor's actor, empty if it does not answer."""
+    pending = {name: ray.get_actor(name).report.remote() for name in names()}
+    done, _ = ray.wait(list(pending.values()), num_returns=len(pending), timeout=ANSWER_S) if pending else ([], [])
     found: dict[str, Report] = {}
-    for name, answer in asked.items():
+    for name, answer in pending.items():
         try:
             found[name] = ray.get(answer) if answer in done else {}
         except RayError:

@@ -375,11 +375,11 @@ class KvManager:
                     self._sharing_ended = True
 
     def fetch(
-        self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None, most: int
+        self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None, max_blocks: int
     ) -> list[tuple[int, bytes]]:
         """Have the second tier's blocks for ``prompt``, which is to be written behind the first ``start`` tokens of
-        ``sequence`` or of a fork of it, in the prefix cache: up to ``most`` of them, which are returned with what must
-        be written to them. ``prefix``: see `reserve`."""
+        ``sequence`` or of a fork of it, in the prefix cache: up to ``max_blocks`` of them. Returns them with what
+        must be written to them. ``prefix``: see `reserve`."""
         state = self._sequences.get(sequence)
         if state is None:
             state = SequenceBlocks()
@@ -387,7 +387,7 @@ class KvManager:
                 self.prefixes.begin(state, prefix)
         if state.root is None or state.open is not None or start > state.length:
             return []
-        return self.prefixes.fetch(state, start, prompt, most)
+        return self.prefixes.fetch(state, start, prompt, max_blocks)
 
     def forget_prefixes(self) -> None:
         """Publish nothing any more of what is published now: the blocks that nobody holds are empty."""

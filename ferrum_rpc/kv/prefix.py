@@ -104,10 +104,10 @@ class PrefixCache:
             found.append(block)
         return PrefixHit(found, imported_from)
 
-    def fetch(self, state: SequenceBlocks, start: int, prompt: TokenArray, most: int) -> list[tuple[int, bytes]]:
+    def fetch(self, state: SequenceBlocks, start: int, prompt: TokenArray, max_blocks: int) -> list[tuple[int, bytes]]:
         """Publish blocks for what the tier has of ``prompt`` behind the first ``start`` tokens of the sequence and
-        behind what is published: up to ``most``, as long as blocks are free. Returns them with their content, which
-        must be written to them. For a sequence that uses the cache."""
+        behind what is published: up to ``max_blocks``, as long as blocks are free. Returns them with their content,
+        which must be written to them. For a sequence that uses the cache."""
         pool = self._pool
         held, fetched = list[int](), list[tuple[int, bytes]]()
         parent, hashes = self._hashes_behind(state, start, prompt)
@@ -117,7 +117,7 @@ class PrefixCache:
                 pool.reuse([block])
             else:
                 content = None
-                if self.tier is not None and len(fetched) < most:
+                if self.tier is not None and len(fetched) < max_blocks:
                     key, content = _first_of(self.tier.read, hashed, state.caller)
                 allocated = None if content is None else pool.allocate(1)
                 if content is None or allocated is None:

@@ -66,19 +66,19 @@ ACTIONS: Final = {
 
 
 class BlockFiles:
-    """Blocks of ``block_bytes`` bytes in ``folder``, at most ``most_bytes`` in all: the least recently used are
+    """Blocks of ``block_bytes`` bytes in ``folder``, at most ``max_bytes`` in all: the least recently used are
     evicted. Blocks of an earlier process are included. ``on_gone`` is called with the key of each evicted block.
     ``hashed`` is a block's key.
 
     Raises OSError if the folder cannot be made or listed, or is accessible to other users, and ValueError if
-    ``most_bytes`` is less than a block. Call it from one thread.
+    ``max_bytes`` is less than a block. Call it from one thread.
     """
 
-    def __init__(self, folder: Path, most_bytes: int, block_bytes: int) -> None:
-        self._most = most_bytes
+    def __init__(self, folder: Path, max_bytes: int, block_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._size = HEAD_BYTES + block_bytes
-        if self._size > most_bytes:
-            raise ValueError(f"{most_bytes} bytes hold no block of {self._size}")
+        if self._size > max_bytes:
+            raise ValueError(f"{max_bytes} bytes hold no block of {self._size}")
         self._there: OrderedDict[bytes, None] = OrderedDict()  # the last used last
         self._own = set[bytes]()  # written here, while another process has the folder
         self._waiting: dict[bytes, Content] = {}
@@ -139,12 +139,12 @@ class BlockFiles:
         """Queue ``blocks`` (each with its key) for writing, unless they are there. Those for which the disk is too slow
         are dropped. ``read`` is called once, with the others."""
         with self._lock:
-            most = -(-WAITING_BYTES // self._size) - len(self._waiting)
+            capacity = -(-WAITING_BYTES // self._size) - len(self._waiting)
         new: dict[bytes, int] = {}
         for block, hashed in blocks:
             if hashed in self._there:
                 self._there.move_to_end(hashed)
-            elif len(new) < most:
+            elif len(new) < capacity:
                 new[hashed] = block
         for hashed, content in zip(new, read(list(new.values())) if new else (), strict=True):
             with self._lock:
@@ -156,10 +156,10 @@ class BlockFiles:
             self._trim()
 
     def end(
-        self, blocks: Iterable[tuple[int, bytes]], read: Callable[[Sequence[int]], Sequence[Content]], most_s: float
+        self, blocks: Iterable[tuple[int, bytes]], read: Callable[[Sequence[int]], Sequence[Content]], max_s: float
     ) -> None:
-        """Write these too, within ``most_s`` seconds, and wait until all is written. Must be the last call."""
-        last = time.monotonic() + most_s
+        """Write these too, within ``max_s`` seconds, and wait until all is written. Must be the last call."""
+        last = time.monotonic() + max_s
         for block, hashed in blocks:
             while time.monotonic() < last:
                 self.write([(block, hashed)], read)
@@ -225,7 +225,7 @@ class BlockFiles:
         self._drop(hashed)
 
     def _trim(self) -> None:
-        while self.held_bytes > self._most:
+        while self.held_bytes > self._max_bytes:
             self._drop(next(iter(self._there)))
 
     def _drop(self, hashed: bytes) -> None:

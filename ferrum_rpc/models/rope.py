@@ -94,17 +94,17 @@ def read_ropes_of_windows(config: Fields, rotation: Rotation, max_context: int) 
         sections[0] = old
     bases = ("rope_theta", rotation.theta), ("rope_local_base_freq", rotation.local)
     found = []
-    for rope, (beside, default) in zip(sections, bases, strict=True):
+    for rope, (outside, default) in zip(sections, bases, strict=True):
         _refuse_partial(rope, config)
-        found.append(_of_kind(rope, config, _theta(rope, config, beside, default), rotation, max_context, 0))
+        found.append(_of_kind(rope, config, _theta(rope, config, outside, default), rotation, max_context, 0))
         refuse_unread(rope, ROPE_IRRELEVANT, {}, OF_MODEL)
     return found[0], found[1]
 
 
-def _theta(rope: Fields, config: Fields, beside: str, default: float) -> float:
-    theta = _agreed(rope, config, "rope_theta", beside=beside) or default
+def _theta(rope: Fields, config: Fields, outside: str, default: float) -> float:
+    theta = _agreed(rope, config, "rope_theta", outside=outside) or default
     if theta <= 1:
-        raise InvalidRequest(f"{beside} must be greater than 1, not {theta}", field=beside)
+        raise InvalidRequest(f"{outside} must be greater than 1, not {theta}", field=outside)
     return theta
 
 
@@ -209,18 +209,18 @@ def _section(config: Fields) -> Fields:
 
 
 def _agreed(
-    rope: Fields, config: Fields, field: str, *, whole: bool = False, beside: str | None = None
+    rope: Fields, config: Fields, field: str, *, whole: bool = False, outside: str | None = None
 ) -> float | None:
-    """A number that stands in the section or beside it (there called ``beside``, if that is said); where it stands in
-    both, they must be one."""
-    beside = beside or field
+    """A number in the section or in the configuration around it, where its name is ``outside`` (None: the same). If
+    both have it, they must agree."""
+    outside = outside or field
     found = [
         where.integer(name) if whole else where.number(name)
-        for where, name in ((rope, field), (config, beside))
+        for where, name in ((rope, field), (config, outside))
         if where.value(name) is not None
     ]
     if len(set(found)) > 1:
-        raise InvalidRequest(f"{rope.name(field)} {found[0]} and {beside} {found[1]} differ", field=rope.name(field))
+        raise InvalidRequest(f"{rope.name(field)} {found[0]} and {outside} {found[1]} differ", field=rope.name(field))
     return found[0] if found else None
 
 

@@ -83,8 +83,8 @@ class Shard:
 
     def _check(self, spec: ModelSpec) -> None:
         if obstacle := _obstacle(spec, self.ranks):
-            most = min(layer.mixer.heads for layer in spec.layers)
-            would_do = ", ".join(str(ranks) for ranks in range(1, most + 1) if not _obstacle(spec, ranks))
+            max_ranks = min(layer.mixer.heads for layer in spec.layers)
+            would_do = ", ".join(str(ranks) for ranks in range(1, max_ranks + 1) if not _obstacle(spec, ranks))
             message = f"tensor_parallel {self.ranks}: {obstacle}; of this model it can be {would_do}"
             raise NotSupported(message, field="tensor_parallel")
         if self.stages > (layers := len(spec.layers)):

@@ -123,8 +123,8 @@ def text_part(name: str, config: Fields) -> tuple[str, Fields]:
     section = config.value(SECTION)
     if not isinstance(section, dict):
         raise InvalidRequest(f"{SECTION} is missing; it must be an object", field=SECTION)
-    told = {key: value for key in SHARED if (value := config.value(key)) is not None}
-    said = config.value("vocab_size")  # of both: the first LLaVAs say it twice
+    shared = {key: value for key in SHARED if (value := config.value(key)) is not None}
+    said = config.value("vocab_size")  # the first LLaVAs have it in both places
     refuse_unread(config, IRRELEVANT | OF_IMAGES, NEUTRAL, OF_MODEL)
     kind = Fields(section, SECTION).text("model_type", known.texts[0])
     if kind not in known.texts:
@@ -135,7 +135,7 @@ def text_part(name: str, config: Fields) -> tuple[str, Fields]:
     text = TEXTS[kind]
     absent = {key: value for key, value in text.absent.items() if section.get(key) is None}
     fields = Fields(
-        {key: value for key, value in {**section, **absent, **told}.items() if key != "model_type"}, SECTION
+        {key: value for key, value in {**section, **absent, **shared}.items() if key != "model_type"}, SECTION
     )
     if said is not None and said != fields.value("vocab_size"):
         raise InvalidRequest(f"vocab_size is not that of {SECTION}", field="vocab_size")
@@ -146,7 +146,7 @@ def text_part(name: str, config: Fields) -> tuple[str, Fields]:
 
 
 def roots(architecture: str, names: Collection[str], embedding: str) -> Roots:
-    """How the tensors of a checkpoint begin, by their ``names``: those of the ``embedding`` tell."""
+    """How the tensors of a checkpoint begin, by their ``names``: that of the ``embedding`` decides."""
     if architecture not in WITH_IMAGES:
         return PLAIN
     return next((each for each in ROOTS if each.body + embedding in names), ROOTS[0])

@@ -101,13 +101,13 @@ def queue_full(state: ServerState, account: Account) -> QueueFull:
     """The refusal of a call that `has_room` denies; it is counted."""
     limits = state.limits
     state.counters.queue_full += 1
-    most_items = min(limits.max_queued_items, account.most[Resource.QUEUED_ITEMS])
-    most_tokens = min(limits.max_queued_tokens, account.most[Resource.QUEUED_TOKENS])
+    max_items = min(limits.max_queued_items, account.most[Resource.QUEUED_ITEMS])
+    max_tokens = min(limits.max_queued_tokens, account.most[Resource.QUEUED_TOKENS])
     return QueueFull(
         f"{counted(state.engine.queued_items, 'item')} of {counted(state.engine.queued_tokens, 'token')} in all wait, "
         f"{account.held[Resource.QUEUED_ITEMS]} of {account.held[Resource.QUEUED_TOKENS]} wait or run for you; "
         "nothing was started",
-        metadata={"max_queued_items": most_items, "max_queued_tokens": most_tokens},
+        metadata={"max_queued_items": max_items, "max_queued_tokens": max_tokens},
         retry_after_s=RETRY_AFTER_S,
     )
 
@@ -136,18 +136,18 @@ def valid_items(
             if count and (tokens.item() if count == 1 else int(tokens.max())) >= model.vocab_size:
                 raise InvalidRequest(f"token ids must be below the vocabulary of {model.vocab_size}", field="token_ids")
             if output is not checked_output or count != checked_count:
-                most = answer_bytes(item, model, limits)
-                if count > limits.max_batch_tokens or most > max_bytes:
-                    raise too_large(count, most, limits, max_bytes)
+                item_bytes = answer_bytes(item, model, limits)
+                if count > limits.max_batch_tokens or item_bytes > max_bytes:
+                    raise too_large(count, item_bytes, limits, max_bytes)
                 # Where scores begin depends on where the item stands.
                 checked_output = None if isinstance(output.kind, NextToken) else output
-                checked_count, size = count, most
+                checked_count, size = count, item_bytes
             if run is not None:
                 runs += 1
-                most = run_bytes(run, output, model, limits)
-                if most > max_bytes:
-                    raise too_large(count, most, limits, max_bytes)
-                valid.append((index, item, most))
+                item_bytes = run_bytes(run, output, model, limits)
+                if item_bytes > max_bytes:
+                    raise too_large(count, item_bytes, limits, max_bytes)
+                valid.append((index, item, item_bytes))
                 continue
         except ExecutorError as refusal:
             outcomes[index] = refusal
@@ -282,21 +282,21 @@ def claimed_span(
 
 
 def prefix_use(
-    asked: PrefixUse | None, account: Account, adapter: Adapter | None, imported_from: int | None = None
+    requested: PrefixUse | None, account: Account, adapter: Adapter | None, imported_from: int | None = None
 ) -> PrefixUse | None:
     """How a new sequence of this caller, with an adapter or without, uses the prefix cache."""
-    if asked is None:
+    if requested is None:
         return None
     name, fingerprint = ("", b"") if adapter is None else (adapter.name, adapter.fingerprint)
-    return PrefixUse(asked.salt, asked.publishes, name, fingerprint, account.digest, imported_from)
+    return PrefixUse(requested.salt, requested.publishes, name, fingerprint, account.digest, imported_from)
 
 
 def _fitted(run: Run, output: OutputSpec, length: int, model: ModelInfo) -> tuple[Run, OutputSpec]:
     """A run as the context allows it once its item has been fed, which leaves ``length`` tokens; and the output of all
     its steps, which share a seed."""
-    most = model.max_context - length + 1
-    if most < run.max_tokens:
-        run = replace(run, max_tokens=most, at_context=True)
+    left = model.max_context - length + 1
+    if left < run.max_tokens:
+        run = replace(run, max_tokens=left, at_context=True)
     kind = output.kind
     if isinstance(kind, Sample) and kind.seed is None:
         output = OutputSpec(output.positions, replace(kind, seed=random.getrandbits(64)))

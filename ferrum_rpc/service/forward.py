@@ -150,7 +150,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         now = time.monotonic()
         if [item for _, item, _ in valid if item.create.fork]:  # last: what is fed besides is the call's own by then
             valid = sorted(valid, key=lambda each: each[1].create.fork)
-        for index, item, most in valid:
+        for index, item, item_bytes in valid:
             try:
                 if item.follow is None:
                     found: Admitted | Entry | None = admit(state, account, index, item, model, origin, now, self._held)
@@ -159,7 +159,7 @@ class ForwardCall(Transaction["ForwardCall"]):
             except ExecutorError as error:
                 self.outcomes[index] = error
                 continue
-            size += most
+            size += item_bytes
             tokens += len(item.tokens) or 1
             if found is None:
                 begun[self._following[index][1]] = index

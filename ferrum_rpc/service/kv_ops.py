@@ -333,7 +333,7 @@ OPERATIONS: Final[dict[str, Begin]] = {
 def _handles(state: ServerState, message: Any) -> list[HandleRef]:
     if hasattr(message, "handle"):
         return [handle_from_proto(message.handle)]
-    count, most = len(message.handles), state.limits.max_batch_items
-    if count > most:
-        raise above("max_operations", most, count, "handles", "handles")
+    count, limit = len(message.handles), state.limits.max_batch_items
+    if count > limit:
+        raise above("max_operations", limit, count, "handles", "handles")
     return list(map(handle_from_proto, message.handles))

@@ -35,7 +35,7 @@ READ_BYTES: Final = 2 << 20
 """What one operation reads of a cache, about: a step waits for it."""
 
 INLINE_BYTES: Final = 64 << 10
-"""Checksums of more are computed beside the event loop."""
+"""Checksums of more are computed in a thread."""
 
 
 def layout_of(state: ServerState, adapter: Adapter | None = None) -> CacheLayout:
@@ -114,10 +114,10 @@ class KvStream:
                 pieces = await self._ask(Command(Operations.read_kv, number, start, end, layers))
                 self._moved(found := layout.chunk_bytes(end - start) * len(layers))
                 if staging is None:
-                    yield start, await _beside(found, _chunks, layout, digest, layers, start, end, pieces)
+                    yield start, await _off_loop(found, _chunks, layout, digest, layers, start, end, pieces)
                     continue
                 for each, parts in zip(layers, pieces, strict=True):
-                    crc32c = await _beside(found, _summed, digest, parts)
+                    crc32c = await _off_loop(found, _summed, digest, parts)
                     remote = await staging.put(parts)
                     yield start, [remote_chunk_to_proto(layout, each, start, end - start, remote, crc32c)]
         if staging is not None:
@@ -128,10 +128,10 @@ class KvStream:
     def _tokens_of_a_chunk(self, wanted: int = 0) -> int:
         """How many: as ``wanted``, but of no more bytes than go into a message."""
         block_size = self._state.engine.cache.block_size
-        most = max(1, CHUNK_BYTES // self._layout.chunk_bytes(1))
-        if most > block_size:
-            most -= most % block_size
-        return min(wanted, most) if wanted else most
+        limit = max(1, CHUNK_BYTES // self._layout.chunk_bytes(1))
+        if limit > block_size:
+            limit -= limit % block_size
+        return min(wanted, limit) if wanted else limit
 
 
 class KvReceiver(KvStream):
@@ -208,7 +208,7 @@ class KvReceiver(KvStream):
     async def _check(self, digest: Any, parts: tuple[bytes, ...], layer: int, chunk: pb.KvChunk) -> None:
         """Raise `KvCorrupt` unless a chunk is what was sent, and can be used."""
         start = chunk.first_token
-        found, not_finite = await _beside(sum(map(len, parts)), _checked, self._layout, digest, parts)
+        found, not_finite = await _off_loop(sum(map(len, parts)), _checked, self._layout, digest, parts)
         if found != chunk.crc32c:
             raise KvCorrupt(
                 f"the checksum of layer {layer} of the tokens from {start} on is not that of its bytes",
@@ -244,8 +244,8 @@ class KvReceiver(KvStream):
         await self._ask(Command(Operations.write_kv, self.record.sequence, start + skipped, end, layer, parts))
 
 
-async def _beside(size: int, compute: Callable[..., Result], *arguments: Any) -> Result:
-    """What ``compute`` returns of ``size`` bytes: beside the event loop, where they are many."""
+async def _off_loop(size: int, compute: Callable[..., Result], *arguments: Any) -> Result:
+    """What ``compute`` returns of ``size`` bytes, in a thread if they are many."""
     return await asyncio.to_thread(compute, *arguments) if size > INLINE_BYTES else compute(*arguments)
 
 

@@ -135,11 +135,11 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
     @contextmanager
     def _room(self, account: Account) -> Iterator[None]:
         """One more transfer is under way. Raises `QueueFull` and `QuotaExceeded`."""
-        most = self._state.limits.max_transfers
-        if self._under_way >= most:
+        limit = self._state.limits.max_transfers
+        if self._under_way >= limit:
             raise QueueFull(
-                f"{self._under_way} of at most {most} exports and imports are in progress; nothing was started",
-                metadata={"max_transfers": most},
+                f"{self._under_way} of at most {limit} exports and imports are in progress; nothing was started",
+                metadata={"max_transfers": limit},
                 retry_after_s=RETRY_AFTER_S,
             )
         account.allocate(Resource.TRANSFERS)

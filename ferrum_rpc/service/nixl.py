@@ -196,8 +196,8 @@ class Nixl:
         except Exception:
             released = False  # retried at the next poll
         why = None if read.state == DONE else read.why or read.state
-        if released or (why is not None and not read.told):
-            read.told = True
+        if released or (why is not None and not read.reported):
+            read.reported = True
             self._call_in_loop(read.done, why, released)
         return released
 
@@ -222,14 +222,14 @@ class Nixl:
 
     def _collect(self) -> None:
         try:
-            told = self._agent.get_new_notifs()
+            notifications = self._agent.get_new_notifs()
         except Exception as error:
             log.warning("nixl_failed", error=repr(error), action="restart the executor, if it stays")
             time.sleep(IDLE_POLL_S)
             return
-        came = [each for every in told.values() for each in every]
-        if came:
-            self._call_in_loop(self._notified, came)
+        received = [each for by_peer in notifications.values() for each in by_peer]
+        if received:
+            self._call_in_loop(self._notified, received)
 
     def _call_in_loop(self, call: Callable[..., object], *args: object) -> None:
         try:
@@ -237,8 +237,8 @@ class Nixl:
         except RuntimeError:  # the loop has ended
             self._closing = True
 
-    def _notified(self, came: Sequence[bytes]) -> None:
-        for each in came:
+    def _notified(self, received: Sequence[bytes]) -> None:
+        for each in received:
             call = self.waiting.pop(each, None)
             if call is not None:
                 call()
@@ -261,7 +261,7 @@ class _Read:
     handle: Any = None
     state: str = FAILED
     why: str = ""
-    told: bool = False
+    reported: bool = False
     given_up: bool = False
 
 

@@ -52,7 +52,7 @@ class ParkedFiles:
 
     def __init__(self, folder: Path | None, limits: Limits) -> None:
         self._given = folder
-        self._most = limits.kv_park_bytes
+        self._limit = limits.kv_park_bytes
         self._count = 0
         self._folder: PrivateFolder | None = None
         self._mac = hmac.new(os.urandom(DIGEST_BYTES), digestmod="sha256")
@@ -106,10 +106,10 @@ class ParkedFiles:
 
     def allocate(self, account: Account, size: int) -> Path:
         """Allocate a file of ``size`` bytes, and its path. Raises `SequencesExhausted` and `QuotaExceeded`."""
-        if self.bytes + size > self._most:
+        if self.bytes + size > self._limit:
             raise SequencesExhausted(
-                f"{self.bytes} bytes are parked, {size} more would be above {self._most}; release some",
-                metadata={"kv_park_bytes": self._most, "parked_bytes": self.bytes, "needed_bytes": size},
+                f"{self.bytes} bytes are parked, {size} more would be above {self._limit}; release some",
+                metadata={"kv_park_bytes": self._limit, "parked_bytes": self.bytes, "needed_bytes": size},
             )
         account.allocate(Resource.PARKED_BYTES, size)
         self.bytes += size

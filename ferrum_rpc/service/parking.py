@@ -135,16 +135,16 @@ class Park(KvStream):
             raise InvalidRequest("the sequence is empty; there is nothing to park", field="handle")
         size = self._tokens_of_a_chunk()
         chunks = layout.layers * -(-length // size)
-        most = layout.layers * layout.chunk_bytes(length) + CHUNK_OVERHEAD * (chunks + 2) + 5 * length
-        path = files.allocate(account, most)
+        max_size = layout.layers * layout.chunk_bytes(length) + CHUNK_OVERHEAD * (chunks + 2) + 5 * length
+        path = files.allocate(account, max_size)
         try:
             parked = await self._write(path, size)
             self._check()
         except BaseException:
-            files.free(account, most)
+            files.free(account, max_size)
             files.delete(path)
             raise
-        files.keep(record, parked, most)
+        files.keep(record, parked, max_size)
         state.quotas.settle(record)
         if record.held_to <= length:
             record.held_to = 0  # used up

@@ -55,7 +55,7 @@ class Quotas:
             Resource.RUNS: limits.max_running,  # those beyond wait, in the engine
         }
         # A call and an answer at the limits of their size must fit where nothing waits.
-        self._least = {
+        self._minimum = {
             Resource.QUEUED_ITEMS: limits.max_batch_items,
             Resource.QUEUED_TOKENS: limits.max_batch_tokens,
             Resource.UNREAD_BYTES: max(limits.max_response_bytes, limits.max_session_response_bytes),
@@ -63,7 +63,7 @@ class Quotas:
         self._accounts: dict[str, Account] = {}
         self._opened = 0
         self._block_size = 1
-        self._most = self._shares()
+        self._per_caller = self._shares()
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -74,9 +74,9 @@ class Quotas:
             if len(self._accounts) >= EMPTY_ACCOUNTS:
                 self._accounts = {name: each for name, each in self._accounts.items() if any(each.held)}
             self._opened += 1
-            account = self._accounts[caller.name] = Account(caller, self._opened, self._most[caller.shares])
+            account = self._accounts[caller.name] = Account(caller, self._opened, self._per_caller[caller.shares])
         elif account.caller is not caller:  # the file of tokens was read anew
-            account.caller, account.most = caller, self._most[caller.shares]
+            account.caller, account.most = caller, self._per_caller[caller.shares]
         return account
 
     def limits(self, limits: Limits, caller: Caller) -> Limits:
@@ -88,9 +88,9 @@ class Quotas:
     def cache(self, total_blocks: int, block_size: int) -> None:
         """Set the size of the cache once the model is loaded: ``total_blocks`` of ``block_size`` tokens."""
         self._tables[Resource.BLOCKS], self._block_size = total_blocks, block_size
-        self._most = self._shares()
+        self._per_caller = self._shares()
         for account in self._accounts.values():
-            account.most = self._most[account.caller.shares]
+            account.most = self._per_caller[account.caller.shares]
 
     def charge(self, record: SequenceRecord, length: int) -> None:
         """Charge for a sequence that is to grow to ``length`` tokens. Raises `QuotaExceeded`; otherwise `settle` must
@@ -119,7 +119,7 @@ class Quotas:
         """The limits of one caller: of one that does not share, and of one that does."""
         unshared, shared = [UNBOUNDED] * len(Resource), [UNBOUNDED] * len(Resource)
         for resource, size in self._tables.items():
-            shared[resource] = max(math.ceil(size * self._limits.caller_share), self._least.get(resource, 1))
+            shared[resource] = max(math.ceil(size * self._limits.caller_share), self._minimum.get(resource, 1))
         for resource, exact in self._exact.items():
             if exact:
                 unshared[resource] = shared[resource] = exact

@@ -86,7 +86,7 @@ class Session:
             False  # the last message of an answer is being written: the client may read it before the write returns
         )
         self._last = 0
-        self._most = self._inline = 0
+        self._max_steps = self._inline = 0
         self._max_bytes = state.limits.max_session_response_bytes
         self._lease: LeaseRecord
         self._own_lease = False
@@ -99,11 +99,11 @@ class Session:
     async def run(self) -> None:
         """Process frames until `close` or the end of the stream. Raises the error that ends it with a status."""
         self._task = asyncio.current_task()
-        most = self._state.limits.max_sessions
-        if len(self._sessions) >= most:
+        limit = self._state.limits.max_sessions
+        if len(self._sessions) >= limit:
             raise SequencesExhausted(
-                f"{len(self._sessions)} of at most {most} sessions are open; end some",
-                metadata={"max_sessions": most},
+                f"{len(self._sessions)} of at most {limit} sessions are open; end some",
+                metadata={"max_sessions": limit},
                 retry_after_s=RETRY_AFTER_S,
             )
         self._account.allocate(Resource.SESSIONS)
@@ -171,7 +171,7 @@ class Session:
         client_name = name_from_proto(hello.client_name, "hello.client_name")
         self._last = frame.step_id
         self._wants_tokens = hello.tokens
-        self._most = min(hello.steps_in_flight or DEFAULT_STEPS, limits.max_steps_in_flight)
+        self._max_steps = min(hello.steps_in_flight or DEFAULT_STEPS, limits.max_steps_in_flight)
         self._inline = max(
             MIN_INLINE_BYTES, min(hello.inline_bytes or limits.session_inline_bytes, limits.max_response_bytes)
         )
@@ -184,7 +184,7 @@ class Session:
             schema_revision=SCHEMA_REVISION,
             instance_id=self._state.handles.instance_id,
             lease_id=self._lease.id,
-            steps_in_flight=self._most,
+            steps_in_flight=self._max_steps,
             inline_bytes=self._inline,
             lease_ttl=duration(self._lease.ttl_s),
             renew_every=duration(self._lease.renew_every_s),
@@ -239,10 +239,10 @@ class Session:
                 await self._write(self._refusal(number, error))
                 return
         in_flight = len(self._open) - self._leaving
-        if in_flight >= self._most:
+        if in_flight >= self._max_steps:
             refusal = QueueFull(
-                f"{in_flight} of at most {self._most} steps are in flight; await one",
-                metadata={"steps_in_flight": self._most},
+                f"{in_flight} of at most {self._max_steps} steps are in flight; await one",
+                metadata={"steps_in_flight": self._max_steps},
                 retry_after_s=RETRY_AFTER_S,
             )
             await self._write(self._refusal(number, refusal))

@@ -63,8 +63,8 @@ class SessionKv:
         own = {item.handle.id for item in request.items}
         if any(handle.id in own for handle in request.release):
             raise InvalidRequest("a frame cannot release a sequence that it feeds", field="release")
-        if len(request.release) > (most := self.state.limits.max_batch_items):
-            raise above("max_operations", most, len(request.release), "handles", "release")
+        if len(request.release) > (limit := self.state.limits.max_batch_items):
+            raise above("max_operations", limit, len(request.release), "handles", "release")
         for handle in map(handle_from_proto, request.release):
             call = release(self.state, handle, any_version=True, caller=self.caller)
             call.when_ended(partial(self._note, call))

@@ -226,10 +226,10 @@ class ServerState:
         ``creation``: the request id that makes them."""
         if self.lifecycle is Lifecycle.DRAINING:
             raise Draining("the executor takes no new sequences; nothing was started", retry_after_s=RETRY_ELSEWHERE_S)
-        live, creating, most = len(self.handles), len(self._creating), self.limits.max_sequences
-        if live + creating + count > most:
+        live, creating, limit = len(self.handles), len(self._creating), self.limits.max_sequences
+        if live + creating + count > limit:
             raise SequencesExhausted(
-                f"at most {counted(most, 'sequence')} may be live: {live} are live, {creating} are being created, and "
+                f"at most {counted(limit, 'sequence')} may be live: {live} are live, {creating} are being created, and "
                 f"{count} more are requested; release some" + (", or wait" if creating else ""),
                 metadata={"max_sequences": self.limits.max_sequences},
                 retry_after_s=RETRY_AFTER_S,
@@ -326,7 +326,7 @@ class ServerState:
             then(0)
 
     def _freed(self, numbers: Sequence[int], then: Callable[[Any], object], attempts: int, result: object) -> None:
-        if isinstance(result, StepFailed):  # nothing changed, and nobody can name these sequences: retry here
+        if isinstance(result, StepFailed):  # nothing changed, and no client has these handles: retry here
             again = partial(self.free, numbers, then, attempts=attempts + 1)
             asyncio.get_running_loop().call_later(RETRY_AFTER_S, again)
             return

@@ -105,11 +105,11 @@ class Export(KvStream):
 
 
 class ImportStage(enum.Enum):
-    """Where an import stands. While the engine is asked to begin or to commit it, its answer changes what the import
-    is, also where its stream has gone."""
+    """The stages of an import. The engine's answer to a beginning or a commit changes the stage even if the stream has
+    ended."""
 
     NEW = "it has no blocks"
-    BEGINNING = "the engine is asked for its blocks"
+    BEGINNING = "the engine allocates its blocks"
     OPEN = "its blocks take what comes"
     COMMITTING = "the engine makes it a sequence"
     OVER = "it is a sequence, or never will be"
@@ -152,11 +152,11 @@ class Import(KvReceiver):
     @property
     def busy(self) -> bool:
         """Whether a stream is on it, or an operation that a stream has left behind."""
-        return self.record.origin is not None or self._asked
+        return self.record.origin is not None or self._in_engine
 
     @property
-    def _asked(self) -> bool:
-        """Whether the engine is asked to begin it, or to commit it."""
+    def _in_engine(self) -> bool:
+        """Whether the engine begins or commits it now."""
         return self._stage in {ImportStage.BEGINNING, ImportStage.COMMITTING}
 
     async def abandon(self) -> None:
@@ -180,7 +180,7 @@ class Import(KvReceiver):
         except BaseException as error:
             if isinstance(error, KvCorrupt) and error.not_finite:
                 self._cut(error)
-            elif not self._asked and self.next_token == self._cached:
+            elif not self._in_engine and self.next_token == self._cached:
                 self._cut(Cancelled(NOTHING_KEPT))
             raise
         finally:

@@ -172,7 +172,7 @@ hold_places = Places.hold
 def checked_hold(places: Places, work: Submission) -> None:
     """None has more than its part, nor all together more than there are: every call here has one run."""
     hold_places(places, work)
-    assert places._held[work.caller] <= work.most_running and places.count <= RUNNING
+    assert places._held[work.caller] <= work.max_running and places.count <= RUNNING
 
 
 class RunMachine(RuleBasedStateMachine):

@@ -278,12 +278,12 @@ def test_a_load_that_one_rank_refuses_is_refused(folder: Path, cut: tuple[int, i
             with pytest.raises(StepFailed, match=f"rank 1 on thread 1: .*{words}"):
                 load(world.runner, 20, "all")
             nothing_is_left(world)
-        follower._adapters._most_bytes = 100
+        follower._adapters._max_bytes = 100
         with pytest.raises(SequencesExhausted, match="rank 1 on thread 1") as refusal:
             load(world.runner, 21, "all")
         assert refusal.value.number("adapter_memory") == 100
         nothing_is_left(world)
-        follower._adapters._most_bytes = 1 << 20
+        follower._adapters._max_bytes = 1 << 20
         assert texts(world.runner, {1: 0}, 4) == expected
         load(world.runner, 22, "all")
         assert texts(world.runner, {1: 22}, 4) != expected

@@ -140,7 +140,7 @@ PLACES, PART = 8, 4
 def runs(caller: int, count: int, part: int = PART) -> Submission:
     """``count`` runs of a caller that may have ``part`` of the places."""
     span = Span(caller, np.zeros(1, dtype=np.int32), 0, OutputSpec(), run=Run(2))
-    return Submission((span,) * count, lambda *_: None, caller=caller, most_running=part)
+    return Submission((span,) * count, lambda *_: None, caller=caller, max_running=part)
 
 
 class Board:

@@ -244,7 +244,7 @@ def test_who_connects_and_says_nothing_keeps_no_rank_away(monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
         ours = socket.create_connection(server.getsockname())
         with ThreadPoolExecutor() as threads:
-            joining = threads.submit(links._authenticated, ours, b"key", asked=False)
+            joining = threads.submit(links._authenticated, ours, b"key", challenges=False)
             gathered = threads.submit(links.gather, server, b"key", 1)
             channel = joining.result(10)
             channel.send(("hello", 1, "there", 5, "machine"))

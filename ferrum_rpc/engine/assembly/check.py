@@ -56,13 +56,13 @@ def check_parity(model: HfModel, compute: Compute, store: KvStore, max_context: 
         check_device()
         message = f"{model.spec.architecture}: its first step failed: {first_line(error)}"
         raise InvalidRequest(message, field="model") from error
-    most = TOLERANCES[model.dtype]
+    tolerance = TOLERANCES[model.dtype]
     if store.keys[0].dtype != model.dtype:  # rounded; an error of its own, which the log has
-        most = TOLERANCE_ROUNDED
-    if not all(each <= most for each in errors):  # one that is no number among them
+        tolerance = TOLERANCE_ROUNDED
+    if not all(each <= tolerance for each in errors):  # one that is no number among them
         raise NotSupported(
             f"{model.spec.architecture} cannot be served through transformers: over a paged cache its logits of "
-            f"{count} tokens differ from its own by {max(errors):.2g} standard deviations, and {most:g} is the most",
+            f"{count} tokens differ from its own by {max(errors):.2g} standard deviations, more than {tolerance:g}",
             field="architectures",
         )
     reason = f"over the cache as alone: the logits of {count} tokens differ by {max(errors):.1e} standard deviations"

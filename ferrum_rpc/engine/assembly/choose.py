@@ -147,8 +147,8 @@ def check_kv_dtype(kv_dtype: str, device: torch.device, *, elsewhere: bool = Fal
     if kv_dtype == "fp8" and not elsewhere:
         capability = torch.cuda.get_device_capability(device)
         if capability < FP8_CAPABILITY:
-            found, least = (".".join(map(str, each)) for each in (capability, FP8_CAPABILITY))
-            raise InvalidRequest(f"kv_dtype fp8 needs compute capability {least}, not {found}", field="kv_dtype")
+            found, required = (".".join(map(str, each)) for each in (capability, FP8_CAPABILITY))
+            raise InvalidRequest(f"kv_dtype fp8 needs compute capability {required}, not {found}", field="kv_dtype")
 
 
 def cache_layers(layers: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: str) -> list[CacheSpec]:

@@ -92,7 +92,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> HfSpec:
 
 
 class _Counter:
-    """Bytes that were read, told from several threads."""
+    """Counts the bytes that several threads have read."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress = total, progress

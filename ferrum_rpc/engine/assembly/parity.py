@@ -61,8 +61,8 @@ class Parity:
     def holds(self) -> bool:
         """Whether the model is computed right."""
         theirs = self.theirs or Error(0.0, 0.0)
-        most = Error(max(EXACT, TIMES * theirs.typical), max(EXACT, TIMES_LARGEST * theirs.largest))
-        return all(isfinite(each) and each <= bound for each, bound in zip(self.error, most, strict=True))
+        bounds = Error(max(EXACT, TIMES * theirs.typical), max(EXACT, TIMES_LARGEST * theirs.largest))
+        return all(isfinite(each) and each <= bound for each, bound in zip(self.error, bounds, strict=True))
 
 
 def compare(config: ModelSettings) -> Parity:

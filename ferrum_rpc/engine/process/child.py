@@ -116,9 +116,9 @@ class ChildLoop(EngineLoop):
             return replace(what, work=self._with_runs.get(slot))
         if rest:
             spans = tuple([unpack_span(*span) for span in what])
-            atomic, deadline, caller, arrived, wanted, most_running = rest
+            atomic, deadline, caller, arrived, wanted, max_running = rest
             on_tokens = partial(self._on_tokens, slot) if wanted else None
-            work = Submission(spans, done, atomic, deadline, caller, arrived, on_tokens, most_running)
+            work = Submission(spans, done, atomic, deadline, caller, arrived, on_tokens, max_running)
             if work.runs:
                 self._with_runs[slot] = work
         else:

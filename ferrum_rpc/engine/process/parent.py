@@ -137,7 +137,7 @@ class EngineProcess:
         else:
             spans = [pack_span(span) for span in work.spans]
             options = work.all_or_nothing, work.deadline, work.caller, work.arrived, work.on_tokens is not None
-            self._send((slot, spans, *options, work.most_running))
+            self._send((slot, spans, *options, work.max_running))
 
     def cancel(self, work: Submission | Operation) -> bool:
         """Never waits: while the engine claims its next step it is too late."""

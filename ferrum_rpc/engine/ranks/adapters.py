@@ -17,13 +17,13 @@ from ferrum_rpc.models.lora import Loras
 
 
 class RankedAdapters(Adapters):
-    """The adapters on rank 0. The refusal of another rank is raised with that rank's name. ``most_bytes`` is per
+    """The adapters on rank 0. The refusal of another rank is raised with that rank's name. ``max_bytes`` is per
     rank."""
 
     def __init__(
-        self, root: Path, loras: Loras, fingerprint: bytes, max_rank: int, most_bytes: int, *, ranks: Ranks
+        self, root: Path, loras: Loras, fingerprint: bytes, max_rank: int, max_bytes: int, *, ranks: Ranks
     ) -> None:
-        super().__init__(root, loras, fingerprint, max_rank, most_bytes)
+        super().__init__(root, loras, fingerprint, max_rank, max_bytes)
         self._ranks = ranks
         ranks.ask("take_adapters", fingerprint)
 

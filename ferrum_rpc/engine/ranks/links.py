@@ -63,7 +63,7 @@ def gather(server: socket.socket, key: bytes, count: int) -> list[RemoteRank]:
                 "WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             ) from None
         with contextlib.suppress(EOFError, OSError, AuthenticationError):  # not a rank of this run
-            member = _greet(_authenticated(accepted, key, asked=True), address[0].removeprefix("::ffff:"))
+            member = _greet(_authenticated(accepted, key, challenges=True), address[0].removeprefix("::ffff:"))
             if member.number in members or not 1 <= member.number <= count:
                 action = "start each rank once, with RANK from 1 to WORLD_SIZE - 1"
                 log.warning("rank_refused", rank=member.number, host=member.host, pid=member.pid, action=action)
@@ -111,7 +111,7 @@ def join(world: World) -> tuple[Channel, Store]:
     place = json.loads(store.get(_PLACE))
     try:
         connected = socket.create_connection((world.address, place["port"]), timeout=JOIN_S)
-        return _authenticated(connected, bytes.fromhex(place["key"]), asked=False), store
+        return _authenticated(connected, bytes.fromhex(place["key"]), challenges=False), store
     except (OSError, EOFError) as error:
         raise InvalidRequest(
             f"rank 0 at {world.address} takes no rank {world.rank} ({error or 'it closed the connection'}): it has all "
@@ -194,14 +194,14 @@ def _start(settings: ModelSettings) -> tuple[Ranks, Setup, Store]:
                 processes[number] = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
         members, until = [], time.monotonic() + JOIN_S
         for number, process in processes.items():
-            channels[number].wait_at_most(max(0.001, until - time.monotonic()))
+            channels[number].set_timeout(max(0.001, until - time.monotonic()))
             try:
                 members.append(_greet(channels[number]))
             except TimeoutError:
                 raise _missing(f"after {JOIN_S:.0f} s rank {number} has not begun") from None
             except (EOFError, OSError):
                 raise _missing(f"rank {number} ended with status {process.wait()}") from None
-            channels[number].wait_at_most(None)
+            channels[number].set_timeout(None)
             _say_joined(members[-1], len(processes))
     except BaseException:
         _end(processes, 0)
@@ -246,16 +246,19 @@ def set_up(
     return ranks, setup, store
 
 
-def _authenticated(connected: socket.socket, key: bytes, *, asked: bool) -> Channel:
-    """The channel of a connection, after both ends have proved that they have the key."""
+def _authenticated(connected: socket.socket, key: bytes, *, challenges: bool) -> Channel:
+    """The channel of a connection, after both ends have proved that they have the key. One of them ``challenges``
+    first."""
     connected.settimeout(None)
     _notice_a_cut(connected)
-    _wait_at_most(connected, ANSWER_S if asked else JOIN_S)  # a silent connection does not keep a rank from connecting
+    _set_timeout(
+        connected, ANSWER_S if challenges else JOIN_S
+    )  # a silent connection does not keep a rank from connecting
     steps = (deliver_challenge, answer_challenge)
     with Connection(os.dup(connected.fileno())) as connection:
-        for step in steps if asked else reversed(steps):
+        for step in steps if challenges else reversed(steps):
             step(connection, key)
-    _wait_at_most(connected, 0.0)
+    _set_timeout(connected, 0.0)
     return Channel(connected)
 
 
@@ -270,7 +273,7 @@ def _notice_a_cut(connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(CUT_S * 1e3))
 
 
-def _wait_at_most(connected: socket.socket, seconds: float) -> None:
+def _set_timeout(connected: socket.socket, seconds: float) -> None:
     """Set the time limit of a read; 0: none."""
     connected.setsockopt(
         socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(int(seconds * 1e6), 1_000_000))

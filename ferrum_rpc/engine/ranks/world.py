@@ -30,8 +30,8 @@ class World(NamedTuple):
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> World | None:
         """The world of the launcher's variables. None: no launcher. Raises InvalidRequest if they are invalid."""
-        told = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
-        if not told or (len(told) == 1 and "MASTER_ADDR" not in environment):
+        given = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
+        if not given or (len(given) == 1 and "MASTER_ADDR" not in environment):
             return None
         numbers = {}
         for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
@@ -95,8 +95,8 @@ def ranks_here(settings: ModelSettings, environment: Mapping[str, str] = os.envi
     world = World.of(environment)
     if world is None or world.size == 1:  # this process starts them
         return settings.ranks
-    told = environment.get("LOCAL_WORLD_SIZE", "")
-    return min(settings.ranks, max(1, int(told))) if told.isdecimal() else 1
+    local = environment.get("LOCAL_WORLD_SIZE", "")
+    return min(settings.ranks, max(1, int(local))) if local.isdecimal() else 1
 
 
 def is_loopback(address: str) -> bool:

@@ -139,9 +139,9 @@ def _check_counts(data: Mapping[str, Any]) -> None:
         if isinstance(value, dict):
             _check_counts(value)
         elif isinstance(value, int) and (name.startswith("num_") or name.endswith(("layers", "layer"))):
-            most = MAX_LAYERS if "layer" in name else MAX_COUNT
-            if value > most:
-                raise InvalidRequest(f"{name[:80]} is {value}, more than {most}", field=name[:80])
+            limit = MAX_LAYERS if "layer" in name else MAX_COUNT
+            if value > limit:
+                raise InvalidRequest(f"{name[:80]} is {value}, more than {limit}", field=name[:80])
 
 
 def _check_finite(data: Mapping[str, Any]) -> None:

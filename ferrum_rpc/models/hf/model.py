@@ -144,7 +144,7 @@ def _with_weights(spec: HfSpec, stored: Mapping[str, StoredTensor], dtype: torch
                 dtype=dtype,
                 attn_implementation=attention.NAME,
                 experts_implementation=_experts(spec, dtype),
-                ignore_mismatched_sizes=True,  # they are told below
+                ignore_mismatched_sizes=True,  # they are reported below
                 output_loading_info=True,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -154,7 +154,7 @@ def _with_weights(spec: HfSpec, stored: Mapping[str, StoredTensor], dtype: torch
         raise
     except Exception as error:
         message = f"{spec.architecture}: transformers cannot load it: {first_line(error)}"
-        if "CONVERSION" in str(error):  # it tells its log which
+        if "CONVERSION" in str(error):  # its log says which
             joined = "tensors that are joined, those of experts mostly, are missing or misshapen"
             message = f"the weights do not fit {spec.architecture}: {joined}"
         raise InvalidRequest(message, field="model") from error

@@ -2,7 +2,7 @@
 
 With ``dynamic`` and ``longrope`` scaling transformers chooses the frequencies by the largest position of a forward
 pass, which in ours holds many sequences. They are chosen once instead, for the longest sequence that is served: by
-transformers' own code, shown that position, which is then told that its scaling is a fixed one.
+transformers' own code, shown that position, whose configuration then says that its scaling is fixed.
 """
 
 from __future__ import annotations

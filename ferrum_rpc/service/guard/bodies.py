@@ -46,8 +46,8 @@ class Bodies:
     async def read(self, context: Context, caller: Caller = ANYBODY) -> bytes:
         """The body of a call of one request. Raises `QueueFull` if it took too long while others waited, and
         `InvalidRequest` if the call ended without one."""
-        name, most = caller.name, self._per_caller if caller.shares else self._in_all
-        line = ((context.peer(), name), self._per_connection), (name, most)
+        name, limit = caller.name, self._per_caller if caller.shares else self._in_all
+        line = ((context.peer(), name), self._per_connection), (name, limit)
         if not self._slots.enter(line):
             self._set_timer()
             await self._slots.wait(line)

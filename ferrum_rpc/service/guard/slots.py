@@ -31,8 +31,8 @@ class Slots:
 
     def allows(self, line: Line) -> bool:
         """Whether one more slot is within the limits of the queue."""
-        for key, most in line:  # noqa: SIM110 - a generator is a call for each key
-            if self._held.get(key, 0) >= most:
+        for key, limit in line:  # noqa: SIM110 - a generator is a call for each key
+            if self._held.get(key, 0) >= limit:
                 return False
         return True
 
