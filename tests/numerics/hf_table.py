@@ -4,7 +4,7 @@
 rows. Errors are root mean squares over the standard deviation of
 the logits, of three sequences that are fed whole, in pieces and by single tokens. In float32 they are of all rows,
 against transformers in float32; in bfloat16 of the median row, against transformers in float32 with the same, rounded,
-weights, beside the error of transformers in bfloat16.
+weights, with the error of transformers in bfloat16.
 
 Speed is of a decode step in bfloat16, with one thread, of a wider model: `WIDE` where a family takes such sizes. The
 sides take turns, step by step, and the ratio is that of their medians. transformers has a cache of its own and eager
@@ -116,7 +116,7 @@ def features(model: Any) -> str:
         "q and k norms": any(name.endswith(("q_norm.weight", "k_norm.weight", "q_layernorm.weight")) for name in names),
         "biases": any(name.endswith(("proj.bias", "attn.bias", "Wqkv.bias", "query_key_value.bias")) for name in names),
         "soft caps": bool(getattr(config, "attn_logit_softcapping", None)),
-        "part of a head turned": any((each or {}).get("partial_rotary_factor", 1.0) < 1.0 for each in rotations),
+        "part of a head rotated": any((each or {}).get("partial_rotary_factor", 1.0) < 1.0 for each in rotations),
         "no rotation": not any(rotations),
         "tied head": bool(getattr(config, "tie_word_embeddings", False)),
     }
@@ -180,7 +180,7 @@ def table(before: str, wanted: list[str]) -> str:
     kept = {line.split("|")[1].strip(): line for line in before.splitlines() if line.startswith("|")} if wanted else {}
     lines = [
         "| `model_type` | class | backend | error in float32 | in bfloat16 | of transformers in bfloat16 "
-        "| native beside hf | ours beside transformers | what its model has |",
+        "| native against hf | ours against transformers | what its model has |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for family in (*FAMILIES, *NATIVE):

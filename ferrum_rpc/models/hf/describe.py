@@ -172,7 +172,7 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
     stateful = [repr(each) for each in strange if each not in WITHOUT]
     if kind._is_stateful and (stateful or not kinds):  # the class says it of layers that this model may not have
         which = f" (layer_types: {', '.join(stateful)})" if stateful else ""
-        raise _refusal(name, f"it keeps a state of its own beside keys and values{which}")
+        raise _refusal(name, f"it keeps a state in addition to keys and values{which}")
     if not kind._is_stateful and not kind._supports_attention_backend:
         raise _refusal(name, "its attention cannot be replaced (transformers says so)")
     if getattr(config, "is_encoder_decoder", False):
