@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from clients.scheduler.report import Summary
-from clients.scheduler.text import TextStream, Tokenizer, printable
-from ferrum_rpc.scheduler import Observer, Request, RequestEnd, Stage
+from clients.scheduler.text import Tokenizer, printable
+from ferrum_rpc.scheduler import Observer, Request, RequestEnd, Stage, TextStream
 
 if TYPE_CHECKING:
     from rich.console import Console

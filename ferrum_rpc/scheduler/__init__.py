@@ -9,6 +9,7 @@ queues.py    who waits, who runs and who moves with one executor
 port.py      one executor: how full it is, work items, and calls until they are answered
 driver.py    turns each plan into one forward call, and each answer into tokens
 router.py    a driver at each of several executors, and the sequences that move between them
+text.py      text of tokens while it grows
 counts.py    what the run was like
 """
 
@@ -20,10 +21,13 @@ from ferrum_rpc.scheduler.refusals import NOT_NOW, ExecutorGone
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.scheduler.router import Router
 from ferrum_rpc.scheduler.speculation import Drafter, DraftModel, Lookup, looked_up
+from ferrum_rpc.scheduler.text import REPLACEMENT, Detokenizer, TextStream
 
 __all__ = [
     "NOT_NOW",
+    "REPLACEMENT",
     "Budget",
+    "Detokenizer",
     "DraftModel",
     "Drafter",
     "Driver",
@@ -35,5 +39,6 @@ __all__ = [
     "Router",
     "RunCounts",
     "Stage",
+    "TextStream",
     "looked_up",
 ]

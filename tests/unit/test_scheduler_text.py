@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from clients.scheduler.text import (
     ByteTokenizer,
     FileTokenizer,
-    TextStream,
     TokenizerError,
     printable,
     tokenizer_for,
 )
+from ferrum_rpc.scheduler import TextStream
 
 BYTES = ByteTokenizer()
 
