@@ -19,7 +19,7 @@ from benchmarks.engines.grpc import executor
 from benchmarks.record import Record, finish, out_of, read_options
 from benchmarks.trips import SERVED, delayed
 from clients.scheduler.prompts import DEMO_PROMPTS
-from ferrum_rpc.client import ExecutorClient, Greedy
+from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.driver import Driver
 from ferrum_rpc.scheduler.policy import Budget
@@ -53,8 +53,6 @@ async def texts(way: str, client: ExecutorClient, small: ExecutorClient, batch: 
         client,
         client.executors[0],
         budget=Budget(tokens=1024, items=64, running=batch),
-        sampling=Greedy(),
-        stop_tokens=frozenset(),
         observer=Observer(),
         drafter=drafter,
         run_tokens=RUN_TOKENS if way.endswith(RUNS) else 0,

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -22,6 +23,7 @@ from ferrum_rpc.client import (
     ExecutorError,
     ExecutorStatus,
     LayoutMismatch,
+    Sample,
     Unauthenticated,
     explained,
 )
@@ -80,7 +82,7 @@ async def serve(options: Options) -> RunCounts:
         drafter = await _drafter(stack, options, members[0])
         tokenizer = tokenizer_for(info.model.vocab_size, options.tokenizer)
         requests = [
-            Request(index, tuple(tokenizer.encode(text)), options.max_new_tokens, text)
+            _request(options, index, text, tokenizer, info.model.eos_token_ids)
             for index, text in enumerate(options.prompts)
         ]
         display = display_for(requests, tokenizer, plain=options.plain)
@@ -93,6 +95,22 @@ async def serve(options: Options) -> RunCounts:
         if options.texts is not None:
             options.texts.write_text("".join(f"{json.dumps(_text(each, tokenizer))}\n" for each in requests))
         return run
+
+
+def _request(options: Options, index: int, text: str, tokenizer: Tokenizer, stops: Sequence[int]) -> Request:
+    """The request of a prompt. Its seed is derived from its index, so that its text depends on no other prompt."""
+    output = options.sampling
+    if isinstance(output, Sample) and output.seed is not None:
+        output = replace(output, seed=(output.seed << 32 | index) % 2**64)
+    return Request(
+        index,
+        tuple(tokenizer.encode(text)),
+        options.max_new_tokens,
+        text,
+        output=output,
+        stops=tuple(stops),
+        cache_mode=CacheMode.BYPASS if options.bypass else CacheMode.DEFAULT,
+    )
 
 
 def _text(request: Request, tokenizer: Tokenizer) -> dict[str, object]:
@@ -145,14 +163,11 @@ def _driver(options: Options, display: Display, drafter: Drafter | None, member:
         member.client,
         member,
         budget=budget,
-        sampling=options.sampling,
-        stop_tokens=frozenset(member.info.model.eos_token_ids),
         observer=display,
         patience_s=options.patience_s,
         drafter=None if prompts else drafter,
         run_tokens=0 if prompts else options.run_tokens,
         chains=options.session,
-        cache_mode=CacheMode.BYPASS if options.bypass else CacheMode.DEFAULT,
     )
 
 

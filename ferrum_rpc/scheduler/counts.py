@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from ferrum_rpc.client import Pressure
 from ferrum_rpc.scheduler.request import Request, Stage
+
+MOVES_KEPT: Final = 10_000
 
 
 @dataclass(slots=True)
 class RunCounts:
     """Counts of one run. Times are seconds as the scheduler measures them, so they include the wire. ``left``: requests
-    that have not ended. ``moves``: seconds of each move to another executor."""
+    that have not ended. ``moves``: seconds of each of the last moves to another executor."""
 
-    requests: Sequence[Request]
-    left: int = field(init=False)
+    requests: Sequence[Request] = ()
+    left: int = 0
     steps: int = 0
     sequences: int = 0
     prompt_tokens: int = 0
@@ -32,12 +36,9 @@ class RunCounts:
     trips: int = 0
     drafted: int = 0
     accepted: int = 0
-    moves: list[float] = field(default_factory=list)
+    moves: deque[float] = field(default_factory=lambda: deque(maxlen=MOVES_KEPT))
     moved_tokens: int = 0
     executors_lost: int = 0
-
-    def __post_init__(self) -> None:
-        self.left = len(self.requests)
 
     def step(self, *, prompt: int, decode: int, sequences: int, seconds: float, executor_seconds: float) -> None:
         """One forward pass: prompt tokens and decode tokens that it fed. Passes with prompt tokens are prefill time."""

@@ -1,16 +1,19 @@
-"""The loop: plan, forward, sample, again.
+"""The loop of one executor: plan, send, take the answers, again.
 
-Each plan is one forward call. Refusals are handled by their reason: a refused call is sent again with the same items,
-an item without blocks preempts the youngest request, a lost sequence is computed again, and a request that cannot
-continue ends. `policy` decides which requests run.
+With runs and followers every request goes at its own pace: a run that ends is followed by the next one, which waits at
+the executor, and prompts join in between. `policy` decides which requests without an item in flight are fed. Without
+followers, and while drafts are made, a step is one call, whose items are all awaited. The same holds while blocks are
+short: nothing more is sent until everything in flight has been answered, and the plan then knows every block.
+
+Refusals are handled by their reason: a refused call is sent again with the same items, an item without blocks preempts
+the last request, a lost sequence is computed again, and a request that cannot continue ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as ListOf
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,7 +21,6 @@ from dataclasses import replace
 from ferrum_rpc.client import (
     SEQUENCE_GONE,
     Answer,
-    CacheMode,
     Capability,
     ChainBroken,
     ContextLengthExceeded,
@@ -26,33 +28,34 @@ from ferrum_rpc.client import (
     DeviceLost,
     ExecutorError,
     ExecutorView,
-    Greedy,
     Item,
+    KvBlocksExhausted,
     KvCorrupt,
     ModelClient,
     Run,
-    Sample,
     StepFailed,
 )
 from ferrum_rpc.scheduler.counts import RunCounts
-from ferrum_rpc.scheduler.policy import Budget, PlannedFeed, Pool, StepPlan, arrivals, plan
+from ferrum_rpc.scheduler.policy import NO_OTHERS, Budget, PlannedFeed, Pool, StepPlan, arrivals, plan
 from ferrum_rpc.scheduler.port import ExecutorPort
-from ferrum_rpc.scheduler.queues import Observer, RequestQueues
+from ferrum_rpc.scheduler.queues import IN_ORDER, Observer, RequestQueues
 from ferrum_rpc.scheduler.refusals import NO_ROOM, NOT_NOW, OUT_OF_STEP, ExecutorGone
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
-from ferrum_rpc.scheduler.runs import MAX_STOPS, SHORT, Chain, Flight
+from ferrum_rpc.scheduler.runs import MAX_STOPS, SHORT, BurstPace, Flight, SentFeed, lengths
 from ferrum_rpc.scheduler.speculation import Drafter, Speculation
 
 FAILURES_OF_A_REQUEST = 3
 LONGEST_DRAFT = 16
+BURST_S = 0.05
 
 
 class Driver:
-    """Runs requests on one ``executor``, the only one of ``client``. ``stop_tokens`` end a text and are not part of it.
-    ``run_tokens``: the maximum length of a run, 0 for single steps. With ``chains`` the next run is sent before the
-    answer of the one before. With a ``drafter`` runs are for requests without a draft, and for all requests while runs
-    are faster. Preempted requests continue with the same bits if the executor promises that (``exact_span_tokens``) and
-    ``cache_mode`` is BYPASS; otherwise they find most of their tokens in the prefix cache."""
+    """Runs requests on one ``executor``, the only one of ``client``. ``run_tokens``: the maximum length of a run, 0 for
+    single steps; ``burst_s``: runs are no longer than that, unless a round trip is. With ``chains`` the next run is
+    sent before the answer of the one before. With a ``drafter`` runs are for requests without a draft, and for all
+    requests while runs are faster. Preempted requests continue with the same bits if the executor promises that
+    (``exact_span_tokens``) and their `CacheMode` is BYPASS; otherwise they find most of their tokens in the prefix
+    cache."""
 
     queues: RequestQueues
 
@@ -62,33 +65,38 @@ class Driver:
         executor: ExecutorView,
         *,
         budget: Budget,
-        sampling: Greedy | Sample,
-        stop_tokens: frozenset[int],
         observer: Observer,
         patience_s: float = 30.0,
         drafter: Drafter | None = None,
         run_tokens: int = 0,
+        burst_s: float = BURST_S,
         chains: bool = False,
-        cache_mode: CacheMode = CacheMode.DEFAULT,
     ) -> None:
         info = executor.info
-        self.port = ExecutorPort(client, executor, sampling=sampling, cache_mode=cache_mode, patience_s=patience_s)
+        self.port = ExecutorPort(client, executor, patience_s=patience_s)
         self._budget = replace(budget, exact=info.limits.exact_span_tokens)
-        self._stops = tuple(sorted(stop_tokens))
         self._observer = observer
         self.refusal: ExecutorError | None = None
         """If set, no request is admitted until one ends here or `idle` has waited."""
-        offered = Capability.RUN in info.capabilities and len(stop_tokens) <= MAX_STOPS
-        self._run_tokens = min(run_tokens, info.limits.max_run_tokens) if offered else 0
-        self._chains = chains and Capability.FOLLOW in info.capabilities
+        run_tokens = min(run_tokens, info.limits.max_run_tokens) if Capability.RUN in info.capabilities else 0
+        self._pace = BurstPace(run_tokens, burst_s)
+        self._chains = run_tokens > 0 and chains and Capability.FOLLOW in info.capabilities
         self._speculation: Speculation | None = None
         if drafter is not None:
             exact = self._budget.exact  # a draft within it gives the very bits of single decodes
             most = min(info.limits.max_draft_tokens, exact - 1 if exact > 1 else LONGEST_DRAFT)
-            self._speculation = Speculation(drafter, most, runs=self._run_tokens > 0)
+            self._speculation = Speculation(drafter, most, runs=run_tokens > 0)
+        self._flights: list[Flight] = []
+        self._last: dict[Request, SentFeed] = {}  # the last item of each request in flight
+        self._unfollowed: dict[Request, SentFeed] = {}  # those of them that the next item may follow
+        self._turn: tuple[float, dict[Request, int], bool] | None = None
+        self._limit: int | None = None  # tokens of each request by runs, until drafts are considered again
         self._single = False  # the next step is a single one: blocks were short
-        self._steps_a_trip = 1
+        self._draining = False  # nothing is sent until everything in flight was answered: blocks are short
+        self._scarce: ExecutorError | None = None  # the refusal that says so
+        self._landed_at = 0.0
         self._run = RunCounts(())
+        self._releases: set[asyncio.Task[None]] = set()
         self.hands_over = False
         self.leaving = False  # requests are about to move away: no runs
         self.goes_on: Callable[[Request], bool] = lambda request: False
@@ -96,7 +104,7 @@ class Driver:
 
     async def run(self, requests: ListOf[Request]) -> RunCounts:
         """Run every request to its end. Raises `ExecutorGone`. All sequences are released in every case."""
-        run, waiting = RunCounts(requests), deque(requests)
+        run, waiting = RunCounts(requests, len(requests)), sorted(requests, key=IN_ORDER)
         async with self.serving(run, waiting, waiting):
             while run.left:
                 if not await self.step():
@@ -105,7 +113,7 @@ class Driver:
 
     @asynccontextmanager
     async def serving(
-        self, run: RunCounts, waiting: deque[Request], back: deque[Request], *, hands_over: bool = False
+        self, run: RunCounts, waiting: list[Request], back: list[Request], *, hands_over: bool = False
     ) -> AsyncIterator[None]:
         """Surrounds the steps of a run and releases all its sequences. ``waiting`` and ``back`` as in `RequestQueues`.
         ``hands_over``: requests move to another executor after their first token."""
@@ -119,38 +127,23 @@ class Driver:
             yield
         finally:
             run.wall_seconds = time.monotonic() - began
+            await self._abandon()
             await self.queues.clear()
             if self._speculation is not None:
-                await self._speculation.forget(run.requests)
+                await self._speculation.forget([*self.queues.all, *run.requests])
 
     async def step(self) -> bool:
-        """Run one step, or one sequence of runs. False: nothing can be done now."""
-        queues, pool, speculation, limit = self.queues, self.port.pool, self._speculation, None
-        began = time.monotonic()
-        if speculation is not None:
-            drafts, limit = speculation.turn()
-            if drafts:
-                await speculation.draft([each for each in queues.running if each.owed == 1], self.port.max_context)
-        places = self._budget.at_once - len(queues.running) - len(queues.moving) if self.refusal is None else 0
-        queues.arrived = False
-        step = plan(queues.running, list(queues.waiting)[: max(0, places)], pool, self._budget)
-        for request in step.unservable:
-            self.give_up(request, pool)
-        await asyncio.gather(*(queues.preempt(request) for request in step.preempt))
-        if step.feeds:
-            single, self._single = self._single or self.leaving, False
-            runs, known = not single and self._may_run(step), sum(feed.request.known for feed in step.feeds)
-            drafts = any(feed.drafted for feed in step.feeds)
-            if drafts or not runs or not await self._decode(step, pool, limit):
-                await self._forward(step, pool if drafts and runs else None)
-            if speculation is not None and runs:
-                tokens = sum(feed.request.known for feed in step.feeds) - known
-                speculation.took(time.monotonic() - began, tokens / len(step.feeds), drafts=drafts)
-        elif queues.leaving:
-            await queues.release()
-            await self.port.look()
-        else:
-            return bool(step.unservable or step.preempt)
+        """Send what can be sent, and wait for an answer or another change. False: nothing is in flight, and nothing can
+        be done now."""
+        acted = False
+        if not self._flights or (self._goes_apart and not (self._draining or self._single or self.leaving)):
+            acted = await self._plan()
+        if not self._flights:
+            return acted
+        self._follow()
+        await self.queues.changed.wait()
+        self.queues.changed.clear()
+        self._land()
         return True
 
     async def idle(self) -> None:
@@ -160,132 +153,271 @@ class Driver:
 
     def admissible(self, request: Request) -> bool:
         """Whether its prompt fits the context. If not, the request fails here."""
-        fits = 1 <= request.known <= self.port.max_context
+        longest = self.port.max_context
+        fits = 1 <= request.known <= longest
         if not fits:
-            self._fail(request, f"the prompt has {request.known} tokens; 1 to {self.port.max_context} can be served")
+            words = f"the prompt has {request.known} tokens; 1 to {longest} can be served"
+            self._fail(request, ContextLengthExceeded(words, metadata={"max_context": longest}))
         return fits
 
     def has_room(self, request: Request) -> bool:
         """Whether a request may be assigned to this executor now, with those that are assigned already."""
-        beside = [*self.queues.coming, *self.queues.waiting]
-        return not self.refusal and bool(arrivals([request], self.queues.running, beside, self.port.pool, self._budget))
+        beside, pool = [*self.queues.coming, *self.queues.waiting], self.queues.in_flight.free(self.port.pool)
+        return not self.refusal and bool(arrivals([request], self.queues.running, beside, pool, self._budget))
 
-    async def _forward(self, step: StepPlan, pool: Pool | None) -> None:
-        """Run one step. With a ``pool``, requests without a draft get short runs, no longer than a round trip, because
-        all wait for the same answer."""
-        self.queues.run(step.admitted)
-        runs = dict[Request, Run]()
-        if pool is not None:
-            chain = Chain(pool, min(self._run_tokens, SHORT, self._steps_a_trip), self.port.max_context)
-            chain.fed([feed for feed in step.feeds if feed.drafted])
-            found = chain.extend([feed.request for feed in step.feeds if not feed.drafted])
-            runs = {request: Run(count, self._stops) for request, count in found.items()}
-        items = [self.port.item(feed, run=runs.get(feed.request)) for feed in step.feeds]
-        began = time.monotonic()
-        results, _ = await asyncio.gather(self.port.send(items, self._run), self.queues.release())
-        answered, refused = results.split(step.feeds)
-        self._count(answered, time.monotonic() - began, runs)
-        for feed, answer in answered:
-            self._fed(feed, answer)
-        scarce: ExecutorError | None = None
-        for feed, error in refused:
-            if isinstance(error, NO_ROOM) and feed.request in runs:
-                self._single = True
-            elif isinstance(error, NO_ROOM + NOT_NOW):
-                scarce = error
-                if isinstance(error, NOT_NOW):
-                    self.queues.requeue(feed.request)
-            else:
-                self.refused(feed.request, error)
-        if scarce is not None:
-            await self._make_way(scarce)
+    def rests(self, request: Request) -> bool:
+        """Whether a request has nothing in flight, so that it can move."""
+        return request.sequence not in self.queues.in_flight
 
-    # --- several tokens a trip --------------------------------------------------------------------------------------
+    # --- plans ------------------------------------------------------------------------------------------------------
 
-    def _may_run(self, step: StepPlan) -> bool:
-        """Whether every running request decodes in this step, and runs are on."""
-        decodes = all(feed.request.decodes for feed in step.feeds)
-        return self._run_tokens > 0 and decodes and len(step.feeds) == len(self.queues.running)
+    @property
+    def _goes_apart(self) -> bool:
+        """Whether requests go at their own pace: planning does not wait for what is in flight."""
+        return self._chains and self._speculation is None
 
-    async def _decode(self, step: StepPlan, pool: Pool, limit: int | None) -> bool:
-        """Decode by runs, each followed by the next, until all texts are complete or ``limit`` tokens longer, or
-        something else must be planned. In a session the runs of each request are independent of the others'. Sequences
-        are released once none of their items is in flight. False: there are no blocks for runs."""
-        most = min(self._run_tokens, SHORT) if self.queues.joining else self._run_tokens
-        chain = Chain(pool, most, self.port.max_context, limit)
-        ways = [deque([flight]) for flight in self._launch(chain, [feed.request for feed in step.feeds])]
-        if not ways:
+    async def _plan(self) -> bool:
+        """Plan for the requests that have nothing in flight, and send that. Returns whether anything was done."""
+        queues, in_flight, budget = self.queues, self.queues.in_flight, self._budget
+        if not self._flights:
+            self._draining = False
+            await self._end_turn()
+            if self._scarce is not None:
+                await self._make_way(self._scarce)
+        running = [each for each in queues.running if self.rests(each)]
+        places = budget.at_once - len(queues.running) - len(queues.moving) if self.refusal is None else 0
+        waiting = queues.waiting[: max(0, places)]
+        if self._flights and not (running or waiting):
             return False
-        releasing, began = asyncio.ensure_future(self.queues.release()), time.monotonic()
-        try:
-            while ways:
-                if self._chains:
-                    self._follow(chain, ways)
-                await asyncio.wait([way[0].call for way in ways], return_when=asyncio.FIRST_COMPLETED)
-                landed = [way for way in ways if way[0].call.done()]
-                began = self._landed(chain, [way[0] for way in landed], began)
-                for way in landed:
-                    way.popleft()
-                ways = [way for way in ways if way]
-            return True
-        finally:
-            calls = [flight.call for way in ways for flight in way]
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(releasing, *calls, return_exceptions=True)
+        pool, others = in_flight.free(self.port.pool), NO_OTHERS
+        if self._flights:
+            prompts = sum(each.feed.count for flight in self._flights for each in flight.sent if not each.decodes)
+            busy = [each for each in queues.running if not self.rests(each)]
+            others = in_flight.others(pool, busy, budget.headroom, prompts)
+        else:
+            await self._draft()
+        queues.arrived = False
+        step = plan(running, waiting, pool, budget, others)
+        if self._flights and (step.preempt or step.unservable):
+            self._draining = True
+            return False
+        for request in step.unservable:
+            self.give_up(request, pool)
+        await asyncio.gather(*(queues.preempt(request) for request in step.preempt))
+        if step.feeds:
+            self._send(step, pool)
+        elif not self._flights and queues.leaving:
+            await queues.release()
+            await self.port.look()
+        else:
+            return bool(step.unservable or step.preempt)
+        return True
 
-    def _follow(self, chain: Chain, ways: Iterable[deque[Flight]]) -> None:
-        """Send the next run behind each run that has none, unless a new plan is needed once the runs in flight have
-        ended."""
-        for way in ways:
-            if len(way) == 1 and not (chain.broken or self._single or self.leaving or self.queues.joining):
-                items = {feed.request: item for feed, item in way[0].items}
-                going = [request for request in items if request.stage is Stage.RUNNING]
-                way.extend(self._launch(chain, going, items))
+    async def _draft(self) -> None:
+        """Have drafts made, if it is their turn."""
+        if self._speculation is not None:
+            drafts, self._limit = self._speculation.turn()
+            if drafts:
+                owing = [each for each in self.queues.running if each.owed == 1]
+                await self._speculation.draft(owing, self.port.max_context)
 
-    def _launch(
-        self, chain: Chain, requests: Iterable[Request], behind: Mapping[Request, Item] | None = None
-    ) -> list[Flight]:
-        """Send the next runs of requests, ``behind`` their items in flight if they have any."""
-        items = list[tuple[PlannedFeed, Item]]()
-        for request, count in chain.extend(requests).items():
-            feed, follows = PlannedFeed(request, 1), None if behind is None else behind[request]
-            items.append((feed, self.port.item(feed, run=Run(count, self._stops), follows=follows)))
-        ways = [[each] for each in items] if self._chains else [items] if items else []
-        return [
-            Flight(way, asyncio.ensure_future(self.port.send([item for _, item in way], self._run))) for way in ways
-        ]
+    async def _end_turn(self) -> None:
+        """Note how fast drafts, or the runs since the last ones, were."""
+        turn, self._turn = self._turn, None
+        if turn is not None and self._speculation is not None:
+            began, known, drafts = turn
+            tokens = sum(request.known - was for request, was in known.items())
+            self._speculation.took(time.monotonic() - began, tokens / len(known), drafts=drafts)
 
-    def _landed(self, chain: Chain, flights: Iterable[Flight], began: float) -> float:
-        """Take the tokens of runs that were answered. Refused ones are planned again, as a single step if blocks are
-        short. Returns the time."""
-        now, found = time.monotonic(), [flight.call.result().split(flight.items) for flight in flights]
-        answered = [each for part, _ in found for each in part]
-        refused = [each for _, part in found for each in part]
-        if answers := [answer for _, answer in answered]:
-            self._note(answers, now - began, decode=sum(len(each.tokens) for each in answers))
-        # one that is not in ``running`` ended with the run before, or has moved to another executor
-        for (feed, _), answer in answered:
-            if feed.request in self.queues.running:
-                self._fed(feed, answer)
-        for (feed, item), error in refused:
-            if feed.request not in self.queues.running:
-                continue
-            if isinstance(error, NO_ROOM + NOT_NOW):
-                self._single = True
-            elif isinstance(error, ChainBroken) or (item.follows is not None and isinstance(error, OUT_OF_STEP)):
-                chain.broken = True
+    def _send(self, step: StepPlan, pool: Pool) -> None:
+        """Send the feeds of a plan: those that others can follow in a call each, the rest in one call."""
+        single, self._single = self._single or self.leaving, False
+        every = len(step.feeds) == len(self.queues.running) and all(feed.request.decodes for feed in step.feeds)
+        drafts = any(feed.drafted for feed in step.feeds)
+        self.queues.run(step.admitted)
+        counts = dict[Request, int]()
+        if self._pace.most and not single and (every or self._goes_apart):
+            counts = self._lengths(step, pool, drafts=drafts)
+            if self._speculation is not None:
+                self._turn = time.monotonic(), {feed.request: feed.request.known for feed in step.feeds}, drafts
+        together = list[SentFeed]()
+        for feed in step.feeds:
+            count = counts.get(feed.request, 0)
+            item = self.port.item(feed, run=Run(count, feed.request.stops) if count else None)
+            sent = self._sent(feed, item, max(1, count))
+            if self._chains and count and not drafts and item.parent is None:
+                self._call([sent])
+                self._unfollowed[feed.request] = sent
             else:
-                self.refused(feed.request, error)
-        return now
+                together.append(sent)
+        if together:
+            self._call(together)
+        self._release()
 
-    # --- what an answer means ---------------------------------------------------------------------------------------
+    def _lengths(self, step: StepPlan, pool: Pool, *, drafts: bool) -> dict[Request, int]:
+        """Tokens of the runs of a plan. A request whose prompt ends here gets one token, so that it comes at once, and
+        a run behind it. With drafts in the step runs are no longer than a round trip, because all wait for it."""
+        free = pool.free - sum(pool.growth(feed.request.cached, feed.count + feed.drafted) for feed in step.feeds)
+        most = self._pace.tokens if self._chains else self._pace.most
+        if drafts:
+            most = min(most, SHORT, self._pace.steps_a_trip)
+        elif not self._goes_apart and self.queues.joining:
+            most = min(most, SHORT)
+        wanted = dict[Request, int]()
+        for feed in step.feeds:
+            request = feed.request
+            if feed.completes and not feed.drafted and not request.branches and len(request.stops) <= MAX_STOPS:
+                more = min(request.wanted, self.port.max_context - request.known + 1, self._limit or request.wanted)
+                wanted[request] = more - 1 if request.decodes else 0  # behind the token that the plan has
+        ends = {each: each.known for each in wanted}
+        found = lengths(wanted, ends, most - 1, replace(pool, free=max(0, free)))
+        return {each: 1 + found.get(each, 0) for each in wanted}
+
+    def _follow(self) -> None:
+        """Send the next run behind each item in flight that has none, unless a new plan is needed once those have been
+        answered."""
+        stops = self._draining or self._single or self.leaving or (not self._goes_apart and self.queues.joining)
+        if stops or not self._unfollowed:
+            return
+        in_flight, wanted, ends = self.queues.in_flight, dict[Request, int](), dict[Request, int]()
+        for request, sent in list(self._unfollowed.items()):
+            end = in_flight.end(request)
+            more = min(request.becomes - end - 1, self.port.max_context - end)
+            if self._limit is not None and self._turn is not None:
+                more = min(more, self._turn[1][request] + self._limit - end - 1)
+            if more > 0 and self._is_present(sent):
+                wanted[request], ends[request] = more, end
+            else:
+                del self._unfollowed[request]
+        room = in_flight.free(self.port.pool)
+        for request, count in lengths(wanted, ends, self._pace.tokens, room).items():
+            feed, follows = PlannedFeed(request, 1), self._unfollowed.pop(request).item
+            item = self.port.item(feed, run=Run(count, request.stops), follows=follows)
+            self._call([self._sent(feed, item, count)])
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def _sent(self, feed: PlannedFeed, item: Item, tokens: int) -> SentFeed:
+        """Note an item that is about to be sent, and gives ``tokens``."""
+        request, in_flight = feed.request, self.queues.in_flight
+        assert request.sequence is not None  # noqa: S101 - the item was made on it
+        end = in_flight.end(request) + feed.count + feed.drafted + tokens - 1
+        in_flight.sent(request.sequence, request.cached, end)
+        decodes = item.follows is not None or request.decodes
+        self._last[request] = sent = SentFeed(feed, item, request.sequence, decodes=decodes)
+        return sent
+
+    def _call(self, sent: list[SentFeed]) -> None:
+        """Send items in one call."""
+        changed, now = self.queues.changed, time.monotonic()
+        if not self._flights:
+            self._landed_at = now
+        call = asyncio.ensure_future(self.port.send([each.item for each in sent], self._run))
+        call.add_done_callback(lambda _: changed.set())
+        self._flights.append(Flight(sent, call, now))
+
+    def _release(self) -> None:
+        """Have sequences released in the background."""
+        if self.queues.leaving:
+            task = asyncio.ensure_future(self.queues.release())
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
+
+    async def _abandon(self) -> None:
+        """Cancel all calls in flight, and wait for their end and for that of releases."""
+        flights, self._flights = self._flights, []
+        for flight in flights:
+            flight.call.cancel()
+        await asyncio.gather(*(flight.call for flight in flights), *self._releases, return_exceptions=True)
+        for flight in flights:
+            for sent in flight.sent:
+                self._landed(sent)
+
+    def cancel(self, request: Request, ending: RequestEnd) -> None:
+        """End a request before its text is complete. Its runs are interrupted, its sequence is released as soon as
+        nothing is in flight any more."""
+        self._interrupt(request)
+        self.queues.end(request, ending)
+        self._release()
+        self.queues.changed.set()
+
+    def _interrupt(self, request: Request) -> None:
+        """Cancel its runs in flight. What makes its sequence is awaited, so that it can be released."""
+        for flight in self._flights:
+            sent = flight.sent[0]
+            alone = len(flight.sent) == 1 and sent.feed.request is request
+            if alone and sent.item.run is not None and sent.item.handle is not None:
+                flight.call.cancel()
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+
+    def _land(self) -> None:
+        """Take the answers that have come. The answer of a follower may overtake that of the item before it, and waits
+        for it here."""
+        landed, left, pending = list[Flight](), list[Flight](), set[Item]()
+        for flight in self._flights:
+            if flight.call.done() and flight.sent[0].item.follows not in pending:
+                landed.append(flight)
+            else:
+                left.append(flight)
+                pending.update(sent.item for sent in flight.sent)
+        if not landed:
+            return
+        self._flights, now = left, time.monotonic()
+        answered, refused = list[tuple[SentFeed, Answer]](), list[tuple[SentFeed, ExecutorError]]()
+        for flight in landed:
+            for sent in flight.sent:
+                self._landed(sent)
+        for flight in landed:
+            if not flight.call.cancelled():
+                some = flight.call.result().split(flight.sent)
+                answered += some[0]
+                refused += some[1]
+                self._measure(flight, some[0], now)
+        # the others have ended meanwhile, or have lost the sequence
+        ours = [each for each in answered if self._is_present(each[0])]
+        self._count(answered, now - self._landed_at)
+        self._landed_at = now
+        for sent, answer in ours:
+            if self._is_present(sent):
+                self._fed(sent.feed, answer)
+        for sent, error in refused:
+            if self._is_present(sent):
+                self._was_refused(sent, error)
+        self._release()
+
+    def _landed(self, sent: SentFeed) -> None:
+        """An item is not in flight any more. If another follows it, that one may be followed now."""
+        self.queues.in_flight.landed(sent.sequence)
+        request = sent.feed.request
+        last = self._last.get(request)
+        if last is sent:
+            del self._last[request]
+            self._unfollowed.pop(request, None)
+        elif last is not None and last.sequence is sent.sequence:
+            self._unfollowed[request] = last
+
+    def _is_present(self, sent: SentFeed) -> bool:
+        request = sent.feed.request
+        return request.stage is Stage.RUNNING and request.sequence is sent.sequence
+
+    def _measure(self, flight: Flight, answered: ListOf[tuple[SentFeed, Answer]], now: float) -> None:
+        elapsed_s = None if flight.follows else now - flight.began
+        for sent, answer in answered[:1]:
+            tokens = len(answer.tokens) if sent.item.run is not None else 1
+            decodes = all(each.decodes for each in flight.sent)
+            self._pace.note(answer.timing, tokens if decodes else 0, elapsed_s)
 
     def _fed(self, feed: PlannedFeed, answer: Answer) -> None:
         request, completes = feed.request, feed.completes
+        if request.cached_tokens is None:
+            request.cached_tokens = answer.cached_tokens
         request.fed(feed.count, answer.length, self._budget.exact)
         request.failures = 0
         if not completes:
+            return
+        if request.branches:
+            self._branch(request)
             return
         if feed.drafted and self._speculation is not None:
             self._speculation.verified(request, feed.drafted, len(answer.tokens) - 1)
@@ -293,17 +425,48 @@ class Driver:
         if self.hands_over and request.stage is Stage.RUNNING:
             self.queues.hand_over(request)
 
+    def _branch(self, trunk: Request) -> None:
+        """The prompt of several requests is in the cache: each becomes a child of its sequence, which is released once
+        all of them have been fed."""
+        parent, trunk.sequence = trunk.sequence, None
+        assert parent is not None  # noqa: S101 - it was fed just now
+        self.queues.end(trunk, RequestEnd.LENGTH)
+        children = [each for each in trunk.branches if each.ending is None]
+        for request in children:
+            request.sequence, request.pieces = parent.child(), trunk.pieces.upto(trunk.cached)
+            request.cached = request.computed = trunk.cached
+            request.cached_tokens = trunk.cached_tokens
+        self.queues.run(children)
+        self.queues.share(parent, children)
+
     def _chosen(self, request: Request, answer: Answer) -> None:
         """Append the next tokens, and end the text if it is complete."""
-        for token in answer.tokens.tolist():
-            if token in self._stops:
-                self._finish(request, RequestEnd.STOP)
-                return
-            self.queues.token(request, token)
-        if len(request.generated) >= request.max_new_tokens:
+        tokens: list[int] = answer.tokens.tolist()
+        stop = next((at for at, token in enumerate(tokens) if token in request.stops), None)
+        ends = self.queues.tokens(request, answer, tokens[:stop])
+        if stop is not None:
+            request.stop_token = tokens[stop]
+            self._finish(request, RequestEnd.STOP)
+        elif ends:
+            self._interrupt(request)
+            self._finish(request, RequestEnd.STOP)
+        elif request.wanted <= 0:
             self._finish(request, RequestEnd.LENGTH)
         elif request.known > self.port.max_context:
             self._outgrown(request)
+
+    def _was_refused(self, sent: SentFeed, error: ExecutorError) -> None:
+        request, follows = sent.feed.request, sent.item.follows is not None
+        if isinstance(error, ChainBroken) or (follows and isinstance(error, OUT_OF_STEP + NOT_NOW)):
+            return  # planned again, as an item that follows none
+        if isinstance(error, NO_ROOM) and sent.item.run is not None:
+            self._single = True
+        elif isinstance(error, NO_ROOM + NOT_NOW):
+            self._scarce, self._draining = error, True
+            if isinstance(error, NOT_NOW):
+                self.queues.requeue(request)
+        else:
+            self.refused(request, error)
 
     def refused(self, request: Request, error: ExecutorError) -> None:
         """Compute a lost sequence again, retry a failed step a few times, and end the request otherwise. Raises
@@ -318,14 +481,14 @@ class Driver:
         elif isinstance(error, StepFailed | DeadlineExceeded | KvCorrupt) and request.failures < FAILURES_OF_A_REQUEST:
             request.failures += 1
         else:
-            self._fail(request, error.message)
+            self._fail(request, error)
 
     async def _make_way(self, error: ExecutorError) -> None:
         """The executor has less room than its last answer said: other callers use it, or it drains. Stop admitting
-        until a request ends; if blocks are missing, preempt the youngest request."""
-        self.refusal = error
+        until a request ends; if blocks are missing, preempt the last request."""
+        self.refusal, self._scarce = error, None
         if isinstance(error, NO_ROOM) and self.queues.running:
-            await self.queues.preempt(max(self.queues.running, key=lambda each: each.index))
+            await self.queues.preempt(max(self.queues.running, key=IN_ORDER))
 
     def _outgrown(self, request: Request) -> None:
         if request.cached and self.goes_on(request):
@@ -337,7 +500,7 @@ class Driver:
         self.refusal = None
         self.queues.end(request, ending)
 
-    def _fail(self, request: Request, error: str) -> None:
+    def _fail(self, request: Request, error: ExecutorError) -> None:
         self.queues.end(request, RequestEnd.ERROR, error)
 
     def give_up(self, request: Request, pool: Pool) -> None:
@@ -346,39 +509,29 @@ class Driver:
             self._finish(request, RequestEnd.CONTEXT if request.known > self.port.max_context else RequestEnd.POOL)
         else:
             need = pool.blocks(request.known)
-            self._fail(request, f"the prompt needs {need} blocks of {pool.block_size} tokens; {pool.total} exist")
+            words = f"the prompt needs {need} blocks of {pool.block_size} tokens; {pool.total} exist"
+            self._fail(request, KvBlocksExhausted(words))
 
-    def _count(self, done: ListOf[tuple[PlannedFeed, Answer]], seconds: float, runs: Collection[Request]) -> None:
-        """Count a step. Called before its answers change the requests."""
+    # --- counts -----------------------------------------------------------------------------------------------------
+
+    def _count(self, done: ListOf[tuple[SentFeed, Answer]], seconds: float) -> None:
+        """Count the answers that came together. Called before they change the requests."""
         if not done:
             return
-        decodes = [(feed, answer) for feed, answer in done if feed.request.decodes]
-        verified = [(feed, answer) for feed, answer in decodes if feed.request not in runs]
+        decodes = [(sent, answer) for sent, answer in done if sent.decodes]
+        verified = [(sent, answer) for sent, answer in decodes if sent.item.run is None]
         self._run.drafts(
             trips=len(verified),
-            drafted=sum(feed.drafted for feed, _ in verified),
+            drafted=sum(sent.feed.drafted for sent, _ in verified),
             emitted=sum(len(answer.tokens) for _, answer in verified),
         )
-        timing = done[0][1].timing
-        if timing is not None and not runs:
-            away = seconds - timing.forward_s
-            self._steps_a_trip = max(1, int(away / timing.forward_s)) if timing.forward_s else SHORT
-        self._note(
-            [answer for _, answer in done],
-            seconds,
-            prompt=sum(feed.count for feed, _ in done) - len(decodes),
-            decode=sum(len(answer.tokens) for _, answer in decodes),
-        )
-
-    def _note(self, answers: ListOf[Answer], seconds: float, *, decode: int, prompt: int = 0) -> None:
-        """Count the answers of a trip."""
         self.port.patience.renew()
-        self._run.saw(answers[-1].pressure)
-        timing = answers[-1].timing
+        self._run.saw(done[-1][1].pressure)
+        timing = done[-1][1].timing
         self._run.step(
-            prompt=prompt,
-            decode=decode,
-            sequences=len(answers),
+            prompt=sum(sent.feed.count for sent, _ in done) - len(decodes),
+            decode=sum(len(answer.tokens) for _, answer in decodes),
+            sequences=len(done),
             seconds=seconds,
             # runs that end one after the other share steps
             executor_seconds=0.0 if timing is None else min(timing.forward_s, seconds),

@@ -2,16 +2,16 @@
 
 A step is made in three passes over a ledger of free blocks:
 
-1. *decodes first*: every running request that owes one token gets it, oldest first. If no block is left for it, the
-   youngest running request is preempted, be it that request itself.
-2. *chunks*: running prompts continue, oldest first, with what is left of the token budget.
+1. *decodes first*: every running request that owes one token gets it, in the order of `Request.order`. If no block is
+   left for it, the last running request is preempted, be it that request itself.
+2. *chunks*: running prompts continue, in that order, with what is left of the token budget.
 3. *admission*: waiting requests join in order, while the free blocks cover all their known tokens and some headroom for
    every running request, and no request was preempted in this step.
 
 Drafts are added to decodes while tokens and blocks are left over.
 
 Preemption is by recomputation: the sequence of the request is released, and the request is admitted again as a longer
-prompt. The oldest running request is never preempted while there is another, so a request always finishes. Block
+prompt. The first running request is never preempted while there is another, so a request always finishes. Block
 arithmetic is the executor's (`ceil(length / block_size)`), without shared prefixes, which only make the true number
 smaller.
 """
@@ -93,12 +93,33 @@ class StepPlan:
     unservable: tuple[Request, ...] = ()
 
 
-def plan(running: Iterable[Request], waiting: Sequence[Request], pool: Pool, budget: Budget) -> StepPlan:
-    """The next step. ``running`` in any order, ``waiting`` in the order of admission."""
-    step = _Planner(pool, budget, sorted(running, key=lambda each: each.index))
+@dataclass(frozen=True, slots=True)
+class Others:
+    """The requests that run meanwhile, because they have items in flight: their ``count``, the ``tokens`` that they
+    take of a step's, and the blocks ``promised`` to their growth."""
+
+    count: int = 0
+    tokens: int = 0
+    promised: int = 0
+
+
+NO_OTHERS = Others()
+
+
+def plan(
+    running: Iterable[Request],
+    waiting: Sequence[Request],
+    pool: Pool,
+    budget: Budget,
+    others: Others = NO_OTHERS,
+) -> StepPlan:
+    """The next step. ``running`` in any order, ``waiting`` in the order of admission. With ``others``, a plan that
+    preempts is only a sign that blocks are short: wait for them, and plan again."""
+    step = _Planner(pool, budget, sorted(running, key=lambda each: each.order), others)
     step.decodes()
     step.chunks()
-    step.unblock()
+    if not others.count:
+        step.unblock()
     if not step.victims:
         step.admit(waiting)
     step.drafts()
@@ -124,11 +145,12 @@ def arrivals(
 
 @dataclass(slots=True)
 class _Planner:
-    """The ledger of a step that is being planned. ``kept``: the running requests, oldest first."""
+    """The ledger of a step that is being planned. ``kept``: the running requests, in order."""
 
     pool: Pool
     budget: Budget
     kept: list[Request]
+    others: Others = NO_OTHERS
     free: int = field(init=False)
     tokens: int = field(init=False)
     feeds: list[PlannedFeed] = field(default_factory=list)
@@ -138,7 +160,7 @@ class _Planner:
 
     def __post_init__(self) -> None:
         self.free = self.pool.free
-        self.tokens = self.budget.tokens
+        self.tokens = max(0, self.budget.tokens - self.others.tokens)
 
     def decodes(self) -> None:
         for request in [each for each in self.kept if each.owed == 1]:
@@ -158,29 +180,30 @@ class _Planner:
                 self._feed_some(request)
 
     def unblock(self) -> None:
-        """If prompts hold all blocks and none can continue, preempt the youngest for the oldest."""
+        """If prompts hold all blocks and none can continue, preempt the last one for the first one."""
         while self.kept and not self.feeds:
-            oldest = self.kept[0]
-            if self._feed_some(oldest):
+            first = self.kept[0]
+            if self._feed_some(first):
                 return
-            if self.kept[-1] is not oldest:
+            if self.kept[-1] is not first:
                 self._preempt(self.kept[-1])
-            elif (count := self._most(oldest)) > 0:
-                self._feed(oldest, min(count, oldest.owed))  # not bit-exact, but it runs
+            elif (count := self._most(first)) > 0:
+                self._feed(first, min(count, first.owed))  # not bit-exact, but it runs
             else:
-                self._step_aside(oldest)
+                self._step_aside(first)
 
     def admit(self, waiting: Sequence[Request]) -> None:
         for request in waiting:
             if self.pool.blocks(request.known) > self.pool.total:
                 self.unservable.append(request)
                 continue
-            if len(self.kept) >= self.budget.at_once or not self._has_room():
+            beside = len(self.kept) + self.others.count
+            if beside >= self.budget.at_once or not self._has_room():
                 return
-            headroom = self.budget.headroom if self.kept else 0  # the only request needs none
+            headroom = self.budget.headroom if beside else 0  # the only request needs none
             if self._promised() + self.pool.blocks(request.known + headroom) > self.free:
                 return
-            if self.kept and request.span(self._most(request), self.budget.exact) == 0:
+            if beside and request.span(self._most(request), self.budget.exact) == 0:
                 return
             self.kept.append(request)
             self.admitted.append(request)
@@ -200,7 +223,7 @@ class _Planner:
     def _promised(self) -> int:
         """Blocks that running requests still need for the tokens that they owe, and for their headroom."""
         fed = {feed.request.index: feed.count for feed in self.feeds}
-        promised = 0
+        promised = self.others.promised
         for each in self.kept:
             done = fed.get(each.index, 0)
             promised += self.pool.growth(each.cached + done, each.owed - done + self.budget.headroom)
@@ -229,7 +252,7 @@ class _Planner:
         self.free += self.pool.blocks(request.cached)
 
     def _step_aside(self, request: Request) -> None:
-        """Preempt the youngest request, which cannot grow. If the whole pool could not hold it, it is unservable."""
+        """Preempt the last request, which cannot grow. If the whole pool could not hold it, it is unservable."""
         if self.pool.blocks(request.cached + 1) > self.pool.total:
             self.kept.remove(request)
             self.free += self.pool.blocks(request.cached)

@@ -5,17 +5,14 @@ are answered.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from typing import Final
 
 from ferrum_rpc.client import (
     Accept,
     BatchResults,
-    CacheMode,
     ExecutorError,
     ExecutorState,
     ExecutorView,
-    Greedy,
     Item,
     ModelClient,
     OutputSpec,
@@ -27,6 +24,7 @@ from ferrum_rpc.client import (
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.policy import PlannedFeed, Pool
 from ferrum_rpc.scheduler.refusals import NO_ANSWER, NOT_NOW, Patience
+from ferrum_rpc.scheduler.request import Request
 
 HANGS: Final = "the executor's device makes no progress"
 FULL: Final = "the cache is full of other schedulers' sequences"
@@ -35,21 +33,11 @@ STATUS_S: Final = 1.0
 
 
 class ExecutorPort:
-    """The IO of one driver with its ``executor``, the only one of ``client``. ``sampling``: how tokens are chosen;
-    ``cache_mode``: that of new sequences. ``patience``: how long calls that the executor does not accept are repeated.
-    A `Router` shares one among its drivers."""
+    """The IO of one driver with its ``executor``, the only one of ``client``. ``patience``: how long calls that the
+    executor does not accept are repeated. A `Router` shares one among its drivers."""
 
-    def __init__(
-        self,
-        client: ModelClient,
-        executor: ExecutorView,
-        *,
-        sampling: Greedy | Sample,
-        cache_mode: CacheMode,
-        patience_s: float,
-    ) -> None:
+    def __init__(self, client: ModelClient, executor: ExecutorView, *, patience_s: float) -> None:
         self._client, self.executor = client, executor
-        self._sampling, self.cache_mode = sampling, cache_mode
         self.max_context = executor.info.model.max_context
         self.patience = Patience(patience_s)
         self._most_blocks = executor.info.limits.max_blocks_per_caller
@@ -67,9 +55,11 @@ class ExecutorPort:
         """Whether the context and the whole cache could hold a sequence of so many tokens."""
         return tokens <= self.max_context and self.pool.blocks(tokens) <= self.pool.total
 
-    def new_sequence(self) -> Sequence:
-        """A new, empty sequence."""
-        return self._client.sequence(cache_mode=self.cache_mode)
+    def new_sequence(self, request: Request) -> Sequence:
+        """A new, empty sequence for a request."""
+        return self._client.sequence(
+            adapter=request.adapter, cache_salt=request.cache_salt, cache_mode=request.cache_mode
+        )
 
     async def look(self) -> None:
         """Ask for the status, which updates `pool`, until the executor answers."""
@@ -92,20 +82,17 @@ class ExecutorPort:
         the request's item in flight feeds the token that this one chooses."""
         request, output = feed.request, self._output(feed, last=run is not None)
         if request.sequence is None:
-            request.sequence = self.new_sequence()
+            request.sequence = self.new_sequence(request)
         if follows is not None:
             return request.sequence.item(output=output, run=run, follows=follows)
         fed = [*request.next_tokens(feed.count), *request.draft[: feed.drafted]]
         return request.sequence.item(fed, output, run=run)
 
     def _output(self, feed: PlannedFeed, *, last: bool) -> OutputSpec | Positions:
-        """One token if the feed completes the request, else no rows. The seed is derived from the index of the request,
-        so that its text depends neither on other requests nor on preemptions."""
-        if not (feed.completes or last):
+        """One token if the feed completes the request, else no rows."""
+        kind = feed.request.output
+        if not (feed.completes or last) or feed.request.branches:
             return Positions.NONE
-        kind = self._sampling
-        if isinstance(kind, Sample) and kind.seed is not None:
-            kind = replace(kind, seed=(kind.seed << 32 | feed.request.index) % 2**64)
         if feed.drafted:
             return OutputSpec(Positions.ALL, Accept(kind if isinstance(kind, Sample) else None))
         return OutputSpec(Positions.LAST, kind)

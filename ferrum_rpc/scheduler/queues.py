@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
+import operator
 import time
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
+from typing import Final
 
-from ferrum_rpc.client import Sequence
+from ferrum_rpc.client import Answer, Sequence
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
+from ferrum_rpc.scheduler.runs import InFlight
+
+IN_ORDER: Final = operator.attrgetter("order")
 
 
 class Observer:
@@ -26,13 +31,25 @@ class Observer:
         """The known executors as (target, condition), each time that changes: serving, draining, hung."""
 
 
+def end(request: Request, ending: RequestEnd, failure: Exception | None, run: RunCounts, observer: Observer) -> None:
+    """Note the end of a request that no queue has, and, if it failed or was cancelled, of its branches."""
+    run.left -= 1
+    request.ending, request.failure, request.finished = ending, failure, time.monotonic()
+    request.stage = Stage.FAILED if ending is RequestEnd.ERROR else Stage.FINISHED
+    observer.changed(request)
+    for branch in request.branches if ending is not RequestEnd.LENGTH else ():
+        if branch.ending is None:
+            end(branch, ending, failure, run, observer)
+
+
 class RequestQueues:
     """The requests of one run that are assigned to the executor at ``target``.
 
     Requests in ``running`` and ``moving`` have a sequence there, with its blocks; those in ``moving`` are to continue
     at another executor. Requests in ``waiting`` have none. A request that loses its sequence goes to ``back``, the
-    queue that requests are placed from. ``coming``: requests that are being moved here. ``arrived``: whether one has
-    arrived since the last plan.
+    queue that requests are placed from. Both are sorted by `Request.order`. ``coming``: requests that are being moved
+    here. ``in_flight``: the sequences that cannot be released yet. ``arrived``: whether a request has arrived since the
+    last plan. ``changed`` is set whenever there may be something to plan.
     """
 
     def __init__(
@@ -41,16 +58,19 @@ class RequestQueues:
         run: RunCounts,
         observer: Observer,
         *,
-        waiting: deque[Request],
-        back: deque[Request],
+        waiting: list[Request],
+        back: list[Request],
     ) -> None:
         self.waiting, self._back = waiting, back
+        self.in_flight = InFlight()
+        self.changed = asyncio.Event()
         self.running: list[Request] = []
         self.moving: list[Request] = []
         self.coming: list[Request] = []
         self.arrived = False
         self._target, self._run, self._observer = target, run, observer
         self._leaving: list[Sequence] = []
+        self._parents: dict[Sequence, ListOf[Request]] = {}
 
     @property
     def all(self) -> list[Request]:
@@ -64,8 +84,14 @@ class RequestQueues:
 
     @property
     def leaving(self) -> bool:
-        """Whether sequences wait to be released."""
-        return bool(self._leaving)
+        """Whether sequences can be released."""
+        self._leave_parents()
+        return any(each not in self.in_flight for each in self._leaving)
+
+    def place(self, request: Request) -> None:
+        """A request is assigned to this executor."""
+        bisect.insort(self.waiting, request, key=IN_ORDER)
+        self.changed.set()
 
     def run(self, requests: Iterable[Request]) -> None:
         """Requests are admitted, or stay here because no other executor has room for them any more."""
@@ -81,12 +107,17 @@ class RequestQueues:
         """A request has been moved here, with its sequence."""
         self.arrived, request.sequence = True, sequence
         self.run([request])
+        self.changed.set()
 
-    def token(self, request: Request, token: int) -> None:
-        """A request got its next token."""
-        request.generated.append(token)
+    def tokens(self, request: Request, answer: Answer, tokens: list[int]) -> bool:
+        """A request got its next tokens. Returns whether its text ends with them."""
+        before = len(request.generated)
+        request.generated += tokens
         request.first_token = request.first_token or time.monotonic()
-        self._observer.token(request, token)
+        ends = request.chosen is not None and request.chosen(answer, len(tokens))
+        for token in request.generated[before:]:
+            self._observer.token(request, token)
+        return ends
 
     async def preempt(self, request: Request) -> None:
         """Release a request's blocks. It is admitted again as a longer prompt."""
@@ -96,38 +127,49 @@ class RequestQueues:
         await self.release()
 
     def requeue(self, request: Request) -> None:
-        """Put a request back to the front of the queue, ordered by index among those that were put back, and let its
-        sequence be released."""
+        """Put a request back into the queue, and let its sequence be released."""
         request.cached = 0
         self._put(request, Stage.WAITING)
 
-    def end(self, request: Request, ending: RequestEnd, error: str = "") -> None:
-        """The text is complete, or the request failed with an ``error``."""
-        self._run.left -= 1
-        request.ending, request.error, request.finished = ending, error, time.monotonic()
-        self._put(request, Stage.FAILED if ending is RequestEnd.ERROR else Stage.FINISHED)
+    def end(self, request: Request, ending: RequestEnd, failure: Exception | None = None) -> None:
+        """The text is complete, or the request failed."""
+        self._take(request)
+        self._leave(request)
+        end(request, ending, failure, self._run, self._observer)
 
     def leave(self, sequence: Sequence | None) -> None:
-        """No request has this sequence any more: it is released with the next step."""
+        """No request has this sequence any more: it is released once it has no items in flight."""
         if sequence is not None:
             self._leaving.append(sequence)
+
+    def share(self, parent: Sequence, children: ListOf[Request]) -> None:
+        """The sequences of ``children`` begin with the cache of ``parent``, which stays until they have been fed."""
+        self._parents[parent] = children
 
     async def release(self) -> None:
         """Release the sequences that no request has any more. The executor's idle time-out frees what cannot be
         released now."""
-        leaving, self._leaving = self._leaving, []
+        self._leave_parents()
+        leaving = [each for each in self._leaving if each not in self.in_flight]
+        self._leaving = [each for each in self._leaving if each in self.in_flight]
         await asyncio.gather(*(sequence.release() for sequence in leaving), return_exceptions=True)
 
     async def clear(self) -> None:
         """Release all sequences."""
+        self._leaving += self._parents
+        self._parents.clear()
         for request in [*self.running, *self.moving]:
             self._leave(request)
         await self.release()
 
+    def _leave_parents(self) -> None:
+        for parent, children in list(self._parents.items()):
+            if not any(each.sequence is not None and each.sequence.handle is None for each in children):
+                del self._parents[parent]
+                self._leaving.append(parent)
+
     def _put(self, request: Request, stage: Stage) -> None:
-        for queue in (self.running, self.moving, self.waiting, self._back):
-            if request in queue:
-                queue.remove(request)
+        self._take(request)
         request.stage = stage
         if stage is Stage.RUNNING:
             self.running.append(request)
@@ -135,10 +177,13 @@ class RequestQueues:
             self.moving.append(request)
         else:
             self._leave(request)
-        if stage is Stage.WAITING:
-            at = next((at for at, each in enumerate(self._back) if each.index > request.index), len(self._back))
-            self._back.insert(at, request)
+            bisect.insort(self._back, request, key=IN_ORDER)
         self._observer.changed(request)
+
+    def _take(self, request: Request) -> None:
+        for queue in (self.running, self.moving, self.waiting, self._back):
+            if request in queue:
+                queue.remove(request)
 
     def _leave(self, request: Request) -> None:
         self.leave(request.sequence)

@@ -7,9 +7,10 @@ the rest. Prefill, chunks, decode and recomputation after a preemption all feed 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ferrum_rpc.client import Pieces, Sequence
+from ferrum_rpc.client import Answer, CacheMode, Greedy, Pieces, Sample, Sequence
 
 
 class Stage(enum.Enum):
@@ -29,17 +30,30 @@ class RequestEnd(enum.Enum):
     LENGTH = "length"
     CONTEXT = "context full"
     POOL = "cache too small for more"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline passed"
     ERROR = "error"
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt. ``index`` is the order of arrival: the older is served first and preempted last.
+    """One prompt. ``index``: the order of arrival. Of two requests the one with the higher ``priority`` is served first
+    and preempted last, then the one with the smaller ``turn`` (`fairness`), then the older one.
+
+    ``output``: how each token is chosen. ``stops``: tokens that end the text and are not part of it. ``adapter``,
+    ``cache_salt`` and ``cache_mode`` are those of its sequences.
+    ``chosen``, if given, is called with each answer that brings tokens and with how many of them belong to the text; it
+    returns whether the text ends with them.
 
     ``sequence``: its sequence at an executor, if it has one; ``executor``: the target where it runs or ran last.
     ``computed``: how many tokens have been in the cache, now or before a preemption; ``pieces``: the spans above the
     executor's ``exact_span_tokens`` among them, which give the same bits when they are computed again. ``draft``:
     guessed tokens, to be verified with the one that is owed. ``rebuilds``: how often it was lost with its executor.
+    ``cached_tokens`` of its prompt were found in the prefix cache when it was first admitted; None: not admitted yet.
+    ``stop_token``: the one of ``stops`` that ended the text. ``failure``: the error that ended it.
+
+    ``branches``: requests that continue this one's prompt, which lacks their last token. They become children of its
+    sequence once that is in the cache, and this request ends.
 
     Times are seconds on the scheduler's monotonic clock; 0 stands for not yet.
     """
@@ -48,6 +62,15 @@ class Request:
     prompt: tuple[int, ...]
     max_new_tokens: int
     text: str = ""
+    output: Greedy | Sample = field(default_factory=Greedy)
+    stops: tuple[int, ...] = ()
+    adapter: str = ""
+    cache_salt: bytes = b""
+    cache_mode: CacheMode = CacheMode.DEFAULT
+    priority: int = 0
+    turn: float = 0.0
+    chosen: Callable[[Answer, int], bool] | None = None
+    branches: tuple[Request, ...] = ()
     generated: list[int] = field(default_factory=list)
     draft: tuple[int, ...] = ()
     cached: int = 0
@@ -56,7 +79,9 @@ class Request:
     sequence: Sequence | None = None
     stage: Stage = Stage.WAITING
     ending: RequestEnd | None = None
-    error: str = ""
+    failure: Exception | None = None
+    stop_token: int | None = None
+    cached_tokens: int | None = None
     executor: str = ""
     preemptions: int = 0
     rebuilds: int = 0
@@ -64,6 +89,16 @@ class Request:
     arrived: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Sorts requests: the first one is served first and preempted last."""
+        return (-self.priority, self.turn, self.index)
+
+    @property
+    def error(self) -> str:
+        """The failure in words; empty without one."""
+        return getattr(self.failure, "message", str(self.failure or ""))
 
     @property
     def tokens(self) -> list[int]:
@@ -89,6 +124,11 @@ class Request:
     def decodes(self) -> bool:
         """Whether it owes one generated token."""
         return bool(self.generated) and self.owed == 1
+
+    @property
+    def wanted(self) -> int:
+        """How many tokens are still to be chosen."""
+        return self.max_new_tokens - len(self.generated)
 
     def span(self, most: int, exact: int) -> int:
         """How many owed tokens go next, ``most`` at most. 0: they go in a longer span or not exactly. ``exact``: the

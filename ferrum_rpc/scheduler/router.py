@@ -11,8 +11,8 @@ its text so far.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import time
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from ferrum_rpc.client import CacheMode, ExecutorError, LayoutMismatch, NotSuppo
 from ferrum_rpc.client.fleet import Member, Members
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.driver import Driver
-from ferrum_rpc.scheduler.queues import Observer
+from ferrum_rpc.scheduler.queues import IN_ORDER, Observer, end
 from ferrum_rpc.scheduler.refusals import NO_ANSWER, NO_ROOM, NOT_NOW, ExecutorGone, Patience
-from ferrum_rpc.scheduler.request import Request
+from ferrum_rpc.scheduler.request import Request, RequestEnd
 
 MOVES_AT_ONCE: Final = 2
 """Per executor, whose `max_transfers` is 4 by default and shared with other schedulers."""
@@ -65,31 +65,63 @@ class Router:
         self._patience_s = patience_s
         self._patience = Patience(patience_s)
         self._run = RunCounts(())
-        self._waiting: deque[Request] = deque()
+        self._waiting: list[Request] = []
         self._drivers: dict[Driver, Member] = {}
-        self._placed = False
+        self._placed = self._closing = False
         self._moves: dict[Request, Move] = {}
         self._awaited: dict[Request, float] = {}  # until when each waits for an executor with a longer context
         self._changed = asyncio.Event()
 
     async def run(self, requests: ListOf[Request]) -> RunCounts:
-        """Run every request to its end. Raises `ExecutorGone`, and `LayoutMismatch` or `NotSupported` if prompts cannot
-        move. All sequences are released in every case."""
-        self._run, self._waiting, began = RunCounts(requests), deque(requests), time.monotonic()
-        self._awaited.clear()
+        """Run every request to its end. Raises as `serve`."""
+        self._run = RunCounts(requests)
         for request in requests:
-            request.arrived = began
+            self.submit(request)
+        self.close()
+        await self.serve()
+        return self._run
+
+    def submit(self, request: Request) -> None:
+        """Take a request, with its branches, at any time."""
+        request.arrived = time.monotonic()
+        for branch in request.branches:
+            branch.arrived = request.arrived
+        self._run.left += 1 + len(request.branches)
+        bisect.insort(self._waiting, request, key=IN_ORDER)
+        self._notify()
+
+    def close(self) -> None:
+        """Have `serve` return once all requests have ended."""
+        self._closing = True
+        self._notify()
+
+    @property
+    def counts(self) -> RunCounts:
+        """What was done so far."""
+        return self._run
+
+    @property
+    def _going(self) -> bool:
+        return not self._closing or self._run.left > 0
+
+    async def serve(self) -> None:
+        """Run what was submitted and what is submitted meanwhile, until `close` was called and all has ended. Raises
+        `ExecutorGone`, and `LayoutMismatch` or `NotSupported` if prompts cannot move. All sequences are released in
+        every case; after an error requests that have not ended are waiting again."""
+        began = time.monotonic()
+        self._awaited.clear()
+        self._patience.renew()
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 watches = [tasks.create_task(self._watch(self._decode, first=False))]
                 if self._prefill is not None:
                     watches.append(tasks.create_task(self._watch(self._prefill, first=True)))
-                while self._run.left:
+                while self._going:
                     changed = self._changed
                     self._place()
                     self._begin_moves()
-                    if self._run.left:
+                    if self._going:
                         await changed.wait()
                 for watch in watches:
                     watch.cancel()
@@ -98,7 +130,24 @@ class Router:
             raise group.exceptions[0] from None
         finally:
             self._run.wall_seconds = time.monotonic() - began
-        return self._run
+
+    def cancel(self, request: Request, ending: RequestEnd) -> None:
+        """End a request before its text is complete. Its sequence is released as soon as nothing of it is in flight."""
+        if request.ending is not None:
+            return
+        if driver := next((each for each in self._drivers if request in each.queues.all), None):
+            self._give_up_move(request)
+            driver.cancel(request, ending)
+        else:
+            if request in self._waiting:
+                self._waiting.remove(request)
+            end(request, ending, None, self._run, self._watcher)
+        self._notify()
+
+    def fail(self, error: Exception) -> None:
+        """End every request that waits, with an error."""
+        while self._waiting:
+            end(self._waiting.pop(0), RequestEnd.ERROR, error, self._run, self._watcher)
 
     def _notify(self) -> None:
         """Wake every task that waits for a change."""
@@ -131,7 +180,7 @@ class Router:
                 raise ExecutorGone(f"no executor at {', '.join(members.targets)} for {self._patience_s:g} s") from None
 
     async def _run_driver(self, driver: Driver, member: Member, members: Members, *, first: bool) -> None:
-        """Drive an executor until all requests have ended or it is gone."""
+        """Drive an executor until nothing more is to come, or it is gone."""
         driver.port.patience, driver.goes_on = self._patience, self._goes_on
         self._patience.renew()
         driving = asyncio.create_task(self._drive(driver, member, first=first))
@@ -150,11 +199,11 @@ class Router:
             raise error
 
     async def _drive(self, driver: Driver, member: Member, *, first: bool) -> None:
-        async with driver.serving(self._run, deque(), self._waiting, hands_over=first):
+        async with driver.serving(self._run, [], self._waiting, hands_over=first):
             self._drivers[driver] = member
             self._notify()
             try:
-                while self._run.left:
+                while self._going:
                     changed = self._changed
                     if member.draining and not member.hung:
                         self._leave(driver)
@@ -188,7 +237,8 @@ class Router:
                 queues.requeue(request)
         if not driver.hands_over:
             room = MOVES_AT_ONCE - sum(each not in self._awaited for each in queues.moving)
-            going = [each for each in queues.running if _with_room_for_all(self._takers(first=False), each)]
+            takers = self._takers(first=False)
+            going = [each for each in queues.running if driver.rests(each) and _with_room_for_all(takers, each)]
             for request in _oldest(going)[: max(0, room)]:
                 if request.cached:
                     queues.hand_over(request)
@@ -216,7 +266,7 @@ class Router:
                 return
             if fit:
                 self._waiting.remove(request)
-                self._chosen(members, free, request).queues.waiting.append(request)
+                self._chosen(members, free, request).queues.place(request)
 
     def _takers(self, *, first: bool) -> list[Driver]:
         """The drivers whose executors accept sequences: for prompts (``first``), or for texts."""
@@ -253,7 +303,8 @@ class Router:
         return []
 
     def _chosen(self, members: Members, drivers: list[Driver], request: Request) -> Driver:
-        salt = None if drivers[0].port.cache_mode is CacheMode.BYPASS else b""
+        unknown = request.adapter or request.cache_mode is CacheMode.BYPASS  # the client's index has no such prefix
+        salt = None if unknown else request.cache_salt
         chosen = members.choose([self._drivers[each] for each in drivers], request.tokens, salt)
         return next(each for each in drivers if self._drivers[each] is chosen)
 
@@ -298,7 +349,7 @@ class Router:
         move = self._moves.get(request)
         if move is None or move.there is not there:
             self._give_up_move(request)
-            move = self._moves[request] = Move(here, there, there.port.new_sequence())
+            move = self._moves[request] = Move(here, there, there.port.new_sequence(request))
         assert request.sequence is not None  # noqa: S101 - one that moves has been fed
         move.here, move.under_way = here, True
         there.queues.coming.append(request)
@@ -353,7 +404,7 @@ class Router:
 
 
 def _oldest(requests: ListOf[Request]) -> list[Request]:
-    return sorted(requests, key=lambda each: each.index)
+    return sorted(requests, key=IN_ORDER)
 
 
 def _with_room_for_all(drivers: ListOf[Driver], request: Request) -> list[Driver]:

@@ -1,75 +1,148 @@
-"""The lengths of runs: several tokens per round trip, and the next run sent before the answer of the one before.
+"""What is in flight at an executor: single steps, runs (several tokens with one round trip), and the runs that were
+sent behind them before their answers.
 
-Blocks are planned as the executor reserves them: a run has all its blocks from its first step on. Runs are short while
-requests wait to be admitted, because none is admitted during a run.
+Blocks are counted as the executor reserves them: a run has all its blocks from its first step on. The free blocks of
+the last answer may include them already, so the count is too high rather than too low while runs are in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-from ferrum_rpc.client import BatchResults, Item
-from ferrum_rpc.scheduler.policy import PlannedFeed, Pool
+from ferrum_rpc.client import BatchResults, Item, Sequence, StepTiming
+from ferrum_rpc.scheduler.policy import Others, PlannedFeed, Pool
 from ferrum_rpc.scheduler.request import Request
 
 SHORT: Final = 4
-"""Tokens of a run while a request waits, or in a step with drafts."""
+"""Tokens of a run before the time of a step is known, in a step with drafts, and while requests wait for its end."""
 
 MAX_STOPS: Final = 256
 """Maximum number of stop ids of a run."""
 
+TRIPS: Final = 1.5
+"""Length of a run in round trips, so that it lasts until the next one arrives."""
 
-@dataclass(frozen=True, slots=True)
+SMOOTHING: Final = 0.25
+"""The weight of the latest answer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentFeed:
+    """A feed that was sent as ``item`` on ``sequence``, which the request may have lost since. ``decodes``: it fed one
+    generated token."""
+
+    feed: PlannedFeed
+    item: Item
+    sequence: Sequence
+    decodes: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Flight:
-    """Runs of one call: their feeds with their items."""
+    """One call: what it sent, and when."""
 
-    items: list[tuple[PlannedFeed, Item]]
+    sent: list[SentFeed]
     call: asyncio.Task[BatchResults]
+    began: float
+
+    @property
+    def follows(self) -> bool:
+        """Whether it waits at the executor behind another."""
+        return self.sent[0].item.follows is not None
 
 
 @dataclass(slots=True)
-class Chain:
-    """Successive runs of some requests. ``limit``: tokens per request in total; None: no limit. ``began`` and ``ends``:
-    the length of each request's sequence before its first run, and the expected length after its last. ``broken``:
-    blocks were short, or a run ended other than expected."""
+class _Sequence:
+    """A sequence with ``items`` in flight, of ``held`` tokens when the first one was sent, and ``end`` behind the
+    last."""
 
-    pool: Pool
-    most: int
-    max_context: int
-    limit: int | None = None
-    began: dict[Request, int] = field(default_factory=dict)
-    ends: dict[Request, int] = field(default_factory=dict)
-    broken: bool = False
+    items: int
+    held: int
+    end: int
 
-    def fed(self, feeds: Iterable[PlannedFeed]) -> None:
-        """Feeds in the same step take their blocks first."""
-        for feed in feeds:
-            length = feed.request.cached
-            self.began[feed.request], self.ends[feed.request] = length, length + feed.count + feed.drafted
 
-    def extend(self, requests: Iterable[Request]) -> dict[Request, int]:
-        """Tokens of the next run of each request that needs more. Runs are shorter if blocks are few. If the blocks do
-        not cover one token each there are none, and nothing changes."""
-        for request in (requests := list(requests)):
-            self.began.setdefault(request, request.cached)
-        most = self.most
-        while most:
-            counts = {each: count for each in requests if (count := self._wanted(each, most)) > 0}
-            ends = {each: self.ends.get(each, each.cached) + count for each, count in counts.items()}
-            ends = {**self.ends, **ends}
-            grown = (self.pool.growth(began, ends.get(each, began) - began) for each, began in self.began.items())
-            if sum(grown) <= self.pool.free:
-                self.ends = ends
-                return counts
-            most //= 2
-        self.broken = bool(requests)
-        return {}
+class InFlight:
+    """The sequences that have items in flight."""
 
-    def _wanted(self, request: Request, most: int) -> int:
-        end = self.ends.get(request, request.cached)
-        planned = end - request.cached
-        wanted = min(most, request.max_new_tokens - len(request.generated) - planned, self.max_context - end)
-        return wanted if self.limit is None else min(wanted, self.limit - (end - self.began[request]))
+    def __init__(self) -> None:
+        self._sequences: dict[Sequence, _Sequence] = {}
+
+    def __contains__(self, sequence: Sequence | None) -> bool:
+        return sequence in self._sequences
+
+    def sent(self, sequence: Sequence, held: int, end: int) -> None:
+        """An item was sent. ``held``: tokens in the cache before the first one; ``end``: behind this one."""
+        known = self._sequences.setdefault(sequence, _Sequence(0, held, end))
+        known.items, known.end = known.items + 1, end
+
+    def landed(self, sequence: Sequence) -> None:
+        """An item was answered, refused or cancelled."""
+        known = self._sequences[sequence]
+        known.items -= 1
+        if not known.items:
+            del self._sequences[sequence]
+
+    def end(self, request: Request) -> int:
+        """The length of a request's sequence behind its last item in flight."""
+        known = self._sequences.get(request.sequence) if request.sequence is not None else None
+        return request.cached if known is None else known.end
+
+    def free(self, pool: Pool) -> Pool:
+        """The pool without the blocks that items in flight may still take."""
+        taken = sum(pool.growth(each.held, each.end - each.held) for each in self._sequences.values())
+        return Pool(max(0, pool.free - taken), pool.total, pool.block_size)
+
+    def others(self, pool: Pool, requests: Iterable[Request], headroom: int, tokens: int) -> Others:
+        """The running ``requests`` for a plan of the rest. ``tokens``: those of their prompts in flight."""
+        ends = [self.end(each) for each in requests]
+        return Others(len(ends), len(ends) + tokens, sum(pool.growth(end, headroom) for end in ends))
+
+
+def lengths(wanted: dict[Request, int], ends: dict[Request, int], most: int, pool: Pool) -> dict[Request, int]:
+    """Tokens of the next run of each request, of ``most`` at most and those that it has ``wanted``. ``ends``: the
+    length from which it grows by them. Shorter runs for all if blocks are few, none if not one token each has room."""
+    while most:
+        counts = {each: min(count, most) for each, count in wanted.items()}
+        if sum(pool.growth(ends[each], count) for each, count in counts.items()) <= pool.free:
+            return counts
+        most //= 2
+    return {}
+
+
+class BurstPace:
+    """The lengths of runs: long enough to cover a round trip and ``burst_s`` seconds, the time for which tokens may be
+    held back to be sent together; ``most`` tokens at most."""
+
+    def __init__(self, most: int, burst_s: float) -> None:
+        self.most = most
+        self._burst_s = burst_s
+        self._step_s = self._trip_s = 0.0
+
+    def note(self, timing: StepTiming | None, tokens: int, elapsed_s: float | None) -> None:
+        """Note an answer: a decode of ``tokens``, or a prompt (0). ``elapsed_s``: since it was sent, None if it waited
+        behind another."""
+        if timing is None:
+            return
+        if tokens:
+            step_s = timing.forward_s / tokens
+            self._step_s += (step_s - self._step_s) * (SMOOTHING if self._step_s else 1.0)
+        if elapsed_s is not None:
+            trip_s = max(0.0, elapsed_s - timing.queue_s - timing.forward_s)
+            self._trip_s += (trip_s - self._trip_s) * (SMOOTHING if self._trip_s else 1.0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the next run."""
+        if not self._step_s:
+            return min(SHORT, self.most)
+        wanted = math.ceil(max(self._burst_s, TRIPS * self._trip_s) / self._step_s)
+        return max(1, min(self.most, wanted))
+
+    @property
+    def steps_a_trip(self) -> int:
+        """Steps that the executor could have run during a round trip."""
+        return max(1, int(self._trip_s / self._step_s)) if self._step_s else SHORT

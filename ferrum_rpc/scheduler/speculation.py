@@ -110,6 +110,7 @@ class Speculation:
         self._runs = runs
         self._lengths: dict[int, int] = {}
         self._rests: dict[int, int] = {}
+        self._known: set[Request] = set()
         self._seconds = {True: 0.0, False: 0.0}  # by drafts, by runs
         self._tokens = {True: 0.0, False: 0.0}
         self._since = {True: 0.0, False: 0.0}
@@ -141,6 +142,9 @@ class Speculation:
 
     async def draft(self, requests: Iterable[Request], max_context: int) -> None:
         """Set the draft of each request, no longer than what the request may still need."""
+        requests = list(requests)
+        await self.forget([each for each in self._known if each.ending is not None])
+        self._known.update(requests)
 
         async def one(request: Request) -> None:
             needed = min(request.max_new_tokens - len(request.generated) - 1, max_context - request.known)
@@ -160,4 +164,9 @@ class Speculation:
 
     async def forget(self, requests: Iterable[Request]) -> None:
         """Requests have ended: free what was kept for them."""
+        requests = list(requests)
+        self._known.difference_update(requests)
+        for request in requests:
+            self._lengths.pop(request.index, None)
+            self._rests.pop(request.index, None)
         await self._drafter.forget(requests)

@@ -91,21 +91,18 @@ async def test_a_preempted_request_writes_the_same_text_from_the_same_bits(monke
     for blocks in (512, 30):
         async with exact(monkeypatch, kv_blocks=blocks) as served, ExecutorClient(served.target) as client:
             await client.info()
-            budget, sampling = (
-                Budget(tokens=2048, items=32, running=16, headroom=0),
-                Greedy(logprob=True),
-            )
+            budget = Budget(tokens=2048, items=32, running=16, headroom=0)
+            work = requests(prompts(16, seed=1, longest=60), 48)
+            for each in work:
+                each.output, each.cache_mode = Greedy(logprob=True), CacheMode.BYPASS
             driver = Recorder(
                 client,
                 client.executors[0],
                 budget=budget,
-                sampling=sampling,
-                stop_tokens=frozenset(),
                 observer=Watcher(),
-                cache_mode=CacheMode.BYPASS,
             )
             driver.rows = {}
-            run = await driver.run(requests(prompts(16, seed=1, longest=60), 48))
+            run = await driver.run(work)
             assert (run.preemptions > 0) == (blocks == 30)
             rows.append(driver.rows)
     assert rows[1] == rows[0]

@@ -30,6 +30,7 @@ from tests.e2e.test_scheduler_runs import (
     identity,
     prompts,
     requests,
+    sampled_by,
     schedule,
 )
 from tests.faults.process import ServerProcess, serving
@@ -54,6 +55,7 @@ async def fleet(
     hung_patience_s: float = 10.0,
     timeout_s: float = 60.0,
 ) -> RunCounts:
+    sampled_by(work, sampling, stop)
     connect = partial(ExecutorClient, session=session, timeout_s=timeout_s, release_timeout_s=min(5.0, timeout_s))
 
     def driver(member: Member, prompts: bool) -> Driver:
@@ -61,8 +63,6 @@ async def fleet(
             member.client,
             member,
             budget=budget,
-            sampling=sampling,
-            stop_tokens=stop,
             observer=watcher or Watcher(),
             run_tokens=0 if prompts else run_tokens,
             chains=session,

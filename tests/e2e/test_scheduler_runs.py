@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +65,14 @@ def requests(texts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS) -> li
     return [Request(at, tuple(text), new_tokens) for at, text in enumerate(texts)]
 
 
+def sampled_by(work: list[Request], sampling: Greedy | Sample, stop: Collection[int]) -> None:
+    """Have all of them sampled alike, with a seed of their own each."""
+    for each in work:
+        seeded = isinstance(sampling, Sample) and sampling.seed is not None
+        each.output = replace(sampling, seed=(sampling.seed << 32) + each.index) if seeded else sampling
+        each.stops = tuple(sorted(stop))
+
+
 async def schedule(
     target: str,
     work: list[Request],
@@ -72,25 +80,26 @@ async def schedule(
     budget: Budget = BUDGET,
     sampling: Greedy | Sample = GREEDY,
     resend: ResendPolicy = ResendPolicy(backoff_s=0),  # noqa: B008
-    stop: frozenset[int] = frozenset(),
+    stop: Collection[int] = (),
     watcher: Watcher | None = None,
     patience_s: float = 30.0,
     session: bool = False,
     run_tokens: int = 0,
+    burst_s: float = 10.0,
     drafter: Drafter | None = None,
 ) -> RunCounts:
+    sampled_by(work, sampling, stop)
     async with ExecutorClient(target, resend=resend, session=session) as client:
         await client.info()
         driver = Driver(
             client,
             client.executors[0],
             budget=budget,
-            sampling=sampling,
-            stop_tokens=stop,
             observer=watcher or Watcher(),
             patience_s=patience_s,
             drafter=drafter,
             run_tokens=run_tokens,
+            burst_s=burst_s,
             chains=session,
         )
         run = await driver.run(work)
@@ -296,8 +305,8 @@ async def test_runs_make_few_trips() -> None:
         for run_tokens in (0, 16):
             work = requests(prompts(8), 64)
             run = await schedule(served.target, work, sampling=SAMPLED, session=True, run_tokens=run_tokens)
-            trips.append(run.steps)
-        assert trips[0] >= 64 and 4 * trips[1] <= trips[0]
+            trips.append(run.sequences)
+        assert trips[0] >= 8 * 64 and 4 * trips[1] <= trips[0]
 
 
 @BOTH_WAYS

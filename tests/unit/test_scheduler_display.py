@@ -15,6 +15,7 @@ from clients.scheduler.options import parse
 from clients.scheduler.report import Summary, method_rows, summarise
 from clients.scheduler.text import ByteTokenizer
 from ferrum_rpc.client import Greedy, MethodCount, Pressure, Sample
+from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
 
@@ -64,7 +65,7 @@ def test_a_single_prompt_streams() -> None:
 def test_a_failure_is_told_with_its_reason() -> None:
     out = io.StringIO()
     [one, _] = both = requests(2)
-    one.stage, one.error = Stage.FAILED, "the prompt is too long"
+    one.stage, one.failure = Stage.FAILED, InvalidRequest("the prompt is too long")
     PlainDisplay(both, BYTES, out).changed(one)
     assert out.getvalue() == "[1] failed: the prompt is too long\n"
 
@@ -80,7 +81,7 @@ def test_panels_end_as_whole_texts_with_a_summary() -> None:
     with display:
         write(display, one, " and so on" * 50)
         finish(display, one)
-        two.stage, two.error = Stage.FAILED, "the prompt is too long"
+        two.stage, two.failure = Stage.FAILED, InvalidRequest("the prompt is too long")
         display.changed(two)
     assert out.getvalue().count("and so") >= 49
     assert "the prompt is too long" in out.getvalue()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrum_rpc.scheduler.policy import Budget, PlannedFeed, Pool, StepPlan, arrivals, plan
+from ferrum_rpc.scheduler.policy import Budget, Others, PlannedFeed, Pool, StepPlan, arrivals, plan
 from ferrum_rpc.scheduler.request import Request
 
 ROOMY = Pool(free=1000, total=1000, block_size=4)
@@ -111,6 +111,30 @@ def test_a_request_that_the_whole_pool_cannot_hold_is_unservable_and_stops_nobod
     assert fed(step) == [(1, 8)]
     full = plan([decoding(0, 40)], [], Pool(free=0, total=10, block_size=4), BUDGET)
     assert [each.index for each in full.unservable] == [0]
+
+
+def test_priority_then_turn_then_age_decide_who_is_served_and_who_is_preempted() -> None:
+    late, favoured, early = decoding(0, 16), decoding(1, 16), decoding(2, 16)
+    late.turn, favoured.priority = 5.0, 1
+    step = plan([late, favoured, early], [], Pool(free=1, total=12, block_size=4), replace(BUDGET, headroom=0))
+    assert fed(step) == [(1, 1), (2, 1)]
+    assert victims(step) == [0]
+
+
+def test_requests_in_flight_keep_their_places_tokens_and_promised_blocks() -> None:
+    newcomer, pool = request(9, 8), Pool(free=6, total=20, block_size=4)
+    assert fed(plan([], [newcomer], pool, BUDGET, Others(1, 1, promised=2))) == [(9, 8)]
+    assert fed(plan([], [newcomer], pool, BUDGET, Others(1, 1, promised=3))) == []
+    assert fed(plan([], [newcomer], pool, BUDGET, Others(1, 60, promised=2))) == [(9, 4)]
+    assert fed(plan([], [newcomer], pool, BUDGET, Others(1, 64, promised=2))) == []
+    assert fed(plan([], [newcomer], pool, replace(BUDGET, running=1), Others(1, 1))) == []
+
+
+def test_nobody_is_preempted_for_prompts_while_others_are_in_flight() -> None:
+    pool = Pool(free=0, total=12, block_size=4)
+    blocked = [request(0, 30, 16), request(1, 30, 16)]
+    assert victims(plan(blocked, [], pool, BUDGET, Others(1, 1))) == []
+    assert victims(plan(blocked, [], pool, BUDGET)) == [1]
 
 
 def test_a_request_alone_waits_when_others_hold_the_pool() -> None:
