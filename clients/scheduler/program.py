@@ -18,6 +18,7 @@ from clients.scheduler.options import Options, parse
 from clients.scheduler.report import summarise
 from clients.scheduler.text import Tokenizer, TokenizerError, tokenizer_for
 from ferrum_rpc.client import (
+    TRY_LATER,
     CacheMode,
     ExecutorClient,
     ExecutorError,
@@ -29,7 +30,6 @@ from ferrum_rpc.client import (
 )
 from ferrum_rpc.client.fleet import Member, Members
 from ferrum_rpc.scheduler import (
-    NOT_NOW,
     Budget,
     Drafter,
     DraftModel,
@@ -132,7 +132,7 @@ async def _first(members: Members, options: Options) -> Member:
         async with asyncio.timeout(options.patience_s):
             while not (serving := members.serving):
                 for target, error in members.troubles.items():
-                    if members.named <= members.troubles.keys() and not isinstance(error, NOT_NOW):
+                    if members.named <= members.troubles.keys() and not isinstance(error, TRY_LATER):
                         raise ExecutorGone(_explained(error, target))
                 await members.changed(members.changes)
     except TimeoutError:

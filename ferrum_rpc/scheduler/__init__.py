@@ -4,7 +4,7 @@ request.py   a request: what is known of it, what it owes, its sequence
 policy.py    pure: what runs in the next step, who is admitted, who is preempted
 runs.py      several tokens with one trip, and the next run behind the present
 speculation.py  guesses of what comes next, from the text itself or a smaller model
-refusals.py  what the executor's refusals mean, and for how long they are waited out
+patience.py  how long an executor that refuses calls is waited for
 queues.py    who waits, who runs and who moves with one executor
 port.py      one executor: how full it is, work items, and calls until they are answered
 driver.py    turns each plan into one forward call, and each answer into tokens
@@ -15,16 +15,15 @@ counts.py    what the run was like
 
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.driver import Driver
+from ferrum_rpc.scheduler.patience import ExecutorGone
 from ferrum_rpc.scheduler.policy import Budget
 from ferrum_rpc.scheduler.queues import Observer
-from ferrum_rpc.scheduler.refusals import NOT_NOW, ExecutorGone
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.scheduler.router import Router
 from ferrum_rpc.scheduler.speculation import Drafter, DraftModel, Lookup, looked_up
 from ferrum_rpc.scheduler.text import REPLACEMENT, Detokenizer, TextStream
 
 __all__ = [
-    "NOT_NOW",
     "REPLACEMENT",
     "Budget",
     "Detokenizer",

@@ -19,7 +19,10 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from ferrum_rpc.client import (
+    NO_CAPACITY,
+    OUT_OF_STEP,
     SEQUENCE_GONE,
+    TRY_LATER,
     Answer,
     Capability,
     ChainBroken,
@@ -36,10 +39,10 @@ from ferrum_rpc.client import (
     StepFailed,
 )
 from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.patience import ExecutorGone
 from ferrum_rpc.scheduler.policy import NO_OTHERS, Budget, PlannedFeed, Pool, StepPlan, arrivals, plan
 from ferrum_rpc.scheduler.port import ExecutorPort
 from ferrum_rpc.scheduler.queues import IN_ORDER, Observer, RequestQueues
-from ferrum_rpc.scheduler.refusals import NO_ROOM, NOT_NOW, OUT_OF_STEP, ExecutorGone
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.scheduler.runs import MAX_STOPS, SHORT, BurstPace, Flight, SentFeed, lengths
 from ferrum_rpc.scheduler.speculation import Drafter, Speculation
@@ -457,13 +460,13 @@ class Driver:
 
     def _was_refused(self, sent: SentFeed, error: ExecutorError) -> None:
         request, follows = sent.feed.request, sent.item.follows is not None
-        if isinstance(error, ChainBroken) or (follows and isinstance(error, OUT_OF_STEP + NOT_NOW)):
+        if isinstance(error, ChainBroken) or (follows and isinstance(error, OUT_OF_STEP + TRY_LATER)):
             return  # planned again, as an item that follows none
-        if isinstance(error, NO_ROOM) and sent.item.run is not None:
+        if isinstance(error, NO_CAPACITY) and sent.item.run is not None:
             self._single = True
-        elif isinstance(error, NO_ROOM + NOT_NOW):
+        elif isinstance(error, NO_CAPACITY + TRY_LATER):
             self._scarce, self._draining = error, True
-            if isinstance(error, NOT_NOW):
+            if isinstance(error, TRY_LATER):
                 self.queues.requeue(request)
         else:
             self.refused(request, error)
@@ -487,7 +490,7 @@ class Driver:
         """The executor has less room than its last answer said: other callers use it, or it drains. Stop admitting
         until a request ends; if blocks are missing, preempt the last request."""
         self.refusal, self._scarce = error, None
-        if isinstance(error, NO_ROOM) and self.queues.running:
+        if isinstance(error, NO_CAPACITY) and self.queues.running:
             await self.queues.preempt(max(self.queues.running, key=IN_ORDER))
 
     def _outgrown(self, request: Request) -> None:

@@ -8,6 +8,8 @@ from contextlib import suppress
 from typing import Final
 
 from ferrum_rpc.client import (
+    NO_ANSWER,
+    TRY_LATER,
     Accept,
     BatchResults,
     ExecutorError,
@@ -22,8 +24,8 @@ from ferrum_rpc.client import (
     Sequence,
 )
 from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.patience import Patience
 from ferrum_rpc.scheduler.policy import PlannedFeed, Pool
-from ferrum_rpc.scheduler.refusals import NO_ANSWER, NOT_NOW, Patience
 from ferrum_rpc.scheduler.request import Request
 
 HANGS: Final = "the executor's device makes no progress"
@@ -66,7 +68,7 @@ class ExecutorPort:
         while True:
             try:
                 self._hung = (await self._client.status()).state is ExecutorState.HUNG
-            except NOT_NOW + NO_ANSWER as error:
+            except TRY_LATER + NO_ANSWER as error:
                 await self.patience.wait(error)
             else:
                 return
@@ -103,7 +105,7 @@ class ExecutorPort:
         while True:
             try:
                 return await self._client.forward(items)
-            except NOT_NOW as error:
+            except TRY_LATER as error:
                 counts.waits += 1
                 await self.patience.wait(error)
             except NO_ANSWER as error:

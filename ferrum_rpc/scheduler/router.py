@@ -18,12 +18,22 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import Final
 
-from ferrum_rpc.client import CacheMode, ExecutorError, LayoutMismatch, NotSupported, Sequence, SequenceMisuseError
+from ferrum_rpc.client import (
+    NO_ANSWER,
+    NO_CAPACITY,
+    TRY_LATER,
+    CacheMode,
+    ExecutorError,
+    LayoutMismatch,
+    NotSupported,
+    Sequence,
+    SequenceMisuseError,
+)
 from ferrum_rpc.client.fleet import Member, Members
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.driver import Driver
+from ferrum_rpc.scheduler.patience import ExecutorGone, Patience
 from ferrum_rpc.scheduler.queues import IN_ORDER, Observer, end
-from ferrum_rpc.scheduler.refusals import NO_ANSWER, NO_ROOM, NOT_NOW, ExecutorGone, Patience
 from ferrum_rpc.scheduler.request import Request, RequestEnd
 
 MOVES_AT_ONCE: Final = 2
@@ -391,7 +401,7 @@ class Router:
         """Handle a move that failed while both executors are known. Raises errors that every further move would
         have."""
         here = move.here
-        if isinstance(error, NO_ROOM + NOT_NOW + NO_ANSWER):
+        if isinstance(error, NO_CAPACITY + TRY_LATER + NO_ANSWER):
             move.there.refusal = error
             return True
         if isinstance(error, SequenceMisuseError) or (isinstance(error, CANNOT_MOVE) and here.hands_over):

@@ -16,7 +16,7 @@ from clients.scheduler.options import parse
 from clients.scheduler.program import serve
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.errors import NotSupported
-from ferrum_rpc.scheduler.refusals import ExecutorGone
+from ferrum_rpc.scheduler.patience import ExecutorGone
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
 from tests.e2e.fleets import hanging
 from tests.e2e.test_scheduler_moves import fleet, texts

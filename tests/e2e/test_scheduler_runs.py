@@ -23,9 +23,9 @@ from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import Unauthenticated
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.driver import Driver
+from ferrum_rpc.scheduler.patience import ExecutorGone
 from ferrum_rpc.scheduler.policy import Budget
 from ferrum_rpc.scheduler.queues import Observer
-from ferrum_rpc.scheduler.refusals import ExecutorGone
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.scheduler.speculation import Drafter
 from ferrum_rpc.service.server import ExecutorServer

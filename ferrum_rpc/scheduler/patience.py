@@ -1,31 +1,11 @@
-"""What an executor's refusals mean to a scheduler, and how long it waits them out."""
+"""How long a scheduler waits for an executor that refuses its calls, or does not answer."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from ferrum_rpc.client import (
-    Cancelled,
-    DeadlineExceeded,
-    Draining,
-    ExecutorError,
-    KvBlocksExhausted,
-    QueueFull,
-    QuotaExceeded,
-    RequestIdReused,
-    SequenceBusy,
-    SequencesExhausted,
-    SequenceVersionMismatch,
-    Starting,
-    TransportError,
-    explained,
-)
-
-OUT_OF_STEP = (SequenceVersionMismatch, SequenceBusy, RequestIdReused)
-NOT_NOW = (QueueFull, SequencesExhausted, Starting, Draining)
-NO_ROOM = (KvBlocksExhausted, QuotaExceeded)
-NO_ANSWER = (TransportError, DeadlineExceeded, Cancelled)
+from ferrum_rpc.client import ExecutorError, explained
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
