@@ -1,8 +1,8 @@
 """What an adapter of the PEFT library changes: its configuration and the names of its tensors, checked against a model.
 
-As with models, a key that is not read must be known not to matter, or to say that a feature is off; else it is refused
-by its name. The tensors say which matrices are adapted, and the configuration must agree. Keys were looked up in peft
-0.21. Patterns of modules are compared as plain names: a regular expression of a stranger is never run.
+As with models, a key that is not read must be known not to matter, or to turn a feature off; otherwise it is refused by
+name. The tensors determine which matrices are adapted, and the configuration must agree. The keys are those of peft
+0.21. Patterns of modules are compared as plain names: a regular expression from a file is never run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "kasa_config": ({},),
     "monteclora_config": ({},),
 }
-"""Keys that are taken where they say that a feature is off, by the values that do."""
+"""Keys that are accepted with the values that turn a feature off."""
 
 REMEDY: Final = (
     "remove what the adapter does without from its configuration, or merge the adapter into the model with PEFT "
@@ -64,7 +64,7 @@ REMEDY: Final = (
 MERGED: Final = "train it without them, or merge the adapter into the model with PEFT (merge_and_unload) and serve that"
 
 CHANGING: Final = ("pissa", "olora", "loftq", "corda")
-"""Ways to begin of adapters that are right over changed weights of the model only."""
+"""Initializations of adapters that are valid only with changed weights of the model."""
 
 _PLAIN: Final = re.compile(r"\^?[\w.]+", re.ASCII)
 _EXPERTS: Final = re.compile(r"\.(experts|block_sparse_moe\.(input|output)_linear)\.")
@@ -73,7 +73,7 @@ _LAYER: Final = re.compile(r".*?\.(?P<list>[^.]*)\.(?P<index>\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to the products of the matrix ``module``: ``scale`` times the tensor ``b`` [out, rank] times ``a``
+    """The change of the products of the matrix ``module``: ``scale`` times the tensor ``b`` [out, rank] times ``a``
     [rank, in], both by name."""
 
     module: str
@@ -140,8 +140,9 @@ def read_adapter(
 def _refuse_experts(
     config: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], modules: Mapping[str, tuple[int, int]]
 ) -> None:
-    """Raise NotSupported where the adapter changes experts: by its tensors, or by its ``target_parameters``, into which
-    PEFT rewrites modules that transformers 5 has joined. What ends with ``weight`` there is a module's, a router's."""
+    """Raise NotSupported if the adapter changes experts: by its tensors, or by its ``target_parameters``, into which
+    PEFT rewrites modules that transformers 5 has joined. A name there that ends with ``weight`` is that of a module, a
+    router."""
     name = f"{FILE}.target_parameters"
     wanted = config.get("target_parameters")
     named = [each for each in wanted if isinstance(each, str)] if isinstance(wanted, list) else []
@@ -176,7 +177,7 @@ def _modules(shapes: Mapping[str, tuple[int, ...]], modules: Mapping[str, tuple[
 
 
 def _targets(fields: Fields, modules: Mapping[str, tuple[int, int]]) -> list[str] | None:
-    """The modules that the configuration names; None where it names them by a pattern: then the tensors say it."""
+    """The modules that the configuration names; None if it has a pattern: the tensors decide then."""
     wanted, left_out = _names(fields, "target_modules"), _names(fields, "exclude_modules")
     chosen = fields.value("layers_to_transform")
     layers = _names(fields, "layers_pattern")
@@ -241,7 +242,7 @@ def _pattern(fields: Fields, field: str) -> dict[str, float]:
 
 
 def _matched(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The first that fits, as peft looks."""
+    """The first match, in peft's order."""
     for name, value in patterns.items():
         whole = name.startswith("^")
         if module == name.removeprefix("^") or (not whole and module.endswith(f".{name}")):

@@ -1,9 +1,9 @@
 """Which keys of a ``config.json`` are honoured, and which need not be.
 
-A key that a spec does not read must be listed here, or be null; else it is refused by its name: an unknown key may be
-one that changes every number (a soft cap, a scale, another norm), and wrong answers look like right ones. The lists
-were looked up in transformers 5.23, whose classes for the supported families read no such key in a forward pass, and in
-the configurations that are published for them.
+A key that a spec does not read must be listed here, or be null; otherwise it is refused by name. An unknown key may
+change every number (a soft cap, a scale, another norm), and wrong answers look like right ones. The lists are based on
+transformers 5.23, whose classes for the supported families read no such key in a forward pass, and on the published
+configurations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ferrum_rpc.models.fields import Fields
 
 
 class UnknownKey(NotSupported):
-    """A configuration says something that is not known to be harmless."""
+    """A configuration has a key that is not known to be harmless."""
 
     reason = Reason.NOT_SUPPORTED
 
@@ -74,7 +74,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "scale_attn_weights": (True,),
     "quantization": ({},),
 }
-"""Keys that are taken where they say that a feature is off, by the values that do."""
+"""Keys that are accepted with the values that turn a feature off."""
 
 ROPE_IRRELEVANT: Final = frozenset(("finetuned",))
 """As `IRRELEVANT`, of ``rope_scaling`` and ``rope_parameters``."""

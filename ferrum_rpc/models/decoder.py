@@ -1,9 +1,9 @@
 """The one native decoder: every family of `families` by its `ModelSpec`.
 
 Parameters are plain tensors, fused where the checkpoint has several (q, k, v; gate, up), and filled by `load` one
-checkpoint tensor at a time, so that shards stream and memory peaks near one copy of the weights. What happens between
-the products is `fused_ops`; `layers` computes with both. Sequences, blocks and which
-rows are sampled are not known here: attention is a callback.
+checkpoint tensor at a time, so that shards stream and memory peaks near one copy of the weights. `fused_ops` computes
+what is between the products; `layers` uses both. The decoder does not know sequences, blocks or which rows are sampled:
+attention is a callback.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The families that are served, as data: what each reads in a ``config.json``, and what its checkpoints call tensors.
+"""The supported families, as data: what each reads in a ``config.json``, and the names of tensors in its checkpoints.
 
-The oracle of every default and of every detail is the source of transformers 5.23.
+Every default and detail follows the source of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ACTIVATIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a checkpoint calls the matrices of a layer. ``qkv`` and ``gate_up`` are several tensors, or one that holds
-    all; an MLP without a gate has one."""
+    """A checkpoint's names of the matrices of a layer. ``qkv`` and ``gate_up`` are several tensors, or one for all; an
+    MLP without a gate has one."""
 
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -36,10 +36,10 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """How heads are rotated. ``theta``: what an absent ``rope_theta`` means. ``partial``: what an absent
-    ``partial_rotary_factor`` means; None: heads are rotated whole. ``pairs``: neighbouring channels are one pair, not
-    channel i and i + half. ``longrope``: it has that scaling (and only that), with ``original`` as the context
-    before it. ``local``: the base of layers with a window, which have a rotation of their own."""
+    """How heads are rotated. ``theta``: the default of ``rope_theta``. ``partial``: the default of
+    ``partial_rotary_factor``; None: whole heads are rotated. ``pairs``: neighbouring channels are a pair, not channels
+    i and i + half. ``longrope``: that scaling (and no other) is supported, with ``original`` as the context before it.
+    ``local``: the base of layers with a window, if they have their own rotation."""
 
     theta: float = 10_000.0
     partial: float | None = None
@@ -53,23 +53,23 @@ class Rotation:
 class Family:
     """How one architecture reads its configuration.
 
-    - ``qkv_bias`` and ``output_bias`` None: the field ``bias`` says, and ``biased`` where it is absent. ``mlp_bias``:
-      the field that says it of the MLP.
-    - ``windows``: "none"; "all" layers; all but every ``pattern``-th ("pattern"; ``pattern_field`` may say another);
-      where ``use_sliding_window`` says so, those from ``max_window_layers`` on ("some") or those without a rotation
-      ("no_rope"). ``listed``: ``layer_types`` goes before. ``window`` is what an absent ``sliding_window`` means.
-    - ``kv_heads``, ``head_dim``, ``tied``: what absent fields mean.
-    - ``norm``: but for its ``eps``, of which the field is given and what it means where it is absent. ``qk_norm``: of
-      each head of query and key, or of the whole row.
+    - ``qkv_bias`` and ``output_bias``: None means the field ``bias``, or ``biased`` if that is absent. ``mlp_bias``:
+      the name of that field for the MLP.
+    - ``windows``: "none"; "all" layers; all but every ``pattern``-th ("pattern"; ``pattern_field`` may name another);
+      with ``use_sliding_window``, those from ``max_window_layers`` on ("some") or those without a rotation ("no_rope").
+      ``listed``: ``layer_types`` takes precedence. ``window``: the default of ``sliding_window``.
+    - ``kv_heads``, ``head_dim``, ``tied``: the defaults of these fields.
+    - ``norm``: without its ``eps``, which is the name of its field and the default. ``qk_norm``: of each head of query
+      and key, or of the whole row.
     - ``activation``: as ``eps``; ``gelu_is_tanh``: its ``gelu`` means the tanh form. ``gated``: the MLP has a gate.
       ``parallel``: attention and MLP read the same row.
-    - ``no_rope``: layers without a rotation: those that ``no_rope_layers`` says, or those without a window.
+    - ``no_rope``: layers without a rotation: those of ``no_rope_layers``, or those without a window.
     - ``multipliers``: the four of Granite. ``scaled_embedding``: by the root of the hidden size. ``query_scalar``,
-      ``logit_scale``: what the absent fields ``query_pre_attn_scalar`` and ``logit_scale`` mean; None: there are none.
-      ``softcaps``: the fields of soft caps, and what they mean where they are absent.
-    - ``vary``: of the configuration, a layer's index and what the rest of this table makes of it, what it is: where
-      layers differ in more than their windows and rotations. `ModelSpec` refuses layers that differ in their norm,
-      residual scale, hidden size or head dimensions.
+      ``logit_scale``: the defaults of ``query_pre_attn_scalar`` and ``logit_scale``; None: the family has no such
+      field. ``softcaps``: the fields of soft caps with their defaults.
+    - ``vary(configuration, index, layer)``: the layer in place of what the rest of this table gives, if layers differ
+      in more than their windows and rotations. `ModelSpec` refuses layers that differ in their norm, residual scale,
+      hidden size or head dimensions.
     - ``irrelevant``, ``neutral``: as in `config_keys`, of this family alone.
     """
 

@@ -1,7 +1,7 @@
 """Which `FusedOps` a device gets, and why: the CUDA kernels, the C kernel of a CPU, or torch.
 
-A driver, a compiler and a processor that were never tested together may compute something else. So a small step of the
-kernels must agree with torch's before they are used. This file can be imported where triton cannot.
+A driver, a compiler and a processor that were never tested together may compute wrong results. So the kernels must
+agree with torch in a small step before they are used. This file can be imported if triton cannot.
 """
 
 from __future__ import annotations

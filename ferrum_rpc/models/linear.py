@@ -101,7 +101,8 @@ class PackedLinear(TorchLinear):
 
     @staticmethod
     def nbytes(n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
-        """oneDNN fills up blocks, whose sizes only it knows: small matrices with the same remainders tell."""
+        """Bytes after oneDNN has padded blocks, whose sizes only it knows: measured on small matrices with the same
+        remainders."""
         rows, columns = (BLOCK + size % BLOCK for size in (n, k))
         filled_n = _packed_bytes(rows, BLOCK, dtype) // (BLOCK * dtype.itemsize) - rows
         filled_k = _packed_bytes(BLOCK, columns, dtype) // (BLOCK * dtype.itemsize) - columns

@@ -3,7 +3,7 @@
 A product y = W x of an adapted row becomes y + B (A x): A [rank, in] and B [out, rank] are the adapter's, B with its
 scale in it. The fused products of the decoder have one A for all matrices that they are made of; each of these adds to
 its own rows of y. y is rounded before the sum and after it, A and B to the model's dtype: as a model computes with its
-adapters beside its weights, not merged into them.
+adapters in addition to its weights, not merged into them.
 
 If ranks share a model, each has the rows of B, or the columns of A, that its part of the product has. What it adds is
 then a part of the sum that the ranks compute anyway.

@@ -1,10 +1,10 @@
-"""What makes a decoder: a model family is data.
+"""The description of a decoder: a model family is data.
 
 `ModelSpec.from_config` reads a Hugging Face ``config.json``, in the style of transformers 4 or 5, into the facts in
 which the `families` differ. The defaults of absent fields and the meaning of a sliding window are those of
-transformers, whose source is the oracle: with ``sliding_window`` W the query at position p sees the keys at
-p - W + 1 .. p. What a model cannot be served with is refused here, by the field's name, before any weight is
-read; `config_keys` says what need not be read.
+transformers, whose source is the oracle: with ``sliding_window`` W the query at position p sees the keys at p - W + 1
+.. p. What is not supported is refused here, by the field's name, before any weight is read; `config_keys` lists what
+need not be read.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from ferrum_rpc.models.rope import RopeSpec, read_rope, read_ropes_of_windows
 from ferrum_rpc.models.with_images import PLAIN, WITH_IMAGES, Roots, text_part
 
 MAX_LAYERS = 4096
-"""More is a broken file: per-layer facts are kept as tuples."""
+"""Maximum number of layers: more is a broken file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What embeddings are multiplied with (``rounded``: by that number in the model's dtype), and logits; and the soft
-    cap of logits."""
+    """The factors of embeddings (``rounded``: in the model's dtype) and of logits, and the soft cap of logits."""
 
     embedding: float = 1.0
     rounded: bool = False
@@ -41,9 +40,9 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The shape and options of a decoder. ``layers`` may differ, but for what `__post_init__` checks. ``norm`` is that
-    of the layers and behind the last one. ``ropes``: the rotations of which layers name one. ``roots``: what its
-    tensors' names begin with. ``dtype`` is the checkpoint's, as written there, or None."""
+    """The shape and options of a decoder. ``layers`` may differ, except for what `__post_init__` checks. ``norm`` is
+    that of the layers and the final one. ``ropes``: the rotations, of which layers name one. ``roots``: the prefixes of
+    its tensors' names. ``dtype`` is the checkpoint's, as written there, or None."""
 
     architecture: str
     vocab_size: int
@@ -61,7 +60,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         """Raise ValueError for layers that differ in what is computed once for all of them, or across two of them: a
-        layer adds what the one before it left, with its own ``residual``."""
+        layer adds the output of the previous one with its own ``residual``."""
         mixer, residual = self.layers[0].mixer, self.layers[0].residual
         for index, layer in enumerate(self.layers):
             for name, found, same in (
@@ -118,7 +117,7 @@ class ModelSpec:
 
 
 def _family(config: Fields) -> tuple[str, Family, Fields]:
-    """The class, how its decoder reads its configuration, and that of the decoder."""
+    """Returns the class, how its decoder reads its configuration, and the decoder's configuration."""
     supported = ", ".join((*FAMILIES, *WITH_IMAGES))
     names, model_type = config.texts("architectures"), config.text("model_type", "")
     if names:

@@ -1,7 +1,8 @@
-"""Models of text and images: where in such a checkpoint the decoder is, one of `families`. Images are not served.
+"""Models of text and images: where such a checkpoint has its decoder, which is one of `families`. Images are not
+supported.
 
-Configurations have a section for each part, and say little in that of the text: what is left out is a default of the
-text part's class in transformers, sizes too. Tensors are called what transformers called them when they were written.
+Configurations have a section for each part. That of the text omits much, sizes included: the defaults of the text
+part's class in transformers apply. Tensors have the names that transformers used when they were written.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ferrum_rpc.models.fields import Fields
 
 SECTION: Final = "text_config"
 SHARED: Final = ("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
-"""Keys that are said of the whole, and go before the section's."""
+"""Keys of the whole model, which take precedence over the section's."""
 
 OF_IMAGES: Final = frozenset(
     (
@@ -35,7 +36,7 @@ OF_IMAGES: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What names of tensors begin with: of the decoder's body and of its head, and of what is not the decoder's."""
+    """Prefixes of tensors' names: of the decoder's body, of its head, and of the other parts."""
 
     body: str = "model."
     head: str = "lm_head."
@@ -44,7 +45,7 @@ class Roots:
 
 PLAIN: Final = Roots()
 INNER: Final = Roots("model.language_model.", "lm_head.", ("model.vision_tower.", "model.multi_modal_projector."))
-"""As modules are called since transformers 4.52, and adapters with them."""
+"""Names of modules since transformers 4.52, and of adapters."""
 
 ROOTS: Final = (
     Roots("language_model.model.", "language_model.lm_head.", ("vision_tower.", "multi_modal_projector.")),
@@ -54,7 +55,7 @@ ROOTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """A text part: the class that it is alone, and what sizes mean that its section leaves out."""
+    """A text part: its class as a model of its own, and the defaults of the sizes that its section omits."""
 
     name: str
     absent: Mapping[str, int]
@@ -100,7 +101,7 @@ TEXTS: Final[dict[str, TextPart]] = {
 
 @dataclass(frozen=True, slots=True)
 class WithImages:
-    """``texts``: the text parts that it may have, by their ``model_type``; the first where that is not said."""
+    """``texts``: its possible text parts, by their ``model_type``; the first is the default."""
 
     model_type: str
     texts: tuple[str, ...]
@@ -146,12 +147,12 @@ def text_part(name: str, config: Fields) -> tuple[str, Fields]:
 
 
 def roots(architecture: str, names: Collection[str], embedding: str) -> Roots:
-    """How the tensors of a checkpoint begin, by their ``names``: that of the ``embedding`` decides."""
+    """The prefixes of a checkpoint with these ``names`` of tensors: that of the ``embedding`` decides."""
     if architecture not in WITH_IMAGES:
         return PLAIN
     return next((each for each in ROOTS if each.body + embedding in names), ROOTS[0])
 
 
 def adapted_roots(architecture: str) -> Roots:
-    """How the names of an adapter's tensors begin."""
+    """The prefixes of an adapter's tensors."""
     return INNER if architecture in WITH_IMAGES else PLAIN

@@ -47,7 +47,7 @@ class TensorEntry:
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """``parts``: by role, the stored name and the entry of each. Rows are decoded from a multiple of ``multiple`` on.
-    ``kind``: what the same bytes would not tell."""
+    ``kind``: what the bytes alone do not determine."""
 
     parts: dict[str, tuple[str, TensorEntry]]
     decode: Decode

@@ -1,1 +1,1 @@
-"""From settings to a runner: `choose` what runs here, `size` what it takes, `build` it, and `check` what comes out."""
+"""From settings to a runner: `choose` the backends, `size` the memory, `build` the runner, `check` its results."""

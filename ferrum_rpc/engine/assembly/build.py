@@ -62,8 +62,8 @@ def build_runner(
     stage: Stage | None = None,
     largest: LargestStep | None = None,
 ) -> TorchRunner:
-    """Load the model and make its runner. Raises typed errors that say what to do, before anything is loaded where the
-    weights do not fit the memory. ``largest``: what steps there will be; if it is given, the log gets the plan."""
+    """Load the model and make its runner. ``largest``: the largest step; if it is given, the memory plan is logged.
+    Raises typed errors that say what to do; if the weights do not fit the memory, before anything is loaded."""
     choices = choose(config)
     if choices.device.type == "cuda":
         warn_of_torch()
@@ -84,7 +84,7 @@ def build_shared(
     assemble: Callable[[ModelSettings], tuple[Ranks, Setup, Store]] = assemble,
     largest: LargestStep | None = None,
 ) -> TorchRunner:
-    """As `build_runner`, for a model that ranks share, of which this process is the first: ``choices`` are its own."""
+    """As `build_runner`, for a model that ranks share. This process is rank 0, and ``choices`` are its own."""
     ranks, setup, store = assemble(choices.config)
     try:
         torch.set_num_threads(setup.threads)
@@ -100,7 +100,7 @@ def build_shared(
 
 
 class Sharing(NamedTuple):
-    """The other ranks of a model, what this one is, and the groups that it is in."""
+    """The other ranks of a model, the part that this one has, and the groups that it belongs to."""
 
     ranks: Ranks
     setup: Setup
@@ -116,8 +116,8 @@ def _assemble(
     *,
     largest: LargestStep | None,
 ) -> TorchRunner:
-    """The cache, what computes over it, and the runner of both. ``loaded``: what was found while the weights were.
-    ``largest``: the default step, if None."""
+    """Make the cache, what computes over it, and the runner of both. ``loaded``: the choices that were made while the
+    weights were loaded. ``largest``: None for the default step."""
     config, device, cuda = choices.config, choices.device, choices.device.type == "cuda"
     info, reasons = _describe(choices, model), [*choices.reasons, *loaded]
     blocks, store, attention = _make_cache(choices, model, info, reasons, sharing, largest=largest or LargestStep())
@@ -178,7 +178,7 @@ def _assemble(
 
 
 def _describe(choices: Choices, model: Model) -> ModelInfo:
-    """What a scheduler must know of the model as it is served."""
+    """What a scheduler must know about the served model."""
     config, facts = choices.config, choices.facts
     info = replace(
         model.info(config.name or facts.name),
@@ -205,7 +205,7 @@ def _make_cache(
     *,
     largest: LargestStep,
 ) -> tuple[int, KvStore, AttentionBackend]:
-    """Its blocks, the null block not counted; the tensors, and what reads and writes them."""
+    """Returns the number of blocks (without the null block), their tensors, and what reads and writes them."""
     config, device = choices.config, choices.device
     block_bytes = choices.slot_bytes * config.block_size
     step = step_bytes(choices, largest)
@@ -263,7 +263,7 @@ def _record(
 def _adapters(
     config: ModelSettings, model: Model, fingerprint: bytes, reasons: Reasons, sharing: Sharing | None
 ) -> tuple[Loras, Adapters]:
-    """What takes the adapters of a folder."""
+    """What loads the adapters of a folder."""
     assert config.adapter_dir is not None  # noqa: S101 - the caller looked
     # `choose` has refused all other models
     reason, loras = cast(AdaptableModel, model).take_adapters(config.max_adapter_rank)
@@ -273,7 +273,7 @@ def _adapters(
 
 
 def _tier(folder: Path, config: ModelSettings, info: ModelInfo, store: KvStore) -> BlockFiles:
-    """The second tier, in a folder of its own for what this model keeps of a block."""
+    """The second tier, in a folder for the block format of this model."""
     what: tuple[object, ...] = info.fingerprint, info.kv_dtype, config.block_size, store.block_bytes
     if config.ranks > 1:  # a block has what each rank has, one after the other
         what += config.tensor_parallel, config.pipeline_parallel
@@ -306,11 +306,11 @@ POINT_OF_STAGE: Final = {
     "export": Failpoint.EXPORT,
     "import": Failpoint.IMPORT,
 }
-"""By stage: the point stands between the stage before and this one."""
+"""The failpoints by stage: each is between the previous stage and this one."""
 
 
 def failing_stage(failpoints: Failpoints) -> Stage:
-    """A stage hook that reaches the points."""
+    """A stage hook that reaches the failpoints."""
 
     def stage(name: str) -> None:
         point = POINT_OF_STAGE.get(name)

@@ -1,11 +1,11 @@
-"""What a few tokens show of a model when it starts: whether it is computed right, and what a cache in 8 bits costs.
+"""Run a few tokens at the start: is the model computed correctly, and what error does an 8-bit cache add?
 
-A model of transformers is run in two pieces, over the cache and the attention that will serve, and at once by
-transformers with its own attention. Whatever a family does that a description did not show, a head that is not only a
-head among it, is refused here and not served wrong.
+A model of transformers runs in two pieces over our cache and attention, and in one by transformers with its own
+attention. This refuses whatever the description of a family did not show, for example a head that does more than
+multiply.
 
-How far rounding keys and values moves an answer depends on the model: keys with a few large channels lose more than
-others. So the log has the error beside the choice, as it has for weights in 8 bits.
+The error of quantized keys and values depends on the model: keys with a few large channels lose more than others. So
+the log reports the error with the choice, as it does for 8-bit weights.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ STRIDE: Final = 7919
 """Between two of their ids."""
 
 TOLERANCES: Final = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
-"""Largest error of the median row of a piece, in standard deviations of the logits. The median, for rounding may send
-a token of a row or two to another expert. A wrong position, mask or scale gives more than this in every family."""
+"""Largest error of the median row of a piece, in standard deviations of the logits. The median is used because rounding
+may send a token of a row or two to another expert. A wrong position, mask or scale exceeds this in every family."""
 
 
 TOLERANCE_ROUNDED: Final = 0.3
-"""The same of a cache in 8 bits."""
+"""The same with an 8-bit cache."""
 
 ROUNDED_TOKENS: Final = 16
-"""Tokens of which the error of rounding is found."""
+"""Number of tokens that measure the quantization error."""
 
 
 def check_parity(model: HfModel, compute: Compute, store: KvStore, max_context: int) -> tuple[str, str]:
-    """What was chosen and why, for the log. Writes to the first blocks of a store that is not in use yet. Raises
-    NotSupported where the logits differ, and InvalidRequest where a step fails."""
+    """Returns the result and its reason for the log. Writes to the first blocks of a store that is not in use yet.
+    Raises NotSupported if the logits differ, and InvalidRequest if a step fails."""
     try:
         count, errors = _errors(model, compute, store, max_context)
     except (ExecutorError, torch.AcceleratorError):
@@ -70,7 +70,7 @@ def check_parity(model: HfModel, compute: Compute, store: KvStore, max_context: 
 
 
 def _errors(model: HfModel, compute: Compute, store: KvStore, max_context: int) -> tuple[int, list[float]]:
-    """How many tokens were run, and the errors of their pieces."""
+    """Returns the number of tokens and the errors of their pieces."""
     blocks, size = store.keys[0].shape[:2]
     count = min(TOKENS, (blocks - 1) * size, max_context)
     tokens = np.arange(1, 1 + count * STRIDE, STRIDE) % model.spec.vocab_size
@@ -90,8 +90,8 @@ def _errors(model: HfModel, compute: Compute, store: KvStore, max_context: int) 
 def rounding_error(
     model: Model, attention: AttentionBackend, store: KvStore, max_context: int
 ) -> tuple[float, float, int]:
-    """Root mean square of what rounding changes of keys and of values, relative to them, over all layers and so many
-    tokens. They are written to the first blocks of ``store``, which is one of `eight_bits` and not in use yet."""
+    """Relative root mean square error of quantized keys and of values, over all layers and ``tokens`` tokens. Writes to
+    the first blocks of ``store``, which is one of `eight_bits` and not in use yet."""
     blocks, size = store.keys[0].shape[:2]
     count = min(ROUNDED_TOKENS, (blocks - 1) * size, max_context)
     geometry = BatchGeometry.build(size, [0], [count], [np.arange(1, 1 - (-count // size), dtype=np.int32)])

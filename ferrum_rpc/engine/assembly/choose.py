@@ -1,7 +1,6 @@
-"""What is chosen before a weight is read: the device, who runs the model, its dtype, who multiplies, who attends; each
-with its reason.
+"""Choices made before a weight is read, each with its reason: device, model backend, dtype, matrix products, attention.
 
-`build` makes a runner of it, `size` says what that takes of the memory.
+`size` computes the memory that they need, `build` makes a runner of them.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ ROUNDED: Final = {"int8": torch.int8, "fp8": FP8}
 """``--kv-dtype`` -> the dtype of the cache, one of `eight_bits`."""
 
 FP8_CAPABILITY: Final = (8, 9)
-"""The first that converts to and from fp8 (e4m3), as the kernels do."""
+"""The first compute capability that converts to and from fp8 (e4m3), as the kernels do."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """What ``config`` comes to on this machine. ``facts`` are the ``source``'s. ``cache``: what each attention layer
-    keeps of a token. ``max_context``: the model's, or less where less was asked for. ``attention``: the backend's name
-    and what makes it. ``elsewhere``: the device is not in this machine. ``reasons``: what was chosen -> why."""
+    """What ``config`` means on this machine. ``facts`` are those of ``source``. ``cache``: what each attention layer
+    keeps per token. ``max_context``: the model's, or less if less is set. ``attention``: the backend's name and its
+    factory. ``elsewhere``: the device is not in this machine. ``reasons``: choice -> reason."""
 
     config: ModelSettings
     device: torch.device
@@ -72,18 +71,19 @@ class Choices:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that a token takes of the cache of all layers."""
+        """Cache bytes per token, of all layers."""
         return sum(layer.slot_bytes for layer in self.cache)
 
     @property
     def slot_bytes_of_all(self) -> int:
-        """As `slot_bytes`, of the layers of all ranks, each head once."""
+        """As `slot_bytes`, of all ranks, each head once."""
         layers = cache_layers(self.facts.all_layers, self.facts.dtype, self.config.kv_dtype)
         return sum(layer.slot_bytes for layer in layers)
 
     @property
     def copied_bytes(self) -> int:
-        """Of `slot_bytes`, those of layers that attend over another layer's keys and values: each keeps its own."""
+        """The part of `slot_bytes` of layers that attend over another layer's keys and values: each keeps its own
+        copy."""
         return sum(self.cache[layer].slot_bytes for layer in self.facts.copied)
 
     @property
@@ -97,9 +97,9 @@ class Choices:
 def choose(
     config: ModelSettings, *, elsewhere: bool = False, rank: int = 0, device: torch.device | None = None
 ) -> Choices:
-    """Raises typed errors that say what to do. ``elsewhere``: the device is not in this machine, and taken to be able
-    to run every kernel. ``rank``: of those that share the model, whose part it is. ``device``: that of the rank, of the
-    kind in ``config``; None: the first."""
+    """Raises typed errors that say what to do. ``elsewhere``: the device is not in this machine, and is assumed to run
+    every kernel. ``rank``: the rank whose part is chosen, if ranks share the model. ``device``: that of the rank, of
+    the kind in ``config``; None: the first."""
     reasons: Reasons = []
     first = _choose_device(config.device, reasons, elsewhere)
     device = first if device is None else device
@@ -138,8 +138,8 @@ def choose(
 
 
 def check_kv_dtype(kv_dtype: str, device: torch.device, *, elsewhere: bool = False) -> None:
-    """Raise InvalidRequest where ``--kv-dtype`` cannot be had on ``device``, before a model is loaded. ``elsewhere``:
-    that is not in this machine, and taken to be able to."""
+    """Raise InvalidRequest if ``device`` does not support ``--kv-dtype``, before a model is loaded. ``elsewhere``: the
+    device is not in this machine, and is assumed to support it."""
     if kv_dtype == "int8" and device.type != "cpu":
         raise InvalidRequest(f"kv_dtype int8 needs a CPU, not {device.type}; use fp8", field="kv_dtype")
     if kv_dtype == "fp8" and device.type != "cuda":
@@ -152,8 +152,8 @@ def check_kv_dtype(kv_dtype: str, device: torch.device, *, elsewhere: bool = Fal
 
 
 def cache_layers(layers: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: str) -> list[CacheSpec]:
-    """What each of the layers of a model in ``dtype`` keeps of a token. Raises InvalidRequest where its heads cannot be
-    rounded."""
+    """What each layer of a model in ``dtype`` keeps per token. Raises InvalidRequest if its heads cannot be
+    quantized."""
     if kv_dtype in ROUNDED:
         for spec in layers:
             if spec.head_dim % SCALE_BYTES:
@@ -179,8 +179,8 @@ def _choose_device(requested: str, reasons: Reasons, elsewhere: bool) -> torch.d
 
 
 def fix_products() -> tuple[str, str]:
-    """Make matrix products on CUDA sum in float32, as `Linear` promises, and do not round float32 inputs to TF32. The
-    choice and its reason.
+    """Make matrix products on CUDA sum in float32, as `Linear` promises, and keep float32 inputs from being rounded to
+    TF32. Returns the choice and its reason.
 
     By default torch lets cuBLAS add partial sums of a split product in bfloat16 or float16, which is the usual form of
     a product of a few rows. The switches are the process's, so they are set where CUDA is chosen.
@@ -194,8 +194,7 @@ def fix_products() -> tuple[str, str]:
 
 
 def _check_kernels(reasons: Reasons) -> None:
-    """Say once what it costs that the C library is not there: every part that would use it has a slower way, and takes
-    it."""
+    """Report once that the C library is missing: every part that would use it falls back to a slower implementation."""
     try:
         library.load()
     except OSError as error:
@@ -224,7 +223,7 @@ def _choose_identity(config: ModelSettings, device: torch.device, reasons: Reaso
 def _choose_checkpoint(
     config: ModelSettings, device: torch.device, reasons: Reasons, elsewhere: bool, rank: int
 ) -> ModelSource:
-    """The native decoder, or where it does not serve the configuration, transformers."""
+    """The native decoder, or transformers if the decoder does not support the configuration."""
     checkpoint, obstacle = Checkpoint.open(config.path), None
     requested = config.model_backend
     if requested != HF:
@@ -256,7 +255,7 @@ def _choose_checkpoint(
 def _choose_dtype(
     config: ModelSettings, checkpoint: Checkpoint, spec: ModelSpec | HfSpec, device: torch.device, reasons: Reasons
 ) -> torch.dtype:
-    """The dtype to compute in. Also says what is odd about the checkpoint, and how its weights are stored."""
+    """The dtype to compute in. Also reports peculiarities of the checkpoint, and how its weights are stored."""
     if checkpoint.config.get("auto_map"):
         reasons.append(("auto_map=ignored", "code that a checkpoint brings is never run"))
     if beyond := [str(each) for each in spec.eos_token_ids if each >= spec.vocab_size]:

@@ -1,4 +1,4 @@
-"""A model that transformers runs: what is known of it before its weights are read, and how they are.
+"""A model that transformers runs: its facts before its weights are read, and the reading of its weights.
 
 Its own files are read by `weights`, which checks them first; transformers gets tensors, never a path.
 """
@@ -26,12 +26,12 @@ from ferrum_rpc.weights.entries import TensorEntry
 from ferrum_rpc.weights.reading import Reader
 
 ROWS = 8
-"""Copies of a hidden row that a layer of transformers holds at its fullest, and so many float32 ones less: generous."""
+"""Copies of a hidden row that a layer of transformers holds at its peak, with a margin; two more are float32."""
 
 
 class HfCheckpoint(NamedTuple):
-    """A `ModelSource`: a checkpoint that transformers runs. ``longest``: of the sequences that it may have,
-    ``context``: of those that are served."""
+    """A `ModelSource`: a checkpoint that transformers runs. ``longest``: the maximum length that the model supports,
+    ``context``: the maximum length that is served."""
 
     checkpoint: Checkpoint
     spec: HfSpec
@@ -69,7 +69,7 @@ class HfCheckpoint(NamedTuple):
         return self.spec.parameters * self.dtype.itemsize + self.spec.tables_bytes
 
     def activation_bytes(self, tokens: int, rows: int, attending: int | None) -> int:
-        """An estimate, on the safe side: what transformers keeps in passing is its own business."""
+        """A conservative estimate: the temporary tensors of transformers are not known."""
         spec, size = self.spec, self.dtype.itemsize
         heads = max((each.heads + 2 * each.kv_heads) * each.head_dim for each in spec.layers)
         experts = getattr(spec.config.get_text_config(decoder=True), "num_experts_per_tok", None) or 1
@@ -84,7 +84,7 @@ def stored_tensors(checkpoint: Checkpoint, dtype: torch.dtype, progress: Progres
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> HfSpec:
-    """What transformers makes of a checkpoint, whose headers were found to agree. Raises what `describe` does."""
+    """The description of a checkpoint by transformers, after its headers were checked. Raises what `describe` does."""
     spec = describe(checkpoint.config)
     check_fit(spec, {name: entry.shape for name, entry in checkpoint.entries.items()})
     check_readable(checkpoint, checkpoint.entries)
@@ -100,7 +100,7 @@ class _Counter:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """So many more."""
+        """Count more bytes."""
         if self._progress is not None:
             with self._lock:
                 self._done += count

@@ -1,8 +1,8 @@
-"""From a model folder to a model that is ready: the one place where checkpoints and decoders meet.
+"""From a model folder to a loaded model: the only place where checkpoints and decoders meet.
 
-A checkpoint is compared with what the decoder expects before a weight is read, and everything that does not fit is
-named in one error. Weights then stream from the mapped files into the decoder's parameters, converted on the way;
-quantized ones become numbers of the decoder's dtype a matrix at a time.
+A checkpoint is compared with what the decoder expects before a weight is read, and one error names every mismatch.
+Weights are then streamed from the mapped files into the decoder's parameters and converted; quantized matrices are
+dequantized one at a time.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def load_model(
 ) -> Model:
     """The model of a folder (or of an open checkpoint) in ``dtype`` on ``device``.
 
-    ``spec`` is what `read_spec` returned for the checkpoint, if it was called. ``linear`` says how matrices are held
-    (None: what `select_linear` finds best), ``ops`` who works on rows (None: what `select_fused_ops` does),
-    ``parallel`` which part of the model is loaded, and between which others. Raises what `read_spec` does, and
+    ``spec``: what `read_spec` returned for the checkpoint, if it was called. ``linear``: how matrices are held (None:
+    the choice of `select_linear`). ``ops``: the operations on rows (None: the choice of `select_fused_ops`).
+    ``parallel``: which part of the model is loaded, and its neighbours. Raises what `read_spec` does, and
     InvalidRequest for weights that are not finite.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
@@ -72,11 +72,11 @@ def load_model(
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """What a checkpoint's configuration describes, after its headers were found to agree: sizes that others
-    wrote are those of real tensors, and may be allocated.
+    """The spec of a checkpoint's configuration, after its headers were checked: its sizes are those of real tensors, so
+    they may be allocated.
 
     Raises InvalidRequest for a folder, configuration or set of tensors that is broken, NotSupported for what this
-    decoder does not serve. As in transformers, a head beside tied embeddings that differs from them is a head.
+    decoder does not support. As in transformers, a head that differs from tied embeddings is used as a head.
     """
     spec = ModelSpec.from_config(checkpoint.config)
     spec = replace(
@@ -91,12 +91,13 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def stops_of(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Where generation stops; ``config.json`` often knows only the first of them. Empty: nothing is said."""
+    """The token ids at which generation stops; ``config.json`` often has only the first of them. Empty: there are
+    none."""
     return Fields(checkpoint.generation_config, GENERATION_CONFIG).token_ids("eos_token_id")
 
 
 def _has_own_head(checkpoint: Checkpoint, *names: str) -> bool:
-    """Whether there is a head that is not the embedding's copy, both by their names."""
+    """``names``: those of the head and the embedding. Whether there is a head that is not a copy of the embedding."""
     head, embedding = (checkpoint.entries.get(name) for name in names)
     if head is None or embedding is None:
         return head is not None
@@ -107,7 +108,7 @@ def _has_own_head(checkpoint: Checkpoint, *names: str) -> bool:
 
 
 def _adds_nothing(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether it is a bias of zeros that a quantized matrix was given: early AutoGPTQ wrote one for each."""
+    """Whether it is a bias of zeros of a quantized matrix: early AutoGPTQ wrote one for each."""
     weight = checkpoint.entries.get(name.removesuffix("bias") + "weight")
     if not name.endswith(".bias") or weight is None or weight.encoding is None:
         return False
@@ -116,7 +117,7 @@ def _adds_nothing(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _check_fit(checkpoint: Checkpoint, spec: ModelSpec) -> None:
-    """Raise unless every expected tensor is there in its shape and readable, and nothing unknown is."""
+    """Raise unless every expected tensor exists, readable and in its shape, and no unknown tensor does."""
     entries = checkpoint.entries
     expected = {name: placement.shape for name, placement in layout(spec).items()}
     harmless = {head_name(spec)} if spec.tied_embeddings else set()
@@ -146,7 +147,7 @@ def _check_fit(checkpoint: Checkpoint, spec: ModelSpec) -> None:
 
 
 def check_readable(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Raise NotSupported for tensors of a type that is not read."""
+    """Raise NotSupported for tensors of an unsupported type."""
     entries = checkpoint.entries
     unreadable = [f"{name} {entries[name].dtype}" for name in names if entries[name].dtype not in READABLE]
     if unreadable:

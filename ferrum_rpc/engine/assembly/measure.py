@@ -1,8 +1,8 @@
-"""What the largest step really takes of a GPU, found by running it before the cache is allocated.
+"""The memory that the largest step needs on a GPU, measured by running it before the cache is allocated.
 
-`size` computes a step's tensors from the model's shape. Libraries that allocate for themselves (sorts, workspaces, the
+`size` computes a step's tensors from the model's shape. Libraries that allocate by themselves (sorts, workspaces, the
 layers of transformers) are not in that sum. The step runs over a cache of two blocks: every position of every sequence
-lies in block 1, whose content does not matter.
+is in block 1, whose content does not matter.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ferrum_rpc.sampling.rows import HEAD_ROWS, RowRequest
 
 
 def measure_step(choices: Choices, compute: Compute, largest: LargestStep) -> int:
-    """Bytes that the ``largest`` step has at once on its GPU, beyond what is allocated before. ``compute`` has a cache
-    of two blocks. Raises InvalidRequest if the step does not fit even so."""
+    """Peak bytes of the ``largest`` step on its GPU, beyond what is allocated before. ``compute`` has a cache of two
+    blocks. Raises InvalidRequest if the step does not fit even then."""
     device = choices.device
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -1,7 +1,7 @@
-"""A model as it would be served, beside transformers: the same random tokens, the logits of all of them.
+"""Compare a model as it would be served with transformers: the logits of the same random tokens.
 
-The reference computes in float32. Where the served model has fewer bits, transformers computes in its dtype as well: an
-error is judged by what the dtype costs there. transformers is no requirement; without it there is no answer.
+The reference computes in float32. If the served model has fewer bits, transformers computes in that dtype too, and its
+error is the yardstick. Without transformers there is no comparison.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ DECODED: Final = 8
 """Of the tokens, one at a time."""
 
 EXACT: Final = 1e-3
-"""Error in float32, in standard deviations of the logits. What is wrong is wrong by more."""
+"""Maximum error in float32, in standard deviations of the logits. A wrong computation exceeds it."""
 
 TIMES: Final = 2.0
 """With fewer bits: times the error of transformers. Measured: 0.76 to 0.96."""
 
 TIMES_LARGEST: Final = 5.0
-"""The same of the largest error: one of some thousand, which rounding alone takes anywhere between 0.56 and 1.93 times
-theirs. It is there for the few wrong logits that do not show among many."""
+"""The same for the largest of some thousand errors. By rounding alone it is between 0.56 and 1.93 times theirs. It
+detects a few wrong logits among many."""
 
 
 class Error(NamedTuple):
-    """How far logits are from the reference's, in standard deviations of those: root mean square, and the largest."""
+    """Differences from the reference's logits, in standard deviations of those: root mean square, and the largest."""
 
     typical: float
     largest: float
@@ -48,8 +48,8 @@ class Error(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """``theirs``: the error of transformers in ``dtype``, None where that is float32. ``same_tokens``: the part of the
-    rows whose largest logit is that of the same token."""
+    """``theirs``: the error of transformers in ``dtype``, None for float32. ``same_tokens``: the fraction of rows with
+    the same argmax."""
 
     rows: int
     dtype: str
@@ -66,7 +66,7 @@ class Parity:
 
 
 def compare(config: ModelSettings) -> Parity:
-    """Raises ModuleNotFoundError without transformers, and whatever it raises where it cannot load the model."""
+    """Raises ModuleNotFoundError without transformers, and what transformers raises if it cannot load the model."""
     blocks = 2 * (TOKENS // config.block_size + 2)
     runner = build_runner(replace(config, kv_blocks=blocks, kv_memory=None, kv_tier_dir=None))
     vocab, dtype = runner.info.vocab_size, runner.compute.model.dtype
@@ -99,7 +99,7 @@ def _served(runner: TorchRunner, tokens: TokenArray) -> torch.Tensor:
 
 
 def _reference(path: str, tokens: TokenArray, dtype: torch.dtype, context: int) -> torch.Tensor:
-    """float32 [T, vocab] of transformers, its rotation that of sequences of ``context``, as ours is."""
+    """float32 [T, vocab] of transformers, with the rotation for sequences of ``context``, as ours."""
     import transformers
 
     library: Any = transformers
@@ -121,13 +121,13 @@ def _reference(path: str, tokens: TokenArray, dtype: torch.dtype, context: int) 
 
 
 def _can_read(folder: Path) -> bool:
-    """Whether transformers reads such files itself: no GGUF file, and of an index it wants the metadata."""
+    """Whether transformers reads such files itself: not GGUF files, and no index without metadata."""
     index = read_json(folder, INDEX) or {}
     return (folder / SINGLE).exists() or isinstance(index.get("metadata"), dict)
 
 
 def _of_tensors(library: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """The model of transformers with the numbers that we read, or make of quantized weights."""
+    """The model of transformers with the weights that we read or dequantize."""
     facts = {name: value for name, value in checkpoint.config.items() if name != "quantization_config"}
     config = library.AutoConfig.for_model(**facts)
     stored = stored_tensors(checkpoint, dtype)
@@ -137,7 +137,7 @@ def _of_tensors(library: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any
 
 
 def _class(library: Any, config: Any) -> Any:
-    """Models of text and images are decoders to transformers only in part."""
+    """In transformers only a part of a model of text and images is a decoder."""
     plain, kind = library.AutoModelForCausalLM, type(config)
     return (plain if kind in plain._model_mapping else library.AutoModelForImageTextToText)._model_mapping[kind]
 

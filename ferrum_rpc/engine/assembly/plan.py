@@ -1,4 +1,4 @@
-"""What a model takes of a memory, as `size` has found it: what fits, and what to do where it does not."""
+"""The memory plan of a model, from the numbers of `size`: what fits, and what to do if it does not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ log = structlog.get_logger("ferrum_rpc.engine")
 
 
 class Others(NamedTuple):
-    """``ranks`` of the same model that take of the same memory, beside the first, in all. ``fixed_bytes``: but for
-    weights and cache."""
+    """The other ``ranks`` of the same model that use the same memory, in total. ``fixed_bytes``: all but weights and
+    cache."""
 
     ranks: int = 0
     weights_bytes: int = 0
@@ -27,13 +27,14 @@ NO_OTHERS: Final = Others()
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes, blocks and tokens. ``memory_bytes``: what is free before anything is loaded. ``adapters_bytes``: what is
-    kept for them. ``sampling_bytes``: what the rows of the largest step take beside its activations; ``reserve_bytes``:
-    what a GPU keeps free besides; both 0 on a CPU. ``step_tokens``: of the largest step that the cache can hold.
-    ``kv_dtype``: what keys and values are kept as. ``reason``: of the cache's size, or why it holds no block.
-    ``alternative``: flags that fit, if these do not. ``estimated``: activations are, on the safe side. ``ranks``: how
-    many share the model; all else is of the first of them alone, but for ``others``. ``kv_copied_bytes_per_token``: of
-    ``kv_bytes_per_token``, the keys and values that a layer keeps though it attends over those of another."""
+    """Bytes, blocks and tokens. ``memory_bytes``: free memory before anything is loaded. ``adapters_bytes``: reserved
+    for adapters. ``sampling_bytes``: for the rows of the largest step, in addition to its activations;
+    ``reserve_bytes``: what stays free on a GPU; both are 0 on a CPU. ``step_tokens``: of the largest step that the
+    cache can hold. ``kv_dtype``: the dtype of the cache. ``reason``: of the cache's size, or why it holds no block.
+    ``alternative``: flags that fit, if these do not. ``estimated``: the activations are a conservative estimate.
+    ``ranks``: how many share the model; except for ``others``, all numbers are those of the first.
+    ``kv_copied_bytes_per_token``: the part of ``kv_bytes_per_token`` of layers that attend over another layer's keys
+    and values."""
 
     architecture: str
     device: str
@@ -60,32 +61,32 @@ class MemoryPlan:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the cache holds."""
+        """Capacity of the cache, in tokens."""
         return self.kv_blocks * self.block_size
 
     @property
     def kv_bytes(self) -> int:
-        """Of all blocks, and of the null block, which holds no tokens."""
+        """Bytes of all blocks, and of the null block, which holds no tokens."""
         return (self.kv_blocks + 1) * self.block_size * self.kv_bytes_per_token
 
     @property
     def full_sequences(self) -> float:
-        """Sequences of the longest length that the cache holds."""
+        """How many sequences of the maximum length the cache holds."""
         return self.kv_blocks / -(-self.max_context // self.block_size)
 
     @property
     def total_bytes(self) -> int:
-        """Of everything."""
+        """Bytes of everything."""
         return self.weights_bytes + self.adapters_bytes + self.step_bytes + self.kv_bytes
 
     @property
     def step_bytes(self) -> int:
-        """Of the largest step, and of the reserve."""
+        """Bytes of the largest step and of the reserve."""
         return self.activations_bytes + self.sampling_bytes + self.reserve_bytes
 
     @property
     def all_bytes(self) -> int:
-        """Of all ranks that take of this memory."""
+        """Bytes of all ranks that use this memory."""
         cache = (self.kv_blocks + 1) * self.block_size * self.others.kv_bytes_per_token
         return self.total_bytes + self.others.weights_bytes + self.others.fixed_bytes + cache
 
@@ -96,7 +97,7 @@ class MemoryPlan:
 
     @property
     def advice(self) -> str:
-        """What to do where it does not fit, or where no sequence can become as long as it may; or nothing."""
+        """What to do if it does not fit, or if no sequence can reach the maximum length; empty otherwise."""
         if not self.fits:
             if self.all_bytes <= self.memory_bytes and not self.alternative:
                 return self.reason
@@ -122,17 +123,17 @@ class MemoryPlan:
 
 
 def gib(count: int) -> str:
-    """A number of bytes, for people."""
+    """A readable number of bytes."""
     return f"{count / 2**30:,.2f} GiB" if count >= 2**27 else f"{count / 2**20:,.2f} MiB"
 
 
 def mib(count: int) -> str:
-    """The size of a cache, for people."""
+    """A readable size of a cache."""
     return f"{count / 2**20:.0f} MiB" if count >= 10 << 20 else f"{count / 2**10:.0f} KiB"
 
 
 def announce(plan: MemoryPlan) -> None:
-    """Log the plan of a server that is about to load. Raises InvalidRequest where the weights alone do not fit."""
+    """Log the plan of a server that is about to load. Raises InvalidRequest if the weights alone do not fit."""
     if 0 < plan.memory_bytes < plan.weights_bytes + plan.others.weights_bytes:  # 0: it is not known
         raise InvalidRequest(plan.advice, field="model")
     log.info(

@@ -1,9 +1,9 @@
-"""What a model takes of a memory, before any of its weights is read: weights, the largest step, and the cache.
+"""The memory that a model needs, before any weight is read: weights, the largest step, and the cache.
 
 The cache gets a share of what is left: on a CPU by the weights, on a GPU, which has no other use, by the weights and
-all that a step needs besides (`StepBytes`). `size_cache` is the one place that says how large it is: `make_plan` calls
-it with the weights' size as computed, `build` with the memory that is free once they are loaded, and on a GPU with a
-step that was measured (`measure`).
+all that a step needs besides (`StepBytes`). `size_cache` alone decides its size: `make_plan` calls it with the weights'
+size as computed, `build` with the memory that is free once they are loaded, and on a GPU with a step that was measured
+(`measure`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ferrum_rpc.sampling.rows import HEAD_ROWS
 CPU_SHARE: Final = 0.25
 CPU_MOST: Final = 4 << 30
 CUDA_SHARE: Final = 0.97
-"""Of what weights, step and reserve leave: the rest is for what the allocator rounds up."""
+"""Fraction of what weights, step and reserve leave; the rest is for the allocator's rounding."""
 
 CUDA_RESERVE: Final = 600 << 20
 """Memory of a GPU that is neither weights nor tensors of a step: the context (some 500 MiB, of which the part is not
@@ -35,27 +35,27 @@ counted that it has before the weights are loaded), cuBLAS's workspaces (32 MiB 
 outputs, the partial sums of split attention (16 MiB). Estimated; `python3 -m benchmarks.gpu first-light` measures."""
 
 SAMPLING_BYTES: Final = 24
-"""Of each logit of the rows that are sampled at once, besides the logit: weights and their filtered copy in float32,
-sums of them in float64 and their scan. 20 were counted on a CPU's tensors without filters. Where torch sorts for top-k
-and top-p it takes 52 and the sort's own buffers, which `measure` finds."""
+"""Bytes per logit of the rows that are sampled at once, in addition to the logit: weights and their filtered copy in
+float32, sums of them in float64 and their scan. 20 were counted on a CPU's tensors without filters. Where torch sorts
+for top-k and top-p it takes 52 and the sort's own buffers, which `measure` finds."""
 
 PROCESS_BYTES: Final = 170 << 20
-"""What another rank takes beside its part of the model: pages of Python and torch that are its own (163 MiB)."""
+"""Bytes of another rank in addition to its part of the model: private pages of Python and torch (163 MiB)."""
 
 LEAST_STEP: Final = 256
 """Tokens below which no smaller step or cache is proposed."""
 
 
 class LargestStep(NamedTuple):
-    """Tokens of a step, and how many of them are asked for logits at once."""
+    """Tokens of a step, and the maximum number of rows of logits at once."""
 
     tokens: int = SETTINGS["max_batch_tokens"].default
     sequences: int = SETTINGS["max_batch_items"].default
 
 
 class StepBytes(NamedTuple):
-    """Memory of a GPU that the cache leaves for the largest step: its ``activations`` (logits included), what
-    ``sampling`` of its rows takes besides, and the ``reserve``. ``measured``: whether a step has run."""
+    """Memory of a GPU that the cache leaves for the largest step: its ``activations`` (with logits), the ``sampling``
+    of its rows, and the ``reserve``. ``measured``: whether a step has run."""
 
     activations: int = 0
     sampling: int = 0
@@ -64,7 +64,7 @@ class StepBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum."""
         return self.activations + self.sampling + self.reserve
 
     def at_least(self, measured: int) -> StepBytes:
@@ -73,7 +73,7 @@ class StepBytes(NamedTuple):
 
 
 def step_bytes(choices: Choices, largest: LargestStep) -> StepBytes:
-    """As computed, for any step of up to ``largest``; nothing on a CPU, whose cache has a smaller share."""
+    """The computed sizes for any step of up to ``largest``; 0 on a CPU, whose cache has a smaller share."""
     if choices.device.type == "cpu":
         return StepBytes()
     activations = _activations(choices, *largest, choices.max_context)
@@ -83,8 +83,8 @@ def step_bytes(choices: Choices, largest: LargestStep) -> StepBytes:
 def size_cache(
     config: ModelSettings, block_bytes: int, max_context: int, left: int, step: StepBytes
 ) -> tuple[int, str]:
-    """``(blocks, reason)``, the null block not counted; ``left``: bytes that the weights leave; ``step``: see
-    `step_bytes`. Raises InvalidRequest where that is no block."""
+    """Returns ``(blocks, reason)``, without the null block. ``left``: bytes that the weights leave; ``step``: see
+    `step_bytes`. Raises InvalidRequest if there is room for no block."""
     if config.kv_blocks is not None:
         return config.kv_blocks, "requested"
     if config.kv_memory is not None:
@@ -119,13 +119,13 @@ def size_cache(
 
 
 def adapter_bytes(config: ModelSettings) -> int:
-    """Memory that is kept for adapters."""
+    """Bytes reserved for adapters."""
     return 0 if config.adapter_dir is None else config.adapter_memory
 
 
 def make_plan(choices: Choices, largest: LargestStep, memory: int, here: int | None = None) -> MemoryPlan:
-    """What ``choices``, the first rank's, take of ``memory`` free bytes, and settings that fit where these do not.
-    ``here``: how many ranks take of it; None: all, of the memory of a CPU, and on GPUs each of its own."""
+    """The plan of ``choices``, which are the first rank's, in ``memory`` free bytes, with settings that fit if these do
+    not. ``here``: how many ranks use that memory; None: all on a CPU, one on each GPU."""
     config = choices.config
     if here is None:
         here = config.ranks if choices.device.type == "cpu" else 1
@@ -139,7 +139,7 @@ def make_plan(choices: Choices, largest: LargestStep, memory: int, here: int | N
 
 
 def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory: int, here: int) -> MemoryPlan:
-    """``config``: that of ``choices``, or with another cache."""
+    """``config``: that of ``choices``, or the same with another cache."""
     facts, others = choices.facts, _others(choices, here)
     weights, adapters = choices.source.weight_bytes(), adapter_bytes(config)
     of_others = [(each, count, each.source.weight_bytes()) for each, count in others]
@@ -184,7 +184,7 @@ def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory:
 
 
 def _others(choices: Choices, here: int) -> list[tuple[Choices, int]]:
-    """What the ranks beside the first have, and how many have it: of a stage, none has more than its first."""
+    """The shares of the other ranks, and how many have each: in a stage, no rank has more than its first."""
     width = choices.config.tensor_parallel
     stages = Counter(rank // width for rank in range(1, here))
     return [
@@ -194,7 +194,8 @@ def _others(choices: Choices, here: int) -> list[tuple[Choices, int]]:
 
 
 def _activations(choices: Choices, tokens: int, sequences: int, context: int) -> int:
-    """Of a step of ``tokens`` tokens, the last of a sequence of ``context``, that wants logits of ``sequences``."""
+    """Bytes of a step of ``tokens`` tokens, the last of a sequence of ``context``, with logits of ``sequences``
+    rows."""
     facts, kept, passing = choices.facts, 0, 0
     if not facts.numbers:
         return 0
@@ -214,13 +215,13 @@ def _activations(choices: Choices, tokens: int, sequences: int, context: int) ->
 
 
 def _sampling(choices: Choices, largest: LargestStep) -> int:
-    """Of the rows that `sampling.rows` samples at once, of this rank's part of the vocabulary."""
+    """Bytes of the rows that `sampling.rows` samples at once, for this rank's part of the vocabulary."""
     logits = -(-choices.facts.vocab_size // choices.config.tensor_parallel) * min(*largest, HEAD_ROWS)
     return SAMPLING_BYTES * logits
 
 
 def _alternatives(choices: Choices, largest: LargestStep, memory: int, here: int) -> Iterator[tuple[str, MemoryPlan]]:
-    """Flags that take less, and their plans: a smaller cache, then smaller steps, then smaller weights."""
+    """Flags that need less memory, and their plans: a smaller cache, then smaller steps, then smaller weights."""
     config = choices.config
     for dtype, other in (
         ("", config),

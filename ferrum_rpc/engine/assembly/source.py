@@ -1,7 +1,7 @@
 """A model before it is loaded: its facts, its memory, and how to load it.
 
 There is one `ModelSource` for each kind of model: `IdentitySource` and `DecoderCheckpoint` here, and `HfCheckpoint` in
-`hf_source`. `choose` makes it. Nothing else asks which kind a model is.
+`hf_source`. `choose` makes it. No other code depends on the kind.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ SAMPLE_BYTES: Final = 256
 """Of a tensor, in a fingerprint."""
 
 Reasons = list[tuple[str, str]]
-"""What was chosen, and why, for the log and for GetInfo."""
+"""Choices with their reasons, for the log and for GetInfo."""
 
 
 class ModelFacts(NamedTuple):
     """``architecture`` as the configuration names it; ``dtype`` of what is computed; ``layers``: the attention layers
     of this rank, ``all_layers`` those of all ranks. ``max_context``: the longest sequence that the model can have.
-    ``vocab_size``: of all ranks. ``modules``: the matrices that adapters can change, by name, with their sizes [out,
-    in]. ``copied``: layers that attend over the keys and values of a layer before them, and keep a copy. ``numbers``:
-    of all weights in the checkpoint; 0: there is none. ``estimated``: `ModelSource.activation_bytes` is an estimate."""
+    ``vocab_size``: that of all ranks. ``modules``: the matrices that adapters can change, by name, with their sizes
+    [out, in]. ``copied``: layers that attend over an earlier layer's keys and values, and keep a copy. ``numbers``: how
+    many weights the checkpoint has; 0: there is none. ``estimated``: `ModelSource.activation_bytes` is an estimate."""
 
     name: str
     architecture: str
@@ -68,11 +68,11 @@ class ModelSource(Protocol):
         """Bytes of all weights once loaded. Raises InvalidRequest if they cannot be held in this form."""
 
     def activation_bytes(self, tokens: int, rows: int, attending: int | None) -> int:
-        """Bytes of a step of ``tokens`` tokens that wants logits of ``rows``. ``attending``: what attention takes of a
-        layer while it computes, besides its answer; None: the layers call it in C."""
+        """Bytes of a step of ``tokens`` tokens with logits of ``rows``. ``attending``: bytes that attention allocates
+        in a layer in addition to its result; None: the layers call it in C."""
 
     def load(self, device: torch.device, progress: Progress | None, parallel: ParallelContext) -> tuple[Model, Reasons]:
-        """Read the weights; of a model that ranks share, the part of ``parallel``."""
+        """Read the weights; if ranks share the model, the part of ``parallel``."""
 
     def fingerprint(self, quantize: str) -> bytes:
         """The identity of the model, 32 bytes: executors with equal fingerprints compute the same K and V for the same

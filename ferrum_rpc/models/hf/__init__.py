@@ -1,6 +1,6 @@
-"""Any decoder of `transformers` over our cache: its layers are its own, attention is ours.
+"""Any decoder of `transformers` over our cache: transformers runs the layers, and our backends the attention.
 
-``describe`` finds out what a configuration is, without weights, and refuses what would be wrong; ``model`` reads the
-weights and runs it; ``attention`` is where a layer calls us; ``rope`` keeps a row from depending on its neighbours.
-`transformers` takes seconds to import: nothing outside of this package imports it, and this package where it is needed.
+``describe`` reads a configuration without weights, and refuses what would be computed wrong; ``model`` reads the
+weights and runs it; ``attention`` connects a layer to our attention; ``rope`` makes rotations independent of a row's
+neighbours. `transformers` takes seconds to import: only this package imports it, when it is needed.
 """

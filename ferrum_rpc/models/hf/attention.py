@@ -1,10 +1,9 @@
-"""Where a layer of `transformers` calls us: attention functions, registered under names that are ours.
+"""Attention functions that the layers of `transformers` call, registered under two names of our own.
 
 A model that is built with ``attn_implementation="ferrum"`` calls `_attend` once in every layer, with queries, keys and
-values as they go to the cache; who stores and attends is what `attending` put into a variable of this context. No mask
-is made then, since no maker of masks has that name. The second name is for one dry run without weights, which records
-what each layer asks for: it has a maker of masks, which hands out a token for the rule of a mask, and the layer that
-comes back with the token is known to want that rule.
+values as they go to the cache. `attending` sets the `Attend` of this context. No mask is made then, because no mask
+function has that name. The second name is for one dry run without weights, which records what each layer requests: its
+mask function returns a token for the rule of a mask, and a layer that passes the token on wants that rule.
 
 A name must contain neither ``sdpa``, ``flash``, ``flex_attention`` nor ``paged|``: transformers looks for those in it.
 """
@@ -36,8 +35,8 @@ _calls_of: ContextVar[list[DryRunCall]] = ContextVar("calls")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DryRunCall:
-    """What a layer asked for in the dry run. ``heads``: of queries, ``widths``: of a head's key and value. ``rule``: of
-    the mask that it came with, None: with none of ours. ``kept``: the key and the value themselves."""
+    """What a layer requested in the dry run. ``heads``: of queries, ``widths``: of a head's key and value. ``rule``:
+    that of its mask; None: the mask was not ours. ``kept``: the key and the value."""
 
     layer: int | None
     heads: int
@@ -53,8 +52,8 @@ class DryRunCall:
 
 
 class _Mask(Tensor):
-    """A mask's rule in the place of a mask. Gemma 4 slices the masks of layers that share K and V down to the rows that
-    are wanted: all of them, and then the rule holds."""
+    """A mask's rule in place of the mask. Gemma 4 slices the masks of layers that share K and V to the wanted rows:
+    here all of them, so the rule still holds."""
 
     rule: MaskRule | None = None
 
@@ -67,7 +66,7 @@ class _Mask(Tensor):
 
 
 def register() -> None:
-    """Make both names known to transformers. Again does no harm."""
+    """Register both names with transformers. A repeated call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attend)
@@ -77,7 +76,7 @@ def register() -> None:
 
 @contextmanager
 def attending(attend: Attend) -> Iterator[None]:
-    """Layers that are run within store and attend by ``attend``."""
+    """A context in which layers store and attend by ``attend``."""
     token = _attend_of.set(attend)
     try:
         yield
@@ -87,7 +86,7 @@ def attending(attend: Attend) -> Iterator[None]:
 
 @contextmanager
 def plain(config: Any) -> Iterator[None]:
-    """Layers of a model with this ``config`` that are run within attend as transformers does."""
+    """A context in which layers of a model with this ``config`` use the attention of transformers."""
     ours = config._attn_implementation
     config._attn_implementation = EAGER
     try:
@@ -98,7 +97,7 @@ def plain(config: Any) -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[list[DryRunCall]]:
-    """What the layers ask for that are run within."""
+    """A context that records what the layers request."""
     calls: list[DryRunCall] = []
     token = _calls_of.set(calls)
     try:

@@ -1,9 +1,9 @@
-"""What a configuration is to transformers, found out without a weight: a dry run on the meta device.
+"""Describe what transformers makes of a configuration, without weights: by a dry run on the meta device.
 
-The layers say themselves how many heads they have, how wide those are, what scales and caps their scores; the rule of
-their masks says what a query sees. A family is served where each layer asks us for attention exactly once, with a mask
-that is causal or a window, and nothing but attention looks at another token: what has a state beside the cache, makes
-masks or attention of its own, or looks ahead, would give wrong answers without a word, and is refused here.
+The layers' calls show the number and width of their heads, the scale and the cap of their scores; the rules of their
+masks show what a query sees. A family is served if each layer calls attention exactly once, with a mask that is causal
+or a window, and if nothing but attention reads other tokens. A layer that keeps a state, makes its own masks or
+attention, or looks ahead would give wrong answers silently; it is refused here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ferrum_rpc.models.spec import MAX_LAYERS
 
 DRY_TOKENS: Final = 3
 MAX_COUNT: Final = 1 << 16
-"""Of experts, heads and other parts that are counted."""
+"""Maximum number of experts, heads and other counted parts."""
 
 MAX_TABLES: Final = 256 << 20
-"""Bytes of tables that no checkpoint holds, beside the weights."""
+"""Maximum bytes of tables that no checkpoint holds."""
 
 LIMIT: Final = "_limit"
 """How the names of fields end that may be infinite: ``time_step_limit`` of Mamba's layers, ``swiglu_limit``."""
@@ -46,26 +46,26 @@ NOT_READ: Final = frozenset(
         "quantization_config",  # transformers gets numbers
     )
 )
-"""Fields that say how, and not what, or that lead elsewhere."""
+"""Fields that change how something is computed but not what, or that name other files."""
 
 OF_LANGUAGE: Final = ("ForCausalLM", "LMHeadModel")
-"""How the names of classes end that give logits of the next token."""
+"""Suffixes of the names of classes that compute logits of the next token."""
 
 KINDS: Final = ("full_attention", "sliding_attention")
-"""Of layers, where a configuration lists them."""
+"""Supported kinds of layers, where a configuration lists them."""
 
 WITHOUT: Final = ("mlp", "moe")
-"""Kinds of layers that keep nothing."""
+"""Kinds of layers without a cache or state."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HfSpec:
     """A decoder of transformers without weights. ``kind`` is its class and ``config`` transformers' configuration;
     ``shapes`` are those of its own tensors, by its own names. ``max_context`` is its context, ``longest`` the one that
-    it may be scaled to. ``scaling``: kinds of rotary scaling that are fixed by `rope.freeze`.
-    ``sinks``: for each layer the name of the weight that has its attention sinks, or an empty one. ``copied``: the
-    layers that attend over keys and values of a layer before them. ``modules``: the linear layers that adapters
-    can change, with their sizes [out, in]."""
+    it may be scaled to. ``scaling``: kinds of rotary scaling that are fixed by `rope.freeze`. ``sinks``: for each layer
+    the name of the weight that has its attention sinks, or an empty one. ``copied``: the layers that attend over an
+    earlier layer's keys and values. ``modules``: the linear layers that adapters can change, with their sizes [out,
+    in]."""
 
     architecture: str
     kind: Any
@@ -88,8 +88,8 @@ class HfSpec:
 
 
 def describe(data: Mapping[str, Any]) -> HfSpec:
-    """The spec of a parsed ``config.json``. Raises NotSupported for what cannot be served this way and where
-    transformers is missing, InvalidRequest for a configuration that is broken."""
+    """The spec of a parsed ``config.json``. Raises NotSupported if it cannot be served this way or transformers is
+    missing, InvalidRequest for a broken configuration."""
     version = library().__version__
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -124,7 +124,7 @@ def describe(data: Mapping[str, Any]) -> HfSpec:
 
 
 def _check_class(fields: Fields, served: str) -> None:
-    """Raise NotSupported for a model that is none of language, though its layers are those of one."""
+    """Raise NotSupported for a model that is not a language model, although its layers could run."""
     names = fields.texts("architectures")
     if names and names[0] != served and not names[0].endswith(OF_LANGUAGE):
         raise NotSupported(
@@ -134,7 +134,7 @@ def _check_class(fields: Fields, served: str) -> None:
 
 
 def _check_counts(data: Mapping[str, Any]) -> None:
-    """A module is made for each of what is counted: no file may ask for millions."""
+    """Check the counts: a module is made for each, and no file may request millions."""
     for name, value in data.items():
         if isinstance(value, dict):
             _check_counts(value)
@@ -145,8 +145,8 @@ def _check_counts(data: Mapping[str, Any]) -> None:
 
 
 def _check_finite(data: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest for a number that is not finite: what transformers would compute with it is NaN. A limit may
-    be infinite: then there is none."""
+    """Raise InvalidRequest for a number that is not finite: transformers would compute NaN with it. A limit may be
+    infinite, which means no limit."""
     found: list[tuple[str, Any]] = [*data.items()]
     while found:
         name, value = found.pop()
@@ -227,7 +227,7 @@ def _described(kind: Any, config: Any, fields: Fields) -> HfSpec:
 
 @contextmanager
 def _looked_up(model: Any) -> Iterator[dict[str, int]]:
-    """The embeddings that the model looks its token ids up in while it is run within, with their rows."""
+    """A context that records the embeddings in which the model looks up token ids, with their numbers of rows."""
     found: dict[str, int] = {}
     ids: list[Any] = []
 
@@ -250,8 +250,9 @@ def _looked_up(model: Any) -> Iterator[dict[str, int]]:
 
 
 def _dry_run(model: Any, name: str) -> tuple[list[attention.DryRunCall], int, int]:
-    """What the layers of a model on the meta device ask for, and the widths of its hidden rows and of its logits. Then
-    the whole is run with transformers' own attention, which `serve` compares with: sizes that fail there fail here."""
+    """What the layers of a model on the meta device request, and the widths of its hidden rows and its logits. The
+    model then runs with transformers' own attention too, with which `serve` compares: sizes that fail there fail
+    here."""
     from transformers import DynamicCache
 
     ids = torch.zeros(1, DRY_TOKENS, dtype=torch.int64, device="meta")
@@ -331,8 +332,8 @@ def _copied(calls: list[attention.DryRunCall]) -> tuple[int, ...]:
 
 
 def _is_window(rule: attention.MaskRule, window: int | None, context: int) -> bool:
-    """Whether the rule is that a query sees the last ``window`` positions, itself included, or all: looked at where it
-    could be anything else."""
+    """Whether the rule is that a query sees the last ``window`` positions, itself included, or all. It is evaluated at
+    positions where other rules would differ."""
     edges = {1, 2, 16, 17, context // 2, context}
     if window is not None:
         edges |= {window - 1, window, window + 1, 2 * window, 2 * window + 1}
@@ -349,7 +350,7 @@ def _is_window(rule: attention.MaskRule, window: int | None, context: int) -> bo
 
 
 def _inner_size(model: Any, hidden: int, logits: int) -> int:
-    """The widest row that a matrix of a layer makes, about."""
+    """Approximately the widest row that a matrix of a layer computes."""
     widths = [each.shape[-2] for each in model.parameters() if each.dim() >= 2 and logits not in each.shape]
     return int(max([hidden, *widths]))
 
@@ -368,7 +369,7 @@ def _refusal(name: str, why: str) -> NotSupported:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what transformers says, for people."""
+    """The error of transformers on one line."""
     if isinstance(error, KeyError) and error.args:
         what = str(error.args[0])
         return what[:200] if " " in what else f"it has no {what[:200]!r}"

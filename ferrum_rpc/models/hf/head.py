@@ -1,8 +1,8 @@
-"""A model's own head over hidden rows that are there.
+"""A model's own head, applied to given hidden rows.
 
-What lies between hidden rows and logits differs: a cap, a scale, a division. It stands in ``forward`` of the model
-with the head, behind a call of the model below. So that is called, on a copy of the outer module in which the model
-below answers with the rows.
+The computation between hidden rows and logits differs by family: a cap, a scale, a division. It is in ``forward`` of
+the model with the head, after its call of the inner model. So this calls ``forward`` of a copy of the outer module
+whose inner model returns the given rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class _Answer:
-    """What a model below returns, with nothing but hidden rows."""
+    """The result of an inner model, with nothing but hidden rows."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -28,12 +28,12 @@ class _Answer:
 
 
 class _Below(nn.Module):
-    """In the place of the model below. Some outer modules call a part of it: that is the same."""
+    """Takes the place of the inner model. If an outer module calls a part of it, it gets the same object."""
 
     rows: Tensor
 
     def forward(self, *_: Any, **__: Any) -> _Answer:
-        """The rows that were put here."""
+        """The given rows."""
         return _Answer(self.rows[None])
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The package itself: whether it is there, and that it is quiet."""
+"""The package `transformers`: whether it is installed, and how it is kept quiet."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def library() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """It tells the terminal what it thinks of a configuration, and how far it has loaded. What is wrong is in our
-    errors, and our log is lines that programs read."""
+    """Silence its remarks on configurations and its progress bars. Our errors say what is wrong, and programs read our
+    log."""
     logs = library().utils.logging
     level, bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity(logs.CRITICAL)
@@ -44,8 +44,8 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def reading_one_by_one() -> Iterator[None]:
-    """Its threads read ahead as fast as they can. Where it joins tensors (those of experts), all of them would be in
-    memory twice."""
+    """Keep its threads from reading ahead: where it joins tensors (those of experts), all of them would be in memory
+    twice."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"

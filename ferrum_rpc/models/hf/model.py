@@ -1,8 +1,7 @@
 """A decoder of `transformers`, run over our cache.
 
-Its weights are read by transformers, which knows how each family's checkpoints are laid out, through a mapping that the
-caller makes of files that it has checked: transformers sees neither a folder nor a network. A configuration is never
-allowed to name what is run.
+transformers knows the layout of each family's checkpoints, and reads the weights through a mapping that the caller
+makes of checked files: it gets neither a folder nor a network. A configuration never selects code to run.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ALIGNED: Final = 16
 
 
 class StoredTensor(Protocol):
-    """A tensor that is still in its file. transformers asks for it from several threads."""
+    """A tensor that is still in its file. transformers reads it from several threads."""
 
     def __getitem__(self, index: Any) -> Tensor:
         """With ``...``: all of it, in memory of its own where it is of the model's dtype."""
@@ -74,8 +73,8 @@ class HfModel:
         return self._head(hidden).argmax(dim=-1)
 
     def plain_logits(self, inputs: StepInputs) -> Tensor:
-        """float32 [T, vocab] of one sequence from its start on, with transformers' own attention: what ours is compared
-        with."""
+        """float32 [T, vocab] of one sequence from its start on, with transformers' own attention: the reference of
+        ours."""
         with attention.plain(self._model.config):
             return self._run(self._model, inputs).logits[0].float()  # type: ignore[no-any-return]
 
@@ -174,14 +173,14 @@ def _with_weights(spec: HfSpec, stored: Mapping[str, StoredTensor], dtype: torch
 
 
 def _experts(spec: HfSpec, dtype: torch.dtype) -> str | None:
-    """How experts are computed. None: as transformers finds best, by a grouped product, whose rows must begin at
-    multiples of 16 bytes."""
+    """How experts are computed. None: by transformers' default, a grouped product, whose rows must begin at multiples
+    of 16 bytes."""
     widths = {width for shape in spec.shapes.values() if len(shape) == 3 for width in shape[1:]}
     return None if all(width * dtype.itemsize % ALIGNED == 0 for width in widths) else attention.EAGER
 
 
 class _Nowhere(TorchFunctionMode):
-    """What is asked for on a device is on the meta device."""
+    """A context in which tensors requested on a device are on the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,8 +1,8 @@
-"""Rotations that do not depend on the neighbours.
+"""Rotations that do not depend on a row's neighbours.
 
 With ``dynamic`` and ``longrope`` scaling transformers chooses the frequencies by the largest position of a forward
-pass, which in ours holds many sequences. They are chosen once instead, for the longest sequence that is served: by
-transformers' own code, shown that position, whose configuration then says that its scaling is fixed.
+pass, and ours has many sequences. They are chosen once instead, for the longest sequence that is served: transformers'
+own code gets that position, and the scaling is then marked as fixed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ FIXED: Final = "fixed"
 
 
 def freeze(model: Any, context: int) -> list[str]:
-    """Fix the frequencies of a model whose weights are there, or which is on the meta device, where there is nothing to
-    choose. Returns the kinds of scaling that were found."""
+    """Fix the frequencies of a loaded model; on the meta device there are none to fix. Returns the kinds of scaling
+    that were found."""
     kinds = []
     for module in model.modules():
         for layer_type, kind in _kinds(module):

@@ -30,7 +30,7 @@ class Attention:
     qk_norm: Literal["head", "row"] | None = None
 
     def matrices(self) -> tuple[Matrix, Matrix]:
-        """Query, key and value side by side; what attention found back to hidden rows."""
+        """The fused query, key and value; the output back to hidden rows."""
         query, key = self._rotated()
         value, hidden = Channels(self.kv_heads, self.head_dim), Channels(self.hidden)
         attended = Channels(self.heads, self.head_dim)
@@ -51,7 +51,7 @@ class Attention:
         return replace(self, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
 
     def obstacle(self, ranks: int) -> str:
-        """Why so many ranks cannot share it; or nothing."""
+        """Why so many ranks cannot share it; empty if they can."""
         if self.heads % ranks:
             return f"num_attention_heads {self.heads} must be a multiple of it"
         if self.kv_heads % ranks and ranks % self.kv_heads:

@@ -1,4 +1,4 @@
-"""An MLP that every row passes through."""
+"""An MLP that computes every row."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ class Dense:
         return replace(self, inner=self.inner // ranks)
 
     def obstacle(self, ranks: int) -> str:
-        """Why so many ranks cannot share it; or nothing."""
+        """Why so many ranks cannot share it; empty if they can."""
         return f"intermediate_size {self.inner} must be a multiple of it" if self.inner % ranks else ""

@@ -12,8 +12,8 @@ from ferrum_rpc.models.parts.dense import Dense
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """How rows are normed: by their root mean square, or ("layer") by mean and variance. ``bias``: there are biases
-    beside the weights. ``offset``: the checkpoint has the weights less one."""
+    """How rows are normalized: by their root mean square, or ("layer") by mean and variance. ``bias``: there are biases
+    in addition to weights. ``offset``: the checkpoint has the weights minus one."""
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
@@ -28,7 +28,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """What the checkpoint calls the norms before and after each half of a layer; None: there is none."""
+    """The checkpoint's names of the norms before and after each half of a layer; None: there is none."""
 
     before_mixer: str | None = "input_layernorm"
     after_mixer: str | None = None
@@ -65,7 +65,7 @@ class LayerSpec:
         return replace(self, mixer=self.mixer.share(ranks), mlp=self.mlp.share(ranks))
 
     def obstacle(self, ranks: int) -> str:
-        """Why so many ranks cannot share it; or nothing."""
+        """Why so many ranks cannot share it; empty if they can."""
         return self.mixer.obstacle(ranks) or self.mlp.obstacle(ranks)
 
 

@@ -65,7 +65,7 @@ Read = Callable[[Facts], dict[str, Any]]
 class Architecture:
     """``name`` of Hugging Face's class. ``names``: of a layer's tensors, where they are not those of `LAYER`.
     ``interleaved``: the channels that are rotated together became neighbours. ``shifted``: norms have the one that
-    Hugging Face adds. ``eps``: of norms, the key here and there. ``partial``: heads may be turned in part. ``biases``:
+    Hugging Face adds. ``eps``: of norms, the key here and there. ``partial``: heads may be rotated in part. ``biases``:
     keys of the configuration that say of a tensor whether it is there. ``read``: what else there is."""
 
     name: str
