@@ -35,9 +35,9 @@ class Failpoint(enum.StrEnum):
     """Where. All are on the model thread but `BEFORE_REPLY`: that is on the event loop, after the change was committed
     and recorded, and what hangs or delays there stops the whole server.
 
-    A point of an operation stands before the change, which is one indivisible move; in `FORK` it stands before each
-    child, so that a later one fails with the earlier ones made, in `EXPORT` before each piece that is read, and in
-    `IMPORT` before the blocks are taken, before each piece that is written, and before the sequence comes to be.
+    A point of an operation is before its change, which is indivisible; in `FORK` it is before each child, so that a
+    later one fails after the earlier ones were made, in `EXPORT` before each piece that is read, and in `IMPORT` before
+    the blocks are allocated, before each piece that is written, and before the sequence exists.
     """
 
     AFTER_RESERVE = "after_reserve"
@@ -55,8 +55,8 @@ class Failpoint(enum.StrEnum):
 
 class Action(enum.StrEnum):
     """What. ``error``: an exception that no code expects. ``oom``: the device's out of memory. ``device_lost``: the
-    device is gone for good. ``crash``: SIGKILL to the own process. ``hang``: the thread stands still until
-    `Failpoints.release`. ``delay:ms``: it stands still for so many milliseconds."""
+    device is gone for good. ``crash``: SIGKILL to the own process. ``hang``: the thread stops until
+    `Failpoints.release`. ``delay:ms``: it stops for so many milliseconds."""
 
     ERROR = "error"
     OOM = "oom"

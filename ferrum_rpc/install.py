@@ -1,4 +1,4 @@
-"""How what is missing is installed: from a checkout, as this package and its extras are on no package index."""
+"""How to install what is missing: from a checkout, because no package index has this package."""
 
 from __future__ import annotations
 

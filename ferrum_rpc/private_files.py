@@ -1,9 +1,9 @@
 """A folder that only this user can change, and files in it.
 
-An executor reads its files on disk as its own, so nobody else may have written them. The folder is created with mode
-0700; a folder or file that belongs to another user, or that others can write, is refused. Files are opened relative to
-the folder's descriptor, so that nobody who can write above the folder can replace it. Only regular files are opened,
-and links are not followed: opening a pipe would wait for its other end.
+An executor trusts its files on disk, so no other user may have written them. The folder is created with mode 0700; a
+folder or file that belongs to another user, or that others can write, is refused. Files are opened relative to the
+folder's descriptor, so that a user who can write above the folder cannot replace it. Only regular files are opened, and
+links are not followed: opening a pipe would wait for its other end.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def follow(*, trusted: bool) -> int:
 
 
 def _stop_waiting(number: int, frame: object) -> NoReturn:
-    """A signal while there is no rank 0 that would end this one. A container's first process ends of none that it does
-    not handle."""
+    """End on a signal while there is no rank 0 that would end this one. The first process of a container ignores
+    signals that it does not handle."""
     sys.stderr.write("ferrum-rpc rank: stopped before rank 0 was there\n")
     sys.exit(128 + number)
 
@@ -65,7 +65,7 @@ def _serve(number: int, channel: Channel, store: Store) -> str:
 
 
 def main() -> int:
-    """Of a process that rank 0 has started, with its number and two descriptors."""
+    """The program of a process that rank 0 has started, with its number and two descriptors."""
     from ferrum_rpc.engine.channel import end_with_parent
 
     end_with_parent()  # before anything that takes long

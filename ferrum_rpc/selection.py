@@ -23,8 +23,8 @@ class Unsuited(Exception):
 
 
 class BackendCandidate(NamedTuple):
-    """``make`` returns it, small steps of it tried, or raises what is in the way, `Unsuited` or anything else.
-    ``reason``: what it is good for; ``{}`` in it is what was made."""
+    """``make`` returns it after small steps of it were tried, or raises the obstacle, `Unsuited` or anything else.
+    ``reason``: why it is preferred; ``{}`` in it stands for the result of ``make``."""
 
     name: str
     make: Callable[[], Any]

@@ -12,10 +12,10 @@ TOKEN_VARIABLE: Final = "FERRUM_TOKEN"  # noqa: S105 - a name, no token
 
 
 class ConfigError(ValueError):
-    """A setting is wrong; the message names it and says what would be right."""
+    """A setting is invalid; the message names it and says what is valid."""
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean ...?)``, or nothing where nothing is near."""
+    """`` (did you mean ...?)``, or an empty text if no name is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""

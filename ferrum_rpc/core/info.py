@@ -135,8 +135,8 @@ class Limits:
 
 class CacheState(NamedTuple):
     """A snapshot of the block pool. Of the free blocks ``cached_blocks`` are published in the prefix cache. So far
-    ``blocks_evicted`` left it for want of room, after ``evicted_s`` seconds there in all; ``tier_bytes`` of them are in
-    the second tier. ``prefix_changes``: another number whenever there is another `BlockChange`."""
+    ``blocks_evicted`` were evicted from it, after ``evicted_s`` seconds there in total; ``tier_bytes`` of them are in
+    the second tier. ``prefix_changes`` changes with each `BlockChange`."""
 
     block_size: int
     total_blocks: int
@@ -160,9 +160,9 @@ class RankState(NamedTuple):
 
 class BlockChange(NamedTuple):
     """A block was published in the prefix cache under ``hash``, behind the block ``parent`` (b"": it is the first of
-    its chain), as computed with ``adapter``; or, without a parent, its hash is there no more, or in the second tier
-    alone (``parked``). An empty hash: none is. ``caller``: the digest of the one who imported its content, or what it
-    was computed from; empty: it was computed here, and is for everybody."""
+    its chain), as computed with ``adapter``; or, without a parent, its hash was removed, or is only in the second tier
+    (``parked``). An empty hash: all were removed. ``caller``: the digest of the caller who imported its content, or
+    what it was computed from; empty: it was computed here, and all callers may find it."""
 
     hash: bytes
     parent: bytes | None

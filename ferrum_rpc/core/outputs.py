@@ -175,9 +175,9 @@ class NextToken:
 @dataclass(frozen=True, slots=True, init=False)
 class Accept:
     """Of [last, d0 … dN-1] the longest prefix of the draft that holds, and the token after it; the cache keeps ``last``
-    and what was accepted. ``sampling``: how the tokens are chosen; None: greedily. They have the distribution that it
-    gives them alone, however bad the draft is, if what is said of the draft is true: that each of its tokens was drawn
-    from k candidates by their probabilities, whose sum is 1, or, where k is 0, that it is a guess.
+    and what was accepted. ``sampling``: how the tokens are chosen; None: greedily. They have the distribution of
+    ``sampling`` alone, however bad the draft is, if the draft is as described: each of its tokens was sampled from k
+    candidates by their probabilities, whose sum is 1, or, if k is 0, is a guess.
 
     Made of ``draft_token_ids`` uint32 [N, k] and ``draft_probabilities`` float32 [N, k], array-likes both; kept as
     bytes, so that outputs can be compared and hashed. Raises `InvalidRequest` for arrays that do not agree."""

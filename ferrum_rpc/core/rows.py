@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 class RowKind(enum.Enum):
     """What a block of rows holds. ``field``: the contract's name of the kind. ``columns``: the contract's names of its
-    tensors; the first ``required`` of them are always there, each of the others where it was asked for."""
+    tensors; the first ``required`` of them are always there, each of the others if it was requested."""
 
     TOKENS = ("tokens", ("token_ids", "logprobs", "top_token_ids", "top_logprobs", "selected_logprobs"), 1)
     """Chosen or scored tokens: ``token_ids`` uint32 [R]; ``logprobs`` float32 [R] of them; ``top_token_ids`` uint32
@@ -19,7 +19,7 @@ class RowKind(enum.Enum):
     TOP_TOKENS = ("top_tokens", ("token_ids", "logits", "logsumexp"), 3)
     """``token_ids`` uint32 [R, k], ``logits`` float32 [R, k], ``logsumexp`` float32 [R]."""
     SELECTED_TOKENS = ("selected_tokens", ("logits", "logsumexp"), 2)
-    """``logits`` float32 [R, n] of the n ids that were asked for, ``logsumexp`` float32 [R]."""
+    """``logits`` float32 [R, n] of the n requested ids, ``logsumexp`` float32 [R]."""
     LOGITS = ("logits", ("logits",), 1)
     """``logits`` [R, V]: float32, float16, or bfloat16 as raw uint16 (numpy has no bfloat16)."""
 
@@ -34,7 +34,7 @@ class RowKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBlock:
-    """Rows of one kind from one step, packed: spans that asked for the same kind share the block. ``columns``:
+    """Rows of one kind from one step, packed: spans that requested the same kind share the block. ``columns``:
     C-ordered arrays of R rows each, by name, in the order of the kind; those that are optional may be missing."""
 
     kind: RowKind

@@ -136,7 +136,7 @@ class StepTiming(NamedTuple):
 
 
 class SpanResult(NamedTuple):
-    """A committed span: the sequence's new length and the rows that were asked for; of a run those of all its steps.
+    """A committed span: the sequence's new length and the requested rows; of a run those of all its steps.
     ``cached_tokens`` were found in the prefix cache."""
 
     length: int

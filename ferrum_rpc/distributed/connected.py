@@ -1,7 +1,7 @@
 """What groups on a process group of torch.distributed have in common, whichever backend connects it.
 
 A group is an object of its own, and a process has no default group, so tensor-parallel and pipeline-parallel groups can
-coexist. Its connections end once, by whoever notices first, and `renew` makes new ones.
+coexist. Its connections end once, when the first rank notices a failure, and `renew` makes new ones.
 """
 
 from __future__ import annotations

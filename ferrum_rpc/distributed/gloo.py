@@ -21,7 +21,7 @@ from ferrum_rpc.distributed.group import GroupAborted, as_bytes, check_other, su
 
 LOOPBACK: Final = "127.0.0.1"
 TIMEOUT: Final = timedelta(minutes=1)
-"""Timeout of a call if nobody aborts the group."""
+"""Timeout of a call if the group is not aborted."""
 
 UNDER_WAY: Final = 8
 """Maximum number of sent messages that are not received yet."""

@@ -1,8 +1,7 @@
 """A group of ranks with a GPU each, by NCCL: collectives are queued on the device, and can be captured in a CUDA graph.
 
-NCCL waits on the device, without a limit if a rank is gone: whoever monitors the ranks must abort the group. Then
-queued calls end with undefined results, so the host calls `check` after it has waited for the device. Untested on a
-GPU.
+NCCL waits on the device, without a limit if a rank is gone: the monitor of the ranks must abort the group. Then queued
+calls end with undefined results, so the host calls `check` after it has waited for the device. Untested on a GPU.
 """
 
 from __future__ import annotations

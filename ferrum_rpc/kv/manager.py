@@ -159,7 +159,7 @@ class KvManager:
             displaced = [(place, block) for block in table.cut(place)]
             pool.reuse(found)
             table.extend(found)
-        idle -= pool.free_blocks  # of those that were found, nobody else held so many
+        idle -= pool.free_blocks  # the found ones that had no other reference
         first, before, after = place + len(found), len(table), blocks_for(end, size)
         touched = [(index, table[index]) for index in range(first, min(before, after))]
         published = [each for each in touched if pool.has_one_holder(each[1])]
@@ -390,7 +390,7 @@ class KvManager:
         return self.prefixes.fetch(state, start, prompt, max_blocks)
 
     def forget_prefixes(self) -> None:
-        """Publish nothing any more of what is published now: the blocks that nobody holds are empty."""
+        """Unpublish everything: blocks that no sequence holds are empty then."""
         blocks = self.prefixes.published().tolist()
         self.prefixes.clear()
         for block in blocks:

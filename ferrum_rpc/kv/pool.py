@@ -1,7 +1,7 @@
 """Physical blocks as integers: which are free, and how many holders each of the others has.
 
-A block may be kept for its content: the pool then holds a reference itself, so that nobody writes into it, and gives it
-away when nobody else holds it and no other block is free, the one that was released longest ago first.
+A block may be kept for its content: the pool then holds a reference itself, so that it is not written. If no other
+block is free, the pool evicts kept blocks without other references, the one released longest ago first.
 
 This is the lowest file of the KV floor. It exists so that allocation is one obvious thing that can be proved right on
 its own: all or nothing, O(1) a block, deterministic. It must not know sequences, tokens, block sizes or tensors.
@@ -58,11 +58,11 @@ class BlockPool:
         self._references = np.zeros(self.num_blocks, dtype=np.int32)
         self._free = self._order[::-1]
         self._kept = np.zeros(self.num_blocks, dtype=np.bool_)
-        self._idle: OrderedDict[int, None] = OrderedDict()  # kept and held by nobody else, the oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # kept and without other references, the oldest first
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody holds, those that are kept for their content among them."""
+        """Blocks without other references, including those kept for their content."""
         return len(self._free) + len(self._idle)
 
     @property

@@ -253,7 +253,7 @@ class PrefixCache:
         return BlockChange(key[:HASH_BYTES], self._parents[block], adapter=adapter, caller=key[HASH_BYTES:])
 
     def _note(self, changes: list[BlockChange]) -> None:
-        assert self._changes is not None  # noqa: S101 - somebody watches
+        assert self._changes is not None  # noqa: S101 - there is a watcher
         self._changes += changes
         if len(self._changes) > MOST_CHANGES:
             self._changes = None

@@ -22,7 +22,7 @@ NEVER: Final = 1 << 62
 
 
 class KvMisuse(RuntimeError):
-    """The engine called the KV floor against its rules: a defect of this program, never of a request."""
+    """The engine broke the rules of the KV floor: a defect of this program, never of a request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +49,8 @@ class Reservation:
     # The rest is for undoing it.
     created: bool = False
     replaced: Sequence[tuple[int, int]] = ()
-    """(index in the table, the block that stood there): still referenced, so that it is not written. The first of
-    ``found`` or of ``fresh`` stands there now."""
+    """(index in the table, the block that was there): still referenced, so that it is not written. The first of
+    ``found`` or of ``fresh`` is there now."""
     fresh: Sequence[int] = ()
     """Blocks that this reservation put into the table; the first ``spares_used`` of them were spares."""
     spares_used: int = 0
@@ -61,8 +61,8 @@ class Reservation:
     cached: int = 0
     searched: int = 0
     kept: int = 0
-    """How many of ``replaced`` only this sequence holds: it could have written them in place, as it does where blocks
-    are short, and others would find no more what is published there."""
+    """How many of ``replaced`` only this sequence holds: it could have written them in place, as it does if blocks are
+    short, and others would no longer find what is published there."""
     imported_before: int | None = None
     """What ``imported_from`` of the sequence was, where ``found`` has changed it."""
 

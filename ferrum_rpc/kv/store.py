@@ -35,8 +35,8 @@ device's failure."""
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What a layer keeps of a token: a key and a value of ``head_dim`` numbers for each of ``kv_heads`` heads. In bytes
-    what an attention backend keeps beside them is counted in."""
+    """What a layer keeps per token: a key and a value of ``head_dim`` numbers for each of ``kv_heads`` heads. Bytes
+    include what an attention backend keeps in addition."""
 
     kv_heads: int
     head_dim: int
@@ -54,8 +54,8 @@ class CacheSpec:
 
 @dataclass(slots=True, eq=False)
 class Saved:
-    """What stood in ``slots`` (int64 [n], where the store is): of each buffer of the store [layers, 2, n, kv_heads,
-    head_dim]. ``number`` names it where ranks keep their own parts."""
+    """The former content of ``slots`` (int64 [n], on the store's device): of each buffer of the store [layers, 2, n,
+    kv_heads, head_dim]. ``number`` names it where ranks keep their own parts."""
 
     slots: Tensor
     content: list[Tensor]
@@ -107,7 +107,7 @@ class KvStore:
 
     def read(self, slots: Int64Array, layer: int, width: int) -> tuple[npt.NDArray[np.uint8], ...]:
         """The bytes of ``slots`` (int64 [n]) in a layer, each uint8 [bytes], on the host: K and V, [n, kv_heads,
-        width], and where a row has more than ``width`` numbers, what stands behind those of K and of V."""
+        width], and if a row has more than ``width`` numbers, the rest of K and of V."""
         rows = []
         for each in (self.keys, self.values):
             of_layer = each[layer].flatten(0, 1)
@@ -151,7 +151,7 @@ class KvStore:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def write_block(self, block: int, content: bytes) -> None:
-        """Put back what `read_block` returned."""
+        """Restore what `read_block` returned."""
         if self._device.type != "cpu":
             self._scatter([block], [content])
             return

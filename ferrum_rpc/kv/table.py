@@ -1,7 +1,7 @@
 """A sequence's blocks in order, kept so that one more token costs the same at length 100 and at length 100,000.
 
-A Python list would have to be turned into an array at every step. This is the array: it grows by doubling, and the step
-planner reads it in place. It must not know the pool or references.
+A Python list would have to be converted to an array at every step. This is the array: it grows by doubling, and the
+step planner reads it in place. It must not know the pool or references.
 """
 
 from __future__ import annotations

@@ -51,18 +51,18 @@ HEAD_BYTES: Final = ABOUT.size + 32
 
 MAGIC: Final = b"ferrumk2"
 LEFT_BEHIND_S: Final = 3600.0
-"""A half-written file so old is of a process that was killed."""
+"""Seconds after which a half-written file is that of a killed process."""
 
 PAUSE_S: Final = 0.001
 
 WAITING_BYTES: Final = 64 << 20
-"""Of blocks that wait to be written; above that, they are dropped."""
+"""Maximum bytes of blocks that wait to be written; further ones are dropped."""
 
 ACTIONS: Final = {
     errno.ENOENT: "start the executor again: the folder of --kv-tier-dir was deleted",
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or lower --kv-tier-bytes"),
 }
-"""What helps where a write fails."""
+"""What to do if a write fails."""
 
 
 class BlockFiles:

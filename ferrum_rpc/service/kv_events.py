@@ -1,6 +1,6 @@
 """Events of the prefix cache for routers: `WatchKvEvents`.
 
-The engine records changes while somebody watches. One task collects them between steps, after something has run;
+The engine records changes while there is a watcher. One task collects them between steps, after something has run;
 watchers wait for that task, so idle ones cost nothing. Changes are numbered and kept for a while for slow and returning
 readers, together with their sum, for new ones.
 
@@ -139,7 +139,7 @@ class KvEvents:
         news.set()
 
     async def _poll(self) -> None:
-        """Collect changes while somebody watches."""
+        """Collect changes while there is a watcher."""
         while self._state.watchers:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
@@ -168,7 +168,7 @@ class KvEvents:
                     self._wake()
                 return
         there = await between_steps(submit, Command(Operations.watch_prefixes))
-        if self._there is not None:  # some changes are lost: whoever stands before them begins anew
+        if self._there is not None:  # some changes are lost: watchers before them begin anew
             self._kept.clear()
             self.last += 1
             self._wake()

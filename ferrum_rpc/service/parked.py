@@ -40,7 +40,7 @@ FOLDER: Final = "ferrum-parked"
 PREFIX: Final = "ferrum-parked-"
 NAME: Final = re.compile(rf"{PREFIX}\d+")
 OLD_LOCK: Final = "ferrum-parked.lock"
-"""Which earlier versions had in the given folder, beside their files."""
+"""The lock file of earlier versions, in the given folder."""
 
 DIGEST_BYTES: Final = 32
 CLOSE_S: Final = 5.0
@@ -150,7 +150,7 @@ class ParkedFiles:
             self.delete(parked.path)
 
     def delete(self, path: Path) -> None:
-        """Delete a file, if it exists."""
+        """Delete a file if it exists."""
         if self._folder is not None:  # else all were deleted
             self.start(asyncio.to_thread(_unlink, partial(self._folder.unlink, path.name), path))
 

@@ -47,7 +47,7 @@ from ferrum_rpc.wire.kv_stream import CacheLayout
 log = structlog.get_logger("ferrum_rpc.parking")
 
 CHUNK_OVERHEAD: Final = 512
-"""Bytes of a chunk in a file beside its tensors, generously; of a token's id in its layout there are 5 at most."""
+"""Maximum bytes of a chunk in a file in addition to its tensors; a token's id in the layout takes at most 5."""
 
 LOST: Final = {errno.ENOENT: "is gone", errno.EIO: "can be read no more"}
 """Errors of a file after which its sequence has ended; after others it stays parked."""

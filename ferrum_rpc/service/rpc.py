@@ -23,7 +23,7 @@ from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_from_error
 
 PUSHBACK_METADATA_KEY: Final = "grpc-retry-pushback-ms"
-"""Trailer that tells gRPC clients with automatic retries when to retry; RetryInfo tells all others."""
+"""Trailer with the time of a retry for gRPC clients that retry automatically; others read RetryInfo."""
 
 UNKNOWN_METHOD: Final = "unknown"
 """The single name under which calls of unknown methods are counted: no caller's text becomes a label."""

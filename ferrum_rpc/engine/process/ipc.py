@@ -8,9 +8,9 @@
                        the last second; what else changed, or None. A `Described` when the
                        runner is built; the error that ends the engine
 
-Messages are pickles, and go between a server and its own child, nowhere else. Large columns of rows lie in shared
-memory beside them: a socket would copy 10 MB of logits twice, in pieces of its own size. The memory is an anonymous
-file that the child inherits: nothing is left to clean up, whichever side is killed.
+Messages are pickles, and only a server and its own child exchange them. Large columns of rows are in shared memory
+instead: a socket would copy 10 MB of logits twice, in pieces of its own size. The memory is an anonymous file that the
+child inherits: nothing is left to clean up, whichever side is killed.
 """
 
 from __future__ import annotations

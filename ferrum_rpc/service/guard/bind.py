@@ -114,7 +114,7 @@ def _place(path: Path) -> Iterator[None]:
     """Hold the path of a unix socket while it is bound, accessible to this user only.
 
     gRPC unlinks any socket that it finds there, including that of a running server. So the path is probed first, and a
-    file beside the socket is locked meanwhile, against a server that starts at the same time. Only this user may open
+    file next to the socket is locked meanwhile, against a server that starts at the same time. Only this user may open
     the lock file, because anyone who can open a file can lock it. The file stays, because a lock on a removed file
     excludes no one.
     """
