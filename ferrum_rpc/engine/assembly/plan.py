@@ -12,7 +12,7 @@ from ferrum_rpc.errors import InvalidRequest, counted
 log = structlog.get_logger("ferrum_rpc.engine")
 
 
-class Others(NamedTuple):
+class OtherRanks(NamedTuple):
     """The other ``ranks`` of the same model that use the same memory, in total. ``fixed_bytes``: all but weights and
     cache."""
 
@@ -22,7 +22,7 @@ class Others(NamedTuple):
     kv_bytes_per_token: int = 0
 
 
-NO_OTHERS: Final = Others()
+NO_OTHERS: Final = OtherRanks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class MemoryPlan:
     alternative: str = ""
     estimated: bool = False
     ranks: int = 1
-    others: Others = NO_OTHERS
+    others: OtherRanks = NO_OTHERS
     kv_copied_bytes_per_token: int = 0
 
     @property

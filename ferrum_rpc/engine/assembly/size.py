@@ -19,7 +19,7 @@ from ferrum_rpc.attention.backend import NATIVE, TORCH
 from ferrum_rpc.attention.torch_paged import scratch_bytes
 from ferrum_rpc.config import SETTINGS, ModelSettings
 from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT8, Choices, choose
-from ferrum_rpc.engine.assembly.plan import MemoryPlan, Others, mib
+from ferrum_rpc.engine.assembly.plan import MemoryPlan, OtherRanks, mib
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, counted
 from ferrum_rpc.models.footprint import THREAD_BYTES
 from ferrum_rpc.sampling.rows import HEAD_ROWS
@@ -173,7 +173,7 @@ def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory:
         reason=reason,
         estimated=facts.estimated,
         ranks=config.ranks,
-        others=Others(
+        others=OtherRanks(
             ranks=here - 1,
             weights_bytes=sum(count * size for _, count, size in of_others),
             fixed_bytes=sum(count * (PROCESS_BYTES + adapters + _activations(each, *step)) for each, count in others),
