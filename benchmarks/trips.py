@@ -93,7 +93,7 @@ async def texts(client: ExecutorClient, batch: int, tokens: int) -> float:
     return total / (time.perf_counter() - began)
 
 
-class OtherRanks:
+class Others:
     """`OTHERS` sequences of one client that decode in batches of single steps, or in runs, until they are stopped."""
 
     def __init__(self, client: ExecutorClient) -> None:
@@ -200,7 +200,7 @@ async def run(options: argparse.Namespace) -> Record:
                     taken.setdefault((way, delay_ms, batch), []).append(rate)
         record.save(points=points(taken))
         crowd, alone = [await enter(ExecutorClient(ours.target, session=True)) for _ in range(2)]
-        others, sequence = OtherRanks(crowd), await enter(alone.sequence())
+        others, sequence = Others(crowd), await enter(alone.sequence())
         await others.prefill()
         await sequence.prefill([TOKEN] * CONTEXT)
         steps: dict[str, list[list[float]]] = {way: [] for way in BESIDE}

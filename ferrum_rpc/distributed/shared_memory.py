@@ -21,7 +21,7 @@ from ferrum_rpc.distributed.group import GroupAborted, check_other, check_rows, 
 from ferrum_rpc.native import library
 
 SUMMED: Final = {torch.bfloat16: 0, torch.float32: 1}
-"""Dtypes that the C code sums, with its codes. OtherRanks are gathered and summed by torch."""
+"""Dtypes that the C code sums, with its codes. Others are gathered and summed by torch."""
 
 _NAME_BYTES: Final = 16
 """``name`` in ``struct shared`` of group.c."""

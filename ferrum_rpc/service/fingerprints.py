@@ -1,7 +1,7 @@
 """The identity of calls with one request id: fingerprints of a few bytes, whatever the calls contain.
 
 A fingerprint is kept as long as the answer. Parts of a call with unbounded length (tokens, a salt, lists of ids,
-biases) are stored as a digest. OtherRanks are stored as values: a decode has nothing else, and a digest would take ten
+biases) are stored as a digest. Others are stored as values: a decode has nothing else, and a digest would take ten
 times as long.
 """
 
