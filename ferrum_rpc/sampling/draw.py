@@ -155,7 +155,7 @@ def filtered(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
         top_k = column("top_k", torch.int64)
         top_k = top_k.where((top_k > 0) & (top_k < vocabulary), torch.full_like(top_k, vocabulary))
         part = None
-        if logits.device.type == "cpu" and vocabulary > 4 * SORTED:  # a GPU sorts, as it must not wait for the answer
+        if logits.device.type == "cpu" and vocabulary > 4 * SORTED:  # a GPU must not wait for the answer
             part = _cut(logits, weights, (top_k, top_p), top_tokens(logits, SORTED))
         if part is None:
             ordered, ids = logits.sort(dim=-1, descending=True, stable=True)

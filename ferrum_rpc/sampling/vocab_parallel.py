@@ -13,6 +13,7 @@ A complete row is gathered only if a filter keeps more tokens than the best `SOR
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -24,10 +25,12 @@ from torch import Tensor
 from ferrum_rpc.distributed.group import Group
 from ferrum_rpc.sampling.draw import (
     FINITE,
+    PARAMS_DTYPE,
     SORTED,
     Best,
     FloatArray,
     IntArray,
+    Sampler,
     SamplingParams,
     passed,
     uniforms,
@@ -40,6 +43,23 @@ from ferrum_rpc.selection import BackendCandidate, Choice, Unsuited, select
 
 FEW: Final = 128
 """Candidates of a rank for top-p in the first round. They usually suffice and take a third of the time of `SORTED`."""
+
+PROBED_TOKENS: Final = 2500
+"""Of the small step of a sampler: more than the CUDA kernel reads at once, and no multiple of it."""
+
+PROBED: Final = (
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 40, 1.0, 0.0),
+    (0.7, 0, 0.9, 0.0),
+    (1.3, 40, 0.5, 0.0),
+    (1.0, 1, 0.01, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (0.0, 40, 0.5, 0.1),
+)
+"""Temperature, top-k, top-p and min-p of its rows."""
+
+PROBED_TOLERANCE: Final = 2e-5
+"""Relative, of weights: a GPU's exponential is good to some units in float32's last place, times its argument."""
 
 _TORCH: Final = TorchSampler()
 
@@ -262,18 +282,49 @@ class VocabParallelSampler:
         return self._of_owner(tokens, owner).where(total > 0, otherwise.cpu()).to(weights.device)
 
 
-def select_sampler(device: torch.device, part: VocabShard | None = None) -> Choice:
-    """The sampler for ``device``, of whole rows or of a ``part`` of them."""
+def select_sampler(device: torch.device, part: VocabShard | None = None, *, interpreted: bool = False) -> Choice:
+    """The sampler for ``device``, of whole rows or of a ``part`` of them. ``interpreted``: the CUDA kernel on a CPU,
+    through Triton's interpreter."""
 
     def native() -> ShardSampler:
         if device.type != "cpu":
             raise Unsuited(f"it runs on a CPU, not on {device.type}")
         return NativeSampler()
 
-    choice = select(
+    def triton() -> ShardSampler:
+        if part is not None:
+            raise Unsuited("ranks share rows")
+        if find_spec("triton") is None:
+            raise Unsuited("it is not installed")
+        if torch.version.hip is not None:
+            raise Unsuited("the kernel supports CUDA, not ROCm")
+        from ferrum_rpc.sampling.triton_sample import TritonSampler
+
+        check_small_draws(TritonSampler(), device)
+        return TritonSampler()
+
+    candidates = [
         BackendCandidate("native", native, "a row is read a few times and not sorted"),
         BackendCandidate("torch", TorchSampler),
-        what="sampler",
-        field="sampling",
-    )
+    ]
+    if device.type == "cuda" or interpreted:
+        candidates[0] = BackendCandidate("triton", triton, "one launch, and rows are not sorted")
+    choice = select(*candidates, what="sampler", field="sampling")
     return choice if part is None else choice._replace(made=VocabParallelSampler(choice.made, part))
+
+
+def check_small_draws(sampler: Sampler, device: torch.device) -> None:
+    """Raise Unsuited if ``sampler`` draws other tokens than torch, or keeps other ones, of small rows with ties."""
+    logits = torch.randn(len(PROBED), PROBED_TOKENS, generator=torch.Generator().manual_seed(0))
+    logits = (logits * 8).round().div(4).to(device)
+    params = np.zeros(len(PROBED), PARAMS_DTYPE)
+    params["seed"], params["position"] = 1, np.arange(len(PROBED))
+    for name, values in zip(("temperature", "top_k", "top_p", "min_p"), zip(*PROBED, strict=True), strict=True):
+        params[name] = values
+    expected = _TORCH.draw(logits, params)
+    if not torch.equal(sampler.draw(logits, params), expected):
+        raise Unsuited("tokens of a small step differ from torch's")
+    (weights, plain, _), (exact, also_plain, _) = (each.filtered(logits, params) for each in (sampler, _TORCH))
+    same = torch.equal(plain, also_plain) and torch.equal(weights[plain] > 0, exact[plain] > 0)
+    if not (same and torch.allclose(weights[plain], exact[plain], rtol=PROBED_TOLERANCE, atol=0)):
+        raise Unsuited("weights of a small step differ from torch's")

@@ -37,6 +37,8 @@ from ferrum_rpc.models.triton_lora import (
     shrink_kernel,
 )
 from ferrum_rpc.native.triton_heads import heads_kernel
+from ferrum_rpc.sampling.draw import FINITE
+from ferrum_rpc.sampling.triton_sample import AT_ONCE, TOGETHER, WARPS, sample_kernel
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Shared memory that one program may use, by compute capability (CUDA C++ programming guide, technical specifications
@@ -138,6 +140,13 @@ def adapter_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
     return found
 
 
+def sample_usage(capability: int) -> Usage:
+    """Compile the sampler."""
+    constants: dict[str, Any] = {"AT_ONCE": AT_ONCE, "TOGETHER": TOGETHER, "LIMIT": FINITE}
+    given = {"params": "*fp64", "found": "*i64", "vocabulary": "i32"}
+    return _compile(sample_kernel, f"{AT_ONCE} fp32", capability, torch.float32, constants, (WARPS, 3), given, ())
+
+
 def _compile(  # noqa: PLR0917
     kernel: Any,
     shape: str,
@@ -146,7 +155,9 @@ def _compile(  # noqa: PLR0917
     constants: dict[str, Any],
     launch: tuple[int, int],
     pointers: dict[str, str],
+    aligned_to: tuple[list[str | int], ...] = (["tt.divisibility", 16],),
 ) -> Usage:
+    """``aligned_to``: of what the launcher finds so, addresses and most strides."""
     signature, aligned = {}, {}
     for index, name in enumerate(kernel.arg_names):
         given = POINTERS | pointers
@@ -154,8 +165,8 @@ def _compile(  # noqa: PLR0917
         scalar = "fp32" if name in FLOATS else "i32" if stride else given.get(name, f"*{TRITON_TYPES[dtype]}")
         signature[name] = "constexpr" if name in constants else scalar
         odd = scalar == "fp32" or (stride and name.startswith("kv_") and pointers)
-        if name not in constants and not odd:  # as the launcher finds them: 16 divides addresses and most strides
-            aligned[(index,)] = [["tt.divisibility", 16]]
+        if name not in constants and not odd:
+            aligned[(index,)] = [*aligned_to]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     options = dict(zip(("num_warps", "num_stages"), launch, strict=True))
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -182,6 +193,7 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for each in (*row_usage(capability, dtype), *adapter_usage(capability, dtype)):
             print(*asdict(each).values(), sep="\t")
+    print(*asdict(sample_usage(capability)).values(), sep="\t")
 
 
 if __name__ == "__main__":

@@ -32,12 +32,12 @@ def test_kernels_compile_for_hopper_within_its_registers_and_shared_memory():
     shared, *found = compiled(
         "found = usage(90, 128, torch.bfloat16, window=4096, cap=True, sinks=True);"
         "found += usage(90, 128, torch.bfloat16, rounded=True) + row_usage(90, torch.bfloat16);"
-        "found += adapter_usage(90, torch.bfloat16);"
+        "found += [*adapter_usage(90, torch.bfloat16), sample_usage(90)];"
         "print(json.dumps([SHARED_BYTES[90], *map(asdict, found)]))"
     )
     small, middle, large, merge, small_fp8, middle_fp8, large_fp8, *rows = found
     names = [each["kernel"].removesuffix("_kernel") for each in rows]
-    assert names == ["heads", "heads", "add_norm", "gate", "shrink", "expand", "shrink", "expand"]
+    assert names == ["heads", "heads", "add_norm", "gate", "shrink", "expand", "shrink", "expand", "sample"]
     for each in (small, middle, large, merge, small_fp8, middle_fp8, large_fp8, *rows):
         assert each["spilled"] == 0, each
     for each in (middle, large, middle_fp8, large_fp8):

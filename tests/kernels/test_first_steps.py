@@ -28,6 +28,9 @@ from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.triton_fused_ops import TritonFusedOps
 from ferrum_rpc.models.triton_lora import TritonLoras
+from ferrum_rpc.sampling.draw import PARAMS_DTYPE
+from ferrum_rpc.sampling.triton_sample import TritonSampler
+from ferrum_rpc.selection import Choice
 from tests.kernels.fixtures import BLOCK_SIZE, PagedModel
 from tests.kernels.test_triton_lora import ADAPTERS, MAX_RANK, load
 
@@ -62,17 +65,23 @@ class Launches:
     def _note(self, kind: Any) -> Any:
         def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
             del grid, warmup
-            free = set(getattr(kernel, "kwargs", {}).get("do_not_specialize") or ())
+            given = getattr(kernel, "kwargs", {})
+            free, anywhere = (
+                set(given.get(name) or ()) for name in ("do_not_specialize", "do_not_specialize_on_alignment")
+            )
             names = [*inspect.signature(kernel.fn).parameters]
-            key = [(name, _kind_of(each, name in free)) for name, each in zip(names, arguments, strict=False)]
+            key = [
+                (name, _kind_of(each, name in free, name in anywhere))
+                for name, each in zip(names, arguments, strict=False)
+            ]
             self.seen.add((kernel.fn.__name__, *key, *sorted(constants.items())))
 
         return run
 
 
-def _kind_of(argument: Any, free: bool) -> Any:
+def _kind_of(argument: Any, free: bool, anywhere: bool) -> Any:
     if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
+        return argument.dtype, anywhere or argument.data_ptr() % 16 == 0
     if isinstance(argument, int) and not free:
         return argument == 1, argument % 16 == 0
     return type(argument)
@@ -89,6 +98,7 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
     with torch.inference_mode():
         made = PagedModel(backend, cpu, model, kv_dtype=request.param)
         made.attention.warm_up()
+    made.compute.sampler = Choice("triton", "", TritonSampler())
     return made, launches
 
 
@@ -105,7 +115,8 @@ def test_no_later_step_compiles_a_kernel(world: tuple[PagedModel, Launches], ada
     with torch.inference_mode():
         run_first_steps(model.compute, BLOCK_SIZE, PREFILL_TOKENS // BLOCK_SIZE, loras)
     compiled = set(launches.seen)
-    assert {name for name, *_ in compiled} >= {"add_norm_kernel", "gate_kernel", "attend_kernel", "merge_kernel"}
+    needed = {"add_norm_kernel", "gate_kernel", "attend_kernel", "merge_kernel", "sample_kernel"}
+    assert {name for name, *_ in compiled} >= needed
     rng = np.random.default_rng(0)
     tokens = lambda count: rng.integers(0, 64, count)  # noqa: E731
     for length in (1, 2, 15, 16, 17, 32, 33):
@@ -118,4 +129,8 @@ def test_no_later_step_compiles_a_kernel(world: tuple[PagedModel, Launches], ada
             model.truncate(sequence, 0)
     model.step((0, tokens(40)), (1, tokens(1)), (2, tokens(5)))
     model.step((3, tokens(40)), (6, tokens(40)))  # of one adapter: in large tiles
+    for rows in (1, 3, 16):  # sampled rows also begin where 16 bytes do not
+        logits, params = torch.zeros(rows + 1, 61)[1:], np.zeros(rows, PARAMS_DTYPE)
+        TritonSampler().draw(logits, params)
+        TritonSampler().filtered(logits, params)
     assert launches.seen - compiled == set()

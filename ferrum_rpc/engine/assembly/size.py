@@ -36,8 +36,9 @@ outputs, the partial sums of split attention (16 MiB). Estimated; `python3 -m be
 
 SAMPLING_BYTES: Final = 24
 """Bytes per logit of the rows that are sampled at once, in addition to the logit: weights and their filtered copy in
-float32, sums of them in float64 and their scan. 20 were counted on a CPU's tensors without filters. Where torch sorts
-for top-k and top-p it takes 52 and the sort's own buffers, which `measure` finds."""
+float32, sums of them in float64 and their scan. 20 were counted on a CPU's tensors without filters.
+`sampling.triton_sample` takes none of them. Where torch sorts for top-k and top-p it takes 52 and the sort's own
+buffers, which `measure` finds."""
 
 PROCESS_BYTES: Final = 170 << 20
 """Bytes of another rank in addition to its part of the model: private pages of Python and torch (163 MiB)."""
