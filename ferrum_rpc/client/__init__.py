@@ -62,6 +62,7 @@ from ferrum_rpc.client.info import (
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
 from ferrum_rpc.client.model_client import ModelClient
+from ferrum_rpc.client.pace import RunPace
 from ferrum_rpc.client.pieces import Pieces
 from ferrum_rpc.client.prefixes import PrefixEvents, PrefixIndex
 from ferrum_rpc.client.retry import (
@@ -74,6 +75,7 @@ from ferrum_rpc.client.retry import (
     TRY_LATER,
     ResendPolicy,
 )
+from ferrum_rpc.client.runs import FinishReason, StreamToken
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item, SequenceMisuseError
 from ferrum_rpc.core import (
@@ -165,6 +167,7 @@ __all__ = [
     "ExecutorState",
     "ExecutorStatus",
     "ExecutorView",
+    "FinishReason",
     "FullLogits",
     "Greedy",
     "HandleRef",
@@ -208,6 +211,7 @@ __all__ = [
     "RowLogprobs",
     "Run",
     "RunEnd",
+    "RunPace",
     "Sample",
     "SelectedTokens",
     "Sequence",
@@ -219,6 +223,7 @@ __all__ = [
     "Starting",
     "StepFailed",
     "StepTiming",
+    "StreamToken",
     "TokenMaskUnknown",
     "TopTokens",
     "TransportError",

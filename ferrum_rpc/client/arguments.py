@@ -123,6 +123,13 @@ def as_optional(value: int | None, field: str, *, least: int = 0) -> int | None:
     return None if value is None else as_number(value, field, least=least)
 
 
+def as_seconds(value: float, field: str) -> float:
+    """A time of at least 0. Raises `InvalidRequest`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise InvalidRequest(f"{field} must be a number of seconds, at least 0, not {value!r}", field=field)
+    return float(value)
+
+
 def as_list(values: Iterable[Any], field: str) -> list[Any]:
     """The elements of an iterable. Raises `InvalidRequest` for anything else."""
     try:

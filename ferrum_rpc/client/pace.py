@@ -9,10 +9,11 @@ from typing import Final
 from ferrum_rpc.core import StepTiming
 
 FIRST_RUN: Final = 4
-"""Tokens of a run before the time of a step is known."""
+"""Tokens of a run before the time of a step is known, and of the run that begins with a prompt and is followed."""
 
-LEAST_RUN_S: Final = 0.02
-"""Minimum time of a run: shorter ones cost more messages than a reader gains."""
+RUN_S: Final = 0.06
+"""Time of a run if nothing calls for another one. A run costs both sides the messages of one request, about 1 ms of
+their processors, so this leaves most of their time to steps; a reader still gets tokens several times a second."""
 
 SMOOTHING: Final = 0.25
 """The weight of the latest answer."""
@@ -22,14 +23,31 @@ _TRIPS_OF_A_RUN: Final = 1.5
 
 
 class RunPace:
-    """The time of a round trip to the executor, and of one step of a run there, in seconds."""
+    """How many tokens the next run should have: the policy of `Sequence.stream`, for schedulers that send runs
+    themselves.
+
+        pace = RunPace()
+        while more:
+            sent = time.monotonic()
+            [answer] = await client.forward([sequence.item([token], run=Run(pace.tokens(limits.max_run_tokens)))])
+            pace.note(time.monotonic() - sent, answer.timing, len(answer.tokens))
+
+    Keep one for each executor, because it measures that executor: ``trip_s``, the time of a round trip to it, and
+    ``step_s``, that of one step of a run there, in seconds; None until the first answer. A step takes longer while
+    other sequences share it, so ``step_s`` follows the load.
+
+    A run lasts `RUN_S`, or longer if that hides the trip: 1.5 trips if the next run follows this one at the executor
+    (``chains``), 6 trips if it is sent only after the answer. ``max_delay_s`` bounds that.
+    """
 
     def __init__(self) -> None:
         self.trip_s: float | None = None
         self.step_s: float | None = None
 
     def note(self, elapsed_s: float | None, timing: StepTiming | None, tokens: int) -> None:
-        """Note an answered run of ``tokens`` (0: a prefill). ``elapsed_s``: since it was sent, None if it waited."""
+        """Note an answered run that chose ``tokens`` (0: an item without a run, or one that fed a prompt first).
+        ``elapsed_s``: from its sending to its answer; None if it waited at the executor for another item. ``timing``:
+        that of its `Answer`; None is ignored."""
         if timing is None:
             return
         if elapsed_s is not None:
@@ -41,11 +59,15 @@ class RunPace:
             step_s = timing.forward_s / tokens
             self.step_s = step_s if self.step_s is None else self.step_s + (step_s - self.step_s) * SMOOTHING
 
-    def tokens(self, most: int, *, chains: bool) -> int:
-        """Tokens of the next run, at most ``most``. ``chains``: another one will follow it."""
+    def tokens(self, most: int, *, chains: bool = False, max_delay_s: float | None = None) -> int:
+        """Tokens of the next run, 1 to ``most``. ``chains``: another run will follow it before it is answered.
+        ``max_delay_s``: the longest time that the first token of a run may wait for its last one; less than the trip
+        needs costs throughput. Before the first answer it is a few tokens, or one if a delay is given."""
         if self.step_s is None or self.trip_s is None:
-            return min(FIRST_RUN, most)
-        wanted_s = max(LEAST_RUN_S, self.trip_s * _TRIPS_OF_A_RUN * (1 if chains else 4))
+            return min(FIRST_RUN if max_delay_s is None else 1, most)
+        wanted_s = max(RUN_S, self.trip_s * _TRIPS_OF_A_RUN * (1 if chains else 4))
+        if max_delay_s is not None and max_delay_s < wanted_s:
+            return most if max_delay_s >= (most - 1) * self.step_s else 1 + int(max_delay_s / self.step_s)
         return most if wanted_s >= most * self.step_s else max(1, math.ceil(wanted_s / self.step_s))
 
 

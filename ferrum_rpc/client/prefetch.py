@@ -13,20 +13,45 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.info import Capability, ExecutorInfo
 from ferrum_rpc.client.owner import Owner
+from ferrum_rpc.client.pace import FIRST_RUN
 from ferrum_rpc.client.retry import Deadline, fate_unknown
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.transport import DECODE
 from ferrum_rpc.core import MAX_STOP_TOKENS, OutputSpec, Run
+from ferrum_rpc.core.check import ANSWER_OVERHEAD
 from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, NotSupported, QuotaExceeded
 
 _PATIENCE: Final = 4
 """The deadline of a run is that of one step, plus this many times the time of its steps so far."""
+
+
+class Wanted(NamedTuple):
+    """The tokens of a stream from here on: ``most`` (None: no limit), and no stop token among the first ``least``."""
+
+    most: int | None
+    least: int = 0
+
+    def after(self, tokens: int) -> Self:
+        """What is left after so many."""
+        return self._replace(most=None if self.most is None else self.most - tokens, least=max(0, self.least - tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """``output`` and ``stops``: of the runs of a stream; while no stop token may come, its runs have the output
+    ``before`` and no stops. ``max_delay_s``: see `RunPace.tokens`. ``timeout_s``: of a step."""
+
+    output: OutputSpec
+    timeout_s: float | None = None
+    max_delay_s: float | None = None
+    stops: tuple[int, ...] = ()
+    before: OutputSpec | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -50,54 +75,66 @@ class RunPrefetcher:
         owner: Owner,
         send: Callable[[Item, Deadline], Coroutine[Any, Any, Answer]],
         lost: Callable[[ExecutorError], Coroutine[Any, Any, bool]],
-        *,
-        output: OutputSpec,
-        stops: tuple[int, ...],
-        timeout_s: float | None,
+        options: StreamOptions,
     ) -> None:
         self._owner = owner
         self._send = send
         self._lost = lost
-        self._output = output
-        self._stops = stops
-        self._timeout_s = timeout_s
+        self._options = options
         self._most: int | None = None
         self.in_flight_runs: deque[SentRun] = deque()
         self.unknown = False
         self.failed = False
 
-    def fill(self, tokens: list[int], at: int, left: int | None, info: ExecutorInfo, *, least: int = 0) -> None:
+    def fill(self, tokens: list[int], at: int, wanted: Wanted, info: ExecutorInfo, *, begins: bool = False) -> None:
         """Send the runs that are missing: of ``tokens``, which are to be fed at length ``at``, and behind what is in
-        flight. ``left``: tokens that are still wanted, None without a bound. ``least``: tokens to ask for where the
-        context has no capacity for any, so that the executor refuses it."""
-        connection, state, runs, limits = self._owner.connection, self._owner.state, self.in_flight_runs, info.limits
+        flight. ``wanted``: the tokens that are wanted after ``tokens``. ``begins``: the first run feeds a prompt. If
+        the context has no capacity for it, it is sent all the same, so that the executor refuses it."""
+        connection, state, runs = self._owner.connection, self._owner.state, self.in_flight_runs
         if runs and runs[-1].connection is not connection:  # the run that it would follow is at another executor
             return
-        offered = info.capabilities if len(self._stops) <= (limits.max_stop_tokens or MAX_STOP_TOKENS) else ()
-        most = (limits.max_run_tokens if self._most is None else self._most) if Capability.RUN in offered else 0
-        chains = connection.transport.chains and Capability.FOLLOW in offered and limits.max_followers > 0 < most
+        most = self._longest_run(info)
+        chains = (
+            connection.transport.chains and Capability.FOLLOW in info.capabilities and info.limits.max_followers > 0
+        )
+        chains = chains and most > 0
         in_flight = sum(each.tokens for each in runs)
-        capacity = info.model.max_context - at - (len(tokens) - 1) - in_flight
-        if left is not None:
-            capacity = min(capacity, left - in_flight)
-        capacity = max(capacity, least)
-        while capacity > 0 and len(runs) < 1 + chains:
-            # The first token comes with the whole run: behind a prompt, no longer a run than one that is followed.
-            count = min(connection.pace.tokens(most, chains=chains or least > 0), capacity) if most else 1
-            run, number = Run(count, self._stops) if most else None, next(connection.context.item_ids)
+        capacity = info.model.max_context - at - (len(tokens) - 1)
+        if wanted.most is not None:
+            capacity = min(capacity, wanted.most)
+        capacity = max(capacity, int(begins))
+        while capacity > in_flight and len(runs) < 1 + chains:
+            count, output, stops = 1, self._options.output, self._options.stops
+            if most:
+                count = connection.pace.tokens(most, chains=chains or begins, max_delay_s=self._options.max_delay_s)
+                if begins and chains and not runs:  # the first token comes with the whole run
+                    count = min(count, FIRST_RUN)
+                count = min(count, capacity - in_flight)
+            if wanted.least > in_flight:
+                count, output, stops = min(count, wanted.least - in_flight), self._options.before or output, ()
+            run, number = Run(count, stops) if most else None, next(connection.context.item_ids)
             if runs:
-                item = state.item_behind(
-                    runs[-1].item, number, [], self._output, run=run, max_context=info.model.max_context
-                )
+                item = state.item_behind(runs[-1].item, number, [], output, run=run, max_context=info.model.max_context)
             else:
-                item = state.item(number, tokens, self._output, None, run)
-            capacity -= count
+                item = state.item(number, tokens, output, None, run)
+            in_flight += count
             self._add(item, count, connection)
             if item.follows is None and item.start != at:  # it is rebuilt first: its handle is not known yet
                 return
 
+    def _longest_run(self, info: ExecutorInfo) -> int:
+        """Tokens of a run that the executor accepts and can answer in one message. 0: it offers none."""
+        limits, options = info.limits, self._options
+        if Capability.RUN not in info.capabilities or len(options.stops) > (limits.max_stop_tokens or MAX_STOP_TOKENS):
+            return 0
+        most = limits.max_run_tokens if self._most is None else self._most
+        if most > 1 and limits.max_response_bytes:
+            row_bytes = options.output.row_bytes(info.model.vocab_size, info.model.hidden_size)
+            most = max(1, min(most, (limits.max_response_bytes - ANSWER_OVERHEAD) // row_bytes))
+        return most
+
     def _add(self, item: Item, count: int, connection: Connection) -> None:
-        deadline = connection.context.deadline(self._timeout_s)
+        deadline = connection.context.deadline(self._options.timeout_s)
         if deadline.at is not None and connection.pace.step_s is not None:
             tokens = count + sum(each.tokens for each in self.in_flight_runs)
             deadline = Deadline(deadline.at + _PATIENCE * tokens * connection.pace.step_s)

@@ -15,7 +15,7 @@ from ferrum_rpc.client.arguments import NO_ROWS
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.masks import row_masks_of, with_masks
 from ferrum_rpc.client.owner import FULL, Owner
-from ferrum_rpc.client.prefetch import RunPrefetcher
+from ferrum_rpc.client.prefetch import RunPrefetcher, StreamOptions
 from ferrum_rpc.client.retry import Backoff, Deadline, fate_unknown
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import DECODE, PREFILL, Feed
@@ -288,12 +288,10 @@ class Sender(Generic[AnyOwner_co]):
 
     # --- streams that run ahead -------------------------------------------------------------------------------------
 
-    def prefetch(self, *, output: OutputSpec, stops: tuple[int, ...], timeout_s: float | None) -> RunPrefetcher:
+    def prefetch(self, options: StreamOptions) -> RunPrefetcher:
         """Begin a stream of runs."""
         self.state.seen = self.state.seen_length
-        self.prefetcher = RunPrefetcher(
-            self.owner, self._send_run, self.lost_behind, output=output, stops=stops, timeout_s=timeout_s
-        )
+        self.prefetcher = RunPrefetcher(self.owner, self._send_run, self.lost_behind, options)
         return self.prefetcher
 
     async def settle(self, deadline: Deadline) -> None:

@@ -19,14 +19,16 @@ from ferrum_rpc.client.arguments import (
     as_optional,
     as_output,
     as_run,
+    as_seconds,
     as_tokens,
 )
 from ferrum_rpc.client.executor_view import ExecutorView
 from ferrum_rpc.client.masks import with_masks
 from ferrum_rpc.client.moving import export_file, import_file, move
 from ferrum_rpc.client.owner import Owner
+from ferrum_rpc.client.prefetch import StreamOptions, Wanted
 from ferrum_rpc.client.retry import Deadline
-from ferrum_rpc.client.runs import generated
+from ferrum_rpc.client.runs import StreamToken, streamed, token_ids
 from ferrum_rpc.client.sender import Sender
 from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.client.transport import DECODE, VERIFY
@@ -164,39 +166,75 @@ class Sequence:
         with self._sender.claim("verify"):
             return await self._sender.feed(VERIFY, listed, spec, truncate_to, deadline)
 
-    def generate(
+    def stream(
         self,
         tokens: Tokens,
         *,
         max_tokens: int | None = None,
+        min_tokens: int = 0,
         output: Greedy | Sample = GREEDY,
         stop: Tokens | None = None,
+        max_delay_s: float | None = None,
         timeout_s: float | None = None,
-    ) -> AsyncGenerator[int, None]:
-        """Feed ``tokens`` (a prompt, or a continuation), then every chosen token, and yield the chosen ones:
-        ``async for token in sequence.generate(prompt, max_tokens=64)``.
+    ) -> AsyncGenerator[StreamToken, None]:
+        """Feed ``tokens`` (a prompt, or a continuation), then every chosen token, and yield the chosen ones with what
+        ``output`` asks for: ``async for each in sequence.stream(prompt, max_tokens=64, output=Greedy(logprob=True))``.
 
-        It ends after ``max_tokens`` (None: no limit), before a token of ``stop`` (default: the model's end-of-sequence
-        tokens; empty: none), which is not yielded, or when the context is full. ``output``: how tokens are chosen. A
-        sampled text depends on its seed and not on other requests. ``timeout_s``: of each step.
+        It ends after ``max_tokens`` (None: no limit), with a token of ``stop`` (default: the model's end-of-sequence
+        tokens; empty: none), or when the context is full: the last token's ``finish_reason`` says which. ``output``:
+        how tokens are chosen. A sampled text depends on its seed and not on other requests. ``timeout_s``: of each
+        step.
+
+        Before ``min_tokens`` no stop token ends it, and the executor chooses none: its probability is 0, as if its
+        logit were -inf, and the others' proportions do not change. Only where masks allow nothing else it is chosen,
+        and fed as any other token. Log-probabilities are of the model's row all the same.
 
         If the executor offers runs, a round trip returns several tokens, enough to hide its latency, the first ones
-        with the prompt; in a session the next run waits at the executor for the present one.
+        with the prompt; in a session the next run waits at the executor for the present one. ``max_delay_s``: the
+        longest time that a token may wait there for the rest of its run, for a steadier stream (None: see `RunPace`;
+        0: runs of one token). Shorter than 1.5 round trips it costs throughput.
 
-        L counts all but the last yielded token, which is not fed yet. So you may leave or close a stream (``aclose``)
-        anywhere, and continue with `generate` from that token: calls in flight are cancelled, and the next call rolls
-        back what was computed beyond. An error or a cancellation in a step has the effect that it has in the step's own
-        call; if the outcome is unknown, continuing in this way settles it.
+        L counts all but the last yielded token, which is not fed yet, also if it is a stop token. So you may leave or
+        close a stream (``aclose``) anywhere, and continue with `stream` from that token: calls in flight are cancelled,
+        and the next call rolls back what was computed beyond. An error or a cancellation in a step has the effect that
+        it has in the step's own call; if the outcome is unknown, continuing in this way settles it.
         """
         listed = as_tokens(tokens)
         most = as_optional(max_tokens, "max_tokens", least=1)
+        least = as_number(min_tokens, "min_tokens", most=MOST if most is None else most)
         ends = None if stop is None else frozenset(as_tokens(stop, "stop", least=0))
+        delay_s = None if max_delay_s is None else as_seconds(max_delay_s, "max_delay_s")
         spec = as_output(output, Positions.LAST)
         if not isinstance(spec.kind, Greedy | Sample) or spec.positions is not Positions.LAST:
             raise InvalidRequest(
                 f"the output of a stream must be Greedy() or Sample(...), not {output!r}", field="output"
             )
-        return generated(self._sender, listed, most, output=spec, stop=ends, timeout_s=timeout_s)
+        options = StreamOptions(spec, timeout_s, delay_s)
+        return streamed(self._sender, listed, Wanted(most, least), stop=ends, options=options)
+
+    def generate(
+        self,
+        tokens: Tokens,
+        *,
+        max_tokens: int | None = None,
+        min_tokens: int = 0,
+        output: Greedy | Sample = GREEDY,
+        stop: Tokens | None = None,
+        max_delay_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[int, None]:
+        """The token ids of a `stream`, which describes the arguments: ``async for token in sequence.generate(prompt,
+        max_tokens=64)``. A stop token ends it and is not yielded, so that L counts all tokens then."""
+        stream = self.stream(
+            tokens,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            output=output,
+            stop=stop,
+            max_delay_s=max_delay_s,
+            timeout_s=timeout_s,
+        )
+        return token_ids(stream)
 
     def item(
         self,

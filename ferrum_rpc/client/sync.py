@@ -77,6 +77,7 @@ class Sequence(Facade[async_sequence.Sequence]):
     prefill = blocking(async_sequence.Sequence.prefill)
     decode = blocking(async_sequence.Sequence.decode)
     verify = blocking(async_sequence.Sequence.verify)
+    stream = iterating(async_sequence.Sequence.stream)
     generate = iterating(async_sequence.Sequence.generate)
     item = passing(async_sequence.Sequence.item)
     truncate = blocking(async_sequence.Sequence.truncate)

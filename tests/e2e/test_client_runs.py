@@ -196,9 +196,9 @@ def test_runs_are_long_where_trips_are_and_steps_are_not() -> None:
         return pace.tokens(32, chains=chains)
 
     assert RunPace().tokens(32, chains=True) == FIRST_RUN and RunPace().tokens(2, chains=True) == 2
-    assert pace(0.0005, 0.050) == 1
-    assert pace(0.0005, 0.005) == 4
-    assert pace(0.020, 0.005) == 6
+    assert pace(0.0005, 0.050) == 2
+    assert pace(0.0005, 0.005) == pace(0.020, 0.005) == 12
+    assert pace(0.080, 0.005) == 24
     assert pace(0.020, 0.005, chains=False) == 24
     assert pace(0.200, 0.001) == pace(0.0, 0.0) == 32
 
