@@ -28,7 +28,7 @@ from ferrum_rpc.client import Sequence as ClientSequence
 DELAYS_MS: Final = (0.0, 1.0, 10.0)
 """Each way."""
 
-TARGETS: Final = {1.0: 0.9, 10.0: 0.6}
+TARGETS: Final = {1.0: 0.9, 10.0: 0.9}
 """By delay: tokens a second with runs, of those with no delay, at least."""
 
 WAYS: Final = ("single steps", "runs")
@@ -79,18 +79,22 @@ async def delayed(target: str, delay_s: float) -> AsyncIterator[str]:
 
 
 async def texts(client: ExecutorClient, batch: int, tokens: int) -> float:
-    """Tokens a second of ``batch`` texts at once, their prompts included in the time."""
+    """Tokens a second of ``batch`` texts at once, from their prompts to the last token that a reader gets. The release
+    of their sequences, one more trip, is not part of it."""
+    ended = began = time.perf_counter()
 
     async def text(number: int) -> int:
+        nonlocal ended
         async with client.sequence() as sequence:
             stream = sequence.generate(
                 PROMPT, max_tokens=tokens, output=replace(SAMPLE, seed=number), stop=(), timeout_s=60
             )
-            return len([token async for token in stream])
+            count = len([token async for token in stream])
+            ended = max(ended, time.perf_counter())
+            return count
 
-    began = time.perf_counter()
     total = sum(await asyncio.gather(*map(text, range(batch))))
-    return total / (time.perf_counter() - began)
+    return total / (ended - began)
 
 
 class Others:

@@ -12,8 +12,14 @@ FIRST_RUN: Final = 4
 """Tokens of a run before the time of a step is known, and of the run that begins with a prompt and is followed."""
 
 RUN_S: Final = 0.06
-"""Time of a run if nothing calls for another one. A run costs both sides the messages of one request, about 1 ms of
-their processors, so this leaves most of their time to steps; a reader still gets tokens several times a second."""
+"""Time of a run if nothing calls for a longer one: a reader gets tokens sixteen times a second."""
+
+RUN_S_OF_A_SEQUENCE: Final = 0.01
+"""Time of a run for each sequence that shares its steps. The messages of a run cost the two processes about 0.5 ms in
+all, so those of all runs take a twentieth of the time."""
+
+LONGEST_RUN_S: Final = 0.25
+"""Time of a run at most, unless a round trip takes that long."""
 
 SMOOTHING: Final = 0.25
 """The weight of the latest answer."""
@@ -32,17 +38,19 @@ class RunPace:
             [answer] = await client.forward([sequence.item([token], run=Run(pace.tokens(limits.max_run_tokens)))])
             pace.note(time.monotonic() - sent, answer.timing, len(answer.tokens))
 
-    Keep one for each executor, because it measures that executor: ``trip_s``, the time of a round trip to it, and
-    ``step_s``, that of one step of a run there, in seconds; None until the first answer. A step takes longer while
-    other sequences share it, so ``step_s`` follows the load.
+    Keep one for each executor, because it measures that executor: ``trip_s``, the time of a round trip to it,
+    ``step_s``, that of one step of a run there, in seconds, both None until the first answer, and ``sequences``, how
+    many share such a step. They follow the load.
 
-    A run lasts `RUN_S`, or longer if that hides the trip: 1.5 trips if the next run follows this one at the executor
-    (``chains``), 6 trips if it is sent only after the answer. ``max_delay_s`` bounds that.
+    A run lasts 60 ms, or 10 ms for each of the sequences that share its steps (up to 250 ms), because each run costs
+    the messages of one request. It lasts longer if that hides the trip: 1.5 trips if the next run follows this one at
+    the executor (``chains``), 6 trips if that is sent only after the answer. ``max_delay_s`` bounds all of this.
     """
 
     def __init__(self) -> None:
         self.trip_s: float | None = None
         self.step_s: float | None = None
+        self.sequences = 1.0
 
     def note(self, elapsed_s: float | None, timing: StepTiming | None, tokens: int) -> None:
         """Note an answered run that chose ``tokens`` (0: an item without a run, or one that fed a prompt first).
@@ -58,6 +66,7 @@ class RunPace:
         if tokens:
             step_s = timing.forward_s / tokens
             self.step_s = step_s if self.step_s is None else self.step_s + (step_s - self.step_s) * SMOOTHING
+            self.sequences += (timing.sequences - self.sequences) * SMOOTHING
 
     def tokens(self, most: int, *, chains: bool = False, max_delay_s: float | None = None) -> int:
         """Tokens of the next run, 1 to ``most``. ``chains``: another run will follow it before it is answered.
@@ -65,7 +74,8 @@ class RunPace:
         needs costs throughput. Before the first answer it is a few tokens, or one if a delay is given."""
         if self.step_s is None or self.trip_s is None:
             return min(FIRST_RUN if max_delay_s is None else 1, most)
-        wanted_s = max(RUN_S, self.trip_s * _TRIPS_OF_A_RUN * (1 if chains else 4))
+        steady_s = max(RUN_S, min(LONGEST_RUN_S, RUN_S_OF_A_SEQUENCE * self.sequences))
+        wanted_s = max(steady_s, self.trip_s * _TRIPS_OF_A_RUN * (1 if chains else 4))
         if max_delay_s is not None and max_delay_s < wanted_s:
             return most if max_delay_s >= (most - 1) * self.step_s else 1 + int(max_delay_s / self.step_s)
         return most if wanted_s >= most * self.step_s else max(1, math.ceil(wanted_s / self.step_s))
