@@ -157,6 +157,10 @@ class ModelSettings:
     block_size: int = Field(default=16, ge=1, le=1024, description="tokens per cache block")
     max_context: int | None = Field(default=None, ge=1, description="maximum sequence length (default: the model's)")
     max_sequences: int = Field(default=1024, ge=1, description="maximum number of live sequences")
+    max_grammars: int = Field(
+        default=64, ge=0, description="maximum number of registered grammars, each a process; 0: no grammars"
+    )
+    grammar_memory: Bytes = Field(default=256 << 20, description="maximum memory of one grammar, e.g. 256MiB")
     identity_vocab_size: int = Field(default=256, ge=1, description="identity model: vocabulary")
     identity_layers: int = Field(default=2, ge=1, description="identity model: layers")
     identity_heads: int = Field(default=4, ge=1, description="identity model: query heads")
@@ -245,6 +249,7 @@ class ServeSettings:
     max_token_masks: int = Field(
         default=2048, ge=1, description="maximum number of registered token masks of all callers"
     )
+    max_grammar_bytes: Bytes = Field(default=256 << 10, description="maximum size of a grammar's text")
     caller_share: float = Field(
         default=0.5, gt=0, le=1, description="fraction of each limit that one of several callers may use; 1: all"
     )
@@ -306,7 +311,7 @@ class ServeSettings:
             own |= {"max_adapters": model.max_adapters, "adapter_memory": model.adapter_memory}
         if model.kv_tier_dir is not None:
             own["kv_tier_bytes"] = model.kv_tier_bytes
-        return Limits(**own, max_sequences=model.max_sequences)
+        return Limits(**own, max_sequences=model.max_sequences, max_grammars=model.max_grammars)
 
 
 SETTINGS: Final[dict[str, FieldInfo]] = {

@@ -39,6 +39,7 @@ class Reason(enum.StrEnum):
     LEASE_EXPIRED = "LEASE_EXPIRED"
     LEASE_UNKNOWN = "LEASE_UNKNOWN"
     TOKEN_MASK_UNKNOWN = "TOKEN_MASK_UNKNOWN"  # noqa: S105 - no secret
+    GRAMMAR_UNKNOWN = "GRAMMAR_UNKNOWN"
     ADAPTER_UNKNOWN = "ADAPTER_UNKNOWN"
     ADAPTER_IN_USE = "ADAPTER_IN_USE"
     INSTANCE_MISMATCH = "INSTANCE_MISMATCH"
@@ -54,6 +55,7 @@ class Reason(enum.StrEnum):
     QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
     QUEUE_FULL = "QUEUE_FULL"
     OUTPUT_TOO_LARGE = "OUTPUT_TOO_LARGE"
+    GRAMMAR_TOO_COMPLEX = "GRAMMAR_TOO_COMPLEX"
     STARTING = "STARTING"
     DRAINING = "DRAINING"
     NOT_SUPPORTED = "NOT_SUPPORTED"
@@ -137,6 +139,10 @@ class TokenMaskUnknown(ExecutorError):
     again."""
 
 
+class GrammarUnknown(ExecutorError):
+    """This caller has not registered such a grammar, or it was evicted (``grammar_id``): register it again."""
+
+
 class AdapterUnknown(ExecutorError):
     """No adapter of this name is loaded, or available for loading."""
 
@@ -216,6 +222,10 @@ class QueueFull(ExecutorError):
 
 class OutputTooLarge(ExecutorError):
     """The answer would exceed the message limit; checked before the forward."""
+
+
+class GrammarTooComplex(ExecutorError):
+    """A grammar needs more time or memory than the executor allows, to be compiled or for the mask of a row."""
 
 
 class Starting(ExecutorError):

@@ -252,6 +252,13 @@ def _check_masks(kind: Greedy | Sample, field: str) -> None:
             "`mask` must be an id from register_token_mask, and `row_masks` a tuple of such ids",
             field=f"{field}.token_mask_id",
         )
+    if not isinstance(kind.grammar, bytes):
+        raise InvalidRequest("`grammar` must be an id from register_grammar", field=f"{field}.grammar_id")
+    as_number(kind.grammar_from, f"{field}.grammar_from")
+    if kind.grammar and (kind.mask or masks):
+        raise InvalidRequest("a grammar stands in place of masks", field=f"{field}.grammar_id")
+    if kind.grammar_from and not kind.grammar:
+        raise InvalidRequest("grammar_from is for a grammar", field=f"{field}.grammar_from")
 
 
 def _check_float(value: float, field: str) -> None:

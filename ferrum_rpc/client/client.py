@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from functools import partial
+from typing import Any
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest
@@ -43,7 +44,7 @@ from ferrum_rpc.client.sequence import Sequence, sender_of
 from ferrum_rpc.client.session.transport import STEPS_IN_FLIGHT, SessionTransport
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed, Transport
-from ferrum_rpc.core import Pressure
+from ferrum_rpc.core import GrammarKind, Pressure
 from ferrum_rpc.core.check import check_limit
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import executor_control_pb2
@@ -296,6 +297,19 @@ class ExecutorClient(ModelClient):
         words that it registered. Raises `InvalidRequest` for a mask of another vocabulary or without any token,
         `QueueFull` if calls in flight use all masks that the executor can keep."""
         return await self._connection.masks.register(mask, self._context.deadline(timeout_s))
+
+    async def register_grammar(
+        self, kind: GrammarKind, text: str | Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> bytes:
+        """Register a grammar: a JSON schema (its text, or as a mapping), a regular expression, or a context-free
+        grammar in Lark. Returns the id, for ``Greedy(grammar=..., grammar_from=...)`` and ``Sample``, where
+        ``grammar_from`` is the position at which the constrained text begins, such as the length of the prompt.
+
+        A grammar that this client has registered before costs no call. The executor keeps `limits.max_grammars` and
+        evicts the least recently used; the client registers evicted ones again. Raises `NotSupported` if the executor
+        offers none, `InvalidRequest` for an invalid grammar, `GrammarTooComplex` for one that exceeds the limits of
+        time and memory, `QueueFull` if calls in flight use all grammars that the executor can keep."""
+        return await self._connection.grammars.register(kind, text, self._context.deadline(timeout_s))
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """One client's connection to its executor: sends requests, and updates every sequence's state from the answers.
 
 Some refusals are handled here, unseen by the program: a creation whose lease is gone is sent again with another lease,
-an item whose token mask is gone once that is registered again, and rows that a replayed answer has lost are recomputed.
+an item whose token mask or grammar is gone once that is registered again, and rows that a replayed answer has lost are
+recomputed.
 A release is shielded from cancellation and bounded in time; a lost sequence counts as released.
 """
 
@@ -16,6 +17,7 @@ from typing import Final
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.executor_view import SoleExecutor
+from ferrum_rpc.client.grammars import Grammars
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.client.lease import LEASE_FIELD, Leases
 from ferrum_rpc.client.masks import TokenMasks
@@ -29,6 +31,7 @@ from ferrum_rpc.core.check import check_limit
 from ferrum_rpc.errors import (
     DeadlineExceeded,
     ExecutorError,
+    GrammarUnknown,
     NotSupported,
     SequenceBusy,
     TokenMaskUnknown,
@@ -55,6 +58,7 @@ class Connection:
         self.context = context
         self.leases = leases
         self.masks = TokenMasks(context)
+        self.grammars = Grammars(context)
         self.transport = transport
         self.release_timeout_s = release_timeout_s
         self.live: set[SequenceState] = set()
@@ -85,7 +89,7 @@ class Connection:
         registered: bool = False,
     ) -> list[Answer | ExecutorError]:
         """Items in one forward pass; ``results[i]`` answers ``items[i]``. The caller has claimed the sequences. Items
-        are sent again once with another lease, and once after their masks are registered again."""
+        are sent again once with another lease, and once after their masks and grammars are registered again."""
         while True:
             for item in items:
                 if item.handle is None and item.parent is None:
@@ -100,8 +104,8 @@ class Connection:
             except BaseException as error:
                 for item in items:
                     self._failed(feed, item, error)
-                if isinstance(error, TokenMaskUnknown) and not registered:
-                    registered = await self.masks.register_again([item.output for item in items], deadline)
+                if isinstance(error, TokenMaskUnknown | GrammarUnknown) and not registered:
+                    registered = await self._register_again(items, deadline)
                     if registered:
                         continue
                 if reassigned or not isinstance(error, LEASE_GONE):
@@ -121,7 +125,7 @@ class Connection:
                 self._failed(feed, item, self.context.note_error(outcome))
                 if not reassigned and isinstance(outcome, LEASE_GONE) and self.leases.unassign(item, outcome):
                     again[len(results)] = item
-                elif isinstance(outcome, TokenMaskUnknown) and not registered:
+                elif isinstance(outcome, TokenMaskUnknown | GrammarUnknown) and not registered:
                     again[len(results)] = item
                     unmasked.append(item)
                 results.append(outcome)
@@ -136,14 +140,20 @@ class Connection:
     async def _again(
         self, feed: Feed, items: Mapping[int, Item], unmasked: Sequence[Item], deadline: Deadline
     ) -> list[Answer | ExecutorError]:
-        """The outcomes of items that were refused for their lease or, if ``unmasked``, for their masks, and are sent
-        once more. If that fails, the others' answers stay valid."""
+        """The outcomes of items that were refused for their lease or, if ``unmasked``, for their masks or grammars,
+        and are sent once more. If that fails, the others' answers stay valid."""
         try:
             if unmasked:
-                await self.masks.register_again([item.output for item in unmasked], deadline)
+                await self._register_again(unmasked, deadline)
             return await self.forward(feed, list(items.values()), deadline, reassigned=True, registered=True)
         except ExecutorError as error:
             return [error] * len(items)
+
+    async def _register_again(self, items: Sequence[Item], deadline: Deadline) -> bool:
+        """Register the masks and the grammars of items that this client has kept. False: it has none of them."""
+        outputs = [item.output for item in items]
+        masks = await self.masks.register_again(outputs, deadline)
+        return await self.grammars.register_again(outputs, deadline) or masks
 
     async def _check_offered(self, item: Item, deadline: Deadline) -> None:
         """Raise `NotSupported` if a capability is missing. An executor of an older revision would not refuse, because

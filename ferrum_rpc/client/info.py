@@ -56,6 +56,7 @@ class Capability(enum.Enum):
     STEP_FRAMES = 30
     PARK = 31
     KV_TRANSPORT_NIXL = 32
+    GRAMMAR = 33
 
 
 class _Open(enum.Enum):

@@ -8,7 +8,7 @@ over its executors.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -21,7 +21,7 @@ from ferrum_rpc.client.masks import Mask
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item
 from ferrum_rpc.client.transport import BATCH_DECODE, BATCH_PREFILL, FORWARD, Feed
-from ferrum_rpc.core import NextToken, Pressure, RowLogprobs
+from ferrum_rpc.core import GrammarKind, NextToken, Pressure, RowLogprobs
 from ferrum_rpc.errors import ExecutorError, InvalidRequest
 
 
@@ -74,6 +74,12 @@ class ModelClient(AbstractAsyncContextManager[Any]):
     @abstractmethod
     async def register_token_mask(self, mask: Mask, *, timeout_s: float | None = None) -> bytes:
         """Register a mask of allowed tokens; returns its id."""
+
+    @abstractmethod
+    async def register_grammar(
+        self, kind: GrammarKind, text: str | Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> bytes:
+        """Register a grammar; returns its id."""
 
     # --- many sequences in one call ---------------------------------------------------------------------------------
 

@@ -131,7 +131,11 @@ class RunReader:
 
     @property
     def _ends(self) -> Collection[int]:
-        return self._info.model.eos_token_ids if self._stop is None else self._stop
+        own = self._info.model.eos_token_ids
+        if self._stop is None:
+            return own
+        # nothing but these follows the end of a grammar
+        return self._stop if self._options.output.constrained is None else self._stop.union(own)
 
     def _begin(self) -> None:
         vocabulary, options = self._info.model.vocab_size, self._options

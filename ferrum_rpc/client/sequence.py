@@ -181,9 +181,9 @@ class Sequence:
         ``output`` asks for: ``async for each in sequence.stream(prompt, max_tokens=64, output=Greedy(logprob=True))``.
 
         It ends after ``max_tokens`` (None: no limit), with a token of ``stop`` (default: the model's end-of-sequence
-        tokens; empty: none), or when the context is full: the last token's ``finish_reason`` says which. ``output``:
-        how tokens are chosen. A sampled text depends on its seed and not on other requests. ``timeout_s``: of each
-        step.
+        tokens; empty: none), or when the context is full: the last token's ``finish_reason`` says which. With a grammar
+        the model's end-of-sequence tokens always end it. ``output``: how tokens are chosen. A sampled text depends on
+        its seed and not on other requests. ``timeout_s``: of each step.
 
         Before ``min_tokens`` no stop token ends it, and the executor chooses none: its probability is 0, as if its
         logit were -inf, and the others' proportions do not change. Only where masks allow nothing else it is chosen,

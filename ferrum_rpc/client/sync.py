@@ -149,6 +149,7 @@ class ExecutorClient(ClientFacade[async_client.ExecutorClient]):
     revoke_lease = blocking(async_client.ExecutorClient.revoke_lease)
     sequence = making(Sequence, async_client.ExecutorClient.sequence)
     register_token_mask = blocking(async_client.ExecutorClient.register_token_mask)
+    register_grammar = blocking(async_client.ExecutorClient.register_grammar)
     forward = blocking(async_client.ExecutorClient.forward)
     batch_prefill = blocking(async_client.ExecutorClient.batch_prefill)
     batch_decode = blocking(async_client.ExecutorClient.batch_decode)

@@ -7,6 +7,7 @@ but its errors, and no torch, so that the service floor, the wire floor and the 
 Shapes use these letters: T tokens of a step, R requested rows, V vocabulary, k candidates of a row.
 """
 
+from ferrum_rpc.core.grammars import GRAMMAR_ID_BYTES, Grammar, GrammarKind
 from ferrum_rpc.core.info import (
     MAX_BIASES,
     MAX_CACHE_SALT_BYTES,
@@ -42,6 +43,7 @@ from ferrum_rpc.core.outputs import (
 )
 from ferrum_rpc.core.rows import RowBlock, RowKind, Rows
 from ferrum_rpc.core.steps import (
+    LATE,
     PREFIX,
     PrefixUse,
     Run,
@@ -60,6 +62,8 @@ from ferrum_rpc.core.steps import (
 
 __all__ = [
     "ANYBODY",
+    "GRAMMAR_ID_BYTES",
+    "LATE",
     "MAX_BIASES",
     "MAX_CACHE_SALT_BYTES",
     "MAX_NAME_BYTES",
@@ -77,6 +81,8 @@ __all__ = [
     "DeviceInfo",
     "Follow",
     "FullLogits",
+    "Grammar",
+    "GrammarKind",
     "Greedy",
     "HandleRef",
     "HiddenStates",

@@ -102,6 +102,12 @@ def answer_bytes(item: WorkItem, model: ModelInfo, limits: Limits) -> int:
         masks = len(masked.row_masks)
         if masks and masks != rows:
             raise InvalidRequest(f"{masks} masks for {rows} rows", field="output.row_mask_ids")
+    if output.constrained is not None and rows > limits.max_draft_tokens + 1:
+        raise InvalidRequest(
+            f"a grammar constrains at most {limits.max_draft_tokens + 1} rows of an item, not {rows}",
+            field="output.positions",
+            metadata={"max_draft_tokens": limits.max_draft_tokens},
+        )
     return ANSWER_OVERHEAD + rows * output.row_bytes(vocabulary, model.hidden_size)
 
 

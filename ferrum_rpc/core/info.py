@@ -25,7 +25,8 @@ class AttentionSpec:
 class ModelInfo:
     """Properties of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers, and is known once there is a
     cache. ``folder``: its path on the executor's machine; empty for a built-in model. ``fingerprint``: 32 bytes; models
-    with the same one compute the same K and V."""
+    with the same one compute the same K and V. ``tokenizer_sha256``: of the tokenizer of grammars; empty: there are
+    none."""
 
     name: str
     architecture: str
@@ -44,6 +45,7 @@ class ModelInfo:
     bos_token_id: int | None = None
     folder: str = ""
     fingerprint: bytes = b""
+    tokenizer_sha256: bytes = b""
 
 
 NO_KERNELS: Final = "kernels=none"
@@ -104,6 +106,8 @@ class Limits:
     max_sessions: int = 4096
     max_watchers: int = 64
     max_token_masks: int = 2048
+    max_grammars: int = 64
+    max_grammar_bytes: int = 256 << 10
     caller_share: float = 0.5
     max_draft_tokens: int = 64
     max_draft_candidates: int = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -46,8 +47,8 @@ class RowLogprobs:
 @dataclass(frozen=True, slots=True)
 class Greedy:
     """The argmax token of a row; ties go to the lowest id. With ``logprob`` also its log-probability (f32), with
-    ``logprobs`` those of other tokens. ``mask``, ``row_masks``: as in `Sample`; on the executor's side such an output
-    is a `Sample` at temperature 0."""
+    ``logprobs`` those of other tokens. ``mask``, ``row_masks``, ``grammar``, ``grammar_from``: as in `Sample`; on the
+    executor's side such an output is a `Sample` at temperature 0."""
 
     field: ClassVar[str] = "greedy"
     rows: ClassVar[RowKind] = RowKind.TOKENS
@@ -55,6 +56,8 @@ class Greedy:
     logprobs: RowLogprobs | None = None
     mask: bytes = b""
     row_masks: tuple[bytes, ...] = ()
+    grammar: bytes = b""
+    grammar_from: int = 0
 
     @property
     def listed(self) -> bool:
@@ -74,7 +77,8 @@ class Sample:
     ``penalty_from`` on (0: none).
 
     ``mask``: the id of a registered mask of the tokens that may be drawn. ``row_masks``: one for each row in its place,
-    in the order of their positions; empty: none for that row."""
+    in the order of their positions; empty: none for that row. ``grammar``, in place of masks: the id of a registered
+    grammar, whose text is the sequence's tokens from the position ``grammar_from`` on."""
 
     field: ClassVar[str] = "sample"
     rows: ClassVar[RowKind] = RowKind.TOKENS
@@ -92,6 +96,8 @@ class Sample:
     logprobs: RowLogprobs | None = None
     mask: bytes = b""
     row_masks: tuple[bytes, ...] = ()
+    grammar: bytes = b""
+    grammar_from: int = 0
 
     @property
     def listed(self) -> bool:
@@ -222,6 +228,12 @@ class Accept:
         """Their probabilities, float32 [N, k], where there are any."""
         return np.frombuffer(self.probabilities, np.float32).reshape(-1, self.candidates)
 
+    def choosing(self, sampling: Sample) -> Accept:
+        """The same draft, whose tokens are chosen by ``sampling``."""
+        made = copy.copy(self)
+        object.__setattr__(made, "sampling", sampling)
+        return made
+
     @property
     def choice(self) -> Greedy | Sample:
         """How the token of each row is chosen."""
@@ -270,6 +282,12 @@ class OutputSpec:
         """The sampling parameters, if they name masks."""
         sample = self.kind.sampling if isinstance(self.kind, Accept) else self.kind
         return sample if isinstance(sample, Sample) and (sample.mask or sample.row_masks) else None
+
+    @property
+    def constrained(self) -> Greedy | Sample | None:
+        """How tokens are chosen, if they are constrained by a grammar."""
+        kind = self.kind.sampling if isinstance(self.kind, Accept) else self.kind
+        return kind if isinstance(kind, Greedy | Sample) and kind.grammar else None
 
     def row_bytes(self, vocab_size: int, hidden_size: int) -> int:
         """Bytes of one row on the wire."""

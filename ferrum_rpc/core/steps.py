@@ -145,6 +145,10 @@ class SpanResult(NamedTuple):
     cached_tokens: int = 0
 
 
+LATE: Final = SpanResult(-1, None)
+"""In place of the result of a run's step that was left out, because a mask was not there in time: nothing changed, and
+its run goes on with the same step."""
+
 SpanOutcome = SpanResult | ExecutorError
 """Per span: a result, or why this span did not run (its sequence is as before)."""
 

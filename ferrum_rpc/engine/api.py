@@ -44,6 +44,22 @@ class Described:
     device: DeviceInfo
 
 
+class Constraining(Protocol):
+    """The grammars of a runner's spans, as the loop uses them: see `engine.grammars.constraints`."""
+
+    def ask(self, spans: Sequence[Span]) -> bool:
+        """Ask for what spans that have arrived need. Whether some of it is not there yet."""
+
+    def ready(self, spans: Sequence[Span]) -> bool:
+        """Whether all that the spans need is there, or refused."""
+
+    def may_go_on(self, span: Span) -> bool:
+        """Whether the next step of a run may begin: its mask is there, or soon will be."""
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the first answer, at most for so long."""
+
+
 class Runner(Operations, Protocol):
     """The runner of an engine. Called from one thread only."""
 
@@ -59,6 +75,10 @@ class Runner(Operations, Protocol):
     in_stages: bool
     """Whether steps under way are in different stages of the model, as many as there are stages: then `begin` takes a
     stage's time, and the next step should be begun as soon as there is one."""
+
+    @property
+    def constraints(self) -> Constraining | None:
+        """What knows grammars; None: there are none."""
 
     @property
     def look_every_s(self) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import AdapterFacts, BlockChange, PrefixUse, TokenArray
+from ferrum_rpc.core import AdapterFacts, BlockChange, Grammar, PrefixUse, TokenArray
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -51,6 +51,12 @@ class Operations(Protocol):
 
     def change_masks(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
         """Keep the token masks ``added``, by id and words, and forget others."""
+
+    def change_grammars(self, added: Sequence[tuple[bytes, Grammar]], dropped: Sequence[bytes]) -> None:
+        """Begin to compile the grammars ``added``, by key, and end others."""
+
+    def grammar_compiled(self, key: bytes) -> bool:
+        """Whether a grammar is compiled. Raises `GrammarTooComplex`, and `InvalidRequest` for one that is invalid."""
 
     def open_adapter(self, number: int, name: str) -> AdapterFacts:
         """Begin to load the adapter in the folder ``name``. Raises `AdapterUnknown`, `SequencesExhausted` for want of

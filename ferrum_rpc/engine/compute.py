@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,6 +36,10 @@ AdaptedRows = tuple[int, int, int]
 """The number of an adapter, the first of its rows in a step, and how many there are."""
 
 
+WordsOf = Callable[[Span, int], list[npt.NDArray[np.int32] | None] | None]
+"""`Constraints.words`."""
+
+
 CountsOf = Callable[[int, int, int, TokenArray], TokenCounts]
 """`KvManager.counts`."""
 
@@ -48,6 +53,12 @@ class Compute:
 
     in_stages = False
     """Whether it has some of the layers, and other ranks the rest."""
+
+    masks_first = False
+    """Whether the masks of grammars must be there before a step begins: they are sent with it."""
+
+    words_of: WordsOf = staticmethod(lambda span, rows: None)
+    """The masks of a span's rows by its grammar."""
 
     late = False
     """Whether nothing here waits for the device: what is returned is on its way then, and there at the next `mark`."""
@@ -156,7 +167,8 @@ class Compute:
                         scored = np.append(span.tokens[1:], following)[-count:]
                     case NextToken():
                         scored, first = span.tokens[-count:], first - 1
-                requests.append(RowRequest(first, count, kind, span.end - count + 1, counted, scored, draft))
+                words = self.words_of(span, count) if isinstance(kind, Sample) and kind.grammar else None
+                requests.append(RowRequest(first, count, kind, span.end - count + 1, counted, scored, draft, words))
         return requests, wanted, drafts
 
     def rows(self, hidden: Tensor, requests: Sequence[RowRequest]) -> list[Rows]:

@@ -13,6 +13,8 @@ in the order in which they were begun.
 If the model's layers are in stages, the next step is begun as soon as there is one, because the first stage idles until
 then; and the waiting work is divided into as many steps as there are stages, which would otherwise be one.
 
+Submissions whose rows are constrained by grammars wait for their masks before they wait for a step (`engine.aside`).
+
 The loop handles spans and callables, without torch, handles and the wire; its subclasses receive work and deliver
 answers (`engine.thread`, `engine.process`). Runs continue from step to step by themselves (`engine.runs`). Thread-local
 device state (inference mode, streams) is entered through the runner's ``context``.
@@ -27,15 +29,19 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from queue import Empty
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-from ferrum_rpc.core import CacheState, RankState, SpanResult, Step, StepTiming
+from ferrum_rpc.core import LATE, CacheState, RankState, SpanResult, Step, StepTiming
 from ferrum_rpc.engine.api import EngineCounters, Finished, Interrupt, Operation, Runner, Submission, ended, lost
+from ferrum_rpc.engine.aside import Aside
 from ferrum_rpc.engine.backlog import Backlog
 from ferrum_rpc.engine.overlap import LOOK_S, Overlap
 from ferrum_rpc.engine.places import Places
 from ferrum_rpc.engine.runs import Running, Runs
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, ExecutorError, StepFailed
+
+MASKS_S: Final = 0.001
+"""How long the loop waits for masks without a look at its inbox, if it has nothing else to do."""
 
 Work = Submission | Operation | Interrupt | None
 """What an inbox holds; None asks the loop to end when it has done what came before."""
@@ -80,6 +86,7 @@ class EngineLoop(ABC):
         self._on_ready = on_ready
         self._on_failed = on_failed
         self._backlog = Backlog(max_step_items, max_step_tokens)
+        self._aside = Aside(self._backlog.add)
         self._places = Places(max_running)
         self._runs = Runs(self._places)
         self._under_way: deque[tuple[list[Running], list[Submission], Any]] = deque()  # with what `begin` returned
@@ -126,17 +133,21 @@ class EngineLoop(ABC):
 
     def _serve(self, runner: Runner) -> None:
         stopping = False
-        while not stopping or self._backlog or self._under_way or self._runs.ready or self._places:
+        constraints = runner.constraints
+        may_go_on = None if constraints is None else constraints.may_go_on
+        while not stopping or self._backlog or self._under_way or self._runs.ready or self._places or self._aside:
             if self._under_way and not self._next_is_due(runner):
                 self._deliver(self._finish(runner))
                 continue
             finished: Finished = []
-            idle = not (self._backlog or self._under_way or self._runs.ready or self._places)
+            idle = not (self._backlog or self._under_way or self._runs.ready or self._places or self._aside)
             stopping |= self._drain_inbox(runner, finished, wait=idle)
             going: list[Running] = []
+            if constraints is not None and self._aside:
+                self._aside.pass_on(constraints)
             share = self._share(runner) if runner.in_stages else None
             if self._runs.ready:
-                going = self._runs.take(time.monotonic(), share)
+                going = self._runs.take(time.monotonic(), share, may_go_on)
                 self._end_runs(runner, finished)
             claimed = self._claim(finished, None if share is None else share - len(going))
             if finished:
@@ -144,6 +155,9 @@ class EngineLoop(ABC):
                 self._deliver(finished)
             if going or claimed:
                 self._begin(runner, going, claimed)
+            elif constraints is not None and (self._aside or self._runs.ready):  # nothing else to do
+                constraints.wait(LOOK_S if self._under_way else MASKS_S)
+                self.busy_since = time.monotonic()
 
     def _next_is_due(self, runner: Runner) -> bool:
         """Whether to look for more work before the oldest step is finished. False as soon as that is ready."""
@@ -180,7 +194,8 @@ class EngineLoop(ABC):
                 if work is None:
                     stopping = True
                 elif isinstance(work, Submission):
-                    self._backlog.add(work)
+                    if runner.constraints is None or not self._aside.waits(work, runner.constraints):
+                        self._backlog.add(work)
                 elif isinstance(work, Interrupt):
                     if work.work is not None:
                         work.work.interrupts.setdefault(work.index, work.error)
@@ -308,7 +323,7 @@ class EngineLoop(ABC):
         for work in claimed:
             spans += work.spans
         for span, outcome in zip(spans, result.outcomes, strict=True):
-            if isinstance(outcome, SpanResult):
+            if isinstance(outcome, SpanResult) and outcome is not LATE:
                 ran += 1
                 tokens += len(span.tokens)
                 cached += outcome.cached_tokens
@@ -396,6 +411,8 @@ class EngineLoop(ABC):
                 work: Work
                 if self._places:
                     work = self._places.pop()
+                elif self._aside:
+                    work = self._aside.pop()
                 else:
                     work = self._backlog.take(counted=False) if self._backlog else self._inbox.get(block=False)
                 if isinstance(work, Submission | Operation) and self._claim_one(work):

@@ -15,10 +15,11 @@ import structlog
 import torch
 
 from ferrum_rpc.attention.backend import AttentionBackend
-from ferrum_rpc.core import AdapterFacts, BlockChange, DeviceInfo, ModelInfo, PrefixUse, TokenArray
+from ferrum_rpc.core import AdapterFacts, BlockChange, DeviceInfo, Grammar, ModelInfo, PrefixUse, TokenArray
 from ferrum_rpc.device import check_device
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.grammars.constraints import Constraints
 from ferrum_rpc.engine.step import DEVICE_ERRORS, Stage, StepRunner
 from ferrum_rpc.errors import DeviceLost, ExecutorError, NotSupported, StepFailed
 from ferrum_rpc.kv.manager import KvManager
@@ -50,9 +51,10 @@ class TorchRunner(StepRunner):
         depth: int = 1,
         tier: BlockFiles | None = None,
         adapters: Adapters | None = None,
+        constraints: Constraints | None = None,
     ) -> None:
         compute = Compute(model, attention) if compute is None else compute
-        super().__init__(kv, store, compute, stage=stage, depth=depth, tier=tier)
+        super().__init__(kv, store, compute, stage=stage, depth=depth, tier=tier, constraints=constraints)
         self.info = info
         self.device = device
         self.model = model
@@ -90,6 +92,8 @@ class TorchRunner(StepRunner):
         settle = not self._taken().isdisjoint(sequences)
         with self._operation("release", stage="release", settle=settle):
             free = self.kv.free_blocks
+            if self.constraints is not None:
+                self.constraints.forget(sequences)
             for sequence in sequences:
                 unfinished = self._imports.pop(sequence, None)
                 if unfinished is None:
@@ -128,6 +132,20 @@ class TorchRunner(StepRunner):
     def change_masks(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
         with self._operation("change of masks", settle=False):
             self.compute.change_masks(added, dropped)
+
+    def change_grammars(self, added: Sequence[tuple[bytes, Grammar]], dropped: Sequence[bytes]) -> None:
+        with self._operation("change of grammars", settle=False):
+            self._known_constraints.change(added, dropped)
+
+    def grammar_compiled(self, key: bytes) -> bool:
+        with self._operation("compilation of a grammar", settle=False):
+            return self._known_constraints.compiled(key)
+
+    @property
+    def _known_constraints(self) -> Constraints:
+        if self.constraints is None:
+            raise NotSupported("the executor offers no grammars")
+        return self.constraints
 
     def open_adapter(self, number: int, name: str) -> AdapterFacts:
         with self._operation("load of an adapter", settle=False):

@@ -10,12 +10,12 @@ interrupted by the caller, the deadline or the lease. What it has chosen until t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ferrum_rpc.core import RowBlock, Rows, Run, RunEnd, RunEnded, Span, SpanOutcome, SpanResult, StepTiming
+from ferrum_rpc.core import LATE, RowBlock, Rows, Run, RunEnd, RunEnded, Span, SpanOutcome, SpanResult, StepTiming
 from ferrum_rpc.engine.api import Submission
 from ferrum_rpc.engine.places import Places
 from ferrum_rpc.errors import DeadlineExceeded, ExecutorError
@@ -62,20 +62,25 @@ class Runs:
         self._over: list[RunCall] = []
         self._ended: list[int] = []
 
-    def take(self, now: float, limit: int | None = None) -> list[Running]:
+    def take(
+        self, now: float, limit: int | None = None, may_go_on: Callable[[Span], bool] | None = None
+    ) -> list[Running]:
         """The runs of the next step, at most so many. Those that are interrupted, or whose deadline has passed at
-        ``now``, have ended."""
+        ``now``, have ended; those that must not go on yet stay."""
         going: list[Running] = []
+        held: list[Running] = []
         for each in self.ready[:limit]:
             work = each.call.work
             cause = each.interrupt if work.interrupts else None
             if cause is None and work.deadline is not None and now >= work.deadline:
                 cause = DeadlineExceeded("the deadline passed; these are the tokens until then")
-            if cause is None:
+            if cause is not None:
+                self._end(each, RunEnd.CUT, cause)
+            elif may_go_on is None or may_go_on(each.span):
                 going.append(each)
             else:
-                self._end(each, RunEnd.CUT, cause)
-        self.ready = [] if limit is None else self.ready[limit:]
+                held.append(each)
+        self.ready = held if limit is None else self.ready[limit:] + held
         return going
 
     def begun(self, work: Submission, outcomes: Sequence[SpanOutcome], timing: StepTiming | None) -> bool:
@@ -95,6 +100,9 @@ class Runs:
 
     def stepped(self, each: Running, outcome: SpanOutcome) -> None:
         """A step of a run has ended."""
+        if outcome is LATE:
+            self.ready.append(each)
+            return
         if not isinstance(outcome, SpanResult) or outcome.rows is None:
             assert isinstance(outcome, ExecutorError)  # noqa: S101 - a run has a row a step
             self._end(each, RunEnd.CUT, outcome)

@@ -18,8 +18,9 @@ asynchronously (``depth`` 2), the next step is begun in between. That changes no
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +31,20 @@ import structlog
 import torch
 
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.core import CacheState, Rows, Span, SpanOutcome, SpanResult, Step, StepResult
+from ferrum_rpc.core import (
+    LATE,
+    CacheState,
+    OutputSpec,
+    Positions,
+    Rows,
+    Span,
+    SpanOutcome,
+    SpanResult,
+    Step,
+    StepResult,
+)
 from ferrum_rpc.engine.compute import Compute, clear_frames
+from ferrum_rpc.engine.grammars.constraints import Constraints
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import Reservation
@@ -50,6 +63,8 @@ when its rows are there ``commit``. Operations: ``truncate``, ``fork`` (each chi
 ``export`` (each piece), ``import`` (its begin, each piece, its end), ``adapter`` (each piece).
 """
 
+_NO_ROWS: Final = OutputSpec(Positions.NONE)
+
 FLUSH_S: Final = 5.0
 """At its end, the second tier may take so long to be written."""
 
@@ -63,7 +78,8 @@ After any other error `Compute.recover` checks the device, because Triton and cu
 class Pending:
     """A step under way, for `TorchRunner.finish`. By index of its spans: those that were ``refused``, and the
     ``reservations`` of the others, in their order, as are ``rows``; ``drafts``: which of those are to be accepted.
-    ``ended`` is what became of it, once that is known."""
+    ``late``: spans that were left out, because their masks were not there in time. ``ended`` is what became of it, once
+    that is known."""
 
     began: float
     spans: tuple[Span, ...]
@@ -71,6 +87,7 @@ class Pending:
     reservations: dict[int, Reservation]
     rows: Sequence[Rows | None] = ()
     drafts: Sequence[int] = ()
+    late: Collection[int] = ()
     saved: Saved | None = None
     mark: Marker | None = None
     closes_first: bool = False
@@ -91,6 +108,7 @@ class StepRunner:
         stage: Stage | None,
         depth: int,
         tier: BlockFiles | None,
+        constraints: Constraints | None,
     ) -> None:
         self.kv = kv
         self.store = store
@@ -98,7 +116,10 @@ class StepRunner:
         self.depth = depth
         self.on_device = compute.model.device.type == "cuda"
         self.in_stages, self.look_every_s = compute.in_stages, compute.look_every_s
-        self.check_alive, self.ranks, self.close = compute.check_alive, compute.ranks, compute.close
+        self.check_alive, self.ranks = compute.check_alive, compute.ranks
+        self.constraints = constraints
+        if constraints is not None:
+            compute.words_of = constraints.words
         self._stage = stage
         self._under_way: list[Pending] = []
         self._ended_at = 0.0
@@ -115,6 +136,12 @@ class StepRunner:
             yield
             if self._tier is not None:
                 self._tier.end(self.kv.prefixes.blocks(), self.store.read_blocks, FLUSH_S)
+
+    def close(self) -> None:
+        """See `Runner.close`."""
+        if self.constraints is not None:
+            self.constraints.close()
+        self.compute.close()
 
     def end_hold(self, sequences: Sequence[int]) -> None:
         """Free the blocks that were reserved for runs that are over."""
@@ -217,16 +244,43 @@ class StepRunner:
             if index in refused:
                 outcomes.append(refused[index])
                 continue
+            if index in pending.late:
+                if index in pending.reservations:
+                    self.kv.rollback(pending.reservations[index])
+                    next(rows)
+                outcomes.append(LATE)
+                continue
             reservation = pending.reservations[index]
             length = commit(reservation, pending.spans[index].tokens)
             outcomes.append(SpanResult(length, next(rows), None, reservation.cached))
             copied += len(reservation.copies)
             searched += reservation.searched
+        if self._constrained:
+            self._ask_for_next(pending, outcomes)
         self.kv.trim_spares()
         now = time.perf_counter()
         forward_s = now - max(pending.began, self._ended_at)  # before, the device was another step's
         pending.ended = StepResult(tuple(outcomes), forward_s, copied, searched)
         self._ended_at = now
+
+    @property
+    def _constrained(self) -> bool:
+        """Whether spans may name grammars."""
+        return self.constraints is not None and self.constraints.active
+
+    def _ask_for_next(self, pending: Pending, outcomes: Sequence[SpanOutcome]) -> None:
+        """Ask for the masks behind what a step has chosen, and forget sequences that were not made."""
+        assert self.constraints is not None  # noqa: S101 - the caller looked
+        for span, outcome in zip(pending.spans, outcomes, strict=True):
+            if not isinstance(outcome, SpanResult):
+                if span.create:
+                    self.constraints.forget((span.sequence,))
+            elif outcome.rows is not None:
+                rows = outcome.rows
+                last = rows.block.columns.get("token_ids")
+                if last is not None and last.ndim == 1:
+                    self.constraints.chosen(span, outcome.length, int(last[rows.first + rows.count - 1]))
+        self.constraints.flush()
 
     def _give_up(self, reservations: dict[int, Reservation]) -> None:
         for reservation in reservations.values():
@@ -238,6 +292,7 @@ class StepRunner:
         `KvManager.reserve`."""
         refused: dict[int, ExecutorError] = {}
         reservations: dict[int, Reservation] = {}
+        constraints = self.constraints
         stage, reserve = self._stage, self.kv.reserve if keep else partial(self.kv.reserve, keep=False)
         spans = list(enumerate(step.spans))
         forks = [each for each in spans if each[1].parent is not None]
@@ -250,6 +305,8 @@ class StepRunner:
             try:
                 if stage is not None:
                     stage("reserve")
+                if constraints is not None and (refusal := constraints.refusal(span)) is not None:
+                    raise copy.copy(refusal)
                 hold = 0 if run is None else run.max_tokens - 1
                 reservations[index] = reserve(
                     sequence,
@@ -282,6 +339,11 @@ class StepRunner:
 
     def _queue(self, pending: Pending) -> None:
         """The forward pass over reserved spans, up to the copies of its rows; on any failure the cache is as before."""
+        began = time.monotonic()
+        if self._constrained and self.compute.masks_first:
+            self._leave_out(pending, began)
+            if not pending.reservations:
+                return
         spans: list[Span] = []
         starts, lengths, tables, overwritten = [], [], [], []
         copies: list[tuple[int, int]] = []
@@ -314,6 +376,8 @@ class StepRunner:
             hidden = self.compute.forward(spans, geometry)
             if stage is not None:
                 stage("select")
+            if self._constrained and not self.compute.masks_first:
+                spans = self._without_late(pending, spans, began)
             pending.rows, pending.drafts = self.compute.select(spans, hidden, self.kv.counts)
             pending.mark = self.compute.mark()
             if self.depth > 1:
@@ -321,6 +385,23 @@ class StepRunner:
                 pending.closes_first = any(r.replaced and r.start < length(r.sequence) for r in reserved)
         except BaseException as error:
             raise self._failure(pending, error) from error
+
+    def _leave_out(self, pending: Pending, began: float) -> None:
+        """Leave spans out of a step that has not begun on the device, if their masks are late."""
+        assert self.constraints is not None  # noqa: S101 - the caller looked
+        late = self.constraints.late([pending.spans[index] for index in pending.reservations], began)
+        pending.late = {index for index in pending.reservations if pending.spans[index].sequence in late}
+        for index in pending.late:
+            self.kv.rollback(pending.reservations.pop(index))
+
+    def _without_late(self, pending: Pending, spans: Sequence[Span], began: float) -> list[Span]:
+        """The spans of a step that computes, without rows of those whose masks are late. These are steps of runs, which
+        append a token, so nothing needs to be restored."""
+        assert self.constraints is not None  # noqa: S101 - the caller looked
+        late = self.constraints.late(spans, began)
+        if late:
+            pending.late = {index for index in pending.reservations if pending.spans[index].sequence in late}
+        return [span._replace(output=_NO_ROWS) if span.sequence in late else span for span in spans]
 
     def _save_leaving(self) -> None:
         """Save evicted blocks of the prefix cache, before any block is written."""

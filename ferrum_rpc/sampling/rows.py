@@ -52,7 +52,8 @@ HEAD_ROWS: Final = 256
 class RowRequest(NamedTuple):
     """Rows ``first .. first + rows`` of the step's packed tokens, and what is wanted of them. ``position``: tokens of
     the sequence before the one that the first row chooses. ``counted``: these tokens, if there are penalties.
-    ``scored``: the rows' tokens, where these are given. ``draft``: what a draft was drawn from.
+    ``scored``: the rows' tokens, where these are given. ``draft``: what a draft was drawn from. ``words``: the masks of
+    the rows by their grammar, None for a row without one.
     """
 
     first: int
@@ -62,6 +63,7 @@ class RowRequest(NamedTuple):
     counted: CountedTokens | None = None
     scored: TokenArray | None = None
     draft: Draft | None = None
+    words: Sequence[npt.NDArray[np.int32] | None] | None = None
 
 
 _GREEDY: Final = Greedy()
@@ -239,7 +241,7 @@ class SampledRows:
         self._penalties: list[tuple[int, range, CountedTokens, Sample, int]] = []  # with the first of their rows
         self._proposals: list[tuple[int, Proposal]] = []  # with their rows
         self._masks: list[RowMask] = []
-        for _, count, kind, position, counted, _, draft in requests:
+        for _, count, kind, position, counted, _, draft, of_grammar in requests:
             assert isinstance(kind, Sample)  # noqa: S101 - the callers looked
             seed = random.getrandbits(64) if kind.seed is None else kind.seed
             if draft is not None:
@@ -247,6 +249,8 @@ class SampledRows:
             if kind.mask or kind.row_masks:
                 words = masks.of(kind, count)
                 self._masks += [RowMask(row, each) for row, each in enumerate(words, len(rows)) if each is not None]
+            if of_grammar is not None:
+                self._masks += masks.on_device(of_grammar, len(rows))
             if counted is not None:
                 self._penalties.append((len(rows), range(count), counted, kind, position))
             for row in range(count):

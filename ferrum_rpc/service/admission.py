@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,9 +42,9 @@ from ferrum_rpc.errors import (
     counted,
 )
 from ferrum_rpc.executor.v1 import forward_pb2
+from ferrum_rpc.service.contents import Registered
 from ferrum_rpc.service.fingerprints import item_fingerprint
 from ferrum_rpc.service.handles import stale
-from ferrum_rpc.service.masks import Registered
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Adapter, Resource, SequenceRecord, no_follower
 from ferrum_rpc.service.replay import Entry, scope_of
 from ferrum_rpc.service.state import ServerState
@@ -163,12 +163,33 @@ def valid_items(
 
 @dataclass(slots=True)
 class Held:
-    """What a call holds until it has ended: its ``admitted`` items, the ``masks`` that they name, and sequences of
-    which they make ``parents`` and that it does not feed."""
+    """What a call holds until it has ended: its ``admitted`` items, the ``masks`` and ``grammars`` that they name, and
+    sequences of which they make ``parents`` and that it does not feed."""
 
     admitted: list[Admitted] = field(default_factory=list)
     masks: list[Registered] = field(default_factory=list)
+    grammars: list[Registered] = field(default_factory=list)
     parents: list[SequenceRecord] = field(default_factory=list)
+
+    def pin(
+        self, state: ServerState, account: Account, output: OutputSpec, run: Run | None, words: bytes
+    ) -> tuple[OutputSpec, Run | None]:
+        """Pin the masks and the grammar that an output names until the call has ended. Returns the output with the
+        engine's name of the grammar, and the run, which ends with the tokens that end a text. Raises
+        `TokenMaskUnknown`, `GrammarUnknown`, and as `MaskTable.register`; nothing has changed then."""
+        model = state.model
+        if (masked := output.masked) is not None:
+            self.masks += state.masks.pin(account, masked, words, model.vocab_size)
+        if (constrained := output.constrained) is None:
+            return output, run
+        grammar = state.grammars.pin(account, constrained.grammar)
+        self.grammars.append(grammar)
+        kind: Any = replace(constrained, grammar=state.grammars.key(account, grammar.id))
+        if isinstance(output.kind, Accept):
+            kind = output.kind.choosing(kind)
+        if run is not None:
+            run = replace(run, stop_token_ids=(*run.stop_token_ids, *model.eos_token_ids))
+        return OutputSpec(output.positions, kind), run
 
     def parent(self, state: ServerState, handle: HandleRef, owner: str, now: float) -> SequenceRecord:
         """The sequence that an item forks, which stays as it is until the call's step. Raises as `HandleTable.claim`,
@@ -211,9 +232,11 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
     else:
         record = state.handles.claim(handle, owner, now=now)
         span = claimed_span(state, record, item, tokens, model)
-    if isinstance(output.kind, Sample | Accept) and (masked := output.masked) is not None:
+    if isinstance(output.kind, Sample | Accept):
         try:
-            held.masks += state.masks.pin(account, masked, words, model.vocab_size)
+            pinned, run = held.pin(state, account, span.output, span.run, words)
+            if pinned is not span.output:
+                span = span._replace(output=pinned, run=run)
         except ExecutorError:
             if span.create:
                 state.discard(record)

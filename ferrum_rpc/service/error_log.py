@@ -47,6 +47,7 @@ ADVICE: Final[dict[Reason, Advice]] = {
     Reason.TOKEN_MASK_UNKNOWN: Advice(
         "info", "none: the scheduler registers it again; if often, raise max_token_masks"
     ),
+    Reason.GRAMMAR_UNKNOWN: Advice("info", "none: the scheduler registers it again; if often, raise max_grammars"),
     Reason.ADAPTER_UNKNOWN: Advice("info", "load it (`ferrum-rpc adapters --load`), or correct its name"),
     Reason.ADAPTER_IN_USE: Advice("info", "let the schedulers release its sequences first (`ferrum-rpc sequences`)"),
     Reason.INSTANCE_MISMATCH: Advice("info", "none after a restart: the scheduler prefills again"),
@@ -62,6 +63,7 @@ ADVICE: Final[dict[Reason, Advice]] = {
     Reason.QUOTA_EXCEEDED: Advice("warning", "raise the caller's quota, or let it release sequences of its own"),
     Reason.QUEUE_FULL: Advice("warning", "slow the schedulers down, add an executor, or raise max_queued_items"),
     Reason.OUTPUT_TOO_LARGE: Advice("info", "ask for fewer rows or less per row, or raise max_response_bytes"),
+    Reason.GRAMMAR_TOO_COMPLEX: Advice("info", "simplify the grammar; the message says where it became too large"),
     Reason.STARTING: Advice("info", "wait until the health check answers SERVING"),
     Reason.DRAINING: Advice("info", "send new sequences to another executor"),
     Reason.NOT_SUPPORTED: Advice("info", "let the scheduler read the capabilities of GetInfo first"),

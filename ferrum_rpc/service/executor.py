@@ -6,7 +6,8 @@ import time
 from typing import Any, Final
 
 from ferrum_rpc import __version__
-from ferrum_rpc.errors import ExecutorError, InvalidRequest
+from ferrum_rpc.core.check import check_limit
+from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.executor.v1 import info_pb2, model_executor_pb2_grpc, types_pb2
 from ferrum_rpc.executor.v1 import model_executor_pb2 as pb
 from ferrum_rpc.service.admission import check_queue_capacity
@@ -39,7 +40,7 @@ from ferrum_rpc.wire.items import (
     name_from_proto,
     pressure_to_proto,
 )
-from ferrum_rpc.wire.masks import id_of, words_from_proto
+from ferrum_rpc.wire.masks import grammar_from_proto, id_of, words_from_proto
 
 SERVICE: Final = "ferrum_rpc.executor.v1.ModelExecutor"
 
@@ -139,6 +140,18 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             raise InvalidRequest("sha256 must be the digest of the words", field="sha256")
         state.masks.register(account, mask_id, words, vocab_size, "words")
         return pb.RegisterTokenMaskResponse(token_mask_id=mask_id)
+
+    async def RegisterGrammar(self, request: pb.RegisterGrammarRequest, context: Context) -> pb.RegisterGrammarResponse:
+        """Answers when the grammar is compiled."""
+        state = self.state
+        tokenizer = state.model.tokenizer_sha256
+        if not tokenizer:
+            raise NotSupported("the executor offers no grammars (capability GRAMMAR)")
+        check_limit(state.limits, "max_grammar_bytes", len(request.text), "bytes of a grammar", "text")
+        grammar = grammar_from_proto(request)
+        grammar_id = grammar.id(tokenizer)
+        await state.grammars.register(state.quotas.account(CALLER.get()), grammar_id, grammar)
+        return pb.RegisterGrammarResponse(grammar_id=grammar_id)
 
     # --- leases and sessions ------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Final
 
 from ferrum_rpc.core import (
+    Accept,
     Greedy,
     ItemAnswer,
     ItemOutcome,
@@ -190,8 +191,9 @@ class ForwardCall(Transaction["ForwardCall"]):
         scope, fingerprint = state.replay.scope(scope_of(owner, record.id, item.request_id)), item_fingerprint(item)
         if (known := scope.get(item.request_id)) is not None:
             return known.repeated(fingerprint)
-        if (masked := item.output.masked) is not None:  # they must be there when the item's turn comes
-            self._held.masks += state.masks.pin(self._account, masked, words, state.model.vocab_size)
+        if isinstance(item.output.kind, Sample | Accept):  # what it names must be there when its turn comes
+            output, run = self._held.pin(state, self._account, item.output, item.run, words)
+            item = item._replace(output=output, run=run)
         if not record.busy:
             each = follow_up(state, self._account, index, item, None)
             return each._replace(entry=state.replay.begin(scope, item.request_id, fingerprint))
@@ -368,6 +370,9 @@ class ForwardCall(Transaction["ForwardCall"]):
         if held.masks:
             self._state.masks.unpin(held.masks)
             held.masks.clear()
+        if held.grammars:
+            self._state.grammars.unpin(held.grammars)
+            held.grammars.clear()
         while held.parents:
             parent = held.parents.pop()
             parent.busy = False

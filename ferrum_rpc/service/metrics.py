@@ -94,6 +94,7 @@ class Metrics(Collector):
         yield from _bounded("sessions", "Open sessions.", state.sessions, limits.max_sessions)
         yield from _bounded("watchers", "Streams of cache events.", state.watchers, limits.max_watchers)
         yield from _bounded("token_masks", "Registered token masks.", len(state.masks), limits.max_token_masks)
+        yield from _bounded("grammars", "Registered grammars.", len(state.grammars), limits.max_grammars)
         adapters = list(state.adapters)
         adapter_bytes = sum(each.nbytes for each in adapters)
         yield from _bounded("adapters", "Loaded adapters.", len(adapters), limits.max_adapters)

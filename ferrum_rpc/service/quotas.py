@@ -49,6 +49,7 @@ class Quotas:
             Resource.QUEUED_TOKENS: limits.max_queued_tokens,
             Resource.UNREAD_BYTES: limits.max_unread_bytes,
             Resource.TOKEN_MASKS: limits.max_token_masks,
+            Resource.GRAMMARS: limits.max_grammars,
             Resource.TRANSFERS: limits.max_transfers,
             Resource.PARKED_BYTES: limits.kv_park_bytes,
             Resource.WATCHERS: limits.max_watchers,

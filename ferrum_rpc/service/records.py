@@ -38,6 +38,7 @@ class Resource(enum.IntEnum):
     PARKED_BYTES = 9
     WATCHERS = 10
     RUNS = 11
+    GRAMMARS = 12
 
 
 @dataclass(slots=True, eq=False)

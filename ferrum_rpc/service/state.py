@@ -21,9 +21,15 @@ from ferrum_rpc.core import DeviceInfo, Limits, ModelInfo, PrefixUse, Pressure, 
 from ferrum_rpc.engine.api import Engine, Operation
 from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExhausted, Starting, StepFailed, counted
-from ferrum_rpc.executor.v1.info_pb2 import CAPABILITY_ADAPTERS, CAPABILITY_KV_TRANSPORT_NIXL, CAPABILITY_PARK
+from ferrum_rpc.executor.v1.info_pb2 import (
+    CAPABILITY_ADAPTERS,
+    CAPABILITY_GRAMMAR,
+    CAPABILITY_KV_TRANSPORT_NIXL,
+    CAPABILITY_PARK,
+)
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoints
 from ferrum_rpc.service.adapters import AdapterTable
+from ferrum_rpc.service.grammars import GrammarTable
 from ferrum_rpc.service.guard.slots import Slots
 from ferrum_rpc.service.handles import HandleTable, gone
 from ferrum_rpc.service.leases import LeaseTable
@@ -106,6 +112,7 @@ class ServerState:
         self.quotas = Quotas(limits)
         self.leases = LeaseTable(limits, self.quotas, self.handles.instance_id)
         self.masks = MaskTable(limits, lambda work: self.engine.submit(work))  # noqa: PLW0108 - it is set later
+        self.grammars = GrammarTable(limits, lambda work: self.engine.submit(work))  # noqa: PLW0108
         self.adapters = AdapterTable(limits.max_adapters, lambda work: self.engine.submit(work))  # noqa: PLW0108
         self.unread = Unread(limits)
         self.replay = ReplayLog(limits.replay_bytes)
@@ -121,7 +128,7 @@ class ServerState:
             *((CAPABILITY_PARK,) if self.parked.offered else ()),
             *((CAPABILITY_KV_TRANSPORT_NIXL,) if nixl is not None else ()),
         )
-        """What GetInfo says, and an item may need."""
+        """What GetInfo says, and an item may need. GRAMMAR is added with the model."""
         self.sessions = 0
         self.watchers = 0
         self.unnamed: dict[SequenceRecord, None] = {}
@@ -143,6 +150,8 @@ class ServerState:
 
     def serve(self, model: ModelInfo, device: DeviceInfo) -> None:
         self._model, self._device = model, device
+        if model.tokenizer_sha256:
+            self.capabilities = (*self.capabilities, CAPABILITY_GRAMMAR)
         self.limits = replace(self.limits, max_top_tokens=min(self.limits.max_top_tokens, model.vocab_size))
         self.quotas.cache(self.engine.cache.total_blocks, self.engine.cache.block_size)
         if self.lifecycle is Lifecycle.STARTING:

@@ -13,7 +13,7 @@ from ferrum_rpc.executor.v1 import info_pb2
 M = TypeVar("M", bound=message.Message)
 Data = TypeVar("Data")
 
-SCHEMA_REVISION = 6
+SCHEMA_REVISION = 7
 """Increases with every change of protos/."""
 
 MINIMUM_CLIENT_REVISION = 1
@@ -23,7 +23,7 @@ LIVENESS: Final = "liveness"
 """The service name of the standard health check for liveness: SERVING while process and device are healthy, also while
 the executor loads or drains. Older executors answer NOT_FOUND."""
 
-SCHEMA_SHA256 = "25a80cedede0e2143fc7be723bd5721bb585463d226d2b6553cdec54bf356773"
+SCHEMA_SHA256 = "f015c93909fff01641297729d762443aa0fddb7a8f710b407cf04d889cbe3f13"
 """SHA-256 over the serialized file descriptors, in the order of the test that checks it."""
 
 CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (

@@ -1,4 +1,4 @@
-"""Token masks on the wire: those that an output names, and the words of one that is sent with it."""
+"""Token masks and grammars on the wire: those that an output names, and the words of a mask that is sent with it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrum_rpc.core import Greedy, Sample
+from ferrum_rpc.core import GRAMMAR_ID_BYTES, Grammar, GrammarKind, Greedy, Sample
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.executor.v1 import types_pb2
+from ferrum_rpc.executor.v1 import model_executor_pb2, types_pb2
 
 ID_BYTES: Final = 32
 """Bytes of an id: SHA-256 of the words."""
@@ -55,10 +55,46 @@ def _no_id(field: str) -> InvalidRequest:
     return InvalidRequest(f"the id of a mask has {ID_BYTES} bytes", field=field)
 
 
+def grammar_of_output(message: Any, field: str) -> tuple[bytes, int]:
+    """The grammar of a GreedyOutput or a SampleOutput, and where its text begins: b"" and 0 without one. ``field``
+    names the message."""
+    grammar: bytes = message.grammar_id
+    if not grammar:
+        if message.grammar_from:
+            raise InvalidRequest("grammar_from is for a grammar_id", field=f"{field}.grammar_from")
+        return b"", 0
+    if message.token_mask_id or message.row_mask_ids or message.HasField("token_mask"):
+        raise InvalidRequest("a grammar stands in place of masks", field=f"{field}.grammar_id")
+    if len(grammar) != GRAMMAR_ID_BYTES:
+        raise InvalidRequest(f"the id of a grammar has {GRAMMAR_ID_BYTES} bytes", field=f"{field}.grammar_id")
+    return grammar, message.grammar_from
+
+
+def grammar_from_proto(request: model_executor_pb2.RegisterGrammarRequest) -> Grammar:
+    """Wire to domain. Raises `InvalidRequest` for an unknown kind, and a text that is empty or not UTF-8."""
+    try:
+        kind = GrammarKind(request.kind)
+    except ValueError:
+        raise InvalidRequest(f"invalid kind of grammar: {request.kind}", field="kind") from None
+    try:
+        if not request.text.decode().strip():
+            raise InvalidRequest("the text of the grammar is empty", field="text")
+    except UnicodeDecodeError as error:
+        message = f"the text of a grammar must be UTF-8: {error.reason} at byte {error.start}"
+        raise InvalidRequest(message, field="text") from None
+    return Grammar(kind, request.text)
+
+
+def grammar_to_proto(grammar: Grammar) -> model_executor_pb2.RegisterGrammarRequest:
+    """The client's direction."""
+    return model_executor_pb2.RegisterGrammarRequest(kind=f"GRAMMAR_KIND_{grammar.kind.name}", text=grammar.text)
+
+
 def fill_masks(message: Any, kind: Greedy | Sample) -> None:
-    """Write the masks of an output into its message."""
+    """Write the masks or the grammar of an output into its message."""
     message.token_mask_id = kind.mask
     message.row_mask_ids.extend(kind.row_masks)
+    message.grammar_id, message.grammar_from = kind.grammar, kind.grammar_from
 
 
 def pack_mask(mask: Any) -> bytes:

@@ -27,7 +27,7 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.errors import InvalidRequest, NotSupported, above
 from ferrum_rpc.executor.v1 import info_pb2, output_pb2, types_pb2
-from ferrum_rpc.wire.masks import fill_masks, masks_from_proto
+from ferrum_rpc.wire.masks import fill_masks, grammar_of_output, masks_from_proto
 from ferrum_rpc.wire.tensor import ROW_DTYPE_FROM_PROTO, ROW_DTYPE_TO_PROTO, fill_tensor, tensor_from_proto
 
 _POSITIONS_TO_PROTO: Final[dict[Positions, output_pb2.Positions]] = {
@@ -88,6 +88,8 @@ def needs_of(spec: OutputSpec) -> tuple[info_pb2.Capability, ...]:
         needs.append(info_pb2.CAPABILITY_ROW_LOGPROBS)
     if isinstance(kind, Greedy | Sample) and kind.row_masks:
         needs.append(info_pb2.CAPABILITY_TOKEN_MASKS)
+    if spec.constrained is not None:
+        needs.append(info_pb2.CAPABILITY_GRAMMAR)
     return tuple(needs)
 
 
@@ -178,11 +180,12 @@ def _sample_to_proto(kind: Sample) -> output_pb2.SampleOutput:
 
 
 def _greedy_from_proto(message: output_pb2.GreedyOutput) -> Greedy | Sample:
-    """A penalty or a mask makes it a `Sample` at temperature 0."""
+    """A penalty, a mask or a grammar makes it a `Sample` at temperature 0."""
     logprobs = _logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None
     penalty = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
     mask, row_masks = masks_from_proto(message, "output.greedy")
-    if penalty != 1.0 or mask or row_masks:
+    grammar, grammar_from = grammar_of_output(message, "output.greedy")
+    if penalty != 1.0 or mask or row_masks or grammar:
         _check_repetition(penalty, "output.greedy.repetition_penalty")
         return Sample(
             temperature=0.0,
@@ -191,6 +194,8 @@ def _greedy_from_proto(message: output_pb2.GreedyOutput) -> Greedy | Sample:
             logprobs=logprobs,
             mask=mask,
             row_masks=row_masks,
+            grammar=grammar,
+            grammar_from=grammar_from,
         )
     return Greedy(message.logprob, logprobs) if message.logprob or logprobs is not None else _GREEDY
 
@@ -228,6 +233,7 @@ def _sample_from_proto(message: output_pb2.SampleOutput, field: str) -> Sample:
         message.penalty_from,
         _logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None,
         *masks_from_proto(message, field),
+        *grammar_of_output(message, field),
     )
 
 

@@ -24,6 +24,7 @@ from ferrum_rpc.client import (
     Accept,
     Answer,
     ExecutorClient,
+    GrammarKind,
     Greedy,
     HiddenStates,
     NextToken,
@@ -144,6 +145,7 @@ async def test_its_capabilities_and_its_revision_say_what_it_lacks(dialled: Dial
 NEXT = output_pb2.OutputSpec(next_token=output_pb2.NextTokenOutput())
 BESIDE = output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(logprobs=output_pb2.RowLogprobs(top_k=3)))
 INLINE = output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(token_mask=WORDS))
+GRAMMAR = output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(grammar_id=b"\x01" * 32, grammar_from=3))
 ROW_MASKS = output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(row_mask_ids=[b"\x01" * 32]))
 
 
@@ -155,6 +157,7 @@ ROW_MASKS = output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(row_mask_ids=[b
         pytest.param({"output": BESIDE}, id="logprobs"),
         pytest.param({"output": INLINE}, id="token_mask"),
         pytest.param({"output": ROW_MASKS}, id="row_mask_ids"),
+        pytest.param({"output": GRAMMAR}, id="grammar_id"),
         pytest.param({"needs": [*ADDED, 999]}, id="needs"),
     ],
 )
@@ -254,6 +257,8 @@ async def test_the_client_works_with_it(client: ExecutorClient) -> None:
         Greedy(logprobs=RowLogprobs(2)),
         Greedy(mask=b"\x01" * 32),
         Greedy(row_masks=(b"\x01" * 32,)),
+        Greedy(grammar=b"\x01" * 32, grammar_from=3),
+        Sample(grammar=b"\x01" * 32),
     ],
     ids=lambda each: type(each).__name__,
 )
@@ -275,6 +280,7 @@ async def test_the_client_refuses_runs_followers_masks_and_scores(client: Execut
             client.forward([sequence.item([answer.token], run=Run(4))]),
             client.forward([first, sequence.item(follows=first)]),
             client.register_token_mask(np.ones(256, np.bool_)),
+            client.register_grammar(GrammarKind.REGEX, "a"),
             client.score(PROMPT),
         ):
             with pytest.raises(NotSupported):

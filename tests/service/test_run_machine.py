@@ -662,7 +662,7 @@ class RunMachine(RuleBasedStateMachine):
         records = state.handles.records()
         assert not state._creating and not any(each.busy or each.cut or each.follower for each in records)
         assert not any(account.held[each] for account in self.accounts() for each in HELD_BY_CALLS)
-        assert not any(mask.uses for owner in state.masks._owners.values() for mask in owner.masks.values())
+        assert not any(mask.uses for owner in state.masks._owners.values() for mask in owner.contents.values())
         assert not state.masks._on_way and not state.unread.bytes
         assert not any(state.supervisor.failures.values()), self.raised[:3]
         if isinstance(engine, EngineProcess):

@@ -261,7 +261,9 @@ async def test_a_refused_item_registers_nothing_and_its_neighbours_run(served: S
     assert caught.value.code() is NOT_FOUND
     assert len(served.server.state.handles) == before
     assert await batch(served.executor, good[:1], all_or_nothing=True) == [[11]]
-    assert not any(mask.uses for owner in served.server.state.masks._owners.values() for mask in owner.masks.values())
+    assert not any(
+        mask.uses for owner in served.server.state.masks._owners.values() for mask in owner.contents.values()
+    )
     await served.check()
 
 
@@ -356,7 +358,7 @@ async def test_a_follower_keeps_its_mask_while_it_waits() -> None:
             )
         await asyncio.to_thread(gate.reached.wait, 30)
         await until(
-            lambda: sum(m.uses for o in served.server.state.masks._owners.values() for m in o.masks.values()) == 2
+            lambda: sum(m.uses for o in served.server.state.masks._owners.values() for m in o.contents.values()) == 2
         )
         await refused(
             ask.RegisterTokenMask(registering(words(1))), Reason.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -54,6 +54,7 @@ class TokenRunner:
     ranks = list
     look_every_s = None
     in_stages = False
+    constraints = None
     on_device = True
 
     def close(self) -> None:

@@ -73,7 +73,10 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.engine.backlog": Floor("engine.api"),
     "ferrum_rpc.engine.places": Floor("engine.api"),
     "ferrum_rpc.engine.runs": Floor("core errors engine.api engine.places", "numpy"),
-    "ferrum_rpc.engine.loop": Floor("core errors engine.backlog engine.overlap engine.places engine.runs engine.api"),
+    "ferrum_rpc.engine.aside": Floor("engine.api"),
+    "ferrum_rpc.engine.loop": Floor(
+        "core errors engine.aside engine.backlog engine.overlap engine.places engine.runs engine.api"
+    ),
     "ferrum_rpc.engine.thread": Floor("core errors engine.liveness engine.api engine.loop"),
     "ferrum_rpc.engine.channel": Floor("core", "numpy"),
     "ferrum_rpc.engine.process": Floor(),
@@ -82,6 +85,8 @@ FLOORS: dict[str, Floor] = {
         "core errors engine.liveness engine.api engine.channel engine.process.ipc", "numpy"
     ),
     "ferrum_rpc.engine.process.child": Floor("core engine.api engine.channel engine.loop engine.process.ipc"),
+    # its programs load the grammar library, the engine does not
+    "ferrum_rpc.engine.grammars": Floor("core errors engine.channel", "llguidance numpy structlog"),
     "ferrum_rpc.engine.ranks.world": Floor("config errors"),  # read before torch is loaded
     # a step on the device, and as a transaction
     "ferrum_rpc.engine": Floor(),
@@ -94,7 +99,8 @@ FLOORS: dict[str, Floor] = {
         "numpy torch structlog",
     ),
     "ferrum_rpc.engine.step": Floor(
-        "core errors kv kv.store kv.tiers attention sampling sampling.transfer engine.compute", "numpy torch structlog"
+        "core errors kv kv.store kv.tiers attention sampling sampling.transfer engine.compute engine.grammars",
+        "numpy torch structlog",
     ),
     # from settings to a runner: what every rank chooses, the ranks, and what puts the first one's together
     "ferrum_rpc.engine.assembly": Floor(
@@ -104,7 +110,8 @@ FLOORS: dict[str, Floor] = {
     ),
     "ferrum_rpc.engine.adapters": Floor("core errors models weights engine.assembly", "torch"),
     "ferrum_rpc.engine.operations": Floor(
-        "core device errors kv kv.store kv.tiers models attention engine.compute engine.step engine.adapters",
+        "core device errors kv kv.store kv.tiers models attention engine.compute engine.grammars engine.step "
+        "engine.adapters",
         "numpy torch structlog",
     ),
     "ferrum_rpc.engine.ranks": Floor(
@@ -114,9 +121,9 @@ FLOORS: dict[str, Floor] = {
         "numpy torch structlog",
     ),
     "ferrum_rpc.engine.assembly.build": Floor(
-        "config core errors failpoints kv kv.store kv.tiers models attention sampling sampling.transfer native "
-        "engine.memory engine.compute engine.cuda engine.step engine.assembly engine.adapters engine.operations "
-        "engine.ranks engine.ranks.world",
+        "config core errors failpoints install kv kv.store kv.tiers models attention sampling sampling.transfer native "
+        "engine.memory engine.compute engine.cuda engine.grammars engine.step engine.assembly engine.adapters "
+        "engine.operations engine.ranks engine.ranks.world weights",
         "torch",
     ),
     "ferrum_rpc.engine.assembly.parity": Floor(

@@ -117,6 +117,7 @@ class Fake:
     ranks = list
     look_every_s = None
     in_stages = False
+    constraints = None
     on_device = False
 
     def close(self) -> None:

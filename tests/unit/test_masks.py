@@ -10,7 +10,8 @@ import pytest
 
 from ferrum_rpc.core import ANYBODY, Caller, Sample
 from ferrum_rpc.errors import InvalidRequest, QueueFull, StepFailed, TokenMaskUnknown
-from ferrum_rpc.service.masks import ON_WAY, MaskTable
+from ferrum_rpc.service.contents import ON_WAY
+from ferrum_rpc.service.masks import MaskTable
 from ferrum_rpc.service.quotas import Quotas
 from ferrum_rpc.service.records import Resource
 from ferrum_rpc.wire.masks import id_of, pack_mask
@@ -82,10 +83,10 @@ class World:
         held = sum(account.held[Resource.TOKEN_MASKS] for account in self.accounts.values())
         assert held == len(self.table) <= self.limits.max_token_masks
         owners = self.table._owners.values()
-        assert set(self.engine.masks) == {each for owner in owners for each in owner.masks}
+        assert set(self.engine.masks) == {each for owner in owners for each in owner.contents}
         for owner in owners:
-            assert owner.masks and list(owner.idle) == [each for each in owner.idle if not owner.masks[each].uses]
-            assert len(owner.idle) == sum(not mask.uses for mask in owner.masks.values())
+            assert owner.contents and list(owner.idle) == [each for each in owner.idle if not owner.contents[each].uses]
+            assert len(owner.idle) == sum(not mask.uses for mask in owner.contents.values())
 
 
 def test_the_mask_that_was_used_least_recently_goes_and_registering_again_is_use() -> None:

@@ -32,6 +32,7 @@ class FakeRunner:
     ranks = list
     look_every_s = None
     in_stages = False
+    constraints = None
     on_device = False
 
     def close(self) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import CacheMode, creation
@@ -27,7 +27,7 @@ from ferrum_rpc.client.sender import Sender
 from ferrum_rpc.client.sequence import Sequence, sender_of
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Feed
-from ferrum_rpc.core import Pressure
+from ferrum_rpc.core import GrammarKind, Pressure
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, TransportError
 
 Outcome = TypeVar("Outcome")
@@ -176,6 +176,14 @@ class FleetClient(ModelClient):
         deadline = self._deadline(timeout_s)
         [member, *_] = await self.members.some(deadline)
         return await member.connection.masks.register(mask, deadline)
+
+    async def register_grammar(
+        self, kind: GrammarKind, text: str | Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> bytes:
+        """As `ExecutorClient.register_grammar`, for all executors: each gets it when it is first needed there."""
+        deadline = self._deadline(timeout_s)
+        [member, *_] = await self.members.some(deadline)
+        return await member.connection.grammars.register(kind, text, deadline)
 
     # --- batches ----------------------------------------------------------------------------------------------------
 

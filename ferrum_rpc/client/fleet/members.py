@@ -19,6 +19,7 @@ from ferrum_rpc.client.encryption import in_words
 from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.placement import LongestPrefix, Placement
 from ferrum_rpc.client.fleet.resolving import NAMED, check, lookup
+from ferrum_rpc.client.grammars import KnownGrammars
 from ferrum_rpc.client.info import ExecutorInfo
 from ferrum_rpc.client.masks import KnownMasks
 from ferrum_rpc.client.retry import LEASE_GONE, Deadline
@@ -70,6 +71,7 @@ class Members:
         self.changes = 0
         self.troubles: dict[str, ExecutorError] = {}
         self.masks = KnownMasks()
+        self.grammars = KnownGrammars()
         self.first: Member | None = None
         self._connect = connect
         self._placement = placement
@@ -290,6 +292,7 @@ class Members:
         info = await client.info(timeout_s=self._patience_s)
         connection = connection_of(client)
         connection.context.only_instance, connection.masks.known = info.instance_id, self.masks
+        connection.grammars.known = self.grammars
         member = Member(target, client, info, self._notify)
         await self.look(member)
         if member.gone or member.hung or member.pressure is None:

@@ -76,6 +76,7 @@ class FleetClient(ClientFacade[async_fleet_client.FleetClient]):
     health = blocking(async_fleet_client.FleetClient.health)
     sequence = making(FleetSequence, async_fleet_client.FleetClient.sequence)
     register_token_mask = blocking(async_fleet_client.FleetClient.register_token_mask)
+    register_grammar = blocking(async_fleet_client.FleetClient.register_grammar)
     forward = blocking(async_fleet_client.FleetClient.forward)
     batch_prefill = blocking(async_fleet_client.FleetClient.batch_prefill)
     batch_decode = blocking(async_fleet_client.FleetClient.batch_decode)

@@ -5,6 +5,7 @@ Called in the model thread. The one place that puts models, weights, cache and a
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,8 @@ from ferrum_rpc.engine.cuda.select import (
     stage_compute,
     warn_of_torch,
 )
+from ferrum_rpc.engine.grammars.constraints import Constraints
+from ferrum_rpc.engine.grammars.pool import GrammarPool, NoGrammars
 from ferrum_rpc.engine.memory import free_memory, total_memory
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.ranks.adapters import RankedAdapters
@@ -48,12 +51,14 @@ from ferrum_rpc.engine.ranks.world import ranks_here
 from ferrum_rpc.engine.step import Stage
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import Failpoint, Failpoints
+from ferrum_rpc.install import install
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.store import KvStore
 from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.lora import AdaptableModel, Loras
 from ferrum_rpc.native import library
+from ferrum_rpc.weights.checkpoint import inside
 
 
 def build_runner(
@@ -131,6 +136,7 @@ def _assemble(
     if config.adapter_dir is not None:
         loras, adapters = _adapters(config, model, info.fingerprint, reasons, sharing)
     kv = KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint)
+    info, pool = _grammars(choices, info, reasons)
     compute, depth = Compute(model, attention, loras), 1
     blocks_per_sequence = min(blocks, -(-info.max_context // config.block_size))
     if sharing:
@@ -174,7 +180,29 @@ def _assemble(
         depth=depth,
         tier=tier,
         adapters=adapters,
+        constraints=None if pool is None else Constraints(pool, kv.tokens),
     )
+
+
+def _grammars(choices: Choices, info: ModelInfo, reasons: Reasons) -> tuple[ModelInfo, GrammarPool | None]:
+    """The processes of grammars, if the model has a tokenizer and tokens that end a text."""
+    config = choices.config
+    tokenizer = inside(_folder(config), "tokenizer.json") if choices.facts.numbers else None
+    ends = [token for token in info.eos_token_ids if token < info.vocab_size]
+    if not config.max_grammars or tokenizer is None or not ends:
+        return info, None
+    if importlib.util.find_spec("llguidance") is None:
+        reasons.append(("grammars=off", f"llguidance is not installed: {install('grammar')}"))
+        return info, None
+    pool = GrammarPool(tokenizer, info.vocab_size, ends, config.grammar_memory)
+    try:
+        pool.check()
+    except NoGrammars as error:
+        pool.close()
+        reasons.append(("grammars=off", f"{tokenizer.name}: {error}"))
+        return info, None
+    reasons.append(("grammars=llguidance", f"{tokenizer.name}; a process of {mib(config.grammar_memory)} for each"))
+    return replace(info, tokenizer_sha256=sha256(tokenizer.read_bytes()).digest()), pool
 
 
 def _describe(choices: Choices, model: Model) -> ModelInfo:
@@ -191,9 +219,13 @@ def _describe(choices: Choices, model: Model) -> ModelInfo:
     if config.quantize == QUANTIZE_INT8:
         info = replace(info, weight_dtype=QUANTIZE_INT8)
     if facts.numbers and not config.name:
-        where = Path(config.path).absolute()
-        info = replace(info, folder=str(where if where.is_dir() else where.parent))
+        info = replace(info, folder=str(_folder(config)))
     return info
+
+
+def _folder(config: ModelSettings) -> Path:
+    where = Path(config.path).absolute()
+    return where if where.is_dir() else where.parent
 
 
 def _make_cache(

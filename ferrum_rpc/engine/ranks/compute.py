@@ -2,8 +2,8 @@
 
 The runner has the accounting of the cache, so blocks and slots have the same numbers on every rank, and the other ranks
 need of a step only its tokens, its geometry and the requested rows. Masks are sent to each rank when they are
-registered, and a step has their ids. The last stage has the rows: those of this rank if it is in that stage, else they
-are received, and as many steps may be in flight as there are stages.
+registered, and a step has their ids; those of grammars are sent with it. The last stage has the rows: those of this
+rank if it is in that stage, else they are received, and as many steps may be in flight as there are stages.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class RankedCompute(Compute):
     """``own`` computes this rank's part, which is ``shard``; ``counts_of``: `KvManager.counts`."""
 
     look_every_s = LOOK_EVERY_S
+    masks_first = True
 
     def __init__(
         self,

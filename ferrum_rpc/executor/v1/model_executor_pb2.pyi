@@ -7,12 +7,24 @@ from ferrum_rpc.executor.v1 import session_pb2 as _session_pb2
 from ferrum_rpc.executor.v1 import types_pb2 as _types_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class GrammarKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GRAMMAR_KIND_UNSPECIFIED: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_JSON_SCHEMA: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_REGEX: _ClassVar[GrammarKind]
+    GRAMMAR_KIND_LARK: _ClassVar[GrammarKind]
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind
+GRAMMAR_KIND_JSON_SCHEMA: GrammarKind
+GRAMMAR_KIND_REGEX: GrammarKind
+GRAMMAR_KIND_LARK: GrammarKind
 
 class PrefillRequest(_message.Message):
     __slots__ = ("item",)
@@ -265,6 +277,20 @@ class RegisterTokenMaskResponse(_message.Message):
     TOKEN_MASK_ID_FIELD_NUMBER: _ClassVar[int]
     token_mask_id: bytes
     def __init__(self, token_mask_id: _Optional[bytes] = ...) -> None: ...
+
+class RegisterGrammarRequest(_message.Message):
+    __slots__ = ("kind", "text")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    kind: GrammarKind
+    text: bytes
+    def __init__(self, kind: _Optional[_Union[GrammarKind, str]] = ..., text: _Optional[bytes] = ...) -> None: ...
+
+class RegisterGrammarResponse(_message.Message):
+    __slots__ = ("grammar_id",)
+    GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
+    grammar_id: bytes
+    def __init__(self, grammar_id: _Optional[bytes] = ...) -> None: ...
 
 class GetInfoRequest(_message.Message):
     __slots__ = ("client_revision",)

@@ -111,6 +111,11 @@ class ModelExecutorStub(object):
                 request_serializer=ferrum__rpc_dot_executor_dot_v1_dot_model__executor__pb2.RegisterTokenMaskRequest.SerializeToString,
                 response_deserializer=ferrum__rpc_dot_executor_dot_v1_dot_model__executor__pb2.RegisterTokenMaskResponse.FromString,
                 _registered_method=True)
+        self.RegisterGrammar = channel.unary_unary(
+                '/ferrum_rpc.executor.v1.ModelExecutor/RegisterGrammar',
+                request_serializer=ferrum__rpc_dot_executor_dot_v1_dot_model__executor__pb2.RegisterGrammarRequest.SerializeToString,
+                response_deserializer=ferrum__rpc_dot_executor_dot_v1_dot_model__executor__pb2.RegisterGrammarResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/ferrum_rpc.executor.v1.ModelExecutor/GetInfo',
                 request_serializer=ferrum__rpc_dot_executor_dot_v1_dot_model__executor__pb2.GetInfoRequest.SerializeToString,
@@ -236,6 +241,13 @@ class ModelExecutorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RegisterGrammar(self, request, context):
+        """Compiles a grammar and registers it under its content hash. Answers when it can be used.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInfo(self, request, context):
         """Returns model, cache, limits, capabilities and revisions. They do not change during the executor's life.
         """
@@ -327,6 +339,11 @@ def add_ModelExecutorServicer_to_server(servicer, server):
                     servicer.RegisterTokenMask,
                     request_deserializer=ferrum__rpc_dot_executor_dot_v1_dot_model__executor__pb2.RegisterTokenMaskRequest.FromString,
                     response_serializer=ferrum__rpc_dot_executor_dot_v1_dot_model__executor__pb2.RegisterTokenMaskResponse.SerializeToString,
+            ),
+            'RegisterGrammar': grpc.unary_unary_rpc_method_handler(
+                    servicer.RegisterGrammar,
+                    request_deserializer=ferrum__rpc_dot_executor_dot_v1_dot_model__executor__pb2.RegisterGrammarRequest.FromString,
+                    response_serializer=ferrum__rpc_dot_executor_dot_v1_dot_model__executor__pb2.RegisterGrammarResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -745,6 +762,33 @@ class ModelExecutor(object):
             '/ferrum_rpc.executor.v1.ModelExecutor/RegisterTokenMask',
             ferrum__rpc_dot_executor_dot_v1_dot_model__executor__pb2.RegisterTokenMaskRequest.SerializeToString,
             ferrum__rpc_dot_executor_dot_v1_dot_model__executor__pb2.RegisterTokenMaskResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RegisterGrammar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ferrum_rpc.executor.v1.ModelExecutor/RegisterGrammar',
+            ferrum__rpc_dot_executor_dot_v1_dot_model__executor__pb2.RegisterGrammarRequest.SerializeToString,
+            ferrum__rpc_dot_executor_dot_v1_dot_model__executor__pb2.RegisterGrammarResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,12 +10,14 @@ Every non-OK status has a google.rpc.ErrorInfo with domain "ferrum_rpc" and one 
 answer the sequence is unchanged, except for INTERNAL_ERROR, DEVICE_LOST and KV_CORRUPT.
 
   INVALID_ARGUMENT     INVALID_REQUEST, REQUEST_ID_REUSED
-  NOT_FOUND            HANDLE_UNKNOWN, HANDLE_RELEASED, LEASE_EXPIRED, LEASE_UNKNOWN, TOKEN_MASK_UNKNOWN, ADAPTER_UNKNOWN
+  NOT_FOUND            HANDLE_UNKNOWN, HANDLE_RELEASED, LEASE_EXPIRED, LEASE_UNKNOWN, TOKEN_MASK_UNKNOWN, GRAMMAR_UNKNOWN,
+                       ADAPTER_UNKNOWN
   FAILED_PRECONDITION  INSTANCE_MISMATCH (the handle is of another process lifetime: prefill again), LAYOUT_MISMATCH,
                        ADAPTER_IN_USE
   ABORTED              SEQUENCE_VERSION_MISMATCH (metadata: version, seq_len), SEQUENCE_BUSY, CHAIN_BROKEN
   OUT_OF_RANGE         CONTEXT_LENGTH_EXCEEDED, TRUNCATE_BEYOND_LENGTH
-  RESOURCE_EXHAUSTED   KV_BLOCKS_EXHAUSTED, SEQUENCES_EXHAUSTED, QUOTA_EXCEEDED, QUEUE_FULL, OUTPUT_TOO_LARGE
+  RESOURCE_EXHAUSTED   KV_BLOCKS_EXHAUSTED, SEQUENCES_EXHAUSTED, QUOTA_EXCEEDED, QUEUE_FULL, OUTPUT_TOO_LARGE,
+                       GRAMMAR_TOO_COMPLEX
   DATA_LOSS            KV_CORRUPT (of a parked sequence: it has ended)
   UNAVAILABLE          STARTING, DRAINING (nothing was started: always safe to retry)
   DEADLINE_EXCEEDED    DEADLINE_EXCEEDED (dropped before its step)
@@ -94,6 +96,8 @@ class ModelExecutorStub:
     """Ends a lease and frees its sequences."""
     RegisterTokenMask: _grpc.UnaryUnaryMultiCallable[_model_executor_pb2.RegisterTokenMaskRequest, _model_executor_pb2.RegisterTokenMaskResponse]
     """Registers a bitmask over the vocabulary under its content hash."""
+    RegisterGrammar: _grpc.UnaryUnaryMultiCallable[_model_executor_pb2.RegisterGrammarRequest, _model_executor_pb2.RegisterGrammarResponse]
+    """Compiles a grammar and registers it under its content hash. Answers when it can be used."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_model_executor_pb2.GetInfoRequest, _model_executor_pb2.GetInfoResponse]
     """Returns model, cache, limits, capabilities and revisions. They do not change during the executor's life."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_model_executor_pb2.GetStatusRequest, _model_executor_pb2.GetStatusResponse]
@@ -141,6 +145,8 @@ class ModelExecutorAsyncStub(ModelExecutorStub):
     """Ends a lease and frees its sequences."""
     RegisterTokenMask: _aio.UnaryUnaryMultiCallable[_model_executor_pb2.RegisterTokenMaskRequest, _model_executor_pb2.RegisterTokenMaskResponse]  # type: ignore[assignment]
     """Registers a bitmask over the vocabulary under its content hash."""
+    RegisterGrammar: _aio.UnaryUnaryMultiCallable[_model_executor_pb2.RegisterGrammarRequest, _model_executor_pb2.RegisterGrammarResponse]  # type: ignore[assignment]
+    """Compiles a grammar and registers it under its content hash. Answers when it can be used."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_model_executor_pb2.GetInfoRequest, _model_executor_pb2.GetInfoResponse]  # type: ignore[assignment]
     """Returns model, cache, limits, capabilities and revisions. They do not change during the executor's life."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_model_executor_pb2.GetStatusRequest, _model_executor_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -275,6 +281,14 @@ class ModelExecutorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_model_executor_pb2.RegisterTokenMaskResponse, _abc.Awaitable[_model_executor_pb2.RegisterTokenMaskResponse]]:
         """Registers a bitmask over the vocabulary under its content hash."""
+
+    @_abc_1.abstractmethod
+    def RegisterGrammar(
+        self,
+        request: _model_executor_pb2.RegisterGrammarRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_executor_pb2.RegisterGrammarResponse, _abc.Awaitable[_model_executor_pb2.RegisterGrammarResponse]]:
+        """Compiles a grammar and registers it under its content hash. Answers when it can be used."""
 
     @_abc_1.abstractmethod
     def GetInfo(

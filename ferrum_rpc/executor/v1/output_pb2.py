@@ -25,49 +25,49 @@ _sym_db = _symbol_database.Default()
 from ferrum_rpc.executor.v1 import types_pb2 as ferrum__rpc_dot_executor_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#ferrum_rpc/executor/v1/output.proto\x12\x16\x66\x65rrum_rpc.executor.v1\x1a\"ferrum_rpc/executor/v1/types.proto\"\xbf\x04\n\nOutputSpec\x12\x34\n\tpositions\x18\x01 \x01(\x0e\x32!.ferrum_rpc.executor.v1.Positions\x12\x36\n\x06greedy\x18\x02 \x01(\x0b\x32$.ferrum_rpc.executor.v1.GreedyOutputH\x00\x12\x36\n\x06sample\x18\x03 \x01(\x0b\x32$.ferrum_rpc.executor.v1.SampleOutputH\x00\x12=\n\ntop_tokens\x18\x04 \x01(\x0b\x32\'.ferrum_rpc.executor.v1.TopTokensOutputH\x00\x12G\n\x0fselected_tokens\x18\x05 \x01(\x0b\x32,.ferrum_rpc.executor.v1.SelectedTokensOutputH\x00\x12?\n\x0b\x66ull_logits\x18\x06 \x01(\x0b\x32(.ferrum_rpc.executor.v1.FullLogitsOutputH\x00\x12\x36\n\x06\x61\x63\x63\x65pt\x18\x07 \x01(\x0b\x32$.ferrum_rpc.executor.v1.AcceptOutputH\x00\x12\x43\n\rhidden_states\x18\x08 \x01(\x0b\x32*.ferrum_rpc.executor.v1.HiddenStatesOutputH\x00\x12=\n\nnext_token\x18\t \x01(\x0b\x32\'.ferrum_rpc.executor.v1.NextTokenOutputH\x00\x42\x06\n\x04kind\"\xef\x01\n\x0cGreedyOutput\x12\x15\n\rtoken_mask_id\x18\x01 \x01(\x0c\x12\x1f\n\x12repetition_penalty\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07logprob\x18\x03 \x01(\x08\x12\x35\n\x08logprobs\x18\x04 \x01(\x0b\x32#.ferrum_rpc.executor.v1.RowLogprobs\x12\x32\n\ntoken_mask\x18\x05 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x14\n\x0crow_mask_ids\x18\x06 \x03(\x0c\x42\x15\n\x13_repetition_penalty\"/\n\x0bRowLogprobs\x12\r\n\x05top_k\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xc0\x04\n\x0cSampleOutput\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12/\n\x04\x62ias\x18\x08 \x03(\x0b\x32!.ferrum_rpc.executor.v1.TokenBias\x12\x15\n\rtoken_mask_id\x18\t \x01(\x0c\x12\x11\n\x04seed\x18\n \x01(\x04H\x07\x88\x01\x01\x12\x0f\n\x07logprob\x18\x0b \x01(\x08\x12\x14\n\x0cpenalty_from\x18\x0c \x01(\r\x12\x35\n\x08logprobs\x18\r \x01(\x0b\x32#.ferrum_rpc.executor.v1.RowLogprobs\x12\x32\n\ntoken_mask\x18\x0e \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x14\n\x0crow_mask_ids\x18\x0f \x03(\x0c\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\x1c\n\x0fTopTokensOutput\x12\t\n\x01k\x18\x01 \x01(\r\")\n\x14SelectedTokensOutput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"@\n\x10\x46ullLogitsOutput\x12,\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1d.ferrum_rpc.executor.v1.DType\"\xce\x01\n\x0c\x41\x63\x63\x65ptOutput\x12;\n\x08sampling\x18\x01 \x01(\x0b\x32$.ferrum_rpc.executor.v1.SampleOutputH\x00\x88\x01\x01\x12\x37\n\x0f\x64raft_token_ids\x18\x02 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12;\n\x13\x64raft_probabilities\x18\x03 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.TensorB\x0b\n\t_sampling\"\x92\x01\n\x0fNextTokenOutput\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x1c\n\x0f\x66ollowing_token\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x35\n\x08logprobs\x18\x03 \x01(\x0b\x32#.ferrum_rpc.executor.v1.RowLogprobsB\x12\n\x10_following_token\"B\n\x12HiddenStatesOutput\x12,\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1d.ferrum_rpc.executor.v1.DType\"\xc0\x02\n\x08RowBlock\x12\x33\n\x06tokens\x18\x01 \x01(\x0b\x32!.ferrum_rpc.executor.v1.TokenRowsH\x00\x12:\n\ntop_tokens\x18\x02 \x01(\x0b\x32$.ferrum_rpc.executor.v1.TopTokenRowsH\x00\x12\x44\n\x0fselected_tokens\x18\x03 \x01(\x0b\x32).ferrum_rpc.executor.v1.SelectedTokenRowsH\x00\x12\x33\n\x06logits\x18\x04 \x01(\x0b\x32!.ferrum_rpc.executor.v1.LogitRowsH\x00\x12@\n\rhidden_states\x18\x05 \x01(\x0b\x32\'.ferrum_rpc.executor.v1.HiddenStateRowsH\x00\x42\x06\n\x04kind\"\x98\x02\n\tTokenRows\x12\x31\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x30\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x35\n\rtop_token_ids\x18\x03 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x34\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x39\n\x11selected_logprobs\x18\x05 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\"\xa4\x01\n\x0cTopTokenRows\x12\x31\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12.\n\x06logits\x18\x02 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x31\n\tlogsumexp\x18\x03 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\"v\n\x11SelectedTokenRows\x12.\n\x06logits\x18\x01 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x31\n\tlogsumexp\x18\x02 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\";\n\tLogitRows\x12.\n\x06logits\x18\x01 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\"H\n\x0fHiddenStateRows\x12\x35\n\rhidden_states\x18\x01 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\"7\n\x08RowRange\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r*a\n\tPositions\x12\x19\n\x15POSITIONS_UNSPECIFIED\x10\x00\x12\x12\n\x0ePOSITIONS_LAST\x10\x01\x12\x11\n\rPOSITIONS_ALL\x10\x02\x12\x12\n\x0ePOSITIONS_NONE\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#ferrum_rpc/executor/v1/output.proto\x12\x16\x66\x65rrum_rpc.executor.v1\x1a\"ferrum_rpc/executor/v1/types.proto\"\xbf\x04\n\nOutputSpec\x12\x34\n\tpositions\x18\x01 \x01(\x0e\x32!.ferrum_rpc.executor.v1.Positions\x12\x36\n\x06greedy\x18\x02 \x01(\x0b\x32$.ferrum_rpc.executor.v1.GreedyOutputH\x00\x12\x36\n\x06sample\x18\x03 \x01(\x0b\x32$.ferrum_rpc.executor.v1.SampleOutputH\x00\x12=\n\ntop_tokens\x18\x04 \x01(\x0b\x32\'.ferrum_rpc.executor.v1.TopTokensOutputH\x00\x12G\n\x0fselected_tokens\x18\x05 \x01(\x0b\x32,.ferrum_rpc.executor.v1.SelectedTokensOutputH\x00\x12?\n\x0b\x66ull_logits\x18\x06 \x01(\x0b\x32(.ferrum_rpc.executor.v1.FullLogitsOutputH\x00\x12\x36\n\x06\x61\x63\x63\x65pt\x18\x07 \x01(\x0b\x32$.ferrum_rpc.executor.v1.AcceptOutputH\x00\x12\x43\n\rhidden_states\x18\x08 \x01(\x0b\x32*.ferrum_rpc.executor.v1.HiddenStatesOutputH\x00\x12=\n\nnext_token\x18\t \x01(\x0b\x32\'.ferrum_rpc.executor.v1.NextTokenOutputH\x00\x42\x06\n\x04kind\"\x99\x02\n\x0cGreedyOutput\x12\x15\n\rtoken_mask_id\x18\x01 \x01(\x0c\x12\x1f\n\x12repetition_penalty\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07logprob\x18\x03 \x01(\x08\x12\x35\n\x08logprobs\x18\x04 \x01(\x0b\x32#.ferrum_rpc.executor.v1.RowLogprobs\x12\x32\n\ntoken_mask\x18\x05 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x14\n\x0crow_mask_ids\x18\x06 \x03(\x0c\x12\x12\n\ngrammar_id\x18\x07 \x01(\x0c\x12\x14\n\x0cgrammar_from\x18\x08 \x01(\rB\x15\n\x13_repetition_penalty\"/\n\x0bRowLogprobs\x12\r\n\x05top_k\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xea\x04\n\x0cSampleOutput\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12/\n\x04\x62ias\x18\x08 \x03(\x0b\x32!.ferrum_rpc.executor.v1.TokenBias\x12\x15\n\rtoken_mask_id\x18\t \x01(\x0c\x12\x11\n\x04seed\x18\n \x01(\x04H\x07\x88\x01\x01\x12\x0f\n\x07logprob\x18\x0b \x01(\x08\x12\x14\n\x0cpenalty_from\x18\x0c \x01(\r\x12\x35\n\x08logprobs\x18\r \x01(\x0b\x32#.ferrum_rpc.executor.v1.RowLogprobs\x12\x32\n\ntoken_mask\x18\x0e \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x14\n\x0crow_mask_ids\x18\x0f \x03(\x0c\x12\x12\n\ngrammar_id\x18\x10 \x01(\x0c\x12\x14\n\x0cgrammar_from\x18\x11 \x01(\rB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"+\n\tTokenBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\x1c\n\x0fTopTokensOutput\x12\t\n\x01k\x18\x01 \x01(\r\")\n\x14SelectedTokensOutput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"@\n\x10\x46ullLogitsOutput\x12,\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1d.ferrum_rpc.executor.v1.DType\"\xce\x01\n\x0c\x41\x63\x63\x65ptOutput\x12;\n\x08sampling\x18\x01 \x01(\x0b\x32$.ferrum_rpc.executor.v1.SampleOutputH\x00\x88\x01\x01\x12\x37\n\x0f\x64raft_token_ids\x18\x02 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12;\n\x13\x64raft_probabilities\x18\x03 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.TensorB\x0b\n\t_sampling\"\x92\x01\n\x0fNextTokenOutput\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x1c\n\x0f\x66ollowing_token\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x35\n\x08logprobs\x18\x03 \x01(\x0b\x32#.ferrum_rpc.executor.v1.RowLogprobsB\x12\n\x10_following_token\"B\n\x12HiddenStatesOutput\x12,\n\x05\x64type\x18\x01 \x01(\x0e\x32\x1d.ferrum_rpc.executor.v1.DType\"\xc0\x02\n\x08RowBlock\x12\x33\n\x06tokens\x18\x01 \x01(\x0b\x32!.ferrum_rpc.executor.v1.TokenRowsH\x00\x12:\n\ntop_tokens\x18\x02 \x01(\x0b\x32$.ferrum_rpc.executor.v1.TopTokenRowsH\x00\x12\x44\n\x0fselected_tokens\x18\x03 \x01(\x0b\x32).ferrum_rpc.executor.v1.SelectedTokenRowsH\x00\x12\x33\n\x06logits\x18\x04 \x01(\x0b\x32!.ferrum_rpc.executor.v1.LogitRowsH\x00\x12@\n\rhidden_states\x18\x05 \x01(\x0b\x32\'.ferrum_rpc.executor.v1.HiddenStateRowsH\x00\x42\x06\n\x04kind\"\x98\x02\n\tTokenRows\x12\x31\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x30\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x35\n\rtop_token_ids\x18\x03 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x34\n\x0ctop_logprobs\x18\x04 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x39\n\x11selected_logprobs\x18\x05 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\"\xa4\x01\n\x0cTopTokenRows\x12\x31\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12.\n\x06logits\x18\x02 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x31\n\tlogsumexp\x18\x03 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\"v\n\x11SelectedTokenRows\x12.\n\x06logits\x18\x01 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\x12\x31\n\tlogsumexp\x18\x02 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\";\n\tLogitRows\x12.\n\x06logits\x18\x01 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\"H\n\x0fHiddenStateRows\x12\x35\n\rhidden_states\x18\x01 \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Tensor\"7\n\x08RowRange\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r*a\n\tPositions\x12\x19\n\x15POSITIONS_UNSPECIFIED\x10\x00\x12\x12\n\x0ePOSITIONS_LAST\x10\x01\x12\x11\n\rPOSITIONS_ALL\x10\x02\x12\x12\n\x0ePOSITIONS_NONE\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ferrum_rpc.executor.v1.output_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_POSITIONS']._serialized_start=3242
-  _globals['_POSITIONS']._serialized_end=3339
+  _globals['_POSITIONS']._serialized_start=3326
+  _globals['_POSITIONS']._serialized_end=3423
   _globals['_OUTPUTSPEC']._serialized_start=100
   _globals['_OUTPUTSPEC']._serialized_end=675
   _globals['_GREEDYOUTPUT']._serialized_start=678
-  _globals['_GREEDYOUTPUT']._serialized_end=917
-  _globals['_ROWLOGPROBS']._serialized_start=919
-  _globals['_ROWLOGPROBS']._serialized_end=966
-  _globals['_SAMPLEOUTPUT']._serialized_start=969
-  _globals['_SAMPLEOUTPUT']._serialized_end=1545
-  _globals['_TOKENBIAS']._serialized_start=1547
-  _globals['_TOKENBIAS']._serialized_end=1590
-  _globals['_TOPTOKENSOUTPUT']._serialized_start=1592
-  _globals['_TOPTOKENSOUTPUT']._serialized_end=1620
-  _globals['_SELECTEDTOKENSOUTPUT']._serialized_start=1622
-  _globals['_SELECTEDTOKENSOUTPUT']._serialized_end=1663
-  _globals['_FULLLOGITSOUTPUT']._serialized_start=1665
-  _globals['_FULLLOGITSOUTPUT']._serialized_end=1729
-  _globals['_ACCEPTOUTPUT']._serialized_start=1732
-  _globals['_ACCEPTOUTPUT']._serialized_end=1938
-  _globals['_NEXTTOKENOUTPUT']._serialized_start=1941
-  _globals['_NEXTTOKENOUTPUT']._serialized_end=2087
-  _globals['_HIDDENSTATESOUTPUT']._serialized_start=2089
-  _globals['_HIDDENSTATESOUTPUT']._serialized_end=2155
-  _globals['_ROWBLOCK']._serialized_start=2158
-  _globals['_ROWBLOCK']._serialized_end=2478
-  _globals['_TOKENROWS']._serialized_start=2481
-  _globals['_TOKENROWS']._serialized_end=2761
-  _globals['_TOPTOKENROWS']._serialized_start=2764
-  _globals['_TOPTOKENROWS']._serialized_end=2928
-  _globals['_SELECTEDTOKENROWS']._serialized_start=2930
-  _globals['_SELECTEDTOKENROWS']._serialized_end=3048
-  _globals['_LOGITROWS']._serialized_start=3050
-  _globals['_LOGITROWS']._serialized_end=3109
-  _globals['_HIDDENSTATEROWS']._serialized_start=3111
-  _globals['_HIDDENSTATEROWS']._serialized_end=3183
-  _globals['_ROWRANGE']._serialized_start=3185
-  _globals['_ROWRANGE']._serialized_end=3240
+  _globals['_GREEDYOUTPUT']._serialized_end=959
+  _globals['_ROWLOGPROBS']._serialized_start=961
+  _globals['_ROWLOGPROBS']._serialized_end=1008
+  _globals['_SAMPLEOUTPUT']._serialized_start=1011
+  _globals['_SAMPLEOUTPUT']._serialized_end=1629
+  _globals['_TOKENBIAS']._serialized_start=1631
+  _globals['_TOKENBIAS']._serialized_end=1674
+  _globals['_TOPTOKENSOUTPUT']._serialized_start=1676
+  _globals['_TOPTOKENSOUTPUT']._serialized_end=1704
+  _globals['_SELECTEDTOKENSOUTPUT']._serialized_start=1706
+  _globals['_SELECTEDTOKENSOUTPUT']._serialized_end=1747
+  _globals['_FULLLOGITSOUTPUT']._serialized_start=1749
+  _globals['_FULLLOGITSOUTPUT']._serialized_end=1813
+  _globals['_ACCEPTOUTPUT']._serialized_start=1816
+  _globals['_ACCEPTOUTPUT']._serialized_end=2022
+  _globals['_NEXTTOKENOUTPUT']._serialized_start=2025
+  _globals['_NEXTTOKENOUTPUT']._serialized_end=2171
+  _globals['_HIDDENSTATESOUTPUT']._serialized_start=2173
+  _globals['_HIDDENSTATESOUTPUT']._serialized_end=2239
+  _globals['_ROWBLOCK']._serialized_start=2242
+  _globals['_ROWBLOCK']._serialized_end=2562
+  _globals['_TOKENROWS']._serialized_start=2565
+  _globals['_TOKENROWS']._serialized_end=2845
+  _globals['_TOPTOKENROWS']._serialized_start=2848
+  _globals['_TOPTOKENROWS']._serialized_end=3012
+  _globals['_SELECTEDTOKENROWS']._serialized_start=3014
+  _globals['_SELECTEDTOKENROWS']._serialized_end=3132
+  _globals['_LOGITROWS']._serialized_start=3134
+  _globals['_LOGITROWS']._serialized_end=3193
+  _globals['_HIDDENSTATEROWS']._serialized_start=3195
+  _globals['_HIDDENSTATEROWS']._serialized_end=3267
+  _globals['_ROWRANGE']._serialized_start=3269
+  _globals['_ROWRANGE']._serialized_end=3324
 # @@protoc_insertion_point(module_scope)

@@ -42,20 +42,24 @@ class OutputSpec(_message.Message):
     def __init__(self, positions: _Optional[_Union[Positions, str]] = ..., greedy: _Optional[_Union[GreedyOutput, _Mapping]] = ..., sample: _Optional[_Union[SampleOutput, _Mapping]] = ..., top_tokens: _Optional[_Union[TopTokensOutput, _Mapping]] = ..., selected_tokens: _Optional[_Union[SelectedTokensOutput, _Mapping]] = ..., full_logits: _Optional[_Union[FullLogitsOutput, _Mapping]] = ..., accept: _Optional[_Union[AcceptOutput, _Mapping]] = ..., hidden_states: _Optional[_Union[HiddenStatesOutput, _Mapping]] = ..., next_token: _Optional[_Union[NextTokenOutput, _Mapping]] = ...) -> None: ...
 
 class GreedyOutput(_message.Message):
-    __slots__ = ("token_mask_id", "repetition_penalty", "logprob", "logprobs", "token_mask", "row_mask_ids")
+    __slots__ = ("token_mask_id", "repetition_penalty", "logprob", "logprobs", "token_mask", "row_mask_ids", "grammar_id", "grammar_from")
     TOKEN_MASK_ID_FIELD_NUMBER: _ClassVar[int]
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_MASK_FIELD_NUMBER: _ClassVar[int]
     ROW_MASK_IDS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FROM_FIELD_NUMBER: _ClassVar[int]
     token_mask_id: bytes
     repetition_penalty: float
     logprob: bool
     logprobs: RowLogprobs
     token_mask: _types_pb2.Tensor
     row_mask_ids: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, token_mask_id: _Optional[bytes] = ..., repetition_penalty: _Optional[float] = ..., logprob: bool = ..., logprobs: _Optional[_Union[RowLogprobs, _Mapping]] = ..., token_mask: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., row_mask_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    grammar_id: bytes
+    grammar_from: int
+    def __init__(self, token_mask_id: _Optional[bytes] = ..., repetition_penalty: _Optional[float] = ..., logprob: bool = ..., logprobs: _Optional[_Union[RowLogprobs, _Mapping]] = ..., token_mask: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., row_mask_ids: _Optional[_Iterable[bytes]] = ..., grammar_id: _Optional[bytes] = ..., grammar_from: _Optional[int] = ...) -> None: ...
 
 class RowLogprobs(_message.Message):
     __slots__ = ("top_k", "token_ids")
@@ -66,7 +70,7 @@ class RowLogprobs(_message.Message):
     def __init__(self, top_k: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SampleOutput(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias", "token_mask_id", "seed", "logprob", "penalty_from", "logprobs", "token_mask", "row_mask_ids")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias", "token_mask_id", "seed", "logprob", "penalty_from", "logprobs", "token_mask", "row_mask_ids", "grammar_id", "grammar_from")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +86,8 @@ class SampleOutput(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_MASK_FIELD_NUMBER: _ClassVar[int]
     ROW_MASK_IDS_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_ID_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FROM_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -97,7 +103,9 @@ class SampleOutput(_message.Message):
     logprobs: RowLogprobs
     token_mask: _types_pb2.Tensor
     row_mask_ids: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias: _Optional[_Iterable[_Union[TokenBias, _Mapping]]] = ..., token_mask_id: _Optional[bytes] = ..., seed: _Optional[int] = ..., logprob: bool = ..., penalty_from: _Optional[int] = ..., logprobs: _Optional[_Union[RowLogprobs, _Mapping]] = ..., token_mask: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., row_mask_ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    grammar_id: bytes
+    grammar_from: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias: _Optional[_Iterable[_Union[TokenBias, _Mapping]]] = ..., token_mask_id: _Optional[bytes] = ..., seed: _Optional[int] = ..., logprob: bool = ..., penalty_from: _Optional[int] = ..., logprobs: _Optional[_Union[RowLogprobs, _Mapping]] = ..., token_mask: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., row_mask_ids: _Optional[_Iterable[bytes]] = ..., grammar_id: _Optional[bytes] = ..., grammar_from: _Optional[int] = ...) -> None: ...
 
 class TokenBias(_message.Message):
     __slots__ = ("token_id", "bias")

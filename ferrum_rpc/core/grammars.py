@@ -1,0 +1,28 @@
+"""Grammars: texts in one of several languages that say which tokens a row may yield."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from typing import Final, NamedTuple
+
+GRAMMAR_ID_BYTES: Final = 32
+
+
+class GrammarKind(enum.Enum):
+    """The language of a grammar's text; the values are those of the protos."""
+
+    JSON_SCHEMA = 1
+    REGEX = 2
+    LARK = 3
+
+
+class Grammar(NamedTuple):
+    """A grammar as registered. ``text`` is UTF-8."""
+
+    kind: GrammarKind
+    text: bytes
+
+    def id(self, tokenizer_sha256: bytes) -> bytes:
+        """The id for executors whose tokenizer has this digest."""
+        return hashlib.sha256(bytes((self.kind.value,)) + tokenizer_sha256 + self.text).digest()
