@@ -1,4 +1,5 @@
-/* Attention of long spans over a paged KV cache on a CPU, by products of bfloat16 pairs (gemm_tile.h).
+/* Attention of long spans over a paged KV cache on a CPU with AVX-512, by products of bfloat16 pairs (gemm_tile.h): one
+ * instruction each with AVX-512 BF16, else two of float32.
  *
  * A prompt's attention is bound by arithmetic, not memory: torch's kernel ran at 70 GFLOP/s, the products of its layers at
  * 800 (512 tokens, two cores with AVX-512 BF16), so it took two fifths of a prompt's time. Here K and V are packed into
@@ -20,7 +21,10 @@
 #include "gemm_tile.h"
 #include "buffer.h"
 
+struct isa;
+
 struct ferrum_prefill {
+    const struct isa *isa;
     char *scratch;
     size_t size;
 };
@@ -29,7 +33,7 @@ struct ferrum_prefill {
 
 #define JOINED(name, suffix) name##suffix
 #define ISA(name) JOINED(name, _prefill)
-#define TARGET COMPILED_FOR(AVX512_BF16)
+#define TARGET COMPILED_FOR(AVX512)
 #define LANES 16
 #include "simd.h"
 
@@ -37,13 +41,55 @@ struct ferrum_prefill {
 #define KEYS GEMM_WIDTH /* positions at a time: four panels */
 #define TILE_ROWS 256  /* query rows (tokens x group) of a unit */
 
+GEMM_ENTRY(prefill_avx512, gemm_halves, AVX512)
+GEMM_ENTRY(prefill_avx512_bf16, gemm_pairs, AVX512_BF16)
+
+/* Round `count` floats, a multiple of 16, to bfloat16. */
+static COMPILED_FOR(AVX512) void narrow_avx512(const float *from, char *to, int count)
+{
+    for (int i = 0; i < count; i += 16)
+        ISA(store)(to, i, 0, *(const FV *)(from + i));
+}
+
+static COMPILED_FOR(AVX512_BF16) void narrow_avx512_bf16(const float *from, char *to, int count)
+{
+    for (int i = 0; i < count; i += 16) {
+        const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(from + i));
+        memcpy(to + i * 2, &rounded, sizeof rounded);
+    }
+}
+
+/* What an instruction set computes in its own way. All else is AVX-512. */
+struct isa {
+    const char *name;
+    void (*multiply)(const struct gemm_tile *tile, int rows, int panels);
+    void (*narrow)(const float *from, char *to, int count);
+};
+
+static const struct isa of_floats = {"avx512", prefill_avx512, narrow_avx512};
+static const struct isa of_pairs = {"avx512_bf16", prefill_avx512_bf16, narrow_avx512_bf16};
+
+/* The better of those that this machine has, or NULL. */
+static const struct isa *best_isa(void)
+{
+    if (CPU_HAS(AVX512_BF16))
+        return &of_pairs;
+    return CPU_HAS(AVX512) ? &of_floats : NULL;
+}
+
 int32_t ferrum_prefill_supported(int32_t head_dim)
 {
-    return head_dim >= 16 && head_dim <= MAX_DIM && head_dim % 16 == 0 && CPU_HAS(AVX512_BF16);
+    return head_dim >= 16 && head_dim <= MAX_DIM && head_dim % 16 == 0 && best_isa();
 }
 
 /* NULL if memory is short. */
-struct ferrum_prefill *ferrum_prefill_new(void) { return calloc(1, sizeof(struct ferrum_prefill)); }
+struct ferrum_prefill *ferrum_prefill_new(void)
+{
+    struct ferrum_prefill *made = calloc(1, sizeof *made);
+    if (made)
+        made->isa = best_isa();
+    return made;
+}
 
 void ferrum_prefill_free(struct ferrum_prefill *self)
 {
@@ -51,9 +97,8 @@ void ferrum_prefill_free(struct ferrum_prefill *self)
     free(self);
 }
 
-GEMM_ENTRY(prefill_entry, gemm_pairs, AVX512_BF16)
-
 struct job {
+    const struct isa *isa;
     const struct span_arrays *step;
     const char *query, *keys, *values;
     const float *sinks;
@@ -208,10 +253,10 @@ static TARGET void pack(const struct job *job, const int32_t *table, int head, i
 }
 
 /* Convert one row's scores for the positions `first .. first + KEYS`, of which it attends to `low .. high`, to weights: a
- * step of the online softmax. The scales of K multiply the scores, those of V the weights. Returns the factor for the
- * row's sums so far. */
-INLINE float soften(const struct job *job, const struct buffers *own, const float *scores, int first, int low, int high,
-                    float *most, float *total, char *weights)
+ * step of the online softmax, in place. The scales of K multiply the scores, those of V the weights. Returns the factor
+ * for the row's sums so far. */
+INLINE float soften(const struct job *job, const struct buffers *own, float *scores, int first, int low, int high,
+                    float *most, float *total)
 {
     FV x[KEYS / 16], largest = ISA(splat)(-__builtin_inff());
     const IV lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -234,7 +279,7 @@ INLINE float soften(const struct job *job, const struct buffers *own, const floa
         const float all = ISA(total)(x[0] + x[1] + x[2] + x[3]);
         if (all != all)
             *total = all;
-        memset(weights, 0, KEYS * 2);
+        memset(scores, 0, KEYS * sizeof(float));
         return 1.0f;
     }
     const float after = now > before ? now : before;
@@ -245,8 +290,7 @@ INLINE float soften(const struct job *job, const struct buffers *own, const floa
         sum += x[i];
         if (job->rounded)
             x[i] *= *(const FV *)(own->value_scales + i * 16);
-        const __m256bh rounded = _mm512_cvtneps_pbh((__m512)x[i]);
-        memcpy(weights + i * 32, &rounded, sizeof rounded);
+        *(FV *)(scores + i * 16) = x[i];
     }
     const float scale = now > before ? ISA(exp)(ISA(splat)(before - after))[0] : 1.0f;
     *most = after;
@@ -288,12 +332,12 @@ static TARGET void run_tile(const struct job *job, const int32_t *table, int hea
                 .vectors = job->wide_dim / 2,
             };
             memset(own->scores, 0, (size_t)count * KEYS * sizeof(float));
-            prefill_entry(&tile, count, KEYS / GEMM_COLUMNS);
+            job->isa->multiply(&tile, count, KEYS / GEMM_COLUMNS);
             for (int i = 0; i < count; i++) {
                 const int at = position + (r + i) / group;
                 const int low = job->window > 0 && at + 1 > job->window ? at + 1 - job->window : 0;
                 const float scale = soften(job, own, own->scores + i * KEYS, first, low, at + 1, own->most + r + i,
-                                           own->total + r + i, own->weights + i * KEYS * 2);
+                                           own->total + r + i);
                 if (scale != 1.0f)
                     for (int plane = 0; plane < planes; plane++) {
                         float *sums = own->sums + ((size_t)plane * rows + r + i) * GEMM_WIDTH;
@@ -302,6 +346,7 @@ static TARGET void run_tile(const struct job *job, const int32_t *table, int hea
                             *(FV *)(sums + d) = *(FV *)(sums + d) * scale;
                     }
             }
+            job->isa->narrow(own->scores, own->weights, count * KEYS);
             for (int plane = 0; plane < planes; plane++) {
                 const int panels = job->panels - plane * GEMM_PANELS < GEMM_PANELS ? job->panels - plane * GEMM_PANELS : GEMM_PANELS;
                 tile = (struct gemm_tile){
@@ -313,7 +358,7 @@ static TARGET void run_tile(const struct job *job, const int32_t *table, int hea
                     .sums = own->sums + ((size_t)plane * rows + r) * GEMM_WIDTH,
                     .vectors = KEYS / 2,
                 };
-                prefill_entry(&tile, count, panels);
+                job->isa->multiply(&tile, count, panels);
             }
         }
     }
@@ -331,6 +376,7 @@ int32_t ferrum_prefill_attend(const struct attention_layer *layer, const struct 
 {
     struct ferrum_prefill *self = layer->prefill;
     const struct job job = {
+        .isa = self->isa,
         .step = step,
         .query = query,
         .keys = layer->keys,

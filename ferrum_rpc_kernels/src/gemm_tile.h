@@ -1,5 +1,5 @@
-/* Rows times panels, the inner loops of every matrix product here: sums of pairs of bfloat16 (AVX-512 BF16) and of fours
- * of bytes (AVX-512 VNNI).
+/* Rows times panels, the inner loops of every matrix product here: sums of pairs of bfloat16 (AVX-512 BF16, or two
+ * products in float32 for each pair) and of fours of bytes (AVX-512 VNNI).
  *
  * A panel is 16 columns of a matrix, stored so that one vector holds the same few elements of all 16: [pairs][16][2] of
  * bfloat16 or [fours][16][4] of bytes. A vector of a panel meets one broadcast element group of a row, and each of the 16
@@ -55,14 +55,31 @@ GEMM_INLINE(AVX512_VNNI) __m512i gemm_fours(__m512i sum, __m512i weights, __m512
     return sum;
 }
 
-GEMM_INLINE(AVX512_BF16) void gemm_pairs(const struct gemm_tile *tile, const int rows, const int panels)
+/* The sums of a tile, and where they go back to. */
+GEMM_INLINE(AVX512) void gemm_load(const struct gemm_tile *tile, const int rows, const int panels,
+                                   __m512 (*sums)[GEMM_PANELS])
 {
-    __m512 sums[GEMM_ROWS][GEMM_PANELS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++)
             sums[r][p] = _mm512_loadu_ps(tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS);
+}
+
+GEMM_INLINE(AVX512) void gemm_store(const struct gemm_tile *tile, const int rows, const int panels,
+                                    __m512 (*sums)[GEMM_PANELS])
+{
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++)
+            _mm512_storeu_ps(tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS, sums[r][p]);
+}
+
+GEMM_INLINE(AVX512_BF16) void gemm_pairs(const struct gemm_tile *tile, const int rows, const int panels)
+{
+    __m512 sums[GEMM_ROWS][GEMM_PANELS];
+    gemm_load(tile, rows, panels, sums);
     const char *row = tile->rows, *panel = tile->panels, *ahead = tile->ahead;
     const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
     for (int i = 0; i < tile->vectors; i++, row += 4, panel += 64, ahead += 64) {
@@ -79,11 +96,43 @@ GEMM_INLINE(AVX512_BF16) void gemm_pairs(const struct gemm_tile *tile, const int
                 sums[r][p] = _mm512_dpbf16_ps(sums[r][p], (__m512bh)weights[p], (__m512bh)x);
         }
     }
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
+    gemm_store(tile, rows, panels, sums);
+}
+
+/* The first or the second bfloat16 of each pair, as floats: one is the upper half of the other. */
+GEMM_INLINE(AVX512) __m512 gemm_half(__m512i pairs, const int second)
+{
+    if (second)
+        return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int32_t)0xffff0000)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+}
+
+/* As gemm_pairs, on a CPU without its instruction. The product of two bfloat16 is exact in float32, so what is rounded
+ * is each sum. One half of the pairs after the other, so that the vectors fit the registers. */
+GEMM_INLINE(AVX512) void gemm_halves(const struct gemm_tile *tile, const int rows, const int panels)
+{
+    __m512 sums[GEMM_ROWS][GEMM_PANELS];
+    gemm_load(tile, rows, panels, sums);
+    const char *row = tile->rows, *panel = tile->panels, *ahead = tile->ahead;
+    const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
+    for (int i = 0; i < tile->vectors; i++, row += 4, panel += 64, ahead += 64) {
+        _mm_prefetch(ahead, _MM_HINT_T1);
+#pragma GCC unroll 2
+        for (int second = 0; second < 2; second++) {
+            __m512 weights[GEMM_PANELS];
 #pragma GCC unroll 4
-        for (int p = 0; p < panels; p++)
-            _mm512_storeu_ps(tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS, sums[r][p]);
+            for (int p = 0; p < panels; p++)
+                weights[p] = gemm_half(_mm512_loadu_si512(panel + p * panel_bytes), second);
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) {
+                const __m512 x = gemm_half(gemm_broadcast(row + r * row_bytes), second);
+#pragma GCC unroll 4
+                for (int p = 0; p < panels; p++)
+                    sums[r][p] = _mm512_fmadd_ps(weights[p], x, sums[r][p]);
+            }
+        }
+    }
+    gemm_store(tile, rows, panels, sums);
 }
 
 /* Weights are unsigned, 128 more than they are, and rows are signed: what that adds, 128 x the sum of the row's group,

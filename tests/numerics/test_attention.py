@@ -24,6 +24,8 @@ from tests.poison import fill_slots
 
 CPU = torch.device("cpu")
 
+ISAS = ("avx512", "avx2", "portable")
+
 
 def backends(specs, store, dtype=torch.float32, sinks=()):
     """The torch path, and where it takes such a cache our kernel in every instruction set of this machine; with queries
@@ -34,7 +36,7 @@ def backends(specs, store, dtype=torch.float32, sinks=()):
 
 def isas(specs, store, dtype=torch.float32, sinks=()):
     """Of `backends` our kernels."""
-    for isa in ("avx512", "avx2", "portable"):
+    for isa in ISAS:
         with suppress(OSError):
             yield NativePagedAttention(specs, store.keys, store.values, isa, dtype, sinks=sinks)
 
@@ -353,15 +355,19 @@ def test_an_answer_depends_on_neither_the_threads_nor_the_rest_of_the_batch(wind
         assert torch.equal(together[sequence], cache.attend([sequence], [count])[sequence])
 
 
+@pytest.mark.parametrize("isa", ["avx512", "avx2"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_long_span_may_be_cut_anywhere_and_have_any_neighbours(window):
-    """Bit for bit, as long as no piece is short."""
+def test_a_long_span_may_be_cut_anywhere_and_have_any_neighbours(window, isa):
+    """Bit for bit, as long as no piece is short. Where torch computes it, only the neighbours are of no account."""
     spec = AttentionSpec(8, 2, 64, 0.125, window)
     store = KvStore([CacheSpec(2, 64, torch.bfloat16)], 80, 16, CPU)
     for tensor in (*store.keys, *store.values):
         tensor.copy_(torch.randn(tensor.shape))
     tables = np.split((1 + np.random.default_rng(0).permutation(79)).astype(np.int32), [32])
-    backend = NativePagedAttention([spec], store.keys, store.values)
+    try:
+        backend = NativePagedAttention([spec], store.keys, store.values, isa)
+    except OSError as reason:
+        pytest.skip(str(reason))
     query = torch.randn(500, 8, 64).bfloat16()
 
     def attend(first, last, neighbour=0):
@@ -370,13 +376,16 @@ def test_a_long_span_may_be_cut_anywhere_and_have_any_neighbours(window):
         rows = torch.cat([query[first:last], query[:neighbour]])
         return backend.attend(0, rows, backend.plan(geometry))[: last - first]
 
-    whole, before = attend(0, 500), torch.get_num_threads()
+    cuts, before = ((0, 133), (133, 300), (300, 333), (333, 500)), torch.get_num_threads()
+    whole = attend(0, 500)
+    expected = whole if backend.takes_long_spans else torch.cat([attend(*each) for each in cuts])
+    torch.testing.assert_close(expected, whole, rtol=0, atol=0.03)
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             for neighbour in (0, 1, 90):
-                pieces = [attend(*each, neighbour) for each in ((0, 133), (133, 300), (300, 333), (333, 500))]
-                assert torch.equal(torch.cat(pieces), whole)
+                pieces = [attend(*each, neighbour) for each in cuts]
+                assert torch.equal(torch.cat(pieces), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -420,7 +429,7 @@ def poison(cache, tensor, position, head, value):
     return lambda: element.copy_(before)
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("dtype", "count"),
     [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 1), (torch.bfloat16, 3), (torch.bfloat16, SHORT + 8)],
@@ -428,6 +437,7 @@ def poison(cache, tensor, position, head, value):
 )
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 5.0)])
 def test_a_key_that_is_no_number_shows_in_every_row_that_sees_it_and_in_no_other(isa, dtype, window, softcap, count):
+    """Of a long span that torch computes it may show in all rows: torch multiplies what is masked by 0."""
     length, head = 70, 1
     cache = Cache([length], spec=AttentionSpec(4, 2, 32, 0.2, window, softcap), dtype=dtype)
     with suppress(OSError):
@@ -440,7 +450,8 @@ def test_a_key_that_is_no_number_shows_in_every_row_that_sees_it_and_in_no_other
         restore()
         sees = (rows >= position) & (rows - position < (window or length))
         assert answer[sees][:, 2:].isnan().all()
-        assert torch.equal(answer[~sees], clean[~sees])
+        if count <= SHORT or cache.backend.takes_long_spans:
+            assert torch.equal(answer[~sees], clean[~sees])
         assert torch.equal(answer[:, :2], clean[:, :2])
 
 

@@ -20,6 +20,17 @@ from ferrum_rpc.native import library
 SOURCES = Path(__file__).parents[2] / "ferrum_rpc_kernels" / "src"
 FILES = ("attention_decode.c", "norm_rope_gate.c", "linear.c", "attention_prefill.c", "group.c")
 FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni")
+
+
+def isa_of_long_spans(cpu):
+    """Its name is the first of the set, which is the first of the kernel."""
+    cpu.ferrum_prefill_new.restype = ctypes.c_void_p
+    kernel = cpu.ferrum_prefill_new()
+    chosen = ctypes.c_void_p.from_address(kernel).value
+    cpu.ferrum_prefill_free(ctypes.c_void_p(kernel))
+    return None if chosen is None else ctypes.c_char_p.from_address(chosen).value
+
+
 KERNELS = {
     "attention in avx512": ("run_unit_avx512", lambda cpu: cpu.ferrum_decode_supported(b"avx512", 64)),
     "attention in avx2": ("run_unit_avx2", lambda cpu: cpu.ferrum_decode_supported(b"avx2", 64)),
@@ -29,7 +40,8 @@ KERNELS = {
     "sums of ranks in avx2": ("sum_parts_avx2", lambda cpu: cpu.ferrum_rows_lanes(8) == 8),
     "products of pairs": ("pairs_entry", lambda cpu: cpu.ferrum_linear_supported(library.PAIRS)),
     "products of bytes": ("bytes_entry", lambda cpu: cpu.ferrum_linear_supported(library.BYTES)),
-    "attention of long spans": ("prefill_entry", lambda cpu: cpu.ferrum_prefill_supported(64)),
+    "long spans in floats": ("prefill_avx512", lambda cpu: cpu.ferrum_prefill_supported(64)),
+    "long spans in pairs": ("prefill_avx512_bf16", lambda cpu: isa_of_long_spans(cpu) == b"avx512_bf16"),
 }
 """The outermost function of each that is compiled for instructions, and whether it may run."""
 
@@ -96,8 +108,8 @@ AVX512 = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq")
     [
         ((), [0, 0, 0], 4),
         (("avx2", "fma"), [0, 0, 0], 8),
-        (AVX512, [0, 0, 0], 16),
-        ((*AVX512, "avx512vnni"), [0, 1, 0], 16),  # Cascade Lake, Ice Lake
+        (AVX512, [0, 0, 1], 16),
+        ((*AVX512, "avx512vnni"), [0, 1, 1], 16),  # Cascade Lake, Ice Lake
         ((*AVX512, "avx512bf16"), [1, 0, 1], 16),
         (FEATURES, [1, 1, 1], 16),
         (("avx512bf16", "avx512vnni", "avx512f"), [0, 0, 0], 4),
