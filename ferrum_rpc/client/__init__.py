@@ -75,7 +75,7 @@ from ferrum_rpc.client.retry import (
     TRY_LATER,
     ResendPolicy,
 )
-from ferrum_rpc.client.runs import FinishReason, StreamToken
+from ferrum_rpc.client.runs import FinishReason, StreamToken, forbidding, stream_tokens
 from ferrum_rpc.client.sequence import Sequence
 from ferrum_rpc.client.state import Item, SequenceMisuseError
 from ferrum_rpc.core import (
@@ -237,6 +237,8 @@ __all__ = [
     "Unauthenticated",
     "WarmupReport",
     "explained",
+    "forbidding",
     "read_token",
+    "stream_tokens",
     "tls",
 ]

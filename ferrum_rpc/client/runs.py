@@ -11,13 +11,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.client.answer import Answer, TopLogprobs
+from ferrum_rpc.client.answer import Answer, NoSuchRowsError, TopLogprobs
 from ferrum_rpc.client.info import Capability, ExecutorInfo
 from ferrum_rpc.client.owner import Owner
 from ferrum_rpc.client.prefetch import RunPrefetcher, StreamOptions, Wanted
 from ferrum_rpc.client.retry import fate_unknown
 from ferrum_rpc.client.sender import Sender
-from ferrum_rpc.core import Greedy, OutputSpec, RunEnd, Sample
+from ferrum_rpc.core import Greedy, OutputSpec, RowKind, RunEnd, Sample
 from ferrum_rpc.core.check import check_limit
 from ferrum_rpc.errors import ExecutorError
 
@@ -67,7 +67,7 @@ async def streamed(
     try:
         while reader.ahead.in_flight_runs:
             answer = await reader.next_answer()
-            for each in _each_token(answer):
+            for each in stream_tokens(answer):
                 token, reason = each, None
                 if reader.advance(each):
                     reason = await reader.end()
@@ -140,7 +140,7 @@ class RunReader:
     def _begin(self) -> None:
         vocabulary, options = self._info.model.vocab_size, self._options
         stops = tuple(sorted(each for each in self._ends if 0 <= each < vocabulary))
-        before = _forbidding(options.output, stops, self._info) if self._wanted.least else options.output
+        before = forbidding(options.output, stops, self._info) if self._wanted.least else options.output
         self.ahead = self._sender.prefetch(replace(options, stops=stops, before=before))
 
     def _fill(self, *, begins: bool = False) -> None:
@@ -247,10 +247,10 @@ async def token_ids(stream: AsyncGenerator[StreamToken, None]) -> AsyncGenerator
                 yield each.token
 
 
-def _forbidding(output: OutputSpec, stops: tuple[int, ...], info: ExecutorInfo) -> OutputSpec:
-    """An output that chooses none of ``stops``. By a bias and not by a mask: it needs no words for the whole vocabulary
-    to be registered, and applies together with the masks that the output has. The output itself if the executor cannot
-    sample."""
+def forbidding(output: OutputSpec, stops: tuple[int, ...], info: ExecutorInfo) -> OutputSpec:
+    """An output that chooses none of ``stops``, for a text that must not end yet. By a bias and not by a mask: it needs
+    no words for the whole vocabulary to be registered, and applies together with the masks that the output has. The
+    output itself if the executor cannot sample. Raises `InvalidRequest` if the executor allows fewer biases."""
     kind = output.kind
     if not stops or Capability.OUTPUT_SAMPLE not in info.capabilities or not isinstance(kind, Greedy | Sample):
         return output
@@ -269,9 +269,11 @@ def _incomplete(answer: Answer, output: OutputSpec) -> bool:
     return answer.replayed and asked and answer.rows is not None and len(answer.rows.block.columns) == 1
 
 
-def _each_token(answer: Answer) -> Iterator[StreamToken]:
-    """The tokens of an answer with their log-probabilities."""
-    assert answer.rows is not None  # noqa: S101 - its tokens were read
+def stream_tokens(answer: Answer) -> Iterator[StreamToken]:
+    """The chosen tokens of an answer with their log-probabilities, as a stream has them. Raises `NoSuchRowsError` for
+    an answer without tokens."""
+    if answer.rows is None or answer.rows.block.kind is not RowKind.TOKENS:
+        raise NoSuchRowsError("the answer has no tokens")
     columns = answer.rows.block.between(answer.rows.first, answer.rows.first + answer.rows.count).columns
     tokens = columns["token_ids"].tolist()
     chosen, top = columns.get("logprobs"), columns.get("top_token_ids")

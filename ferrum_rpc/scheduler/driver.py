@@ -35,7 +35,7 @@ from ferrum_rpc.client import (
     KvBlocksExhausted,
     KvCorrupt,
     ModelClient,
-    Run,
+    RunPace,
     StepFailed,
 )
 from ferrum_rpc.scheduler.counts import RunCounts
@@ -44,19 +44,18 @@ from ferrum_rpc.scheduler.policy import NO_OTHERS, Budget, PlannedFeed, Pool, St
 from ferrum_rpc.scheduler.port import ExecutorPort
 from ferrum_rpc.scheduler.queues import IN_ORDER, Observer, RequestQueues
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
-from ferrum_rpc.scheduler.runs import MAX_STOPS, SHORT, BurstPace, Flight, SentFeed, lengths
+from ferrum_rpc.scheduler.runs import MAX_STOPS, SHORT, Flight, SentFeed, lengths
 from ferrum_rpc.scheduler.speculation import Drafter, Speculation
 
 FAILURES_OF_A_REQUEST = 3
 LONGEST_DRAFT = 16
-BURST_S = 0.05
 
 
 class Driver:
     """Runs requests on one ``executor``, the only one of ``client``. ``run_tokens``: the maximum length of a run, 0 for
-    single steps; ``burst_s``: runs are no longer than that, unless a round trip is. With ``chains`` the next run is
-    sent before the answer of the one before. With a ``drafter`` runs are for requests without a draft, and for all
-    requests while runs are faster. Preempted requests continue with the same bits if the executor promises that
+    single steps; ``max_delay_s``: the longest time that a token may wait for the rest of its run. With ``chains`` the
+    next run is sent before the answer of the one before. With a ``drafter`` runs are for requests without a draft, and
+    for all requests while runs are faster. Preempted requests continue with the same bits if the executor promises that
     (``exact_span_tokens``) and their `CacheMode` is BYPASS; otherwise they find most of their tokens in the prefix
     cache."""
 
@@ -72,7 +71,7 @@ class Driver:
         patience_s: float = 30.0,
         drafter: Drafter | None = None,
         run_tokens: int = 0,
-        burst_s: float = BURST_S,
+        max_delay_s: float | None = None,
         chains: bool = False,
     ) -> None:
         info = executor.info
@@ -82,7 +81,7 @@ class Driver:
         self.refusal: ExecutorError | None = None
         """If set, no request is admitted until one ends here or `idle` has waited."""
         run_tokens = min(run_tokens, info.limits.max_run_tokens) if Capability.RUN in info.capabilities else 0
-        self._pace = BurstPace(run_tokens, burst_s)
+        self._run_tokens, self._max_delay_s, self._pace = run_tokens, max_delay_s, RunPace()
         self._chains = run_tokens > 0 and chains and Capability.FOLLOW in info.capabilities
         self._speculation: Speculation | None = None
         if drafter is not None:
@@ -239,14 +238,14 @@ class Driver:
         drafts = any(feed.drafted for feed in step.feeds)
         self.queues.run(step.admitted)
         counts = dict[Request, int]()
-        if self._pace.most and not single and (every or self._goes_apart):
+        if self._run_tokens and not single and (every or self._goes_apart):
             counts = self._lengths(step, pool, drafts=drafts)
             if self._speculation is not None:
                 self._turn = time.monotonic(), {feed.request: feed.request.known for feed in step.feeds}, drafts
         together = list[SentFeed]()
         for feed in step.feeds:
             count = counts.get(feed.request, 0)
-            item = self.port.item(feed, run=Run(count, feed.request.stops) if count else None)
+            item = self.port.item(feed, count)
             sent = self._sent(feed, item, max(1, count))
             if self._chains and count and not drafts and item.parent is None:
                 self._call([sent])
@@ -261,16 +260,17 @@ class Driver:
         """Tokens of the runs of a plan. A request whose prompt ends here gets one token, so that it comes at once, and
         a run behind it. With drafts in the step runs are no longer than a round trip, because all wait for it."""
         free = pool.free - sum(pool.growth(feed.request.cached, feed.count + feed.drafted) for feed in step.feeds)
-        most = self._pace.tokens if self._chains else self._pace.most
+        most = self._most if self._chains else self._run_tokens
         if drafts:
-            most = min(most, SHORT, self._pace.steps_a_trip)
+            most = min(most, SHORT, self._steps_a_trip)
         elif not self._goes_apart and self.queues.joining:
             most = min(most, SHORT)
         wanted = dict[Request, int]()
         for feed in step.feeds:
             request = feed.request
             if feed.completes and not feed.drafted and not request.branches and len(request.stops) <= MAX_STOPS:
-                more = min(request.wanted, self.port.max_context - request.known + 1, self._limit or request.wanted)
+                more = min(request.chosen_behind(request.known), self.port.max_context - request.known + 1)
+                more = min(more, self._limit or more)
                 wanted[request] = more - 1 if request.decodes else 0  # behind the token that the plan has
         ends = {each: each.known for each in wanted}
         found = lengths(wanted, ends, most - 1, replace(pool, free=max(0, free)))
@@ -285,7 +285,7 @@ class Driver:
         in_flight, wanted, ends = self.queues.in_flight, dict[Request, int](), dict[Request, int]()
         for request, sent in list(self._unfollowed.items()):
             end = in_flight.end(request)
-            more = min(request.becomes - end - 1, self.port.max_context - end)
+            more = min(request.chosen_behind(end + 1), self.port.max_context - end)
             if self._limit is not None and self._turn is not None:
                 more = min(more, self._turn[1][request] + self._limit - end - 1)
             if more > 0 and self._is_present(sent):
@@ -293,10 +293,10 @@ class Driver:
             else:
                 del self._unfollowed[request]
         room = in_flight.free(self.port.pool)
-        for request, count in lengths(wanted, ends, self._pace.tokens, room).items():
-            feed, follows = PlannedFeed(request, 1), self._unfollowed.pop(request).item
-            item = self.port.item(feed, run=Run(count, request.stops), follows=follows)
-            self._call([self._sent(feed, item, count)])
+        for request, count in lengths(wanted, ends, self._most, room).items():
+            behind = self._unfollowed.pop(request).item
+            item = self.port.follower(request, behind, ends[request] + 1, count)
+            self._call([self._sent(PlannedFeed(request, 1), item, count)])
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -400,6 +400,17 @@ class Driver:
         elif last is not None and last.sequence is sent.sequence:
             self._unfollowed[request] = last
 
+    @property
+    def _most(self) -> int:
+        """Maximum tokens of the next run of a request that goes at its own pace."""
+        return self._pace.tokens(self._run_tokens, chains=True, max_delay_s=self._max_delay_s)
+
+    @property
+    def _steps_a_trip(self) -> int:
+        """Steps that the executor could run during a round trip."""
+        trip_s, step_s = self._pace.trip_s, self._pace.step_s
+        return max(1, int(trip_s / step_s)) if trip_s and step_s else SHORT
+
     def _is_present(self, sent: SentFeed) -> bool:
         request = sent.feed.request
         return request.stage is Stage.RUNNING and request.sequence is sent.sequence
@@ -409,7 +420,7 @@ class Driver:
         for sent, answer in answered[:1]:
             tokens = len(answer.tokens) if sent.item.run is not None else 1
             decodes = all(each.decodes for each in flight.sent)
-            self._pace.note(answer.timing, tokens if decodes else 0, elapsed_s)
+            self._pace.note(elapsed_s, answer.timing, tokens if decodes else 0)
 
     def _fed(self, feed: PlannedFeed, answer: Answer) -> None:
         request, completes = feed.request, feed.completes
@@ -445,7 +456,8 @@ class Driver:
     def _chosen(self, request: Request, answer: Answer) -> None:
         """Append the next tokens, and end the text if it is complete."""
         tokens: list[int] = answer.tokens.tolist()
-        stop = next((at for at, token in enumerate(tokens) if token in request.stops), None)
+        may_stop = request.may_stop(request.known)
+        stop = next((at for at, token in enumerate(tokens) if may_stop and token in request.stops), None)
         ends = self.queues.tokens(request, answer, tokens[:stop])
         if stop is not None:
             request.stop_token = tokens[stop]

@@ -15,6 +15,7 @@ from ferrum_rpc.client import (
     ExecutorError,
     ExecutorState,
     ExecutorView,
+    Greedy,
     Item,
     ModelClient,
     OutputSpec,
@@ -22,6 +23,7 @@ from ferrum_rpc.client import (
     Run,
     Sample,
     Sequence,
+    forbidding,
 )
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.patience import Patience
@@ -30,6 +32,7 @@ from ferrum_rpc.scheduler.request import Request
 
 HANGS: Final = "the executor's device makes no progress"
 FULL: Final = "the cache is full of other schedulers' sequences"
+GREEDY: Final = Greedy()
 STATUS_S: Final = 1.0
 """Time for the status call that explains why an executor does not answer."""
 
@@ -79,25 +82,38 @@ class ExecutorPort:
         await self.patience.wait(HANGS if self._hung else refusal or FULL)
         await self.look()
 
-    def item(self, feed: PlannedFeed, *, run: Run | None = None, follows: Item | None = None) -> Item:
-        """The work item of a feed, on the request's sequence, which is made if it has none. An item that ``follows``
-        the request's item in flight feeds the token that this one chooses."""
-        request, output = feed.request, self._output(feed, last=run is not None)
+    def item(self, feed: PlannedFeed, tokens: int = 0) -> Item:
+        """The work item of a feed, on the request's sequence, which is made if it has none. ``tokens``: of its run, 0
+        for a single step. One token is chosen if the feed completes the request, else there are no rows."""
+        request, output = feed.request, OutputSpec(Positions.NONE, GREEDY)
         if request.sequence is None:
             request.sequence = self.new_sequence(request)
-        if follows is not None:
-            return request.sequence.item(output=output, run=run, follows=follows)
-        fed = [*request.next_tokens(feed.count), *request.draft[: feed.drafted]]
-        return request.sequence.item(fed, output, run=run)
-
-    def _output(self, feed: PlannedFeed, *, last: bool) -> OutputSpec | Positions:
-        """One token if the feed completes the request, else no rows."""
-        kind = feed.request.output
-        if not (feed.completes or last) or feed.request.branches:
-            return Positions.NONE
+        if feed.completes and not request.branches:
+            output = self._output(request, request.known)
         if feed.drafted:
-            return OutputSpec(Positions.ALL, Accept(kind if isinstance(kind, Sample) else None))
-        return OutputSpec(Positions.LAST, kind)
+            kind = request.output
+            output = OutputSpec(Positions.ALL, Accept(kind if isinstance(kind, Sample) else None))
+        fed = [*request.next_tokens(feed.count), *request.draft[: feed.drafted]]
+        return request.sequence.item(fed, output, run=self._run(request, request.known, tokens))
+
+    def follower(self, request: Request, behind: Item, known: int, tokens: int) -> Item:
+        """The work item behind a request's item in flight: it feeds the token that this one chooses, with which
+        ``known`` tokens are known, and chooses ``tokens``."""
+        assert request.sequence is not None  # noqa: S101 - it has an item in flight
+        run = self._run(request, known, tokens)
+        return request.sequence.item(output=self._output(request, known), run=run, follows=behind)
+
+    def _output(self, request: Request, known: int) -> OutputSpec:
+        """How the token behind ``known`` tokens is chosen."""
+        if request.may_stop(known):
+            return OutputSpec(Positions.LAST, request.output)
+        if request.early_output is None:
+            output = OutputSpec(Positions.LAST, request.output)
+            request.early_output = forbidding(output, request.stops, self.executor.info)
+        return request.early_output
+
+    def _run(self, request: Request, known: int, tokens: int) -> Run | None:
+        return Run(tokens, request.stops if request.may_stop(known) else ()) if tokens else None
 
     async def send(self, items: list[Item], counts: RunCounts) -> BatchResults:
         """One forward call. It is repeated with the same items while the executor refuses the call or does not answer;

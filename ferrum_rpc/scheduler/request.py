@@ -10,7 +10,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ferrum_rpc.client import Answer, CacheMode, Greedy, Pieces, Sample, Sequence
+from ferrum_rpc.client import Answer, CacheMode, Greedy, OutputSpec, Pieces, Sample, Sequence
 
 
 class Stage(enum.Enum):
@@ -40,17 +40,18 @@ class Request:
     """One prompt. ``index``: the order of arrival. Of two requests the one with the higher ``priority`` is served first
     and preempted last, then the one with the smaller ``turn`` (`fairness`), then the older one.
 
-    ``output``: how each token is chosen. ``stops``: tokens that end the text and are not part of it. ``adapter``,
-    ``cache_salt`` and ``cache_mode`` are those of its sequences.
-    ``chosen``, if given, is called with each answer that brings tokens and with how many of them belong to the text; it
-    returns whether the text ends with them.
+    ``output``: how each token is chosen. ``stops``: tokens that end the text and are not part of it, from
+    ``min_new_tokens`` on; none of them is chosen before. ``adapter``, ``cache_salt`` and ``cache_mode`` are those of
+    its sequences. ``chosen``, if given, is called with each answer that brings tokens and with how many of them belong
+    to the text; it returns whether the text ends with them.
 
     ``sequence``: its sequence at an executor, if it has one; ``executor``: the target where it runs or ran last.
     ``computed``: how many tokens have been in the cache, now or before a preemption; ``pieces``: the spans above the
     executor's ``exact_span_tokens`` among them, which give the same bits when they are computed again. ``draft``:
-    guessed tokens, to be verified with the one that is owed. ``rebuilds``: how often it was lost with its executor.
-    ``cached_tokens`` of its prompt were found in the prefix cache when it was first admitted; None: not admitted yet.
-    ``stop_token``: the one of ``stops`` that ended the text. ``failure``: the error that ended it.
+    guessed tokens, to be verified with the one that is owed. ``early_output``: ``output`` without the stops.
+    ``rebuilds``: how often it was lost with its executor. ``cached_tokens`` of its prompt were found in the prefix
+    cache when it was first admitted; None: not admitted yet. ``stop_token``: the one of ``stops`` that ended the text.
+    ``failure``: the error that ended it.
 
     ``branches``: requests that continue this one's prompt, which lacks their last token. They become children of its
     sequence once that is in the cache, and this request ends.
@@ -64,6 +65,7 @@ class Request:
     text: str = ""
     output: Greedy | Sample = field(default_factory=Greedy)
     stops: tuple[int, ...] = ()
+    min_new_tokens: int = 0
     adapter: str = ""
     cache_salt: bytes = b""
     cache_mode: CacheMode = CacheMode.DEFAULT
@@ -73,6 +75,7 @@ class Request:
     branches: tuple[Request, ...] = ()
     generated: list[int] = field(default_factory=list)
     draft: tuple[int, ...] = ()
+    early_output: OutputSpec | None = None
     cached: int = 0
     computed: int = 0
     pieces: Pieces = field(default_factory=Pieces)
@@ -129,6 +132,16 @@ class Request:
     def wanted(self) -> int:
         """How many tokens are still to be chosen."""
         return self.max_new_tokens - len(self.generated)
+
+    def chosen_behind(self, known: int) -> int:
+        """How many tokens may be chosen in one run behind ``known`` tokens: up to the end of the text, or to the length
+        from which on it may stop."""
+        early = len(self.prompt) + self.min_new_tokens - known
+        return early if early > 0 else self.becomes - known
+
+    def may_stop(self, known: int) -> bool:
+        """Whether the token behind ``known`` tokens may be one of ``stops``."""
+        return known >= len(self.prompt) + self.min_new_tokens
 
     def span(self, most: int, exact: int) -> int:
         """How many owed tokens go next, ``most`` at most. 0: they go in a longer span or not exactly. ``exact``: the

@@ -85,19 +85,21 @@ class Router:
     async def run(self, requests: ListOf[Request]) -> RunCounts:
         """Run every request to its end. Raises as `serve`."""
         self._run = RunCounts(requests)
-        for request in requests:
-            self.submit(request)
+        self.submit(*requests)
         self.close()
         await self.serve()
         return self._run
 
-    def submit(self, request: Request) -> None:
-        """Take a request, with its branches, at any time."""
-        request.arrived = time.monotonic()
-        for branch in request.branches:
-            branch.arrived = request.arrived
-        self._run.left += 1 + len(request.branches)
-        bisect.insort(self._waiting, request, key=IN_ORDER)
+    def submit(self, *requests: Request) -> None:
+        """Take requests, with their branches, at any time."""
+        now = time.monotonic()
+        if not self._run.left:
+            self._patience.renew()  # it was idle
+        for request in requests:
+            for each in (request, *request.branches):
+                each.arrived = now
+            self._run.left += 1 + len(request.branches)
+            bisect.insort(self._waiting, request, key=IN_ORDER)
         self._notify()
 
     def close(self) -> None:
@@ -109,6 +111,11 @@ class Router:
     def counts(self) -> RunCounts:
         """What was done so far."""
         return self._run
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun at an executor, or were preempted."""
+        return len(self._waiting) + sum(len(each.queues.waiting) for each in self._drivers)
 
     @property
     def _going(self) -> bool:

@@ -8,12 +8,11 @@ the last answer may include them already, so the count is too high rather than t
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from ferrum_rpc.client import BatchResults, Item, Sequence, StepTiming
+from ferrum_rpc.client import BatchResults, Item, Sequence
 from ferrum_rpc.scheduler.policy import Others, PlannedFeed, Pool
 from ferrum_rpc.scheduler.request import Request
 
@@ -22,12 +21,6 @@ SHORT: Final = 4
 
 MAX_STOPS: Final = 256
 """Maximum number of stop ids of a run."""
-
-TRIPS: Final = 1.5
-"""Length of a run in round trips, so that it lasts until the next one arrives."""
-
-SMOOTHING: Final = 0.25
-"""The weight of the latest answer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,38 +104,3 @@ def lengths(wanted: dict[Request, int], ends: dict[Request, int], most: int, poo
             return counts
         most //= 2
     return {}
-
-
-class BurstPace:
-    """The lengths of runs: long enough to cover a round trip and ``burst_s`` seconds, the time for which tokens may be
-    held back to be sent together; ``most`` tokens at most."""
-
-    def __init__(self, most: int, burst_s: float) -> None:
-        self.most = most
-        self._burst_s = burst_s
-        self._step_s = self._trip_s = 0.0
-
-    def note(self, timing: StepTiming | None, tokens: int, elapsed_s: float | None) -> None:
-        """Note an answer: a decode of ``tokens``, or a prompt (0). ``elapsed_s``: since it was sent, None if it waited
-        behind another."""
-        if timing is None:
-            return
-        if tokens:
-            step_s = timing.forward_s / tokens
-            self._step_s += (step_s - self._step_s) * (SMOOTHING if self._step_s else 1.0)
-        if elapsed_s is not None:
-            trip_s = max(0.0, elapsed_s - timing.queue_s - timing.forward_s)
-            self._trip_s += (trip_s - self._trip_s) * (SMOOTHING if self._trip_s else 1.0)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the next run."""
-        if not self._step_s:
-            return min(SHORT, self.most)
-        wanted = math.ceil(max(self._burst_s, TRIPS * self._trip_s) / self._step_s)
-        return max(1, min(self.most, wanted))
-
-    @property
-    def steps_a_trip(self) -> int:
-        """Steps that the executor could have run during a round trip."""
-        return max(1, int(self._trip_s / self._step_s)) if self._step_s else SHORT

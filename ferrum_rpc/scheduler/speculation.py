@@ -148,7 +148,7 @@ class Speculation:
 
         async def one(request: Request) -> None:
             needed = min(request.max_new_tokens - len(request.generated) - 1, max_context - request.known)
-            if len(request.generated) < self._rests.get(request.index, 0):
+            if len(request.generated) < max(self._rests.get(request.index, 0), request.min_new_tokens):
                 needed = 0
             most = min(self._lengths.get(request.index, FIRST_LENGTH), self._most, needed)
             request.draft = tuple(await self._drafter.draft(request, most)) if most > 0 else ()

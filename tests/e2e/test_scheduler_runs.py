@@ -85,7 +85,7 @@ async def schedule(
     patience_s: float = 30.0,
     session: bool = False,
     run_tokens: int = 0,
-    burst_s: float = 10.0,
+    max_delay_s: float | None = None,
     drafter: Drafter | None = None,
 ) -> RunCounts:
     sampled_by(work, sampling, stop)
@@ -99,7 +99,7 @@ async def schedule(
             patience_s=patience_s,
             drafter=drafter,
             run_tokens=run_tokens,
-            burst_s=burst_s,
+            max_delay_s=max_delay_s,
             chains=session,
         )
         run = await driver.run(work)

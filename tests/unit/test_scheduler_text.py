@@ -16,7 +16,7 @@ from clients.scheduler.text import (
     printable,
     tokenizer_for,
 )
-from ferrum_rpc.scheduler import TextStream
+from ferrum_rpc.scheduler import TextMatcher, TextStream
 
 BYTES = ByteTokenizer()
 
@@ -116,3 +116,19 @@ def test_nothing_that_a_model_writes_can_speak_to_the_terminal(text: str) -> Non
 def test_plain_text_is_shown_as_it_is() -> None:
     assert printable("In the\nbeginning: naïve 😀") == "In the\nbeginning: naïve 😀"
     assert printable("\x1b[2J\t\x7f") == "␛[2J ␡"
+
+
+@given(st.text(st.sampled_from("ab€"), max_size=40), st.lists(st.text(st.sampled_from("ab€"), min_size=1), max_size=3))
+def test_a_text_ends_before_the_first_stop_string_wherever_tokens_are_cut(text: str, stops: list[str]) -> None:
+    matcher = TextMatcher(BYTES, tuple(stops))
+    for count, token in enumerate(BYTES.encode(text), 1):
+        if matcher.push(token):
+            read = bytes(BYTES.encode(text)[:count]).decode(errors="ignore")
+            break
+    else:
+        matcher.finish()
+        read = text
+    found = [at for stop in stops if (at := read.find(stop)) >= 0]
+    assert (matcher.stopped is not None) == bool(found)
+    assert matcher.text == read[: min(found, default=len(read))]
+    assert not any(stop in matcher.text for stop in stops)

@@ -1,0 +1,335 @@
+"""The scheduler as a library: submit requests at any time, read their tokens as they are computed.
+
+It drives one executor or several of one model (`Router`), decides what runs in each step and who waits (`policy`), and
+divides the executors between tenants (`fairness`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as ListOf
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final
+
+from ferrum_rpc.client import (
+    CacheMode,
+    ExecutorClient,
+    ExecutorError,
+    ExecutorView,
+    Greedy,
+    InvalidRequest,
+    QueueFull,
+    Sample,
+)
+from ferrum_rpc.client.fleet import Member, Members
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.driver import Driver
+from ferrum_rpc.scheduler.fairness import FairShares
+from ferrum_rpc.scheduler.patience import ExecutorGone
+from ferrum_rpc.scheduler.policy import Budget
+from ferrum_rpc.scheduler.queues import Observer
+from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
+from ferrum_rpc.scheduler.router import Router
+from ferrum_rpc.scheduler.speculation import Drafter
+from ferrum_rpc.scheduler.stream import TextMatcher, TokenStream
+from ferrum_rpc.scheduler.text import Detokenizer
+
+log = logging.getLogger("ferrum_rpc.scheduler")
+
+MOST_CHOICES: Final = 128
+"""Texts of one prompt."""
+
+
+def _in_a_session(target: str) -> ExecutorClient:
+    return ExecutorClient(target, session=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """A text to be written: ``max_tokens`` tokens behind ``prompt``, or fewer.
+
+    ``output``: how each token is chosen, with its seed, masks, penalties and log-probabilities. ``stop``: token ids
+    that end the text; None: the model's end-of-sequence tokens. None of them is chosen before ``min_tokens``.
+    ``stop_strings`` end it too; they need the scheduler's tokenizer. ``deadline_s``: the text ends where it is so many
+    seconds after `Scheduler.submit`. ``tenant`` shares the executors with the other tenants; of a tenant's requests,
+    and of all, those of higher ``priority`` go first. ``adapter``, ``cache_salt`` and ``cache_mode`` are those of
+    `ExecutorClient.sequence`."""
+
+    prompt: ListOf[int]
+    max_tokens: int
+    output: Greedy | Sample = field(default_factory=Greedy)
+    min_tokens: int = 0
+    stop: ListOf[int] | None = None
+    stop_strings: ListOf[str] = ()
+    deadline_s: float | None = None
+    priority: int = 0
+    tenant: str = ""
+    adapter: str = ""
+    cache_salt: bytes = b""
+    cache_mode: CacheMode = CacheMode.DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A request that has not ended. ``trunk``: the one of which it is a branch, else itself."""
+
+    stream: TokenStream
+    tenant: str
+    trunk: Request
+    timer: asyncio.TimerHandle | None
+
+
+class Scheduler(AbstractAsyncContextManager[Any]):
+    """Continuous batching over the executors of one model, for many callers in one event loop.
+
+        async with Scheduler("localhost:50051") as scheduler:
+            async with scheduler.submit(TextRequest(prompt=tokens, max_tokens=64)) as stream:
+                async for token in stream:
+                    ...
+
+    ``targets``: as those of `FleetClient`, or its `Members`, already open. ``prefill``: executors that compute prompts,
+    whose sequences then move to the others. ``connect`` makes the client of a target; with a session the next run of a
+    text waits at the executor for the present one. ``token_budget``: prompt tokens of a step, so that a long prompt
+    delays the other texts by no more than these. ``max_running``: texts at an executor at a time, further ones wait;
+    ``max_waiting`` may, then `submit` raises `QueueFull`. ``run_tokens``: the maximum tokens of a round trip, and
+    ``max_delay_s`` the longest time that a token may wait for the rest of its run (`RunPace`). ``drafter``: the source
+    of drafts, which are used while they are faster than runs. ``tokenizer``: for stop strings and `TokenStream.text`.
+    ``weights`` of tenants: 1 by default. ``patience_s``: when no executor makes progress for so long, all requests fail
+    with `ExecutorGone`; later ones are served if an executor comes back.
+
+    Leaving the context cancels what has not ended: `drain` first to wait for it.
+    """
+
+    def __init__(
+        self,
+        targets: str | Iterable[str] | Members,
+        *,
+        prefill: Iterable[str] | Members = (),
+        connect: Callable[[str], ExecutorClient] = _in_a_session,
+        token_budget: int = 512,
+        max_running: int = 256,
+        max_waiting: int = 4096,
+        run_tokens: int = 32,
+        max_delay_s: float | None = None,
+        drafter: Drafter | None = None,
+        tokenizer: Detokenizer | None = None,
+        weights: Mapping[str, float] | None = None,
+        observer: Observer | None = None,
+        patience_s: float = 30.0,
+    ) -> None:
+        self._targets, self._prefill_targets, self._connect = targets, prefill, connect
+        self._token_budget, self._max_running, self._max_waiting = token_budget, max_running, max_waiting
+        self._run_tokens, self._max_delay_s, self._drafter = run_tokens, max_delay_s, drafter
+        self._tokenizer, self._weights, self._patience_s = tokenizer, weights or {}, patience_s
+        self._observer = observer or Observer()
+        self._shares = FairShares()
+        self._indexes = itertools.count()
+        self._stack = AsyncExitStack()
+        self._live: dict[Request, _Live] = {}
+        self._closing = False
+        self._router: Router
+        self._members: Members
+
+    # --- its life ---------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Scheduler:
+        try:
+            self._members = await self._open(self._targets)
+            prefill = None
+            if isinstance(self._prefill_targets, Members) or self._prefill_targets:
+                prefill = await self._open(self._prefill_targets)
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        self._router = Router(self._driver, self._members, prefill, watcher=_Ends(self), patience_s=self._patience_s)
+        self._serving = asyncio.create_task(self._serve())
+        return self
+
+    async def _open(self, targets: str | Iterable[str] | Members) -> Members:
+        if isinstance(targets, Members):
+            return targets
+        return await self._stack.enter_async_context(Members(targets, connect=self._connect))
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what has not ended, release every sequence, and close the connections."""
+        self._closing = True
+        try:
+            for request in list(self._live):
+                self._cancel(request)
+            await self.drain()
+        finally:
+            await self._stack.aclose()
+
+    async def drain(self) -> None:
+        """Take no more requests, and wait until all have ended."""
+        self._closing = True
+        self._router.close()
+        await asyncio.shield(self._serving)
+
+    async def _serve(self) -> None:
+        """Serve until the end. If no executor makes progress, the requests fail, and the next ones are tried again."""
+        while True:
+            try:
+                await self._router.serve()
+                return
+            except (ExecutorGone, ExecutorError) as error:
+                log.warning("all requests failed: %s", error)
+                self._router.fail(error)
+
+    def _driver(self, member: Member, prompts: bool) -> Driver:
+        return Driver(
+            member.client,
+            member,
+            budget=budget_of(member, self._token_budget, self._max_running),
+            observer=_Ends(self),
+            patience_s=self._patience_s,
+            drafter=None if prompts else self._drafter,
+            run_tokens=0 if prompts else self._run_tokens,
+            max_delay_s=self._max_delay_s,
+            chains=True,
+        )
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> RunCounts:
+        """Steps, tokens and times so far."""
+        return self._router.counts
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun at an executor, or were preempted."""
+        return self._router.waiting
+
+    def submit(self, request: TextRequest) -> TokenStream:
+        """Take a request; its tokens come from the stream. Returns at once. Raises `InvalidRequest` for its field, and
+        `QueueFull` if too many requests wait."""
+        [stream] = self.submit_choices(request, 1)
+        return stream
+
+    def submit_choices(self, request: TextRequest, n: int) -> list[TokenStream]:
+        """``n`` texts of one prompt, which is computed once. With a seed each text has its own: that of the request,
+        and the following numbers."""
+        self._check(request, n)
+        prompt = tuple(request.prompt)
+        cost = len(prompt) + n * request.max_tokens
+        turn = self._shares.turn(request.tenant, cost, self._weight(request.tenant))
+        template = partial(
+            Request,
+            stops=self._stops(request),
+            min_new_tokens=request.min_tokens,
+            adapter=request.adapter,
+            cache_salt=request.cache_salt,
+            cache_mode=request.cache_mode,
+            priority=request.priority,
+            turn=turn,
+        )
+        choices = [
+            template(next(self._indexes), prompt, request.max_tokens, output=_seeded(request.output, number))
+            for number in range(n)
+        ]
+        first = choices[0]
+        if n > 1 and len(prompt) > 1:  # the last token is fed to each of them, for its row
+            first = template(next(self._indexes), prompt[:-1], 0, branches=tuple(choices))
+        streams = [self._stream(each, request, first if first.branches else each) for each in choices]
+        self._router.submit(*([first] if first.branches else choices))
+        return streams
+
+    def _check(self, request: TextRequest, n: int) -> None:
+        if self._closing:
+            raise QueueFull("the scheduler takes no more requests: it is closing")
+        if not 1 <= n <= MOST_CHOICES:
+            raise InvalidRequest(f"n must be 1 to {MOST_CHOICES}", field="n")
+        if len(request.prompt) < 1:
+            raise InvalidRequest("prompt: at least one token is needed", field="prompt")
+        if request.max_tokens < 1:
+            raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
+        if not 0 <= request.min_tokens <= request.max_tokens:
+            raise InvalidRequest("min_tokens must be 0 to max_tokens", field="min_tokens")
+        if request.stop_strings and (self._tokenizer is None or not all(request.stop_strings)):
+            why = "none may be empty" if self._tokenizer is not None else "the scheduler needs a tokenizer for them"
+            raise InvalidRequest(f"stop_strings: {why}", field="stop_strings")
+        if self.waiting + n > self._max_waiting:
+            raise QueueFull(f"{self.waiting} requests wait already")
+
+    def _stops(self, request: TextRequest) -> tuple[int, ...]:
+        if request.stop is not None:
+            return tuple(sorted(set(request.stop)))
+        first = self._members.first
+        return () if first is None else tuple(first.info.model.eos_token_ids)
+
+    def _stream(self, request: Request, wanted: TextRequest, trunk: Request) -> TokenStream:
+        matcher = None
+        if self._tokenizer is not None:
+            matcher = TextMatcher(self._tokenizer, tuple(wanted.stop_strings))
+        stream, timer = TokenStream(request, self._cancel, matcher), None
+        request.chosen = stream.add
+        if wanted.deadline_s is not None:
+            late = partial(self._cancel, request, RequestEnd.DEADLINE)
+            timer = asyncio.get_running_loop().call_later(wanted.deadline_s, late)
+        self._live[request] = _Live(stream, wanted.tenant, trunk, timer)
+        return stream
+
+    def _cancel(self, request: Request, ending: RequestEnd = RequestEnd.CANCELLED) -> None:
+        live = self._live.get(request)
+        if live is not None and request.ending is None:
+            self._router.cancel(request, ending)
+            if all(each.ending is not None for each in live.trunk.branches):
+                self._router.cancel(live.trunk, ending)
+
+    def _changed(self, request: Request) -> None:
+        """A request has begun, or ended."""
+        if request.stage is Stage.RUNNING:
+            self._shares.began(request.turn)
+        live = self._live.pop(request, None) if request.ending is not None else None
+        if live is not None:
+            if live.timer is not None:
+                live.timer.cancel()
+            self._shares.unused(live.tenant, request.wanted, self._weight(live.tenant))
+            live.stream.ended()
+
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+
+class _Ends(Observer):
+    """Passes the events of requests on to the scheduler and its observer."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def token(self, request: Request, token: int) -> None:
+        self._scheduler._observer.token(request, token)
+
+    def changed(self, request: Request) -> None:
+        self._scheduler._changed(request)
+        self._scheduler._observer.changed(request)
+
+    def executors(self, there: ListOf[tuple[str, str]]) -> None:
+        self._scheduler._observer.executors(there)
+
+
+def budget_of(executor: ExecutorView, tokens: int, running: int) -> Budget:
+    """What a step at an executor may have, within its limits: ``tokens`` and ``running`` texts at most."""
+    limits = executor.info.limits
+    of_caller = limits.max_sequences_per_caller or running
+    return Budget(
+        tokens=min(tokens, limits.max_batch_tokens),
+        items=limits.max_batch_items,
+        running=min(running, limits.max_sequences, of_caller),
+    )
+
+
+def _seeded(output: Greedy | Sample, number: int) -> Greedy | Sample:
+    """The output of one of several texts."""
+    if isinstance(output, Sample) and output.seed is not None and number:
+        return replace(output, seed=(output.seed + number) % 2**64)
+    return output

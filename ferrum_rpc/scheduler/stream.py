@@ -1,0 +1,153 @@
+"""What a caller of the scheduler gets: the tokens of one text, as they are computed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any, Final, Self
+
+from ferrum_rpc.client import Answer, FinishReason, StreamToken, stream_tokens
+from ferrum_rpc.scheduler.request import Request, RequestEnd
+from ferrum_rpc.scheduler.text import Detokenizer, TextStream
+
+REASONS: Final = {
+    RequestEnd.STOP: FinishReason.STOP,
+    RequestEnd.LENGTH: FinishReason.LENGTH,
+    RequestEnd.CONTEXT: FinishReason.CONTEXT,
+    RequestEnd.POOL: FinishReason.CONTEXT,
+}
+"""The reason on the last token of a stream. A stream that was cancelled, or is late, has none."""
+
+
+class TextMatcher:
+    """The text of a stream, up to the first of ``stops`` that occurs in it. ``text`` is what is complete so far,
+    without that stop; ``stopped`` is the stop, once it is there."""
+
+    def __init__(self, tokenizer: Detokenizer, stops: tuple[str, ...] = ()) -> None:
+        self._decoded = TextStream(tokenizer)
+        self._stops = stops
+        self._longest = max(map(len, stops), default=0)
+        self.text = ""
+        self.stopped: str | None = None
+
+    def push(self, token: int) -> bool:
+        """Append a token. Returns whether the text ends with it."""
+        start = max(0, len(self.text) - self._longest + 1)
+        self.text += self._decoded.push(token)
+        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
+        if found:
+            at, self.stopped = min(found)
+            self.text = self.text[:at]
+        return bool(found)
+
+    def finish(self) -> None:
+        """Append what was held back as incomplete."""
+        if self.stopped is None:
+            self.text += self._decoded.finish()
+
+
+class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
+    """The tokens of one text, in the form of `Sequence.stream`: the last one has the ``finish_reason``, and may be a
+    stop token. Made by `Scheduler.submit`.
+
+    Iteration ends when the text does. It raises the error if the request failed: an `ExecutorError`, or `ExecutorGone`
+    if no executor could be reached. Tokens wait here until they are read, so a slow reader delays no other stream.
+    Leave a stream with `cancel`, or use it as an async context manager, which cancels what is not complete; a stream
+    that is only dropped is computed to its end.
+
+    ``text``: the text so far, if the scheduler has a tokenizer, without a stop string. Characters that a stop string
+    might begin with are in it.
+    """
+
+    def __init__(self, request: Request, cancel: Callable[[Request], None], matcher: TextMatcher | None) -> None:
+        self._request = request
+        self._cancel = cancel
+        self._matcher = matcher
+        self._tokens: deque[StreamToken] = deque()
+        self._changed = asyncio.Event()
+
+    # --- what is known of it ----------------------------------------------------------------------------------------
+
+    @property
+    def end(self) -> RequestEnd | None:
+        """Why the text ended; None while it is being computed."""
+        return self._request.ending
+
+    @property
+    def text(self) -> str:
+        """The text so far. Empty without a tokenizer."""
+        return "" if self._matcher is None else self._matcher.text
+
+    @property
+    def stop(self) -> int | str | None:
+        """The stop token or the stop string that ended the text."""
+        matched = None if self._matcher is None else self._matcher.stopped
+        return self._request.stop_token if matched is None else matched
+
+    @property
+    def executor(self) -> str:
+        """The target at which it runs, or ran last."""
+        return self._request.executor
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All tokens of the text so far, read or not, without a stop token."""
+        return list(self._request.generated)
+
+    # --- for the reader ---------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamToken:
+        while not self._tokens:
+            if (end := self.end) is not None:
+                failure = self._request.failure
+                if end is RequestEnd.ERROR and failure is not None:
+                    raise failure
+                raise StopAsyncIteration
+            self._changed.clear()
+            await self._changed.wait()
+        token = self._tokens.popleft()
+        if not self._tokens and self.end is not None:
+            token = replace(token, more=False, finish_reason=REASONS.get(self.end))
+        elif self._tokens and not token.more:
+            token = replace(token, more=True)
+        return token
+
+    async def all(self) -> list[StreamToken]:
+        """The tokens that were not read yet, once the text is complete."""
+        return [token async for token in self]
+
+    def cancel(self) -> None:
+        """End the text here. Its run is interrupted after the present step. Tokens that have come can still be read."""
+        self._cancel(self._request)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
+    # --- for the scheduler ------------------------------------------------------------------------------------------
+
+    def add(self, answer: Answer, count: int) -> bool:
+        """Append the first ``count`` tokens of an answer, and its next one if that is a stop token. Returns whether a
+        stop string ends the text, and then drops what is behind it."""
+        request = self._request
+        before = len(request.generated) - count
+        self._changed.set()
+        for index, token in enumerate(itertools.islice(stream_tokens(answer), count + 1)):
+            cached = request.cached_tokens if before + index == 0 else 0
+            self._tokens.append(replace(token, cached_tokens=cached) if cached else token)
+            if index < count and self._matcher is not None and self._matcher.push(token.token):
+                del request.generated[before + index + 1 :]
+                return True
+        return False
+
+    def ended(self) -> None:
+        """The request has ended."""
+        if self._matcher is not None:
+            self._matcher.finish()
+        self._changed.set()

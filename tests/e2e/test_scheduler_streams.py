@@ -1,0 +1,299 @@
+"""The scheduler as a library: requests at any time, each with its own output, stops, priority, tenant and end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from ferrum_rpc.client import (
+    ContextLengthExceeded,
+    ExecutorClient,
+    FinishReason,
+    Greedy,
+    InvalidRequest,
+    KvBlocksExhausted,
+    QueueFull,
+    Sample,
+)
+from ferrum_rpc.scheduler import ExecutorGone, Observer, Request, RequestEnd, Scheduler, Stage, TextRequest
+from tests.e2e.test_scheduler_runs import assert_nothing_is_left, identity, prompts
+from tests.faults.proxy import proxied
+from tests.serving import Served
+
+SAMPLED = Sample(temperature=3.0, seed=5, repetition_penalty=1.3)
+"""The identity model's greedy tokens soon repeat; these do not."""
+
+
+def asked(prompt: list[int], max_tokens: int = 24, **more: Any) -> TextRequest:
+    return TextRequest(prompt=prompt, max_tokens=max_tokens, **more)
+
+
+def sampled(number: int) -> Sample:
+    return Sample(temperature=3.0, seed=100 + number, repetition_penalty=1.3)
+
+
+async def by_the_client(served: Served, prompt: list[int], output: Greedy | Sample, max_tokens: int = 24) -> list[int]:
+    async with ExecutorClient(served.target) as client, client.sequence() as sequence:
+        return [token async for token in sequence.generate(prompt, max_tokens=max_tokens, output=output, stop=())]
+
+
+class Letters:
+    """A token is a letter."""
+
+    def decode(self, tokens: Any) -> str:
+        return "".join(chr(0x4E00 + token) for token in tokens)
+
+
+@pytest.mark.parametrize("blocks", [512, 48])
+@pytest.mark.parametrize("output", ["greedy", "sampled"])
+async def test_texts_that_arrive_at_random_are_those_of_the_client_alone(blocks: int, output: str) -> None:
+    dice, texts = random.Random(1), prompts(12)
+    outputs = [Greedy() if output == "greedy" else sampled(number) for number in range(12)]
+    async with identity(kv_blocks=512) as served:
+        expected = [await by_the_client(served, *each) for each in zip(texts, outputs, strict=True)]
+    async with identity(kv_blocks=blocks) as served:
+        async with Scheduler(served.target, run_tokens=5, token_budget=24) as scheduler:
+
+            async def one(number: int) -> list[int]:
+                for _ in range(dice.randrange(40)):
+                    await asyncio.sleep(0)
+                stream = scheduler.submit(asked(texts[number], output=outputs[number], stop=()))
+                tokens = await stream.all()
+                assert [each.finish_reason for each in tokens] == [None] * 23 + [FinishReason.LENGTH]
+                return [each.token for each in tokens]
+
+            assert await asyncio.gather(*map(one, range(12))) == expected
+        await assert_nothing_is_left(served)
+
+
+async def test_a_prompt_joins_while_the_runs_of_others_go_on() -> None:
+    """The first text's runs are in flight for its whole life: the second one begins and ends within it."""
+    async with identity(kv_blocks=512) as served, Scheduler(served.target, run_tokens=4) as scheduler:
+        long = scheduler.submit(asked([1, 2, 3], 200, output=SAMPLED, stop=()))
+        await anext(long)
+        short = scheduler.submit(asked([4, 5], 8, output=SAMPLED, stop=()))
+        assert len(await short.all()) == 8
+        assert long.end is None and len(await long.all()) == 199
+
+
+async def test_a_stop_token_a_stop_string_and_the_context_end_a_text_and_are_reported() -> None:
+    async with identity(kv_blocks=512, max_context=60) as served:
+        whole = await by_the_client(served, [1, 2, 3], SAMPLED)
+        first = whole[9]
+        at = whole.index(first)
+        letters = Letters().decode(whole)
+        async with Scheduler(served.target, run_tokens=8, tokenizer=Letters()) as scheduler:
+            stream = scheduler.submit(asked([1, 2, 3], output=SAMPLED, stop=[first]))
+            tokens = [each async for each in stream]
+            assert [each.token for each in tokens] == whole[: at + 1]
+            assert (tokens[-1].finish_reason, stream.stop, stream.end) == (FinishReason.STOP, first, RequestEnd.STOP)
+            assert stream.token_ids == whole[:at] and stream.text == letters[:at]
+
+            wanted = letters[5:7]
+            stream = scheduler.submit(asked([1, 2, 3], output=SAMPLED, stop=[], stop_strings=["none", wanted]))
+            tokens = [each async for each in stream]
+            at = letters.index(wanted)
+            assert [each.token for each in tokens] == whole[: at + 2] == stream.token_ids
+            assert (stream.text, stream.stop) == (letters[:at], wanted)
+            assert tokens[-1].finish_reason is FinishReason.STOP
+
+            stream = scheduler.submit(asked(list(range(50)), 100, output=SAMPLED, stop=()))
+            tokens = await stream.all()
+            assert len(tokens) == 11 and tokens[-1].finish_reason is FinishReason.CONTEXT
+        await assert_nothing_is_left(served)
+
+
+@pytest.mark.parametrize("output", [Greedy(), SAMPLED], ids=["greedy", "sampled"])
+async def test_no_stop_is_chosen_before_min_tokens_and_texts_are_those_of_the_client(output: Greedy | Sample) -> None:
+    async with identity(kv_blocks=512) as served:
+        stops = [*sorted(set(await by_the_client(served, [1, 2, 3], output))), 7, 99]
+        async with ExecutorClient(served.target) as client, client.sequence() as sequence:
+            stream = sequence.stream([1, 2, 3], max_tokens=40, min_tokens=11, output=output, stop=stops)
+            expected = [(each.token, each.finish_reason) async for each in stream]
+        assert len(expected) > 11 and not {token for token, _ in expected[:11]} & set(stops)
+        async with Scheduler(served.target, run_tokens=4) as scheduler:
+            request = asked([1, 2, 3], 40, min_tokens=11, output=output, stop=stops)
+            found = [(each.token, each.finish_reason) async for each in scheduler.submit(request)]
+        assert found == expected
+
+
+async def test_log_probabilities_and_cached_tokens_come_with_the_tokens() -> None:
+    output = Greedy(logprob=True)
+    async with identity(kv_blocks=512) as served:
+        async with ExecutorClient(served.target) as client, client.sequence() as sequence:
+            expected = [(await sequence.prefill(list(range(20)), output)).logprobs[0]]
+        async with Scheduler(served.target) as scheduler:
+            for cached in (16, 16):
+                tokens = await scheduler.submit(asked(list(range(20)), 3, output=output, stop=())).all()
+                assert tokens[0].logprob == pytest.approx(expected[0])
+                assert all(each.logprob is not None for each in tokens)
+                assert [each.cached_tokens for each in tokens] == [cached, 0, 0]
+
+
+@pytest.mark.parametrize("blocks", [512, 40])
+async def test_texts_of_one_prompt_share_it_and_have_a_seed_each(blocks: int) -> None:
+    prompt = list(range(30))
+    async with identity(kv_blocks=512) as served:
+        expected = [await by_the_client(served, prompt, sampled(number)) for number in range(4)]
+    async with identity(kv_blocks=blocks) as served:
+        async with Scheduler(served.target, run_tokens=5) as scheduler:
+            streams = scheduler.submit_choices(asked(prompt, output=sampled(0), stop=()), 4)
+            found = await asyncio.gather(*(each.all() for each in streams))
+            assert [[each.token for each in tokens] for tokens in found] == expected
+            if blocks == 512:
+                assert scheduler.counts.prompt_tokens == 29 + 4, "the prompt is computed once"
+            [single] = scheduler.submit_choices(asked([7], 3, stop=()), 1)
+            assert len(await single.all()) == 3
+            assert [len(await each.all()) for each in scheduler.submit_choices(asked([7], 3, stop=()), 2)] == [3, 3]
+        await assert_nothing_is_left(served)
+
+
+async def test_a_cancelled_text_ends_within_a_step_and_leaves_nothing() -> None:
+    """The step in which the second text is cancelled is held until the cancel is sent: its run ends with it."""
+    async with identity(kv_blocks=512) as served:
+        async with Scheduler(served.target, run_tokens=32) as scheduler:
+            kept = scheduler.submit(asked([1, 2, 3], 300, output=SAMPLED, stop=()))
+            left = scheduler.submit(asked([4, 5], 300, output=SAMPLED, stop=()))
+            async for _ in left:
+                if len(left.token_ids) > 8:
+                    break
+            left.cancel()
+            assert left.end is RequestEnd.CANCELLED
+            async for _ in kept:
+                if len(served.server.state.handles) == 1:
+                    break
+            assert len(served.server.state.handles) == 1 and kept.end is None
+            read = [each.token async for each in left]
+            assert all(each is None for each in [token.finish_reason async for token in left])
+            assert len(read) <= len(left.token_ids)
+            async with kept:
+                pass
+            assert kept.end is RequestEnd.CANCELLED
+        await assert_nothing_is_left(served)
+
+
+async def test_cancelling_at_any_moment_leaves_nothing() -> None:
+    dice = random.Random(3)
+    async with identity(kv_blocks=64) as served:
+        async with Scheduler(served.target, run_tokens=5, token_budget=16) as scheduler:
+            for _ in range(40):
+                streams = [scheduler.submit(asked(prompt, 20, stop=())) for prompt in prompts(3, dice.randrange(99))]
+                streams += scheduler.submit_choices(asked(list(range(20)), 20, stop=()), 3)
+                for stream in dice.sample(streams, 6):
+                    for _ in range(dice.randrange(12)):
+                        await asyncio.sleep(0)
+                    stream.cancel()
+                assert all(each.end is RequestEnd.CANCELLED for each in streams)
+            assert len(await scheduler.submit(asked([1, 2, 3], 20, stop=())).all()) == 20
+            assert not scheduler._live
+        await assert_nothing_is_left(served)
+
+
+async def test_a_deadline_ends_a_text_where_it_is() -> None:
+    async with identity(kv_blocks=512) as served, Scheduler(served.target, run_tokens=4) as scheduler:
+        late = scheduler.submit(asked([1, 2, 3], 5000, output=SAMPLED, stop=(), deadline_s=0.3))
+        tokens = await late.all()
+        assert late.end is RequestEnd.DEADLINE and len(tokens) < 5000
+        assert await scheduler.submit(asked([1, 2, 3], 4, deadline_s=60.0, stop=())).all()
+        assert not scheduler._live
+
+
+@asynccontextmanager
+async def one_at_a_time(served: Served, order: list[str], **options: Any) -> Any:
+    """A scheduler that runs one text at a time. ``order``: the names of the texts as they begin."""
+
+    class Begins(Observer):
+        def changed(self, request: Request) -> None:
+            if request.stage is Stage.RUNNING and request.executor and not request.cached:
+                order.append(chr(request.prompt[0]))
+
+    async with Scheduler(served.target, max_running=1, observer=Begins(), **options) as scheduler:
+        blocker = scheduler.submit(asked([1], 8, stop=()))
+        await anext(blocker)
+        order.clear()
+        yield scheduler
+
+
+async def test_tenants_take_turns_by_their_weights_however_much_one_sends() -> None:
+    order: list[str] = []
+    async with identity(kv_blocks=512) as served, one_at_a_time(served, order, weights={"b": 2.0}) as scheduler:
+        streams = [scheduler.submit(asked([ord("a")], 9, tenant="a", stop=())) for _ in range(8)]
+        streams += [scheduler.submit(asked([ord("b")], 9, tenant="b", stop=())) for _ in range(8)]
+        await asyncio.gather(*(each.all() for each in streams))
+        first = "".join(order[:9])
+        assert (first.count("a"), first.count("b")) == (3, 6)
+
+
+async def test_higher_priorities_go_first() -> None:
+    order: list[str] = []
+    async with identity(kv_blocks=512) as served, one_at_a_time(served, order) as scheduler:
+        streams = [
+            scheduler.submit(asked([ord(name)], 3, priority=priority, stop=()))
+            for name, priority in (("a", 0), ("b", -1), ("c", 2), ("d", 0))
+        ]
+        await asyncio.gather(*(each.all() for each in streams))
+        assert "".join(order) == "cadb"
+
+
+async def test_what_cannot_be_served_is_a_typed_error_and_harms_nobody() -> None:
+    async with identity(kv_blocks=8, max_context=60) as served:
+        async with Scheduler(served.target, max_waiting=2, max_running=1) as scheduler:
+            good = scheduler.submit(asked([1, 2, 3], 12, stop=()))
+            with pytest.raises(ContextLengthExceeded, match="61 tokens"):
+                await scheduler.submit(asked(list(range(61)), 4)).all()
+            with pytest.raises(KvBlocksExhausted, match="10 blocks"):
+                await scheduler.submit(asked(list(range(40)), 4)).all()
+            with pytest.raises(InvalidRequest, match="vocabulary"):
+                await scheduler.submit(asked([999], 4)).all()
+            bad: list[tuple[str, Callable[[], Any]]] = [
+                ("prompt", lambda: scheduler.submit(asked([], 4))),
+                ("max_tokens", lambda: scheduler.submit(asked([1], 0))),
+                ("min_tokens", lambda: scheduler.submit(asked([1], 4, min_tokens=5))),
+                ("n", lambda: scheduler.submit_choices(asked([1], 4), 0)),
+                ("stop_strings", lambda: scheduler.submit(asked([1], 4, stop_strings=["x"]))),
+            ]
+            for name, submit in bad:
+                with pytest.raises(InvalidRequest) as refused:
+                    submit()
+                assert refused.value.field == name
+            running = scheduler.submit(asked([5], 500, stop=()))
+            await good.all()
+            await anext(running)
+            waits = [scheduler.submit(asked([6], 4, stop=())) for _ in range(2)]
+            with pytest.raises(QueueFull):
+                scheduler.submit(asked([7], 4))
+            running.cancel()
+            assert [len(await each.all()) for each in waits] == [4, 4]
+            assert good.end is RequestEnd.LENGTH
+        await assert_nothing_is_left(served)
+
+
+async def test_requests_fail_while_no_executor_is_there_and_are_served_once_one_is() -> None:
+    async with identity(kv_blocks=512) as first, identity(kv_blocks=512) as second, proxied(first.target) as proxy:
+        async with Scheduler(proxy.target, patience_s=1.0) as scheduler:
+            stream = scheduler.submit(asked([1, 2, 3], 5000, output=SAMPLED, stop=()))
+            await anext(stream)
+            proxy.upstream = "127.0.0.1:1"
+            proxy.reset_all()
+            with pytest.raises(ExecutorGone):
+                await stream.all()
+            proxy.upstream = second.target
+            tokens = await scheduler.submit(asked([1, 2, 3], 5, output=SAMPLED, stop=())).all()
+            assert len(tokens) == 5
+        await assert_nothing_is_left(second)
+
+
+async def test_draining_serves_what_was_taken_and_refuses_the_rest() -> None:
+    async with identity(kv_blocks=512) as served:
+        async with Scheduler(served.target) as scheduler:
+            streams = [scheduler.submit(asked(prompt, 12, stop=())) for prompt in prompts(6)]
+            await scheduler.drain()
+            assert all(each.end is RequestEnd.LENGTH for each in streams)
+            with pytest.raises(QueueFull, match="closing"):
+                scheduler.submit(asked([1], 4))
+        await assert_nothing_is_left(served)
