@@ -151,6 +151,19 @@ def speculation(name: str, result: Any) -> str:
     return _section("speculation", name, result, rows, (tables.speculation(result["points"]), "speculation"))
 
 
+def streams(name: str, result: Any) -> str:
+    """One run of `benchmarks.streams`."""
+    settings = result["settings"]
+    rows = [
+        ("model", settings["model"]),
+        ("texts", f"of {settings['tokens']} tokens behind {settings['prompt']} each; runs of {settings['run_tokens']}"),
+        ("rounds", f"{settings['rounds']}"),
+        ("share", f"of a tenant with one caller beside one with many, one place: {result['share']:.2f}"),
+        ("seed", str(settings["seed"])),
+    ]
+    return _section("streams", name, result, rows, (tables.streams(result["points"]), "streams"))
+
+
 def cache(name: str, result: Any) -> str:
     """One run of `benchmarks.cache`."""
     answers = (tables.answers(result["answers"]), "answers")
@@ -241,6 +254,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "wire": wire,
     "trips": trips,
     "speculation": speculation,
+    "streams": streams,
     "cache": cache,
     "adapters": adapters,
     "backends": backends,

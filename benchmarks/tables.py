@@ -328,6 +328,21 @@ def speculation(points: Sequence[Mapping[str, Any]]) -> Table:
     return tabulated(points, columns)
 
 
+def streams(points: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each way and number of streams of `benchmarks.streams`."""
+    columns: dict[str, Column] = {
+        "way": "{way}",
+        "texts": "{streams}",
+        "tokens/s": "{tokens_per_s:,.0f}",
+        "of lockstep": lambda each: low_to_high(each["of_lockstep"]),
+        "target": bounded("≥ {target:g}"),
+        "first token, ms (p99)": lambda each: (
+            "" if each["first_p50_ms"] is None else f"{each['first_p50_ms']:,.0f} ({each['first_p99_ms']:,.0f})"
+        ),
+    }
+    return tabulated(points, columns)
+
+
 def answers(found: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each model of `benchmarks.cache`."""
     columns: dict[str, Column] = {

@@ -17,6 +17,8 @@ from benchmarks.engines.process import REFERENCE
 from benchmarks.memory import TARGET as PLAN_TARGET
 from benchmarks.prefix import BOOKS_TARGET, LESS_TARGET, MISS_TARGET
 from benchmarks.speculation import TARGETS as DRAFT_TARGETS
+from benchmarks.streams import RANDOM, STREAMS
+from benchmarks.streams import TARGET as STREAMS_TARGET
 from benchmarks.tables import IN_PROCESS, NOT_YET, Row, Table, number
 from benchmarks.trips import OTHERS_TARGET
 from benchmarks.trips import TARGETS as TRIP_TARGETS
@@ -115,6 +117,10 @@ def _costs() -> Iterator[Target]:
         what = f"{batch} text{'s' * (batch > 1)} with the draft model, 10 ms each way, of single steps"
         point = {"way": "draft model", "delay_ms": 10.0, "batch": batch}
         yield Target(what, "speculation", ("points", point, "of_single"), bound)
+    for count in STREAMS:
+        what = f"{count} texts that arrive at any time, of lockstep, Qwen3-0.6B"
+        point = {"way": RANDOM, "streams": count}
+        yield Target(what, "streams-qwen3-0.6b", ("points", point, "of_lockstep", "median"), STREAMS_TARGET)
     what = "decode b32 @2048 over an int8 cache, in process, of bfloat16"
     yield Target(what, "cache", ("cells", {"cell": "decode b32 @2048"}, "ratios", EXACT, "median"), INT8_CACHE_TARGET)
     what = "decode b32 @256 with an adapter of rank 16 each, in process, of none"

@@ -1,0 +1,238 @@
+"""What texts cost that arrive at any time: streams of the scheduler against lockstep batches of the same work.
+
+In lockstep all texts of a batch begin together, have one length, and end together: by single steps,
+a frame each, and by runs, all in one frame. No scheduler can do better with the same calls. The streams are those of
+`ferrum_rpc.scheduler.Scheduler` in the same process: callers that each submit one text after the other, and begin at
+random times. Their rate is that of the time in which all of them are busy. All ways take turns, so ratios are of one
+round. The other rounds ask for fairness: a tenant with one caller beside one with many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks import tables
+from benchmarks.cases import BUILT_IN, SEED, checkpoint
+from benchmarks.engines.grpc import executor
+from benchmarks.record import Record, finish, out_of, read_options
+from ferrum_rpc.client import BatchResults, ExecutorClient, Run
+from ferrum_rpc.client import Sequence as CachedSequence
+from ferrum_rpc.scheduler import Scheduler, TextRequest, TokenStream
+
+STREAMS: Final = (16, 64)
+"""Texts at a time."""
+
+STEPS, RUNS, RANDOM = "lockstep, single steps", "lockstep, runs", "streams"
+WAYS: Final = (STEPS, RUNS, RANDOM)
+RUN_TOKENS: Final = 32
+TEXTS_OF_A_CALLER: Final = 4
+TARGET: Final = 0.9
+"""Tokens a second of streams, of those of the faster lockstep, at least."""
+
+FAIR_TARGET: Final = 0.5
+"""Share of the tokens that a tenant with one caller gets beside one with many, at least, while it waits for a place."""
+
+SERVED: Final = {"device": "cpu", "kv-blocks": 4096, "lease-ttl-s": 600.0, "max-sequences": 256}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """``streams`` texts at a time, each ``tokens`` long behind a prompt of ``prompt`` tokens of a model's."""
+
+    streams: int
+    prompt: int
+    tokens: int
+    vocab_size: int
+
+    def text(self, number: int) -> list[int]:
+        """A prompt that no other one begins like."""
+        return [
+            random.Random(SEED * 1_000_003 + number).randrange(min(256, self.vocab_size)) for _ in range(self.prompt)
+        ]
+
+
+@dataclass(slots=True)
+class Round:
+    """One way's round: tokens a second, and of streams the times to the first tokens in seconds."""
+
+    rate: float
+    first_s: list[float] = field(default_factory=list)
+
+
+async def lockstep(client: ExecutorClient, work: Work, number: int, run_tokens: int) -> Round:
+    """One batch. ``run_tokens``: of a run; 0: single steps."""
+    limit = (await client.info()).limits.max_batch_tokens // work.prompt
+    sequences = [client.sequence() for _ in range(work.streams)]
+    texts = [work.text(number * work.streams + at) for at in range(work.streams)]
+    began = time.perf_counter()
+    results = BatchResults()
+    for at in range(0, work.streams, limit):
+        items = [each.item(text) for each, text in zip(sequences[at : at + limit], texts[at : at + limit], strict=True)]
+        results += await client.forward(items, timeout_s=600.0)
+    last, done = [answer.token for answer in results.all_answers()], 1
+    while done < work.tokens:
+        count = min(run_tokens, work.tokens - done)
+        last = await _step(client, sequences, last, Run(count) if count else None)
+        done += count or 1
+    rate = work.streams * work.tokens / (time.perf_counter() - began)
+    await client.release(sequences)
+    return Round(rate)
+
+
+async def _step(client: ExecutorClient, sequences: list[CachedSequence], last: list[int], run: Run | None) -> list[int]:
+    items = [each.item([token], run=run) for each, token in zip(sequences, last, strict=True)]
+    return [int(answer.tokens[-1]) for answer in (await client.forward(items, timeout_s=600.0)).all_answers()]
+
+
+async def streams(scheduler: Scheduler, work: Work, number: int, spread_s: float) -> Round:
+    """Callers that begin within ``spread_s`` seconds and submit `TEXTS_OF_A_CALLER` texts each."""
+    dice, counted, begun, first = random.Random(SEED + number), [0], 0, list[float]()
+    all_busy, one_done = asyncio.Event(), asyncio.Event()
+
+    async def caller(at: int) -> None:
+        nonlocal begun
+        await asyncio.sleep(dice.random() * spread_s)
+        for text in range(TEXTS_OF_A_CALLER):
+            prompt = work.text((number * TEXTS_OF_A_CALLER + text) * work.streams + at + 10**6)
+            submitted = time.perf_counter()
+            stream = scheduler.submit(TextRequest(prompt=prompt, max_tokens=work.tokens, stop=()))
+            begun += text == 0
+            if begun == work.streams:
+                all_busy.set()
+            await _read(stream, submitted, first, counted)
+        one_done.set()
+
+    callers = [asyncio.create_task(caller(at)) for at in range(work.streams)]
+    await all_busy.wait()
+    began, before, firsts = time.perf_counter(), counted[0], len(first)
+    await one_done.wait()
+    rate = (counted[0] - before) / (time.perf_counter() - began)
+    found = first[firsts:]
+    await asyncio.gather(*callers)
+    return Round(rate, found)
+
+
+async def _read(stream: TokenStream, submitted: float, first: list[float], counted: list[int]) -> None:
+    async for _ in stream:
+        if submitted:
+            first.append(time.perf_counter() - submitted)
+            submitted = 0.0
+        counted[0] += 1
+
+
+async def share(scheduler: Scheduler, work: Work) -> float:
+    """The share of the tokens that a tenant with one caller gets while another has `Work.streams` callers, and one text
+    at a time runs."""
+    counts = {"many": 0, "one": 0}
+    done = asyncio.Event()
+
+    async def caller(tenant: str, at: int) -> None:
+        number = 0
+        while not done.is_set():
+            prompt = work.text(10**7 + at * 1000 + number)
+            stream = scheduler.submit(
+                TextRequest(prompt=prompt, max_tokens=max(4, work.tokens // 8), stop=(), tenant=tenant)
+            )
+            tokens = await stream.all()
+            if not done.is_set():
+                counts[tenant] += len(tokens)
+            number += 1
+            if tenant == "one" and number == TEXTS_OF_A_CALLER:
+                done.set()
+
+    await asyncio.gather(*(caller("many", at) for at in range(work.streams)), caller("one", 10**6))
+    return counts["one"] / sum(counts.values())
+
+
+def points(taken: dict[tuple[str, int], list[Round]]) -> list[dict[str, Any]]:
+    """Medians of the rounds; ``of_lockstep``: of the ratios to the faster lockstep of the same round."""
+    found = []
+    for (way, count), rounds in taken.items():
+        rates = [each.rate for each in rounds]
+        best = [
+            max(pair) for pair in zip(*([each.rate for each in taken[of, count]] for of in (STEPS, RUNS)), strict=True)
+        ]
+        ratios = np.divide(rates, best)
+        first = [each for some in rounds for each in some.first_s]
+        found.append(
+            {
+                "way": way,
+                "streams": count,
+                "tokens_per_s": round(float(np.median(rates)), 1),
+                "of_lockstep": {
+                    "median": round(float(np.median(ratios)), 3),
+                    "low": round(float(ratios.min()), 3),
+                    "high": round(float(ratios.max()), 3),
+                },
+                "first_p50_ms": round(1e3 * float(np.percentile(first, 50)), 1) if first else None,
+                "first_p99_ms": round(1e3 * float(np.percentile(first, 99)), 1) if first else None,
+                "target": TARGET if way == RANDOM else None,
+            }
+        )
+    return found
+
+
+async def run(options: argparse.Namespace) -> Record:
+    """Measure everything and write the file."""
+    model = options.model if options.model in BUILT_IN else str(checkpoint(options.model))
+    settings = {"model": options.model, **SERVED, "tokens": options.tokens, "prompt": options.prompt}
+    settings |= {"run_tokens": RUN_TOKENS, "rounds": options.rounds}
+    record = Record(options.name, settings, options.out)
+    taken: dict[tuple[str, int], list[Round]] = {}
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        ours = await enter(executor(model, SERVED))
+        client = await enter(ExecutorClient(ours.target, session=True, timeout_s=600.0))
+        scheduler = await enter(Scheduler(ours.target, run_tokens=RUN_TOKENS, token_budget=options.token_budget))
+        for count in options.streams:
+            work = Work(count, options.prompt, options.tokens, ours.vocab_size)
+            await lockstep(client, Work(count, options.prompt, 8, ours.vocab_size), 10**5, RUN_TOKENS)
+            for number in range(options.rounds):
+                for way, run_tokens in ((STEPS, 0), (RUNS, RUN_TOKENS)):
+                    taken.setdefault((way, count), []).append(await lockstep(client, work, 2 * number, run_tokens))
+                spread_s = count * options.tokens / taken[RUNS, count][-1].rate
+                taken.setdefault((RANDOM, count), []).append(await streams(scheduler, work, number, spread_s))
+                print(
+                    f"{count} streams, round {number + 1}: "
+                    + ", ".join(f"{way} {taken[way, count][-1].rate:,.0f} tok/s" for way in WAYS),
+                    flush=True,
+                )
+            record.save(points=points(taken))
+        async with Scheduler(ours.target, run_tokens=RUN_TOKENS, max_running=1) as narrow:
+            work = Work(options.streams[0], options.prompt, options.tokens, ours.vocab_size)
+            record.save(share=round(await share(narrow, work), 3), share_target=FAIR_TARGET)
+    return record
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.streams", description="Texts that arrive at any time.")
+    parser.add_argument("--model", default="demo", help="demo, identity or a shape of benchmarks/shapes.json (demo)")
+    parser.add_argument("--streams", type=int, nargs="+", default=list(STREAMS), help="texts at a time (16 64)")
+    parser.add_argument("--tokens", type=int, help="of a text (default: 256)")
+    parser.add_argument("--prompt", type=int, help="tokens of a prompt (default: 64)")
+    parser.add_argument("--token-budget", type=int, default=512, help="prompt tokens of a step (512)")
+    options = read_options(parser, argv, rounds=3)
+    options.tokens = options.tokens or (16 if options.quick else 256)
+    options.prompt = options.prompt or (8 if options.quick else 64)
+    options.name = "streams" if options.model in BUILT_IN else f"streams-{options.model}"
+    options.out = out_of(options, options.name)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, show, save."""
+    finish(run(parse(argv)), lambda values: tables.show(tables.streams(values["points"]), "streams"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""`benchmarks.streams` runs every way, and the faster lockstep of a round is the measure of its streams."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import benchmarks.streams
+from benchmarks.sections import streams
+from benchmarks.streams import RANDOM, RUNS, STEPS, WAYS, Round, points
+from tests.tools.conftest import QuickRun
+
+
+def test_a_quick_run_takes_every_way(tmp_path: Path, quick_run: QuickRun) -> None:
+    out = tmp_path / "streams.json"
+    quick_run(benchmarks.streams, "--model", "identity", "--streams", "3", "--out", str(out))
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert [each["way"] for each in found["points"]] == list(WAYS)
+    assert all(each["tokens_per_s"] > 0 for each in found["points"])
+    assert [each["first_p50_ms"] is None for each in found["points"]] == [True, True, False]
+    assert 0 < found["share"] <= 1
+    assert "of lockstep" in streams("streams.json", found)
+
+
+def test_streams_are_compared_with_the_faster_lockstep_of_their_round() -> None:
+    taken = {
+        (STEPS, 16): [Round(100.0), Round(300.0)],
+        (RUNS, 16): [Round(200.0), Round(200.0)],
+        (RANDOM, 16): [Round(100.0, [0.1, 0.3]), Round(240.0, [0.2])],
+    }
+    _, _, found = points(taken)
+    assert found["of_lockstep"] == {"median": 0.65, "low": 0.5, "high": 0.8}
+    assert (found["first_p50_ms"], found["target"]) == (200.0, 0.9)
