@@ -37,6 +37,9 @@ GREEDY = Greedy()
 BUDGET = Budget(tokens=64, items=32, running=8, headroom=8)
 DEMO = Path(__file__).parents[2] / "ferrum_rpc_demo" / "demo"
 NEW_TOKENS = 16
+PERSISTENT = ResendPolicy(times=5, backoff_s=0)
+"""For a network that resets connections all the time: a release that is given up keeps its blocks until the lease ends,
+and the pools here are small."""
 BOTH_WAYS = pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
 
 
@@ -319,7 +322,9 @@ async def test_lost_connections_and_resets_change_no_token_of_runs(session: bool
             proxy.weather.resets = 0.03
             for _ in range(3):
                 work = requests(prompts(12), 48)
-                run = await schedule(proxy.target, work, sampling=SAMPLED, session=session, run_tokens=4)
+                run = await schedule(
+                    proxy.target, work, sampling=SAMPLED, session=session, run_tokens=4, resend=PERSISTENT
+                )
                 assert [each.generated for each in work] == expected
                 assert run.rebuilds == 0
             proxy.weather.resets = 0.0
@@ -379,7 +384,7 @@ async def test_lost_connections_change_no_token(expected: list[list[int]], sessi
     async with identity(kv_blocks=40) as served, relayed(served.target, seed=1) as proxy:
         proxy.weather.resets = 0.03
         work = requests(prompts(12))
-        run = await schedule(proxy.target, work, session=session)
+        run = await schedule(proxy.target, work, session=session, resend=PERSISTENT)
         proxy.weather.resets = 0.0
         assert proxy.lost_connections > 0
         assert [each.generated for each in work] == expected
