@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence as ListOf
 from contextlib import ExitStack
 
@@ -10,26 +11,41 @@ from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.owner import Owner
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.sender import Sender
-from ferrum_rpc.client.state import Item, SequenceState
+from ferrum_rpc.client.state import Item, SequenceState, followed_first
 from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import HandleRef
-from ferrum_rpc.errors import ExecutorError
+from ferrum_rpc.errors import DeadlineExceeded, ExecutorError
 
 
 async def forward_at(
     connection: Connection, feed: Feed, items: ListOf[Item], deadline: Deadline, *, all_or_nothing: bool = False
 ) -> list[Answer | ExecutorError]:
-    """Items at one executor; ``results[i]`` answers ``items[i]``."""
+    """Items at one executor; ``results[i]`` answers ``items[i]``. Items that others of them follow are sent first."""
     claimed: list[Item] = []
     try:
         for item in items:
             item.state.claim_item(item, feed.name)
             claimed.append(item)
             item.state.check(item)
+        if first := followed_first(items):
+            await all_sent(first, deadline)
         return await connection.forward(feed, items, deadline, all_or_nothing=all_or_nothing) if items else []
     finally:
         for item in claimed:
+            if item.unsent:
+                item.sent()
             item.state.leave_item(item)
+
+
+async def all_sent(items: ListOf[Item], deadline: Deadline) -> None:
+    """Wait until the calls of other ``items`` have sent them, or have ended. Raises `DeadlineExceeded`, of known
+    outcome."""
+    try:
+        async with asyncio.timeout(deadline.remaining()):
+            for item in items:
+                await item.until_sent()
+    except TimeoutError:
+        raise DeadlineExceeded("the item that this one follows was not sent in time; nothing was sent") from None
 
 
 async def truncate_at(

@@ -140,6 +140,9 @@ class RunPrefetcher:
             deadline = Deadline(deadline.at + _PATIENCE * tokens * connection.pace.step_s)
         task = asyncio.get_running_loop().create_task(self._answer(item, deadline, connection))
         task.add_done_callback(_retrieve)
+        if item.handle is None and not connection.transport.ready:  # what follows it waits for the session
+            item.unsent = True
+            task.add_done_callback(lambda _: item.sent())
         self.in_flight_runs.append(SentRun(item, count, connection, task))
 
     async def _answer(self, item: Item, deadline: Deadline, connection: Connection) -> Answer:
@@ -147,6 +150,7 @@ class RunPrefetcher:
         if item.follows is None:
             answer = await self._send(item, deadline)
         else:
+            await item.follows.until_sent()
             [outcome] = await connection.forward(DECODE, [item], deadline)
             if isinstance(outcome, ExecutorError):
                 raise outcome

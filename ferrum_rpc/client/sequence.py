@@ -249,8 +249,10 @@ class Sequence:
         sent. A kind without positions means the last position. ``run``: as in `decode`.
 
         In a session one item may be sent while another of the same sequence is in flight: it ``follows`` that one and
-        runs on the sequence after it; without ``tokens`` it feeds the token that that one chooses. If the first item
-        ends differently than expected, or with a stop id, the second is refused with `ChainBroken`, with nothing
+        runs on the sequence after it; without ``tokens`` it feeds the token that that one chooses. The first one may be
+        any item, also a prompt that makes the sequence or a child, or a chunk of a prompt. Begin its call first; the
+        second is then sent behind it, in a fleet to the executor that it is placed at. If the first item ends
+        differently than expected, or with a stop id, the second is refused with `ChainBroken`, with nothing
         changed."""
         self._sender.check_settled("item")
         spec = as_output(output, Positions.LAST)

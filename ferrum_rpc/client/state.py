@@ -6,7 +6,8 @@ its request id, so that repeating a line of code is as safe as an explicit resen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ferrum_rpc.client.outcomes import Repeat, UnknownOutcome, new_request_id, settled
@@ -32,6 +33,8 @@ class Item:
     ``follows``: the item after which it runs, on the handle that that one leaves; without tokens of its own it feeds
     the last token that that one ``chose``. ``followed``: another item follows it. ``committed``: it was answered.
     ``goes_on``: it may be in flight for longer than a step. ``parent``: the sequence of which it makes its own a child.
+    ``unsent``: its call has begun, and may still wait for an executor, a lease or a place in the session. ``waiters``
+    is set when that is over.
     """
 
     state: SequenceState
@@ -49,6 +52,8 @@ class Item:
     chose: int | None = None
     goes_on: bool = False
     parent: HandleRef | None = None
+    unsent: bool = False
+    waiters: asyncio.Event | None = None
 
     def __repr__(self) -> str:
         return f"<Item of {len(self.tokens)} tokens at {self.start}>"
@@ -71,6 +76,19 @@ class Item:
     def content(self) -> tuple[object, ...]:
         """A key that is equal for items that feed the same tokens to the same sequence."""
         return ("forward", self.handle, self.tokens, self.output, self.truncate_to, self.run)
+
+    def sent(self) -> None:
+        """Note that it was sent, or that its call has ended."""
+        self.unsent = False
+        if self.waiters is not None:
+            self.waiters.set()
+            self.waiters = None
+
+    async def until_sent(self) -> None:
+        """Wait while it is `unsent`."""
+        if self.unsent:
+            self.waiters = self.waiters or asyncio.Event()
+            await self.waiters.wait()
 
     def leaves(self, max_context: int) -> HandleRef:
         """The handle after it if it runs to its end; without an id if it makes the sequence."""
@@ -370,6 +388,18 @@ class SequenceState:
         self.pieces.cut(handle.seq_len)
         if self.tokens is not None:
             del self.tokens[handle.seq_len :]
+
+
+def followed_first(items: Collection[Item]) -> list[Item]:
+    """The items in other calls that must be sent before a call with ``items``, because one of these follows them.
+    Marks ``items`` as unsent. Only calls that began earlier are waited for, so that no two wait for each other."""
+    first = [each.follows for each in items if each.follows is not None and each.follows.unsent]
+    if first:
+        own = set(map(id, items))
+        first = [each for each in first if id(each) not in own]
+    for each in items:
+        each.unsent = True
+    return first
 
 
 def _add_run(item: Item, run: Run) -> None:

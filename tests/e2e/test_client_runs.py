@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,9 +15,12 @@ from ferrum_rpc.client import (
     Answer,
     Capability,
     ExecutorClient,
+    FullLogits,
     Greedy,
     HiddenStates,
     Item,
+    OutputSpec,
+    Positions,
     ResendPolicy,
     Run,
     RunEnd,
@@ -25,6 +29,7 @@ from ferrum_rpc.client import (
     SequenceMisuseError,
 )
 from ferrum_rpc.client.pace import FIRST_RUN, RunPace
+from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.core import StepTiming
 from ferrum_rpc.errors import (
     ChainBroken,
@@ -546,3 +551,82 @@ async def test_items_that_are_apart_share_a_frame() -> None:
         assert answered(long).tokens.tolist() == expected and answered(short).tokens.tolist() == expected[:3]
         assert answered(hidden).hidden_states.shape[0] == 1
         assert isinstance(refused, InvalidRequest) and not isinstance(refused, SequenceBusy)
+
+
+# --- items behind prompts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", ["whole", "chunk", "known", "child", "cut child", "all rows"])
+async def test_a_run_follows_a_prompt_in_flight(made: str) -> None:
+    """A creation, which has no handle yet, a chunk of it, a chunk of a known prompt, and the first item of a child."""
+    async with connected() as (_, client):
+        expected = await by_hand(client, 9)
+        parent, sequence = client.sequence(), client.sequence(keep_tokens=True)
+        tokens, behind, output = PROMPT, list[int](), Positions.LAST
+        if made == "known":
+            await sequence.prefill(PROMPT[:1], Positions.NONE)
+        if "child" in made:
+            await parent.prefill(PROMPT[: 2 + (made == "cut child")], Positions.NONE)
+            sequence = parent.child(2)
+        start = {"known": 1, "child": 2, "cut child": 2}.get(made, 0)
+        if made in ("chunk", "known"):
+            tokens, behind, output = PROMPT[:3], PROMPT[3:], Positions.NONE
+        spec = (
+            output if output is Positions.NONE else OutputSpec(Positions.ALL if made == "all rows" else output, SAMPLE)
+        )
+        item = sequence.item(tokens[start:], spec)
+        follower = sequence.item(behind or (), SAMPLE, run=Run(7), follows=item)
+        [first], [second] = await asyncio.gather(client.forward([item]), client.forward([follower]))
+        given = [] if output is Positions.NONE else answered(first).tokens.tolist()[-1:]
+        assert given + answered(second).tokens.tolist() == expected[: len(given) + 7]
+        assert sequence.length == len(PROMPT) + len(given) + 6 and not sequence.in_doubt
+        on = await sequence.decode(expected[len(given) + 6], SAMPLE)
+        assert on.token == expected[len(given) + 7]
+
+
+async def test_a_follower_waits_for_a_creation_that_waits_for_a_lease_a_session_or_a_place() -> None:
+    """It is sent behind what it follows, though both were begun at once, at a client that has sent nothing yet, and
+    though large answers wait longer for a place than small ones."""
+    async with serve_identity(positional=True, kv_blocks=1024) as served:
+        for count, output in ((1, SAMPLE), (30, FullLogits())):
+            async with ExecutorClient(served.target, session=True, steps_in_flight=2) as client:
+
+                async def one(client: ExecutorClient = client, output: Any = output) -> None:
+                    sequence = client.sequence()
+                    item = sequence.item(PROMPT, output)
+                    behind = sequence.item([9], SAMPLE, run=Run(3), follows=item)
+                    results = await asyncio.gather(client.forward([item]), client.forward([behind]))
+                    assert [answered(each).length for [each] in results] == [5, 8]
+
+                await asyncio.gather(*(one() for _ in range(count)))
+
+
+async def test_the_first_stream_of_a_client_breaks_no_chain() -> None:
+    async with serve_identity(positional=True, kv_blocks=1024) as served:
+        for _ in range(3):
+            async with ExecutorClient(served.target, session=True) as client, client.sequence() as sequence:
+                with mock.patch.object(SequenceState, "failed", side_effect=AssertionError("nothing is refused")):
+                    assert len(await taken(sequence, PROMPT, 40, stop=())) == 40
+
+
+async def test_items_of_one_call_follow_each_other_and_wait_for_nothing() -> None:
+    async with connected() as (_, client):
+        sequence = client.sequence()
+        item = sequence.item(PROMPT, SAMPLE, run=Run(2))
+        async with asyncio.timeout(20):
+            results = await client.forward([item, sequence.item(output=SAMPLE, follows=item)], timeout_s=60)
+        assert [answered(each).length for each in results] == [6, 7]
+
+
+async def test_a_follower_of_a_prompt_that_is_refused_or_not_sent_changes_nothing() -> None:
+    async with connected(kv_blocks=4, block_size=4) as (_, client):
+        sequence = client.sequence()
+        item = sequence.item(list(range(40)), SAMPLE)
+        behind = sequence.item(output=SAMPLE, run=Run(2), follows=item)
+        [first], [second] = await asyncio.gather(client.forward([item]), client.forward([behind]))
+        assert isinstance(first, KvBlocksExhausted) and isinstance(second, ChainBroken)
+        never = sequence.item(PROMPT, SAMPLE)
+        [alone] = await client.forward([sequence.item(output=SAMPLE, follows=never)])
+        assert isinstance(alone, ChainBroken), "what it follows was never sent"
+        assert sequence.handle is None and not sequence.in_doubt
+        assert (await sequence.prefill(PROMPT, SAMPLE)).length == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -10,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrum_rpc.client import Answer, ExecutorClient, Greedy
+from ferrum_rpc.client import Answer, ExecutorClient, Greedy, Run
 from ferrum_rpc.client.fleet import FleetClient, FleetSequence
-from ferrum_rpc.errors import InstanceMismatch, InvalidRequest, TransportError
-from tests.e2e.fleets import PROMPT, alone, fleet, fleet_of, identity, owner, until
+from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest, TransportError
+from tests.e2e.fleets import PROMPT, SAMPLED, alone, fleet, fleet_of, identity, owner, until
+from tests.faults import waiting
 from tests.faults.proxy import proxied
+from tests.serving import Gate
 
 
 async def test_the_items_of_a_batch_have_outcomes_of_their_own_over_all_owners() -> None:
@@ -114,3 +117,54 @@ async def test_masks_are_registered_where_they_are_needed() -> None:
         assert [each.token for each in answers if isinstance(each, Answer)] == [17] * 4
         assert len({owner(each) for each in sequences}) == 2
         await one.release(sequences)
+
+
+async def test_a_follower_goes_where_the_prompt_that_it_follows_is_placed() -> None:
+    """Both are begun at once, when no executor has the sequence, and the prompts are spread over all of them."""
+    async with fleet(3) as (one, _), identity() as elsewhere:
+        expected = await alone(elsewhere.target, 7)
+        sequences = [one.sequence() for _ in range(9)]
+        for calls in ("one by one", "batches"):
+            items = [each.item(PROMPT, SAMPLED) for each in sequences]
+            behind = [
+                each.item(output=SAMPLED, run=Run(6), follows=item) for each, item in zip(sequences, items, strict=True)
+            ]
+            if calls == "batches":
+                first, second = await asyncio.gather(one.forward(items), one.forward(behind))
+            else:
+                singles = await asyncio.gather(*(one.forward([each]) for each in [*items, *behind]))
+                first, second = [[each for [each] in some] for some in (singles[:9], singles[9:])]
+            for prompt, run in zip(first, second, strict=True):
+                assert isinstance(prompt, Answer) and isinstance(run, Answer), (prompt, run)
+                assert [prompt.token, *run.tokens.tolist()] == expected
+            if calls == "one by one":
+                assert len({owner(each) for each in sequences}) > 1
+            assert await one.release(sequences) == [None] * 9
+            sequences = [one.sequence(rebuild=False) for _ in range(9)]
+
+
+async def test_a_follower_of_a_prompt_that_dies_with_its_executor_is_refused_and_the_prompt_is_not() -> None:
+    async with AsyncExitStack() as stack:
+        gates = [Gate("forward") for _ in range(2)]
+        served = [await stack.enter_async_context(identity(stage=each)) for each in gates]
+        proxies = [await stack.enter_async_context(proxied(each.target)) for each in served]
+        one = await stack.enter_async_context(fleet_of(*(each.target for each in proxies)))
+        await until(one, lambda: len(one.members.serving) == 2)
+        elsewhere = await stack.enter_async_context(identity())
+        expected = await alone(elsewhere.target, 2)
+        sequence = one.sequence()
+        item = sequence.item(PROMPT, SAMPLED)
+        behind = sequence.item(output=SAMPLED, run=Run(6), follows=item)
+        for each in gates:
+            each.closed = True
+        first, second = (asyncio.ensure_future(one.forward([each])) for each in (item, behind))
+        await waiting.until(lambda: any(each.reached.is_set() for each in gates))
+        [dead] = [proxy for proxy, gate in zip(proxies, gates, strict=True) if gate.reached.is_set()]
+        dead.upstream = "127.0.0.1:1"
+        dead.reset_all()
+        for each in gates:
+            each.open()
+        [answer], [refusal] = await asyncio.gather(first, second)
+        assert isinstance(answer, Answer) and answer.token == expected[0]
+        assert isinstance(refusal, ExecutorError) and not sequence.in_doubt
+        assert (await sequence.decode(answer.token, SAMPLED)).token == expected[1]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ferrum_rpc.client.answer import Answer
 from ferrum_rpc.client.arguments import CacheMode, creation
-from ferrum_rpc.client.batches import forward_at, release_at, truncate_at
+from ferrum_rpc.client.batches import all_sent, forward_at, release_at, truncate_at
 from ferrum_rpc.client.client import ExecutorClient
 from ferrum_rpc.client.fleet.batches import BatchEntry, at_owners, by_owner
 from ferrum_rpc.client.fleet.member import Member
@@ -25,7 +25,7 @@ from ferrum_rpc.client.model_client import ModelClient
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.client.sender import Sender
 from ferrum_rpc.client.sequence import Sequence, sender_of
-from ferrum_rpc.client.state import Item, SequenceState
+from ferrum_rpc.client.state import Item, SequenceState, followed_first
 from ferrum_rpc.client.transport import Feed
 from ferrum_rpc.core import GrammarKind, Pressure
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, TransportError
@@ -205,12 +205,22 @@ class FleetClient(ModelClient):
                 return item
             return sender.item(item.tokens, item.output, item.truncate_to, item.run)
 
-        return at_owners(
-            [BatchEntry(senders[item.state], item, item.tokens, item.follows is not None) for item in items],
-            renewed,
-            lambda member, some: forward_at(member.connection, feed, some, deadline),
-            deadline,
-        )
+        async def in_order() -> list[Answer | ExecutorError]:
+            first = followed_first(items)
+            try:
+                if first:  # they may still wait for an owner
+                    await all_sent(first, deadline)
+                return await at_owners(
+                    [BatchEntry(senders[item.state], item, item.tokens, item.follows is not None) for item in items],
+                    renewed,
+                    lambda member, some: forward_at(member.connection, feed, some, deadline),
+                    deadline,
+                )
+            finally:
+                for item in items:
+                    item.sent()
+
+        return in_order()
 
     def _truncate(
         self, pairs: ListOf[tuple[Sequence, int]], timeout_s: float | None

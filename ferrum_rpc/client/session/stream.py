@@ -179,6 +179,10 @@ class SessionStream:
         for request in requests:
             del waiting[request]
             request.step, request.resent = step_id, True
+            for item in request.items:
+                item.unsent = False
+                if item.waiters is not None:
+                    item.sent()
         frame = frame_of(requests, now)
         self._steps[step_id] = SessionStep(requests, now, frame.forward.apart)
         self._in_flight[first.kind] += 1
