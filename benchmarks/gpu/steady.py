@@ -227,7 +227,7 @@ def one(*, rehearse: bool) -> int:
             answers(runner, [Span(20, tokens(1), 1200, DRAWN), Span(3, tokens(1), 3, DRAWN)])
             chosen = [name for name, _ in runner.device.choices]
             print(kind, *chosen, sep="\n  ")
-            if not rehearse and not {"attention=triton", "adapters=triton"} <= {*chosen}:
+            if not rehearse and not {"attention=triton", "adapters=triton", "sampling=triton"} <= {*chosen}:
                 print("not all Triton kernels ran: nothing was checked")
                 return 1
             runner.close()
