@@ -19,13 +19,12 @@ This file imports triton; `vocab_parallel.select_sampler` says whether it can be
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ferrum_rpc.sampling.draw import FINITE, STEEPEST, SamplingParams, uniforms
+from ferrum_rpc.sampling.draw import FINITE, STEEPEST, SamplingParams
 from ferrum_rpc.sampling.samplers import TorchSampler
 from ferrum_rpc.sampling.transfer import to_device
 
@@ -39,33 +38,33 @@ rate."""
 WARPS: Final = 16
 """Of a program: a step has fewer rows than a GPU has multiprocessors."""
 
-WEIGHTS: Final = -1.0
-"""In place of a chance: the weights are wanted, not a token."""
+COLUMNS: Final = 7
+"""Of the numbers that the kernel gets of a row."""
 
 
 class TritonSampler(TorchSampler):
     """A `Sampler` for rows on a CUDA device."""
 
     def draw(self, logits: Tensor, params: SamplingParams) -> Tensor:
-        return self._run(logits, params, uniforms(params["seed"], params["position"]), None)
+        return self._run(logits, params, None)
 
     def filtered(self, logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
         weights = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        plain = self._run(logits, params, np.full(len(params), WEIGHTS), weights)
+        plain = self._run(logits, params, weights)
         return weights, plain > 0, weights.sum(-1, dtype=torch.float64)
 
     @staticmethod
-    def _run(
-        logits: Tensor, params: SamplingParams, chances: npt.NDArray[np.float64], weights: Tensor | None
-    ) -> Tensor:
-        """Launch the kernel: the tokens of ``chances``, or its ``weights`` and 1 for each row that is sampled."""
+    def _run(logits: Tensor, params: SamplingParams, weights: Tensor | None) -> Tensor:
+        """Launch the kernel: the tokens; or its ``weights``, and 1 for each row that is sampled."""
         logits, vocabulary = logits.contiguous(), logits.shape[-1]
-        numbers = np.empty((len(params), 5))
+        numbers = np.empty((len(params), COLUMNS))
         with np.errstate(divide="ignore"):
             inverse = np.minimum(np.float32(1) / params["temperature"], np.float32(STEEPEST))
         numbers[:, 0] = np.where(params["temperature"] > 0, inverse, -1)
         numbers[:, 1] = np.where((params["top_k"] > 0) & (params["top_k"] < vocabulary), params["top_k"], 0)
-        numbers[:, 2], numbers[:, 3], numbers[:, 4] = params["top_p"], params["min_p"], chances
+        numbers[:, 2], numbers[:, 3], numbers[:, 4] = params["top_p"], params["min_p"], weights is not None
+        words = numbers.view(np.uint64)
+        words[:, 5], words[:, 6] = params["seed"], params["position"]
         found = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         if len(logits):
             sample_kernel[(len(logits),)](
@@ -267,12 +266,31 @@ def passed_at(
     return tl.where(token < 0, end, token)
 
 
+@triton.jit
+def uniform_of(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
+    """As `draw.uniforms`, of the stream of tokens. All in uint64; words have 32 bits."""
+    low = tl.full((), 0xFFFFFFFF, tl.uint64)
+    first, second = position & low, position >> 32
+    third, fourth = low - low, low - low
+    key, other = seed & low, seed >> 32
+    for _ in tl.static_range(10):
+        left = tl.full((), 0xD2511F53, tl.uint64) * first
+        right = tl.full((), 0xCD9E8D57, tl.uint64) * third
+        first, second = (right >> 32) ^ second ^ key, right & low
+        third, fourth = (left >> 32) ^ fourth ^ other, left & low
+        key = (key + tl.full((), 0x9E3779B9, tl.uint64)) & low
+        other = (other + tl.full((), 0xBB67AE85, tl.uint64)) & low
+    high, rest = (first >> 5).to(tl.int64).to(tl.float64), (second >> 6).to(tl.int64).to(tl.float64)
+    return (high * 67108864.0 + rest) / 9007199254740992.0
+
+
 @triton.jit(do_not_specialize=["vocabulary"], do_not_specialize_on_alignment=["logits", "params", "found", "weights"])
 def sample_kernel(
     logits: tl.tensor,  # float32 [R, vocabulary], dense, as all here
-    params: tl.tensor,  # float64 [R, 5]: 1 / temperature, or negative; top-k or 0; top-p; min-p; chance, or negative
-    found: tl.tensor,  # int64 [R]: the token, or without a chance whether the row is sampled
-    weights: tl.tensor,  # float32 [R, vocabulary], without a chance
+    params: tl.tensor,  # float64 [R, 7]: 1 / temperature, or negative; top-k or 0; top-p; min-p; whether weights are
+    # wanted; and as uint64 seed and position
+    found: tl.tensor,  # int64 [R]: the token; or where weights are wanted whether the row is sampled
+    weights: tl.tensor,  # float32 [R, vocabulary], where they are wanted
     vocabulary: tl.tensor,
     AT_ONCE: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -280,9 +298,9 @@ def sample_kernel(
 ) -> None:
     """One program per row."""
     index = tl.program_id(0).to(tl.int64)
-    row, own = logits + index * vocabulary, params + index * 5
+    row, own = logits + index * vocabulary, params + index * 7
     inverse, top_k, top_p = tl.load(own).to(tl.float32), tl.load(own + 1), tl.load(own + 2)
-    least_weight, chance = tl.load(own + 3).to(tl.float32), tl.load(own + 4)
+    least_weight, weighing = tl.load(own + 3).to(tl.float32), tl.load(own + 4) > 0.0
     top, best, no_number = argmax_of(row, vocabulary, AT_ONCE)
     largest = float_of(top)
     plain = (inverse >= 0.0) & (no_number >= vocabulary) & (tl.abs(largest) < LIMIT)
@@ -297,13 +315,17 @@ def sample_kernel(
             above = mass_of(row, vocabulary, largest, inverse, least, -1, 0.0, AT_ONCE)
             weight = tl.exp((float_of(least) - largest) * inverse).to(tl.float64)
             last = last_of_border(row, vocabulary, least, weight, above, need, AT_ONCE)
-        if chance >= 0.0:
-            target = chance * mass_of(row, vocabulary, largest, inverse, least, last, least_weight, AT_ONCE)
+        if not weighing:
+            seed, position = tl.load(own + 5), tl.load(own + 6)
+            seed, position = seed.to(tl.uint64, bitcast=True), position.to(tl.uint64, bitcast=True)
+            target = uniform_of(seed, position) * mass_of(
+                row, vocabulary, largest, inverse, least, last, least_weight, AT_ONCE
+            )
             token = passed_at(row, vocabulary, largest, inverse, least, last, least_weight, target, AT_ONCE)
-    if chance < 0.0:
+    if weighing:
         for start in range(0, vocabulary, AT_ONCE):
             at = start + tl.arange(0, AT_ONCE)
             kept = left_of(row, at, vocabulary, largest, inverse, least, last, least_weight)
             kept = tl.where(plain, kept, (at == token).to(tl.float32))
             tl.store(weights + index * vocabulary + at, kept, mask=at < vocabulary)
-    tl.store(found + index, tl.where(chance < 0.0, plain.to(tl.int32), token).to(tl.int64))
+    tl.store(found + index, tl.where(weighing, plain.to(tl.int32), token).to(tl.int64))

@@ -46,6 +46,7 @@ def some_logits(rows: int, vocabulary: int) -> torch.Tensor:
 def some_params(rows: int, vocabulary: int) -> np.ndarray:
     rng, made = np.random.default_rng(vocabulary), np.zeros(rows, PARAMS_DTYPE)
     made["seed"], made["position"] = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
+    made["position"][1::2] += np.uint64(2**33 + 5)
     made["temperature"] = rng.choice([0, 1e-30, 0.3, 1, 5], rows)
     made["top_p"] = rng.choice([1, 0.95, 0.5, 1e-6, 0], rows)
     made["min_p"] = rng.choice([0, 0.1, 1], rows, p=[0.7, 0.2, 0.1])
