@@ -113,13 +113,13 @@ def test_what_cannot_be_drawn_from_takes_the_arg_max(device: torch.device) -> No
     rows[1, 30] = torch.nan
     rows[2] = -torch.inf
     rows[3, 99] = -torch.nan
-    rows[5, 7], rows[5, 60] = -0.0, 0.0
-    rows[5] = rows[5].clamp(max=0.0)
+    rows[5] = -1 - rows[5].abs()
+    rows[5, 7], rows[5, 60] = -0.0, 0.0  # one number
     rows[6] = torch.nan
     params = np.zeros(7, PARAMS_DTYPE)
     params["temperature"], params["top_k"], params["top_p"] = [1, 1, 1, 1, 0, 0, 1], 3, 0.5
     found = TritonSampler().draw(rows.to(device), params).tolist()
-    assert found == [20, 30, 0, 99, int(rows[4].argmax()), int((rows[5] == 0).nonzero()[0]), 0]
+    assert found == [20, 30, 0, 99, int(rows[4].argmax()), 7, 0]
     weights, plain, _ = TritonSampler().filtered(rows.to(device), params)
     assert not plain.any() and weights.isfinite().all()
 
