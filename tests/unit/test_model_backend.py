@@ -102,7 +102,9 @@ def test_without_transformers_the_error_says_what_to_install(
 
 def test_what_neither_serves_has_both_reasons(folder: Path) -> None:
     configure(folder, model_type="mamba", architectures=["MambaForCausalLM"])
-    with pytest.raises(NotSupported, match=r"'MambaForCausalLM' is not supported.*keeps a state of its own") as caught:
+    with pytest.raises(
+        NotSupported, match=r"'MambaForCausalLM' is not supported.*keeps a state in addition to keys"
+    ) as caught:
         choose(settings(folder))
     assert caught.value.field == "architectures"
 
