@@ -57,7 +57,7 @@ class NoGrammars(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class TextRequest:
+class MasksRequest:
     """The last request for masks of a text: ``tokens`` int32 [n] are all of it, of which ``required`` must be allowed.
     The masks of the rows behind ``first_mask`` tokens and of more are wanted. ``outcome``: the words, of fewer rows
     where a later token is not allowed; or the refusal; None: it is not there yet."""
@@ -84,7 +84,7 @@ class GrammarProcess:
     was_compiled: bool = False
     failure: ExecutorError | None = None
     known: dict[int, TokenArray] = field(default_factory=dict)
-    waiting: dict[int, tuple[int, TextRequest]] = field(default_factory=dict)
+    waiting: dict[int, tuple[int, MasksRequest]] = field(default_factory=dict)
     asks: list[Ask] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     unsent: bytearray = field(default_factory=bytearray)
@@ -101,7 +101,7 @@ class GrammarPool:
         self._arguments = str(tokenizer), str(vocab_size), ",".join(map(str, ends)), str(memory)
         self._words = -(-vocab_size // 32)
         self._processes: dict[bytes, GrammarProcess] = {}
-        self._requests: OrderedDict[int, TextRequest] = OrderedDict()
+        self._requests: OrderedDict[int, MasksRequest] = OrderedDict()
         self._of_socket: dict[int, GrammarProcess] = {}
         self._poll = select.poll()
         self._serial = 0
@@ -174,7 +174,7 @@ class GrammarPool:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def ask(self, text: int, key: bytes, tokens: TokenArray, required: int, first_mask: int) -> TextRequest:
+    def ask(self, text: int, key: bytes, tokens: TokenArray, required: int, first_mask: int) -> MasksRequest:
         """Ask for masks of a text; `flush` sends it. Nothing is asked again that is known or on its way."""
         known = self._requests.get(text)
         if (
@@ -185,7 +185,7 @@ class GrammarPool:
         ):
             self._requests.move_to_end(text)
             return known
-        self._requests[text] = request = TextRequest(key, tokens, required, first_mask)
+        self._requests[text] = request = MasksRequest(key, tokens, required, first_mask)
         self._requests.move_to_end(text)
         if len(self._requests) > MAX_TEXTS:
             self.forget([next(iter(self._requests))])
@@ -198,7 +198,7 @@ class GrammarPool:
             self._ask(process, text, request)
         return request
 
-    def request(self, text: int) -> TextRequest | None:
+    def request(self, text: int) -> MasksRequest | None:
         """The last request for masks of a text."""
         return self._requests.get(text)
 
@@ -220,7 +220,7 @@ class GrammarPool:
             if process is not None and process.known.pop(text, None) is not None:
                 process.ended.append(text)
 
-    def _ask(self, process: GrammarProcess, text: int, request: TextRequest) -> None:
+    def _ask(self, process: GrammarProcess, text: int, request: MasksRequest) -> None:
         known, tokens = process.known.get(text), request.tokens
         keep = 0
         if known is not None:
