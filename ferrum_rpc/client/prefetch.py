@@ -128,9 +128,11 @@ class RunPrefetcher:
         if Capability.RUN not in info.capabilities or len(options.stops) > (limits.max_stop_tokens or MAX_STOP_TOKENS):
             return 0
         most = limits.max_run_tokens if self._most is None else self._most
-        if most > 1 and limits.max_response_bytes:
+        session = self._owner.connection.transport.chains
+        answer_bytes = limits.max_session_response_bytes if session else limits.max_response_bytes
+        if most > 1 and answer_bytes:
             row_bytes = options.output.row_bytes(info.model.vocab_size, info.model.hidden_size)
-            most = max(1, min(most, (limits.max_response_bytes - ANSWER_OVERHEAD) // row_bytes))
+            most = max(1, min(most, (answer_bytes - ANSWER_OVERHEAD) // row_bytes))
         return most
 
     def _add(self, item: Item, count: int, connection: Connection) -> None:

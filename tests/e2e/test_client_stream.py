@@ -21,6 +21,7 @@ from ferrum_rpc.client import (
     FullLogits,
     Greedy,
     InvalidRequest,
+    OutputTooLarge,
     ResendPolicy,
     RowLogprobs,
     Run,
@@ -357,6 +358,22 @@ async def test_a_delay_bounds_the_length_of_runs(session: bool) -> None:
             runs = await requests(client) - before
             least = -(-33 // most)
             assert least <= runs <= least + 1
+
+
+@BOTH_WAYS
+async def test_runs_are_no_longer_than_their_answers_may_be(session: bool) -> None:
+    """A run of the executor's limit with so many log-probabilities would be refused with `OutputTooLarge`."""
+    async with connected(session, max_response_bytes=8000, max_session_response_bytes=9000) as (_, client):
+        output = Greedy(logprob=True, logprobs=RowLogprobs(200))
+        pace = client._connection.pace
+        pace.trip_s, pace.step_s = 0.0, 1e-9
+        async with client.sequence() as single:
+            with pytest.raises(OutputTooLarge):
+                await single.prefill(PROMPT, output, run=Run(32))
+        async with client.sequence() as sequence:
+            found = await taken(sequence, PROMPT, 60, output=output, stop=())
+            assert len(found) == 60
+            assert all(each.top_logprobs is not None and len(each.top_logprobs.token_ids) == 200 for each in found)
 
 
 async def test_log_probabilities_survive_lost_replies_and_a_log_that_keeps_no_rows() -> None:

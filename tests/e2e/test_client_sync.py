@@ -18,7 +18,17 @@ from typing import Any
 import pytest
 
 from ferrum_rpc import client as async_client
-from ferrum_rpc.client import Answer, Greedy, SequenceMisuseError, fleet, sync
+from ferrum_rpc.client import (
+    Answer,
+    ExecutorClient,
+    FinishReason,
+    Greedy,
+    RowLogprobs,
+    SequenceMisuseError,
+    StreamToken,
+    fleet,
+    sync,
+)
 from ferrum_rpc.client.background import Background
 from ferrum_rpc.client.fleet import sync as fleet_sync
 from ferrum_rpc.errors import ExecutorError, HandleReleased, InvalidRequest, TransportError
@@ -131,6 +141,31 @@ def test_a_stream_left_early_is_closed_and_goes_on(client: sync.ExecutorClient) 
                 break
         assert sequence.length == len(PROMPT) + 2
         assert seen + list(sequence.generate(seen[-1:], max_tokens=3)) == whole
+
+
+def test_a_stream_of_answers_is_the_async_ones(server: Server) -> None:
+    output = Greedy(logprob=True, logprobs=RowLogprobs(2))
+
+    def facts(each: StreamToken) -> tuple[object, ...]:
+        assert each.top_logprobs is not None
+        return each.token, each.logprob, each.top_logprobs.token_ids.tolist(), each.finish_reason
+
+    async def there() -> list[tuple[object, ...]]:
+        async with ExecutorClient(server.target) as client, client.sequence() as sequence:
+            return [facts(each) async for each in sequence.stream(PROMPT, max_tokens=9, output=output)]
+
+    expected = asyncio.run(there())
+    with sync.ExecutorClient(server.target) as client:
+        with client.sequence() as sequence:
+            assert [facts(each) for each in sequence.stream(PROMPT, max_tokens=9, output=output)] == expected
+        assert expected[-1][-1] is FinishReason.LENGTH
+        with client.sequence() as sequence:
+            stop = [expected[4][0]]
+            found = list(sequence.stream(PROMPT, max_tokens=9, stop=stop))
+            assert found[-1].finish_reason is FinishReason.STOP and found[-1].token == stop[0]
+            assert sequence.length == len(PROMPT) + len(found) - 1
+            later = list(sequence.stream([found[-1].token], max_tokens=6, min_tokens=6, stop=stop, max_delay_s=0.0))
+            assert len(later) == 6 and stop[0] not in [each.token for each in later]
 
 
 # --- threads --------------------------------------------------------------------------------------------------------
