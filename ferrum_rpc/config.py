@@ -215,7 +215,7 @@ class ServeSettings:
     max_request_bytes: Bytes = Field(default=1 << 20, description="maximum size of a request message")
     max_response_bytes: Bytes = Field(default=32 << 20, description="maximum size of an answer's rows")
     replay_bytes: Bytes = Field(default=64 << 20, description="maximum size of rows in recorded answers")
-    max_steps_in_flight: int = Field(default=8, ge=1, le=256, description="maximum steps in flight per session")
+    max_steps_in_flight: int = Field(default=64, ge=1, le=256, description="maximum steps in flight per session")
     session_inline_bytes: Bytes = Field(
         default=1 << 20, description="larger tensors of a session are sent in `rows` frames"
     )

@@ -65,7 +65,8 @@ class ExecutorClient(ModelClient):
     ``client_name`` names the client in the executor's lists and logs (default: host and process id).
     ``session``: requests are frames of one stream, at most ``steps_in_flight`` at a time (the executor may grant fewer;
     further ones wait), which costs less than unary calls. Calls that are ready at the same time share a frame.
-    Executors without sessions get unary calls.
+    Executors without sessions get unary calls. ``tokens_ahead``: the executor reports the tokens of runs as they are
+    chosen, ahead of the runs' answers, to the ``on_tokens`` of their items (`Sequence.item`).
     ``keepalive_time_s``, ``keepalive_timeout_s``: a peer that is dead or hangs is detected within twice their sum.
 
     Leaving the client releases the sequences that are still live. Every call raises the `ExecutorError` of the
@@ -88,6 +89,7 @@ class ExecutorClient(ModelClient):
         on_lease_trouble: Callable[[LeaseTrouble], None] | None = None,
         session: bool = False,
         steps_in_flight: int = STEPS_IN_FLIGHT,
+        tokens_ahead: bool = False,
         keepalive_time_s: float = KEEPALIVE_TIME_S,
         keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
     ) -> None:
@@ -108,7 +110,9 @@ class ExecutorClient(ModelClient):
                 again=partial(ask_who_accepts, target, credentials, options),
             )
             leases = Leases(context, lease, client_name=client_name, on_trouble=on_lease_trouble)
-            transport = SessionTransport(context, leases, steps_in_flight) if session else Transport(context)
+            transport = Transport(context)
+            if session:
+                transport = SessionTransport(context, leases, steps_in_flight, tokens_ahead=tokens_ahead)
             return Connection(context, leases, transport, release_timeout_s)
 
         self._connect = connect

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Self
 
@@ -244,6 +244,7 @@ class Sequence:
         truncate_to: int | None = None,
         run: Run | None = None,
         follows: Item | None = None,
+        on_tokens: Callable[[int, list[int]], None] | None = None,
     ) -> Item:
         """A work item for `ExecutorClient.forward` and the other batch calls, on the sequence as it is now. Nothing is
         sent. A kind without positions means the last position. ``run``: as in `decode`.
@@ -253,7 +254,11 @@ class Sequence:
         any item, also a prompt that makes the sequence or a child, or a chunk of a prompt. Begin its call first; the
         second is then sent behind it, in a fleet to the executor that it is placed at. If the first item ends
         differently than expected, or with a stop id, the second is refused with `ChainBroken`, with nothing
-        changed."""
+        changed.
+
+        ``on_tokens(first, token_ids)`` is called in the event loop with tokens of the run as they are chosen, where the
+        client asks for them (``tokens_ahead``): ``first`` of them came before. Only the answer counts: some or all may
+        come with it alone, and a run that is lost may leave tokens that were reported."""
         self._sender.check_settled("item")
         spec = as_output(output, Positions.LAST)
         feeds_chosen = follows is not None and isinstance(tokens, tuple) and not tokens
@@ -265,12 +270,15 @@ class Sequence:
         context = self._sender.owner.connection.context
         number = next(context.item_ids)
         if follows is None:
-            return self._state.item(number, listed, spec, truncate_to, run)
-        if follows.state is not self._state or truncate_to is not None:
+            item = self._state.item(number, listed, spec, truncate_to, run)
+        elif follows.state is not self._state or truncate_to is not None:
             raise SequenceMisuseError("item: it follows one of its own sequence, and rolls nothing back")
-        info = context.known_info
-        most = MOST if info is None else info.model.max_context
-        return self._state.item_behind(follows, number, listed, spec, run=run, max_context=most)
+        else:
+            info = context.known_info
+            most = MOST if info is None else info.model.max_context
+            item = self._state.item_behind(follows, number, listed, spec, run=run, max_context=most)
+        item.on_tokens = on_tokens
+        return item
 
     # --- other operations -------------------------------------------------------------------------------------------
 

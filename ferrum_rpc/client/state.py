@@ -7,7 +7,7 @@ its request id, so that repeating a line of code is as safe as an explicit resen
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from ferrum_rpc.client.outcomes import Repeat, UnknownOutcome, new_request_id, settled
@@ -35,6 +35,7 @@ class Item:
     ``goes_on``: it may be in flight for longer than a step. ``parent``: the sequence of which it makes its own a child.
     ``unsent``: its call has begun, and may still wait for an executor, a lease or a place in the session. ``waiters``
     is set when that is over.
+    ``on_tokens``: called with tokens of its run ahead of the answer.
     """
 
     state: SequenceState
@@ -54,6 +55,7 @@ class Item:
     parent: HandleRef | None = None
     unsent: bool = False
     waiters: asyncio.Event | None = None
+    on_tokens: Callable[[int, list[int]], None] | None = None
 
     def __repr__(self) -> str:
         return f"<Item of {len(self.tokens)} tokens at {self.start}>"

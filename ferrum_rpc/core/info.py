@@ -94,7 +94,7 @@ class Limits:
     max_queued_items: int
     max_queued_tokens: int
     replay_bytes: int
-    max_steps_in_flight: int = 8
+    max_steps_in_flight: int = 64
     session_inline_bytes: int = 1 << 20
     max_session_response_bytes: int = 256 << 20
     max_unread_bytes: int = 512 << 20

@@ -51,6 +51,8 @@ log = structlog.get_logger("ferrum_rpc.session")
 
 DEFAULT_STEPS: Final = 4
 MIN_INLINE_BYTES: Final = 256
+TOKENS_EVERY_S: Final = 0.02
+"""Minimum time between two frames of tokens of a step. Answers wait for none."""
 METHOD: Final = "ferrum_rpc.executor.v1.ModelExecutor/Session"
 
 Answer = session_pb2.SessionResponse
@@ -80,6 +82,8 @@ class Session:
         self._ended: deque[PendingFrame] = deque()
         self._chosen: dict[int, dict[int, tuple[int, list[int]]]] = {}  # by step and item: how many before, tokens
         self._wants_tokens = False
+        self._tokens_after = 0.0  # on the clock of the event loop
+        self._tokens_timer: asyncio.TimerHandle | None = None
         self._wake: asyncio.Future[None] | None = None  # the writer waits for a step that ends
         self._idle: asyncio.Future[None] | None = None  # the reader waits until all are answered
         self._leaving = (
@@ -137,6 +141,8 @@ class Session:
             self._open.clear()  # a cycle with this session: unread answers would stay until the collector runs
             self._ended.clear()
             writer.cancel()
+            if self._tokens_timer is not None:
+                self._tokens_timer.cancel()
             self._state.sessions -= 1
 
     async def _next(self) -> session_pb2.SessionRequest | None:
@@ -359,7 +365,7 @@ class Session:
     async def _answer_ended(self) -> None:
         """Answer the steps in the order in which they end, until cancelled."""
         while True:
-            while self._ended or self._chosen:
+            while self._ended or self._tokens_due():
                 if self._chosen:  # first: they are of steps that end later, or are answered next
                     await self._write_chosen()
                     continue
@@ -376,9 +382,26 @@ class Session:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
 
+    def _tokens_due(self) -> bool:
+        """Whether tokens of runs are to be written. Those of fast steps are gathered: a frame costs the client more
+        than a token."""
+        if not self._chosen:
+            return False
+        loop = asyncio.get_running_loop()
+        if self._tokens_after <= loop.time():
+            return True
+        if self._tokens_timer is None:
+            self._tokens_timer = loop.call_at(self._tokens_after, self._wake_for_tokens)
+        return False
+
+    def _wake_for_tokens(self) -> None:
+        self._tokens_timer = None
+        self._wake_writer()
+
     async def _write_chosen(self) -> None:
         """Write the tokens that runs have chosen since the last time, one frame per step."""
         chosen, self._chosen = self._chosen, {}
+        self._tokens_after = asyncio.get_running_loop().time() + TOKENS_EVERY_S
         for number, runs in chosen.items():
             answer = Answer(step_id=number)
             for item, (first, token_ids) in runs.items():

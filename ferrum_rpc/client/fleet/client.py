@@ -203,7 +203,9 @@ class FleetClient(ModelClient):
         def renewed(sender: Sender[FleetOwner], item: Item) -> Item:
             if item.handle == sender.state.handle:
                 return item
-            return sender.item(item.tokens, item.output, item.truncate_to, item.run)
+            again = sender.item(item.tokens, item.output, item.truncate_to, item.run)
+            again.on_tokens = item.on_tokens
+            return again
 
         async def in_order() -> list[Answer | ExecutorError]:
             first = followed_first(items)

@@ -208,6 +208,9 @@ class SessionStream:
             if not step.given_up:
                 step.rows.append(response.rows)
             return
+        if response.HasField("tokens"):
+            step.note_tokens(response.tokens)
+            return
         if response.HasField("forward") and step.requests[0].items:
             self._receive_forward(response.step_id, step, response.forward)
         elif response.HasField("error"):

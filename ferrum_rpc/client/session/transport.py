@@ -38,12 +38,14 @@ log = logging.getLogger("ferrum_rpc.client")
 
 class SessionTransport(Transport):
     """Sends through a session of at most ``steps_in_flight`` steps, or fewer if the executor grants fewer; by unary
-    calls if it offers no sessions, and after `close`."""
+    calls if it offers no sessions, and after `close`. ``tokens_ahead``: asks for the tokens of runs as they are
+    chosen."""
 
-    def __init__(self, context: Context, leases: Leases, steps_in_flight: int) -> None:
+    def __init__(self, context: Context, leases: Leases, steps_in_flight: int, *, tokens_ahead: bool = False) -> None:
         super().__init__(context)
         self._leases = leases
         self._steps_in_flight = steps_in_flight
+        self._tokens_ahead = tokens_ahead
         self._stream: SessionStream | None = None
         self._opening = SingleFlight("opening the session")
         self._used = True
@@ -194,6 +196,7 @@ class SessionTransport(Transport):
             lease_id=self.lease_id,
             steps_in_flight=self._steps_in_flight,
             client_name=leases.client_name,
+            tokens=self._tokens_ahead,
         )
         stream = SessionStream(self._context.channel, self._context.metadata)
         try:
