@@ -37,11 +37,13 @@ from ferrum_rpc.client import (
     ModelClient,
     RunPace,
     StepFailed,
+    StreamToken,
+    stream_tokens,
 )
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.patience import ExecutorGone
 from ferrum_rpc.scheduler.policy import NO_OTHERS, Budget, PlannedFeed, Pool, StepPlan, arrivals, plan
-from ferrum_rpc.scheduler.port import ExecutorPort
+from ferrum_rpc.scheduler.port import Ahead, ExecutorPort
 from ferrum_rpc.scheduler.queues import IN_ORDER, Observer, RequestQueues
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.scheduler.runs import MAX_STOPS, SHORT, Flight, SentFeed, lengths
@@ -54,7 +56,8 @@ LONGEST_DRAFT = 16
 class Driver:
     """Runs requests on one ``executor``, the only one of ``client``. ``run_tokens``: the maximum length of a run, 0 for
     single steps; ``max_delay_s``: the longest time that a token may wait for the rest of its run. With ``chains`` the
-    next run is sent before the answer of the one before. With a ``drafter`` runs are for requests without a draft, and
+    next run is sent before the answer of the one before. ``tokens_ahead``: the client asks for tokens ahead of answers.
+    With a ``drafter`` runs are for requests without a draft, and
     for all requests while runs are faster. Preempted requests continue with the same bits if the executor promises that
     (``exact_span_tokens``) and their `CacheMode` is BYPASS; otherwise they find most of their tokens in the prefix
     cache."""
@@ -73,6 +76,7 @@ class Driver:
         run_tokens: int = 0,
         max_delay_s: float | None = None,
         chains: bool = False,
+        tokens_ahead: bool = False,
     ) -> None:
         info = executor.info
         self.port = ExecutorPort(client, executor, patience_s=patience_s)
@@ -83,6 +87,7 @@ class Driver:
         run_tokens = min(run_tokens, info.limits.max_run_tokens) if Capability.RUN in info.capabilities else 0
         self._run_tokens, self._max_delay_s, self._pace = run_tokens, max_delay_s, RunPace()
         self._chains = run_tokens > 0 and chains and Capability.FOLLOW in info.capabilities
+        self._ahead = tokens_ahead
         self._speculation: Speculation | None = None
         if drafter is not None:
             exact = self._budget.exact  # a draft within it gives the very bits of single decodes
@@ -244,12 +249,14 @@ class Driver:
                 self._turn = time.monotonic(), {feed.request: feed.request.known for feed in step.feeds}, drafts
         together = list[SentFeed]()
         for feed in step.feeds:
-            count = counts.get(feed.request, 0)
-            item = self.port.item(feed, count)
-            sent = self._sent(feed, item, max(1, count))
+            request, count = feed.request, counts.get(feed.request, 0)
+            if request.sequence is None:
+                request.sequence = self.port.new_sequence(request)
+            item = self.port.item(feed, count, self._ahead_of(request, request.known) if count else None)
+            sent = self._sent(feed, item, max(1, count), request.known)
             if self._chains and count and not drafts and item.parent is None:
                 self._call([sent])
-                self._unfollowed[feed.request] = sent
+                self._unfollowed[request] = sent
             else:
                 together.append(sent)
         if together:
@@ -295,19 +302,21 @@ class Driver:
         room = in_flight.free(self.port.pool)
         for request, count in lengths(wanted, ends, self._most, room).items():
             behind = self._unfollowed.pop(request).item
-            item = self.port.follower(request, behind, ends[request] + 1, count)
-            self._call([self._sent(PlannedFeed(request, 1), item, count)])
+            known = ends[request] + 1
+            item = self.port.follower(request, behind, known, count, self._ahead_of(request, known))
+            self._call([self._sent(PlannedFeed(request, 1), item, count, known)])
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    def _sent(self, feed: PlannedFeed, item: Item, tokens: int) -> SentFeed:
-        """Note an item that is about to be sent, and gives ``tokens``."""
+    def _sent(self, feed: PlannedFeed, item: Item, tokens: int, known: int) -> SentFeed:
+        """Note an item that is about to be sent, and gives ``tokens`` behind ``known`` ones."""
         request, in_flight = feed.request, self.queues.in_flight
         assert request.sequence is not None  # noqa: S101 - the item was made on it
         end = in_flight.end(request) + feed.count + feed.drafted + tokens - 1
         in_flight.sent(request.sequence, request.cached, end)
-        decodes = item.follows is not None or request.decodes
-        self._last[request] = sent = SentFeed(feed, item, request.sequence, decodes=decodes)
+        follows = item.follows is not None
+        decodes, completes = follows or request.decodes, follows or feed.completes
+        self._last[request] = sent = SentFeed(feed, item, request.sequence, decodes, completes, known)
         return sent
 
     def _call(self, sent: list[SentFeed]) -> None:
@@ -383,7 +392,7 @@ class Driver:
         self._landed_at = now
         for sent, answer in ours:
             if self._is_present(sent):
-                self._fed(sent.feed, answer)
+                self._fed(sent, answer)
         for sent, error in refused:
             if self._is_present(sent):
                 self._was_refused(sent, error)
@@ -402,7 +411,10 @@ class Driver:
 
     @property
     def _most(self) -> int:
-        """Maximum tokens of the next run of a request that goes at its own pace."""
+        """Maximum tokens of the next run of a request that goes at its own pace. Long ones, if no token has to wait for
+        the rest of its run: each run leaves out one step of the others, while the next one is admitted."""
+        if self._ahead:
+            return self._run_tokens
         return self._pace.tokens(self._run_tokens, chains=True, max_delay_s=self._max_delay_s)
 
     @property
@@ -422,20 +434,20 @@ class Driver:
             decodes = all(each.decodes for each in flight.sent)
             self._pace.note(elapsed_s, answer.timing, tokens if decodes else 0)
 
-    def _fed(self, feed: PlannedFeed, answer: Answer) -> None:
-        request, completes = feed.request, feed.completes
+    def _fed(self, sent: SentFeed, answer: Answer) -> None:
+        feed, request = sent.feed, sent.feed.request
         if request.cached_tokens is None:
             request.cached_tokens = answer.cached_tokens
         request.fed(feed.count, answer.length, self._budget.exact)
         request.failures = 0
-        if not completes:
+        if not sent.completes:
             return
         if request.branches:
             self._branch(request)
             return
         if feed.drafted and self._speculation is not None:
             self._speculation.verified(request, feed.drafted, len(answer.tokens) - 1)
-        self._chosen(request, answer)
+        self._chosen(request, list(stream_tokens(answer))[request.known - sent.known :])
         if self.hands_over and request.stage is Stage.RUNNING:
             self.queues.hand_over(request)
 
@@ -453,14 +465,37 @@ class Driver:
         self.queues.run(children)
         self.queues.share(parent, children)
 
-    def _chosen(self, request: Request, answer: Answer) -> None:
+    def _ahead_of(self, request: Request, known: int) -> Ahead | None:
+        """What takes the tokens behind ``known`` ones ahead of their answer. None: they come with it alone, because the
+        output asks for log-probabilities."""
+        if not self._ahead or request.output.logprob or request.output.logprobs is not None:
+            return None
+        sequence = request.sequence
+
+        def take(first: int, tokens: list[int]) -> None:
+            """Tokens that are in their place. Others come with the answer, and so does the last one of a text."""
+            new = tokens[request.known - known - first :] if request.known >= known + first else []
+            new = new[: min(request.becomes, self.port.max_context + 1) - request.known - 1]
+            if not new or request.stage is not Stage.RUNNING or request.sequence is not sequence:
+                return
+            if new[-1] in request.stops and request.may_stop(request.known):
+                new.pop()
+            if new and self.queues.tokens(request, [StreamToken(token) for token in new], len(new)):
+                self._interrupt(request)
+                self._finish(request, RequestEnd.STOP)
+                self.queues.changed.set()
+
+        return take
+
+    def _chosen(self, request: Request, tokens: ListOf[StreamToken]) -> None:
         """Append the next tokens, and end the text if it is complete."""
-        tokens: list[int] = answer.tokens.tolist()
         may_stop = request.may_stop(request.known)
-        stop = next((at for at, token in enumerate(tokens) if may_stop and token in request.stops), None)
-        ends = self.queues.tokens(request, answer, tokens[:stop])
+        stop = next((at for at, each in enumerate(tokens) if may_stop and each.token in request.stops), None)
         if stop is not None:
-            request.stop_token = tokens[stop]
+            tokens = tokens[: stop + 1]
+        ends = self.queues.tokens(request, tokens, len(tokens) if stop is None else stop)
+        if stop is not None:
+            request.stop_token = tokens[stop].token
             self._finish(request, RequestEnd.STOP)
         elif ends:
             self._interrupt(request)

@@ -4,6 +4,7 @@ are answered.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -33,6 +34,9 @@ from ferrum_rpc.scheduler.request import Request
 HANGS: Final = "the executor's device makes no progress"
 FULL: Final = "the cache is full of other schedulers' sequences"
 GREEDY: Final = Greedy()
+Ahead = Callable[[int, list[int]], None]
+"""The ``on_tokens`` of `Sequence.item`."""
+
 STATUS_S: Final = 1.0
 """Time for the status call that explains why an executor does not answer."""
 
@@ -82,26 +86,26 @@ class ExecutorPort:
         await self.patience.wait(HANGS if self._hung else refusal or FULL)
         await self.look()
 
-    def item(self, feed: PlannedFeed, tokens: int = 0) -> Item:
-        """The work item of a feed, on the request's sequence, which is made if it has none. ``tokens``: of its run, 0
-        for a single step. One token is chosen if the feed completes the request, else there are no rows."""
+    def item(self, feed: PlannedFeed, tokens: int = 0, ahead: Ahead | None = None) -> Item:
+        """The work item of a feed, on the request's sequence. ``tokens``: of its run, 0 for a single step. One token is
+        chosen if the feed completes the request, else there are no rows. ``ahead`` gets tokens of the run ahead of its
+        answer."""
         request, output = feed.request, OutputSpec(Positions.NONE, GREEDY)
-        if request.sequence is None:
-            request.sequence = self.new_sequence(request)
+        assert request.sequence is not None  # noqa: S101 - made before
         if feed.completes and not request.branches:
             output = self._output(request, request.known)
         if feed.drafted:
             kind = request.output
             output = OutputSpec(Positions.ALL, Accept(kind if isinstance(kind, Sample) else None))
         fed = [*request.next_tokens(feed.count), *request.draft[: feed.drafted]]
-        return request.sequence.item(fed, output, run=self._run(request, request.known, tokens))
+        return request.sequence.item(fed, output, run=self._run(request, request.known, tokens), on_tokens=ahead)
 
-    def follower(self, request: Request, behind: Item, known: int, tokens: int) -> Item:
+    def follower(self, request: Request, behind: Item, known: int, tokens: int, ahead: Ahead | None) -> Item:
         """The work item behind a request's item in flight: it feeds the token that this one chooses, with which
         ``known`` tokens are known, and chooses ``tokens``."""
         assert request.sequence is not None  # noqa: S101 - it has an item in flight
         run = self._run(request, known, tokens)
-        return request.sequence.item(output=self._output(request, known), run=run, follows=behind)
+        return request.sequence.item(output=self._output(request, known), run=run, follows=behind, on_tokens=ahead)
 
     def _output(self, request: Request, known: int) -> OutputSpec:
         """How the token behind ``known`` tokens is chosen."""

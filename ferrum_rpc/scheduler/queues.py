@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 from typing import Final
 
-from ferrum_rpc.client import Answer, Sequence
+from ferrum_rpc.client import Sequence, StreamToken
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.scheduler.runs import InFlight
@@ -109,12 +109,12 @@ class RequestQueues:
         self.run([request])
         self.changed.set()
 
-    def tokens(self, request: Request, answer: Answer, tokens: list[int]) -> bool:
-        """A request got its next tokens. Returns whether its text ends with them."""
+    def tokens(self, request: Request, tokens: ListOf[StreamToken], count: int) -> bool:
+        """A request got its next tokens, of which ``count`` belong to its text. Returns whether this ends with them."""
         before = len(request.generated)
-        request.generated += tokens
+        request.generated += [each.token for each in tokens[:count]]
         request.first_token = request.first_token or time.monotonic()
-        ends = request.chosen is not None and request.chosen(answer, len(tokens))
+        ends = request.chosen is not None and request.chosen(list(tokens), count)
         for token in request.generated[before:]:
             self._observer.token(request, token)
         return ends

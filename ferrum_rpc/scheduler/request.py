@@ -10,7 +10,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ferrum_rpc.client import Answer, CacheMode, Greedy, OutputSpec, Pieces, Sample, Sequence
+from ferrum_rpc.client import CacheMode, Greedy, OutputSpec, Pieces, Sample, Sequence, StreamToken
 
 
 class Stage(enum.Enum):
@@ -42,8 +42,8 @@ class Request:
 
     ``output``: how each token is chosen. ``stops``: tokens that end the text and are not part of it, from
     ``min_new_tokens`` on; none of them is chosen before. ``adapter``, ``cache_salt`` and ``cache_mode`` are those of
-    its sequences. ``chosen``, if given, is called with each answer that brings tokens and with how many of them belong
-    to the text; it returns whether the text ends with them.
+    its sequences. ``chosen``, if given, is called with new tokens and how many of them belong to the text, which are
+    all, or all but a stop token behind them; it returns whether the text ends with them.
 
     ``sequence``: its sequence at an executor, if it has one; ``executor``: the target where it runs or ran last.
     ``computed``: how many tokens have been in the cache, now or before a preemption; ``pieces``: the spans above the
@@ -71,7 +71,7 @@ class Request:
     cache_mode: CacheMode = CacheMode.DEFAULT
     priority: int = 0
     turn: float = 0.0
-    chosen: Callable[[Answer, int], bool] | None = None
+    chosen: Callable[[list[StreamToken], int], bool] | None = None
     branches: tuple[Request, ...] = ()
     generated: list[int] = field(default_factory=list)
     draft: tuple[int, ...] = ()

@@ -26,12 +26,14 @@ MAX_STOPS: Final = 256
 @dataclass(frozen=True, slots=True, eq=False)
 class SentFeed:
     """A feed that was sent as ``item`` on ``sequence``, which the request may have lost since. ``decodes``: it fed one
-    generated token."""
+    generated token. ``completes``: it chooses tokens, behind ``known`` ones."""
 
     feed: PlannedFeed
     item: Item
     sequence: Sequence
     decodes: bool
+    completes: bool
+    known: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

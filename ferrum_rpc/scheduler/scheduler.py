@@ -41,12 +41,16 @@ from ferrum_rpc.scheduler.text import Detokenizer
 
 log = logging.getLogger("ferrum_rpc.scheduler")
 
+STEPS_IN_FLIGHT: Final = 64
+"""Frames of a session. A frame of runs is in flight until the last of them ends."""
+
 MOST_CHOICES: Final = 128
 """Texts of one prompt."""
 
 
-def _in_a_session(target: str) -> ExecutorClient:
-    return ExecutorClient(target, session=True)
+def in_a_session(target: str) -> ExecutorClient:
+    """A client as the scheduler needs it: many runs in flight, and their tokens ahead of their answers."""
+    return ExecutorClient(target, session=True, steps_in_flight=STEPS_IN_FLIGHT, tokens_ahead=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +97,10 @@ class Scheduler(AbstractAsyncContextManager[Any]):
                     ...
 
     ``targets``: as those of `FleetClient`, or its `Members`, already open. ``prefill``: executors that compute prompts,
-    whose sequences then move to the others. ``connect`` makes the client of a target; with a session the next run of a
-    text waits at the executor for the present one. ``token_budget``: prompt tokens of a step, so that a long prompt
-    delays the other texts by no more than these. ``max_running``: texts at an executor at a time, further ones wait;
-    ``max_waiting`` may, then `submit` raises `QueueFull`. ``run_tokens``: the maximum tokens of a round trip, and
+    whose sequences then move to the others. ``connect`` makes the client of a target as `in_a_session` does: the next
+    run of a text waits at the executor for the present one. ``token_budget``: prompt tokens of a step, so that a long
+    prompt delays the other texts by no more than these. ``max_running``: texts at an executor at a time, further ones
+    wait; ``max_waiting`` may, then `submit` raises `QueueFull`. ``run_tokens``: the maximum tokens of a round trip, and
     ``max_delay_s`` the longest time that a token may wait for the rest of its run (`RunPace`). ``drafter``: the source
     of drafts, which are used while they are faster than runs. ``tokenizer``: for stop strings and `TokenStream.text`.
     ``weights`` of tenants: 1 by default. ``patience_s``: when no executor makes progress for so long, all requests fail
@@ -110,7 +114,7 @@ class Scheduler(AbstractAsyncContextManager[Any]):
         targets: str | Iterable[str] | Members,
         *,
         prefill: Iterable[str] | Members = (),
-        connect: Callable[[str], ExecutorClient] = _in_a_session,
+        connect: Callable[[str], ExecutorClient] = in_a_session,
         token_budget: int = 512,
         max_running: int = 256,
         max_waiting: int = 4096,
@@ -195,6 +199,7 @@ class Scheduler(AbstractAsyncContextManager[Any]):
             run_tokens=0 if prompts else self._run_tokens,
             max_delay_s=self._max_delay_s,
             chains=True,
+            tokens_ahead=True,
         )
 
     # --- requests ---------------------------------------------------------------------------------------------------

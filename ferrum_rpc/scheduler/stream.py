@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any, Final, Self
 
-from ferrum_rpc.client import Answer, FinishReason, StreamToken, stream_tokens
+from ferrum_rpc.client import FinishReason, StreamToken
 from ferrum_rpc.scheduler.request import Request, RequestEnd
 from ferrum_rpc.scheduler.text import Detokenizer, TextStream
 
@@ -132,13 +131,13 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
 
     # --- for the scheduler ------------------------------------------------------------------------------------------
 
-    def add(self, answer: Answer, count: int) -> bool:
-        """Append the first ``count`` tokens of an answer, and its next one if that is a stop token. Returns whether a
+    def add(self, tokens: list[StreamToken], count: int) -> bool:
+        """Append tokens: ``count`` of the text, and a stop token behind them if there is one more. Returns whether a
         stop string ends the text, and then drops what is behind it."""
         request = self._request
         before = len(request.generated) - count
         self._changed.set()
-        for index, token in enumerate(itertools.islice(stream_tokens(answer), count + 1)):
+        for index, token in enumerate(tokens):
             cached = request.cached_tokens if before + index == 0 else 0
             self._tokens.append(replace(token, cached_tokens=cached) if cached else token)
             if index < count and self._matcher is not None and self._matcher.push(token.token):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -79,6 +80,25 @@ async def test_a_prompt_joins_while_the_runs_of_others_go_on() -> None:
         short = scheduler.submit(asked([4, 5], 8, output=SAMPLED, stop=()))
         assert len(await short.all()) == 8
         assert long.end is None and len(await long.all()) == 199
+
+
+async def test_tokens_of_a_run_arrive_before_it_ends() -> None:
+    """A step within the run waits until the reader has the tokens of the steps before it."""
+    read, waits = threading.Event(), list[bool]()
+
+    def stage(name: str) -> None:
+        if name == "forward" and served.server.state.engine.counters.steps == 12:
+            waits.append(read.wait(10))
+
+    async with identity(kv_blocks=512, stage=stage) as served, Scheduler(served.target, run_tokens=32) as scheduler:
+        stream = scheduler.submit(asked([1, 2, 3], 30, output=SAMPLED, stop=()))
+        tokens = []
+        async for each in stream:
+            tokens.append(each.token)
+            if len(tokens) == 8:
+                read.set()
+        assert waits == [True] and tokens == await by_the_client(served, [1, 2, 3], SAMPLED, 30)
+        assert scheduler.counts.sequences == 2, "a prompt and one run"
 
 
 async def test_a_stop_token_a_stop_string_and_the_context_end_a_text_and_are_reported() -> None:
