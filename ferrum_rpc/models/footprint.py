@@ -68,6 +68,7 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     if isinstance(build.linear, ByteFactory):
         width = _grown(*(matrix.columns.size for layer in layers for matrix in layer.matrices()))
         kept += width + width // GROUP * 8  # rows in 8 bits, their scales, and where they start
+    passing = build.linear.passing(build.dtype)
     widths = [(layer, *_widths(layer.mixer), *_widths(layer.mlp)) for layer in layers]
     if native:
         kept += _grown(*(hidden + up + gated for _, _, _, up, gated in widths)) * size  # normed, and the MLP's
@@ -77,9 +78,10 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     for layer, qkv, attended, up, gated in () if native else widths:
         moments.append(tokens * (qkv + attended) * size + (attending or 0))
         rotating = _rotating_in_torch(layer.mixer, size) if isinstance(build.ops, TorchFusedOps) else 0
-        moments.append(tokens * ((hidden + qkv) * size + rotating))  # normed, qkv
+        moments.append(tokens * ((hidden + qkv) * size + max(rotating, qkv * passing)))  # normed, qkv
         normed = hidden if layer.norm_names.before_mlp or layer.parallel else 0
-        moments.append(tokens * (normed + up + gated) * size)
+        moments.append(tokens * ((normed + up) * size + max(gated * size, up * passing)))
+        moments.append(tokens * (max(attended, gated) * size + hidden * passing))
     fp32 = 4 if build.packed or size >= 4 else 4 + size
     logits = rows * (hidden * size + spec.vocab_size * fp32) * build.shard.last
     rotation = hidden * size + angles + angles * 2 // 3  # hidden; angles, cosines, sines, and the cosines twice

@@ -45,6 +45,9 @@ class LinearFactory(Protocol):
     def nbytes(self, n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
         """Bytes that such a product holds. ``shared``: the weight itself is held by others too."""
 
+    def passing(self, dtype: torch.dtype) -> int:
+        """Bytes for each number of a result in ``dtype`` that a product takes besides it while it computes."""
+
 
 AMX = "amx_bf16"
 
@@ -84,6 +87,10 @@ class PlainLinear(TorchLinear):
     def nbytes(n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
         return (n * k * (not shared) + n * bias) * dtype.itemsize
 
+    @staticmethod
+    def passing(dtype: torch.dtype) -> int:
+        return 0
+
 
 class PackedLinear(TorchLinear):
     """The weight in oneDNN's blocked layout: one layout serves every number of rows. CPU only."""
@@ -107,6 +114,11 @@ class PackedLinear(TorchLinear):
         filled_n = _packed_bytes(rows, BLOCK, dtype) // (BLOCK * dtype.itemsize) - rows
         filled_k = _packed_bytes(BLOCK, columns, dtype) // (BLOCK * dtype.itemsize) - columns
         return ((n + filled_n) * (k + filled_k) + n * bias) * dtype.itemsize
+
+    @staticmethod
+    def passing(dtype: torch.dtype) -> int:
+        """On a CPU that does not multiply bfloat16, oneDNN sums the whole result in float32 and rounds it then."""
+        return 4 if dtype == torch.bfloat16 and cpu.bfloat16() is None else 0
 
 
 @functools.cache

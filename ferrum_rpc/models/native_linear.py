@@ -128,6 +128,10 @@ class PairFactory:
         return _size(*PairFactory._panels(n, k + k % 2)) + bias * _size((n,), torch.float32)
 
     @staticmethod
+    def passing(dtype: torch.dtype) -> int:
+        return 0
+
+    @staticmethod
     def _panels(n: int, k: int) -> PackedShape:
         return (-(-n // COLUMNS), k // 2, COLUMNS, 2), torch.bfloat16
 
@@ -166,6 +170,10 @@ class ByteFactory:
     def nbytes(n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
         """Raises InvalidRequest where k is no multiple of 64."""
         return sum(_size(*each) for each in ByteFactory._shapes(n, k)) + bias * _size((n,), torch.float32)
+
+    @staticmethod
+    def passing(dtype: torch.dtype) -> int:
+        return 0
 
     @staticmethod
     def _shapes(n: int, k: int) -> tuple[PackedShape, PackedShape]:

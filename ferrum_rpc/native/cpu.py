@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Final
 
 import torch
+
+BFLOAT16: Final = ("amx_bf16", "avx512_bf16", "bf16")
+"""Instruction sets that multiply bfloat16, best first."""
 
 
 @functools.cache
@@ -18,6 +22,11 @@ def flags() -> frozenset[str]:
         return frozenset()
     found = (line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features")))
     return frozenset(next(found, ()))
+
+
+def bfloat16() -> str | None:
+    """Which of `BFLOAT16` it has, or None."""
+    return next((name for name in BFLOAT16 if name in flags()), None)
 
 
 def require(device: torch.device, dtype: torch.dtype, *taken: torch.dtype) -> None:

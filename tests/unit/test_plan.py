@@ -163,6 +163,11 @@ def test_a_step_takes_what_was_planned(folder: Path, kind: str) -> None:
     compare_a_step(settings(folder, kind))
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+def test_a_step_with_attention_of_torch_takes_what_was_planned(folder: Path, kind: str) -> None:
+    compare_a_step(settings(folder, kind, attention="torch"))
+
+
 @pytest.mark.parametrize(("family", "kind"), [("gemma2", "float32"), ("gemma3", "bfloat16"), ("glm4", "float32")])
 def test_a_step_of_another_family_takes_what_was_planned(tmp_path: Path, family: str, kind: str) -> None:
     """Scores that are written out, two rotations, windows, norms behind each half of a layer."""

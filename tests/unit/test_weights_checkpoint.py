@@ -513,12 +513,12 @@ def test_automatic_dtypes_have_reasons(monkeypatch):
     for stored in (torch.float32, torch.float16, torch.float64):
         dtype, reason = choose_dtype("auto", stored, CPU)
         assert dtype == torch.float32 and str(stored).removeprefix("torch.") in reason
-    monkeypatch.setattr("ferrum_rpc.engine.assembly.loading._bf16_instruction", lambda: "amx_bf16")
+    monkeypatch.setattr("ferrum_rpc.native.cpu.bfloat16", lambda: "amx_bf16")
     assert choose_dtype("auto", torch.bfloat16, CPU) == (
         torch.bfloat16,
         "the checkpoint is bfloat16 and the CPU has amx_bf16",
     )
-    monkeypatch.setattr("ferrum_rpc.engine.assembly.loading._bf16_instruction", lambda: None)
+    monkeypatch.setattr("ferrum_rpc.native.cpu.bfloat16", lambda: None)
     assert choose_dtype("auto", torch.bfloat16, CPU)[0] == torch.float32
     with pytest.raises(InvalidRequest, match="int4"):
         choose_dtype("int4", torch.float32, CPU)

@@ -175,14 +175,7 @@ def choose_dtype(requested: str, checkpoint: torch.dtype, device: torch.device) 
         return torch.float32, f"the checkpoint is {stored}"
     if checkpoint != torch.bfloat16:
         return torch.float32, f"the checkpoint is {stored}, and on a CPU only bfloat16 is faster than float32"
-    instruction = _bf16_instruction()
+    instruction = cpu.bfloat16() if torch._C._has_mkldnn else None
     if instruction is None:
         return torch.float32, "the checkpoint is bfloat16 and the CPU has no bfloat16 matrix instructions"
     return torch.bfloat16, f"the checkpoint is bfloat16 and the CPU has {instruction}"
-
-
-def _bf16_instruction() -> str | None:
-    """The CPU's instruction set for bfloat16 products, or None."""
-    if not torch._C._has_mkldnn:
-        return None
-    return next((name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in cpu.flags()), None)
