@@ -29,6 +29,7 @@ from ferrum_rpc.engine.assembly.size import CPU_MOST, PROCESS_BYTES, LargestStep
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.linear import LinearFactory, PackedLinear, PlainLinear
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
+from ferrum_rpc.native import cpu
 from tests.checkpoints import make_checkpoint
 from tests.numerics.hf_families import make_family_checkpoint
 
@@ -140,6 +141,19 @@ def test_a_product_says_what_it_will_hold(make: Callable[[], LinearFactory], dty
         else:
             found = sum(each.nbytes for each in held._held if each is not None)
         assert factory.nbytes(n, k, dtype, bias=True) == found, (n, k)
+
+
+def test_eight_bit_weights_of_a_bfloat16_checkpoint_are_served_in_bfloat16(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU that does not multiply bfloat16 too: nothing else multiplies bytes."""
+    available("int8")
+    monkeypatch.setattr(cpu, "bfloat16", lambda: None)
+    plain, rounded = (choose(ModelSettings(str(folder), device="cpu", quantize=each)) for each in ("none", "int8"))
+    assert (plain.facts.dtype, rounded.facts.dtype) == (torch.float32, torch.bfloat16)
+    assert "8-bit weights" in dict(rounded.reasons)["dtype=bfloat16"]
+    with pytest.raises(InvalidRequest, match="add --dtype bfloat16"):
+        choose(ModelSettings(str(folder), device="cpu", quantize="int8", dtype="float32"))
 
 
 @pytest.mark.parametrize("kind", DTYPES)

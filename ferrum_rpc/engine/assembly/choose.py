@@ -262,6 +262,9 @@ def _choose_dtype(
         named = ",".join(beyond[:8])
         reasons.append((f"eos_token_id={named}", f"not among the model's {spec.vocab_size} tokens: no text ends there"))
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
+    on_request = config.quantize == QUANTIZE_INT8 and device.type == "cpu"
+    if on_request and config.dtype == "auto" and checkpoint.dtype == torch.bfloat16 != dtype:
+        dtype, reason = torch.bfloat16, "the checkpoint is bfloat16, and products of 8-bit weights are computed in it"
     reasons.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
     if kinds := checkpoint.encodings:
         reason = f"{checkpoint.nbytes / 2**20:.0f} MiB are stored so, and become numbers of that dtype while they load"
