@@ -30,7 +30,7 @@ from ferrum_rpc.client import (
 )
 from ferrum_rpc.client.fleet import Member, Members
 from ferrum_rpc.scheduler import (
-    Budget,
+    STEPS_IN_FLIGHT,
     Drafter,
     DraftModel,
     Driver,
@@ -39,6 +39,7 @@ from ferrum_rpc.scheduler import (
     Request,
     Router,
     RunCounts,
+    budget_of,
 )
 
 OTHERS_S: Final = 1.0
@@ -152,22 +153,16 @@ async def _status(members: Members) -> ExecutorStatus | None:
 
 def _driver(options: Options, display: Display, drafter: Drafter | None, member: Member, prompts: bool) -> Driver:
     """The driver of an executor; ``prompts``: that computes prompts only."""
-    limits = member.info.limits
-    of_caller = limits.max_sequences_per_caller or options.max_running
-    budget = Budget(
-        tokens=min(options.token_budget, limits.max_batch_tokens),
-        items=limits.max_batch_items,
-        running=min(options.max_running, limits.max_sequences, of_caller),
-    )
     return Driver(
         member.client,
         member,
-        budget=budget,
+        budget=budget_of(member, options.token_budget, options.max_running),
         observer=display,
         patience_s=options.patience_s,
         drafter=None if prompts else drafter,
         run_tokens=0 if prompts else options.run_tokens,
         chains=options.session,
+        tokens_ahead=options.session,
     )
 
 
@@ -213,6 +208,8 @@ def _client(options: Options, targets: Sequence[str], target: str) -> ExecutorCl
         channel_options=overrides,
         client_name="scheduler",
         session=options.session,
+        steps_in_flight=STEPS_IN_FLIGHT,
+        tokens_ahead=options.session,
     )
 
 

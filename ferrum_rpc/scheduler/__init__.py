@@ -27,13 +27,14 @@ from ferrum_rpc.scheduler.policy import Budget
 from ferrum_rpc.scheduler.queues import Observer
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
 from ferrum_rpc.scheduler.router import Router
-from ferrum_rpc.scheduler.scheduler import Scheduler, TextRequest, budget_of
+from ferrum_rpc.scheduler.scheduler import STEPS_IN_FLIGHT, Scheduler, TextRequest, budget_of, in_a_session
 from ferrum_rpc.scheduler.speculation import Drafter, DraftModel, Lookup, looked_up
 from ferrum_rpc.scheduler.stream import TextMatcher, TokenStream
 from ferrum_rpc.scheduler.text import REPLACEMENT, Detokenizer, TextStream
 
 __all__ = [
     "REPLACEMENT",
+    "STEPS_IN_FLIGHT",
     "Budget",
     "Detokenizer",
     "DraftModel",
@@ -53,5 +54,6 @@ __all__ = [
     "TextStream",
     "TokenStream",
     "budget_of",
+    "in_a_session",
     "looked_up",
 ]
