@@ -164,9 +164,12 @@ class RunReader:
         self._update_info()
         tokens = answer.tokens.tolist()
         self._at, self._count, self._unread = answer.length, len(tokens), len(tokens)
-        self._stops = answer.run_end is RunEnd.STOP_ID or (
-            self._wanted.least < len(tokens) and tokens[-1] in self._ends
-        )
+        ends: Collection[int] = ()
+        if self._wanted.least < len(tokens):
+            ends = self._ends
+        elif self._options.output.constrained is not None:  # chosen only where the grammar allows nothing else
+            ends = self._info.model.eos_token_ids
+        self._stops = answer.run_end is RunEnd.STOP_ID or tokens[-1] in ends
         self._unfed, self._wanted_before, self._wanted = tokens[-1:], self._wanted, self._wanted.after(len(tokens))
         self.cached += answer.cached_tokens
         if not self._stops:

@@ -187,7 +187,8 @@ class Sequence:
 
         Before ``min_tokens`` no stop token ends it, and the executor chooses none: its probability is 0, as if its
         logit were -inf, and the others' proportions do not change. Only where masks allow nothing else it is chosen,
-        and fed as any other token. Log-probabilities are of the model's row all the same.
+        and fed as any other token; a text that is complete by its grammar ends. Log-probabilities are of the model's
+        row all the same.
 
         If the executor offers runs, a round trip returns several tokens, enough to hide its latency, the first ones
         with the prompt; in a session the next run waits at the executor for the present one. ``max_delay_s``: the

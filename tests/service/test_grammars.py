@@ -22,6 +22,7 @@ from ferrum_rpc.client import (
     Capability,
     ExecutorClient,
     ExecutorError,
+    FinishReason,
     GrammarKind,
     Greedy,
     InvalidRequest,
@@ -378,3 +379,22 @@ async def test_an_executor_without_grammars_says_so(tmp_path: Path) -> None:
         needed = item(PROMPT, needs=[info_pb2.CAPABILITY_GRAMMAR], output={"greedy": {"grammar_id": bytes(32)}})
         call = served.executor.Prefill(pb.PrefillRequest(item=needed))
         await refused(call, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
+
+
+@pytest.mark.parametrize("missing", [None, Capability.RUN], ids=["runs", "steps"])
+async def test_a_text_that_its_grammar_ends_is_over_before_min_tokens_too(
+    served: Served, missing: Capability | None
+) -> None:
+    """Nothing else is allowed there: the grammar is the stronger demand."""
+    async with ExecutorClient(served.target, session=True) as client, client.sequence() as sequence:
+        info = await client.info()
+        grammar = await client.register_grammar(GrammarKind.REGEX, "abc")
+        if missing is not None:
+            client._context.known_info = replace(info, capabilities=info.capabilities - {missing})
+        output = Sample(temperature=0.0, grammar=grammar, grammar_from=len(PROMPT))
+        stream = sequence.stream(PROMPT, max_tokens=20, min_tokens=10, output=output)
+        found = [each async for each in stream]
+        assert found[-1].finish_reason is FinishReason.STOP
+        assert found[-1].token in info.model.eos_token_ids
+        assert not {each.token for each in found[:-1]} & set(info.model.eos_token_ids)
+        assert sequence.length == len(PROMPT) + len(found) - 1
