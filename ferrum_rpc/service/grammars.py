@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from ferrum_rpc.core import Grammar
+from ferrum_rpc.core import Grammar, Limits
 from ferrum_rpc.engine.api import Operation
 from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import ExecutorError, GrammarUnknown
 from ferrum_rpc.service.asking import Submit, between_steps
 from ferrum_rpc.service.contents import ContentTable, Registered
+from ferrum_rpc.service.guard.slots import Slots
 from ferrum_rpc.service.records import Account, Resource
+
+COMPILED_AT_ONCE: Final = 2
+"""Grammars that are compiled at a time, one of each caller: it takes the processors from steps."""
 
 LOOK_S: Final = (0.002, 0.005, 0.01, 0.02)
 """Seconds between two questions whether a grammar is compiled; the last one repeats."""
@@ -29,6 +33,10 @@ class GrammarTable(ContentTable):
     limit = "max_grammars"
     change = Operations.change_grammars
 
+    def __init__(self, limits: Limits, submit: Submit) -> None:
+        super().__init__(limits, submit)
+        self._compiling = Slots(COMPILED_AT_ONCE)
+
     @staticmethod
     def key(account: Account, content_id: bytes) -> bytes:
         return account.digest + content_id
@@ -36,6 +44,10 @@ class GrammarTable(ContentTable):
     async def register(self, account: Account, grammar_id: bytes, grammar: Grammar) -> None:
         """Register a grammar, and wait until it is compiled. Raises `QueueFull` if there is no room, and what
         `Operations.grammar_compiled` raises; the grammar is not registered then."""
+        async with self._compiling.held(((account.caller.name, 1),)):
+            await self._register(account, grammar_id, grammar)
+
+    async def _register(self, account: Account, grammar_id: bytes, grammar: Grammar) -> None:
         made = self._add(account, grammar_id, grammar)
         self._use(made)
         try:

@@ -86,7 +86,7 @@ FLOORS: dict[str, Floor] = {
     ),
     "ferrum_rpc.engine.process.child": Floor("core engine.api engine.channel engine.loop engine.process.ipc"),
     # its programs load the grammar library, the engine does not
-    "ferrum_rpc.engine.grammars": Floor("core errors engine.channel", "llguidance numpy structlog"),
+    "ferrum_rpc.engine.grammars": Floor("core errors engine.channel engine.liveness", "llguidance numpy structlog"),
     "ferrum_rpc.engine.ranks.world": Floor("config errors"),  # read before torch is loaded
     # a step on the device, and as a transaction
     "ferrum_rpc.engine": Floor(),

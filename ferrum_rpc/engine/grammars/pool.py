@@ -7,6 +7,7 @@ and so are all of a grammar that cannot be compiled.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import subprocess
@@ -26,6 +27,7 @@ import structlog
 from ferrum_rpc.core import Grammar, TokenArray
 from ferrum_rpc.engine.channel import READ_BYTES, Messages, dump
 from ferrum_rpc.engine.grammars.messages import LOST, READY, Ask
+from ferrum_rpc.engine.liveness import process_clock
 from ferrum_rpc.errors import ExecutorError, GrammarTooComplex, GrammarUnknown, InvalidRequest
 
 log = structlog.get_logger("ferrum_rpc.engine")
@@ -43,6 +45,13 @@ RESTART_S: Final = 1.0
 """Seconds between two starts of the process that has the tokenizer."""
 
 TRIES: Final = 2
+
+QUICK_CPU_S: Final = 0.05
+QUICK_COMPILE_CPU_S: Final = 0.5
+"""Processor time after which a process that has not answered gets a low priority, for good: it then takes mostly what
+others leave. Nearly all masks take a hundredth of that."""
+
+LOW_PRIORITY: Final = 15
 
 MAX_TEXTS: Final = 1 << 14
 """Texts whose last request is kept, far more than sequences have one in flight."""
@@ -75,7 +84,8 @@ class MasksRequest:
 @dataclass(slots=True, eq=False)
 class GrammarProcess:
     """A grammar. ``known``: the tokens of the texts whose state it has, if nothing was refused. ``waiting``: what was
-    asked and not answered, by serial. ``slow``: answers until it counts as quick again."""
+    asked and not answered, by serial. ``slow``: answers until it counts as quick again. ``cpu_clock``: the clock of its
+    processor time, which was ``cpu_heard`` when it was heard last; None: it is not known, or has a low priority."""
 
     grammar: Grammar
     socket: socket.socket | None = None
@@ -91,6 +101,9 @@ class GrammarProcess:
     heard: float = 0.0
     tries: int = 0
     slow: int = 0
+    pid: int = 0
+    cpu_clock: int | None = None
+    cpu_heard: float = 0.0
 
 
 class GrammarPool:
@@ -256,6 +269,18 @@ class GrammarPool:
                 self._lose(process)
             elif process.socket is None and process.failure is None:
                 self._connect(process)
+            elif process.cpu_clock is not None and now - process.heard > QUICK_CPU_S:
+                self._lower_if_expensive(process, process.cpu_clock)
+
+    def _lower_if_expensive(self, process: GrammarProcess, cpu_clock: int) -> None:
+        """Lower the priority of a process that needs much time for what it does."""
+        if process.compiled and not process.waiting:
+            return
+        quick = QUICK_CPU_S if process.compiled else QUICK_COMPILE_CPU_S
+        with suppress(OSError):  # it has ended
+            if time.clock_gettime(cpu_clock) - process.cpu_heard > quick:
+                os.setpriority(os.PRIO_PROCESS, process.pid, LOW_PRIORITY)
+                process.cpu_clock = None
 
     def _send(self, process: GrammarProcess) -> None:
         if process.asks:
@@ -289,10 +314,15 @@ class GrammarPool:
             self._lose(process)
             return
         process.heard = time.monotonic()
+        if process.cpu_clock is not None:
+            with suppress(OSError):  # it has ended
+                process.cpu_heard = time.clock_gettime(process.cpu_clock)
         for message in process.messages.feed(data):
             if process.socket is not connected:  # lost meanwhile
                 return
-            if process.compiled:
+            if isinstance(message, int):
+                process.pid, process.cpu_clock, process.cpu_heard = message, process_clock(message), 0.0
+            elif process.compiled:
                 self._answered(process, *message)
             elif message is None:
                 process.compiled = process.was_compiled = True
@@ -362,7 +392,7 @@ class GrammarPool:
         process.asks = asks
 
     def _disconnect(self, process: GrammarProcess) -> None:
-        process.compiled = False
+        process.compiled, process.cpu_clock = False, None
         if process.socket is not None:
             with suppress(KeyError):
                 self._poll.unregister(process.socket)

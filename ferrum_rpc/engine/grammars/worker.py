@@ -4,8 +4,7 @@
 
 The first process only copies itself: each socket that it receives is served by a new process, which has the tokenizer
 at once and shares its memory. A grammar's process is bounded in its processor time per request and in its memory; the
-system ends it if it exceeds them, and the other end of its socket reads that.
-`messages` are what it is sent and answers.
+system ends it if it exceeds them, and the other end of its socket reads that. `messages` has what both send.
 """
 
 from __future__ import annotations
@@ -76,6 +75,7 @@ def _serve(connection: socket.socket, vocabulary: Vocabulary, memory: int) -> No
     _bound_memory(memory)
     texts: Texts | None = None
     messages = Messages()
+    connection.sendall(dump(os.getpid()))
     while data := connection.recv(READ_BYTES):
         for message in messages.feed(data):
             if texts is None:
