@@ -21,6 +21,7 @@ from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_
 from tests.faults.figures import Figures
 from tests.faults.fleet import r31_a_fleet_loses_no_token
 from tests.faults.frame_order import r21_frames_keep_their_order
+from tests.faults.grammars import r35_a_grammar_is_a_function_of_tokens
 from tests.faults.handles import r1_handles_cannot_be_forged
 from tests.faults.health import r19_health_tells_the_truth
 from tests.faults.hostile import r30_no_caller_stops_the_server
@@ -81,6 +82,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r32_an_import_harms_nobody_else,
     r33_one_truth_about_a_hung_device,
     r34_memory_by_content_is_bounded,
+    r35_a_grammar_is_a_function_of_tokens,
 )
 """In the order of their numbers."""
 

@@ -101,6 +101,9 @@ class Size:
     content_calls: int
     content_mib: float
     """R34: calls with the largest contents before memory is measured first, and what ten times as many may take."""
+    grammar_texts: int
+    hostile_grammars: int
+    """R35: texts by grammars and by masks of the caller, and rounds of all hostile grammars beside a neighbour."""
     outsider_calls: int
     """R23: calls of each kind beside a crowd."""
     configurations: int
@@ -161,6 +164,8 @@ CI: Final = Size(
     hostile_messages=6,
     content_calls=24,
     content_mib=16.0,
+    grammar_texts=6,
+    hostile_grammars=1,
     outsider_calls=60,
     configurations=40,
     absolute=False,
@@ -218,6 +223,8 @@ FULL: Final = Size(
     hostile_messages=300,
     content_calls=10_000,
     content_mib=64.0,
+    grammar_texts=1_000,
+    hostile_grammars=20,
     outsider_calls=1_000,
     configurations=5_000,
     absolute=True,

@@ -13,6 +13,7 @@ from tests.faults.drain import r5_a_drain_loses_nothing
 from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_packet_loss
 from tests.faults.figures import hold
 from tests.faults.fleet import r31_a_fleet_loses_no_token
+from tests.faults.grammars import r35_a_grammar_is_a_function_of_tokens
 from tests.faults.hostile import r30_no_caller_stops_the_server
 from tests.faults.hung import r33_one_truth_about_a_hung_device
 from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
@@ -106,3 +107,7 @@ async def test_r33_one_truth_about_a_hung_device() -> None:
 
 async def test_r34_memory_by_content_is_bounded() -> None:
     await hold(r34_memory_by_content_is_bounded)
+
+
+async def test_r35_a_grammar_is_a_function_of_tokens() -> None:
+    await hold(r35_a_grammar_is_a_function_of_tokens)
