@@ -56,13 +56,12 @@ class Masks:
         """The ids and words of all that there are. Waits for the device."""
         return [(each, words.cpu().numpy().tobytes()) for each, words in self._words.items()]
 
-    def on_device(self, words: Sequence[npt.NDArray[np.int32] | None], first: int) -> list[RowMask]:
-        """The masks of the rows from ``first`` on whose ``words`` are given, None for a row without one."""
-        rows = [row for row, each in enumerate(words, first) if each is not None]
-        if not rows:
-            return []
-        host = torch.from_numpy(np.stack([each for each in words if each is not None]))
-        return list(map(RowMask, rows, to_device(host, self._device)))
+    def on_device(self, words: Sequence[tuple[int, npt.NDArray[np.int32]]]) -> list[RowMask]:
+        """Masks by their rows and words."""
+        if self._device.type == "cpu":
+            return [RowMask(row, torch.from_numpy(each)) for row, each in words]
+        host = torch.from_numpy(np.stack([each for _, each in words]))
+        return list(map(RowMask, [row for row, _ in words], to_device(host, self._device)))
 
     def of(self, kind: Sample, rows: int) -> list[Tensor | None]:
         """The words for each of an item's rows, None for a row without a mask. Raises KeyError for one that is not

@@ -241,6 +241,7 @@ class SampledRows:
         self._penalties: list[tuple[int, range, CountedTokens, Sample, int]] = []  # with the first of their rows
         self._proposals: list[tuple[int, Proposal]] = []  # with their rows
         self._masks: list[RowMask] = []
+        constrained: list[tuple[int, npt.NDArray[np.int32]]] = []
         for _, count, kind, position, counted, _, draft, of_grammar in requests:
             assert isinstance(kind, Sample)  # noqa: S101 - the callers looked
             seed = random.getrandbits(64) if kind.seed is None else kind.seed
@@ -250,13 +251,15 @@ class SampledRows:
                 words = masks.of(kind, count)
                 self._masks += [RowMask(row, each) for row, each in enumerate(words, len(rows)) if each is not None]
             if of_grammar is not None:
-                self._masks += masks.on_device(of_grammar, len(rows))
+                constrained += [(row, each) for row, each in enumerate(of_grammar, len(rows)) if each is not None]
             if counted is not None:
                 self._penalties.append((len(rows), range(count), counted, kind, position))
             for row in range(count):
                 if kind.bias:
                     self._bias += [(len(rows), token, value) for token, value in kind.bias]
                 rows.append((seed, position + row, kind.temperature, kind.top_p, kind.min_p, kind.top_k))
+        if constrained:
+            self._masks += masks.on_device(constrained)
         self._params = np.array(rows, PARAMS_DTYPE)
         self._sampler = sampler
         self._keep = keep

@@ -37,6 +37,8 @@ from tests.grammars import AMBIGUOUS, END, IMPOSSIBLE, SOURCES, TOO_COMPLEX, VOC
 PROMPT: Final = encode("The register of ")
 SLOWER: Final = 3.0
 AT_ONCE: Final = 8
+MOVES: Final = 2
+"""At a time: an export and an import each, of four transfers that an executor allows."""
 NEIGHBOUR, ATTACKER = "secret-neighbour", "secret-hostile"
 FLAGS: Final = ("--dtype", "float32", "--max-grammar-bytes", "2MiB", "--max-request-bytes", "4MiB")
 
@@ -96,7 +98,8 @@ async def _compared(texts: int) -> tuple[int, int, int]:
         grammars = {kind: await client.register_grammar(kind, text) for kind, text in SOURCES.items()}
         for kind, text in SOURCES.items():
             await other.register_grammar(kind, text)
-        slots, found = asyncio.Semaphore(AT_ONCE), list[tuple[list[int], list[int]]]()
+        slots, moves = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(MOVES)
+        found = list[tuple[list[int], list[int]]]()
 
         async def one(number: int) -> None:
             kind = list(SOURCES)[number % len(SOURCES)]
@@ -104,7 +107,7 @@ async def _compared(texts: int) -> tuple[int, int, int]:
             async with slots:
                 own = await _by_masks(client, compiled(kind, SOURCES[kind]), temperature, number)
                 output = Sample(temperature, seed=number, grammar=grammars[kind], grammar_from=len(PROMPT))
-                found.append((own, await _by_grammar(client, other, output, len(own), random.Random(number))))
+                found.append((own, await _by_grammar(client, other, output, len(own), moves, random.Random(number))))
 
         await asyncio.gather(*map(one, range(texts)))
     different = sum(
@@ -125,8 +128,13 @@ async def _by_masks(client: ExecutorClient, source: str, temperature: float, see
     return text
 
 
-async def _by_grammar(
-    client: ExecutorClient, other: ExecutorClient, output: Sample, most: int, fate: random.Random
+async def _by_grammar(  # noqa: PLR0917
+    client: ExecutorClient,
+    other: ExecutorClient,
+    output: Sample,
+    most: int,
+    moves: asyncio.Semaphore,
+    fate: random.Random,
 ) -> list[int]:
     """The same text by a grammar: between its tokens the sequence is cut, forked, rebuilt, moved to the other executor
     and back, or its call is made again."""
@@ -153,7 +161,8 @@ async def _by_grammar(
                     await sequence.rebuild()
                 case "move":
                     target: Sequence = (client if there else other).sequence(keep_tokens=True)
-                    await sequence.move_to(target)
+                    async with moves:
+                        await sequence.move_to(target)
                     sequence, there = target, not there
                 case "again":
                     await sequence.decode(fed[0], output)

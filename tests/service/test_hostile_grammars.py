@@ -60,7 +60,7 @@ async def decodes(client: ExecutorClient, output: Greedy, stop: asyncio.Event) -
     took, loop = [], asyncio.get_running_loop()
     async with client.sequence() as sequence:
         token = (await sequence.prefill(PROMPT, output)).token
-        while not stop.is_set():
+        while not took or not stop.is_set():
             began = loop.time()
             answer = await sequence.decode(token, output, truncate_to=len(PROMPT))
             took.append(loop.time() - began)

@@ -134,6 +134,10 @@ class Constraints:
         kind = _constrained(span)
         if kind is None or length < kind.grammar_from:
             return
+        last = self._pool.request(span.sequence)
+        if last is not None and last.grammar == kind.grammar and kind.grammar_from + len(last.tokens) == length:
+            self._pool.extend(span.sequence, last, token)  # it was the request of this span
+            return
         text = np.append(self._tokens_of(span.sequence)[kind.grammar_from : length], np.int32(token))
         self._pool.ask(span.sequence, kind.grammar, text, len(text), len(text))
 

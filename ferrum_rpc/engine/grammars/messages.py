@@ -2,7 +2,8 @@
 
 engine -> grammar   a `Grammar`, first; then (a list of `Ask`s, the texts that have ended)
 grammar -> engine   its process id, first; None when it is compiled, or the error (message, whether it is too
-                    complex); then for each ask (serial, consumed, words as bytes or None, such an error or None)
+                    complex); then lists of answers to asks: (serial, consumed, words as bytes or None, such an error or
+                    None)
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ class MasksRequest:
 @dataclass(slots=True, eq=False)
 class GrammarProcess:
     """A grammar. ``known``: the tokens of the texts whose state it has, if nothing was refused. ``waiting``: what was
-    asked and not answered, by serial. ``slow``: answers until it counts as quick again. ``cpu_clock``: the clock of its
+    asked and not answered, by serial. ``slow``: answers until it counts as quick again.
+    ``careful``: it has ended while it was asked. ``cpu_clock``: the clock of its
     processor time, which was ``cpu_heard`` when it was heard last; None: it is not known, or has a low priority."""
 
     grammar: Grammar
@@ -101,6 +102,7 @@ class GrammarProcess:
     heard: float = 0.0
     tries: int = 0
     slow: int = 0
+    careful: bool = False
     pid: int = 0
     cpu_clock: int | None = None
     cpu_heard: float = 0.0
@@ -211,6 +213,18 @@ class GrammarPool:
             self._ask(process, text, request)
         return request
 
+    def extend(self, text: int, request: MasksRequest, token: int) -> None:
+        """Ask for the mask behind a text whose last request this is, and one more token."""
+        known, tokens = request.tokens, np.empty(len(request.tokens) + 1, np.int32)
+        tokens[:-1], tokens[-1] = known, token
+        following = MasksRequest(request.grammar, tokens, len(tokens), len(tokens))
+        process = self._processes.get(request.grammar)
+        if process is None or process.known.get(text) is not known:
+            self.ask(text, request.grammar, tokens, len(tokens), len(tokens))
+            return
+        self._requests[text] = following
+        self._put(process, text, following, len(known))
+
     def request(self, text: int) -> MasksRequest | None:
         """The last request for masks of a text."""
         return self._requests.get(text)
@@ -234,12 +248,16 @@ class GrammarPool:
                 process.ended.append(text)
 
     def _ask(self, process: GrammarProcess, text: int, request: MasksRequest) -> None:
-        known, tokens = process.known.get(text), request.tokens
-        keep = 0
+        known, tokens, keep = process.known.get(text), request.tokens, 0
         if known is not None:
             least = min(len(known), len(tokens), request.first_mask)
             differ = np.flatnonzero(known[:least] != tokens[:least])
             keep = int(differ[0]) if differ.size else least
+        self._put(process, text, request, keep)
+
+    def _put(self, process: GrammarProcess, text: int, request: MasksRequest, keep: int) -> None:
+        """Queue a request: the process has ``keep`` of its tokens."""
+        tokens = request.tokens
         self._serial += 1
         request.serial, request.asked = self._serial, time.monotonic()
         if not process.waiting:
@@ -284,7 +302,11 @@ class GrammarPool:
 
     def _send(self, process: GrammarProcess) -> None:
         if process.asks:
-            process.unsent += dump(([tuple(each) for each in process.asks], process.ended))
+            asks = [tuple(each) for each in process.asks]
+            if process.careful:  # one by one, so that the first that is not answered is the one that ends the process
+                process.unsent += b"".join([dump(([each], ())) for each in asks[:-1]])
+                asks = asks[-1:]
+            process.unsent += dump((asks, process.ended))
             process.asks, process.ended = [], []
         if process.socket is None:
             return
@@ -323,7 +345,8 @@ class GrammarPool:
             if isinstance(message, int):
                 process.pid, process.cpu_clock, process.cpu_heard = message, process_clock(message), 0.0
             elif process.compiled:
-                self._answered(process, *message)
+                for each in message:
+                    self._answered(process, *each)
             elif message is None:
                 process.compiled = process.was_compiled = True
                 process.tries = 0
@@ -352,10 +375,12 @@ class GrammarPool:
             )
         else:
             assert words is not None  # noqa: S101 - it was not refused
-            request.outcome = np.frombuffer(words, np.int32).reshape(-1, self._words)
+            request.outcome = np.frombuffer(bytearray(words), np.int32).reshape(-1, self._words)
             waited_us = (process.heard - request.asked) * 1e6
             if process.slow and waited_us < QUICK_US:
                 process.slow -= 1
+        if process.careful and not process.waiting:
+            process.careful = False
 
     # --- processes that end -----------------------------------------------------------------------------------------
 
@@ -410,6 +435,7 @@ class GrammarPool:
                 self._fail(process, GrammarTooComplex("the grammar exceeds the time or memory of its compilation"))
                 return
         elif process.waiting:
+            process.careful = True
             serial, (_, request) = next(iter(process.waiting.items()))
             request.tries += 1
             if request.tries >= TRIES:

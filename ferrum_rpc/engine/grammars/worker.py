@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,9 @@ from ferrum_rpc.engine.grammars.messages import LOST, READY, Ask
 
 COMPILE_S: Final = 2.0
 """Processor time for which a grammar may be compiled."""
+
+TOGETHER_S: Final = 0.0005
+"""Answers of so many seconds are sent together."""
 
 MASK_S: Final = 1.0
 """Processor time that a request may take: the masks of an item's rows, and the tokens before them if its text's state
@@ -91,11 +95,16 @@ def _serve(connection: socket.socket, vocabulary: Vocabulary, memory: int) -> No
             asks, ended = message
             for each in ended:
                 texts.drop(each)
+            answers, sent = list[tuple[Any, ...]](), time.monotonic()
+            _bound_time(MASK_S)
             for each in asks:
-                _bound_time(MASK_S)
-                answer = _answer(texts, Ask(*each))
-                _bound_time(0)
-                connection.sendall(dump(answer))
+                if time.monotonic() - sent > TOGETHER_S:
+                    connection.sendall(dump(answers))
+                    answers, sent = [], time.monotonic()
+                    _bound_time(MASK_S)
+                answers.append(_answer(texts, Ask(*each)))
+            _bound_time(0)
+            connection.sendall(dump(answers))
 
 
 def _answer(texts: Texts, ask: Ask) -> tuple[Any, ...]:
