@@ -1,8 +1,10 @@
 """Complete prompts as JSON of a schema, many at once, and count the valid texts.
 
-With ``--draft-tokens`` several tokens come with a trip: those that the schema forces and those that look-up guesses are
-verified together, with a mask for each row. The texts are the same if spans of a draft's length give the bits of single
-steps (`limits.exact_span_tokens`), otherwise within rounding.
+If the executor offers grammars it follows the schema itself, and each round trip brings a run of tokens. With
+``--masks`` the masks are made here, token by token, as for an executor without grammars. With ``--draft-tokens``
+several tokens come with a trip too: those that the schema forces and those that look-up guesses are verified together,
+with a mask for each row. The texts are the same if spans of a draft's length give the bits of single steps
+(`limits.exact_span_tokens`), otherwise within rounding.
 
     ferrum-rpc serve demo
     python -m clients.structured --count 1000 --tokenizer ferrum_rpc_demo/demo/tokenizer.json
@@ -24,7 +26,18 @@ from typing import Any, Final
 import jsonschema
 
 from clients.structured.schema import Schema
-from ferrum_rpc.client import Accept, ExecutorClient, ExecutorError, Greedy, Sample, explained
+from ferrum_rpc.client import (
+    Accept,
+    Capability,
+    ExecutorClient,
+    ExecutorError,
+    GrammarKind,
+    Greedy,
+    Run,
+    RunEnd,
+    Sample,
+    explained,
+)
 
 SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
@@ -78,6 +91,26 @@ async def complete(
     return text
 
 
+async def complete_by_grammar(
+    client: ExecutorClient, grammar: bytes, prompt: Sequence[int], output: Greedy | Sample, run: Run
+) -> StructuredText:
+    """As `complete`, by a grammar that the executor follows: a trip for each ``run``."""
+    output, text = replace(output, grammar=grammar, grammar_from=len(prompt)), StructuredText()
+    async with client.sequence() as sequence:
+        answer = await sequence.prefill(prompt, output, run=run)
+        while True:
+            text.tokens += answer.tokens.tolist()
+            text.trips += 1
+            if answer.run_cause is not None:
+                raise answer.run_cause
+            if answer.run_end is not RunEnd.MAX_TOKENS:
+                break
+            answer = await sequence.decode(text.tokens[-1], output, run=run)
+    if answer.run_end is RunEnd.STOP_ID:
+        text.tokens.pop()  # the end of the text
+    return text
+
+
 def accepting(output: Greedy | Sample, masks: Iterable[bytes]) -> Accept:
     """The same choice for each row of a draft, by its own mask."""
     sampling = output if isinstance(output, Sample) else Sample(0.0)
@@ -100,10 +133,17 @@ async def run(options: argparse.Namespace) -> int:
         if limits.exact_span_tokens:  # a draft within it gives the very bits of single steps
             most = min(most, limits.exact_span_tokens - 1)
 
+        grammar = None
+        if not options.masks and not most and Capability.GRAMMAR in (await client.info()).capabilities:
+            grammar = await client.register_grammar(GrammarKind.JSON_SCHEMA, wanted)
+        run = Run(limits.max_run_tokens)
+
         async def text_of(number: int) -> StructuredText:
             prompt = schema.encode(f"{options.prompt} {number}: ")
             output = output_of(options.temperature, options.seed + number)
             async with slots:
+                if grammar is not None:
+                    return await complete_by_grammar(client, grammar, prompt, output, run)
                 return await complete(client, schema, prompt, output, most)
 
         found = await asyncio.gather(*map(text_of, range(options.count)))
@@ -114,7 +154,9 @@ async def run(options: argparse.Namespace) -> int:
     print(f"{right} of {len(texts)} texts are of the schema, {len(set(texts))} of them different; {took:.1f} s")
     tokens, trips = sum(len(each.tokens) for each in found), sum(each.trips for each in found)
     accepted, drafted = sum(each.accepted for each in found), sum(each.drafted for each in found)
-    print(f"{tokens / trips:.2f} tokens a trip; {accepted} of {drafted} drafted tokens accepted")
+    drafts = f"; {accepted} of {drafted} drafted tokens accepted" if drafted else ""
+    by = "masks made here" if grammar is None else "a grammar of the executor"
+    print(f"{tokens / trips:.2f} tokens a trip, by {by}{drafts}")
     return 0 if right == len(texts) else 1
 
 
@@ -129,6 +171,7 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=1, help="of the first text; the next has the next")
     parser.add_argument("--draft-tokens", type=int, default=0, help="of a draft; 0: no speculation")
+    parser.add_argument("--masks", action="store_true", help="make the masks here, also if grammars are offered")
     parser.add_argument("--show", type=int, default=5, help="texts that are printed")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a step may take")
     arguments = parser.parse_args()

@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 import pytest_asyncio
 
-from clients.structured.program import SCHEMA, complete, output_of
+from clients.structured.program import SCHEMA, complete, complete_by_grammar, output_of
 from clients.structured.schema import Schema
-from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.client import ExecutorClient, GrammarKind, Run
 from ferrum_rpc.config import ModelSettings
 from tests.serving import Served, serve_model
 
@@ -62,6 +62,20 @@ async def test_every_text_is_of_its_schema_and_the_same_under_speculation(
     assert all(each.trips == len(each.tokens) for each in plain)
     assert temperature == 0 or len({tuple(each.tokens) for each in texts}) > 1
     await served.check()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+async def test_grammars_of_the_executor_give_the_same_texts_in_fewer_trips(served: Served, temperature: float) -> None:
+    schema = Schema(PERSON, MODEL / "tokenizer.json")
+    async with ExecutorClient(served.target, session=True) as client:
+        grammar = await client.register_grammar(GrammarKind.JSON_SCHEMA, PERSON)
+        for seed, prompt in enumerate(map(schema.encode, ("I am ", "He is called "))):
+            output = output_of(temperature, seed)
+            by_masks = await complete(client, schema, prompt, output)
+            by_grammar = await complete_by_grammar(client, grammar, prompt, output, Run(16))
+            assert by_grammar.tokens == by_masks.tokens
+            assert by_grammar.trips == len(by_masks.tokens) // 16 + 1 and by_masks.trips == len(by_masks.tokens)
 
 
 def test_a_draft_is_of_the_schema_and_leaves_the_state_as_it_was() -> None:

@@ -34,6 +34,7 @@ from ferrum_rpc.client import (
     Sample,
     Sequence,
 )
+from ferrum_rpc.client.fleet import FleetClient
 from ferrum_rpc.core import Grammar
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import info_pb2, output_pb2
@@ -195,6 +196,25 @@ async def test_a_replay_needs_no_grammar_and_a_duplicate_gets_the_same_tokens(se
         other = item(PROMPT, output=output, request_id="the same")
         await refused(served.executor.Prefill(pb.PrefillRequest(item=other)), Reason.REQUEST_ID_REUSED, INVALID)
         await served.executor.Release(pb.ReleaseRequest(handle=first.output.handle, request_id="x"))
+
+
+async def test_a_fleet_registers_a_grammar_where_it_is_needed(served: Served) -> None:
+    async with serve_model(DEMO) as second, FleetClient([served.target, second.target]) as fleet:
+        before = len(served.server.state.grammars) + len(second.server.state.grammars)
+        grammar = await fleet.register_grammar(GrammarKind.REGEX, "[x-z]{3}")
+        output = Greedy(grammar=grammar, grammar_from=len(PROMPT))
+
+        async def one() -> list[int]:
+            async with fleet.sequence() as sequence:
+                return [token async for token in sequence.generate(PROMPT, output=output)]
+
+        for _ in range(20):
+            texts = await asyncio.gather(*(one() for _ in range(8)))
+            assert len({tuple(each) for each in texts}) == 1 and len(texts[0]) == 3
+            if len(served.server.state.grammars) + len(second.server.state.grammars) == before + 2:
+                break
+        else:
+            pytest.fail("all texts were of one executor")
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
