@@ -36,6 +36,7 @@ from ferrum_rpc.errors import (
     ContextLengthExceeded,
     ExecutorError,
     InvalidRequest,
+    NotSupported,
     QueueFull,
     TruncateBeyondLength,
     above,
@@ -176,12 +177,15 @@ class Held:
     ) -> tuple[OutputSpec, Run | None]:
         """Pin the masks and the grammar that an output names until the call has ended. Returns the output with the
         engine's name of the grammar, and the run, which ends with the tokens that end a text. Raises
-        `TokenMaskUnknown`, `GrammarUnknown`, and as `MaskTable.register`; nothing has changed then."""
+        `TokenMaskUnknown`, `GrammarUnknown`, `NotSupported` without grammars, and as `MaskTable.register`; nothing has
+        changed then."""
         model = state.model
         if (masked := output.masked) is not None:
             self.masks += state.masks.pin(account, masked, words, model.vocab_size)
         if (constrained := output.constrained) is None:
             return output, run
+        if not model.tokenizer_sha256:
+            raise NotSupported("grammars are not offered (capability GRAMMAR)", field="output.grammar_id")
         grammar = state.grammars.pin(account, constrained.grammar)
         self.grammars.append(grammar)
         kind: Any = replace(constrained, grammar=state.grammars.key(account, grammar.id))

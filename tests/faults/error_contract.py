@@ -204,6 +204,8 @@ ELSEWHERE: Final = frozenset(
         Reason.STARTING,  # tests/service/test_error_table.py
         Reason.ADAPTER_UNKNOWN,  # tests/service/test_adapters.py
         Reason.ADAPTER_IN_USE,  # the same
+        Reason.GRAMMAR_UNKNOWN,  # tests/service/test_grammars.py
+        Reason.GRAMMAR_TOO_COMPLEX,  # tests/service/test_hostile_grammars.py
         Reason.UNAUTHENTICATED,  # R12
         Reason.PERMISSION_DENIED,  # R12
         Reason.DEVICE_LOST,  # R16

@@ -396,9 +396,11 @@ async def test_an_executor_without_grammars_says_so(tmp_path: Path) -> None:
             call = served.executor.RegisterGrammar(pb.RegisterGrammarRequest(kind="GRAMMAR_KIND_REGEX", text=b"a"))
             await refused(call, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
     async with serve_identity() as served:
-        needed = item(PROMPT, needs=[info_pb2.CAPABILITY_GRAMMAR], output={"greedy": {"grammar_id": bytes(32)}})
-        call = served.executor.Prefill(pb.PrefillRequest(item=needed))
-        await refused(call, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
+        for needs in ([info_pb2.CAPABILITY_GRAMMAR], []):
+            needed = item(PROMPT, needs=needs, output={"greedy": {"grammar_id": bytes(32)}})
+            call = served.executor.Prefill(pb.PrefillRequest(item=needed))
+            await refused(call, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
+        await served.check()
 
 
 @pytest.mark.parametrize("missing", [None, Capability.RUN], ids=["runs", "steps"])
