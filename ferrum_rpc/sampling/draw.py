@@ -35,6 +35,9 @@ from ferrum_rpc.sampling.transfer import to_device
 PARAMS_DTYPE: Final = np.dtype(library.Draw)
 """Seed, position and filters of one row. Inactive filters: top_k 0, top_p 1, min_p 0."""
 
+MAX_TOP_K: Final = int(np.iinfo(np.int32).max)
+"""Of `PARAMS_DTYPE`. Larger numbers of the contract keep the whole vocabulary too."""
+
 SamplingParams = npt.NDArray[Any]
 """`PARAMS_DTYPE` [R]."""
 

@@ -38,7 +38,7 @@ from ferrum_rpc.core import (
     TopTokens,
 )
 from ferrum_rpc.sampling.accept import Draft, Proposal, verify
-from ferrum_rpc.sampling.draw import PARAMS_DTYPE, Sampler
+from ferrum_rpc.sampling.draw import MAX_TOP_K, PARAMS_DTYPE, Sampler
 from ferrum_rpc.sampling.masks import Masks, RowMask
 from ferrum_rpc.sampling.penalties import CountedTokens, Penalty
 from ferrum_rpc.sampling.samplers import TorchSampler
@@ -257,7 +257,9 @@ class SampledRows:
             for row in range(count):
                 if kind.bias:
                     self._bias += [(len(rows), token, value) for token, value in kind.bias]
-                rows.append((seed, position + row, kind.temperature, kind.top_p, kind.min_p, kind.top_k))
+                rows.append(
+                    (seed, position + row, kind.temperature, kind.top_p, kind.min_p, min(kind.top_k, MAX_TOP_K))
+                )
         if constrained:
             self._masks += masks.on_device(constrained)
         self._params = np.array(rows, PARAMS_DTYPE)

@@ -42,6 +42,14 @@ async def logits(served: Served) -> np.ndarray:
     return rows_from_proto(answer.row_blocks)[0]["logits"][0]
 
 
+async def test_the_largest_numbers_of_the_contract_are_served_and_harm_no_neighbour(served: Served) -> None:
+    everything, most = output_pb2.POSITIONS_ALL, 2**32 - 1
+    plain = item(PROMPT, output=sample(everything, seed=2**64 - 1))
+    large = item(PROMPT, output=sample(everything, seed=2**64 - 1, top_k=most, penalty_from=most))
+    [expected] = await batch(served, [plain])
+    assert await batch(served, [large, plain]) == [expected, expected]
+
+
 async def test_a_draw_is_of_its_seed_and_position_whatever_is_beside_it(served: Served) -> None:
     everything = output_pb2.POSITIONS_ALL
     mine = item(PROMPT, output=sample(everything, seed=11))
