@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from ferrum_rpc.client import (
+    CALLER_ERROR,
     NO_CAPACITY,
     OUT_OF_STEP,
     SEQUENCE_GONE,
@@ -167,6 +168,13 @@ class Driver:
             self._fail(request, ContextLengthExceeded(words, metadata={"max_context": longest}))
         return fits
 
+    def take(self, request: Request) -> None:
+        """A request is assigned to this executor."""
+        for each in (request, *request.branches):
+            if each.stops_of_model:
+                each.stops = tuple(self.port.executor.info.model.eos_token_ids)
+        self.queues.place(request)
+
     def has_room(self, request: Request) -> bool:
         """Whether a request may be assigned to this executor now, with those that are assigned already."""
         beside, pool = [*self.queues.coming, *self.queues.waiting], self.queues.in_flight.free(self.port.pool)
@@ -250,9 +258,13 @@ class Driver:
         together = list[SentFeed]()
         for feed in step.feeds:
             request, count = feed.request, counts.get(feed.request, 0)
-            if request.sequence is None:
-                request.sequence = self.port.new_sequence(request)
-            item = self.port.item(feed, count, self._ahead_of(request, request.known) if count else None)
+            try:
+                if request.sequence is None:
+                    request.sequence = self.port.new_sequence(request)
+                item = self.port.item(feed, count, self._ahead_of(request, request.known) if count else None)
+            except CALLER_ERROR as error:  # found by the client: nothing was sent
+                self._fail(request, error)
+                continue
             sent = self._sent(feed, item, max(1, count), request.known)
             if self._chains and count and not drafts and item.parent is None:
                 self._call([sent])
@@ -480,8 +492,7 @@ class Driver:
                 return
             if new[-1] in request.stops and request.may_stop(request.known):
                 new.pop()
-            if new and self.queues.tokens(request, [StreamToken(token) for token in new], len(new)):
-                self._interrupt(request)
+            if new and self._appended(request, [StreamToken(token) for token in new], len(new)):
                 self._finish(request, RequestEnd.STOP)
                 self.queues.changed.set()
 
@@ -493,17 +504,32 @@ class Driver:
         stop = next((at for at, each in enumerate(tokens) if may_stop and each.token in request.stops), None)
         if stop is not None:
             tokens = tokens[: stop + 1]
-        ends = self.queues.tokens(request, tokens, len(tokens) if stop is None else stop)
+        ends = self._appended(request, tokens, len(tokens) if stop is None else stop)
+        if request.ending is not None:
+            return
         if stop is not None:
             request.stop_token = tokens[stop].token
             self._finish(request, RequestEnd.STOP)
         elif ends:
-            self._interrupt(request)
             self._finish(request, RequestEnd.STOP)
         elif request.wanted <= 0:
             self._finish(request, RequestEnd.LENGTH)
         elif request.known > self.port.max_context:
             self._outgrown(request)
+
+    def _appended(self, request: Request, tokens: ListOf[StreamToken], count: int) -> bool:
+        """Append tokens, ``count`` of them to the text. Returns whether what reads them ends the text. An error of
+        that, such as a tokenizer's, ends the request, and no other one."""
+        try:
+            ends = self.queues.tokens(request, tokens, count)
+        except Exception as error:
+            self._interrupt(request)
+            self.queues.end(request, RequestEnd.ERROR, error)
+            self.queues.changed.set()
+            return False
+        if ends:
+            self._interrupt(request)
+        return ends
 
     def _was_refused(self, sent: SentFeed, error: ExecutorError) -> None:
         request, follows = sent.feed.request, sent.item.follows is not None

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Final
 
 from ferrum_rpc.client import (
+    CALLER_ERROR,
     NO_ANSWER,
     TRY_LATER,
     Accept,
@@ -121,10 +122,15 @@ class ExecutorPort:
 
     async def send(self, items: list[Item], counts: RunCounts) -> BatchResults:
         """One forward call. It is repeated with the same items while the executor refuses the call or does not answer;
-        the request ids of the items make that safe. Raises `ExecutorGone`."""
+        the request ids of the items make that safe. If the client or the executor finds a fault in one of them that
+        refuses the whole call, each is sent alone. Raises `ExecutorGone`."""
         while True:
             try:
                 return await self._client.forward(items)
+            except CALLER_ERROR as error:
+                if len(items) == 1:
+                    return BatchResults([error])
+                return BatchResults([each for item in items for each in await self.send([item], counts)])
             except TRY_LATER as error:
                 counts.waits += 1
                 await self.patience.wait(error)

@@ -41,9 +41,10 @@ class Request:
     and preempted last, then the one with the smaller ``turn`` (`fairness`), then the older one.
 
     ``output``: how each token is chosen. ``stops``: tokens that end the text and are not part of it, from
-    ``min_new_tokens`` on; none of them is chosen before. ``adapter``, ``cache_salt`` and ``cache_mode`` are those of
-    its sequences. ``chosen``, if given, is called with new tokens and how many of them belong to the text, which are
-    all, or all but a stop token behind them; it returns whether the text ends with them.
+    ``min_new_tokens`` on; none of them is chosen before. With ``stops_of_model`` they are the model's end-of-sequence
+    tokens. ``adapter``, ``cache_salt`` and ``cache_mode`` are those of its sequences. ``chosen``, if given, is called
+    with new tokens and how many of them belong to the text, which are all, or all but a stop token behind them; it
+    returns whether the text ends with them.
 
     ``sequence``: its sequence at an executor, if it has one; ``executor``: the target where it runs or ran last.
     ``computed``: how many tokens have been in the cache, now or before a preemption; ``pieces``: the spans above the
@@ -65,6 +66,7 @@ class Request:
     text: str = ""
     output: Greedy | Sample = field(default_factory=Greedy)
     stops: tuple[int, ...] = ()
+    stops_of_model: bool = False
     min_new_tokens: int = 0
     adapter: str = ""
     cache_salt: bytes = b""

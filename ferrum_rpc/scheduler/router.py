@@ -283,7 +283,7 @@ class Router:
                 return
             if fit:
                 self._waiting.remove(request)
-                self._chosen(members, free, request).queues.place(request)
+                self._chosen(members, free, request).take(request)
 
     def _takers(self, *, first: bool) -> list[Driver]:
         """The drivers whose executors accept sequences: for prompts (``first``), or for texts."""

@@ -23,9 +23,11 @@ from ferrum_rpc.client import (
     ExecutorView,
     Greedy,
     InvalidRequest,
+    Positions,
     QueueFull,
     Sample,
 )
+from ferrum_rpc.client.arguments import as_list, as_number, as_output, as_seconds, as_tokens, creation
 from ferrum_rpc.client.fleet import Member, Members
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.driver import Driver
@@ -43,6 +45,9 @@ log = logging.getLogger("ferrum_rpc.scheduler")
 
 STEPS_IN_FLIGHT: Final = 64
 """Frames of a session. A frame of runs is in flight until the last of them ends."""
+
+LONGEST_S: Final = 1e8
+"""Three years: a longer deadline is none."""
 
 MOST_CHOICES: Final = 128
 """Texts of one prompt."""
@@ -62,7 +67,8 @@ class TextRequest:
     ``stop_strings`` end it too; they need the scheduler's tokenizer. ``deadline_s``: the text ends where it is so many
     seconds after `Scheduler.submit`. ``tenant`` shares the executors with the other tenants; of a tenant's requests,
     and of all, those of higher ``priority`` go first. ``adapter``, ``cache_salt`` and ``cache_mode`` are those of
-    `ExecutorClient.sequence`."""
+    `ExecutorClient.sequence`. Raises `InvalidRequest` for its field; what only the executor knows, such as the size of
+    its vocabulary, is found out when the request runs."""
 
     prompt: ListOf[int]
     max_tokens: int
@@ -76,6 +82,34 @@ class TextRequest:
     adapter: str = ""
     cache_salt: bytes = b""
     cache_mode: CacheMode = CacheMode.DEFAULT
+
+    def __post_init__(self) -> None:
+        def set_to(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        set_to("prompt", tuple(as_tokens(self.prompt, "prompt")))
+        set_to("max_tokens", as_number(self.max_tokens, "max_tokens", least=1))
+        set_to("min_tokens", as_number(self.min_tokens, "min_tokens", most=self.max_tokens))
+        as_output(self.output, Positions.LAST)
+        if not isinstance(self.output, Greedy | Sample) or self.output.row_masks:
+            raise InvalidRequest("output must be Greedy(...) or Sample(...) with one mask for all rows", field="output")
+        if self.stop is not None:
+            set_to("stop", tuple(sorted(set(as_tokens(self.stop, "stop", least=0)))))
+        if isinstance(self.stop_strings, str):
+            raise InvalidRequest("stop_strings must be a list of strings, not one string", field="stop_strings")
+        set_to("stop_strings", tuple(as_list(self.stop_strings, "stop_strings")))
+        if not all(isinstance(each, str) and each for each in self.stop_strings):
+            raise InvalidRequest("stop_strings must be strings that are not empty", field="stop_strings")
+        if self.deadline_s is not None:
+            set_to("deadline_s", min(as_seconds(self.deadline_s, "deadline_s"), LONGEST_S))
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise InvalidRequest(f"priority must be an integer, not {self.priority!r:.80}", field="priority")
+        if not isinstance(self.tenant, str):
+            raise InvalidRequest(f"tenant must be a string, not {self.tenant!r:.80}", field="tenant")
+        for name, kind in (("adapter", str), ("cache_salt", bytes), ("cache_mode", CacheMode)):
+            if not isinstance(value := getattr(self, name), kind):
+                raise InvalidRequest(f"{name} must be {kind.__name__}, not {value!r:.80}", field=name)
+        creation(0, "", self.adapter, self.cache_salt, self.cache_mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +221,11 @@ class Scheduler(AbstractAsyncContextManager[Any]):
             except (ExecutorGone, ExecutorError) as error:
                 log.warning("all requests failed: %s", error)
                 self._router.fail(error)
+            except Exception as error:
+                log.exception("all requests failed by an error of the scheduler or of its observer")
+                self._router.fail(error)
+            for request in list(self._live):  # branches whose prompt was lost
+                self._cancel(request)
 
     def _driver(self, member: Member, prompts: bool) -> Driver:
         return Driver(
@@ -224,12 +263,13 @@ class Scheduler(AbstractAsyncContextManager[Any]):
         """``n`` texts of one prompt, which is computed once. With a seed each text has its own: that of the request,
         and the following numbers."""
         self._check(request, n)
-        prompt = tuple(request.prompt)
+        prompt = tuple(request.prompt)  # a tuple already
         cost = len(prompt) + n * request.max_tokens
         turn = self._shares.turn(request.tenant, cost, self._weight(request.tenant))
         template = partial(
             Request,
-            stops=self._stops(request),
+            stops=tuple(request.stop or ()),
+            stops_of_model=request.stop is None,
             min_new_tokens=request.min_tokens,
             adapter=request.adapter,
             cache_salt=request.cache_salt,
@@ -251,25 +291,13 @@ class Scheduler(AbstractAsyncContextManager[Any]):
     def _check(self, request: TextRequest, n: int) -> None:
         if self._closing:
             raise QueueFull("the scheduler takes no more requests: it is closing")
-        if not 1 <= n <= MOST_CHOICES:
-            raise InvalidRequest(f"n must be 1 to {MOST_CHOICES}", field="n")
-        if len(request.prompt) < 1:
-            raise InvalidRequest("prompt: at least one token is needed", field="prompt")
-        if request.max_tokens < 1:
-            raise InvalidRequest("max_tokens must be at least 1", field="max_tokens")
-        if not 0 <= request.min_tokens <= request.max_tokens:
-            raise InvalidRequest("min_tokens must be 0 to max_tokens", field="min_tokens")
-        if request.stop_strings and (self._tokenizer is None or not all(request.stop_strings)):
-            why = "none may be empty" if self._tokenizer is not None else "the scheduler needs a tokenizer for them"
-            raise InvalidRequest(f"stop_strings: {why}", field="stop_strings")
+        if not isinstance(request, TextRequest):
+            raise InvalidRequest(f"a request must be a TextRequest, not {request!r:.80}", field="request")
+        as_number(n, "n", least=1, most=MOST_CHOICES)
+        if request.stop_strings and self._tokenizer is None:
+            raise InvalidRequest("stop_strings need a tokenizer of the scheduler", field="stop_strings")
         if self.waiting + n > self._max_waiting:
             raise QueueFull(f"{self.waiting} requests wait already")
-
-    def _stops(self, request: TextRequest) -> tuple[int, ...]:
-        if request.stop is not None:
-            return tuple(sorted(set(request.stop)))
-        first = self._members.first
-        return () if first is None else tuple(first.info.model.eos_token_ids)
 
     def _stream(self, request: Request, wanted: TextRequest, trunk: Request) -> TokenStream:
         matcher = None

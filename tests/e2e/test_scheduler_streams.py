@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import threading
-from collections.abc import Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from ferrum_rpc.client import (
+    CALLER_ERROR,
     ContextLengthExceeded,
     ExecutorClient,
     FinishReason,
@@ -20,12 +21,14 @@ from ferrum_rpc.client import (
     KvBlocksExhausted,
     QueueFull,
     Sample,
+    TopTokens,
 )
 from ferrum_rpc.scheduler import ExecutorGone, Observer, Request, RequestEnd, Scheduler, Stage, TextRequest
-from tests.e2e.test_scheduler_runs import assert_nothing_is_left, identity, prompts
+from tests.e2e.test_scheduler_runs import assert_nothing_is_left, demo, identity, prompts
 from tests.faults.proxy import proxied
 from tests.serving import Served
 
+PROMPT = list(b"In the beginning God created the heaven and the earth. ")
 SAMPLED = Sample(temperature=3.0, seed=5, repetition_penalty=1.3)
 """The identity model's greedy tokens soon repeat; these do not."""
 
@@ -260,6 +263,82 @@ async def test_higher_priorities_go_first() -> None:
         assert "".join(order) == "cadb"
 
 
+WRONG: list[tuple[str, Any]] = [
+    *(("prompt", value) for value in ([], "text", [-1], [1.5], None, 5)),
+    *(("max_tokens", value) for value in (0, "4", 2**70, None, True)),
+    *(("min_tokens", value) for value in (-1, 5, "1")),
+    *(("output", value) for value in (None, "greedy", TopTokens(3), Greedy(row_masks=(b"a" * 32,)))),
+    *(("stop", value) for value in ([-1], ["a"], [1.5], 5)),
+    *(("stop_strings", value) for value in ("abc", [""], [5], [b"a"], 5, None)),
+    *(("deadline_s", value) for value in ("a", -1.0, math.nan, True)),
+    *(("priority", value) for value in ("a", 1.5, None)),
+    *(("tenant", value) for value in (None, 5, ["a"])),
+    *(("adapter", value) for value in (None, 5, "\ud800")),
+    *(("cache_salt", value) for value in (None, 5, "salt")),
+    *(("cache_mode", value) for value in (None, "BYPASS", 3)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG, ids=str)
+def test_a_wrong_value_is_refused_where_it_is_given(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        TextRequest(**{"prompt": [1], "max_tokens": 4, name: value})
+    assert (refused.value.field or "").split(".")[0] in {name, "create"}
+    with pytest.raises(InvalidRequest):
+        TextRequest(prompt=[1], max_tokens=4, output=Sample(seed=-1))
+
+
+async def test_a_request_that_fails_leaves_the_others_and_the_scheduler_alone() -> None:
+    """Found by the client before anything is sent, by the executor, and by the tokenizer."""
+
+    class Fragile(Letters):
+        def decode(self, tokens: Any) -> str:
+            if fragile and 7 in tokens:
+                raise ValueError("no such token")
+            return super().decode(tokens)
+
+    fragile, one = False, ((7, 100.0),)
+    async with identity(kv_blocks=512) as served:
+        expected = await by_the_client(served, [1, 2, 3], SAMPLED, 200)
+        async with Scheduler(served.target, run_tokens=4, tokenizer=Fragile(), max_waiting=2) as scheduler:
+            good = [scheduler.submit(asked([1, 2, 3], 200, output=SAMPLED, stop=())) for _ in range(2)]
+            await asyncio.gather(*map(anext, good))
+            for wrong in (
+                {"adapter": "x" * 10_000},
+                {"adapter": "none"},
+                {"cache_salt": b"x" * 100_000},
+                {"stop": [10_000]},
+                {"output": Sample(seed=1, bias=((10_000, 1.0),))},
+                {"output": Sample(seed=1, temperature=-1.0)},
+                {"output": Greedy(mask=b"a" * 32)},
+            ):
+                with pytest.raises(CALLER_ERROR):
+                    await scheduler.submit(asked([9], 4, **wrong)).all()
+            fragile = True
+            with pytest.raises(ValueError, match="no such token"):
+                await scheduler.submit(asked([9], 4, output=Sample(0.0, bias=one), stop=())).all()
+            fragile = False
+            for each in good:
+                await each.all()
+                assert each.token_ids == expected and each.end is RequestEnd.LENGTH
+        await assert_nothing_is_left(served)
+
+
+async def test_a_request_ends_at_the_models_own_stop_tokens_whenever_it_is_submitted() -> None:
+    """The first ones are submitted before any executor has answered."""
+    async with demo(kv_blocks=256) as served:
+        async with ExecutorClient(served.target) as client, client.sequence() as sequence:
+            [eos] = (await client.info()).model.eos_token_ids
+            output = Sample(1.0, seed=1, bias=((eos, 8.0),))
+            expected = [(each.token, each.finish_reason) async for each in sequence.stream(PROMPT, output=output)]
+        assert expected[-1] == (eos, FinishReason.STOP)
+        async with Scheduler(served.target) as scheduler:
+            streams = [scheduler.submit(asked(PROMPT, 500, output=output))]
+            streams += scheduler.submit_choices(asked(PROMPT, 500, output=output), 2)[:1]
+            for stream in streams:
+                assert [(each.token, each.finish_reason) for each in await stream.all()] == expected
+
+
 async def test_what_cannot_be_served_is_a_typed_error_and_harms_nobody() -> None:
     async with identity(kv_blocks=8, max_context=60) as served:
         async with Scheduler(served.target, max_waiting=2, max_running=1) as scheduler:
@@ -270,17 +349,6 @@ async def test_what_cannot_be_served_is_a_typed_error_and_harms_nobody() -> None
                 await scheduler.submit(asked(list(range(40)), 4)).all()
             with pytest.raises(InvalidRequest, match="vocabulary"):
                 await scheduler.submit(asked([999], 4)).all()
-            bad: list[tuple[str, Callable[[], Any]]] = [
-                ("prompt", lambda: scheduler.submit(asked([], 4))),
-                ("max_tokens", lambda: scheduler.submit(asked([1], 0))),
-                ("min_tokens", lambda: scheduler.submit(asked([1], 4, min_tokens=5))),
-                ("n", lambda: scheduler.submit_choices(asked([1], 4), 0)),
-                ("stop_strings", lambda: scheduler.submit(asked([1], 4, stop_strings=["x"]))),
-            ]
-            for name, submit in bad:
-                with pytest.raises(InvalidRequest) as refused:
-                    submit()
-                assert refused.value.field == name
             running = scheduler.submit(asked([5], 500, stop=()))
             await good.all()
             await anext(running)
