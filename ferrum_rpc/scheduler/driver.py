@@ -170,9 +170,12 @@ class Driver:
 
     def take(self, request: Request) -> None:
         """A request is assigned to this executor."""
+        ends = tuple(self.port.executor.info.model.eos_token_ids)
         for each in (request, *request.branches):
             if each.stops_of_model:
-                each.stops = tuple(self.port.executor.info.model.eos_token_ids)
+                each.stops = ends
+            if each.output.grammar:
+                each.grammar_ends = ends
         self.queues.place(request)
 
     def has_room(self, request: Request) -> bool:
@@ -490,7 +493,7 @@ class Driver:
             new = new[: min(request.becomes, self.port.max_context + 1) - request.known - 1]
             if not new or request.stage is not Stage.RUNNING or request.sequence is not sequence:
                 return
-            if new[-1] in request.stops and request.may_stop(request.known):
+            if request.stops_at(new[-1], request.known):
                 new.pop()
             if new and self._appended(request, [StreamToken(token) for token in new], len(new)):
                 self._finish(request, RequestEnd.STOP)
@@ -500,8 +503,7 @@ class Driver:
 
     def _chosen(self, request: Request, tokens: ListOf[StreamToken]) -> None:
         """Append the next tokens, and end the text if it is complete."""
-        may_stop = request.may_stop(request.known)
-        stop = next((at for at, each in enumerate(tokens) if may_stop and each.token in request.stops), None)
+        stop = next((at for at, each in enumerate(tokens) if request.stops_at(each.token, request.known)), None)
         if stop is not None:
             tokens = tokens[: stop + 1]
         ends = self._appended(request, tokens, len(tokens) if stop is None else stop)

@@ -41,7 +41,8 @@ class Request:
     and preempted last, then the one with the smaller ``turn`` (`fairness`), then the older one.
 
     ``output``: how each token is chosen. ``stops``: tokens that end the text and are not part of it, from
-    ``min_new_tokens`` on; none of them is chosen before. With ``stops_of_model`` they are the model's end-of-sequence
+    ``min_new_tokens`` on; none of them is chosen before. ``grammar_ends``: tokens that end it at any length, because a
+    complete grammar allows nothing else. With ``stops_of_model`` they are the model's end-of-sequence
     tokens. ``adapter``, ``cache_salt`` and ``cache_mode`` are those of its sequences. ``chosen``, if given, is called
     with new tokens and how many of them belong to the text, which are all, or all but a stop token behind them; it
     returns whether the text ends with them.
@@ -67,6 +68,7 @@ class Request:
     output: Greedy | Sample = field(default_factory=Greedy)
     stops: tuple[int, ...] = ()
     stops_of_model: bool = False
+    grammar_ends: tuple[int, ...] = ()
     min_new_tokens: int = 0
     adapter: str = ""
     cache_salt: bytes = b""
@@ -144,6 +146,10 @@ class Request:
     def may_stop(self, known: int) -> bool:
         """Whether the token behind ``known`` tokens may be one of ``stops``."""
         return known >= len(self.prompt) + self.min_new_tokens
+
+    def stops_at(self, token: int, known: int) -> bool:
+        """Whether a token behind ``known`` tokens ends the text."""
+        return token in self.grammar_ends or (token in self.stops and self.may_stop(known))
 
     def span(self, most: int, exact: int) -> int:
         """How many owed tokens go next, ``most`` at most. 0: they go in a longer span or not exactly. ``exact``: the

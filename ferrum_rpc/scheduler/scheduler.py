@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from ferrum_rpc.client import (
     ExecutorClient,
     ExecutorError,
     ExecutorView,
+    GrammarKind,
     Greedy,
     InvalidRequest,
     Positions,
@@ -29,6 +31,8 @@ from ferrum_rpc.client import (
 )
 from ferrum_rpc.client.arguments import as_list, as_number, as_output, as_seconds, as_tokens, creation
 from ferrum_rpc.client.fleet import Member, Members
+from ferrum_rpc.client.masks import Mask
+from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.driver import Driver
 from ferrum_rpc.scheduler.fairness import FairShares
@@ -100,6 +104,8 @@ class TextRequest:
         set_to("stop_strings", tuple(as_list(self.stop_strings, "stop_strings")))
         if not all(isinstance(each, str) and each for each in self.stop_strings):
             raise InvalidRequest("stop_strings must be strings that are not empty", field="stop_strings")
+        if isinstance(self.deadline_s, int) and self.deadline_s > LONGEST_S:
+            set_to("deadline_s", LONGEST_S)
         if self.deadline_s is not None:
             set_to("deadline_s", min(as_seconds(self.deadline_s, "deadline_s"), LONGEST_S))
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -140,7 +146,8 @@ class Scheduler(AbstractAsyncContextManager[Any]):
     ``weights`` of tenants: 1 by default. ``patience_s``: when no executor makes progress for so long, all requests fail
     with `ExecutorGone`; later ones are served if an executor comes back.
 
-    Leaving the context cancels what has not ended: `drain` first to wait for it.
+    Leaving the context cancels what has not ended: `drain` first to wait for it. ``close_timeout_s`` bounds that, and
+    the release of the sequences after it once more; what a silent executor still holds then ends with its lease.
     """
 
     def __init__(
@@ -159,7 +166,17 @@ class Scheduler(AbstractAsyncContextManager[Any]):
         weights: Mapping[str, float] | None = None,
         observer: Observer | None = None,
         patience_s: float = 30.0,
+        close_timeout_s: float = 5.0,
     ) -> None:
+        for name, value in (("token_budget", token_budget), ("max_running", max_running), ("max_waiting", max_waiting)):
+            as_number(value, name, least=1)
+        as_number(run_tokens, "run_tokens")
+        as_seconds(patience_s, "patience_s")
+        if max_delay_s is not None:
+            as_seconds(max_delay_s, "max_delay_s")
+        if not all(isinstance(each, int | float) and 0 < each < math.inf for each in (weights or {}).values()):
+            raise InvalidRequest(f"weights must be numbers above 0, not {weights!r:.80}", field="weights")
+        self._close_timeout_s = as_seconds(close_timeout_s, "close_timeout_s")
         self._targets, self._prefill_targets, self._connect = targets, prefill, connect
         self._token_budget, self._max_running, self._max_waiting = token_budget, max_running, max_waiting
         self._run_tokens, self._max_delay_s, self._drafter = run_tokens, max_delay_s, drafter
@@ -169,7 +186,8 @@ class Scheduler(AbstractAsyncContextManager[Any]):
         self._indexes = itertools.count()
         self._stack = AsyncExitStack()
         self._live: dict[Request, _Live] = {}
-        self._closing = False
+        self._closing = True
+        self._prefill: Members | None = None
         self._router: Router
         self._members: Members
 
@@ -178,14 +196,16 @@ class Scheduler(AbstractAsyncContextManager[Any]):
     async def __aenter__(self) -> Scheduler:
         try:
             self._members = await self._open(self._targets)
-            prefill = None
             if isinstance(self._prefill_targets, Members) or self._prefill_targets:
-                prefill = await self._open(self._prefill_targets)
+                self._prefill = await self._open(self._prefill_targets)
         except BaseException:
             await self._stack.aclose()
             raise
-        self._router = Router(self._driver, self._members, prefill, watcher=_Ends(self), patience_s=self._patience_s)
+        self._router = Router(
+            self._driver, self._members, self._prefill, watcher=_Ends(self), patience_s=self._patience_s
+        )
         self._serving = asyncio.create_task(self._serve())
+        self._closing = False
         return self
 
     async def _open(self, targets: str | Iterable[str] | Members) -> Members:
@@ -202,7 +222,12 @@ class Scheduler(AbstractAsyncContextManager[Any]):
         try:
             for request in list(self._live):
                 self._cancel(request)
-            await self.drain()
+            async with asyncio.timeout(self._close_timeout_s):
+                await self.drain()
+        except TimeoutError:
+            log.warning("an executor did not answer while the scheduler closed; its sequences end with their lease")
+            self._serving.cancel()
+            await asyncio.wait({self._serving})
         finally:
             await self._stack.aclose()
 
@@ -240,6 +265,25 @@ class Scheduler(AbstractAsyncContextManager[Any]):
             chains=True,
             tokens_ahead=True,
         )
+
+    # --- masks and grammars -----------------------------------------------------------------------------------------
+
+    async def register_token_mask(self, mask: Mask) -> bytes:
+        """Register a mask for the outputs of requests, as `ExecutorClient.register_token_mask`; returns its id. Each
+        executor gets it when it is first needed there."""
+        return await self._registered(lambda client: client.register_token_mask(mask))
+
+    async def register_grammar(self, kind: GrammarKind, text: str | Mapping[str, Any]) -> bytes:
+        """Register a grammar for the outputs of requests, as `ExecutorClient.register_grammar`; returns its id. Each
+        executor gets it when it is first needed there. Set ``grammar_from`` to the length of the prompt."""
+        return await self._registered(lambda client: client.register_grammar(kind, text))
+
+    async def _registered(self, register: Callable[[ExecutorClient], Awaitable[bytes]]) -> bytes:
+        found = b""
+        for members in filter(None, (self._members, self._prefill)):
+            [member, *_] = await members.some(Deadline.after(self._patience_s))
+            found = await register(member.client)
+        return found
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -290,7 +334,7 @@ class Scheduler(AbstractAsyncContextManager[Any]):
 
     def _check(self, request: TextRequest, n: int) -> None:
         if self._closing:
-            raise QueueFull("the scheduler takes no more requests: it is closing")
+            raise RuntimeError("the scheduler is not open: use it as `async with Scheduler(...)`, before it is drained")
         if not isinstance(request, TextRequest):
             raise InvalidRequest(f"a request must be a TextRequest, not {request!r:.80}", field="request")
         as_number(n, "n", least=1, most=MOST_CHOICES)

@@ -23,30 +23,42 @@ REASONS: Final = {
 
 
 class TextMatcher:
-    """The text of a stream, up to the first of ``stops`` that occurs in it. ``text`` is what is complete so far,
-    without that stop; ``stopped`` is the stop, once it is there."""
+    """The text of a stream, up to the first of ``stops`` that occurs in it; ``stopped`` is the stop, once it is
+    there."""
 
     def __init__(self, tokenizer: Detokenizer, stops: tuple[str, ...] = ()) -> None:
         self._decoded = TextStream(tokenizer)
         self._stops = stops
         self._longest = max(map(len, stops), default=0)
-        self.text = ""
+        self._text = ""
+        self._ended = False
         self.stopped: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What is certain so far: complete characters, without the stop, and without an end that may be the beginning
+        of one."""
+        if self._ended:
+            return self._text
+        for held in range(min(self._longest - 1, len(self._text)), 0, -1):
+            if any(stop.startswith(self._text[-held:]) for stop in self._stops):
+                return self._text[:-held]
+        return self._text
 
     def push(self, token: int) -> bool:
         """Append a token. Returns whether the text ends with it."""
-        start = max(0, len(self.text) - self._longest + 1)
-        self.text += self._decoded.push(token)
-        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
+        start = max(0, len(self._text) - self._longest + 1)
+        self._text += self._decoded.push(token)
+        found = [(at, stop) for stop in self._stops if (at := self._text.find(stop, start)) >= 0]
         if found:
             at, self.stopped = min(found)
-            self.text = self.text[:at]
+            self._text, self._ended = self._text[:at], True
         return bool(found)
 
     def finish(self) -> None:
         """Append what was held back as incomplete."""
-        if self.stopped is None:
-            self.text += self._decoded.finish()
+        if not self._ended:
+            self._text, self._ended = self._text + self._decoded.finish(), True
 
 
 class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
@@ -58,8 +70,6 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
     Leave a stream with `cancel`, or use it as an async context manager, which cancels what is not complete; a stream
     that is only dropped is computed to its end.
 
-    ``text``: the text so far, if the scheduler has a tokenizer, without a stop string. Characters that a stop string
-    might begin with are in it.
     """
 
     def __init__(self, request: Request, cancel: Callable[[Request], None], matcher: TextMatcher | None) -> None:
@@ -68,6 +78,7 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
         self._matcher = matcher
         self._tokens: deque[StreamToken] = deque()
         self._changed = asyncio.Event()
+        self._reading = False
 
     # --- what is known of it ----------------------------------------------------------------------------------------
 
@@ -78,7 +89,9 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
 
     @property
     def text(self) -> str:
-        """The text so far. Empty without a tokenizer."""
+        """The text of all tokens that have come, read or not; empty without a tokenizer. It only grows: characters that
+        are incomplete, or with which a stop string may begin, are held back. ``stream.text[len(sent):]`` is what to
+        send next."""
         return "" if self._matcher is None else self._matcher.text
 
     @property
@@ -94,7 +107,8 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens of the text so far, read or not, without a stop token."""
+        """All tokens of the text so far, read or not, without a stop token. The tokens of a stop string are among
+        them."""
         return list(self._request.generated)
 
     # --- for the reader ---------------------------------------------------------------------------------------------
@@ -103,6 +117,15 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
         return self
 
     async def __anext__(self) -> StreamToken:
+        if self._reading:
+            raise RuntimeError("another task reads this stream")
+        self._reading = True
+        try:
+            return await self._next()
+        finally:
+            self._reading = False
+
+    async def _next(self) -> StreamToken:
         while not self._tokens:
             if (end := self.end) is not None:
                 failure = self._request.failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import random
 import threading
@@ -16,6 +17,7 @@ from ferrum_rpc.client import (
     ContextLengthExceeded,
     ExecutorClient,
     FinishReason,
+    GrammarKind,
     Greedy,
     InvalidRequest,
     KvBlocksExhausted,
@@ -288,6 +290,67 @@ def test_a_wrong_value_is_refused_where_it_is_given(name: str, value: Any) -> No
         TextRequest(prompt=[1], max_tokens=4, output=Sample(seed=-1))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"token_budget": 0},
+        {"max_running": 0},
+        {"max_waiting": 0},
+        {"run_tokens": -1},
+        {"max_delay_s": -1.0},
+        {"patience_s": -1.0},
+        {"close_timeout_s": "x"},
+        {"weights": {"a": 0}},
+        {"weights": {"a": "x"}},
+        {"weights": {"a": math.nan}},
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_is_refused_where_it_is_given(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        Scheduler("localhost:1", **wrong)
+    assert refused.value.field in wrong
+
+
+async def test_text_only_grows_and_never_has_a_part_of_a_stop_string() -> None:
+    async with identity(kv_blocks=512) as served:
+        whole = Letters().decode(await by_the_client(served, [1, 2, 3], SAMPLED, 40))
+        stop = whole[20:24]
+        async with Scheduler(served.target, run_tokens=4, tokenizer=Letters()) as scheduler:
+            stops = [stop, whole[9] + "x"]
+            stream = scheduler.submit(asked([1, 2, 3], 40, output=SAMPLED, stop=(), stop_strings=stops))
+            sent, other = "", asyncio.create_task(anext(stream))
+            await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="another task"):
+                await anext(stream)
+            await other
+            async for _ in stream:
+                assert stream.text.startswith(sent)
+                sent += stream.text[len(sent) :]
+                assert whole[: whole.index(stop)].startswith(sent)
+            assert sent == stream.text == whole[: whole.index(stop)]
+
+
+@pytest.mark.parametrize("how", [{"stop": []}, {"stop": [44]}, {"min_tokens": 50}, {}], ids=str)
+async def test_a_text_ends_with_its_grammar_at_each_executor_of_a_fleet(how: dict[str, Any]) -> None:
+    schema = {"enum": ["Kent", "Surrey", "Hertfordshire"]}
+    async with demo(kv_blocks=256) as one, demo(kv_blocks=256) as two:
+        async with Scheduler([one.target, two.target]) as scheduler:
+            grammar = await scheduler.register_grammar(GrammarKind.JSON_SCHEMA, schema)
+            output = Greedy(grammar=grammar, grammar_from=len(PROMPT))
+            streams = [scheduler.submit(asked(PROMPT, 60, output=output, **how)) for _ in range(6)]
+            found = [await each.all() for each in streams]
+            assert {each.executor for each in streams} == {one.target, two.target}
+        async with ExecutorClient(one.target) as client, client.sequence() as sequence:
+            assert await client.register_grammar(GrammarKind.JSON_SCHEMA, schema) == grammar
+            alone = sequence.stream(PROMPT, max_tokens=60, output=output, **how)
+            expected = [(each.token, each.finish_reason) async for each in alone]
+        assert expected[-1][1] is FinishReason.STOP and len(expected) < 60
+        for tokens, stream in zip(found, streams, strict=True):
+            assert [(each.token, each.finish_reason) for each in tokens] == expected
+            assert json.loads(bytes(stream.token_ids)) in schema["enum"]
+
+
 async def test_a_request_that_fails_leaves_the_others_and_the_scheduler_alone() -> None:
     """Found by the client before anything is sent, by the executor, and by the tokenizer."""
 
@@ -382,6 +445,8 @@ async def test_draining_serves_what_was_taken_and_refuses_the_rest() -> None:
             streams = [scheduler.submit(asked(prompt, 12, stop=())) for prompt in prompts(6)]
             await scheduler.drain()
             assert all(each.end is RequestEnd.LENGTH for each in streams)
-            with pytest.raises(QueueFull, match="closing"):
+            with pytest.raises(RuntimeError, match="not open"):
                 scheduler.submit(asked([1], 4))
+        with pytest.raises(RuntimeError, match="not open"):
+            Scheduler(served.target).submit(asked([1], 4))
         await assert_nothing_is_left(served)
