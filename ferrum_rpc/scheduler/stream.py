@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from typing import Any, Final, Self
 
@@ -58,7 +58,8 @@ class TextMatcher:
     def finish(self) -> None:
         """Append what was held back as incomplete."""
         if not self._ended:
-            self._text, self._ended = self._text + self._decoded.finish(), True
+            self._ended = True
+            self._text += self._decoded.finish()
 
 
 class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
@@ -170,6 +171,7 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
 
     def ended(self) -> None:
         """The request has ended."""
-        if self._matcher is not None:
-            self._matcher.finish()
         self._changed.set()
+        if self._matcher is not None:
+            with suppress(Exception):  # of the tokenizer: what was held back stays away
+                self._matcher.finish()

@@ -356,13 +356,13 @@ async def test_a_request_that_fails_leaves_the_others_and_the_scheduler_alone() 
 
     class Fragile(Letters):
         def decode(self, tokens: Any) -> str:
-            if fragile and 7 in tokens:
+            if unknown in tokens:
                 raise ValueError("no such token")
             return super().decode(tokens)
 
-    fragile, one = False, ((7, 100.0),)
     async with identity(kv_blocks=512) as served:
         expected = await by_the_client(served, [1, 2, 3], SAMPLED, 200)
+        unknown = next(token for token in range(256) if token not in expected)
         async with Scheduler(served.target, run_tokens=4, tokenizer=Fragile(), max_waiting=2) as scheduler:
             good = [scheduler.submit(asked([1, 2, 3], 200, output=SAMPLED, stop=())) for _ in range(2)]
             await asyncio.gather(*map(anext, good))
@@ -377,10 +377,9 @@ async def test_a_request_that_fails_leaves_the_others_and_the_scheduler_alone() 
             ):
                 with pytest.raises(CALLER_ERROR):
                     await scheduler.submit(asked([9], 4, **wrong)).all()
-            fragile = True
+            chosen = Sample(0.0, bias=((unknown, 100.0),))
             with pytest.raises(ValueError, match="no such token"):
-                await scheduler.submit(asked([9], 4, output=Sample(0.0, bias=one), stop=())).all()
-            fragile = False
+                await scheduler.submit(asked([9], 4, output=chosen, stop=())).all()
             for each in good:
                 await each.all()
                 assert each.token_ids == expected and each.end is RequestEnd.LENGTH
