@@ -287,7 +287,7 @@ async def test_a_text_that_must_move_stays_until_there_is_a_place_for_it(session
         await (held := other.sequence()).prefill(PROMPT)
         sequence, found = one.sequence(), list[int]()
         with pytest.raises(SequencesExhausted):
-            async for token in sequence.generate(PROMPT, output=SAMPLED, stop=(), timeout_s=1.0):
+            async for token in sequence.generate(PROMPT, output=SAMPLED, stop=(), timeout_s=3.0):
                 found.append(token)
         assert found == expected[: SHORT - len(PROMPT) + 1]
         assert owner(sequence).target == short.target and sequence.length == SHORT
