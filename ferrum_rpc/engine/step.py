@@ -78,8 +78,8 @@ After any other error `Compute.recover` checks the device, because Triton and cu
 class Pending:
     """A step under way, for `TorchRunner.finish`. By index of its spans: those that were ``refused``, and the
     ``reservations`` of the others, in their order, as are ``rows``; ``drafts``: which of those are to be accepted.
-    ``late``: spans that were left out, because their masks were not there in time. ``ended`` is what became of it, once
-    that is known."""
+    ``constrained``: its spans may name grammars; ``late``: those that were left out, because their masks were not there
+    in time. ``ended`` is what became of it, once that is known."""
 
     began: float
     spans: tuple[Span, ...]
@@ -87,6 +87,7 @@ class Pending:
     reservations: dict[int, Reservation]
     rows: Sequence[Rows | None] = ()
     drafts: Sequence[int] = ()
+    constrained: bool = False
     late: Collection[int] = ()
     saved: Saved | None = None
     mark: Marker | None = None
@@ -255,18 +256,13 @@ class StepRunner:
             outcomes.append(SpanResult(length, next(rows), None, reservation.cached))
             copied += len(reservation.copies)
             searched += reservation.searched
-        if self._constrained:
+        if pending.constrained:
             self._ask_for_next(pending, outcomes)
         self.kv.trim_spares()
         now = time.perf_counter()
         forward_s = now - max(pending.began, self._ended_at)  # before, the device was another step's
         pending.ended = StepResult(tuple(outcomes), forward_s, copied, searched)
         self._ended_at = now
-
-    @property
-    def _constrained(self) -> bool:
-        """Whether spans may name grammars."""
-        return self.constraints is not None and self.constraints.active
 
     def _ask_for_next(self, pending: Pending, outcomes: Sequence[SpanOutcome]) -> None:
         """Ask for the masks behind what a step has chosen, and forget sequences that were not made."""
@@ -340,7 +336,8 @@ class StepRunner:
     def _queue(self, pending: Pending) -> None:
         """The forward pass over reserved spans, up to the copies of its rows; on any failure the cache is as before."""
         began = time.monotonic()
-        if self._constrained and self.compute.masks_first:
+        pending.constrained = self.constraints is not None and self.constraints.active
+        if pending.constrained and self.compute.masks_first:
             self._leave_out(pending, began)
             if not pending.reservations:
                 return
@@ -376,7 +373,7 @@ class StepRunner:
             hidden = self.compute.forward(spans, geometry)
             if stage is not None:
                 stage("select")
-            if self._constrained and not self.compute.masks_first:
+            if pending.constrained and not self.compute.masks_first:
                 spans = self._without_late(pending, spans, began)
             pending.rows, pending.drafts = self.compute.select(spans, hidden, self.kv.counts)
             pending.mark = self.compute.mark()

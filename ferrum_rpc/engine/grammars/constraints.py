@@ -25,9 +25,11 @@ of the step, and joins one when the mask is there."""
 
 
 class Constraints:
-    """The grammars of a runner's spans. ``tokens_of``: the committed tokens of a sequence, `KvManager.tokens`."""
+    """The grammars of a runner's spans. ``tokens_of``: the committed tokens of a sequence, `KvManager.tokens`.
+    ``active``: whether there are any grammars; spans without one need none of this."""
 
     def __init__(self, pool: GrammarPool, tokens_of: Callable[[int], TokenArray]) -> None:
+        self.active = False
         self._pool = pool
         self._tokens_of = tokens_of
 
@@ -36,6 +38,7 @@ class Constraints:
     def change(self, added: Sequence[tuple[bytes, Grammar]], dropped: Sequence[bytes]) -> None:
         """See `GrammarPool.change`."""
         self._pool.change(added, dropped)
+        self.active = len(self._pool) > 0
 
     def compiled(self, key: bytes) -> bool:
         """See `GrammarPool.compiled`."""
@@ -44,11 +47,6 @@ class Constraints:
     def close(self) -> None:
         """End the processes."""
         self._pool.close()
-
-    @property
-    def active(self) -> bool:
-        """Whether there are any grammars: spans without one need none of this."""
-        return bool(len(self._pool))
 
     # --- before a step ----------------------------------------------------------------------------------------------
 
