@@ -67,7 +67,11 @@ async def delayed(target: str, delay_s: float) -> AsyncIterator[str]:
             back_reader, back = await asyncio.open_connection(host, int(port))
             ways = (pump(reader, back), pump(back_reader, writer))
             tasks.update(each := [asyncio.ensure_future(way) for way in ways])
-            await asyncio.gather(*each)
+            try:
+                await asyncio.gather(*each)
+            finally:
+                back.close()
+                writer.close()
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     try:
@@ -76,6 +80,8 @@ async def delayed(target: str, delay_s: float) -> AsyncIterator[str]:
         server.close()
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # the connections are closed in the next turn
 
 
 async def texts(client: ExecutorClient, batch: int, tokens: int) -> float:
