@@ -27,10 +27,15 @@ class Patience:
         self._until = time.monotonic() + self._seconds
         self._pause = FIRST_PAUSE_S
 
+    @property
+    def left_s(self) -> float:
+        """How much longer there may be no progress; 0 or less if there was none for too long."""
+        return self._until - time.monotonic()
+
     async def wait(self, reason: ExecutorError | str) -> None:
         """Pause, twice as long each time, or as long as the executor asks for. Raises `ExecutorGone` with the
         ``reason`` when the time is over."""
-        if time.monotonic() >= self._until:
+        if self.left_s <= 0:
             why = explained(reason) if isinstance(reason, ExecutorError) else reason
             raise ExecutorGone(f"no progress for {self._seconds:g} s: {why}")
         await asyncio.sleep((isinstance(reason, ExecutorError) and reason.retry_after_s) or self._pause)

@@ -14,6 +14,7 @@ from ferrum_rpc.client import (
     TRY_LATER,
     Accept,
     BatchResults,
+    Draining,
     ExecutorError,
     ExecutorState,
     ExecutorView,
@@ -122,8 +123,9 @@ class ExecutorPort:
 
     async def send(self, items: list[Item], counts: RunCounts) -> BatchResults:
         """One forward call. It is repeated with the same items while the executor refuses the call or does not answer;
-        the request ids of the items make that safe. If the client or the executor finds a fault in one of them that
-        refuses the whole call, each is sent alone. Raises `ExecutorGone`."""
+        the request ids of the items make that safe. An executor that drains and refuses the call refuses each item:
+        another one may take it. If the client or the executor finds a fault in one of them that refuses the whole call,
+        each is sent alone. Raises `ExecutorGone`."""
         while True:
             try:
                 return await self._client.forward(items)
@@ -131,6 +133,8 @@ class ExecutorPort:
                 if len(items) == 1:
                     return BatchResults([error])
                 return BatchResults([each for item in items for each in await self.send([item], counts)])
+            except Draining as error:
+                return BatchResults([error for _ in items])
             except TRY_LATER as error:
                 counts.waits += 1
                 await self.patience.wait(error)

@@ -100,8 +100,12 @@ class RequestQueues:
             self._put(request, Stage.RUNNING)
 
     def hand_over(self, request: Request) -> None:
-        """A request is to continue at another executor. Until it has moved, its sequence stays here."""
-        self._put(request, Stage.MOVING)
+        """A request is to continue at another executor. Until it has moved, its sequence stays here. If no call has
+        made a sequence yet, such as that of a child, nothing can move: the request is computed there."""
+        if request.sequence is not None and request.sequence.handle is not None:
+            self._put(request, Stage.MOVING)
+        else:
+            self.requeue(request)
 
     def arrive(self, request: Request, sequence: Sequence) -> None:
         """A request has been moved here, with its sequence."""

@@ -176,7 +176,6 @@ class Router:
     async def _watch(self, members: Members, *, first: bool) -> None:
         """Keep a driver for each executor while it is known. ``first``: for prompts only."""
         known: set[Member] = set()
-        nobody_since = time.monotonic()
         while True:
             since, there = members.changes, members.there
             for member in set(there) - known:
@@ -187,14 +186,17 @@ class Router:
             self._notify()
             every = [each for some in (self._prefill, self._decode) if some is not None for each in some.there]
             self._watcher.executors([(each.target, each.condition) for each in every])
-            if there:
-                nobody_since = time.monotonic()
-            left_s = None if there else nobody_since + self._patience_s - time.monotonic()
+            takes = any(not each.draining for each in there)
             try:
-                async with asyncio.timeout(left_s):
+                async with asyncio.timeout(None if takes else max(PATIENCE_OVER_S, self._patience.left_s)):
                     await members.changed(since)
             except TimeoutError:
-                raise ExecutorGone(f"no executor at {', '.join(members.targets)} for {self._patience_s:g} s") from None
+                if not self._run.left:
+                    self._patience.renew()
+                elif self._patience.left_s <= 0:
+                    what = "every executor drains" if there else "no executor"
+                    where, patience = ", ".join(members.targets), f"{self._patience_s:g} s"
+                    raise ExecutorGone(f"{what} at {where} for {patience}") from None
 
     async def _run_driver(self, driver: Driver, member: Member, members: Members, *, first: bool) -> None:
         """Drive an executor until nothing more is to come, or it is gone."""
@@ -257,10 +259,7 @@ class Router:
             takers = self._takers(first=False)
             going = [each for each in queues.running if driver.rests(each) and _with_room_for_all(takers, each)]
             for request in _oldest(going)[: max(0, room)]:
-                if request.cached:
-                    queues.hand_over(request)
-                else:
-                    queues.requeue(request)
+                queues.hand_over(request)
             self._begin_moves()
 
     # --- who goes where ---------------------------------------------------------------------------------------------

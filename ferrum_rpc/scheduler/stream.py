@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
+from types import TracebackType
 from typing import Any, Final, Self
 
 from ferrum_rpc.client import FinishReason, StreamToken
@@ -80,6 +81,7 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
         self._tokens: deque[StreamToken] = deque()
         self._changed = asyncio.Event()
         self._reading = False
+        self._origin: TracebackType | None = None  # of the failure
 
     # --- what is known of it ----------------------------------------------------------------------------------------
 
@@ -131,7 +133,7 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
             if (end := self.end) is not None:
                 failure = self._request.failure
                 if end is RequestEnd.ERROR and failure is not None:
-                    raise failure
+                    raise failure.with_traceback(self._origin)  # other streams may have raised it too
                 raise StopAsyncIteration
             self._changed.clear()
             await self._changed.wait()
@@ -171,6 +173,8 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
 
     def ended(self) -> None:
         """The request has ended."""
+        failure = self._request.failure
+        self._origin = None if failure is None else failure.__traceback__
         self._changed.set()
         if self._matcher is not None:
             with suppress(Exception):  # of the tokenizer: what was held back stays away

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from clients.scheduler.options import parse
 from clients.scheduler.program import serve
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.errors import NotSupported
+from ferrum_rpc.scheduler import Observer, Scheduler, TextRequest
 from ferrum_rpc.scheduler.patience import ExecutorGone
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
 from tests.e2e.fleets import hanging
@@ -177,6 +179,46 @@ async def test_where_caches_cannot_move_a_draining_executors_requests_are_comput
         watcher = Once(work, [(one.target, lambda: drain(one))])
         run = await fleet([one.target, two.target], [], work, watcher=watcher, stop=NONE)
         assert texts(work) == texts_of_one and run.rebuilds > 0 and not run.moves
+
+
+class Drains(Observer):
+    """Knows when an executor is seen to drain."""
+
+    def __init__(self) -> None:
+        self.seen = asyncio.Event()
+
+    def executors(self, there: ListOf[tuple[str, str]]) -> None:
+        if any(condition == "draining" for _, condition in there):
+            self.seen.set()
+
+
+async def test_choices_whose_executor_drains_before_they_are_fed_are_computed_elsewhere() -> None:
+    """The drain is seen while the step of their prompt is held, so nothing of a choice exists there."""
+    request = TextRequest(prompt=list(range(30)), max_tokens=24, output=SAMPLED, stop=())
+    async with identity(kv_blocks=512) as served, Scheduler(served.target) as scheduler:
+        expected = [[each.token for each in await one.all()] for one in scheduler.submit_choices(request, 3)]
+    gates, watcher = [Gate("forward"), Gate("forward")], Drains()
+    async with identity(kv_blocks=512, stage=gates[0]) as one, identity(kv_blocks=512, stage=gates[1]) as two:
+        async with Scheduler([one.target, two.target], run_tokens=6, observer=watcher) as scheduler:
+            for gate in gates:
+                gate.closed = True
+            streams = scheduler.submit_choices(request, 3)
+            await waiting.until(lambda: any(gate.reached.is_set() for gate in gates))
+            here, there = (one, two) if gates[0].reached.is_set() else (two, one)
+            await drain(here)
+            await asyncio.wait_for(watcher.seen.wait(), 30)
+            for gate in gates:
+                gate.open()
+            assert [[each.token for each in await one.all()] for one in streams] == expected
+            assert {each.executor for each in streams} == {there.target}
+        await assert_nothing_is_left(there)
+
+
+async def test_where_every_executor_drains_the_waiting_requests_fail_after_the_patience() -> None:
+    async with identity(kv_blocks=512) as served, Scheduler(served.target, patience_s=0.5) as scheduler:
+        await drain(served)
+        with pytest.raises(ExecutorGone, match=r"(every executor drains|no executor) at .* for 0.5 s"):
+            await scheduler.submit(TextRequest(prompt=[1, 2, 3], max_tokens=6, stop=())).all()
 
 
 async def test_an_executor_that_comes_is_used_and_a_small_one_gets_what_fits(
