@@ -92,8 +92,7 @@ async def _await(figures: Awaitable[Figures]) -> Figures:
 def markdown(results: dict[str, Any]) -> str:
     """The report."""
     entries = [results["promises"][promise.__name__] for promise in PROMISES if promise.__name__ in results["promises"]]
-    lines = [HEAD, f"Machine: {results['machine']}.\n"]
-    lines += ["| promise | what was measured | measured | promised | |", "|---|---|---|---|---|"]
+    lines = [HEAD, "| promise | what was measured | measured | promised | |", "|---|---|---|---|---|"]
     for entry in entries:
         name = f"**{entry['promise']}** {entry['title']}"
         if not entry["figures"]:
@@ -110,7 +109,7 @@ def markdown(results: dict[str, Any]) -> str:
         facts = "; ".join(f"{key}: {value}" for key, value in entry["facts"].items())
         lines.append(
             f"- **{entry['promise']}** {entry['title']}: {entry['seconds']:,.0f} s on {entry['date']}, "
-            f"size `{entry['size']['name']}`. {facts}"
+            f"{entry['machine']}, size `{entry['size']['name']}`. {facts}"
         )
     return "\n".join(lines) + "\n"
 
@@ -148,12 +147,10 @@ def main() -> None:
     if RESULTS.exists():
         results = json.loads(RESULTS.read_text())
     here = facts()
-    commit = here.pop("commit")
-    results |= here
     broken = 0
     for promise in chosen:
         with quiet_logs():  # of the servers in this process: R14 makes a million refusals a method
-            entry = results["promises"][promise.__name__] = run(promise, size) | {"commit": commit}
+            entry = results["promises"][promise.__name__] = run(promise, size) | here
         broken += bool(entry["broken"])
         verdict = "; ".join(entry["broken"]) or entry["skipped"] or "holds"
         print(f"{entry['promise']:4} {entry['seconds']:8.1f} s  {entry['title']}: {verdict}", flush=True)

@@ -61,13 +61,14 @@ def test_the_report_has_a_row_for_every_figure_and_says_which_is_broken(
     monkeypatch.setattr(soak, "PROMISES", (r1_holds, r2_breaks, r5_cannot_run))
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     (tmp_path / "docs").mkdir()
-    entries = {each.__name__: soak.run(each, CI) for each in soak.PROMISES}
-    soak.write({"machine": "here", "promises": entries}, tmp_path)
+    entries = {each.__name__: soak.run(each, CI) | {"machine": "here"} for each in soak.PROMISES}
+    soak.write({"promises": entries}, tmp_path)
     text = (tmp_path / "docs" / "soak.md").read_text()
     assert "| **R1** Holds | wrong | 0 | = 0 | holds |" in text
     assert "| **R2** Breaks | lost \\| twice | 1 tokens | = 0 tokens | **broken** |" in text
     assert "|  | late | 0.5 s | <= 1 s | holds |" in text
     assert "network namespaces need root | | | skipped |" in text
+    assert "UTC, here, size" in text, "results of several machines stand in one report"
     assert (
         json.loads((tmp_path / "benchmarks" / "results" / "soak.json").read_text())["promises"].keys() == entries.keys()
     )
