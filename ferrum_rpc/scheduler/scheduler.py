@@ -21,6 +21,7 @@ from ferrum_rpc.client import (
     CacheMode,
     ExecutorClient,
     ExecutorError,
+    ExecutorInfo,
     ExecutorView,
     GrammarKind,
     Greedy,
@@ -174,8 +175,18 @@ class Scheduler(AbstractAsyncContextManager[Any]):
         as_seconds(patience_s, "patience_s")
         if max_delay_s is not None:
             as_seconds(max_delay_s, "max_delay_s")
-        if not all(isinstance(each, int | float) and 0 < each < math.inf for each in (weights or {}).values()):
-            raise InvalidRequest(f"weights must be numbers above 0, not {weights!r:.80}", field="weights")
+        shares = weights if isinstance(weights, Mapping) else {} if weights is None else {"": math.nan}
+        if not all(isinstance(each, int | float) and 0 < each < math.inf for each in shares.values()):
+            raise InvalidRequest(f"weights must be numbers above 0 by tenant, not {weights!r:.80}", field="weights")
+        for name, needed, given in (
+            ("connect", ("__call__",), connect),
+            ("drafter", ("draft", "forget"), drafter),
+            ("tokenizer", ("decode",), tokenizer),
+            ("observer", ("token", "changed", "executors"), observer),
+        ):
+            if given is not None and not all(callable(getattr(given, each, None)) for each in needed):
+                what = "callable" if needed == ("__call__",) else f"an object with {', '.join(needed)}"
+                raise InvalidRequest(f"{name} must be {what}, not {given!r:.80}", field=name)
         self._close_timeout_s = as_seconds(close_timeout_s, "close_timeout_s")
         self._targets, self._prefill_targets, self._connect = targets, prefill, connect
         self._token_budget, self._max_running, self._max_waiting = token_budget, max_running, max_waiting
@@ -207,6 +218,21 @@ class Scheduler(AbstractAsyncContextManager[Any]):
         self._serving = asyncio.create_task(self._serve())
         self._closing = False
         return self
+
+    async def ready(self, *, timeout_s: float | None = None) -> None:
+        """Wait until an executor accepts requests, and one accepts prompts if there are executors of their own for
+        them. Raises `TransportError`, with what is known of each executor, after ``timeout_s``; None: after the
+        scheduler's patience."""
+        self._check_open()
+        deadline = Deadline.after(as_seconds(self._patience_s if timeout_s is None else timeout_s, "timeout_s"))
+        for members in filter(None, (self._members, self._prefill)):
+            await members.some(deadline)
+
+    async def info(self, *, timeout_s: float | None = None) -> ExecutorInfo:
+        """The description of an executor: all serve the same model, but limits may differ. Waits, and raises, as
+        `ready`."""
+        await self.ready(timeout_s=timeout_s)
+        return self._members.serving[0].info
 
     async def _open(self, targets: str | Iterable[str] | Members) -> Members:
         if isinstance(targets, Members):
@@ -280,9 +306,9 @@ class Scheduler(AbstractAsyncContextManager[Any]):
 
     async def _registered(self, register: Callable[[ExecutorClient], Awaitable[bytes]]) -> bytes:
         found = b""
+        await self.ready()
         for members in filter(None, (self._members, self._prefill)):
-            [member, *_] = await members.some(Deadline.after(self._patience_s))
-            found = await register(member.client)
+            found = await register(members.serving[0].client)
         return found
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -332,9 +358,12 @@ class Scheduler(AbstractAsyncContextManager[Any]):
         self._router.submit(*([first] if first.branches else choices))
         return streams
 
-    def _check(self, request: TextRequest, n: int) -> None:
+    def _check_open(self) -> None:
         if self._closing:
             raise RuntimeError("the scheduler is not open: use it as `async with Scheduler(...)`, before it is drained")
+
+    def _check(self, request: TextRequest, n: int) -> None:
+        self._check_open()
         if not isinstance(request, TextRequest):
             raise InvalidRequest(f"a request must be a TextRequest, not {request!r:.80}", field="request")
         as_number(n, "n", least=1, most=MOST_CHOICES)

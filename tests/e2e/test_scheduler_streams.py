@@ -24,6 +24,7 @@ from ferrum_rpc.client import (
     QueueFull,
     Sample,
     TopTokens,
+    TransportError,
 )
 from ferrum_rpc.scheduler import ExecutorGone, Observer, Request, RequestEnd, Scheduler, Stage, TextRequest
 from tests.e2e.test_scheduler_runs import assert_nothing_is_left, demo, identity, prompts
@@ -303,6 +304,11 @@ def test_a_wrong_value_is_refused_where_it_is_given(name: str, value: Any) -> No
         {"weights": {"a": 0}},
         {"weights": {"a": "x"}},
         {"weights": {"a": math.nan}},
+        {"weights": ["a"]},
+        {"connect": "localhost:1"},
+        {"tokenizer": "gpt2"},
+        {"drafter": 4},
+        {"observer": print},
     ],
     ids=str,
 )
@@ -436,6 +442,19 @@ async def test_requests_fail_while_no_executor_is_there_and_are_served_once_one_
             tokens = await scheduler.submit(asked([1, 2, 3], 5, output=SAMPLED, stop=())).all()
             assert len(tokens) == 5
         await assert_nothing_is_left(second)
+
+
+async def test_it_reports_what_it_drives_once_it_is_ready() -> None:
+    async with identity(kv_blocks=512) as served, ExecutorClient(served.target) as client:
+        async with proxied(served.target) as proxy, Scheduler([proxy.target, served.target]) as scheduler:
+            assert await scheduler.info() == await client.info()
+        async with Scheduler(served.target, prefill=["localhost:1"]) as scheduler:
+            with pytest.raises(TransportError, match="no executor of localhost:1"):
+                await scheduler.ready(timeout_s=0.1)
+            with pytest.raises(InvalidRequest, match="timeout_s"):
+                await scheduler.info(timeout_s=-1.0)
+        with pytest.raises(RuntimeError, match="not open"):
+            await scheduler.ready()
 
 
 async def test_draining_serves_what_was_taken_and_refuses_the_rest() -> None:
