@@ -17,7 +17,7 @@ from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
 from tests.faults.deadlines import r6_deadlines_and_cancels_are_honoured
 from tests.faults.drain import r5_a_drain_loses_nothing
 from tests.faults.error_contract import r17_the_error_contract_is_true
-from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_packet_loss
+from tests.faults.exactly_once import r2_by_a_scheduler, r2_exactly_once, r2_in_sessions, r2_under_packet_loss
 from tests.faults.figures import Figures
 from tests.faults.fleet import r31_a_fleet_loses_no_token
 from tests.faults.frame_order import r21_frames_keep_their_order
@@ -47,6 +47,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r1_handles_cannot_be_forged,
     r2_exactly_once,
     r2_in_sessions,
+    r2_by_a_scheduler,
     r2_under_packet_loss,
     r3_orphans_are_freed,
     r4_a_restart_is_never_mistaken,

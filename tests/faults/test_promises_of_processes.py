@@ -10,7 +10,7 @@ from tests.faults.contents import r34_memory_by_content_is_bounded
 from tests.faults.crowd import r23_no_caller_starves_another
 from tests.faults.dead_peers import r8_a_dead_peer_is_noticed
 from tests.faults.drain import r5_a_drain_loses_nothing
-from tests.faults.exactly_once import r2_exactly_once, r2_in_sessions, r2_under_packet_loss
+from tests.faults.exactly_once import r2_by_a_scheduler, r2_exactly_once, r2_in_sessions, r2_under_packet_loss
 from tests.faults.figures import hold
 from tests.faults.fleet import r31_a_fleet_loses_no_token
 from tests.faults.grammars import r35_a_grammar_is_a_function_of_tokens
@@ -33,6 +33,10 @@ async def test_r2_a_step_is_applied_exactly_once() -> None:
 
 async def test_r2_a_step_is_applied_exactly_once_in_sessions() -> None:
     await hold(r2_in_sessions)
+
+
+async def test_r2_a_step_is_applied_exactly_once_by_a_scheduler() -> None:
+    await hold(r2_by_a_scheduler)
 
 
 @pytest.mark.root
