@@ -1,8 +1,9 @@
 """R22: the dead hold nothing. And the clients that ask for large answers and do not read, a program of its own:
 
-    python -m tests.faults.unread TARGET TOKENS CALLS SESSIONS
+    python -m tests.faults.unread TARGET TOKENS CALLS SESSIONS SCHEDULERS
 
-asks for the rows of so many tokens in each call and each step, says ``asked`` when it has, and stops itself.
+asks for the rows of so many tokens in each call and each step, and writes texts with each scheduler. It says ``asked``
+when it has, and stops itself.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Final
 
+from ferrum_rpc.client import Greedy, RowLogprobs
 from ferrum_rpc.executor.v1 import output_pb2, session_pb2
+from ferrum_rpc.scheduler import Scheduler, TextRequest, TokenStream
 from tests.faults.figures import Figure, Figures, at_least, at_most
 from tests.faults.process import ServerProcess, dial, program, serving
 from tests.faults.raw_session import RawSession
@@ -25,6 +29,13 @@ from tests.wiring import full, item, pb
 MIB: Final = 1 << 20
 VOCABULARY: Final = 8192
 STEPS: Final = 4
+TEXTS: Final = 8
+"""Of a scheduler."""
+TEXT_TOKENS: Final = 64
+READ_TOKENS: Final = 12
+"""Of each text: behind them two runs are in flight."""
+LOGPROBS: Final = 256
+LEASE_S: Final = 2.0
 BOUND: Final = 100
 """MiB that may wait in all."""
 HELD: Final = 3.0
@@ -41,31 +52,48 @@ async def r22_the_dead_hold_nothing(size: Size) -> Figures:
     tokens = size.unread_mib * MIB // (4 * VOCABULARY)
     flags = ("--identity-vocab-size", str(VOCABULARY), "--identity-layers", "1", "--max-unread-bytes", f"{BOUND}MiB")
     limits = ("--max-response-bytes", "40MiB", "--max-session-response-bytes", "40MiB", "--replay-bytes", "1MiB")
+    lives = ("--lease-ttl-s", str(LEASE_S), "--idle-ttl-s", str(LEASE_S))
     figures: list[Figure] = []
     facts: dict[str, object] = {"an answer": f"{size.unread_mib} MiB", "may wait": f"{BOUND} MiB"}
-    async with serving(*flags, *limits, kv_blocks=65_536, fresh=True) as server:
+    async with serving(*flags, *limits, *lives, kv_blocks=65_536, fresh=True) as server:
         await _asked_and_killed(server, tokens, 1, 1)  # what libraries and allocators keep, they keep from now on
         await _settled(server, 0, LEFT_S)
-        for name, calls, sessions in (("unary calls", size.unread_calls, 0), ("sessions", 0, size.unread_sessions)):
+        for name, asked in (
+            ("unary calls", (size.unread_calls, 0, 0)),
+            ("sessions", (0, size.unread_sessions, 0)),
+            ("schedulers", (0, 0, size.unread_sessions)),
+        ):
             before = server.rss_bytes()
-            most, refused = await _asked_and_killed(server, tokens, calls, sessions)
+            most, refused = await _asked_and_killed(server, tokens, *asked)
             left, seconds = await _settled(server, before, LEFT_S if size.absolute else BUSY_S)
             figures += [
                 at_most(f"memory of {name} that nobody reads", (most - before) / MIB, HELD * BOUND, "MiB"),
                 at_most(f"memory left after {name}", left / MIB, LEFT, "MiB"),
-                at_least(f"refused of {name}", refused, 1),
             ]
-            facts[name] = {"asked": calls or sessions * STEPS, "refused": refused, "seconds until gone": seconds}
+            if name != "schedulers":  # their runs' answers are smaller than what may wait
+                figures.append(at_least(f"refused of {name}", refused, 1))
+            facts[name] = {
+                "asked": asked[0] + asked[1] * STEPS + asked[2] * TEXTS,
+                "refused": refused,
+                "seconds until gone": seconds,
+            }
         async with dial(server.target) as client:
             status = await client.status()
             figures.append(at_most("sessions left", status.sessions, 0))
-            facts["sequences that wait for their lease"] = status.pressure.sequences
+            facts["sequences that wait for the end of their lease"] = status.pressure.sequences
+            over = time.monotonic() + LEASE_S + BUSY_S
+            while status.pressure.sequences and time.monotonic() < over:
+                await asyncio.sleep(0.05)
+                status = await client.status()
+            figures.append(at_most("sequences left once leases and idle times end", status.pressure.sequences, 0))
     return Figures("R22", "The dead hold nothing", tuple(figures), facts)
 
 
-async def _asked_and_killed(server: ServerProcess, tokens: int, calls: int, sessions: int) -> tuple[int, int]:
+async def _asked_and_killed(
+    server: ServerProcess, tokens: int, calls: int, sessions: int, schedulers: int = 0
+) -> tuple[int, int]:
     """The most memory that the server had while a client did not read, and how many of its calls were refused."""
-    arguments = (server.target, str(tokens), str(calls), str(sessions))
+    arguments = (server.target, *map(str, (tokens, calls, sessions, schedulers)))
     async with dial(server.target) as client, program("tests.faults.unread", *arguments) as clients:
         assert clients.stdout is not None
         assert await clients.stdout.readline() == b"asked\n"
@@ -89,8 +117,8 @@ async def _settled(server: ServerProcess, before: int, patience_s: float) -> tup
     return server.rss_bytes() - before, seconds
 
 
-async def main(target: str, tokens: int, calls: int, sessions: int) -> None:
-    """Ask, unary calls on one connection and sessions on theirs, and stand still."""
+async def main(target: str, tokens: int, calls: int, sessions: int, schedulers: int) -> None:
+    """Ask, unary calls on one connection, sessions and schedulers on theirs, and stand still."""
     asked = item([1] * tokens, output=full(positions=output_pb2.POSITIONS_ALL))
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(dial(target))
@@ -106,9 +134,18 @@ async def main(target: str, tokens: int, calls: int, sessions: int) -> None:
             for _ in range(STEPS):
                 _, answer = await session.send(forward=session_pb2.SessionForward(items=[asked]))
                 waiting.append(answer)
+        output = Greedy(logprob=True, logprobs=RowLogprobs(LOGPROBS))
+        request = TextRequest(prompt=[1, 2], max_tokens=TEXT_TOKENS, output=output, stop=())
+        streams: list[TokenStream] = []
+        for _ in range(schedulers):
+            scheduler = await stack.enter_async_context(Scheduler(target))
+            streams += [scheduler.submit(request) for _ in range(TEXTS)]
+        for stream in streams:
+            for _ in range(READ_TOKENS):
+                await anext(stream)
         print("asked", flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))
