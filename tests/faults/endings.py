@@ -1,24 +1,26 @@
-"""How calls end: twenty-six ways, each of which must leave nothing behind. R15 goes through them."""
+"""How calls end: thirty-one ways, each of which must leave nothing behind. R15 goes through them."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 import grpc
 
 from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, model_executor_pb2, session_pb2
+from ferrum_rpc.scheduler import Scheduler, TextRequest, TokenStream
 from tests.faults.gate import StepGate
-from tests.faults.process import dial
+from tests.faults.process import dial, program
 from tests.faults.raw_session import raw_session
 from tests.faults.waiting import until
 from tests.serving import Served
 from tests.wiring import item, pb, prefill
 
 LATE_S: Final = 0.15
+TEXT_TOKENS: Final = 30
 
 
 class World:
@@ -244,6 +246,48 @@ async def released_while_busy(world: World) -> None:
     await asyncio.gather(decode, release)
 
 
+@asynccontextmanager
+async def _texts(world: World, **fields: Any) -> AsyncIterator[tuple[Scheduler, list[TokenStream]]]:
+    """Texts of a scheduler, one alone and three of one prompt, while one of their steps is held."""
+    request = TextRequest(prompt=range(1, 22), max_tokens=TEXT_TOKENS, stop=(), **fields)
+    async with Scheduler(world.served.target, run_tokens=4, token_budget=8) as scheduler:
+        streams = [scheduler.submit(request), *scheduler.submit_choices(request, 3)]
+        await anext(streams[0])
+        async with world.gate.closed():
+            await world.gate.reached()
+            yield scheduler, streams
+
+
+async def scheduler_cancels(world: World) -> None:
+    async with _texts(world) as (_, streams):
+        for each in streams:
+            each.cancel()
+
+
+async def scheduler_is_late(world: World) -> None:
+    async with _texts(world, deadline_s=LATE_S) as (_, streams):
+        await until(lambda: all(each.end is not None for each in streams))
+
+
+async def scheduler_closed(world: World) -> None:
+    async with _texts(world):
+        pass
+
+
+async def scheduler_streams_dropped(world: World) -> None:
+    async with _texts(world) as (scheduler, streams):
+        streams.clear()
+        world.gate.open()
+        await scheduler.drain()
+
+
+async def scheduler_killed(world: World) -> None:
+    """It stands still with runs in flight, and ends there."""
+    async with program("tests.faults.unread", world.served.target, "1", "0", "0", "1") as process:
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"asked\n"
+
+
 ENDINGS: Final[tuple[Callable[[World], Awaitable[None]], ...]] = (
     unary_ok,
     unary_error,
@@ -271,4 +315,9 @@ ENDINGS: Final[tuple[Callable[[World], Awaitable[None]], ...]] = (
     lease_run_out,
     forked_and_reset,
     released_while_busy,
+    scheduler_cancels,
+    scheduler_is_late,
+    scheduler_closed,
+    scheduler_streams_dropped,
+    scheduler_killed,
 )
