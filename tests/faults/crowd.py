@@ -1,8 +1,9 @@
 """R23: no caller starves another. And the crowd itself, a program of its own:
 
-    python -m tests.faults.crowd TARGET CALLERS SESSIONS
+    python -m tests.faults.crowd TARGET CALLERS SESSIONS TEXTS [TOKEN]
 
-says ``begun`` when all of it is at it, and after a line on its standard input what its steps took, as JSON.
+of callers, sessions, and a scheduler with so many texts at a time. It says ``begun`` when all of it is at it, and after
+a line on its standard input what its steps took, as JSON.
 """
 
 from __future__ import annotations
@@ -11,31 +12,75 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from ferrum_rpc.client import ExecutorClient, GrammarKind, Sample
 from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.scheduler import STEPS_IN_FLIGHT, Scheduler, TextRequest
 from tests.faults.figures import Figure, Figures, at_most, quantile
 from tests.faults.process import Dialled, dial, program, serving
 from tests.faults.raw_session import raw_session
 from tests.faults.sizes import Size
 from tests.faults.waiting import until
+from tests.grammars import SOURCES, encode
 from tests.wiring import item, pb, prefill
 
 CALLERS: Final = 64
 SESSIONS: Final = 8
 DEPTH: Final = 4
 """Steps in flight of a session."""
+TEXTS: Final = 48
+"""Of a scheduler at a time, more than it may have runs."""
+PROMPT: Final = encode("In the beginning God created the heaven and the earth. ") * 8
+TEXT_TOKENS: Final = 64
 SLOWER: Final = 3.0
 HEALTH_S: Final = 0.05
 PAUSE_S: Final = 0.005
 
 
 async def r23_no_caller_starves_another(size: Size) -> Figures:
-    """An outsider on a connection of its own, beside unary callers on one connection and sessions on theirs."""
-    async with serving() as server, dial(server.target) as client:
+    """An outsider on a connection of its own: alongside unary callers on one connection and sessions on theirs, and
+    alongside a scheduler with long prompts, runs and grammars."""
+    many = await _outsider(size, "identity", CALLERS, SESSIONS, 0)
+    texts = await _outsider(size, "demo", 0, 0, TEXTS)
+    figures: list[Figure] = []
+    facts: dict[str, object] = {"callers": CALLERS, "sessions": f"{SESSIONS} of {DEPTH} steps in flight"}
+    for where, step, (alone, waits, report) in (
+        ("", "a session's step", many),
+        (" alongside a scheduler", "a step of its texts", texts),
+    ):
+        figures += [
+            at_most(
+                f"p99 of an outsider's {name}{where}, in p99s of {step}",
+                quantile(waits[name], 0.99) / report["step_p99"],
+                SLOWER,
+                "x",
+            )
+            for name in ("Decode", "GetStatus")
+        ]
+        if size.absolute:
+            figures.append(at_most(f"p99 of a health check{where}", quantile(waits["health"], 0.99), HEALTH_S, "s"))
+        facts[f"crowd{where}"] = {name: round(value, 4) for name, value in report.items()}
+        for name, seconds in waits.items():
+            both = [round(quantile(seconds, q) * 1e3, 2) for q in (0.5, 0.99)]
+            facts[f"p50 and p99 ms of {name}{where}"] = both
+            facts[f"p99 ms of {name}{where}, alone"] = round(quantile(alone[name], 0.99) * 1e3, 2)
+    return Figures("R23", "No caller starves another", tuple(figures), facts)
+
+
+Waits = dict[str, list[float]]
+
+
+async def _outsider(
+    size: Size, model: str, callers: int, sessions: int, texts: int
+) -> tuple[Waits, Waits, dict[str, float]]:
+    """Seconds of an outsider's calls, alone and alongside a crowd, and what the crowd reports of its own."""
+    async with serving(model=model) as server, dial(server.target) as client:
         health = health_pb2_grpc.HealthStub(client.channel)
         handle = await prefill(client, [1, 2, 3, 4])
         decode = pb.DecodeRequest(item=item([1], handle, truncate_to=4))
@@ -49,39 +94,25 @@ async def r23_no_caller_starves_another(size: Size) -> Figures:
             "health": lambda: health.Check(health_pb2.HealthCheckRequest()),
         }
         alone = await _timed(calls, size.outsider_calls)
-        async with program("tests.faults.crowd", server.target, str(CALLERS), str(SESSIONS), stdin=True) as crowd:
-            assert crowd.stdin is not None and crowd.stdout is not None
-            assert await crowd.stdout.readline() == b"begun\n"
+        async with crowded(server.target, callers, sessions, texts) as report:
             beside = await _timed(calls, size.outsider_calls)
-            crowd.stdin.write(b"\n")
-            told = json.loads(await crowd.stdout.readline())
-    session = told["session_p99"]
-    figures: list[Figure] = [
-        at_most(
-            f"p99 of an outsider's {name}, in p99s of a session's step",
-            quantile(beside[name], 0.99) / session,
-            SLOWER,
-            "x",
-        )
-        for name in ("Decode", "GetStatus")
-    ]
-    if size.absolute:
-        figures.append(at_most("p99 of a health check", quantile(beside["health"], 0.99), HEALTH_S, "s"))
-    facts: dict[str, object] = {
-        "callers": CALLERS,
-        "sessions": f"{SESSIONS} of {DEPTH} steps in flight",
-        "steps of callers, of sessions": (told["calls"], told["steps"]),
-        "p50 and p99 ms of callers": (told["caller_p50"] * 1e3, told["caller_p99"] * 1e3),
-        "p50 and p99 ms of sessions": (told["session_p50"] * 1e3, session * 1e3),
-    }
-    for name, waits in beside.items():
-        facts[f"p50 and p99 ms of {name}"] = (quantile(waits, 0.5) * 1e3, quantile(waits, 0.99) * 1e3)
-        facts[f"p99 ms of {name}, alone"] = quantile(alone[name], 0.99) * 1e3
-    return Figures("R23", "No caller starves another", tuple(figures), facts)
+    return alone, beside, report
 
 
-async def _timed(calls: dict[str, Callable[[], Awaitable[Any]]], count: int) -> dict[str, list[float]]:
-    waits: dict[str, list[float]] = {name: [] for name in calls}
+@asynccontextmanager
+async def crowded(target: str, *arguments: int | str) -> AsyncIterator[dict[str, float]]:
+    """A crowd, from when all of it is at work. Its report is there at the end."""
+    report: dict[str, float] = {}
+    async with program("tests.faults.crowd", target, *map(str, arguments), stdin=True) as crowd:
+        assert crowd.stdin is not None and crowd.stdout is not None
+        assert await crowd.stdout.readline() == b"begun\n"
+        yield report
+        crowd.stdin.write(b"\n")
+        report |= json.loads(await crowd.stdout.readline())
+
+
+async def _timed(calls: dict[str, Callable[[], Awaitable[Any]]], count: int) -> Waits:
+    waits: Waits = {name: [] for name in calls}
     for _ in range(count):
         for name, call in calls.items():
             at = time.perf_counter()
@@ -92,7 +123,7 @@ async def _timed(calls: dict[str, Callable[[], Awaitable[Any]]], count: int) -> 
 
 
 class Crowd:
-    """Callers and sessions that decode as fast as they are answered."""
+    """Callers, sessions and texts that decode as fast as they are answered."""
 
     def __init__(self) -> None:
         self.calls: list[float] = []
@@ -122,26 +153,51 @@ class Crowd:
 
             await asyncio.gather(*[lane() for _ in range(DEPTH)])
 
+    async def texts(self, target: str, count: int, token: str | None) -> None:
+        """Texts of a scheduler, one of three by a grammar. A step of theirs is the time between two tokens."""
+        connect = partial(ExecutorClient, session=True, steps_in_flight=STEPS_IN_FLIGHT, tokens_ahead=True, token=token)
+        async with Scheduler(target, connect=connect) as scheduler:
+            grammar = await scheduler.register_grammar(GrammarKind.LARK, SOURCES[GrammarKind.LARK])
+
+            async def lane(number: int) -> None:
+                while not self.over:
+                    prompt = [*PROMPT[number:], *PROMPT[:number]]
+                    output = Sample(1.0, seed=number)
+                    if not number % 3:
+                        output = Sample(1.0, seed=number, grammar=grammar, grammar_from=len(prompt))
+                    request = TextRequest(prompt=prompt, max_tokens=TEXT_TOKENS, output=output)
+                    async with scheduler.submit(request) as stream:
+                        at, more = 0.0, False
+                        async for each in stream:
+                            now = time.perf_counter()
+                            if at and not more:
+                                self.steps.append(now - at)
+                            at, more = now, each.more
+                            if self.over:
+                                break
+
+            await asyncio.gather(*map(lane, range(count)))
+
     def told(self) -> dict[str, float]:
         """What the first second's start-up is not part of."""
         calls, steps = (waits[len(waits) // 10 :] for waits in (self.calls, self.steps))
         return {
-            "calls": len(self.calls),
-            "steps": len(self.steps),
-            "caller_p50": quantile(calls, 0.5),
-            "caller_p99": quantile(calls, 0.99),
-            "session_p50": quantile(steps, 0.5),
-            "session_p99": quantile(steps, 0.99),
+            f"{name}_{figure}": value
+            for name, waits in (("call", calls), ("step", steps))
+            if waits
+            for figure, value in (("count", len(waits)), ("p50", quantile(waits, 0.5)), ("p99", quantile(waits, 0.99)))
         }
 
 
-async def main(target: str, callers: int, sessions: int) -> None:
+async def main(target: str, callers: int, sessions: int, texts: int, token: str | None = None) -> None:
     """The crowd, until a line is read."""
     crowd = Crowd()
     async with dial(target) as client:
         tasks = [asyncio.create_task(crowd.caller(client)) for _ in range(callers)]
         tasks += [asyncio.create_task(crowd.session(target)) for _ in range(sessions)]
-        await until(lambda: len(crowd.calls) >= 4 * callers and len(crowd.steps) >= 4 * sessions, 60.0, every_s=PAUSE_S)
+        tasks += [asyncio.create_task(crowd.texts(target, texts, token)) for _ in range(bool(texts))]
+        least = 4 * sessions + texts
+        await until(lambda: len(crowd.calls) >= 4 * callers and len(crowd.steps) >= least, 60.0, every_s=PAUSE_S)
         print("begun", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         crowd.over = True
@@ -150,4 +206,4 @@ async def main(target: str, callers: int, sessions: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:5]), *sys.argv[5:]))
