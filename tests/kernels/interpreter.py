@@ -24,6 +24,7 @@ def interpret() -> None:
             raise RuntimeError("triton was imported before its interpreter was asked for")
     os.environ["TRITON_INTERPRET"] = "1"
     _complete()
+    _remember()
 
 
 def _complete() -> None:
@@ -72,3 +73,73 @@ def _complete() -> None:
     interpreter._convert_float = convert
     interpreter._patch_lang_tensor = patch
     interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def _remember() -> None:
+    """Make once what the interpreter of triton 3.6 makes anew: half of its time.
+
+    It replaces the language's functions at every launch and at every call of one kernel function by another: here once,
+    for the process interprets whatever it runs. And it makes types of blocks, their shapes and numpy's types for each
+    value, though they depend on a few numbers, and broadcasts what has the same shape.
+    """
+    import triton.language as tl
+    from triton.language import semantic
+    from triton.runtime import interpreter
+
+    core, patch_lang, numpy_type = tl.core, interpreter._patch_lang, interpreter._get_np_dtype
+    if getattr(patch_lang, "once", False):
+        return
+    patched = set[frozenset[str]]()
+
+    def patch(fn: Any) -> Any:
+        known = [value for value in fn.__globals__.values() if value is tl or value is core]
+        seen = frozenset(each.__name__ for each in known)
+        if seen not in patched:
+            patched.add(seen)
+            patch_lang(fn)
+        return interpreter._LangPatchScope()  # of nothing: nothing is restored
+
+    types = dict[Any, Any]()
+
+    def get_numpy_type(of: Any) -> Any:
+        key = type(of), of.name
+        if key not in types:
+            types[key] = numpy_type(of)
+        return types[key]
+
+    blocks = dict[Any, Any]()
+    make_block = core.block_type.__init__
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *[each.value if isinstance(each, core.constexpr) else each for each in shape]
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(self.__dict__)
+        self.__dict__.update(blocks[key])
+
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+
+    def same_shape(self: Any, lhs: Any, rhs: Any) -> Any:
+        one, other = lhs.type, rhs.type
+        blocks = one.is_block(), other.is_block()
+        if blocks == (False, False) or (all(blocks) and one.shape.values == other.shape.values):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    shapes = dict[Any, Any]()
+    make_tensor = core.tensor.__init__
+
+    def tensor(self: Any, handle: Any, kind: Any) -> None:
+        key = tuple(kind.shape.values) if kind.is_block() else ()
+        if key not in shapes:
+            make_tensor(self, handle, kind)
+            shapes[key] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = shapes[key]
+
+    patch.once = True  # type: ignore[attr-defined]
+    interpreter._patch_lang = patch
+    interpreter._get_np_dtype = get_numpy_type
+    core.block_type.__init__ = block
+    core.tensor.__init__ = tensor
+    semantic.TritonSemantic.broadcast_impl_value = same_shape
