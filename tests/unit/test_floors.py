@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,12 @@ class Tree:
 # --- this tree --------------------------------------------------------------------------------------------------------
 
 
+@cache
+def this_tree() -> Tree:
+    """Read once for all tests."""
+    return Tree(ROOT)
+
+
 def test_the_floors_stand_on_each_other_from_the_ground_up() -> None:
     known: set[str] = set()
     for name, floor in FLOORS.items():
@@ -286,7 +293,7 @@ def test_the_floors_stand_on_each_other_from_the_ground_up() -> None:
 
 
 def test_every_file_imports_only_from_floors_below_its_own() -> None:
-    tree = Tree(ROOT)
+    tree = this_tree()
     assert len(tree.files) > 80
     assert {floor_of(module) for module in tree.files} >= set(FLOORS)
     assert tree.violations() == []
@@ -294,7 +301,7 @@ def test_every_file_imports_only_from_floors_below_its_own() -> None:
 
 def test_programs_import_the_public_modules_of_the_client_only() -> None:
     public = {"ferrum_rpc.client", "ferrum_rpc.client.fleet", "ferrum_rpc.scheduler"}
-    inside = {each.target for each in Tree(ROOT).imports if each.module.startswith("clients.")}
+    inside = {each.target for each in this_tree().imports if each.module.startswith("clients.")}
     assert {each for each in inside if each.startswith("ferrum_rpc")} == public
 
 
@@ -319,14 +326,14 @@ def test_programs_benchmarks_and_tests_do_not_import_each_other() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    assert Tree(ROOT).cycle() is None
+    assert this_tree().cycle() is None
 
 
 def test_what_may_not_import_torch_does_not_load_it_either() -> None:
     """The service floor, the wire, the client, the command line: all of them together."""
     light = [
         module
-        for module in Tree(ROOT).files
+        for module in this_tree().files
         if (home := floor_of(module)) is not None
         and {"torch", "ray"}.isdisjoint(FLOORS[home].outside.split())  # Ray is an extra
         and not module.endswith("__main__")
