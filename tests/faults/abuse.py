@@ -57,10 +57,11 @@ async def r10_abuse_does_not_hurt_others(size: Size) -> Figures:
     async with serving("--max-streams", "16", fresh=True) as server, dial(server.target) as client:
         honest = Honest(client, await prefill(client, [1, 2, 3, 4]))
         await honest.p99(size.abuse_s)
+        quiet = await honest.p99(size.abuse_s)
         memory = server.rss_bytes()
         for kind in KINDS:
             for _ in range(1 if size.absolute else TRIES):
-                found = await _abused(server, honest, kind, size, facts)
+                found, quiet = await _abused(server, honest, kind, quiet, size, facts)
                 if all(each.holds for each in found):
                     break
             figures += found
@@ -73,11 +74,11 @@ async def r10_abuse_does_not_hurt_others(size: Size) -> Figures:
     return Figures("R10", "HTTP/2 abuse does not hurt others", tuple(figures), facts)
 
 
-async def _abused(
-    server: ServerProcess, honest: Honest, kind: str, size: Size, facts: dict[str, object]
-) -> list[Figure]:
+async def _abused(  # noqa: PLR0917
+    server: ServerProcess, honest: Honest, kind: str, before: float, size: Size, facts: dict[str, object]
+) -> tuple[list[Figure], float]:
+    """The figures of an abuse, and the p99 after it. ``before``: the p99 before it."""
     host, _, port = server.target.rpartition(":")
-    before = await honest.p99(size.abuse_s)
     descriptors = server.descriptors()
     worked = server.cpu_s()
     async with program("tests.faults.abuser", host, port, kind) as abuser:
@@ -103,7 +104,7 @@ async def _abused(
         at_most(f"descriptors back after {kind}", seconds, DESCRIPTORS_S, "s"),
         at_most(f"descriptors kept after {kind}", left - descriptors, 0),
         *([at_least("connections held open", held, 0.9 * IDLE_CONNECTIONS)] if kind == "idle_connections" else []),
-    ]
+    ], after
 
 
 async def _most_descriptors(server: ServerProcess) -> int:

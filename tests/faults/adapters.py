@@ -129,7 +129,7 @@ async def _text(client: Dialled, handle: types_pb2.KvHandle) -> tuple[list[int],
 
 @asynccontextmanager
 async def _beside(client: Dialled, texts: dict[str, list[int]], seen: Counter[str]) -> AsyncIterator[None]:
-    """Four sequences that live on and are decoded all the while."""
+    """Two sequences that live on and are decoded all the while."""
 
     async def decode(name: str) -> None:
         handle = await _created(client, name)
@@ -140,7 +140,7 @@ async def _beside(client: Dialled, texts: dict[str, list[int]], seen: Counter[st
         await client.executor.Release(pb.ReleaseRequest(handle=handle))
 
     done = False
-    tasks = [asyncio.create_task(decode(name)) for name in ("", STAYS) * 2]
+    tasks = [asyncio.create_task(decode(name)) for name in ("", STAYS)]
     try:
         yield
     finally:

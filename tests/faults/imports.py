@@ -158,11 +158,11 @@ async def r32_an_import_harms_nobody_else(size: Size, seed: int = 32) -> Figures
     hits its own prompt, exports and imports again; everything gives way to the second tier, and the process is started
     again. Behind each step another caller prompts with all these texts; in the end it publishes the first itself."""
     tally, dice = Tally(), random.Random(seed)
-    for name, model in MODELS.items():
+    for place, (name, model) in enumerate(MODELS.items()):
         if "kv_dtype" in model:  # the chunks that are forged here are of float32
             continue
         for number in range(size.poisoned_imports):
-            forge = (swapped, all_ones)[number % 2]
+            forge = (swapped, all_ones)[(place + number) % 2]
             with tempfile.TemporaryDirectory() as folder:
                 start = partial(callers, model, Path(folder), {}, tally)
                 await _round(start, forge, f"{name} {number}", dice, tally)

@@ -37,7 +37,7 @@ TORCHRUN: Final = (
     "--master-port",
 )
 KINDS: Final = tuple(product((signal.SIGKILL, signal.SIGSTOP), (True, False), ("shared-memory", "gloo"), ((),)))
-WAYS: Final = (KINDS[0], (signal.SIGKILL, True, "shared-memory", TORCHRUN), *reversed(KINDS[1:]))
+WAYS: Final = ((signal.SIGKILL, True, "shared-memory", TORCHRUN), *reversed(KINDS))
 """How it ends, whether there are callers, the transport, and who starts ranks."""
 
 

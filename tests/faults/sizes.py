@@ -103,7 +103,9 @@ class Size:
     """R34: calls with the largest contents before memory is measured first, and what ten times as many may take."""
     grammar_texts: int
     hostile_grammars: int
-    """R35: texts by grammars and by masks of the caller, and rounds of all hostile grammars beside a neighbour."""
+    hostile_kinds: int
+    """R35: texts by grammars and by masks of the caller; rounds of hostile grammars beside a neighbour, and how many of
+    those that are too complex and of those that are impossible are among them."""
     outsider_calls: int
     """R23: calls of each kind beside a crowd."""
     configurations: int
@@ -125,17 +127,17 @@ CI: Final = Size(
     deadlines=300,
     retried_calls=5,
     silences=1,
-    peak_s=2.4,
-    overload_s=3.6,
+    peak_s=1.8,
+    overload_s=2.7,
     goodput_share=0.72,
-    abuse_s=0.8,
+    abuse_s=0.6,
     p99_floor_s=0.1,
     neighbour_calls=80,
     neighbour_runs=20,
     weight_files=800,
     fuzz_direct=800,
     fuzz_wire=40,
-    endings=2,
+    endings=1,
     leak_calls=5_000,
     leak_whole_lives=False,
     expired_calls=0,
@@ -154,9 +156,9 @@ CI: Final = Size(
     restarts=1,
     shared_prompts=12,
     timed_prompts=5,
-    transfer_kills=10,
-    poisoned_imports=2,
-    rank_deaths=3,
+    transfer_kills=6,
+    poisoned_imports=1,
+    rank_deaths=2,
     fleet_sequences=60,
     hung_patience_s=2.0,
     short_stop_s=2.4,
@@ -166,6 +168,7 @@ CI: Final = Size(
     content_mib=16.0,
     grammar_texts=6,
     hostile_grammars=1,
+    hostile_kinds=1,
     outsider_calls=60,
     configurations=40,
     absolute=False,
@@ -225,6 +228,7 @@ FULL: Final = Size(
     content_mib=64.0,
     grammar_texts=1_000,
     hostile_grammars=20,
+    hostile_kinds=4,
     outsider_calls=1_000,
     configurations=5_000,
     absolute=True,

@@ -114,7 +114,8 @@ async def r28_a_transfer_is_whole_or_nothing(size: Size, seed: int = 0) -> Figur
         for number in range(size.transfer_kills):
             engine = ("thread", "process")[number % 10 == 4]
             await asyncio.gather(
-                _source_dies(source, target, engine, dice, tally), _target_dies(source, engine, dice, tally)
+                _source_dies(source, target, engine, number % 2 == 0, dice, tally),
+                _target_dies(source, engine, dice, tally),
             )
             await tally.empty(target, "target")
             await tally.empty(source, "source")
@@ -151,7 +152,9 @@ def _tokens(dice: random.Random) -> list[int]:
     return [dice.randrange(256) for _ in range(TOKENS)]
 
 
-async def _source_dies(other: Dialled, target: Dialled, engine: str, dice: random.Random, tally: Tally) -> None:
+async def _source_dies(  # noqa: PLR0917
+    other: Dialled, target: Dialled, engine: str, goes_on: bool, dice: random.Random, tally: Tally
+) -> None:
     """What came of it stays, and another source of the same tokens goes on; or its lease is given up."""
     tokens, request_id = _tokens(dice), f"{dice.getrandbits(64):x}"
     lease = (await target.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
@@ -167,7 +170,7 @@ async def _source_dies(other: Dialled, target: Dialled, engine: str, dice: rando
         tally.kills["source"] += 1
         await stream.done_writing()
         came = (await stream).next_token
-    if dice.random() < 0.5:
+    if goes_on:
         handle = await prefilled(other, tokens)
         rest = as_import(await exported(other, handle, came))
         await other.executor.Release(pb.ReleaseRequest(handle=handle))
