@@ -61,6 +61,10 @@ RANKS: Final = 20, 3
 ADAPTED: Final = 150
 """Tokens of a prompt with an adapter: more than a large tile has rows."""
 
+LENGTHS: Final = 700, 33, 1200, 5
+REHEARSED_LENGTHS: Final = 70, 33, 120, 5
+"""Tokens of the prompts."""
+
 ELEMENTS: Final = 1 << 32
 REPEATS: Final = 200
 ALL: Final = OutputSpec(Positions.ALL, FullLogits(RowDType.F32))
@@ -87,11 +91,10 @@ def answers(runner: TorchRunner, spans: Sequence[Span]) -> Answers:
     return found
 
 
-def history() -> Iterator[list[Span]]:
+def history(lengths: Sequence[int]) -> Iterator[list[Span]]:
     """Steps of several sequences: prompts, a chunk, decode, a verify behind a roll-back, and a mixed one."""
-    lengths = 700, 33, 1200, 5
     yield [Span(s, tokens(length, s), 0, ALL, create=True) for s, length in enumerate(lengths)]
-    yield [Span(0, tokens(300, 9), 700, ALL)]
+    yield [Span(0, tokens(300, 9), lengths[0], ALL)]
     for at in range(3):
         yield [Span(s, tokens(1, at), length + at, ALL) for s, length in enumerate(lengths) if s]
     yield [Span(s, tokens(5, 20 + s), length, ALL) for s, length in enumerate(lengths) if s]
@@ -149,7 +152,7 @@ def pool(*, rehearse: bool) -> int:
     if not rehearse and torch.cuda.mem_get_info()[0] < 1.1 * needed:
         print(f"a pool of {needed / 2**30:.0f} GiB does not fit this device: nothing was compared")
         return NOT_HERE_STATUS
-    wrong = 0
+    wrong, lengths = 0, REHEARSED_LENGTHS if rehearse else LENGTHS
     with checkpoint() as folder:
         for kind in kinds:
             found = []
@@ -158,7 +161,7 @@ def pool(*, rehearse: bool) -> int:
                 config = settings(folder, rehearse=rehearse, kv_blocks=blocks, block_order=order, **kind)
                 runner = build_runner(config)
                 elements = runner.store.keys[0].numel()
-                found.append([row for spans in history() for row in answers(runner, spans)])
+                found.append([row for spans in history(lengths) for row in answers(runner, spans)])
                 runner.close()
                 del runner
             if not rehearse:
@@ -175,19 +178,19 @@ def pool(*, rehearse: bool) -> int:
 
 def equal(*, rehearse: bool) -> int:
     """See above."""
-    differ = dict[str, int]()
+    differ, lengths = dict[str, int](), REHEARSED_LENGTHS if rehearse else LENGTHS
     with checkpoint() as folder:
         for graphs in ("auto", "off"):
             more = with_adapters(folder)
             runner = build_runner(settings(folder, rehearse=rehearse, kv_blocks=512, cuda_graphs=graphs, **more))
             load_adapters(runner)
-            for spans in (*list(history())[:1], adapted(ADAPTED, create=True)):
+            for spans in (*list(history(lengths))[:1], adapted(ADAPTED, create=True)):
                 answers(runner, spans)
             steps = {
-                "decode": [Span(s, tokens(1, s), length, ALL) for s, length in enumerate((700, 33, 1200, 5))],
-                "draw": [Span(s, tokens(1, s), length, DRAWN) for s, length in enumerate((700, 33, 1200, 5))],
-                "verify": [Span(s, tokens(5, s), length, ALL) for s, length in enumerate((700, 33, 1200, 5))],
-                "chunk": [Span(2, tokens(512, 7), 1200, ALL)],
+                "decode": [Span(s, tokens(1, s), length, ALL) for s, length in enumerate(lengths)],
+                "draw": [Span(s, tokens(1, s), length, DRAWN) for s, length in enumerate(lengths)],
+                "verify": [Span(s, tokens(5, s), length, ALL) for s, length in enumerate(lengths)],
+                "chunk": [Span(2, tokens(512, 7), lengths[2], ALL)],
                 "adapters": adapted(1, create=False),
                 "chunks with adapters": adapted(70, create=False),
             }
@@ -219,12 +222,12 @@ def one(*, rehearse: bool) -> int:
             load_adapters(runner)
             for spans in (adapted(ADAPTED, create=True), adapted(1, create=False)):
                 answers(runner, spans)
-            steps = list(history())
+            steps = list(history(LENGTHS))
             for spans in [*steps[:2], steps[2], *steps[5:]]:
                 answers(runner, spans)
             with runner.context():
                 runner.fork(2, [20], None)
-            answers(runner, [Span(20, tokens(1), 1200, DRAWN), Span(3, tokens(1), 3, DRAWN)])
+            answers(runner, [Span(20, tokens(1), LENGTHS[2], DRAWN), Span(3, tokens(1), 3, DRAWN)])
             chosen = [name for name, _ in runner.device.choices]
             print(kind, *chosen, sep="\n  ")
             if not rehearse and not {"attention=triton", "adapters=triton", "sampling=triton"} <= {*chosen}:

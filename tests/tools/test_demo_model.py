@@ -23,6 +23,7 @@ def test_a_run_writes_weights_of_the_committed_shape_and_its_figures_into_the_ca
     monkeypatch.setattr(train, "load", lambda cache: Corpus([TEXT], [TEXT[:600]], dict.fromkeys(PACKAGES, "9.9-9")))
     monkeypatch.setattr(train, "sample", lambda model, prompt, new, temperature: f"{prompt}it was {temperature} so")
     monkeypatch.setattr(train, "RECIPES", train.RECIPES | {"target": train.Recipe(2, 9, 3e-3)})
+    monkeypatch.setattr(train, "SEGMENTS", 1)  # a quarter of a step's text
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     train.main(["--out", str(tmp_path), "--steps", "2", "--eager", "--seed", "3"])
     for role, folder in train.FOLDERS.items():
