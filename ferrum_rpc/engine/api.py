@@ -53,6 +53,10 @@ class Constraining(Protocol):
     def ready(self, spans: Sequence[Span]) -> bool:
         """Whether all that the spans need is there, or refused."""
 
+    @property
+    def any_slow(self) -> bool:
+        """Whether `may_go_on` may be False."""
+
     def may_go_on(self, span: Span) -> bool:
         """Whether the next step of a run may begin: its mask is there, or soon will be."""
 

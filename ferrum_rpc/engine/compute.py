@@ -36,7 +36,7 @@ AdaptedRows = tuple[int, int, int]
 """The number of an adapter, the first of its rows in a step, and how many there are."""
 
 
-WordsOf = Callable[[Span, int], list[npt.NDArray[np.int32] | None] | None]
+WordsOf = Callable[[Span, int], Sequence[npt.NDArray[np.int32] | None] | npt.NDArray[np.int32] | None]
 """`Constraints.words`."""
 
 

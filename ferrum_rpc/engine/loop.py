@@ -134,7 +134,6 @@ class EngineLoop(ABC):
     def _serve(self, runner: Runner) -> None:
         stopping = False
         constraints = runner.constraints
-        may_go_on = None if constraints is None else constraints.may_go_on
         while not stopping or self._backlog or self._under_way or self._runs.ready or self._places or self._aside:
             if self._under_way and not self._next_is_due(runner):
                 self._deliver(self._finish(runner))
@@ -147,6 +146,7 @@ class EngineLoop(ABC):
                 self._aside.pass_on(constraints)
             share = self._share(runner) if runner.in_stages else None
             if self._runs.ready:
+                may_go_on = constraints.may_go_on if constraints is not None and constraints.any_slow else None
                 going = self._runs.take(time.monotonic(), share, may_go_on)
                 self._end_runs(runner, finished)
             claimed = self._claim(finished, None if share is None else share - len(going))

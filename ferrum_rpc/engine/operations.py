@@ -82,6 +82,8 @@ class TorchRunner(StepRunner):
                 if made:  # a truncation to where it stands gives back the spare that its shared block needed
                     self.kv.truncate(parent, self.kv.length(parent))
                 raise
+            if self.constraints is not None:
+                self.constraints.fork(parent, children)
         return self.kv.length(parent) if at is None else at
 
     def reserve(self, sequence: int, tokens: int) -> None:

@@ -238,6 +238,8 @@ class StepRunner:
             except BaseException as error:
                 pending.ended = self._failure(pending, error)
                 return
+        if pending.constrained:
+            self._ask_for_next(pending)  # first: the masks are made while the host goes on
         refused, rows, commit = pending.refused, iter(pending.rows), self.kv.commit
         copied = searched = 0
         outcomes: list[SpanOutcome] = []
@@ -256,27 +258,26 @@ class StepRunner:
             outcomes.append(SpanResult(length, next(rows), None, reservation.cached))
             copied += len(reservation.copies)
             searched += reservation.searched
-        if pending.constrained:
-            self._ask_for_next(pending, outcomes)
         self.kv.trim_spares()
         now = time.perf_counter()
         forward_s = now - max(pending.began, self._ended_at)  # before, the device was another step's
         pending.ended = StepResult(tuple(outcomes), forward_s, copied, searched)
         self._ended_at = now
 
-    def _ask_for_next(self, pending: Pending, outcomes: Sequence[SpanOutcome]) -> None:
+    def _ask_for_next(self, pending: Pending) -> None:
         """Ask for the masks behind what a step has chosen, and forget sequences that were not made."""
-        assert self.constraints is not None  # noqa: S101 - the caller looked
-        for span, outcome in zip(pending.spans, outcomes, strict=True):
-            if not isinstance(outcome, SpanResult):
+        constraints, rows = self.constraints, iter(pending.rows)
+        assert constraints is not None  # noqa: S101 - the caller looked
+        for index, span in enumerate(pending.spans):
+            chosen = next(rows) if index in pending.reservations else None
+            if index in pending.refused or index in pending.late:
                 if span.create:
-                    self.constraints.forget((span.sequence,))
-            elif outcome.rows is not None:
-                rows = outcome.rows
-                last = rows.block.columns.get("token_ids")
+                    constraints.forget((span.sequence,))
+            elif chosen is not None:
+                last = chosen.block.columns.get("token_ids")
                 if last is not None and last.ndim == 1:
-                    self.constraints.chosen(span, outcome.length, int(last[rows.first + rows.count - 1]))
-        self.constraints.flush()
+                    constraints.chosen(span, int(last[chosen.first + chosen.count - 1]))
+        constraints.flush()
 
     def _give_up(self, reservations: dict[int, Reservation]) -> None:
         for reservation in reservations.values():

@@ -58,10 +58,8 @@ class Masks:
 
     def on_device(self, words: Sequence[tuple[int, npt.NDArray[np.int32]]]) -> list[RowMask]:
         """Masks by their rows and words."""
-        if self._device.type == "cpu":
-            return [RowMask(row, torch.from_numpy(each)) for row, each in words]
         host = torch.from_numpy(np.stack([each for _, each in words]))
-        return list(map(RowMask, [row for row, _ in words], to_device(host, self._device)))
+        return list(map(RowMask, [row for row, _ in words], to_device(host, self._device).unbind()))
 
     def of(self, kind: Sample, rows: int) -> list[Tensor | None]:
         """The words for each of an item's rows, None for a row without a mask. Raises KeyError for one that is not

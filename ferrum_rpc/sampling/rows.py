@@ -63,7 +63,7 @@ class RowRequest(NamedTuple):
     counted: CountedTokens | None = None
     scored: TokenArray | None = None
     draft: Draft | None = None
-    words: Sequence[npt.NDArray[np.int32] | None] | None = None
+    words: Sequence[npt.NDArray[np.int32] | None] | npt.NDArray[np.int32] | None = None
 
 
 _GREEDY: Final = Greedy()

@@ -118,7 +118,7 @@ async def test_a_mask_that_exceeds_its_time_ends_its_item_alone(served: Served) 
 
 def processes(served: Served) -> list[int]:
     """Those of the grammars, which are children of the first."""
-    first = served.runner.constraints._pool._first.pid
+    first = served.runner.constraints._pool.starter.process.pid
     found = []
     for each in Path("/proc").iterdir():
         if each.name.isdecimal():
@@ -142,7 +142,8 @@ async def test_a_process_that_is_killed_in_a_step_is_started_again_and_nobody_no
             text = [token async for token in plain.generate(PROMPT, output=output)]
             first = (await sequence.prefill(PROMPT, output)).token
             running = await gate.hold(sequence.decode(first, output, run=Run(32)))
-            victims = processes(served) if what == "the grammar" else [served.runner.constraints._pool._first.pid]
+            first_process = served.runner.constraints._pool.starter.process.pid
+            victims = processes(served) if what == "the grammar" else [first_process]
             assert victims
             for each in victims:
                 os.kill(each, signal.SIGKILL)

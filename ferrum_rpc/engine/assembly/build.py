@@ -39,7 +39,8 @@ from ferrum_rpc.engine.cuda.select import (
     warn_of_torch,
 )
 from ferrum_rpc.engine.grammars.constraints import Constraints
-from ferrum_rpc.engine.grammars.pool import GrammarPool, NoGrammars
+from ferrum_rpc.engine.grammars.pool import GrammarPool
+from ferrum_rpc.engine.grammars.starter import NoGrammars
 from ferrum_rpc.engine.memory import free_memory, total_memory
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.ranks.adapters import RankedAdapters

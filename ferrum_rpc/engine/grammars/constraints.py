@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import Accept, Grammar, Sample, Span, TokenArray
+from ferrum_rpc.core import Accept, Grammar, OutputSpec, Sample, Span, TokenArray
 from ferrum_rpc.engine.grammars.pool import GrammarPool
 from ferrum_rpc.errors import ExecutorError, GrammarUnknown
 
@@ -66,18 +66,23 @@ class Constraints:
         """Whether all that the spans need is there, or refused."""
         for span in spans:
             if _constrained(span) is not None:
-                request = self._pool.request(span.sequence)
-                if request is not None and request.outcome is None:
+                text = self._pool.text(span.sequence)
+                if text is not None and text.outcome is None:
                     return False
         return True
+
+    @property
+    def any_slow(self) -> bool:
+        """Whether `may_go_on` may be False."""
+        return self.active and self._pool.any_slow
 
     def may_go_on(self, span: Span) -> bool:
         """Whether the next step of a run may begin: its mask is there, or soon will be."""
         kind = _constrained(span)
         if kind is None:
             return True
-        request = self._pool.request(span.sequence)
-        return request is None or request.outcome is not None or not self._pool.is_slow(kind.grammar)
+        text = self._pool.text(span.sequence)
+        return text is None or text.outcome is not None or not self._pool.is_slow(kind.grammar)
 
     def wait(self, seconds: float) -> None:
         """Wait for the first answer, at most for so long."""
@@ -88,60 +93,68 @@ class Constraints:
         kind = _constrained(span)
         if kind is None or span.end < kind.grammar_from:
             return None
-        request = self._pool.request(span.sequence)
-        if request is None or request.grammar != kind.grammar or kind.grammar_from + len(request.tokens) != span.end:
+        text = self._pool.text(span.sequence)
+        if text is None or text.key != kind.grammar or kind.grammar_from + text.length != span.end:
             return GrammarUnknown("the grammar was dropped: register it again")
-        return request.outcome if isinstance(request.outcome, ExecutorError) else None
+        return text.outcome if isinstance(text.outcome, ExecutorError) else None
 
     # --- in a step --------------------------------------------------------------------------------------------------
 
     def late(self, spans: Sequence[Span], began: float) -> set[int]:
         """Wait for the masks of a step that ``began`` then (`time.monotonic`). The sequences whose masks are not there,
         which are those of runs."""
-        waiting = [span for span in spans if not self.ready((span,))]
-        if not waiting:
+        pool = self._pool
+        pool.spare_s = max(LATE_S, time.monotonic() - began)
+        if not pool.asked:
             return set()
-        patience_s = max(LATE_S, time.monotonic() - began)
-        until = time.monotonic() + patience_s
+        pool.poll()
+        waiting = [span for span in spans if not self.ready((span,))]
+        until = time.monotonic() + pool.spare_s
         while waiting and (left := until - time.monotonic()) > 0:
-            self._pool.poll(left)
+            pool.poll(left)
             waiting = [span for span in waiting if not self.ready((span,))]
         for span in waiting:
             if (kind := _constrained(span)) is not None:
-                self._pool.was_slow(kind.grammar)
+                pool.was_slow(kind.grammar)
         return {span.sequence for span in waiting}
 
-    def words(self, span: Span, rows: int) -> list[npt.NDArray[np.int32] | None] | None:
+    def words(self, span: Span, rows: int) -> Sequence[npt.NDArray[np.int32] | None] | npt.NDArray[np.int32] | None:
         """The masks of the last ``rows`` of a span, None for a row without one. None: none has one. Rows behind a token
         of a draft that is not allowed have none, and are not returned."""
         kind = _constrained(span)
         if kind is None or span.end < kind.grammar_from:
             return None
-        request = self._pool.request(span.sequence)
-        assert request is not None  # noqa: S101 - it was not refused
-        if isinstance(request.outcome, ExecutorError):
-            raise request.outcome
-        assert request.outcome is not None  # noqa: S101 - it is not late
-        last = len(request.tokens) - request.first_mask + 1
-        found: list[npt.NDArray[np.int32] | None] = [None] * (rows - last)
-        found.extend(request.outcome)
+        text = self._pool.text(span.sequence)
+        assert text is not None  # noqa: S101 - it was not refused
+        if isinstance(text.outcome, ExecutorError):
+            raise text.outcome
+        assert text.outcome is not None  # noqa: S101 - it is not late
+        if rows == len(text.outcome):
+            return text.outcome
+        found: list[npt.NDArray[np.int32] | None] = [None] * (rows - text.mask_count)
+        found.extend(text.outcome)
         return found + [None] * (rows - len(found))
 
-    def chosen(self, span: Span, length: int, token: int) -> None:
-        """A step has chosen a token: ask for the mask behind it, and send that with `flush`."""
+    def chosen(self, span: Span, token: int) -> None:
+        """A step has chosen a token behind what it keeps of a span: ask for the mask behind it, and send that with
+        `flush`."""
         kind = _constrained(span)
-        if kind is None or length < kind.grammar_from:
+        if kind is None or span.end < kind.grammar_from:
             return
-        last = self._pool.request(span.sequence)
-        if last is not None and last.grammar == kind.grammar and kind.grammar_from + len(last.tokens) == length:
-            self._pool.extend(span.sequence, last, token)  # it was the request of this span
-            return
-        text = np.append(self._tokens_of(span.sequence)[kind.grammar_from : length], np.int32(token))
-        self._pool.ask(span.sequence, kind.grammar, text, len(text), len(text))
+        text = self._pool.text(span.sequence)
+        if text is not None and text.key == kind.grammar and kind.grammar_from + text.length == span.end:
+            self._pool.append(text, token)  # its last request was that of this span
+        else:
+            self._ask(span._replace(tokens=np.append(span.tokens, np.int32(token)), output=OutputSpec(kind=kind)), kind)
 
     def flush(self) -> None:
         """Send what was asked for."""
         self._pool.flush()
+
+    def fork(self, parent: int, children: Sequence[int]) -> None:
+        """The children begin with the parent's tokens, and so with its state."""
+        if self.active:
+            self._pool.fork(parent, children)
 
     def forget(self, sequences: Iterable[int]) -> None:
         """The sequences have ended."""
@@ -163,7 +176,7 @@ class Constraints:
         required = len(text)
         if isinstance(span.output.kind, Accept):  # the rest is a draft
             required = max(0, start + 1 - begins)
-        self._pool.ask(span.sequence, kind.grammar, text, required, first_mask)
+        self._pool.ask(span.sequence, kind.grammar, text, required, first_mask, span.parent)
         return True
 
 

@@ -2,21 +2,20 @@
 
 The states of texts are only kept to save time: a text is given by its tokens, and a state is moved to it by the tokens
 that differ. Nothing here has limits of its own but those of the library, which make a grammar fail at the same place
-every time; the process around it has the others (`worker`).
+every time; the process around it has the others (`worker`), and the engine decides how many states are kept.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ferrum_rpc.core import Grammar, GrammarKind
-
-MAX_STATES: Final = 512
-"""Texts of one grammar whose states are kept; the least recently used are dropped first, and computed again."""
+from ferrum_rpc.engine.grammars.messages import Ask
 
 TRIAL_TOKENS: Final = 8
 """Masks that are computed when a grammar is compiled, along a text that it allows."""
@@ -50,66 +49,87 @@ class Vocabulary:
 
     def __init__(self, tokenizer: str, size: int, ends: tuple[int, ...]) -> None:
         self.library = LLTokenizer(tokenizer, n_vocab=size, eos_token=ends[0])
-        self.ends = ends
-        words = np.zeros(-(-size // _WORD), np.uint32)
+        self.ends = frozenset(ends)
+        self.words = -(-size // _WORD)
+
+
+class MaskMemory:
+    """Rows of masks, int32 [rows, words of the vocabulary]. ``mask(row)`` costs less without numpy: its code is not in
+    the processor's caches when a step needs a mask."""
+
+    def __init__(self, masks: npt.NDArray[np.int32], ends: Iterable[int]) -> None:
+        self._address, self._row_bytes = masks.ctypes.data, masks.strides[0]
+        self._bytes = masks.data.cast("B")
+        self._words = self._bytes.cast("I")
+        self._ends: dict[int, int] = {}  # by word
         for token in ends:
-            words[token // _WORD] |= np.uint32(1 << token % _WORD)
-        self.end_words = words.view(np.int32)
+            self._ends[token // _WORD] = self._ends.get(token // _WORD, 0) | 1 << token % _WORD
 
+    def fill(self, row: int, matcher: Any) -> None:
+        """The tokens that the library allows, and the ends if the text may end. Raises `GrammarError`."""
+        matcher.unsafe_compute_mask_ptr(self._address + row * self._row_bytes, self._row_bytes)
+        _check(matcher)
+        first, accepts = row * self._row_bytes // 4, matcher.is_accepting()
+        for word, bits in self._ends.items():
+            others = self._words[first + word] & ~bits
+            self._words[first + word] = others | bits if accepts else others
 
-class Matched(NamedTuple):
-    """The first ``consumed`` tokens of a text are allowed; ``words``: the masks that were requested of them, int32
-    [masks, ceil(V / 32)]."""
+    def fill_ends(self, row: int) -> None:
+        """The ends alone."""
+        first, size = row * self._row_bytes, self._row_bytes
+        self._bytes[first : first + size] = bytes(size)
+        for word, bits in self._ends.items():
+            self._words[first // 4 + word] = bits
 
-    consumed: int
-    words: np.ndarray[Any, np.dtype[np.int32]]
+    def is_empty(self, row: int) -> bool:
+        """Whether no token is allowed."""
+        first = row * self._row_bytes
+        return not self._bytes[first : first + self._row_bytes].tobytes().lstrip(b"\0")
 
 
 class Texts:
-    """The texts of one grammar. Raises `GrammarError` if it cannot be compiled, or allows no text."""
+    """The texts of one grammar, whose masks go to ``masks``, int32 [rows, words of the vocabulary]. Raises
+    `GrammarError` if the grammar cannot be compiled, or allows no text."""
 
-    def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar, masks: npt.NDArray[np.int32]) -> None:
         self._compiled = LLMatcher(vocabulary.library, _source(grammar), log_level=0, limits=LIMITS)
         _check(self._compiled)
-        self._states: OrderedDict[int, _State] = OrderedDict()
-        self._try()
+        self._memory = MaskMemory(masks, vocabulary.ends)
+        self._ends = vocabulary.ends
+        self._states: dict[int, _State] = {}
+        self._try(masks)
 
-    def match(self, text: int, keep: int, tokens: list[int], required: int, first_mask: int) -> Matched | None:
-        """Move the state of ``text`` to its first ``keep`` tokens and these ``tokens``. The masks of the rows behind
-        ``first_mask`` of these tokens and of more, as far as they are allowed; none if fewer than ``required`` are.
-        None: fewer than ``keep`` tokens are known. Raises `GrammarError`; then the state is gone."""
-        state = self._states.pop(text, None)
-        if keep > (0 if state is None else state.length):
-            return None
+    def match(self, ask: Ask, tokens: list[int]) -> int:
+        """Do what is asked, with its ``tokens``; how many of these are allowed. Raises `GrammarError`."""
+        state = self._states.get(ask.text)
         if state is None:
-            state = _State(self._compiled.deep_copy(), self._vocabulary)
-        state.cut(keep)
-        last = len(tokens)
-        consumed = state.consume(tokens[: min(first_mask, last)])
-        words = []
-        while consumed >= first_mask:
-            words.append(state.mask())
+            source = self._states.get(ask.source)
+            state = self._states[ask.text] = self._begin() if source is None else source.copy()
+        state.cut(ask.keep)
+        first, last, row = ask.first_mask, ask.size, ask.row
+        consumed = state.consume(tokens if first >= last else tokens[:first])
+        while consumed >= first:
+            state.mask(row)
+            row += 1
             if consumed == last or not state.consume(tokens[consumed : consumed + 1]):
                 break
             consumed += 1
-        if consumed < required:
-            words = []
-        self._states[text] = state
-        if len(self._states) > MAX_STATES:
-            self._states.popitem(last=False)
-        return Matched(keep + consumed, np.array(words, np.int32))
+        return consumed
 
     def drop(self, text: int) -> None:
         """Forget the state of a text."""
         self._states.pop(text, None)
 
-    def _try(self) -> None:
+    def _begin(self) -> _State:
+        return _State(self._compiled.deep_copy(), self._memory, self._ends)
+
+    def _try(self, masks: npt.NDArray[np.int32]) -> None:
         """Follow a text for some tokens, so that most grammars that allow none, or only at great cost, are refused
         when they are registered."""
-        state = _State(self._compiled.deep_copy(), self._vocabulary)
+        state = self._begin()
         for _ in range(TRIAL_TOKENS):
-            bits = np.unpackbits(state.mask().view(np.uint8), bitorder="little")
+            state.mask(0)
+            bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
             if not state.consume([int(bits.nonzero()[0][-1])]) or state.ended:
                 return
 
@@ -118,13 +138,21 @@ class _State:
     """The state of one text. ``ended``: how many of its last tokens are ends. The library consumes none of these: it
     knows one end only, and counts it in some states and not in others."""
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+    def __init__(self, matcher: Any, memory: MaskMemory, ends: frozenset[int]) -> None:
+        self._matcher, self._memory, self._ends = matcher, memory, ends
         self.length = self.ended = 0
+
+    def copy(self) -> _State:
+        """The state of another text with the same tokens."""
+        copied = _State(self._matcher.deep_copy(), self._memory, self._ends)
+        copied.length, copied.ended = self.length, self.ended
+        return copied
 
     def cut(self, length: int) -> None:
         """Go back to the first ``length`` tokens."""
         dropped = self.length - length
+        if not dropped:
+            return
         ends = min(dropped, self.ended)
         if dropped > ends and not self._matcher.rollback(dropped - ends):
             _check(self._matcher)
@@ -133,8 +161,8 @@ class _State:
 
     def consume(self, tokens: list[int]) -> int:
         """Append tokens up to the first that is not allowed. Returns how many."""
-        ends, matcher = self._vocabulary.ends, self._matcher
-        first = next((at for at, token in enumerate(tokens) if token in ends), len(tokens))
+        ends, matcher = self._ends, self._matcher
+        first = len(tokens) if ends.isdisjoint(tokens) else next(at for at, token in enumerate(tokens) if token in ends)
         count = 0
         if first and not self.ended:
             count = matcher.try_consume_tokens(tokens[:first])
@@ -146,19 +174,15 @@ class _State:
         self.length += count
         return count
 
-    def mask(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """The words of the tokens that may follow. Raises `GrammarError` if there are none."""
-        vocabulary = self._vocabulary
+    def mask(self, row: int) -> None:
+        """Write the tokens that may follow to a row. Raises `GrammarError` if there are none."""
+        memory = self._memory
         if self.ended:
-            return vocabulary.end_words
-        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
-        _check(self._matcher)
-        words = words & ~vocabulary.end_words
-        if self._matcher.is_accepting():
-            words |= vocabulary.end_words
-        if not words.any():
+            memory.fill_ends(row)
+            return
+        memory.fill(row, self._matcher)
+        if memory.is_empty(row):
             raise GrammarError("the grammar allows no token of the tokenizer here", too_complex=False)
-        return words
 
 
 def _source(grammar: Grammar) -> str:

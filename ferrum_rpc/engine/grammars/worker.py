@@ -17,12 +17,17 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from ferrum_rpc.engine.channel import READ_BYTES, Messages, dump, end_with_parent, leave_signals
+import numpy as np
+import numpy.typing as npt
+
+from ferrum_rpc.core import Grammar, GrammarKind
+from ferrum_rpc.engine.channel import READ_BYTES, end_with_parent, leave_signals
 from ferrum_rpc.engine.grammars.matching import GrammarError, Texts, Vocabulary
-from ferrum_rpc.engine.grammars.messages import LOST, READY, Ask
+from ferrum_rpc.engine.grammars.messages import INVALID, READY, TOO_COMPLEX, Ask, Frames, map_masks, pack
 
 COMPILE_S: Final = 2.0
 """Processor time for which a grammar may be compiled."""
@@ -51,20 +56,20 @@ def main(arguments: list[str]) -> int:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets copies that have ended
         control.send(READY)
         while True:
-            data, fds, _, _ = socket.recv_fds(control, 1, 1)
+            data, fds, _, _ = socket.recv_fds(control, 1, 2)
             if not data:
                 return 0
-            _copy(control, fds, lambda each: _serve(each, vocabulary, int(memory)))
+            _copy(control, fds, partial(_serve, fds, vocabulary, int(memory)))
 
 
-def _copy(control: socket.socket, fds: list[int], serve: Callable[[socket.socket], None]) -> None:
+def _copy(control: socket.socket, fds: list[int], serve: Callable[[], None]) -> None:
     """Serve the received socket in a copy of this process. Without a process for it, its other end reads that it is
     closed."""
     try:
         if fds and os.fork() == 0:
             try:
                 control.close()
-                serve(socket.socket(fileno=fds[0]))
+                serve()
             finally:
                 os._exit(0)
     except OSError:
@@ -73,54 +78,71 @@ def _copy(control: socket.socket, fds: list[int], serve: Callable[[socket.socket
         os.close(each)
 
 
-def _serve(connection: socket.socket, vocabulary: Vocabulary, memory: int) -> None:
-    """The life of a grammar's process."""
+def _serve(fds: list[int], vocabulary: Vocabulary, memory: int) -> None:
+    """The life of a grammar's process, with its socket and the file of its masks."""
     end_with_parent()
+    connection, masks = socket.socket(fileno=fds[0]), map_masks(fds[1], vocabulary.words)
     _bound_memory(memory)
     texts: Texts | None = None
-    messages = Messages()
-    connection.sendall(dump(os.getpid()))
+    frames = Frames()
+    connection.sendall(pack([os.getpid()]))
     while data := connection.recv(READ_BYTES):
-        for message in messages.feed(data):
-            if texts is None:
-                _bound_time(COMPILE_S)
-                try:
-                    texts = Texts(vocabulary, message)
-                except GrammarError as error:
-                    connection.sendall(dump((str(error), error.too_complex)))
-                    return
-                _bound_time(0)
-                connection.sendall(dump(None))
-                continue
-            asks, ended = message
-            for each in ended:
-                texts.drop(each)
-            answers, sent = list[tuple[Any, ...]](), time.monotonic()
-            _bound_time(MASK_S)
-            for each in asks:
-                if time.monotonic() - sent > TOGETHER_S:
-                    connection.sendall(dump(answers))
-                    answers, sent = [], time.monotonic()
-                    _bound_time(MASK_S)
-                answers.append(_answer(texts, Ask(*each)))
-            _bound_time(0)
-            connection.sendall(dump(answers))
+        for numbers, content in frames.feed(data):
+            if texts is not None:
+                _answer(connection, texts, numbers, content)
+            elif (texts := _compile(connection, vocabulary, Grammar(GrammarKind(numbers[0]), content), masks)) is None:
+                return
 
 
-def _answer(texts: Texts, ask: Ask) -> tuple[Any, ...]:
+def _compile(
+    connection: socket.socket, vocabulary: Vocabulary, grammar: Grammar, masks: npt.NDArray[np.int32]
+) -> Texts | None:
+    """None: it cannot be compiled."""
+    _bound_time(COMPILE_S)
     try:
-        tokens = memoryview(ask.tokens).cast("i").tolist()
-        found = texts.match(ask.text, ask.keep, tokens, ask.required, ask.first_mask)
+        texts = Texts(vocabulary, grammar, masks)
     except GrammarError as error:
-        texts.drop(ask.text)
-        return ask.serial, 0, None, (str(error), error.too_complex)
-    if found is None:
-        return ask.serial, LOST, None, None
-    return ask.serial, found.consumed, found.words.tobytes(), None
+        connection.sendall(pack([error.too_complex], _message(error)))
+        return None
+    connection.sendall(pack([]))
+    return texts
+
+
+def _answer(connection: socket.socket, texts: Texts, numbers: list[int], content: bytes) -> None:
+    """Answer the asks of a frame."""
+    _bound_time(MASK_S)
+    first, fields = 1 + numbers[0], len(Ask._fields)
+    for each in numbers[1:first]:
+        texts.drop(each)
+    tokens = memoryview(content).cast("i")
+    answers, sent, begin = list[int](), time.monotonic(), 0
+    for at in range(first, len(numbers), fields):
+        ask = Ask(*numbers[at : at + fields])
+        masked = ask.first_mask <= ask.size
+        if answers and (not masked or time.monotonic() - sent > TOGETHER_S):
+            connection.sendall(pack(answers))
+            answers, sent = [], time.monotonic()
+            _bound_time(MASK_S)
+        end = begin + ask.size
+        try:
+            answers += ask.text, texts.match(ask, tokens[begin:end].tolist())
+        except GrammarError as error:
+            texts.drop(ask.text)
+            answers += ask.text, TOO_COMPLEX if error.too_complex else INVALID
+            connection.sendall(pack(answers, _message(error)))
+            answers, sent = [], time.monotonic()
+            _bound_time(MASK_S)
+        begin = end
+    if answers:
+        connection.sendall(pack(answers))
+
+
+def _message(error: GrammarError) -> bytes:
+    return str(error).encode(errors="replace")
 
 
 def _bound_time(seconds: float) -> None:
-    """The process ends when it has used so much processor time from now on; 0: any."""
+    """The process ends when it has used so much processor time from now on. It uses none while it waits."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
