@@ -18,7 +18,7 @@ from tests.faults.process import Dialled, ServerProcess, dial, serving
 from tests.faults.sizes import Size
 from tests.faults.slow_bodies import SlowBodies
 from tests.faults.waiting import until
-from tests.wiring import field
+from tests.wiring import field, item, pb
 
 MIB: Final = 1 << 20
 SERVICE: Final = "/ferrum_rpc.executor.v1.ModelExecutor/"
@@ -50,8 +50,19 @@ def messages() -> dict[str, tuple[str, bytes]]:
         "handles": ("Session", field(4, b"\x0a\x00" * (room // 2 - 8))),
         "the most items that pass": ("UnifiedForward", b"\x0a\x00" * 8000),
         "a long request id": ("Decode", field(1, field(6, b"i" * (room - 16)))),
+        "a grammar": ("RegisterGrammar", b"\x08\x02" + field(2, b"(a|b)" * (room // 5 - 2))),
+        "a grammar's id": ("Prefill", _named(greedy={"grammar_id": b"g" * (room - 32)})),
+        "masks beside a grammar's id": (
+            "Prefill",
+            _named(greedy={"grammar_id": b"g" * 32, "row_mask_ids": [b""] * (room // 2 - 64)}),
+        ),
         "noise": ("UnifiedForward", b"\xff" * room),
     }
+
+
+def _named(**output: Any) -> bytes:
+    """A request whose output names a grammar."""
+    return pb.PrefillRequest(item=item([1], output=output)).SerializeToString()
 
 
 async def r30_no_caller_stops_the_server(size: Size) -> Figures:
@@ -62,7 +73,7 @@ async def r30_no_caller_stops_the_server(size: Size) -> Figures:
         tokens = Path(folder) / "tokens"
         tokens.write_text("alice a-token-of-alice\nbob a-token-of-bob\n")
         tokens.chmod(0o600)
-        async with serving("--tokens", str(tokens), fresh=True) as server, dial(server.target) as prober:
+        async with serving("--tokens", str(tokens), model="demo", fresh=True) as server, dial(server.target) as prober:
             health = health_pb2_grpc.HealthStub(prober.channel)
             async with _unfinished(server, HEALTH) as ended:  # the allocator keeps 32 MiB of what was freed
                 await ended.wait()

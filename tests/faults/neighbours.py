@@ -22,8 +22,9 @@ import grpc
 from ferrum_rpc.executor.v1 import forward_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.info import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_rpc
+from tests.faults.crowd import TEXTS, crowded
 from tests.faults.figures import Figures, at_least, at_most, exactly, quantile
-from tests.faults.process import Dialled, dial, serving
+from tests.faults.process import Dialled, ServerProcess, dial, serving
 from tests.faults.sizes import Size
 from tests.faults.waiting import until
 from tests.wiring import full, item, pb
@@ -45,6 +46,8 @@ FEW_TOKENS: Final = 2
 """Of a run of the other."""
 LEASES: Final = 32
 BLOCKS: Final = 4096
+STEP_TOKENS: Final = 64
+"""Of a step, of which a scheduler's prompts fill what its runs leave."""
 REPLAY_BYTES: Final = 64 << 10
 
 
@@ -138,19 +141,39 @@ async def until_refused(ask: Callable[[], Awaitable[Any]]) -> list[Any]:
     return given
 
 
+@asynccontextmanager
+async def _with_tenants(*flags: str, model: str = "identity") -> AsyncIterator[ServerProcess]:
+    """A server whose steps take `STEP_MS`, with two tenants."""
+    flags += ("--failpoints", f"before_forward=delay:{STEP_MS}", "--max-batch-items", str(TOGETHER))
+    with TemporaryDirectory() as folder:
+        tokens = Path(folder) / "tokens"
+        tokens.touch(0o600)
+        tokens.write_text("large secret-large\nsmall secret-small\n")
+        async with serving(*flags, "--tokens", str(tokens), model=model, kv_blocks=BLOCKS) as server:
+            yield server
+
+
+async def _beside_a_scheduler(count: int) -> tuple[list[float], list[float]]:
+    """Seconds of the small one's steps, alone and alongside a scheduler of the large one with more texts than fit."""
+    flags = ("--max-running", str(RUNNING), "--max-batch-tokens", str(STEP_TOKENS))
+    async with _with_tenants(*flags, model="demo") as server, dial(server.target) as client:
+        small = Tenant(client, "small")
+        [own, *_] = await small.sequences(1)
+        alone, own = await small.latencies(count, own)
+        async with crowded(server.target, 0, 0, TEXTS, "secret-large"):
+            beside, _ = await small.latencies(count, own)
+    assert not small.refusals
+    return alone, beside
+
+
 async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
     """Hold everything, fill the queue, and ask for little beside it."""
-    flags = ("--failpoints", f"before_forward=delay:{STEP_MS}", "--max-batch-items", str(TOGETHER))
-    flags += ("--max-queued-items", str(QUEUE), "--max-sequences", str(4 * QUEUE), "--max-leases", str(LEASES))
+    flags = ("--max-queued-items", str(QUEUE), "--max-sequences", str(4 * QUEUE), "--max-leases", str(LEASES))
     flags += ("--max-sessions", str(LEASES), "--replay-bytes", str(REPLAY_BYTES), "--max-running", str(RUNNING))
     alone: list[float] = []
     beside: list[float] = []
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        tokens = folder / "tokens"
-        tokens.touch(0o600)
-        tokens.write_text("large secret-large\nsmall secret-small\n")
-        server = await stack.enter_async_context(serving(*flags, "--tokens", str(tokens), kv_blocks=BLOCKS))
+        server = await stack.enter_async_context(_with_tenants(*flags))
         large, small = [
             Tenant(await stack.enter_async_context(dial(server.target)), name) for name in ("large", "small")
         ]
@@ -194,10 +217,11 @@ async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
         for each in (*sessions, *opened):
             with suppress(AttributeError):
                 each.cancel()
+    texts_alone, beside_texts = await _beside_a_scheduler(size.neighbour_runs)
     blocks = len(held) * 256 + len(many) + len(runners)
-    ratio, ratio_of_runs = [
+    ratio, ratio_of_runs, ratio_of_texts = [
         quantile(one, 0.99) / max(quantile(other, 0.99), size.p99_floor_s)
-        for one, other in ((beside, alone), (runs_beside, runs_alone))
+        for one, other in ((beside, alone), (runs_beside, runs_alone), (beside_texts, texts_alone))
     ]
     return Figures(
         "R30",
@@ -205,6 +229,7 @@ async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
         (
             at_most("p99 of a step beside a full queue, in those alone", ratio, 3, "x"),
             at_most("p99 of a run alongside more runs than a caller's share, in those alone", ratio_of_runs, 3, "x"),
+            at_most("p99 of a step alongside a full scheduler with grammars, in those alone", ratio_of_texts, 3, "x"),
             exactly("refusals to the one that asks for little", small_refusals, 0),
             exactly("its recorded rows, after another recorded twice the budget", len(again.row_blocks), 1),
             at_most("leases of the large one", len(leases), LEASES // 2),
@@ -218,6 +243,7 @@ async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
             "p50 and p99 beside, ms": [round(quantile(beside, q) * 1e3, 1) for q in (0.5, 0.99)],
             "p50 and p99 of runs alone, ms": [round(quantile(runs_alone, q) * 1e3, 1) for q in (0.5, 0.99)],
             "p50 and p99 of runs beside, ms": [round(quantile(runs_beside, q) * 1e3, 1) for q in (0.5, 0.99)],
+            "p50 and p99 alongside a scheduler, ms": [round(quantile(beside_texts, q) * 1e3, 1) for q in (0.5, 0.99)],
             "refusals to the large one": dict(large.refusals),
         },
     )
