@@ -8,16 +8,22 @@ known. `_expired` measures both. The endings below show that of ours nothing is 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import grpc
 
+from ferrum_rpc.client import TRY_LATER, ExecutorClient, GrammarKind, Greedy
 from ferrum_rpc.executor.v1 import executor_control_pb2, session_pb2
+from ferrum_rpc.scheduler import STEPS_IN_FLIGHT, Scheduler, TextRequest, TokenStream
 from ferrum_rpc.service.handles import TOMBSTONES
 from ferrum_rpc.service.replay import PLAIN_BYTES, RECORDS
 from tests.faults.endings import ENDINGS, World
@@ -49,6 +55,15 @@ LEAK_PER_100_000: Final = 1 << 20
 HURRIED_S: Final = 0.0005
 NOISE_BYTES: Final = 512 << 10
 """What allocators and page granularity move a process by without a leak: no bound is held below it."""
+
+
+CALLERS: Final = ("one", "two")
+MAX_GRAMMARS: Final = 8
+GRAMMARS_OF_A_SCHEDULER: Final = 10
+GRAMMAR_BYTES: Final = 64 << 10
+"""Of the text of a grammar, nearly all of it a comment: more than a text by it may leave."""
+TEXT_BYTES: Final = 16 << 10
+"""The answers of a text and the end of its sequence are remembered for a while: measured, 8 KiB."""
 
 
 async def r15_nothing_leaks(size: Size) -> Figures:
@@ -85,6 +100,97 @@ async def r15_nothing_leaks(size: Size) -> Figures:
         {"rounds": size.endings, "sequences": created, "calls": size.leak_calls, "rss bytes": warm, "left": dict(left)}
         | facts,
     )
+
+
+async def r15_grammars_come_and_go(size: Size) -> Figures:
+    """Grammars are registered, used by texts that end in every way, evicted for others, and lose their caller. Each has
+    a process, which ends with it, and with the server, which is killed."""
+    with TemporaryDirectory() as folder:
+        tokens = Path(folder) / "tokens"
+        tokens.touch(0o600)
+        tokens.write_text("".join(f"{each} secret-{each}\n" for each in CALLERS))
+        flags = ("--tokens", str(tokens), "--max-grammars", str(MAX_GRAMMARS), "--replay-bytes", "64KiB")
+        async with serving(*flags, model="demo", kv_blocks=64, fresh=True) as server:
+            numbers = itertools.count()
+            await _grammars(server, size.adapter_cycles // 4, numbers)
+            warm, opened = await _settled(server), server.descriptors()
+            most, ends = await _grammars(server, size.adapter_cycles, numbers)
+            grown, processes = await _settled(server) - warm, server.descendants()
+            opened = server.descriptors() - opened
+            async with ExecutorClient(server.target, token=f"secret-{CALLERS[0]}", lease=None) as client:
+                pressure = (await client.status()).pressure
+            await server.kill()
+            with suppress(TimeoutError):
+                await until(lambda: not any(map(_alive, processes)), SETTLED_S)
+    held = pressure.sequences + pressure.total_blocks - pressure.free_blocks
+    figures = [
+        at_least("grammars, each used by a text", sum(ends.values()), size.adapter_cycles),
+        exactly("sequences and blocks left", held, 0),
+        at_most("grammar processes at a time, with the tokenizer's", most, 2 * MAX_GRAMMARS + 1),
+        at_most("grammar processes afterwards, with the tokenizer's", len(processes), MAX_GRAMMARS + 1),
+        exactly("processes that have outlived the server", sum(map(_alive, processes)), 0),
+        at_most("descriptors left", opened, MAX_GRAMMARS),
+    ]
+    if size.leak_whole_lives:  # the pool and the libraries take memory for hundreds of texts
+        bound = NOISE_BYTES + TEXT_BYTES * size.adapter_cycles
+        figures.append(at_most("memory that grammars after warm-up took", grown, bound, "bytes"))
+    return Figures(
+        "R15",
+        "Nothing leaks: grammars that come and go",
+        tuple(figures),
+        {"rss bytes": warm, "grown": grown, "ends": {str(end): count for end, count in ends.items()}},
+    )
+
+
+async def _grammars(server: ServerProcess, count: int, numbers: Iterator[int]) -> tuple[int, Counter[Any]]:
+    """So many grammars of two callers, each caller's `GRAMMARS_OF_A_SCHEDULER` by one scheduler, which closes while
+    its last texts are written. Returns the maximum of processes, and how the texts ended."""
+    most, ends = 0, Counter[Any]()
+
+    async def one(scheduler: Scheduler, way: int) -> TokenStream:
+        nonlocal most
+        while True:
+            try:
+                text = f"// {'-' * GRAMMAR_BYTES}\nstart: /{next(numbers)}[a-f]{{10,40}}/"
+                output = Greedy(grammar=await scheduler.register_grammar(GrammarKind.LARK, text), grammar_from=4)
+                break
+            except TRY_LATER as error:  # texts in progress name all of its share
+                await asyncio.sleep(error.retry_after_s or 0)
+        deadline_s = 0.02 if way == 1 else None
+        request = TextRequest(prompt=b"Text", max_tokens=50, output=output, deadline_s=deadline_s)
+        stream = scheduler.submit(request)
+        match way:
+            case 0 | 1:
+                await stream.all()
+            case 2:
+                await anext(stream)
+                stream.cancel()
+        most = max(most, len(server.descendants()))
+        return stream
+
+    async def caller(name: str) -> None:
+        connect = partial(
+            ExecutorClient,
+            session=True,
+            steps_in_flight=STEPS_IN_FLIGHT,
+            tokens_ahead=True,
+            token=f"secret-{name}",
+        )
+        for _ in range(-(-count // (len(CALLERS) * GRAMMARS_OF_A_SCHEDULER))):
+            async with Scheduler(server.target, connect=connect) as scheduler:
+                streams = [await one(scheduler, number % 4) for number in range(GRAMMARS_OF_A_SCHEDULER)]
+            ends.update(each.end for each in streams)
+
+    await asyncio.gather(*map(caller, CALLERS))
+    return most, ends
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs. One that has ended may still have an entry."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _clean(state: Any) -> bool:

@@ -49,6 +49,16 @@ class ServerProcess:
         """The process ids of its children, of which an engine's process is one."""
         return [int(each) for each in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
 
+    def descendants(self) -> set[int]:
+        """The process ids of its children and of theirs, whichever thread started them."""
+        found, left = set[int](), [self.pid]
+        while left:
+            for each in Path(f"/proc/{left.pop()}/task").glob("*/children"):
+                with suppress(OSError):  # it has ended
+                    left += (new := [int(child) for child in each.read_text().split()])
+                    found.update(new)
+        return found
+
     @property
     def status(self) -> int | None:
         """How it ended, if it has."""

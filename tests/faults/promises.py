@@ -27,7 +27,7 @@ from tests.faults.health import r19_health_tells_the_truth
 from tests.faults.hostile import r30_no_caller_stops_the_server
 from tests.faults.hung import r33_one_truth_about_a_hung_device
 from tests.faults.imports import r32_an_import_harms_nobody_else
-from tests.faults.leaks import r15_nothing_leaks
+from tests.faults.leaks import r15_grammars_come_and_go, r15_nothing_leaks
 from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.one_port import r18_one_server_per_port
 from tests.faults.orphans import r3_orphans_are_freed
@@ -63,6 +63,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r14_any_bytes_get_a_canonical_answer,
     r15_nothing_leaks,
     r15_adapters_come_and_go,
+    r15_grammars_come_and_go,
     r16_a_crash_is_survivable,
     r17_the_error_contract_is_true,
     r18_one_server_per_port,

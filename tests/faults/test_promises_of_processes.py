@@ -16,6 +16,7 @@ from tests.faults.fleet import r31_a_fleet_loses_no_token
 from tests.faults.grammars import r35_a_grammar_is_a_function_of_tokens
 from tests.faults.hostile import r30_no_caller_stops_the_server
 from tests.faults.hung import r33_one_truth_about_a_hung_device
+from tests.faults.leaks import r15_grammars_come_and_go
 from tests.faults.neighbours import r30_a_neighbour_takes_its_share_alone
 from tests.faults.netns import missing
 from tests.faults.orphans import r3_orphans_are_freed
@@ -71,6 +72,10 @@ async def test_r10_http2_abuse_does_not_hurt_others() -> None:
 
 async def test_r15_adapters_come_and_go() -> None:
     await hold(r15_adapters_come_and_go)
+
+
+async def test_r15_grammars_come_and_go() -> None:
+    await hold(r15_grammars_come_and_go)
 
 
 async def test_r22_the_dead_hold_nothing() -> None:
