@@ -2,23 +2,30 @@
 
 Every failpoint of a real server fires with every action under a client that checks all answers (`scripted_client`). A
 server that died is started again for the client with its old handles, which prefills all tokens anew.
+
+Texts by grammars are written the same way, at servers that fail, whose grammar processes are killed, and that crash.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
+from ferrum_rpc.client import DeviceLost, ExecutorClient, ExecutorError, ResendPolicy, Sample, Sequence, TransportError
+from ferrum_rpc.errors import Reason
 from ferrum_rpc.failpoints import OF_THE_DEVICE, Action, Failpoint, Failpoints, parse_failpoints
 from tests.faults.figures import Figures, at_least, exactly
-from tests.faults.process import Dialled, dial, serving
-from tests.faults.scripted_client import Counts, Gone, Held, ScriptedClient
+from tests.faults.process import Dialled, ServerProcess, dial, serving
+from tests.faults.scripted_client import ATTEMPTS, Counts, Gone, Held, ScriptedClient
 from tests.faults.sizes import Size
+from tests.grammars import END, SOURCES, encode
 from tests.serving import serve_identity
 
 ROLLED_BACK: Final = (Action.ERROR, Action.OOM)
@@ -29,6 +36,22 @@ SPACING: Final = {Failpoint.BEFORE_REPLY: 11, Failpoint.EXPORT: 4, Failpoint.IMP
 """Hits from one firing to the next, 3 elsewhere: so a fork of two that is tried again is not hit again at once, and
 answers are lost of steps that did not fail. A move reaches a fork, an export and three times an import: with one
 spacing for all of them, every attempt would fail at one of the three in turn."""
+
+PROMPT: Final = encode("The register of ")
+GRAMMAR_TEXTS: Final = 6
+GRAMMAR_ROUNDS: Final = 4
+"""Rounds for which there is one server that writes texts by grammars."""
+GRAMMAR_FLAGS: Final = ("--dtype", "float32", "--kv-blocks", "128")
+GRAMMAR_FAULTS: Final = ";".join(
+    f"{point}={action}@p0.02"
+    for point in Failpoint
+    if point not in {Failpoint.EXPORT, Failpoint.IMPORT}
+    for action in (Action.ERROR, *((Action.OOM,) if point is not Failpoint.BEFORE_REPLY else ()))
+)
+KILL_EVERY: Final = 25
+"""Calls from one kill of a grammar process to the next."""
+SURVIVED: Final = frozenset({Reason.STEP_FAILED, Reason.INTERNAL_ERROR, Reason.GRAMMAR_TOO_COMPLEX})
+"""What may refuse a call that is then made again."""
 
 Start = Callable[[str, Counts], AbstractAsyncContextManager[Dialled]]
 FLAGS: Final = ("--identity-positional", "--block-size", "4", "--kv-blocks", "64")
@@ -42,16 +65,18 @@ def actions(point: Failpoint) -> list[Action]:
 
 async def r16_a_crash_is_survivable(size: Size, seed: int = 0) -> Figures:
     """Errors and out of memory on one server; crashes and lost devices on a server each. The chains run side by side:
-    what takes time is the start of so many processes. One in four has its engine in another, which imports torch."""
+    what takes time is the start of so many processes. One in five has its engine in another, which imports torch."""
     counts = Counts()
     points = [point for _ in range(size.crash_rounds) for point in Failpoint]
-    apart = set(random.Random(seed).sample(range(len(points)), -(-len(points) // 4)))
+    servers = -(-size.crash_rounds // GRAMMAR_ROUNDS)
+    apart = set(random.Random(seed).sample(range(len(points)), -(-len(points) // 5)))
     threads, processes = ([each for at, each in enumerate(points) if (at in apart) is its] for its in (False, True))
     await asyncio.gather(
         _fail_and_go_on(size.crash_rounds, seed, counts),
         _die_and_restart(partial(_process, "thread"), Action.CRASH, threads, seed, counts),
         _die_and_restart(partial(_process, "process"), Action.CRASH, processes, seed + 1, counts),
         _die_and_restart(_in_process, Action.DEVICE_LOST, points, seed, counts),
+        _by_grammars(servers, seed, counts),
     )
     expected = {(point.value, action.value) for point in Failpoint for action in actions(point)}
     short = [pair for pair in expected if counts.fired[pair] < size.crash_rounds]
@@ -61,6 +86,8 @@ async def r16_a_crash_is_survivable(size: Size, seed: int = 0) -> Figures:
         (
             exactly("violations", len(counts.wrong), 0),
             exactly("failpoints and actions that fired less than once a round", len(short), 0),
+            at_least("rows by grammars, compared with those of a quiet server", counts.rows_by_grammars, servers),
+            at_least("grammar processes that were killed", counts.killed, servers),
             at_least("answers lost after the commit and replayed", counts.replays, 1),
             exactly("old handles that did not answer INSTANCE_MISMATCH", counts.old_handles - counts.mismatches, 0),
         ),
@@ -119,6 +146,88 @@ async def _die_and_restart(start: Start, action: Action, points: list[Failpoint]
             except Gone:
                 if point is None:
                     counts.wrong.append(f"{action}: a server without failpoints died")
+
+
+async def _by_grammars(servers: int, seed: int, counts: Counts) -> None:
+    """Texts by grammars at so many servers, each of which fails and crashes. A text goes on at the next one. It is the
+    text of a server at which nothing happens."""
+    dice, calls = random.Random(f"{seed} by grammars"), itertools.count(1)
+    async with _with_grammars() as (_, client, outputs):
+        expected = [await _text(client.sequence(), each, [], _at_once) for each in outputs]
+    order, text = itertools.cycle(range(GRAMMAR_TEXTS)), list[int]()
+    number = next(order)
+
+    def compare() -> None:
+        counts.rows_by_grammars += len(text)
+        if text != expected[number][: len(text)]:
+            counts.wrong.append(f"a text by a grammar: {text}")
+
+    for _ in range(servers):
+        rules = f"{GRAMMAR_FAULTS};{Failpoint.AFTER_FORWARD}={Action.CRASH}@{dice.randint(60, 120)}"
+        async with _with_grammars("--failpoints", rules) as (server, client, outputs):
+
+            async def surely(call: Callable[[], Awaitable[Any]], server: ServerProcess = server) -> Any:
+                for _ in range(ATTEMPTS):
+                    try:
+                        kill = next(calls) % KILL_EVERY == 0
+                        kills = [_kill_a_grammar(server, dice, counts)] if kill else []
+                        return (await asyncio.gather(call(), *kills))[0]
+                    except (TransportError, DeviceLost) as error:
+                        raise Gone from error
+                    except ExecutorError as error:
+                        counts.refusals[error.reason] += 1
+                        if error.reason not in SURVIVED:
+                            counts.wrong.append(f"a step by a grammar is refused: {error!r}")
+                raise AssertionError("a step by a grammar is refused for good")
+
+            with suppress(Gone):
+                while True:
+                    await _text(client.sequence(), outputs[number], text, surely)
+                    compare()
+                    number, text = next(order), []
+            if (status := await server.ended()) != -signal.SIGKILL:
+                counts.wrong.append(f"{rules}: the process ended with {status}")
+    compare()
+
+
+@asynccontextmanager
+async def _with_grammars(*flags: str) -> AsyncIterator[tuple[ServerProcess, ExecutorClient, list[Sample]]]:
+    """A server, a client of it, and the outputs of the texts."""
+    resend = ResendPolicy(times=1, backoff_s=0.01)
+    async with (
+        serving(*GRAMMAR_FLAGS, *flags, model="demo") as server,
+        ExecutorClient(server.target, resend=resend, release_timeout_s=0.1) as client,
+    ):
+        grammars = [await client.register_grammar(*each) for each in SOURCES.items()]
+        several = enumerate(grammars * (GRAMMAR_TEXTS // len(SOURCES)))
+        yield server, client, [Sample(1.0, seed=at, grammar=each, grammar_from=len(PROMPT)) for at, each in several]
+
+
+async def _text(
+    sequence: Sequence, output: Sample, text: list[int], surely: Callable[..., Awaitable[Any]]
+) -> list[int]:
+    """Write the rest of ``text``, by steps, some of which are truncated and made again; returns it."""
+    fed = [*PROMPT, *text]
+    while not text or text[-1] != END:
+        text.append((await surely(lambda fed=fed: sequence.prefill(fed, output))).token)
+        fed = text[-1:]
+        if len(text) % 5 == 0:
+            await surely(lambda length=sequence.length: sequence.truncate(length - 1))
+            fed = [*(text[-2:-1] or PROMPT[-1:]), *fed]
+    await surely(sequence.release)
+    return text
+
+
+async def _at_once(call: Callable[[], Awaitable[Any]]) -> Any:
+    return await call()
+
+
+async def _kill_a_grammar(server: ServerProcess, dice: random.Random, counts: Counts) -> None:
+    """Kill a grammar's process, or the one that has the tokenizer, at some moment of a step."""
+    await asyncio.sleep(dice.random() * 0.004)
+    with suppress(IndexError, ProcessLookupError):  # there is none just now
+        os.kill(dice.choice(sorted(server.descendants())), signal.SIGKILL)
+        counts.killed += 1
 
 
 @asynccontextmanager

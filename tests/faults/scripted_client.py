@@ -47,6 +47,8 @@ class Counts:
     refusals: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     rows: int = 0
+    rows_by_grammars: int = 0
+    killed: int = 0
     old_handles: int = 0
     mismatches: int = 0
     replays: int = 0
