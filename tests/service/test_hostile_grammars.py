@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,12 +45,23 @@ from tests.wiring import pb, until
 
 PROMPT = encode("The register of ")
 TEXT = SOURCES[GrammarKind.JSON_SCHEMA]
+LONGEST = "many rules that refer to each other"
+"""It is compiled until all of its processor time is gone."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+@pytest.fixture(scope="module")
+def lowered() -> Iterator[list[int]]:
+    """The priorities that processes would get: with a low one they would hardly run beside other tests."""
+    found = list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "setpriority", lambda which, process, priority: found.append(priority))
+        yield found
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served() -> AsyncIterator[Served]:
+async def served(lowered: list[int]) -> AsyncIterator[Served]:
     async with serve_model(DEMO, max_grammar_bytes=2 << 20) as served:
         yield served
 
@@ -69,8 +80,11 @@ async def decodes(client: ExecutorClient, output: Greedy, stop: asyncio.Event) -
 
 
 @pytest.mark.parametrize("name", [*TOO_COMPLEX, *IMPOSSIBLE])
-async def test_a_grammar_that_cannot_be_compiled_is_refused_and_no_neighbour_waits(served: Served, name: str) -> None:
+async def test_a_grammar_that_cannot_be_compiled_is_refused_and_no_neighbour_waits(
+    served: Served, lowered: list[int], name: str
+) -> None:
     kind, text = {**TOO_COMPLEX, **IMPOSSIBLE}[name]
+    lowered.clear()
     async with ExecutorClient(served.target, session=True) as client, ExecutorClient(served.target) as other:
         grammar = await client.register_grammar(GrammarKind.JSON_SCHEMA, TEXT)
         stop = asyncio.Event()
@@ -79,6 +93,7 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused_and_no_neighbour_wai
             await other.register_grammar(kind, text)
         stop.set()
         assert await neighbour, "it had steps meanwhile"
+        assert name != LONGEST or min(lowered) > 0
         assert text[:40] not in caught.value.message
         assert len(served.server.state.grammars) == len(served.runner.constraints._pool)
         again = await other.register_grammar(GrammarKind.JSON_SCHEMA, TEXT)
