@@ -97,8 +97,11 @@ def span(sequence: int, tokens: Sequence[int], start: int = 0, output: OutputSpe
 # --- the same as one ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shared-memory", "gloo"])
-@EACH_CUT
+@pytest.mark.parametrize(
+    ("cut", "transport"),
+    [*((cut, "shared-memory") for cut in CUTS.values()), (CUTS["both"], "gloo")],
+    ids=[*CUTS, "both, gloo"],
+)
 def test_256_greedy_tokens_are_those_of_one_rank(
     checkpoint: Path, shallow: Path, cut: tuple[int, int], transport: Any
 ) -> None:
