@@ -404,7 +404,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(session=st.booleans(), steps=STEPS)
 def test_any_history_of_streams_and_calls_is_that_of_single_calls(
     session: bool, steps: list[tuple[str, int, int]]

@@ -790,7 +790,7 @@ CALLS = st.lists(st.tuples(st.sampled_from(["decode", "decode", "truncate", "for
 
 
 @settings(
-    max_examples=max(1, int(60 * float(os.environ.get("FERRUM_FUZZ_ROUNDS", "1")))),
+    max_examples=max(1, int(40 * float(os.environ.get("FERRUM_FUZZ_ROUNDS", "1")))),
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[phase for phase in Phase if phase is not Phase.explain],
@@ -937,7 +937,7 @@ class Chaos:
 
 
 @settings(
-    max_examples=max(1, int(10 * float(os.environ.get("FERRUM_FUZZ_ROUNDS", "1")))),
+    max_examples=max(1, int(6 * float(os.environ.get("FERRUM_FUZZ_ROUNDS", "1")))),
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],

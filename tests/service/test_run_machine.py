@@ -677,7 +677,7 @@ class RunMachine(RuleBasedStateMachine):
 
 TestRuns = RunMachine.TestCase
 TestRuns.settings = settings(
-    max_examples=int(15 * ROUNDS),
+    max_examples=int(10 * ROUNDS),
     stateful_step_count=12,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],

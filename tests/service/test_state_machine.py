@@ -1056,7 +1056,7 @@ class ExecutorMachine(RuleBasedStateMachine):
 
 
 ExecutorMachine.TestCase.settings = settings(
-    max_examples=max(1, int(28 * ROUNDS)),
+    max_examples=max(1, int(18 * ROUNDS)),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
