@@ -28,7 +28,7 @@ from ferrum_rpc.client import (
     Unauthenticated,
     explained,
 )
-from ferrum_rpc.client.fleet import Member, Members
+from ferrum_rpc.client.fleet import Member, Members, certificate_host
 from ferrum_rpc.scheduler import (
     STEPS_IN_FLIGHT,
     Drafter,
@@ -187,8 +187,8 @@ def _check_same_cache(decode: Member, prefill: Member | None = None) -> None:
     """Raise `LayoutMismatch` before anything is computed that cannot be moved."""
     if prefill is None:
         return
-    here, there = prefill.info.model, decode.info.model
-    if (here.fingerprint, here.kv_dtype) != (there.fingerprint, there.kv_dtype):
+    if prefill.model != decode.model:
+        here, there = prefill.info.model, decode.info.model
         raise LayoutMismatch(
             f"{prefill.target} serves {here.name} with a cache of {here.kv_dtype}, {decode.target} {there.name} with "
             f"{there.kv_dtype}: sequences cannot move between different models or caches"
@@ -198,14 +198,12 @@ def _check_same_cache(decode: Member, prefill: Member | None = None) -> None:
 def _client(options: Options, targets: Sequence[str], target: str) -> ExecutorClient:
     """A client of one of the ``targets``, or of an address that one resolves to, whose certificate has the name of the
     target."""
-    names = [each for each in targets if each.startswith("dns:") and target not in targets]
-    hosts = [each.removeprefix("dns:").removeprefix("///").rpartition(":")[0].strip("[]") for each in names[:1]]
-    overrides = [("grpc.ssl_target_name_override", host) for host in hosts if options.credentials is not None]
+    host = certificate_host(targets, target) if options.credentials is not None else ""
     return ExecutorClient(
         target,
         token=options.token,
         credentials=options.credentials,
-        channel_options=overrides,
+        channel_options=[("grpc.ssl_target_name_override", host)] if host else (),
         client_name="scheduler",
         session=options.session,
         steps_in_flight=STEPS_IN_FLIGHT,

@@ -13,7 +13,7 @@ import pytest
 
 from ferrum_rpc.client import Answer, ExecutorClient, SequenceMisuseError
 from ferrum_rpc.client.fleet import Candidate, Member
-from ferrum_rpc.errors import DeadlineExceeded, InvalidRequest, KvBlocksExhausted
+from ferrum_rpc.errors import DeadlineExceeded, InvalidRequest, KvBlocksExhausted, TransportError
 from tests.e2e.fleets import (
     PROMPT,
     SAMPLED,
@@ -133,7 +133,7 @@ async def test_what_was_lost_is_fed_where_its_scheduler_sends_it() -> None:
         for chosen in range(2):
             async with one.sequence() as sequence:
                 token = (await sequence.prefill(PROMPT, SAMPLED)).token
-                await owner(sequence).end("as if it were")
+                await owner(sequence).end(TransportError("as if it were"))
                 to = [each for each in one.members.serving if each is not sequence.owner][chosen]
                 await sequence.migrate(to)
                 assert owner(sequence) is to and sequence.length == len(PROMPT)

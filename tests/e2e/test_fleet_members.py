@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from ferrum_rpc.client import PrefixEvents, PrefixIndex
-from ferrum_rpc.client.fleet import Candidate, FleetClient, LongestPrefix, Members, resolving
+from ferrum_rpc.client.fleet import Candidate, FleetClient, LongestPrefix, Members, certificate_host, resolving
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.errors import InvalidRequest, KvBlocksExhausted, TransportError
 from tests.e2e.fleets import PROMPT, fleet, fleet_of, identity, owner, until
@@ -102,6 +102,23 @@ async def test_what_an_executor_refuses_for_want_of_room_is_placed_anew() -> Non
             await sequence.release()
 
 
+@pytest.mark.parametrize(
+    ("targets", "target", "expected"),
+    [
+        (["dns:///executors:50051"], "10.0.0.7:50051", "executors"),
+        (["dns:///executors:50051"], "dns:///executors:50051", ""),
+        (["gpu-7:50051", "dns:executors:50051"], "gpu-7:50051", ""),
+        (["gpu-7:50051", "dns:executors:50051"], "10.0.0.7:50051", "executors"),
+        (["dns:///[fd00::7]:50051"], "[fd00::7]:50051", "fd00::7"),
+        (["file:targets"], "gpu-7:50051", ""),
+    ],
+)
+def test_an_address_behind_a_name_has_the_certificate_of_the_name(
+    targets: list[str], target: str, expected: str
+) -> None:
+    assert certificate_host(targets, target) == expected
+
+
 def candidate(target: str, **known: int) -> Candidate:
     facts = {"cached_tokens": 0, "free_blocks": 100, "total_blocks": 100, "queued_items": 0, "queued_tokens": 0} | known
     return Candidate(target=target, instance_id=target, block_size=4, max_batch_items=64, **facts)
@@ -162,7 +179,7 @@ async def test_a_name_is_resolved_again_and_again() -> None:
                 async with one.sequence() as newcomer:
                     await newcomer.prefill(PROMPT)
                     assert owner(newcomer).target == second.target
-                await owner(stays).end("as if it were")
+                await owner(stays).end(TransportError("as if it were"))
                 await stays.decode(1)
                 assert owner(stays).target == second.target
                 await stays.release()

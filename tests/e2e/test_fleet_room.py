@@ -163,7 +163,7 @@ async def test_who_drains_or_dies_leaves_its_sequences_to_those_whose_context_ho
             found.append((await sequence.decode(found[-1], SAMPLED)).token)
             assert owner(sequence).target == another.target, "not the first that may be chosen, but one that holds it"
             assert another.server.state.counters.sequences_imported == 1
-            await owner(sequence).end("as if it were")
+            await owner(sequence).end(TransportError("as if it were"))
             one.members._listed("", [each.target for each in served])
             with pytest.raises(TransportError, match=f"takes a sequence of 21 tokens .{long.target}: it drains"):
                 await sequence.decode(found[-1], SAMPLED, timeout_s=0.2)
@@ -184,7 +184,7 @@ async def test_a_text_that_ends_early_because_the_longer_context_is_gone_says_so
                 if len(found) == 1:
                     assert owner(sequence).target == long.target
                     one.members._listed("", [short.target])
-                    await owner(sequence).end("as if it were")
+                    await owner(sequence).end(TransportError("as if it were"))
         assert found == expected[: SHORT - len(PROMPT) + 1]
         await sequence.release()
 

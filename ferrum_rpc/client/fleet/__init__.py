@@ -12,6 +12,16 @@ from ferrum_rpc.client.fleet.client import FleetClient
 from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.members import Members
 from ferrum_rpc.client.fleet.placement import Candidate, LongestPrefix, Placement
+from ferrum_rpc.client.fleet.resolving import certificate_host
 from ferrum_rpc.client.fleet.sequence import FleetSequence
 
-__all__ = ["Candidate", "FleetClient", "FleetSequence", "LongestPrefix", "Member", "Members", "Placement"]
+__all__ = [
+    "Candidate",
+    "FleetClient",
+    "FleetSequence",
+    "LongestPrefix",
+    "Member",
+    "Members",
+    "Placement",
+    "certificate_host",
+]

@@ -18,12 +18,19 @@ from ferrum_rpc.client.client import ExecutorClient, connection_of
 from ferrum_rpc.client.connection import Connection
 from ferrum_rpc.client.encryption import in_words
 from ferrum_rpc.client.fleet.placement import Candidate
-from ferrum_rpc.client.info import ExecutorInfo, ExecutorState
+from ferrum_rpc.client.info import ExecutorInfo, ExecutorState, ExecutorStatus
 from ferrum_rpc.client.prefixes import PrefixIndex
 from ferrum_rpc.client.retry import NEVER_RESEND, Deadline
 from ferrum_rpc.client.state import SequenceState
 from ferrum_rpc.core import Pressure
-from ferrum_rpc.errors import DeadlineExceeded, ExecutorError, InstanceMismatch, QuotaExceeded, SequencesExhausted
+from ferrum_rpc.errors import (
+    DeadlineExceeded,
+    ExecutorError,
+    InstanceMismatch,
+    QuotaExceeded,
+    SequencesExhausted,
+    TransportError,
+)
 
 PREFIX_BLOCKS: Final = 1 << 17
 """Blocks of an executor's prefix cache that are known here at most: some 13 MB."""
@@ -37,9 +44,11 @@ log = logging.getLogger("ferrum_rpc.client.fleet")
 class Member:
     """One executor for one process lifetime, or until it has hung for too long. ``draining``: it refuses new sequences.
     ``trouble``: the reason while it makes no progress, or does not answer. ``gone``: it has ended, cannot be reached,
-    or was abandoned. ``listed``: its target is still one of the fleet's. ``leaving``: sequences that are being moved
-    away from it. ``unreleased``: sequences that could not be released there. ``coming``: sequences that were placed
-    there and may not exist yet. ``turn``: a growing number that orders the times at which members were chosen last."""
+    or was abandoned, for the reason ``ending``. ``listed``: its target is still one of the fleet's. ``status``: its
+    last answer, which came at ``status_at`` on `time.monotonic`; None while it does not answer. ``leaving``: sequences
+    that are being moved away from it. ``unreleased``: sequences that could not be released there. ``coming``: sequences
+    that were placed there and may not exist yet. ``turn``: a growing number that orders the times at which members were
+    chosen last."""
 
     def __init__(self, target: str, client: ExecutorClient, info: ExecutorInfo, notify: Callable[[], None]) -> None:
         self.target = target
@@ -49,7 +58,10 @@ class Member:
         self.index: PrefixIndex | None = None
         self.listed = True
         self.gone = False
+        self.ending: ExecutorError | None = None
         self.trouble = ""
+        self.status: ExecutorStatus | None = None
+        self.status_at = 0.0
         self.leaving = 0
         self.coming: WeakSet[SequenceState] = WeakSet()
         self.turn = 0
@@ -93,6 +105,11 @@ class Member:
     def serving(self) -> bool:
         """Whether it accepts new sequences."""
         return self.listed and not self.gone and not self.hung and not self.draining
+
+    @property
+    def model(self) -> tuple[object, ...]:
+        """The properties of its model that must be equal for a sequence to continue elsewhere."""
+        return self.info.model.fingerprint, self.info.model.kv_dtype
 
     @property
     def max_context(self) -> int:
@@ -173,17 +190,19 @@ class Member:
             if self.connection.context.known_info is None:  # somebody had reason to doubt it
                 await self.client.info(timeout_s=timeout_s)
         except ExecutorError as error:
+            self.status = None
             if error.metadata.get("grpc_code") == "UNAVAILABLE" or isinstance(error, InstanceMismatch):
-                await self.end(in_words(error))
+                await self.end(error)
             else:
                 self._hangs("it does not answer" if isinstance(error, DeadlineExceeded) else in_words(error))
             return
         if status.uptime_s < self._uptime_s:
-            await self.end("another process answers there")
+            await self.end(TransportError("another process answers there"))
             return
         self._uptime_s = status.uptime_s
+        self.status, self.status_at = status, time.monotonic()
         if status.state is ExecutorState.FAILED:
-            await self.end("its model has failed")
+            await self.end(TransportError("its model has failed"))
         elif status.state is ExecutorState.HUNG:
             self._hangs("its device makes no progress")
         else:
@@ -205,11 +224,11 @@ class Member:
             self.trouble, self._drains = "", drains
             self._notify()
 
-    async def end(self, why: str) -> None:
+    async def end(self, why: ExecutorError) -> None:
         """Mark it as gone, which ends every call to it."""
         if not self.gone:
-            self.gone = True
-            log.warning("executor %s of the fleet is gone: %s", self.target, why)
+            self.gone, self.ending = True, why
+            log.warning("executor %s of the fleet is gone: %s", self.target, in_words(why))
             self._wake.set()
             self._ended.set()
             self._notify()
@@ -219,9 +238,10 @@ class Member:
         """Wait until it is gone."""
         await self._ended.wait()
 
-    async def attend(self, every_s: float, look: Callable[[Member], Awaitable[None]]) -> None:
-        """Watch it until it is gone."""
-        following = {asyncio.create_task(each(every_s)) for each in (self._follow, self._watch_health)}
+    async def attend(self, every_s: float, look: Callable[[Member], Awaitable[None]], *, prefixes: bool = True) -> None:
+        """Watch it until it is gone. ``prefixes``: maintain the index of its prefixes."""
+        watches = (self._watch_health, *([self._follow] if prefixes else []))
+        following = {asyncio.create_task(each(every_s)) for each in watches}
         try:
             while not self.gone:
                 with suppress(TimeoutError):

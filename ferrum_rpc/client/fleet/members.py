@@ -20,7 +20,6 @@ from ferrum_rpc.client.fleet.member import Member
 from ferrum_rpc.client.fleet.placement import LongestPrefix, Placement
 from ferrum_rpc.client.fleet.resolving import NAMED, check, lookup
 from ferrum_rpc.client.grammars import KnownGrammars
-from ferrum_rpc.client.info import ExecutorInfo
 from ferrum_rpc.client.masks import KnownMasks
 from ferrum_rpc.client.retry import LEASE_GONE, Deadline
 from ferrum_rpc.errors import ContextLengthExceeded, ExecutorError, InvalidRequest, LayoutMismatch, TransportError
@@ -44,8 +43,9 @@ class Members:
     interval at which names are resolved, besides when a member is gone; ``patience_s``: the time limit for a new one's
     first answer. One that hangs, or is silent, gets no new sequences; after ``hung_patience_s`` it is abandoned if
     others accept sequences, and its sequences continue there. When it answers again it is another member, after its
-    sequences are released. ``changes``: counts members that appeared, began to drain or to hang, recovered, went, or
-    could not be reached (``troubles``).
+    sequences are released. ``watch_only``: for monitors, which place no sequences: executors with another model, and
+    those that report that they hang, are members too, and the events of prefix caches are not read. ``changes``: counts
+    members that appeared, began to drain or to hang, recovered, went, or could not be reached (``troubles``).
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Members:
         resolve_every_s: float = 5.0,
         patience_s: float = 5.0,
         hung_patience_s: float = 10.0,
+        watch_only: bool = False,
     ) -> None:
         self.targets = (targets,) if isinstance(targets, str) else tuple(targets)
         if not self.targets:
@@ -76,7 +77,7 @@ class Members:
         self._connect = connect
         self._placement = placement
         self._look_every_s, self._resolve_every_s, self._patience_s = look_every_s, resolve_every_s, patience_s
-        self._hung_patience_s = hung_patience_s
+        self._hung_patience_s, self._watch_only = hung_patience_s, watch_only
         self._there: list[Member] = []
         self._left: dict[str, tuple[str, str]] = {}  # by target: the instance that was given up, and the lease there
         self._contexts: dict[str, int] = {}  # by target: the context that it had last
@@ -129,7 +130,8 @@ class Members:
         elif trouble and not member.hung and not member.gone:
             log.info("executor %s of the fleet goes on", member.target)
         if member.hung_s > self._hung_patience_s and self.serving:
-            await member.end(f"{member.trouble} for {member.hung_s:.0f} s, and its sequences go on elsewhere")
+            why = f"{member.trouble} for {member.hung_s:.0f} s, and its sequences go on elsewhere"
+            await member.end(TransportError(why))
 
     async def some(self, deadline: Deadline, tokens: int = 0) -> list[Member]:
         """Wait for members that accept new sequences. If none of them has a context of so many ``tokens``, wait for one
@@ -270,7 +272,7 @@ class Members:
                 member = await self._join(target, client)
                 self.troubles.pop(target, None)
                 pause_s = FIRST_PAUSE_S
-                await member.attend(self._look_every_s, self.look)
+                await member.attend(self._look_every_s, self.look, prefixes=not self._watch_only)
             except ExecutorError as error:
                 self.troubles[target] = error
                 self._notify()
@@ -280,11 +282,14 @@ class Members:
             finally:
                 if member is not None:
                     self._there.remove(member)
+                    if member.ending is not None and target in self.named:
+                        self.troubles[target] = member.ending
                     self._left[target] = member.info.instance_id, member.connection.leases.lease_id
             await connection_of(client).abandon()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         del self._keeping[target]
+        self.troubles.pop(target, None)
 
     async def _join(self, target: str, client: ExecutorClient) -> Member:
         """The member that answers there. Raises `LayoutMismatch` for another model, `InvalidRequest` for a known
@@ -295,12 +300,14 @@ class Members:
         connection.grammars.known = self.grammars
         member = Member(target, client, info, self._notify)
         await self.look(member)
-        if member.gone or member.hung or member.pressure is None:
-            raise TransportError(member.trouble or "it does not say how it is")
+        if member.ending is not None:
+            raise member.ending
+        if member.status is None or (member.hung and not self._watch_only):
+            raise TransportError(member.trouble)
         if any(each.info.instance_id == info.instance_id for each in self._there):
             raise InvalidRequest("another target of the fleet is the same executor", field="targets")
         known = self.first
-        if known is not None and _model(known.info) != _model(info):
+        if known is not None and known.model != member.model and not self._watch_only:
             raise LayoutMismatch(f"it serves {info.model.name}, and the fleet {known.info.model.name}")
         await self._release_left(target, member)
         self._contexts[target] = member.max_context
@@ -328,8 +335,3 @@ def fitting(members: ListOf[Member], length: int, becomes: int) -> list[Member]:
         )
     wanted = min(max(length, becomes), longest)
     return [each for each in members if each.max_context >= wanted]
-
-
-def _model(info: ExecutorInfo) -> tuple[object, ...]:
-    """The properties that must be equal for a sequence to continue elsewhere."""
-    return info.model.fingerprint, info.model.kv_dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,14 @@ def host_and_port(target: str) -> tuple[str, int]:
     if (found := _NAME.fullmatch(target)) is None or not 0 < int(found["port"]) < 1 << 16:
         raise InvalidRequest(f"{target} must be dns:///name:port", field="targets")
     return found["v6"] or found["name"], int(found["port"])
+
+
+def certificate_host(targets: Iterable[str], target: str) -> str:
+    """The host that the certificate of the executor at ``target`` is for, if that is an address that a
+    ``dns:///name:port`` of ``targets`` resolved to: the value of the channel option ``grpc.ssl_target_name_override``.
+    Empty for a target that is one of ``targets``, or a line of a file."""
+    names = [] if target in (listed := list(targets)) else [each for each in listed if each.startswith("dns:")]
+    return host_and_port(names[0])[0] if names else ""
 
 
 async def lookup(target: str) -> list[str]:
