@@ -8,7 +8,9 @@ import asyncio
 import dataclasses
 import enum
 import json
+import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +133,36 @@ async def _ended(client: ExecutorClient, seconds: float) -> bool:
         return True
 
 
-def connect(arguments: argparse.Namespace, **options: Any) -> ExecutorClient:
-    """A client with the credentials of the command line, and its own ``options``."""
+async def until_interrupted(work: Coroutine[Any, Any, None]) -> bool:
+    """Whether Ctrl-C or SIGTERM ended it. A second one ends the program, as if the first had not been handled."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def restore() -> None:
+        for each in signals:
+            loop.remove_signal_handler(each)
+
+    def interrupt() -> None:
+        restore()
+        task.cancel()
+
+    for each in signals:
+        loop.add_signal_handler(each, interrupt)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return True
+    finally:
+        restore()
+    return False
+
+
+def connect(arguments: argparse.Namespace, target: str = "", **options: Any) -> ExecutorClient:
+    """A client of ``target``, or the command line's, with the credentials of the command line, and its own
+    ``options``."""
     files = (arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
     return ExecutorClient(
-        arguments.target,
+        target or arguments.target,
         timeout_s=arguments.timeout,
         credentials=tls(*files) if arguments.tls or any(files) else None,
         token=arguments.token if arguments.token_file is None else read_token(arguments.token_file),

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Final
 
-from ferrum_rpc.ask import connect
+from ferrum_rpc.ask import connect, until_interrupted
 from ferrum_rpc.bench.display import progress, show
 from ferrum_rpc.bench.measure import measure
 from ferrum_rpc.bench.options import workload_from
@@ -51,7 +48,7 @@ async def bench(arguments: argparse.Namespace) -> int:
         options: dict[str, Any] = {"session": workload.way == "session", "steps_in_flight": 2 * workload.in_flight}
         connected = connect(arguments, resend=NEVER_RESEND, client_name="bench", **options)
         async with progress(workload, stats, sys.stderr), connected as client:
-            interrupted = await _until_interrupted(measure(client, workload, stats))
+            interrupted = await until_interrupted(measure(client, workload, stats))
             with contextlib.suppress(ExecutorError):
                 info = await client.info(timeout_s=1.0)  # known since before the first step
     except ExecutorError as error:
@@ -66,30 +63,6 @@ async def bench(arguments: argparse.Namespace) -> int:
     if interrupted:
         return INTERRUPTED
     return 1 if stats.reason is not None or not stats.step.count else 0
-
-
-async def _until_interrupted(work: Coroutine[Any, Any, None]) -> bool:
-    """Whether Ctrl-C or SIGTERM ended it. A second one ends the program, as if the first had not been handled."""
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-    signals = (signal.SIGINT, signal.SIGTERM)
-
-    def restore() -> None:
-        for each in signals:
-            loop.remove_signal_handler(each)
-
-    def interrupt() -> None:
-        restore()
-        task.cancel()
-
-    for each in signals:
-        loop.add_signal_handler(each, interrupt)
-    try:
-        await task
-    except asyncio.CancelledError:
-        return True
-    finally:
-        restore()
-    return False
 
 
 def _writable(path: Path) -> None:
