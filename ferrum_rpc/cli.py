@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 import typing
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 EXIT_USAGE = 2
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+MIN_INTERVAL_S = 0.1
+"""Of `top`, which requests the status of every server twice in it."""
+
+EXTRAS = {"ray": "ray", "rich": "scheduler"}
+"""The smallest extras with packages that commands other than `serve` need; of any other package it is `server`."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -89,9 +95,11 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         ("warmup", "for operators: run steps of typical shapes"),
         ("generate", "complete a prompt greedily on a running server"),
         ("bench", "measure a running server as a remote scheduler"),
+        ("top", "watch the state, load and rates of several servers"),
     ):
         command = commands.add_parser(name, help=text, allow_abbrev=False)
-        command.add_argument("--target", default="127.0.0.1:50051", help="host:port of the server, or unix:PATH")
+        if name != "top":
+            command.add_argument("--target", default="127.0.0.1:50051", help="host:port of the server, or unix:PATH")
         command.add_argument("--timeout", type=float, default=10.0, help="seconds to wait for an answer")
         command.add_argument("--tls", action="store_true", help="use TLS; implied by the next three flags")
         command.add_argument("--tls-ca", type=Path, help="PEM file of trusted authorities (default: the public ones)")
@@ -99,7 +107,28 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         command.add_argument("--tls-key", type=Path, help="PEM file of the client certificate's key")
         command.add_argument("--token-file", type=Path, help=f"file with a token (default: ${TOKEN_VARIABLE})")
         named[name] = command
-    for name in ("plan", "doctor", "info", "status", "health", "sequences", "adapters", "drain", "reset", "warmup"):
+    named["top"].add_argument(
+        "--target",
+        action="append",
+        help="as for the others, or dns:///name:port for each server of a name, or file:PATH for each line of a file; "
+        "may be repeated",
+    )
+    named["top"].add_argument("--once", action="store_true", help="write one table, or one JSON document, and end")
+    named["top"].add_argument("--interval-s", type=_interval, default=1.0, help="seconds that rates cover (default: 1)")
+    named["top"].set_defaults(timeout=2.0)  # until a server that does not answer is shown so
+    for name in (
+        "plan",
+        "doctor",
+        "info",
+        "status",
+        "health",
+        "sequences",
+        "adapters",
+        "drain",
+        "reset",
+        "warmup",
+        "top",
+    ):
         named[name].add_argument("--json", action="store_true", help="JSON on one line, for programs")
     named["health"].add_argument(
         "--live", action="store_true", help="check only process and device: also 0 while the server loads or drains"
@@ -128,6 +157,16 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         "--tokenizer", type=Path, help="tokenizer.json, or its folder (default: the model's)"
     )
     return parser, named
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not MIN_INTERVAL_S <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds of at least {MIN_INTERVAL_S}, not {text!r}")
+    return seconds
 
 
 def _add_settings(command: Parser) -> None:
@@ -164,8 +203,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         package = (error.name or "").partition(".")[0]
         if package == "ferrum_rpc":
             raise
-        extra = "ray" if package == "ray" else "server"
-        sys.exit(f"ferrum-rpc: this needs {package}, which is not installed: {install(extra)}")
+        sys.exit(f"ferrum-rpc: this needs {package}, which is not installed: {install(EXTRAS.get(package, 'server'))}")
     except KeyboardInterrupt:  # also while the settings are imported
         sys.exit(EXIT_INTERRUPTED)
 
@@ -211,9 +249,10 @@ def _run(parsed: argparse.Namespace) -> int:
     from ferrum_rpc.bench.program import bench
     from ferrum_rpc.client.encryption import explained
     from ferrum_rpc.errors import ExecutorError, Unauthenticated
+    from ferrum_rpc.top.program import top
 
     parsed.token = os.environ.get(TOKEN_VARIABLE)  # never a flag: `ps` shows those to every user
-    command = bench if parsed.command == "bench" else getattr(ask, parsed.command)
+    command = {"bench": bench, "top": top}.get(parsed.command) or getattr(ask, parsed.command)
     try:
         status: int = asyncio.run(command(parsed))
         return status

@@ -171,6 +171,6 @@ def _next(target: str, listening: Event) -> list[tuple[str, str]]:
     flags += " --token-file FILE" if listening.get("credentials") else ""
     return [
         ("try it", f'{program()} generate "In the beginning"{flags}'),
-        ("watch it", f"{program()} status{flags}"),
+        ("watch it", f"{program()} top{flags}"),
         ("stop it", "Ctrl-C: it drains, then ends"),
     ]

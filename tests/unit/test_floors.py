@@ -161,11 +161,12 @@ FLOORS: dict[str, Floor] = {
     ),
     # of `bench` the flags alone: `--help` loads no client
     "ferrum_rpc.bench": Floor("ferrum_rpc core errors client ask terminal", "numpy"),
+    "ferrum_rpc.top": Floor("ferrum_rpc client ask terminal", "rich"),
     # of `fleet` the flags alone: `--help` loads no Ray
     "ferrum_rpc.fleet": Floor(),
     "ferrum_rpc.fleet.cluster": Floor("fleet", "ray"),
     "ferrum_rpc.cli": Floor(
-        "ferrum_rpc errors config install usage client ask bench fleet fleet.cluster plan doctor rank serve runtime"
+        "ferrum_rpc errors config install usage client ask bench top fleet fleet.cluster plan doctor rank serve runtime"
     ),
     "clients": Floor("core errors client scheduler", "jsonschema llguidance numpy rich tokenizers"),
     "clients.scheduler": Floor("client scheduler", "tokenizers"),

@@ -1,0 +1,264 @@
+"""`ferrum-rpc top`: rates never come from two processes, and a narrow terminal has fewer columns, none of them cut."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from ferrum_rpc import cli
+from ferrum_rpc.client import Counters, ExecutorState, ExecutorStatus, KvBlocks, MethodCount, Pressure
+from ferrum_rpc.top import program, screen
+from ferrum_rpc.top.board import ExecutorRow, RowState
+from ferrum_rpc.top.figures import MethodRates, StatusRates, StatusSample, hits_since_start, rates
+from ferrum_rpc.top.screen import COLUMNS, DROPPED, age, lines, short, shown
+
+ROOT = Path(__file__).parents[2]
+ZERO = Counters(**dict.fromkeys((each.name for each in fields(Counters)), 0))
+DECODE = "ferrum_rpc.executor.v1.ModelExecutor/Decode"
+
+
+def status(counters: Counters, *methods: MethodCount, uptime_s: float = 100.0, number: int = 7) -> ExecutorStatus:
+    blocks = KvBlocks(**{each.name: number for each in fields(KvBlocks)})
+    pressure = Pressure(number, number, 16, number, number, number, number)
+    return ExecutorStatus(ExecutorState.SERVING, pressure, counters, methods, uptime_s, 0, number, number, blocks)
+
+
+BEFORE = StatusSample(
+    status(
+        replace(ZERO, steps=100, tokens=1000, rows=700, forward_s=5.0, searched_tokens=60, cached_tokens=50),
+        MethodCount(DECODE, 10, 1, 20, 2),
+    ),
+    at=1000.0,
+)
+NOW = StatusSample(
+    status(
+        replace(ZERO, steps=140, tokens=1500, rows=1020, forward_s=6.0, searched_tokens=160, cached_tokens=130),
+        MethodCount(DECODE, 30, 2, 80, 5),
+        MethodCount("Fork", 4, 0, 0, 0),
+        uptime_s=102.0,
+    ),
+    at=1002.0,
+)
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------
+
+
+def test_rates_are_differences_over_the_time_between_two_answers() -> None:
+    assert rates(BEFORE, NOW) == StatusRates(
+        measured_s=2.0,
+        steps_per_s=20.0,
+        tokens_per_s=210.0,  # 500 were fed, of which the prefix cache had 80
+        rows_per_step=8.0,
+        step_ms=25.0,
+        busy_share=0.5,
+        prefix_hit_share=0.8,
+        errors_per_s=2.0,
+        methods=(MethodRates(DECODE, 10.0, 0.5, 30.0, 1.5), MethodRates("Fork", 2.0, 0.0, 0.0, 0.0)),
+    )
+    assert hits_since_start(NOW.status.counters) == 130 / 160
+
+
+def test_a_mean_of_nothing_is_unknown_and_a_rate_of_nothing_is_zero() -> None:
+    idle = rates(BEFORE, StatusSample(BEFORE.status, 1001.0))
+    assert idle is not None
+    assert (idle.steps_per_s, idle.tokens_per_s, idle.busy_share, idle.errors_per_s) == (0, 0, 0, 0)
+    assert (idle.rows_per_step, idle.step_ms, idle.prefix_hit_share) == (None, None, None)
+    assert hits_since_start(ZERO) is None
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(Counters)])
+def test_a_counter_that_went_back_is_another_process_and_has_no_rates(name: str) -> None:
+    counters = replace(BEFORE.status.counters, **{name: 9})
+    before = StatusSample(replace(BEFORE.status, counters=replace(counters, **{name: 10})), 1000.0)
+    assert rates(before, StatusSample(replace(BEFORE.status, counters=counters), 1001.0)) is None
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        StatusSample(replace(NOW.status, uptime_s=99.0), 1001.0),
+        StatusSample(replace(NOW.status, methods=()), 1001.0),
+        StatusSample(replace(NOW.status, methods=(MethodCount(DECODE, 9, 1, 20, 2),)), 1001.0),
+        StatusSample(NOW.status, 1000.0),
+    ],
+    ids=["uptime", "no method", "fewer calls", "no time"],
+)
+def test_rates_start_again_with_another_process(now: StatusSample) -> None:
+    assert rates(BEFORE, now) is None
+    assert rates(None, now) is None
+    assert rates(BEFORE, NOW) is not None
+
+
+# --- the screen -------------------------------------------------------------------------------------------------------
+
+
+def row(target: str, state: RowState = RowState.SERVING, number: int = 7, reason: str = "") -> ExecutorRow:
+    """Whose figures have about as many digits as ``number``."""
+    found = rates(BEFORE, NOW)
+    assert found is not None
+    shares = {"busy_share": 1.0, "prefix_hit_share": 1.0}
+    changed = {each.name: float(number) for each in fields(StatusRates) if each.name != "methods"} | shares
+    there = status(replace(ZERO, tokens=number), uptime_s=float(number), number=number)
+    return ExecutorRow(target, state, reason, status=there, rates=replace(found, **changed))
+
+
+ROWS = [
+    row("127.0.0.1:50051"),
+    row("10.200.200.200:50051", RowState.DRAINING, 123_456_789, reason="it drains " * 30),
+    ExecutorRow("executor-0.executors.ferrum.svc.cluster.local:50051", RowState.GONE, "Connection refused (111)"),
+]
+
+
+@pytest.mark.parametrize("width", range(20, 200))
+def test_no_line_is_wider_than_the_terminal_and_no_cell_is_cut(width: int) -> None:
+    drawn = [line for line, _ in lines(ROWS, width)]
+    assert max(map(len, drawn)) <= width
+    heads, *rows = [line.split() for line in drawn[2:6]]
+    _, columns = shown(width, [each.target for each in ROWS])
+    if columns:
+        assert heads == ["executor", "state", *(each.heading for each in columns)]
+        for found, each in zip(rows, ROWS, strict=True):
+            assert found[1:] == [each.state.lower(), *(column.show(each) for column in columns)]
+
+
+def test_columns_go_in_one_order_and_none_moves_when_figures_change() -> None:
+    every = [each.heading for each in COLUMNS]
+    assert sorted(DROPPED) == sorted(every)
+    for width in range(20, 200):
+        _, columns = shown(width, [each.target for each in ROWS])
+        left = DROPPED[len(DROPPED) - len(columns) :]
+        assert [each.heading for each in columns] == [each for each in every if each in left]
+        few, many = (lines([row("a:1", number=number)], width)[2:4] for number in (0, 987_654_321_000))
+        assert few[0] == many[0] and len(few[1][0]) == len(many[1][0])
+
+
+def test_160_columns_show_all_and_80_the_ones_that_matter_most() -> None:
+    targets = ["10.200.200.200:50051"]
+    assert shown(160, targets)[1] == shown(None, targets)[1] == list(COLUMNS)
+    kept = ["steps/s", "tokens/s", "batch", "queue", "used", "free"]
+    assert [each.heading for each in shown(80, targets)[1]] == kept
+    assert [each.heading for each in shown(80, ["127.0.0.1:50051"])[1]] == [*kept, "hits"]
+
+
+def test_without_a_terminal_nothing_is_left_out() -> None:
+    drawn = [line for line, _ in lines(ROWS, None)]
+    assert all(any(each.target in line for line in drawn) for each in ROWS)
+    assert f"10.200.200.200:50051: {ROWS[1].reason}" in drawn
+
+
+def test_a_long_target_keeps_its_begin_and_its_end() -> None:
+    [line] = [line for line, state in lines(ROWS, 100) if state is RowState.GONE and " gone " in line]
+    assert re.match(r"executor-0\.\w*….*cal:50051  gone", line)
+
+
+def test_what_does_not_fit_the_terminals_height_is_counted() -> None:
+    rows = [row(f"10.0.0.{each}:50051") for each in range(50)]
+    drawn = [line for line, _ in lines(rows, 80, 10)]
+    assert len(drawn) == 10 and drawn[-1] == "… 44 more lines"
+    assert len(lines(rows, 80, 53)) == 53 and lines(rows, 80, 53)[-1][0].startswith("10.0.0.49:50051")
+
+
+def test_the_first_line_counts_states_and_adds_up_tokens() -> None:
+    assert screen.headline(ROWS) == "1 serving, 1 draining, 1 gone; 123M tokens/s"
+    assert screen.headline([]) == "no executors; 0 tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (None, "-"),
+        (0, "0"),
+        (0.0, "0"),
+        (0.04, "0.0"),
+        (7.26, "7.3"),
+        (99.96, "100"),
+        (1234.5, "1234"),
+        (9999, "9999"),
+        (9999.4, "9999"),
+        (9999.6, "10.0k"),
+        (10_000, "10.0k"),
+        (99_949, "99.9k"),
+        (99_951, "100k"),
+        (999_400, "999k"),
+        (999_700, "1.0M"),
+        (2**32, "4.3G"),
+    ],
+)
+def test_numbers_have_at_most_five_characters(number: float | None, expected: str) -> None:
+    assert short(number) == expected and len(expected) <= 5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (None, "-"),
+        (0.9, "0s"),
+        (59.9, "59s"),
+        (60, "1m"),
+        (3599, "59m"),
+        (86_399, "23h"),
+        (86_400, "1d"),
+        (1e9, "999d"),
+    ],
+)
+def test_times_have_at_most_four_characters(seconds: float | None, expected: str) -> None:
+    assert age(seconds) == expected and len(expected) <= 4
+
+
+# --- JSON and the command line ----------------------------------------------------------------------------------------
+
+
+def test_json_has_the_documented_keys_whatever_is_known() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    section = text.partition("## Watching executors")[2].partition("\n## ")[0]
+    documented = {
+        each
+        for line in section.splitlines()
+        if line.startswith("| `")
+        for each in re.findall(r"`(\w+)`", line.split("|")[1])
+    }
+    assert set(ROWS[0].json()) == set(ROWS[2].json()) == documented - set(program.document([], 1.0))
+    assert set(program.document([], 1.0)) <= documented
+    unknown = {key: value for key, value in ROWS[2].json().items() if value not in (None, [])}
+    assert unknown == {"target": ROWS[2].target, "state": "GONE", "reason": ROWS[2].reason, "restarts": 0}
+    headings = {
+        heading for line in section.splitlines() if line.startswith("| `") for heading in line.split("|")[2].split(", ")
+    }
+    assert {each.heading for each in COLUMNS} <= {each.strip() for each in headings}
+
+
+def test_the_live_screen_names_the_extra_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "moves", lambda _: True)
+    monkeypatch.setitem(sys.modules, "rich.live", None)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["top"])
+    assert "needs rich" in str(caught.value) and "pip install '.[scheduler]'" in str(caught.value)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--interval-s", "0.01"), "at least 0.1"),
+        (("--interval-s", "nan"), "at least 0.1"),
+        (("--interval-s", "soon"), "at least 0.1"),
+        (("--once", "--target", "dns:///nowhere"), "dns:///name:port"),
+        (("--once", "--target", "file:"), "file:PATH"),
+        (("--once", "--taget", "a:1"), "--target"),
+    ],
+)
+def test_what_is_written_wrongly_is_refused(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["top", *flags])
+    assert caught.value.code in (1, 2)
+    printed = capsys.readouterr()
+    assert says in printed.err and printed.out == ""
