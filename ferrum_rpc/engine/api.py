@@ -133,7 +133,12 @@ class Submission:
     ``on_tokens`` is called on the event loop, ahead of ``done``, with what its runs chose in a step: (index of the
     span, tokens before, token) of each. ``runs``: how many of its spans have one; ``interrupts``: the
     errors that end them early, by index, or by None for all. ``max_running``: runs of its caller that may be under way
-    at a time (`engine.places`). ``slot`` is its place in the memory that an engine process shares."""
+    at a time (`engine.places`). ``slot`` is its place in the memory that an engine process shares.
+
+    ``behind``: the submission that it follows and the index of the span there, if it waits for one: see
+    `engine.chains`. It has one span, with a run; the engine fills in the token. It is not part of the queue. If it
+    begins, ``begins`` is called on the event loop, ahead of that submission's ``done``; else ``done`` is called with
+    no outcomes, and nothing has happened. ``over``: whether the engine has answered or dropped it."""
 
     spans: tuple[Span, ...]
     done: Callable[[tuple[SpanOutcome, ...], StepTiming | None], None]
@@ -143,11 +148,14 @@ class Submission:
     arrived: float = 0.0
     on_tokens: Callable[[list[tuple[int, int, int]]], object] | None = None
     max_running: int = sys.maxsize
+    behind: tuple[Submission | None, int] | None = None
+    begins: Callable[[], object] | None = None
     tokens: int = field(init=False)
     runs: int = field(init=False)
     interrupts: dict[int | None, ExecutorError] = field(default_factory=dict)
     state: WorkState = WorkState.QUEUED
     slot: int = -1
+    over: bool = False
 
     def __post_init__(self) -> None:
         tokens = runs = 0
@@ -161,6 +169,10 @@ class Submission:
     def refuse(self, error: ExecutorError) -> None:
         """Answer every span with ``error``."""
         self.done((error,) * len(self.spans), None)
+
+    def hand_back(self) -> None:
+        """Answer that it does not begin behind the submission that it follows."""
+        self.done((), None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,6 +196,7 @@ class Operation:
     slot: int = -1
     spans: ClassVar[tuple[Span, ...]] = ()
     tokens: ClassVar[int] = 0
+    behind: ClassVar[None] = None
 
     def refuse(self, error: ExecutorError) -> None:
         """Answer with ``error``."""

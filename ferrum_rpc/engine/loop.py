@@ -13,6 +13,8 @@ in the order in which they were begun.
 If the model's layers are in stages, the next step is begun as soon as there is one, because the first stage idles until
 then; and the waiting work is divided into as many steps as there are stages, which would otherwise be one.
 
+A submission that follows a run waits for its end here, and is part of the very next step (`engine.chains`).
+
 Submissions whose rows are constrained by grammars wait for their masks before they wait for a step (`engine.aside`).
 
 The loop handles spans and callables, without torch, handles and the wire; its subclasses receive work and deliver
@@ -31,10 +33,11 @@ from functools import partial
 from queue import Empty
 from typing import Any, Final, Protocol
 
-from ferrum_rpc.core import LATE, CacheState, RankState, SpanResult, Step, StepTiming
+from ferrum_rpc.core import LATE, CacheState, RankState, SpanOutcome, SpanResult, Step, StepTiming
 from ferrum_rpc.engine.api import EngineCounters, Finished, Interrupt, Operation, Runner, Submission, ended, lost
 from ferrum_rpc.engine.aside import Aside
 from ferrum_rpc.engine.backlog import Backlog
+from ferrum_rpc.engine.chains import Chains
 from ferrum_rpc.engine.overlap import LOOK_S, Overlap
 from ferrum_rpc.engine.places import Places
 from ferrum_rpc.engine.runs import Running, Runs
@@ -89,6 +92,8 @@ class EngineLoop(ABC):
         self._aside = Aside(self._backlog.add)
         self._places = Places(max_running)
         self._runs = Runs(self._places)
+        self._chains = Chains(self._places)
+        self._early: deque[Work] = deque()  # what was taken from the inbox while a step was finished
         self._under_way: deque[tuple[list[Running], list[Submission], Any]] = deque()  # with what `begin` returned
         self._overlap = Overlap()
         self._failure: BaseException | None = None
@@ -134,13 +139,12 @@ class EngineLoop(ABC):
     def _serve(self, runner: Runner) -> None:
         stopping = False
         constraints = runner.constraints
-        while not stopping or self._backlog or self._under_way or self._runs.ready or self._places or self._aside:
+        while not stopping or self._has_work():
             if self._under_way and not self._next_is_due(runner):
                 self._deliver(self._finish(runner))
                 continue
             finished: Finished = []
-            idle = not (self._backlog or self._under_way or self._runs.ready or self._places or self._aside)
-            stopping |= self._drain_inbox(runner, finished, wait=idle)
+            stopping |= self._drain_inbox(runner, finished, wait=not self._has_work())
             going: list[Running] = []
             if constraints is not None and self._aside:
                 self._aside.pass_on(constraints)
@@ -149,7 +153,8 @@ class EngineLoop(ABC):
                 may_go_on = constraints.may_go_on if constraints is not None and constraints.any_slow else None
                 going = self._runs.take(time.monotonic(), share, may_go_on)
                 self._end_runs(runner, finished)
-            claimed = self._claim(finished, None if share is None else share - len(going))
+            chained = self._chains.take_next()
+            claimed = chained + self._claim(finished, None if share is None else share - len(going) - len(chained))
             if finished:
                 self.cache = runner.cache_state()
                 self._deliver(finished)
@@ -159,6 +164,18 @@ class EngineLoop(ABC):
                 constraints.wait(LOOK_S if self._under_way else MASKS_S)
                 self.busy_since = time.monotonic()
 
+    def _has_work(self) -> bool:
+        """Whether a step is under way, or something waits for one."""
+        return bool(
+            self._backlog
+            or self._early
+            or self._under_way
+            or self._runs.ready
+            or self._chains.next
+            or self._places
+            or self._aside
+        )
+
     def _next_is_due(self, runner: Runner) -> bool:
         """Whether to look for more work before the oldest step is finished. False as soon as that is ready."""
         in_stages = runner.in_stages
@@ -167,7 +184,8 @@ class EngineLoop(ABC):
         *_, oldest = self._under_way[0]
         while not runner.ready(oldest):
             if in_stages or self._overlap.due(time.monotonic()):
-                there = bool(self._backlog or self._runs.ready) or not self._inbox.empty()
+                there = bool(self._backlog or self._early or self._runs.ready or self._chains.next)
+                there = there or not self._inbox.empty()
                 if there or not in_stages:
                     return there
             time.sleep(LOOK_S)
@@ -175,7 +193,7 @@ class EngineLoop(ABC):
 
     def _share(self, runner: Runner) -> int:
         """Tokens of the next step if the waiting work and the runs are divided into as many steps as stages."""
-        tokens = len(self._runs.ready) + self._backlog.tokens + self._places.tokens
+        tokens = len(self._runs.ready) + len(self._chains.next) + self._backlog.tokens + self._places.tokens
         for going, claimed, _ in self._under_way:
             tokens += len(going) + sum([work.tokens for work in claimed])
         return max(1, -(-tokens // runner.depth))
@@ -184,17 +202,19 @@ class EngineLoop(ABC):
         """Take what has arrived; run operations at once. True: the thread was asked to stop."""
         stopping = False
         try:
-            while wait or not self._inbox.empty():
+            while wait or self._early or not self._inbox.empty():
                 if wait:
                     self.busy_since = 0.0
-                work = self._wait(runner) if wait else self._inbox.get()
+                work = self._wait(runner) if wait else self._early.popleft() if self._early else self._inbox.get()
                 if wait:
                     self.busy_since = time.monotonic()
                     wait = False
                 if work is None:
                     stopping = True
                 elif isinstance(work, Submission):
-                    if runner.constraints is None or not self._aside.waits(work, runner.constraints):
+                    if work.behind is not None:
+                        self._follow(work, finished)
+                    elif runner.constraints is None or not self._aside.waits(work, runner.constraints):
                         self._backlog.add(work)
                 elif isinstance(work, Interrupt):
                     if work.work is not None:
@@ -205,6 +225,20 @@ class EngineLoop(ABC):
             self._deliver(finished)  # what was done before the thread broke was done
             raise
         return stopping
+
+    def _take_followers(self, finished: Finished) -> None:
+        """Have the followers that have arrived wait, before what they follow is over. The rest keeps its order."""
+        while not self._inbox.empty():
+            work = self._inbox.get()
+            if isinstance(work, Submission) and work.behind is not None:
+                self._follow(work, finished)
+            else:
+                self._early.append(work)
+
+    def _follow(self, work: Submission, finished: Finished) -> None:
+        """Have a follower wait for what it follows, or hand it back."""
+        if not self._chains.add(work) and self._claim_one(work):
+            finished.append(work.hand_back)
 
     def _wait(self, runner: Runner) -> Work:
         """Wait for the next work. Raises `DeviceLost` if the runner is lost meanwhile."""
@@ -271,6 +305,7 @@ class EngineLoop(ABC):
         """Whether what waits was cancelled, or is refused: its deadline has passed, or all of it was interrupted.
         Called with the lock held, once where it is."""
         if self._cancelled(work):
+            self._drop_followers(work, finished)
             return True
         late: ExecutorError | None = work.interrupts.get(None)
         if work.deadline is not None and now >= work.deadline:
@@ -278,8 +313,38 @@ class EngineLoop(ABC):
         if late is None:
             return False
         self._claimed(work)
+        self._drop_followers(work, finished)
         finished.append(partial(work.refuse, late))
         return True
+
+    def _drop_followers(self, work: Submission, finished: Finished) -> None:
+        """Hand back what follows a submission that is over without an outcome to follow. Called with the lock held."""
+        work.over = True
+        for each in self._chains.take(work) if self._chains else ():
+            if not self._cancelled(each):
+                self._claimed(each)
+                finished.append(each.hand_back)
+
+    def _over(
+        self, work: Submission, outcomes: Sequence[SpanOutcome], timing: StepTiming | None, finished: Finished
+    ) -> None:
+        """Answer a submission. What follows it begins with the next step, or is handed back, before its answer."""
+        work.over = True
+        if self._chains:
+            now = time.monotonic()
+            with self._lock:
+                for each in self._chains.take(work):
+                    if self._cancelled(each):
+                        continue
+                    self._claimed(each)
+                    if (cause := each.interrupts.get(None)) is not None:
+                        finished.append(partial(each.refuse, cause))
+                    elif self._chains.begin(each, outcomes, now):
+                        assert each.begins is not None  # noqa: S101 - it has ``behind``
+                        finished.append(each.begins)
+                    else:
+                        finished.append(each.hand_back)
+        finished.append(partial(work.done, tuple(outcomes), timing))
 
     def _begin(self, runner: Runner, going: list[Running], claimed: list[Submission]) -> None:
         """Begin their step, or answer it if it cannot be begun."""
@@ -328,6 +393,9 @@ class EngineLoop(ABC):
                 tokens += len(span.tokens)
                 cached += outcome.cached_tokens
                 rows += 0 if outcome.rows is None else outcome.rows.count
+        finished: Finished = []
+        if rows:  # else there is nothing to follow
+            self._take_followers(finished)
         counters = self.counters
         if ran:
             counters.steps += 1
@@ -338,7 +406,6 @@ class EngineLoop(ABC):
             counters.blocks_copied += result.blocks_copied
             counters.forward_s += result.forward_s
         tokens -= cached  # what was computed
-        finished: Finished = []
         waits: list[float] = []
         for each, outcome in zip(going, result.outcomes, strict=False):
             if each.call.timing.step != counters.steps:  # once for all runs of a call
@@ -353,9 +420,9 @@ class EngineLoop(ABC):
                 timing = StepTiming(counters.steps, ran, tokens, turn - work.arrived, result.forward_s)
                 waits.append(timing.queue_s)
             if not work.runs or not self._runs.begun(work, result.outcomes[first:last], timing):
-                finished.append(partial(work.done, result.outcomes[first:last], timing))
+                self._over(work, result.outcomes[first:last], timing, finished)
             first = last
-        if self._runs.calls:
+        if self._runs.calls or counters.running:
             self._end_runs(runner, finished)
         if ran:
             step = StepTiming(counters.steps, ran, tokens, 0.0, result.forward_s)
@@ -373,7 +440,8 @@ class EngineLoop(ABC):
         if ended:
             runner.end_hold(ended)
             self.cache = runner.cache_state()
-        finished += [partial(call.work.done, tuple(call.outcomes), call.timing) for call in over]
+        for call in over:
+            self._over(call.work, call.outcomes, call.timing, finished)
         self.counters.running = self._places.count
 
     def _refused(
@@ -381,9 +449,10 @@ class EngineLoop(ABC):
     ) -> Finished:
         """The answers of a step that was rolled back. Any other failure ends the loop."""
         if isinstance(error, StepFailed):
-            finished: Finished = [partial(work.refuse, error) for work in claimed]
+            finished: Finished = []
             for work in claimed:
                 self._places.free(work, work.runs)
+                self._over(work, (error,) * len(work.spans), None, finished)
             for each in going:
                 self._runs.stepped(each, error)
             self._end_runs(runner, finished)
@@ -396,7 +465,7 @@ class EngineLoop(ABC):
         state has changed when callers are answered."""
         self._failure = error
         cut_off = [work for _, claimed, _ in self._under_way for work in claimed]
-        cut_off += [call.work for call in self._runs.calls]
+        cut_off += [call.work for call in self._runs.calls] + self._chains.take_next()
         self._under_way.clear()
         self.counters.running = 0
         answers += [partial(work.refuse, lost(error)) for work in cut_off]
@@ -409,12 +478,16 @@ class EngineLoop(ABC):
         try:
             while True:
                 work: Work
-                if self._places:
+                if self._chains:
+                    work = self._chains.pop()
+                elif self._places:
                     work = self._places.pop()
                 elif self._aside:
                     work = self._aside.pop()
+                elif self._backlog:
+                    work = self._backlog.take(counted=False)
                 else:
-                    work = self._backlog.take(counted=False) if self._backlog else self._inbox.get(block=False)
+                    work = self._early.popleft() if self._early else self._inbox.get(block=False)
                 if isinstance(work, Submission | Operation) and self._claim_one(work):
                     refused.append(partial(work.refuse, error))
         except Empty:

@@ -69,8 +69,9 @@ class ModelThread(EngineLoop):
 
     def submit(self, work: Submission | Operation) -> None:
         with self._lock:
-            self.queued_items += len(work.spans)
-            self.queued_tokens += work.tokens
+            if work.behind is None:
+                self.queued_items += len(work.spans)
+                self.queued_tokens += work.tokens
             self._arrived.put(work)
             closed = self._closed
         if closed:
@@ -119,8 +120,9 @@ class ModelThread(EngineLoop):
 
     def _claimed(self, work: Submission | Operation, state: WorkState = WorkState.CLAIMED) -> None:
         work.state = state
-        self.queued_items -= len(work.spans)
-        self.queued_tokens -= work.tokens
+        if work.behind is None:
+            self.queued_items -= len(work.spans)
+            self.queued_tokens -= work.tokens
 
     def _on_step_done(self, step: StepTiming, waits: Sequence[float]) -> None:
         self._loop.call_soon(self._on_step, step, waits)  # behind whatever the answers wake: callers do not wait for it

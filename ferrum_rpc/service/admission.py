@@ -293,17 +293,24 @@ def claimed_span(
     state: ServerState, record: SequenceRecord, item: WorkItem, tokens: TokenArray, model: ModelInfo
 ) -> Span:
     """The span of an item that has claimed ``record``, which is free again where it is refused."""
-    run, output = item.run, item.output
     try:
-        start = check_length(record.length, item.truncate_to, len(tokens), model)
-        end = start + len(tokens)
-        if run is not None:
-            run, output = _fitted(run, output, end, model)
-            end += run.max_tokens - 1
-        state.quotas.charge(record, end)
+        return _span_at(state, record, record.length, item, tokens, model)
     except ExecutorError:
         record.busy = False
         raise
+
+
+def _span_at(  # noqa: PLR0917 - as `admit`
+    state: ServerState, record: SequenceRecord, length: int, item: WorkItem, tokens: TokenArray, model: ModelInfo
+) -> Span:
+    """The span of an item on a sequence of ``length`` tokens, which is charged for it."""
+    run, output = item.run, item.output
+    start = check_length(length, item.truncate_to, len(tokens), model)
+    end = start + len(tokens)
+    if run is not None:
+        run, output = _fitted(run, output, end, model)
+        end += run.max_tokens - 1
+    state.quotas.charge(record, end)
     adapter = 0 if record.adapter is None else record.adapter.number
     return named(Span, (record.sequence, tokens, start, output, False, 0, run, None, None, adapter))
 
@@ -375,6 +382,23 @@ def follow_up(state: ServerState, account: Account, index: int, item: WorkItem, 
     state.handles.claim(handle, account.caller.name)
     span = claimed_span(state, record, item, tokens, model)
     record.follower = None if isinstance(item.output.kind, Accept) else no_follower
+    return named(Admitted, (index, record, span, entry))
+
+
+def foreseen(state: ServerState, index: int, item: WorkItem, record: SequenceRecord, entry: Entry) -> Admitted | None:
+    """Admit an item that follows the forward in flight as if that had ended as the item foresees, with 0 in place of
+    the token that it will choose. None: only what is left behind can decide, or the item has no run, or it has a
+    grammar, whose mask depends on that token."""
+    handle, follow, before = item.handle, item.follow, record.submission
+    assert handle is not None and follow is not None  # noqa: S101 - the wire floor looked
+    if before is None or item.run is None or not follow.feed_chosen or item.output.constrained is not None:
+        return None
+    if handle.version != record.version + 1 or item.truncate_to is not None or record.pending_end is not None:
+        return None
+    try:
+        span = _span_at(state, record, handle.seq_len, item, np.zeros(1, np.int32), state.model)
+    except ExecutorError:
+        return None
     return named(Admitted, (index, record, span, entry))
 
 

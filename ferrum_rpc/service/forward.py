@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ferrum_rpc.core import (
     Accept,
@@ -52,22 +52,43 @@ from ferrum_rpc.service.admission import (
     admit,
     follow_up,
     followed,
+    foreseen,
     has_room,
     queue_full,
     valid_items,
 )
 from ferrum_rpc.service.fingerprints import item_fingerprint
 from ferrum_rpc.service.guard.auth import ARRIVED
+from ferrum_rpc.service.handles import gone
 from ferrum_rpc.service.quotas import UNCOUNTED_BYTES
-from ferrum_rpc.service.records import Account, Resource, SequenceEnd, SequenceRecord, no_follower
+from ferrum_rpc.service.records import Account, Resource, SequenceEnd, SequenceRecord, Successor, no_follower
 from ferrum_rpc.service.replay import Entry, Outcome, scope_of
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
-from ferrum_rpc.service.transaction import FAILED, CallPhase, Failed, Transaction
+from ferrum_rpc.service.transaction import CANCELLED_BEFORE, FAILED, CallPhase, Failed, Transaction
 from ferrum_rpc.service.waits import bring_in, prompts_of
 
 CHOOSING: Final = (Greedy, Sample)
 """Outputs whose last row is a token that another item may feed."""
+
+
+class Following(NamedTuple):
+    """An ``item`` that waits for the forward in flight on the sequence of ``record``, whose end calls ``proceed``."""
+
+    record: SequenceRecord
+    item: WorkItem
+    entry: Entry
+    proceed: Callable[[], object]
+
+    @property
+    def waits(self) -> bool:
+        """Whether that forward is still in flight."""
+        return self.record.follower is self.proceed
+
+    def leave(self) -> None:
+        """Let another item follow."""
+        if self.waits:
+            self.record.follower = no_follower
 
 
 class ForwardCall(Transaction["ForwardCall"]):
@@ -84,6 +105,10 @@ class ForwardCall(Transaction["ForwardCall"]):
     """
 
     _submission: Submission | None = None  # what is queued or runs for it now, and counts in its account
+    _behind: Admitted | None = None  # its item, while the engine may begin that behind the one that it follows
+    _cancelled_behind = False  # it was cancelled then
+    begun = False  # the engine has begun that, and what it follows is not settled yet
+    _unforeseen = False  # that one could not be committed, and the engine had begun its own
     _abandoned = False  # its caller was cancelled
     _first_failed: int | None = None  # the item for whose refusal the engine refused an atomic group
     timing: StepTiming | None = None
@@ -111,7 +136,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         self._admitted = self._held.admitted
         self._repeated = {}
         self._duplicates: dict[int, int] = {}  # items that repeat another one of the same call
-        self._following: dict[int, tuple[SequenceRecord, Entry]] = {}  # items that wait for one in flight
+        self._following: dict[int, Following] = {}  # items that wait for one in flight
         self.outcomes: list[Any] = [None] * len(items)  # of `ItemOutcome`
         try:
             limits = state.limits
@@ -136,6 +161,8 @@ class ForwardCall(Transaction["ForwardCall"]):
                     self._repeat(entry, partial(self._on_repeated, index))
                 else:
                     self.outcomes[index] = state.replay.repeat(entry.answer)
+            if self._following and len(items) == 1:
+                self._queue_behind()
             self._proceed()
         except Exception as error:
             self._refuse(error)
@@ -163,7 +190,7 @@ class ForwardCall(Transaction["ForwardCall"]):
             size += item_bytes
             tokens += len(item.tokens) or 1
             if found is None:
-                begun[self._following[index][1]] = index
+                begun[self._following[index].entry] = index
             elif isinstance(found, Admitted):
                 admitted.append(found)
                 if found.entry is not None:
@@ -200,12 +227,14 @@ class ForwardCall(Transaction["ForwardCall"]):
         if record.follower is not no_follower:
             raise SequenceBusy("another item follows the one in flight, or what is in flight cannot be followed")
         entry = state.replay.begin(scope, item.request_id, fingerprint)
-        record.follower = partial(self.settle, self._on_followed, index, item, entry)
-        self._following[index] = record, entry
+        record.follower = proceed = partial(self.settle, self._on_followed, index, item, entry)
+        self._following[index] = Following(record, item, entry, proceed)
         return None
 
     def _on_followed(self, index: int, item: WorkItem, entry: Entry) -> None:
         """What an item follows is over."""
+        if self._behind is not None and not self._take_back():
+            return  # the engine hands it back
         del self._following[index]
         refusal: ExecutorError | None = None
         try:
@@ -216,12 +245,92 @@ class ForwardCall(Transaction["ForwardCall"]):
         except ExecutorError as error:
             refusal = error
         if refusal is not None:
-            self.outcomes[index] = refusal
-            self._state.replay.finish(entry, refusal)
-            if self._all_or_nothing:
-                self._refuse(_first_refusal([refusal], index))
-                return
-        self._proceed()
+            self._refuse_follower(index, entry, refusal)
+        else:
+            self._proceed()
+
+    def _refuse_follower(self, index: int, entry: Entry, refusal: ExecutorError) -> None:
+        self.outcomes[index] = refusal
+        self._state.replay.finish(entry, refusal)
+        if self._all_or_nothing:
+            self._refuse(_first_refusal([refusal], index))
+        else:
+            self._proceed()
+
+    def _queue_behind(self) -> None:
+        """Have the engine begin its only item, a run that follows another item, in the step after that one's last."""
+        state, account = self._state, self._account
+        [(index, (record, item, entry, _))] = self._following.items()
+        before = record.submission
+        if before is None:
+            return
+        place = next(at for at, span in enumerate(before.spans) if span.sequence == record.sequence)
+        if not isinstance(before.spans[place].output.kind, CHOOSING):
+            return
+        each = foreseen(state, index, item, record, entry)
+        if each is None:
+            return
+        self._behind, record.successor = each, self
+        self._submission = Submission(
+            (each.span,),
+            self._on_step_done,
+            self._all_or_nothing,
+            self._deadline,
+            account.number,
+            on_tokens=None if self._on_tokens is None else self._pass_tokens,
+            max_running=account.most[Resource.RUNS],
+            behind=(before, place),
+            begins=self._on_begun_behind,
+        )
+        state.engine.submit(self._submission)
+        self.phase = CallPhase.QUEUED
+
+    def _on_begun_behind(self) -> None:
+        """The engine begins its item with the next step. The answer of the one that it follows comes next."""
+        self.begun = self._behind is not None
+
+    def take_over(self, committed: bool) -> None:
+        """See `Successor`."""
+        each, submission, engine = self._behind, self._submission, self._state.engine
+        assert each is not None and submission is not None  # noqa: S101 - the engine has begun it
+        record = each.record
+        record.busy, record.follower, record.submission, record.successor = True, no_follower, submission, None
+        record.cut = partial(engine.interrupt, submission, 0)
+        self._behind, self.begun, self._unforeseen = None, False, not committed
+        self._following.clear()
+        self._admitted.append(each)
+        self._account.held[Resource.QUEUED_ITEMS] += 1
+        self._account.held[Resource.QUEUED_TOKENS] += 1
+        if record.pending_end is not None:
+            record.cut(gone(record.pending_end))
+
+    def withdraw(self, cause: ExecutorError) -> None:
+        """See `Successor`."""
+        if not self._take_back() and self._submission is not None:
+            self._state.engine.interrupt(self._submission, 0, cause)
+
+    def _take_back(self) -> bool:
+        """Take its item back from the engine, if it has not begun there."""
+        submission = self._submission
+        if submission is None or not self._state.engine.cancel(submission):
+            return False
+        self._leave_queue()
+        self.phase = CallPhase.CLAIMED
+        return True
+
+    def _on_handed_back(self, outcomes: tuple[SpanOutcome, ...]) -> None:
+        """The engine does not begin its item behind the one that it follows, or has ended."""
+        self._leave_queue()
+        self.phase = CallPhase.CLAIMED
+        [(index, following)] = self._following.items()
+        if self._cancelled_behind and not self._awaited():
+            self._refuse(Cancelled(CANCELLED_BEFORE))
+        elif outcomes and isinstance(refusal := outcomes[0], ExecutorError):
+            del self._following[index]
+            following.leave()
+            self._refuse_follower(index, following.entry, refusal)
+        elif not following.waits:  # what it follows is over
+            self._on_followed(index, following.item, following.entry)
 
     def _proceed(self, *, waited: bool = False) -> None:
         """Submit what was admitted, or end the call where nothing is left to wait for. A call first waits for the items
@@ -251,10 +360,10 @@ class ForwardCall(Transaction["ForwardCall"]):
                 account.held[Resource.QUEUED_ITEMS] += len(admitted)
                 account.held[Resource.QUEUED_TOKENS] += submission.tokens
                 self._submission = submission
-                if submission.runs:
-                    for index, each in enumerate(admitted):
-                        if each.span.run is not None:
-                            each.record.cut = partial(state.engine.interrupt, submission, index)
+                for index, each in enumerate(admitted):
+                    each.record.submission = submission
+                    if each.span.run is not None:
+                        each.record.cut = partial(state.engine.interrupt, submission, index)
                 state.engine.submit(submission)
                 self.phase = CallPhase.QUEUED
                 return
@@ -316,13 +425,22 @@ class ForwardCall(Transaction["ForwardCall"]):
     # --- settle -----------------------------------------------------------------------------------------------------
 
     def _on_step_done(self, outcomes: tuple[SpanOutcome, ...], timing: StepTiming | None) -> None:
+        if self._behind is not None:
+            self.settle(self._on_handed_back, outcomes)
+            return
         self._leave_queue()
+        if self._unforeseen:
+            outcomes = (ChainBroken("the item that this one follows failed"),)
         self.settle(self._commit, outcomes, timing)
 
     def _leave_queue(self) -> None:
         """Its submission is over. The two refer to each other: without this reference both are freed at once."""
         submission, self._submission = self._submission, None
-        if submission is not None:
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            if behind.record.successor is self:
+                behind.record.successor = None
+        elif submission is not None:
             self._account.held[Resource.QUEUED_ITEMS] -= len(submission.spans)
             self._account.held[Resource.QUEUED_TOKENS] -= submission.tokens
 
@@ -391,9 +509,9 @@ class ForwardCall(Transaction["ForwardCall"]):
         outcome = error if isinstance(error, ExecutorError) else InternalError(FAILED)
         now, present = time.monotonic(), not isinstance(error, Cancelled)
         self._leave_queue()
-        for record, entry in self._following.values():
-            record.follower = no_follower
-            self._state.supervisor.attempt(self._state.replay.finish, entry, outcome)
+        for following in self._following.values():
+            following.leave()
+            self._state.supervisor.attempt(self._state.replay.finish, following.entry, outcome)
         self._following.clear()
         for each in self._admitted:
             end_item(self._state, each, outcome, now, present=present)
@@ -410,6 +528,7 @@ class ForwardCall(Transaction["ForwardCall"]):
             return False
         if engine.cancel(submission):
             return True
+        self._cancelled_behind = self._behind is not None
         if submission.runs:
             cause = Cancelled("the call was cancelled; these are the tokens until then")
             engine.interrupt(submission, None, cause)
@@ -417,7 +536,7 @@ class ForwardCall(Transaction["ForwardCall"]):
 
     def _awaited(self) -> bool:
         """Whether a duplicate waits for one of its items."""
-        entries = [*(each.entry for each in self._admitted), *(entry for _, entry in self._following.values())]
+        entries = [*(each.entry for each in self._admitted), *(each.entry for each in self._following.values())]
         return any(entry and entry.waiters for entry in entries)
 
     def fail(self, error: InternalError) -> None:
@@ -446,6 +565,8 @@ class ForwardCall(Transaction["ForwardCall"]):
 def _call_followers(ended: Sequence[Admitted]) -> None:
     """Items that waited for these go on; those were answered before."""
     for each in ended:
+        if each.record.busy:  # it was taken over
+            continue
         follower, each.record.follower = each.record.follower, None
         if follower is not None:
             follower()
@@ -455,9 +576,9 @@ def end_item(state: ServerState, each: Admitted, outcome: ItemOutcome, now: floa
     """The item is over: its sequence is free again, and its duplicates are answered. ``present``: its caller still
     waits, which renews a lease ``now`` (monotonic seconds). Returns what the item is answered with; never raises."""
     _, record, span, entry = each
-    refused = isinstance(outcome, ExecutorError)
+    refused, successor = isinstance(outcome, ExecutorError), _begun(record)
     try:
-        record.busy, record.cut = False, None
+        record.busy, record.cut, record.submission = False, None, None
         if record.follower is no_follower:
             record.follower = None
         if span.create and refused:
@@ -466,17 +587,27 @@ def end_item(state: ServerState, each: Admitted, outcome: ItemOutcome, now: floa
             if span.create:
                 state.publish(record)
                 state.counters.sequences_forked += span.parent is not None
-            state.quotas.settle(record)
+            if successor is None:
+                state.quotas.settle(record)
             if present:
                 record.touch(now)
-            if record.pending_end is not None:
+            if record.pending_end is not None and successor is None:
                 state.release([record], record.pending_end)
         if entry is not None:
             state.replay.finish(entry, outcome)
     except Exception as error:
         state.supervisor.note(BackgroundTask.CALLBACK, error)
         return fail_item(state, each, refused=refused)
+    if successor is not None:
+        successor.take_over(not refused)
+    else:
+        record.successor = None
     return outcome
+
+
+def _begun(record: SequenceRecord) -> Successor | None:
+    """What takes the sequence over from the forward that is being settled."""
+    return record.successor if record.successor is not None and record.successor.begun else None
 
 
 def fail_item(state: ServerState, each: Admitted, *, refused: bool = False) -> InternalError:
@@ -485,10 +616,18 @@ def fail_item(state: ServerState, each: Admitted, *, refused: bool = False) -> I
     """
     (_, record, span, entry), attempt = each, state.supervisor.attempt
     outcome = InternalError(FAILED)
-    record.busy, record.cut = False, None
+    successor = _begun(record)
+    record.busy, record.cut, record.submission = False, None, None
     if record.follower is no_follower:
         record.follower = None
-    if not span.create:
+    if successor is None:
+        record.successor = None
+    if successor is not None:  # the engine goes on with it
+        if span.create:
+            attempt(state.publish, record)
+            record.pending_end = record.pending_end or SequenceEnd.ABANDONED
+        attempt(successor.take_over, False)
+    elif not span.create:
         attempt(state.quotas.settle, record)
         if record.pending_end is not None:
             attempt(state.release, [record], record.pending_end)

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from ferrum_rpc.core import Caller, HandleRef, PrefixUse, named
+from ferrum_rpc.engine.api import Submission
 from ferrum_rpc.errors import ExecutorError, QuotaExceeded
 from ferrum_rpc.prefix_hash import caller_digest
 
@@ -137,6 +138,19 @@ def no_follower() -> None:
     """The value of a sequence's ``follower`` while there is none."""
 
 
+class Successor(Protocol):
+    """A follower that is in the engine. ``begun``: it is part of the step after the last one of what it follows, whose
+    answer comes next. Then it takes the sequence over, which stays busy."""
+
+    begun: bool
+
+    def take_over(self, committed: bool) -> None:
+        """What it follows is over. If that could not be ``committed``, this one must not be either."""
+
+    def withdraw(self, cause: ExecutorError) -> None:
+        """Have it wait outside of the engine, or interrupt it if it has begun."""
+
+
 @dataclass(slots=True, eq=False)
 class SequenceRecord:
     """A live sequence on the service floor: the engine's number, and the content of its next handle.
@@ -151,8 +165,9 @@ class SequenceRecord:
     restored. ``order``: its rank in the order of creation.
 
     ``follower`` is called when the forward in flight is over: `no_follower` if an item may follow and none does, None
-    if none may. ``cut`` interrupts its run, or the transfer of a transfer's sequence. ``chosen``: the version after a
-    forward, the last token that this chose, and whether that is a stop id of its run.
+    if none may. ``submission``: the forward's, once the engine has it. ``successor``: the follower, if the engine may
+    begin it as soon as that submission ends. ``cut`` interrupts its run, or the transfer of a transfer's sequence.
+    ``chosen``: the version after a forward, the last token that this chose, and whether that is a stop id of its run.
     """
 
     sequence: int
@@ -172,6 +187,8 @@ class SequenceRecord:
     parked: Parked | None = None
     order: int = 0
     follower: Callable[[], object] | None = None
+    submission: Submission | None = None
+    successor: Successor | None = None
     cut: Callable[[ExecutorError], object] | None = None
     chosen: tuple[int, int, bool] | None = None
     on_freed: list[Callable[[], None]] = field(default_factory=list)

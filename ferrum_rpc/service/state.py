@@ -347,6 +347,8 @@ class ServerState:
         """Release sequences: idle ones now, those with a call in flight when it ends. Runs are cut."""
         for record in records:
             record.pending_end = record.pending_end or ending
+            if record.successor is not None:
+                record.successor.withdraw(gone(ending))
             if record.cut is not None:
                 record.cut(gone(ending))
         self.release([record for record in records if not record.busy], ending)
@@ -358,6 +360,8 @@ class ServerState:
     def cut_runs(self, error: ExecutorError) -> None:
         """End all runs at their next step, and all transfers."""
         for record in self.sequences():
+            if record.successor is not None:
+                record.successor.withdraw(error)
             if record.cut is not None:
                 record.cut(error)
 

@@ -427,3 +427,44 @@ async def test_runs_of_an_engine_that_dies_are_answered(tmp_path: Path) -> None:
         for each in (done, fatal):
             outcomes, _ = await each
             assert all(isinstance(outcome, DeviceLost) for outcome in outcomes)
+
+
+def behind(sequence: int, start: int, most: int) -> Span:
+    """A run that feeds the token which what it follows chooses last."""
+    return Span(sequence, np.zeros(1, np.int32), start, OutputSpec(), run=Run(most))
+
+
+async def test_a_run_begins_in_the_step_after_the_one_that_it_follows(tmp_path: Path) -> None:
+    async with harness(tmp_path) as made:
+        order: list[str] = []
+        first, done = made.submit(span(1, COUNT, run=Run(2)), span(2, WAIT))
+        done.add_done_callback(lambda _: order.append("done"))
+        await made.reached()
+        _, follows = made.submit(behind(1, 2, 3), behind=(first, 0), begins=lambda: order.append("begins"))
+        _, wrong = made.submit(behind(2, 5, 3), behind=(first, 1), begins=lambda: order.append("wrong"))
+        withdrawn, never = made.submit(behind(2, 1, 3), behind=(first, 1), begins=lambda: order.append("wrong"))
+        assert made.engine.cancel(withdrawn)
+        assert (made.engine.queued_items, made.engine.queued_tokens) == (0, 0)
+        await made.open()
+        outcomes, timing = await follows
+        assert tokens_of((await done)[0][0]) == [1001, 1002] and tokens_of(outcomes[0]) == [1003, 1004, 1005]
+        assert timing.step == made.engine.counters.steps == 5
+        assert await wrong == ((), None) and not never.done()
+        await asyncio.sleep(0)  # its callback may be scheduled only
+        assert order == ["begins", "done"]
+        assert [sequences for sequences, _ in await made.do("seen")] == [[1, 2]] + [[1]] * 4
+        _, late = made.submit(behind(1, 5, 3), behind=(first, 0), begins=lambda: order.append("wrong"))
+        assert await late == ((), None), "what it follows was over"
+        assert (made.engine.queued_items, made.engine.queued_tokens) == (0, 0)
+
+
+async def test_what_follows_in_an_engine_that_dies_is_answered(tmp_path: Path) -> None:
+    async with harness(tmp_path) as made:
+        first, done = made.submit(span(1, COUNT, run=Run(9)), span(2, WAIT))
+        await made.reached()
+        _, fatal = made.submit(span(3, DIE))
+        _, follows = made.submit(behind(1, 9, 3), behind=(first, 0), begins=lambda: None)
+        await made.open()
+        for each in (done, fatal, follows):
+            outcomes, _ = await each
+            assert all(isinstance(outcome, DeviceLost) for outcome in outcomes)

@@ -74,9 +74,10 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.engine.backlog": Floor("engine.api"),
     "ferrum_rpc.engine.places": Floor("engine.api"),
     "ferrum_rpc.engine.runs": Floor("core errors engine.api engine.places", "numpy"),
+    "ferrum_rpc.engine.chains": Floor("core engine.api engine.places", "numpy"),
     "ferrum_rpc.engine.aside": Floor("engine.api"),
     "ferrum_rpc.engine.loop": Floor(
-        "core errors engine.aside engine.backlog engine.overlap engine.places engine.runs engine.api"
+        "core errors engine.aside engine.backlog engine.chains engine.overlap engine.places engine.runs engine.api"
     ),
     "ferrum_rpc.engine.thread": Floor("core errors engine.liveness engine.api engine.loop"),
     "ferrum_rpc.engine.channel": Floor("core", "numpy"),

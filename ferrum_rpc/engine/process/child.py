@@ -61,7 +61,7 @@ class ChildLoop(EngineLoop):
         self._answers: list[tuple[int, tuple[Any, ...]]] = []
         self._chosen: list[tuple[int, Any]] = []
         self._steps: list[tuple[StepTiming, Sequence[float]]] = []
-        self._with_runs: dict[int, Submission] = {}  # by slot, for what interrupts them
+        self._submissions: dict[int, Submission] = {}  # by slot, for what interrupts and what follows them
         self._reported: object = None
         self._ranks_at = 0.0  # when to report them next
 
@@ -113,14 +113,16 @@ class ChildLoop(EngineLoop):
         done = partial(self._answer, slot)
         work: Submission | Operation
         if isinstance(what, Interrupt):
-            return replace(what, work=self._with_runs.get(slot))
+            return replace(what, work=self._submissions.get(slot))
         if rest:
             spans = tuple([unpack_span(*span) for span in what])
-            atomic, deadline, caller, arrived, wanted, max_running = rest
-            on_tokens = partial(self._on_tokens, slot) if wanted else None
-            work = Submission(spans, done, atomic, deadline, caller, arrived, on_tokens, max_running)
-            if work.runs:
-                self._with_runs[slot] = work
+            atomic, deadline, caller, arrived, wanted, max_running, behind = rest
+            on_tokens, begins = partial(self._on_tokens, slot) if wanted else None, None
+            if behind is not None:
+                before, index = behind
+                behind, begins = (self._submissions.get(before), index), partial(self._on_tokens, slot, None)
+            work = Submission(spans, done, atomic, deadline, caller, arrived, on_tokens, max_running, behind, begins)
+            self._submissions[slot] = work
         else:
             work = Operation(what, done)
         work.slot = slot
@@ -134,7 +136,8 @@ class ChildLoop(EngineLoop):
 
     def _claimed(self, work: Submission | Operation) -> None:
         self._shared.states[work.slot] = WorkState.CLAIMED
-        self._shared.claimed += (len(work.spans), work.tokens)
+        if work.behind is None:
+            self._shared.claimed += (len(work.spans), work.tokens)
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
@@ -142,7 +145,7 @@ class ChildLoop(EngineLoop):
         self._steps.append((step, waits))
 
     def _answer(self, slot: int, *answer: Any) -> None:
-        self._with_runs.pop(slot, None)
+        self._submissions.pop(slot, None)
         self._answers.append((slot, answer))
 
     def _on_tokens(self, slot: int, chosen: Any) -> None:

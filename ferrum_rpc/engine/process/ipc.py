@@ -1,12 +1,13 @@
 """Messages and memory between a server (`parent`) and the engine process that it started (`child`).
 
     server -> engine   (slot, a submission's spans, all or nothing, deadline, caller, arrived, tokens wanted, most
-                       running), (slot, `Command`), (slot, `Interrupt`), or None: stop
+                       running, the slot and the index of what it follows, or None), (slot, `Command`),
+                       (slot, `Interrupt`), or None: stop
     engine -> server   ((chosen, answers, steps), counters, cache, ranks, news) for all that one turn of the engine's
-                       loop finished: by slot, what ``on_tokens`` and ``done`` get, and nothing where the work was
-                       cancelled; by step, what ``on_step`` gets; the `RankState`s or None, where they were sent within
-                       the last second; what else changed, or None. A `Described` when the
-                       runner is built; the error that ends the engine
+                       loop finished: by slot, what ``on_tokens`` gets (None: call ``begins``) and what ``done`` gets,
+                       and nothing where the work was cancelled; by step, what ``on_step`` gets; the `RankState`s or
+                       None, where they were sent within the last second; what else changed, or None. A `Described`
+                       when the runner is built; the error that ends the engine
 
 Messages are pickles, and only a server and its own child exchange them. Large columns of rows are in shared memory
 instead: a socket would copy 10 MB of logits twice, in pieces of its own size. The memory is an anonymous file that the

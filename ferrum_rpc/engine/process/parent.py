@@ -130,14 +130,20 @@ class EngineProcess:
         if not self._open:
             self._progress_at = time.monotonic()
         self._open[slot] = work
-        self._submitted[0] += len(work.spans)
-        self._submitted[1] += work.tokens
+        if work.behind is None:
+            self._submitted[0] += len(work.spans)
+            self._submitted[1] += work.tokens
         if isinstance(work, Operation):
             self._send((slot, work.run))
         else:
             spans = [pack_span(span) for span in work.spans]
             options = work.all_or_nothing, work.deadline, work.caller, work.arrived, work.on_tokens is not None
-            self._send((slot, spans, *options, work.max_running))
+            behind = None
+            if work.behind is not None:
+                before, index = work.behind
+                there = before is not None and self._open.get(before.slot) is before
+                behind = before.slot if before is not None and there else -1, index
+            self._send((slot, spans, *options, work.max_running, behind))
 
     def cancel(self, work: Submission | Operation) -> bool:
         """Never waits: while the engine claims its next step it is too late."""
@@ -147,8 +153,9 @@ class EngineProcess:
             if self._shared.states[work.slot] != WorkState.QUEUED:
                 return False
             self._shared.states[work.slot] = work.state = WorkState.CANCELLED
-        self._submitted[0] -= len(work.spans)
-        self._submitted[1] -= work.tokens
+        if work.behind is None:
+            self._submitted[0] -= len(work.spans)
+            self._submitted[1] -= work.tokens
         return True
 
     def interrupt(self, work: Submission, index: int | None, error: ExecutorError) -> None:
@@ -247,8 +254,14 @@ class EngineProcess:
             finished.append(partial(self._program.on_news, news))
         for slot, tokens in chosen:
             running = self._open[slot]
-            assert isinstance(running, Submission) and running.on_tokens is not None  # noqa: S101 - it asked
-            finished.append(partial(running.on_tokens, tokens))
+            assert isinstance(running, Submission)  # noqa: S101 - operations have none
+            if tokens is None:
+                running.state = WorkState.CLAIMED
+                assert running.begins is not None  # noqa: S101 - it is behind another
+                finished.append(running.begins)
+            else:
+                assert running.on_tokens is not None  # noqa: S101 - it asked
+                finished.append(partial(running.on_tokens, tokens))
         for slot, answer in answers:
             work = self._open.pop(slot)
             self._slots.append(slot)
