@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
+from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Accept, GrammarKind, Sample, Span
 from ferrum_rpc.engine.operations import TorchRunner
@@ -93,6 +94,20 @@ def allowed(source: str, tokens: list[int]) -> set[int] | None:
         return {END} if matcher.is_accepting() and ends == list(range(first, len(tokens))) else None
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
     return set(bits.nonzero()[0].tolist())
+
+
+async def text_by_masks(
+    client: ExecutorClient, prompt: list[int], source: str, temperature: float, seed: int
+) -> list[int]:
+    """A text with its end, by single steps and masks that the caller makes."""
+    text: list[int] = []
+    async with client.sequence() as sequence:
+        while not text or text[-1] != END:
+            mask = np.zeros(VOCABULARY, bool)
+            mask[list(allowed(source, text) or ())] = True
+            output = Sample(temperature, seed=seed, mask=await client.register_token_mask(mask))
+            text.append((await sequence.prefill(text[-1:] or prompt, output)).token)
+    return text
 
 
 class Watched:

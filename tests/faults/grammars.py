@@ -15,8 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-import numpy as np
-
 from ferrum_rpc.client import (
     Answer,
     ExecutorClient,
@@ -32,7 +30,7 @@ from ferrum_rpc.errors import Reason
 from tests.faults.figures import Figures, at_least, at_most, exactly, quantile
 from tests.faults.process import serving
 from tests.faults.sizes import Size
-from tests.grammars import AMBIGUOUS, END, IMPOSSIBLE, SOURCES, TOO_COMPLEX, VOCABULARY, allowed, compiled, encode
+from tests.grammars import AMBIGUOUS, END, IMPOSSIBLE, SOURCES, TOO_COMPLEX, allowed, compiled, encode, text_by_masks
 
 PROMPT: Final = encode("The register of ")
 SLOWER: Final = 3.0
@@ -107,7 +105,7 @@ async def _compared(texts: int) -> tuple[int, int, int]:
             kind = list(SOURCES)[number % len(SOURCES)]
             temperature = (0.0, 1.1)[number // len(SOURCES) % 2]
             async with slots:
-                own = await _by_masks(client, compiled(kind, SOURCES[kind]), temperature, number)
+                own = await text_by_masks(client, PROMPT, compiled(kind, SOURCES[kind]), temperature, number)
                 output = Sample(temperature, seed=number, grammar=grammars[kind], grammar_from=len(PROMPT))
                 found.append((own, await _by_grammar(client, other, output, len(own), moves, random.Random(number))))
 
@@ -116,18 +114,6 @@ async def _compared(texts: int) -> tuple[int, int, int]:
         sum(a != b for a, b in zip(own, text, strict=False)) + abs(len(own) - len(text)) for own, text in found
     )
     return different, sum(len(own) for own, _ in found), sum(own[-1] == END for own, _ in found)
-
-
-async def _by_masks(client: ExecutorClient, source: str, temperature: float, seed: int) -> list[int]:
-    """A text by masks that the caller makes."""
-    text: list[int] = []
-    async with client.sequence() as sequence:
-        while not text or text[-1] != END:
-            mask = np.zeros(VOCABULARY, bool)
-            mask[list(allowed(source, text) or ())] = True
-            output = Sample(temperature, seed=seed, mask=await client.register_token_mask(mask))
-            text.append((await sequence.prefill(text[-1:] or PROMPT, output)).token)
-    return text
 
 
 async def _by_grammar(  # noqa: PLR0917

@@ -11,6 +11,7 @@ import torch
 from ferrum_rpc.core import Accept, Greedy, RowBlock, RowKind, Rows, Sample
 from ferrum_rpc.sampling.accept import Draft, accepted
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
+from ferrum_rpc.wire.masks import pack_mask
 from tests.numerics.test_draws import logits, probabilities
 from tests.rows import counted
 
@@ -27,8 +28,9 @@ FILTERS = (
 )
 
 
-def verified(rows, kinds, drafts, sampler, *, start=3, history=None):
-    """What drafts of N tokens emit on the same ``rows`` [N + 1, V], each with its own kind; as lists of tokens."""
+def verified(rows, kinds, drafts, sampler, *, start=3, history=None, words_of=lambda draft: None):
+    """What drafts of N tokens emit on the same ``rows`` [N + 1, V], each with its own kind; as lists of tokens.
+    ``words_of``: the masks of a draft's rows by its grammar."""
     width = len(rows)
     hidden = torch.arange(width * len(kinds), dtype=torch.float32)[:, None]
     requests, fed = [], []
@@ -38,7 +40,11 @@ def verified(rows, kinds, drafts, sampler, *, start=3, history=None):
         past = None
         if history is not None:
             past = counted(np.array([*history, *draft], np.int32), start + 1, kind.choice.penalty_from)
-        requests.append(RowRequest(index * width, width, kind.choice, start + 1, past, draft=Draft.of(kind, tokens)))
+        requests.append(
+            RowRequest(
+                index * width, width, kind.choice, start + 1, past, draft=Draft.of(kind, tokens), words=words_of(draft)
+            )
+        )
     table = rows.repeat(len(kinds), 1)
     found = select_rows(hidden, requests, lambda each: table[each[:, 0].long()].clone(), None, sampler)
     kept, left = accepted(fed, found, range(len(kinds)))
@@ -122,6 +128,74 @@ def test_penalties_and_biases_make_the_target_and_count_the_draft(sampler):
     for draft in ids[0].tolist():
         seconds = [answer[1] for answer in answers if len(answer) > 1 and answer[0] == draft]
         check(np.bincount(seconds, minlength=VOCABULARY), target(rows[1], [*history, draft]))
+
+
+ENDS = 3
+"""Token of the toy grammar that may follow any other."""
+
+
+def may_follow(before):
+    """The tokens that the toy grammar allows behind these: a function of the last one."""
+    last = before[-1] if before else 7
+    return (np.arange(VOCABULARY) % 4 == last % 4) | (np.arange(VOCABULARY) == ENDS)
+
+
+def words_by_grammar(draft):
+    """The masks of a draft's rows, None behind a token that is not allowed, as the engine gives them."""
+    found = []
+    for at in range(len(draft) + 1):
+        if any(not may_follow(draft[:place])[draft[place]] for place in range(at)):
+            return [*found, *[None] * (len(draft) + 1 - at)]
+        found.append(np.frombuffer(pack_mask(may_follow(draft[:at])), np.int32))
+    return found
+
+
+@pytest.mark.parametrize("how", FILTERS, ids=str)
+@pytest.mark.parametrize("sparse", [False, True], ids=["guessed", "drawn"])
+def test_by_a_grammar_the_tokens_have_the_distribution_of_masked_draws(sampler, how, sparse):
+    """Drafts that the grammar allows and others, of tokens that the model prefers: the first token of all has the
+    first row's masked distribution, and the second that of the row masked behind the first."""
+    rng, count = np.random.default_rng(11), 3 * COUNT
+    rows = logits(3, VOCABULARY, seed=8)
+    best = np.argsort(-rows[:2].numpy(), -1).astype(np.uint32)
+    first = best[0][np.argsort(~may_follow([])[best[0]], kind="stable")]
+    k, allowed = 9, may_follow([]).sum()
+    ids = np.stack([np.append(first[:5], first[allowed : allowed + 4]), best[1][:k]])
+    q = rng.random((2, k)) + 0.1
+    q = (q / q.sum(-1, keepdims=True)).astype(np.float32)
+    drafts = np.take_along_axis(ids, drawn_from(q, rng, count).T, -1).T.tolist()
+    samples = [Sample(seed=seed, **how) for seed in range(count)]
+    kinds = [Accept(each, ids, q) if sparse else Accept(each) for each in samples]
+    answers = verified(rows, kinds, drafts, sampler, words_of=words_by_grammar)
+
+    def target(row, before):
+        masked = rows[row].where(torch.from_numpy(may_follow(before)), -torch.inf)
+        return probabilities(masked, **how).numpy()
+
+    check(np.bincount([answer[0] for answer in answers], minlength=VOCABULARY), target(0, []))
+    seconds = {first: [answer[1] for answer in answers if len(answer) > 1 and answer[0] == first] for first in ids[0]}
+    assert not any(seconds[token] for token in first[allowed : allowed + 4])
+    compared = [token for token, found in seconds.items() if len(found) > 100]
+    assert compared
+    for token in compared:
+        check(np.bincount(seconds[token], minlength=VOCABULARY), target(1, [token]))
+    for answer in answers:
+        assert all(may_follow(answer[:at])[token] for at, token in enumerate(answer))
+
+
+def test_greedy_drafts_by_a_grammar_are_greedy_masked_steps(sampler):
+    rng, rows = np.random.default_rng(2), logits(4, VOCABULARY, seed=6)
+    plain = []
+    for row in rows.numpy():
+        plain.append(int(np.where(may_follow(plain), row, -np.inf).argmax()))
+    drafts = [
+        [token if rng.random() < 0.7 else int(rng.integers(VOCABULARY)) for token in plain[:3]] for _ in range(300)
+    ]
+    answers = verified(rows, [Accept(Sample(0.0))] * 300, drafts, sampler, words_of=words_by_grammar)
+    for draft, answer in zip(drafts, answers, strict=True):
+        right = next((at for at in range(3) if draft[at] != plain[at]), 3)
+        assert answer == plain[: right + 1]
+    assert {len(answer) for answer in answers} == {1, 2, 3, 4}
 
 
 def test_a_guessed_draft_changes_no_token_of_a_seed(sampler):

@@ -39,7 +39,19 @@ from ferrum_rpc.core import Grammar
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import info_pb2, output_pb2
 from ferrum_rpc.wire.masks import words_to_proto
-from tests.grammars import DEMO, END, MODEL, PERSON, SOURCES, Watched, allowed, compiled, decode, encode
+from tests.grammars import (
+    DEMO,
+    END,
+    MODEL,
+    PERSON,
+    SOURCES,
+    Watched,
+    allowed,
+    compiled,
+    decode,
+    encode,
+    text_by_masks,
+)
 from tests.serving import Served, serve_identity, serve_model
 from tests.wiring import item, pb, refused, until
 
@@ -252,6 +264,32 @@ async def test_every_text_is_of_its_schema(served: Served, client: ExecutorClien
     for each in found:
         jsonschema.validate(json.loads(decode(each)), PERSON, jsonschema.Draft202012Validator)
     assert len({tuple(each) for each in found}) > 32
+
+
+@pytest.mark.parametrize("kind", list(GrammarKind))
+@pytest.mark.parametrize("temperature", [0.0, 1.1])
+async def test_drafts_by_a_grammar_yield_the_tokens_of_single_steps_by_the_callers_masks(
+    served: Served, client: ExecutorClient, kind: GrammarKind, temperature: float
+) -> None:
+    """Whatever is drafted: the right tokens, others that are allowed, and what is forbidden."""
+    grammar, source, dice = await register(client, kind=kind), compiled(kind, SOURCES[kind]), random.Random(4)
+    drafted = accepted = 0
+    for seed in range(4):
+        text = await text_by_masks(client, PROMPT, source, temperature, seed)
+        choice = Sample(temperature, seed=seed, grammar=grammar, grammar_from=len(PROMPT))
+        async with client.sequence() as sequence:
+            found = [(await sequence.prefill(PROMPT, choice)).token]
+            while found[-1] != END:
+                draft = [
+                    token if dice.random() < 0.8 else dice.choice([*sorted(allowed(source, text[:at]) or ()), 263])
+                    for at, token in enumerate(text[len(found) : len(found) + 5], len(found))
+                ]
+                answer = await sequence.verify([found[-1], *draft], Accept(choice))
+                drafted, accepted = drafted + len(draft), accepted + answer.tokens.size - 1
+                found += answer.tokens.tolist()
+                found = found[: found.index(END) + 1] if END in found else found
+        assert found == text
+    assert 0 < accepted < drafted
 
 
 async def test_a_run_and_its_followers_end_where_the_grammar_ends(served: Served, client: ExecutorClient) -> None:
