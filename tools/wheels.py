@@ -33,6 +33,7 @@ GPU_PYTHON = "3.12"
 GPU_PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(5, 36)))
 """pip takes each of them exactly as it is written."""
 
+IMAGE_EXTRAS = ("server", "uvloop", "grammar", "scheduler")
 GPU_MACHINE_HAS = ("torch", "triton", "transformers", "numpy")
 OVERRIDDEN = "typing-extensions"
 """torch has it too, but pydantic needs a newer one than torch does."""
@@ -45,7 +46,7 @@ def requirements() -> list[str]:
     """What both images install, and what their build needs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    wanted = [*project["project"]["dependencies"], *extras["server"], *extras["uvloop"], *extras["scheduler"]]
+    wanted = [*project["project"]["dependencies"], *(each for name in IMAGE_EXTRAS for each in extras[name])]
     return sorted({*wanted, *project["build-system"]["requires"]})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools import lock
+from tools import lock, wheels
 
 UNREACHABLE = "error: Failed to fetch\n  cause: client error (Connect)\n  cause: dns error"
 CONFLICT = "error: No solution found\n  cause: torch depends on another triton"
@@ -107,3 +107,12 @@ def test_hashes_alone_do_not_put_a_list_out_of_step() -> None:
     )
     assert lock.pins(text) == lock.pins(text.replace("--hash=sha256:1", "--hash=sha256:3"))
     assert lock.pins(text) == {"a==1 ; sys_platform == 'linux'", "b==2"}
+
+
+def test_the_executor_image_offers_grammars_and_the_schedulers_does_not_need_them() -> None:
+    named = {name: lock.pins(lock.path_of(name).read_text()) for name in ("executor", "scheduler")}
+    assert [any(pin.startswith("llguidance==") for pin in pins) for pins in named.values()] == [True, False]
+    collected = wheels.requirements()
+    assert any(each.startswith("llguidance") for each in collected) and any(
+        each.startswith("torch") for each in collected
+    )
