@@ -46,15 +46,7 @@ async def top(arguments: argparse.Namespace) -> int:
 
 async def _watch(arguments: argparse.Namespace, write: Write, seen: list[ExecutorRow]) -> None:
     """Write the rows after each interval; with ``once``, leave them in ``seen``."""
-    targets = arguments.target or [DEFAULT_TARGET]
-    async with Members(
-        targets,
-        connect=partial(_client, arguments, targets),
-        look_every_s=arguments.interval_s / 2,
-        patience_s=arguments.timeout,
-        hung_patience_s=math.inf,
-        watch_only=True,
-    ) as members:
+    async with members_of(arguments) as members:
         board = ExecutorBoard(members)
         await members.all_known(arguments.timeout if arguments.once else min(arguments.timeout, arguments.interval_s))
         seen[:] = board.rows()
@@ -70,9 +62,25 @@ async def _watch(arguments: argparse.Namespace, write: Write, seen: list[Executo
                 return
 
 
+def members_of(arguments: argparse.Namespace, **options: Any) -> Members:
+    """The executors of the command line, watched only. ``options``: of `Members`."""
+    targets = arguments.target or [DEFAULT_TARGET]
+    return Members(
+        targets,
+        connect=partial(_client, arguments, targets),
+        look_every_s=arguments.interval_s / 2,
+        patience_s=arguments.timeout,
+        hung_patience_s=math.inf,
+        watch_only=True,
+        **options,
+    )
+
+
 def _client(arguments: argparse.Namespace, targets: Sequence[str], target: str) -> ExecutorClient:
+    """Sends nothing again, and neither does gRPC: its retries hide that an executor starts for longer than `top`
+    waits."""
     host = certificate_host(targets, target)
-    options = [("grpc.ssl_target_name_override", host)] if host else []
+    options = [("grpc.enable_retries", 0), *([("grpc.ssl_target_name_override", host)] if host else [])]
     return connect(arguments, target, resend=NEVER_RESEND, client_name="top", channel_options=options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import fcntl
 import io
@@ -16,15 +17,16 @@ import termios
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from ferrum_rpc import cli
-from ferrum_rpc.client import NEVER_RESEND, ExecutorClient
+from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.client.fleet import Members
+from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.top import program
 from ferrum_rpc.top.board import ExecutorBoard, ExecutorRow, RowState
 from ferrum_rpc.top.screen import COLUMNS
@@ -34,7 +36,6 @@ from tests.faults.proxy import proxied
 from tests.serving import Gate
 
 TOP = (sys.executable, "-m", "ferrum_rpc.cli", "top")
-CLIENT = partial(ExecutorClient, resend=NEVER_RESEND)
 PATIENCE_S = 20.0
 
 
@@ -58,10 +59,18 @@ class Watched:
         return self.rows
 
 
+def parsed(*flags: str) -> argparse.Namespace:
+    parser, _ = cli.build_parser(settings=False)
+    arguments = parser.parse_args(["top", *flags])
+    arguments.token = None
+    return arguments
+
+
 @asynccontextmanager
 async def watched(*targets: str, **options: Any) -> AsyncIterator[Watched]:
-    given: dict[str, Any] = {"connect": CLIENT, "look_every_s": 0.05, "patience_s": 2.0} | options
-    async with Members(targets, watch_only=True, **given) as members:
+    """As the command watches them."""
+    flags = [word for each in targets for word in ("--target", each)]
+    async with program.members_of(parsed(*flags, "--interval-s", "0.1"), **options) as members:
         await members.all_known(PATIENCE_S)
         yield Watched(members)
 
@@ -92,6 +101,17 @@ async def test_every_state_has_its_reason_and_the_others_have_their_figures() ->
     assert [reason for _, reason in states[:2]] == ["", ""]
     expected = ("serves another identity", "no new sequences", "no progress", "the same executor", "refused")
     assert all(words in reason for (_, reason), words in zip(states[2:], expected, strict=True))
+
+
+async def test_who_loads_or_refuses_the_credentials_is_shown_so_until_that_is_over(tmp_path: Path) -> None:
+    (tokens := tmp_path / "tokens").write_text("scheduler a-token\n")
+    async with identity() as loads, identity(security=Security(tokens=tokens)) as refuses:
+        with mock.patch.object(loads.server.state, "_model", None):
+            async with watched(loads.target, refuses.target) as seen:
+                await seen.until(lambda rows: [each.state for each in rows.values()] == ["STARTING", "REFUSED"])
+                assert [each.status for each in seen.rows.values()] == [None, None]
+                loads.server.state._model = refuses.server.state._model
+                await seen.until(lambda rows: rows[loads.target].state is RowState.SERVING)
 
 
 async def test_a_monitor_follows_no_prefixes_and_holds_nothing() -> None:
@@ -213,10 +233,7 @@ def top(columns: int, *flags: str) -> Iterator[TopScreen]:
 
 async def top_here(*flags: str) -> int:
     """The exit status of `ferrum-rpc top`, in this event loop."""
-    parser, _ = cli.build_parser(settings=False)
-    arguments = parser.parse_args(["top", *flags])
-    arguments.token = None
-    return await program.top(arguments)
+    return await program.top(parsed(*flags))
 
 
 async def test_processes_are_measured_while_one_is_stopped_and_ctrl_c_ends_it(
