@@ -32,7 +32,6 @@ from ferrum_rpc.client import (
     DeviceLost,
     ExecutorError,
     ExecutorView,
-    Item,
     KvBlocksExhausted,
     KvCorrupt,
     ModelClient,
@@ -47,7 +46,7 @@ from ferrum_rpc.scheduler.policy import NO_OTHERS, Budget, PlannedFeed, Pool, St
 from ferrum_rpc.scheduler.port import Ahead, ExecutorPort
 from ferrum_rpc.scheduler.queues import IN_ORDER, Observer, RequestQueues
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
-from ferrum_rpc.scheduler.runs import MAX_STOPS, SHORT, Flight, SentFeed, lengths
+from ferrum_rpc.scheduler.runs import MAX_STOPS, SHORT, Flight, Flights, SentFeed, lengths
 from ferrum_rpc.scheduler.speculation import Drafter, Speculation
 
 FAILURES_OF_A_REQUEST = 3
@@ -64,6 +63,7 @@ class Driver:
     cache."""
 
     queues: RequestQueues
+    _flights: Flights
 
     def __init__(
         self,
@@ -94,15 +94,11 @@ class Driver:
             exact = self._budget.exact  # a draft within it gives the very bits of single decodes
             most = min(info.limits.max_draft_tokens, exact - 1 if exact > 1 else LONGEST_DRAFT)
             self._speculation = Speculation(drafter, most, runs=run_tokens > 0)
-        self._flights: list[Flight] = []
-        self._last: dict[Request, SentFeed] = {}  # the last item of each request in flight
-        self._unfollowed: dict[Request, SentFeed] = {}  # those of them that the next item may follow
         self._turn: tuple[float, dict[Request, int], bool] | None = None
         self._limit: int | None = None  # tokens of each request by runs, until drafts are considered again
         self._single = False  # the next step is a single one: blocks were short
         self._draining = False  # nothing is sent until everything in flight was answered: blocks are short
         self._scarce: ExecutorError | None = None  # the refusal that says so
-        self._landed_at = 0.0
         self._run = RunCounts(())
         self._releases: set[asyncio.Task[None]] = set()
         self.hands_over = False
@@ -127,6 +123,7 @@ class Driver:
         ``hands_over``: requests move to another executor after their first token."""
         self._run, self.hands_over, began = run, hands_over, time.monotonic()
         self.queues = RequestQueues(self.port.executor.target, run, self._observer, waiting=waiting, back=back)
+        self._flights = Flights(self.port, run, self.queues.in_flight, self.queues.changed)
         for request in list(waiting):
             request.arrived = began
             self.admissible(request)
@@ -209,9 +206,8 @@ class Driver:
             return False
         pool, others = in_flight.free(self.port.pool), NO_OTHERS
         if self._flights:
-            prompts = sum(each.feed.count for flight in self._flights for each in flight.sent if not each.decodes)
             busy = [each for each in queues.running if not self.rests(each)]
-            others = in_flight.others(pool, busy, budget.headroom, prompts)
+            others = in_flight.others(pool, busy, budget.headroom, self._flights.prompt_tokens)
         else:
             await self._draft()
         queues.arrived = False
@@ -268,14 +264,14 @@ class Driver:
             except CALLER_ERROR as error:  # found by the client: nothing was sent
                 self._fail(request, error)
                 continue
-            sent = self._sent(feed, item, max(1, count), request.known)
+            sent = self._flights.sent(feed, item, max(1, count), request.known)
             if self._chains and count and not drafts and item.parent is None:
-                self._call([sent])
-                self._unfollowed[request] = sent
+                self._flights.call([sent])
+                self._flights.unfollowed[request] = sent
             else:
                 together.append(sent)
         if together:
-            self._call(together)
+            self._flights.call(together)
         self._release()
 
     def _lengths(self, step: StepPlan, pool: Pool, *, drafts: bool) -> dict[Request, int]:
@@ -302,10 +298,11 @@ class Driver:
         """Send the next run behind each item in flight that has none, unless a new plan is needed once those have been
         answered."""
         stops = self._draining or self._single or self.leaving or (not self._goes_apart and self.queues.joining)
-        if stops or not self._unfollowed:
+        unfollowed = self._flights.unfollowed
+        if stops or not unfollowed:
             return
         in_flight, wanted, ends = self.queues.in_flight, dict[Request, int](), dict[Request, int]()
-        for request, sent in list(self._unfollowed.items()):
+        for request, sent in list(unfollowed.items()):
             end = in_flight.end(request)
             more = min(request.chosen_behind(end + 1), self.port.max_context - end)
             if self._limit is not None and self._turn is not None:
@@ -313,35 +310,15 @@ class Driver:
             if more > 0 and self._is_present(sent):
                 wanted[request], ends[request] = more, end
             else:
-                del self._unfollowed[request]
+                del unfollowed[request]
         room = in_flight.free(self.port.pool)
         for request, count in lengths(wanted, ends, self._most, room).items():
-            behind = self._unfollowed.pop(request).item
+            behind = unfollowed.pop(request).item
             known = ends[request] + 1
             item = self.port.follower(request, behind, known, count, self._ahead_of(request, known))
-            self._call([self._sent(PlannedFeed(request, 1), item, count, known)])
+            self._flights.call([self._flights.sent(PlannedFeed(request, 1), item, count, known)])
 
-    # --- calls ------------------------------------------------------------------------------------------------------
-
-    def _sent(self, feed: PlannedFeed, item: Item, tokens: int, known: int) -> SentFeed:
-        """Note an item that is about to be sent, and gives ``tokens`` behind ``known`` ones."""
-        request, in_flight = feed.request, self.queues.in_flight
-        assert request.sequence is not None  # noqa: S101 - the item was made on it
-        end = in_flight.end(request) + feed.count + feed.drafted + tokens - 1
-        in_flight.sent(request.sequence, request.cached, end)
-        follows = item.follows is not None
-        decodes, completes = follows or request.decodes, follows or feed.completes
-        self._last[request] = sent = SentFeed(feed, item, request.sequence, decodes, completes, known)
-        return sent
-
-    def _call(self, sent: list[SentFeed]) -> None:
-        """Send items in one call."""
-        changed, now = self.queues.changed, time.monotonic()
-        if not self._flights:
-            self._landed_at = now
-        call = asyncio.ensure_future(self.port.send([each.item for each in sent], self._run))
-        call.add_done_callback(lambda _: changed.set())
-        self._flights.append(Flight(sent, call, now))
+    # --- ends -------------------------------------------------------------------------------------------------------
 
     def _release(self) -> None:
         """Have sequences released in the background."""
@@ -352,49 +329,25 @@ class Driver:
 
     async def _abandon(self) -> None:
         """Cancel all calls in flight, and wait for their end and for that of releases."""
-        flights, self._flights = self._flights, []
-        for flight in flights:
-            flight.call.cancel()
-        await asyncio.gather(*(flight.call for flight in flights), *self._releases, return_exceptions=True)
-        for flight in flights:
-            for sent in flight.sent:
-                self._landed(sent)
+        await self._flights.abandon()
+        await asyncio.gather(*self._releases, return_exceptions=True)
 
     def cancel(self, request: Request, ending: RequestEnd) -> None:
         """End a request before its text is complete. Its runs are interrupted, its sequence is released as soon as
         nothing is in flight any more."""
-        self._interrupt(request)
+        self._flights.interrupt(request)
         self.queues.end(request, ending)
         self._release()
         self.queues.changed.set()
 
-    def _interrupt(self, request: Request) -> None:
-        """Cancel its runs in flight. What makes its sequence is awaited, so that it can be released."""
-        for flight in self._flights:
-            sent = flight.sent[0]
-            alone = len(flight.sent) == 1 and sent.feed.request is request
-            if alone and sent.item.run is not None and sent.item.handle is not None:
-                flight.call.cancel()
-
     # --- answers ----------------------------------------------------------------------------------------------------
 
     def _land(self) -> None:
-        """Take the answers that have come. The answer of a follower may overtake that of the item before it, and waits
-        for it here."""
-        landed, left, pending = list[Flight](), list[Flight](), set[Item]()
-        for flight in self._flights:
-            if flight.call.done() and flight.sent[0].item.follows not in pending:
-                landed.append(flight)
-            else:
-                left.append(flight)
-                pending.update(sent.item for sent in flight.sent)
+        """Take the answers that have come."""
+        landed, since, now = self._flights.land(), self._flights.since, time.monotonic()
         if not landed:
             return
-        self._flights, now = left, time.monotonic()
         answered, refused = list[tuple[SentFeed, Answer]](), list[tuple[SentFeed, ExecutorError]]()
-        for flight in landed:
-            for sent in flight.sent:
-                self._landed(sent)
         for flight in landed:
             if not flight.call.cancelled():
                 some = flight.call.result().split(flight.sent)
@@ -403,8 +356,8 @@ class Driver:
                 self._measure(flight, some[0], now)
         # the others have ended meanwhile, or have lost the sequence
         ours = [each for each in answered if self._is_present(each[0])]
-        self._count(answered, now - self._landed_at)
-        self._landed_at = now
+        self._count(answered, now - since)
+        self._flights.since = now
         for sent, answer in ours:
             if self._is_present(sent):
                 self._fed(sent, answer)
@@ -412,17 +365,6 @@ class Driver:
             if self._is_present(sent):
                 self._was_refused(sent, error)
         self._release()
-
-    def _landed(self, sent: SentFeed) -> None:
-        """An item is not in flight any more. If another follows it, that one may be followed now."""
-        self.queues.in_flight.landed(sent.sequence)
-        request = sent.feed.request
-        last = self._last.get(request)
-        if last is sent:
-            del self._last[request]
-            self._unfollowed.pop(request, None)
-        elif last is not None and last.sequence is sent.sequence:
-            self._unfollowed[request] = last
 
     @property
     def _most(self) -> int:
@@ -525,12 +467,12 @@ class Driver:
         try:
             ends = self.queues.tokens(request, tokens, count)
         except Exception as error:
-            self._interrupt(request)
+            self._flights.interrupt(request)
             self.queues.end(request, RequestEnd.ERROR, error)
             self.queues.changed.set()
             return False
         if ends:
-            self._interrupt(request)
+            self._flights.interrupt(request)
         return ends
 
     def _was_refused(self, sent: SentFeed, error: ExecutorError) -> None:

@@ -8,12 +8,15 @@ the last answer may include them already, so the count is too high rather than t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from ferrum_rpc.client import BatchResults, Item, Sequence
+from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.policy import Others, PlannedFeed, Pool
+from ferrum_rpc.scheduler.port import ExecutorPort
 from ferrum_rpc.scheduler.request import Request
 
 SHORT: Final = 4
@@ -95,6 +98,89 @@ class InFlight:
         """The running ``requests`` for a plan of the rest. ``tokens``: those of their prompts in flight."""
         ends = [self.end(each) for each in requests]
         return Others(len(ends), len(ends) + tokens, sum(pool.growth(end, headroom) for end in ends))
+
+
+class Flights:
+    """The calls of one driver in flight, over its ``port``; ``changed`` is set whenever one of them ends. False: there
+    are none. ``unfollowed``: by request, its last item in flight, if the next one may follow that. ``since``: when the
+    last answers came, or the first of these calls was sent."""
+
+    def __init__(self, port: ExecutorPort, run: RunCounts, in_flight: InFlight, changed: asyncio.Event) -> None:
+        self._port, self._run, self._in_flight, self._changed = port, run, in_flight, changed
+        self._flights: list[Flight] = []
+        self._last: dict[Request, SentFeed] = {}  # the last item of each request in flight
+        self.unfollowed: dict[Request, SentFeed] = {}
+        self.since = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._flights)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of prompts among the items in flight."""
+        return sum(each.feed.count for flight in self._flights for each in flight.sent if not each.decodes)
+
+    def sent(self, feed: PlannedFeed, item: Item, tokens: int, known: int) -> SentFeed:
+        """Note an item that is about to be sent, and gives ``tokens`` behind ``known`` ones."""
+        request, in_flight = feed.request, self._in_flight
+        assert request.sequence is not None  # noqa: S101 - the item was made on it
+        end = in_flight.end(request) + feed.count + feed.drafted + tokens - 1
+        in_flight.sent(request.sequence, request.cached, end)
+        follows = item.follows is not None
+        decodes, completes = follows or request.decodes, follows or feed.completes
+        self._last[request] = sent = SentFeed(feed, item, request.sequence, decodes, completes, known)
+        return sent
+
+    def call(self, sent: list[SentFeed]) -> None:
+        """Send items in one call."""
+        changed, now = self._changed, time.monotonic()
+        if not self._flights:
+            self.since = now
+        call = asyncio.ensure_future(self._port.send([each.item for each in sent], self._run))
+        call.add_done_callback(lambda _: changed.set())
+        self._flights.append(Flight(sent, call, now))
+
+    def land(self) -> list[Flight]:
+        """Remove the calls that have ended. The answer of a follower may overtake that of the item before it, and waits
+        for it here."""
+        landed, left, pending = list[Flight](), list[Flight](), set[Item]()
+        for flight in self._flights:
+            if flight.call.done() and flight.sent[0].item.follows not in pending:
+                landed.append(flight)
+            else:
+                left.append(flight)
+                pending.update(sent.item for sent in flight.sent)
+        self._flights = left
+        self._note_landed(landed)
+        return landed
+
+    def interrupt(self, request: Request) -> None:
+        """Cancel its runs in flight. What makes its sequence is awaited, so that it can be released."""
+        for flight in self._flights:
+            sent = flight.sent[0]
+            alone = len(flight.sent) == 1 and sent.feed.request is request
+            if alone and sent.item.run is not None and sent.item.handle is not None:
+                flight.call.cancel()
+
+    async def abandon(self) -> None:
+        """Cancel all calls, and wait for their end."""
+        flights, self._flights = self._flights, []
+        for flight in flights:
+            flight.call.cancel()
+        await asyncio.gather(*(flight.call for flight in flights), return_exceptions=True)
+        self._note_landed(flights)
+
+    def _note_landed(self, flights: Iterable[Flight]) -> None:
+        """Items are not in flight any more. If another follows one of them, that one may be followed now."""
+        for sent in [sent for flight in flights for sent in flight.sent]:
+            self._in_flight.landed(sent.sequence)
+            request = sent.feed.request
+            last = self._last.get(request)
+            if last is sent:
+                del self._last[request]
+                self.unfollowed.pop(request, None)
+            elif last is not None and last.sequence is sent.sequence:
+                self.unfollowed[request] = last
 
 
 def lengths(wanted: dict[Request, int], ends: dict[Request, int], most: int, pool: Pool) -> dict[Request, int]:
