@@ -8,6 +8,9 @@ undefined rows, and a recorded step replays nothing. So the times are those of P
 CUDA's driver, Triton's launcher and waiting: less than a GPU machine will show, and comparable between two versions of
 the code.
 
+``runs`` are decode steps of runs. Those ``that follow`` are begun while the step before them is in flight, whose tokens
+they gather on the device (`ferrum_rpc.engine.step`); a GPU hides both halves of such a step.
+
 A launch is a call of a Triton kernel, or a torch operation that is neither a view nor an allocation. The times are CPU
 times of the calling thread: of each round the median, and of the rounds, which take turns, the lowest. A busy machine
 computes at two thirds of its speed for seconds at a time, which the CPU time shows.
@@ -33,7 +36,7 @@ from triton.runtime import interpreter, jit
 
 from benchmarks.cases import BLOCK_SIZE, NOTHING, SHAPES
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
-from ferrum_rpc.core import DeviceInfo, Greedy, OutputSpec, Positions, Span, SpanResult, Step
+from ferrum_rpc.core import DeviceInfo, Greedy, OutputSpec, Positions, Run, Span, SpanResult, Step
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.engine.cuda.select import select_compute
@@ -103,8 +106,11 @@ def no_device(launches: Launches) -> Iterator[None]:
             each.run = method
 
 
-def make_runner(batch: int, tokens: int, *, graphs: str, layers: int | None = None, adapters: int = 0) -> TorchRunner:
-    """A runner of ``batch`` sequences of up to ``tokens`` tokens, with ``adapters`` of all modules."""
+def make_runner(
+    batch: int, tokens: int, *, graphs: str, layers: int | None = None, adapters: int = 0, depth: int = 1
+) -> TorchRunner:
+    """A runner of ``batch`` sequences of up to ``tokens`` tokens, with ``adapters`` of all modules, and with up to
+    ``depth`` steps in flight."""
     config = SHAPES["qwen3-8b"] | NARROW
     spec = ModelSpec.from_config(config | {"num_hidden_layers": layers or config["num_hidden_layers"]})
     model = Decoder(spec, torch.bfloat16, CPU, NoProduct, TritonFusedOps(spec.layers[0]))
@@ -138,9 +144,11 @@ def make_runner(batch: int, tokens: int, *, graphs: str, layers: int | None = No
         capture=capture,
         loras=loras,
     )
+    compute.follows = depth > 1
     kv = KvManager(blocks, BLOCK_SIZE)
     device = DeviceInfo("cuda", "none", 0, 1, attention.name, ())
-    return TorchRunner(model, kv, store, attention, info=model.info("shape"), device=device, compute=compute)
+    info = model.info("shape")
+    return TorchRunner(model, kv, store, attention, info=info, device=device, compute=compute, depth=depth)
 
 
 def launches_per_layer(batch: int) -> tuple[Launches, Launches]:
@@ -192,6 +200,33 @@ def host_times(batch: int, context: int, steps: int, *, graphs: str, adapters: i
     return float(begin), float(finish)
 
 
+def host_times_of_runs(batch: int, context: int, steps: int, *, graphs: str, following: bool) -> tuple[float, float]:
+    """As `host_times`, of ``batch`` greedy runs. ``following``: a step begins while the one before is in flight."""
+    prompt, run = np.ones(context - 1, dtype=np.int32), Run(WARM + steps + 1)
+    times: list[tuple[int, int]] = []
+    with no_device(Launches()), torch.inference_mode():
+        runner = make_runner(batch, context + WARM + steps + 1, graphs=graphs, depth=2)
+        for sequence in range(batch):
+            runner.forward(Step((Span(sequence, prompt, 0, NOTHING, create=True),)))
+        gc.collect()
+        spans = [Span(sequence, prompt[:1], context - 1, GREEDY, run=run) for sequence in range(batch)]
+        pending = runner.begin(Step(tuple(spans)))
+        if not following:
+            runner.finish(pending)
+        for at in range(context, context + WARM + steps):
+            spans = [Span(sequence, np.zeros(1, np.int32), at, GREEDY) for sequence in range(batch)]
+            step = Step(tuple(spans), (), ((),) * batch if following else ())
+            began = thread_time_ns()
+            begun = runner.begin(step)
+            queued = thread_time_ns()
+            result = runner.finish(pending if following else begun)
+            times.append((queued - began, thread_time_ns() - queued))
+            assert all(isinstance(each, SpanResult) for each in result.outcomes)
+            pending = begun
+    begin, finish = np.median(times[WARM:], axis=0) / 1e3
+    return float(begin), float(finish)
+
+
 def measure(batches: Sequence[int], context: int, steps: int, rounds: int, adapters: int = 0) -> dict[str, Any]:
     """The launches, and the times by batch size."""
     per_layer, others = launches_per_layer(1)
@@ -202,6 +237,9 @@ def measure(batches: Sequence[int], context: int, steps: int, rounds: int, adapt
                 name = f"b{batch} @{context}, {'replayed' if way == 'auto' else 'eager'}"
                 name += f", {adapters} adapters" if adapters else ""
                 found[name].append(host_times(batch, context, steps, graphs=way, adapters=adapters))
+                for following in () if adapters else (False, True):
+                    of_runs = host_times_of_runs(batch, context, steps, graphs=way, following=following)
+                    found[f"{name}, runs{' that follow' if following else ''}"].append(of_runs)
     lowest = {name: np.min(each, axis=0).round(1).tolist() for name, each in found.items()}
     times = {name: {"begin_us": begin, "finish_us": finish} for name, (begin, finish) in lowest.items()}
     return {"per_layer": dict(per_layer), "others": dict(others), "host": times}

@@ -133,6 +133,7 @@ class LateCompute(Compute):
     def __init__(self, model: Any, attention: Any, in_stages: bool) -> None:
         super().__init__(model, attention)
         self.in_stages = in_stages
+        self.follows = not in_stages
         self._rows: list[tuple[Any, Any]] = []
         self.marks: list[LateMark] = []
         self.last: LateMark | None = None

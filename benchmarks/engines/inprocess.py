@@ -12,14 +12,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any, Final, TypeVar
+
+import numpy as np
 
 from benchmarks.cases import LEAD_IN, MASK, NOTHING, PREFILL, Cell, Tokens, mask_words, settings
 from benchmarks.compare import Round
 from benchmarks.engines.grpc import last_rows
 from ferrum_rpc.building import build
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, SpanResult, Step
+from ferrum_rpc.core import FullLogits, Greedy, OutputSpec, Positions, RowDType, Run, Span, SpanResult, Step
 from ferrum_rpc.engine.operations import TorchRunner
 
 INSIDE: Final = "ours, in process"
@@ -89,6 +92,12 @@ class Inside:
         """The whole round in the runner's thread."""
         return await self._run(lambda: self._round(cell, number, steps))
 
+    async def runs(self, cell: Cell, steps: int, *, following: bool) -> list[float]:
+        """Seconds of each of so many steps of greedy runs of a decode cell's sequences, which are prepared. A step
+        begins when the tokens of the one before it have been read; if it is ``following``, which the runner must be
+        able to, while that one is in flight."""
+        return await self._run(lambda: self._runs(cell, steps, following))
+
     async def logits(self, tokens: Tokens, rows: int) -> Any:
         """Float32 [rows, vocab] behind the last ``rows`` of a new sequence's ``tokens``, which are fed in one piece."""
         return await self._run(lambda: self._logits(tokens, rows))
@@ -141,6 +150,28 @@ class Inside:
                 timed.done()
         timed.last = last_rows(block)
         return timed
+
+    def _runs(self, cell: Cell, steps: int, following: bool) -> list[float]:
+        output, runner = OutputSpec(Positions.LAST, Greedy()), self.runner
+        fed, live = cell.fed(self._vocab_size, 1)[0], self._live[: cell.batch]
+        spans = [
+            Span(each, token, cell.context, output, run=Run(steps + LEAD_IN), adapter=self._adapter(each))
+            for each, token in zip(live, fed[:, None], strict=True)  # the first step rolls back
+        ]
+        pending, ended = runner.begin(Step(tuple(spans))), list[float]()
+        for at in range(cell.context + 1, cell.context + steps + LEAD_IN):
+            spans = [Span(each, np.zeros(1, np.int32), at, output, adapter=self._adapter(each)) for each in live]
+            if following:
+                behind = runner.begin(Step(tuple(spans), (), ((),) * len(spans)))
+            for span, outcome in zip(spans, runner.finish(pending).outcomes, strict=True):
+                assert isinstance(outcome, SpanResult) and outcome.rows is not None
+                if not following:
+                    span.tokens[0] = outcome.rows.block["token_ids"][outcome.rows.first]
+            pending = behind if following else runner.begin(Step(tuple(spans)))
+            ended.append(perf_counter())
+        runner.finish(pending)
+        runner.end_hold(live)
+        return np.diff(ended).tolist()
 
     def _creation(self, prompt: Any, output: OutputSpec) -> Span:
         self._live.append(self._next)

@@ -3,7 +3,9 @@
     python3 -m benchmarks.gpu.serving [--rehearse]
 
 Greedy, top-p and penalties by `ferrum-rpc serve` through its client; then in process the same, and with an adapter of
-rank 16 each, 8 of them. What a kind costs beyond greedy is what sampling costs. No targets: `benchmarks.gpu` has those.
+rank 16 each, 8 of them. What a kind costs beyond greedy is what sampling costs. Runs are measured with each step begun
+when the tokens of the one before it have been read, and before: the difference is how long the device idled between
+steps. No targets: `benchmarks.gpu` has those.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from benchmarks.adapters import write_adapter
-from benchmarks.cases import CACHE, DECODE, SHAPES, Cell, checkpoint
+from benchmarks.cases import CACHE, DECODE, LEAD_IN, SHAPES, Cell, checkpoint
 from benchmarks.compare import Player, rounds_of, spread
 from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import Inside
@@ -66,6 +68,13 @@ async def measure(*, rehearse: bool) -> dict[str, Any]:
         print("\n".join(f"{choice}: {why}" for choice, why in inside.runner.device.choices))
         for output in OUTPUTS:
             tell(f"{output}, in process", await timed(inside, replace(cell, output=output), rounds, round_s))
+        ways, taken = {"their tokens read first": False, "begun before": True}, dict[str, list[float]]()
+        for _ in range(rounds):
+            for way, following in ways.items():
+                if inside.runner.follows or not following:
+                    taken.setdefault(way, []).extend(await inside.runs(cell, cell.most - LEAD_IN, following=following))
+        for way, seconds in taken.items():
+            tell(f"greedy runs, {way}, in process", {"step_ms": spread(seconds)})
         await inside.load_adapters(name, ADAPTERS)
         of_adapters = inside.beside(range(1, ADAPTERS + 1), FIRST)
         tell("greedy, 8 adapters, in process", await timed(of_adapters, cell, rounds, round_s))

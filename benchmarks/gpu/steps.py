@@ -98,7 +98,7 @@ STEPS: Final = (
     _rehearsable("3.equal", "200 equal steps, equal bits", "steady", "equal", limit_s=240),
     _device_tests(
         "4.runner",
-        "the runner: undo, overlap, graphs, the second tier; products are summed in float32",
+        "the runner: undo, overlap, runs whose tokens stay on the device, graphs, the second tier; float32 sums",
         "tests/gpu/test_cuda.py",
         "tests/gpu/test_products.py",
         limit_s=500,
@@ -127,7 +127,12 @@ STEPS: Final = (
         ("--quick",),
     ),
     _rehearsable("5.profile", "the kernels of a step, by time", "kernel_times", limit_s=400),
-    _rehearsable("6.serving", "steps of 64 sequences by output, with adapters", "serving", limit_s=500),
+    _rehearsable(
+        "6.serving",
+        "steps of 64 sequences by output, with adapters; of runs, begun before their tokens are read",
+        "serving",
+        limit_s=500,
+    ),
     LightStep(
         "6.drills",
         "a killed engine, a cache too large, a step without memory, masks, SIGTERM under load",

@@ -119,10 +119,15 @@ class Step(NamedTuple):
 
     ``atomic`` lists index ranges of ``spans`` that succeed or fail together (the wire's ``all_or_nothing``). A span
     outside of them fails by itself.
+
+    The first ``len(stops)`` spans continue runs of the step before this one, whose tokens need not be known yet: each
+    has an array of one token of its own, into which the token is written when it is known. If it is one of the span's
+    ``stops``, or the span's run ended otherwise, the span is left out (`LATE`).
     """
 
     spans: tuple[Span, ...]
     atomic: tuple[range, ...] = ()
+    stops: tuple[tuple[int, ...], ...] = ()
 
 
 class StepTiming(NamedTuple):
@@ -146,8 +151,9 @@ class SpanResult(NamedTuple):
 
 
 LATE: Final = SpanResult(-1, None)
-"""In place of the result of a run's step that was left out, because a mask was not there in time: nothing changed, and
-its run goes on with the same step."""
+"""In place of the result of a run's step that was left out: nothing changed. If a mask was not there in time, the run
+goes on with the same step. If the step was to continue a run whose last token was not known (`Step.stops`), the run has
+ended."""
 
 SpanOutcome = SpanResult | ExecutorError
 """Per span: a result, or why this span did not run (its sequence is as before)."""

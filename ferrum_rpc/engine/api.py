@@ -76,6 +76,9 @@ class Runner(Operations, Protocol):
     on_device: bool
     """Whether a device computes the steps, so that `finish` waits for it."""
 
+    follows: bool
+    """Whether a step may continue runs of the step in flight (`Step.stops`)."""
+
     in_stages: bool
     """Whether steps under way are in different stages of the model, as many as there are stages: then `begin` takes a
     stage's time, and the next step should be begun as soon as there is one."""

@@ -39,6 +39,10 @@ class Chains:
         self._behind.setdefault(before, []).append(work)
         return True
 
+    def waits_for(self, work: Submission) -> bool:
+        """Whether any follows a submission."""
+        return work in self._behind
+
     def take(self, work: Submission) -> list[Submission]:
         """Remove the followers of a submission: one of a span, and any that were cancelled."""
         return self._behind.pop(work, [])

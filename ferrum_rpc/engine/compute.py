@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.masks import Masks
 from ferrum_rpc.sampling.penalties import CountedTokens
-from ferrum_rpc.sampling.rows import RowRequest, select_rows
+from ferrum_rpc.sampling.rows import Chosen, RowRequest, select_rows
 from ferrum_rpc.sampling.transfer import Marker
 from ferrum_rpc.sampling.vocab_parallel import VocabShard, select_sampler
 
@@ -42,6 +42,20 @@ WordsOf = Callable[[Span, int], Sequence[npt.NDArray[np.int32] | None] | npt.NDA
 
 CountsOf = Callable[[int, int, int, TokenArray], TokenCounts]
 """`KvManager.counts`."""
+
+
+class TokensBehind(NamedTuple):
+    """Tokens of a step that are on the device only, because the step before it has ``chosen`` them: int64 [R] in parts.
+    The first spans of the step have one token each, which is that of a row of all parts: ``rows``, int64 [n]."""
+
+    chosen: Sequence[Tensor]
+    rows: Int64Array
+
+    def take(self, token_ids: Tensor) -> None:
+        """Put them into the ``token_ids`` of a step on the device, int64 [T], where the rows are in their place."""
+        own = token_ids[: len(self.rows)]
+        chosen = self.chosen[0] if len(self.chosen) == 1 else torch.cat([*self.chosen])
+        own.copy_(chosen.index_select(0, own))
 
 
 class Compute:
@@ -63,6 +77,9 @@ class Compute:
     late = False
     """Whether nothing here waits for the device: what is returned is on its way then, and there at the next `mark`."""
 
+    follows = False
+    """Whether a step may begin with tokens of the step before it that are on the device only (`TokensBehind`)."""
+
     def __init__(
         self, model: Model, attention: AttentionBackend, loras: Loras | None = None, part: VocabShard | None = None
     ) -> None:
@@ -71,6 +88,8 @@ class Compute:
         self.model = model
         self.attention = attention
         self.sampler = select_sampler(model.device, part)
+        self.chosen: Chosen = []
+        """What the last `select` chose, as it is on the device; only if it ``follows``."""
         self._whole_rows = part is None
         self.masks = Masks(model.device)
         self._on_host = model.device.type == "cpu"
@@ -85,16 +104,27 @@ class Compute:
         guarantee."""
         return self.attention.exact_span_tokens if self.model.rowwise else 0
 
-    def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
-        """Write K and V of the spans' tokens; hidden rows [T, hidden]."""
+    def forward(self, spans: Sequence[Span], geometry: BatchGeometry, behind: TokensBehind | None = None) -> Tensor:
+        """Write K and V of the spans' tokens; hidden rows [T, hidden]. ``behind``: the tokens of the first spans; those
+        that they have stand for nothing then."""
         packed = packed_tokens(spans)
+        if behind is not None:
+            packed[: len(behind.rows)] = behind.rows
         adapters = self.adapters_at(self.adapted_rows(spans), len(packed)) if self.loras else None
-        return self.run(packed, geometry, adapters)
+        return self.run(packed, geometry, adapters, behind)
 
-    def run(self, packed: Int64Array, geometry: BatchGeometry, adapters: StepAdapters | None = None) -> Tensor:
-        """As `forward`, of ``packed`` token ids [T]."""
+    def run(
+        self,
+        packed: Int64Array,
+        geometry: BatchGeometry,
+        adapters: StepAdapters | None = None,
+        behind: TokensBehind | None = None,
+    ) -> Tensor:
+        """As `forward`, of ``packed`` token ids [T], the first of which are the rows of those ``behind``."""
         plan = self.attention.plan(geometry)
         inputs = self.to_device(packed, geometry.positions, geometry.slots)
+        if behind is not None:
+            behind.take(inputs[0])
         if self._native is not None and (adapters is None or adapters.address is not None):
             native_model, native_attention = self._native
             step = native_attention.native_step(plan)
@@ -173,8 +203,12 @@ class Compute:
 
     def rows(self, hidden: Tensor, requests: Sequence[RowRequest]) -> list[Rows]:
         """The requested rows of ``hidden`` rows, in the order of the requests."""
-        argmax = self.model.argmax if self._whole_rows else None
-        return select_rows(hidden, requests, self.model.logits, argmax, self.sampler.made, masks=self.masks)
+        argmax, chosen = self.model.argmax if self._whole_rows else None, None
+        if self.follows:
+            chosen = self.chosen = []
+        return select_rows(
+            hidden, requests, self.model.logits, argmax, self.sampler.made, masks=self.masks, chosen=chosen
+        )
 
     def change_masks(self, added: Sequence[tuple[bytes, bytes]], dropped: Sequence[bytes]) -> None:
         """See `Masks.change`."""

@@ -95,6 +95,7 @@ class EngineLoop(ABC):
         self._chains = Chains(self._places)
         self._early: deque[Work] = deque()  # what was taken from the inbox while a step was finished
         self._under_way: deque[tuple[list[Running], list[Submission], Any]] = deque()  # with what `begin` returned
+        self._following: Sequence[Running] = ()  # those of the step in flight that the next one continues already
         self._overlap = Overlap()
         self._failure: BaseException | None = None
         self._loading = True
@@ -154,12 +155,13 @@ class EngineLoop(ABC):
                 going = self._runs.take(time.monotonic(), share, may_go_on)
                 self._end_runs(runner, finished)
             chained = self._chains.take_next()
+            following = self._may_follow(runner) if self._under_way else []
             claimed = chained + self._claim(finished, None if share is None else share - len(going) - len(chained))
             if finished:
                 self.cache = runner.cache_state()
                 self._deliver(finished)
-            if going or claimed:
-                self._begin(runner, going, claimed)
+            if going or claimed or following:
+                self._begin(runner, going, claimed, following)
             elif constraints is not None and (self._aside or self._runs.ready):  # nothing else to do
                 constraints.wait(LOOK_S if self._under_way else MASKS_S)
                 self.busy_since = time.monotonic()
@@ -187,9 +189,23 @@ class EngineLoop(ABC):
                 there = bool(self._backlog or self._early or self._runs.ready or self._chains.next)
                 there = there or not self._inbox.empty()
                 if there or not in_stages:
-                    return there
+                    return there or bool(self._may_follow(runner))
             time.sleep(LOOK_S)
         return False
+
+    def _may_follow(self, runner: Runner) -> list[Running]:
+        """The runs of the step in flight whose next step may begin now. None, if a submission ends with that step and
+        another one follows it: that one would lose a step."""
+        if not runner.follows or len(self._under_way) != 1:
+            return []
+        [(going, claimed, _)] = self._under_way
+        following = self._runs.may_follow(going, claimed, time.monotonic())
+        if following and self._chains:
+            going_on = {each.call.work for each in following}
+            ending = {each.call.work for each in going}.union(claimed) - going_on
+            if any(map(self._chains.waits_for, ending)):
+                return []
+        return following
 
     def _share(self, runner: Runner) -> int:
         """Tokens of the next step if the waiting work and the runs are divided into as many steps as stages."""
@@ -346,9 +362,14 @@ class EngineLoop(ABC):
                         finished.append(each.hand_back)
         finished.append(partial(work.done, tuple(outcomes), timing))
 
-    def _begin(self, runner: Runner, going: list[Running], claimed: list[Submission]) -> None:
-        """Begin their step, or answer it if it cannot be begun."""
+    def _begin(self, runner: Runner, going: list[Running], claimed: list[Submission], following: list[Running]) -> None:
+        """Begin their step, or answer it if it cannot be begun; then those that are ``following`` the step in flight
+        begin when that has ended."""
         spans = [each.span for each in going] if going else []
+        stops: tuple[tuple[int, ...], ...] = ()
+        if following:
+            spans = [each.following() for each in following] + spans
+            stops = tuple([each.run.stop_token_ids for each in following])
         atomic: list[range] = []
         for work in claimed:
             if work.all_or_nothing:
@@ -359,12 +380,16 @@ class EngineLoop(ABC):
         if idle:
             self.busy_since = began  # another's time begins when the one before it has ended
         try:
-            pending = runner.begin(Step(tuple(spans), tuple(atomic)))
+            pending = runner.begin(Step(tuple(spans), tuple(atomic), stops))
         except BaseException as error:
             self.cache = runner.cache_state()
             self._deliver(self._refused(runner, error, going, claimed))
+            if following:
+                self._deliver(self._finish(runner))
             return
         self._overlap.begun(began, time.monotonic(), idle=idle)
+        if following:
+            going, self._following = following + going, following
         self._under_way.append((going, claimed, pending))
         if idle and runner.on_device:
             self.waiting_since = time.monotonic()
@@ -372,6 +397,7 @@ class EngineLoop(ABC):
     def _finish(self, runner: Runner) -> Finished:  # noqa: PLR0915 - once a step: a call costs time
         """The answers of the oldest step in flight."""
         going, claimed, pending = self._under_way.popleft()
+        following, self._following = self._following, ()
         turn = self._overlap.turn
         try:
             result = runner.finish(pending)
@@ -422,6 +448,8 @@ class EngineLoop(ABC):
             if not work.runs or not self._runs.begun(work, result.outcomes[first:last], timing):
                 self._over(work, result.outcomes[first:last], timing, finished)
             first = last
+        if following:
+            self._runs.leave_out(following)
         if self._runs.calls or counters.running:
             self._end_runs(runner, finished)
         if ran:
@@ -451,7 +479,7 @@ class EngineLoop(ABC):
         if isinstance(error, StepFailed):
             finished: Finished = []
             for work in claimed:
-                self._places.free(work, work.runs)
+                self._runs.refused(work)
                 self._over(work, (error,) * len(work.spans), None, finished)
             for each in going:
                 self._runs.stepped(each, error)

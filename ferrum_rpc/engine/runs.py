@@ -12,10 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
-from ferrum_rpc.core import LATE, RowBlock, Rows, Run, RunEnd, RunEnded, Span, SpanOutcome, SpanResult, StepTiming
+from ferrum_rpc.core import (
+    LATE,
+    Greedy,
+    RowBlock,
+    Rows,
+    Run,
+    RunEnd,
+    RunEnded,
+    Sample,
+    Span,
+    SpanOutcome,
+    SpanResult,
+    StepTiming,
+)
 from ferrum_rpc.engine.api import Submission
 from ferrum_rpc.engine.places import Places
 from ferrum_rpc.errors import DeadlineExceeded, ExecutorError
@@ -36,19 +50,28 @@ class RunCall:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One run: ``span`` is its next step, ``rows`` those of the steps behind it."""
+    """One run: ``span`` is its next step, ``rows`` those of the steps behind it. ``over``: it has ended."""
 
     call: RunCall
     index: int
     run: Run
     span: Span
     rows: list[Rows]
+    over: bool = False
 
     @property
     def interrupt(self) -> ExecutorError | None:
         """What interrupts it, if anything does."""
         interrupts = self.call.work.interrupts
         return interrupts.get(self.index) or interrupts.get(None)
+
+    def following(self) -> Span:
+        """The step behind ``span``, without its token."""
+        sequence, _, _, output, *_, adapter = self.span
+        return Span(sequence, np.zeros(1, np.int32), self.span.end, output, adapter=adapter)
+
+
+_NO_STEP: Final = StepTiming(0, 0, 0, 0.0, 0.0)
 
 
 class Runs:
@@ -59,6 +82,7 @@ class Runs:
         self._places = places
         self.ready: list[Running] = []
         self.calls: dict[RunCall, None] = {}
+        self._expected: dict[Submission, dict[int, Running]] = {}
         self._over: list[RunCall] = []
         self._ended: list[int] = []
 
@@ -83,29 +107,72 @@ class Runs:
         self.ready = held if limit is None else self.ready[limit:] + held
         return going
 
+    def may_follow(self, going: Sequence[Running], claimed: Sequence[Submission], now: float) -> list[Running]:
+        """Of a step under way, the runs whose next step may begin before their tokens are known. None, unless all can
+        that will go on: a run that must wait would only be in every second step."""
+        found = [each for each in going if not self._ends(each, now)]
+        for work in claimed:
+            if work.runs:
+                found += [each for each in self._expect(work).values() if not self._ends(each, now)]
+        return found if all(map(_may_follow, found)) else []
+
+    def leave_out(self, following: Sequence[Running]) -> None:
+        """These are in a step under way already."""
+        there = set(following)
+        self.ready = [each for each in self.ready if each not in there]
+
+    def _expect(self, work: Submission) -> dict[int, Running]:
+        """The runs of a submission whose first step is under way, by index."""
+        runs = self._expected.get(work)
+        if runs is None:
+            call = RunCall(work, [], _NO_STEP)
+            spans = enumerate(work.spans)
+            runs = {index: Running(call, index, span.run, span, []) for index, span in spans if span.run is not None}
+            self._expected[work] = runs
+        return runs
+
+    @staticmethod
+    def _ends(each: Running, now: float) -> bool:
+        """Whether a run ends with the step under way, as far as is known."""
+        work = each.call.work
+        if each.over or len(each.rows) + 1 >= each.run.max_tokens or (work.interrupts and each.interrupt is not None):
+            return True
+        return work.deadline is not None and now >= work.deadline
+
+    def refused(self, work: Submission) -> None:
+        """The first step of a submission has failed."""
+        self._places.free(work, work.runs)
+        for each in self._expected.pop(work, {}).values():
+            each.over = True
+
     def begun(self, work: Submission, outcomes: Sequence[SpanOutcome], timing: StepTiming | None) -> bool:
         """The first step of a submission with runs has ended, and with it those that were refused. False: none of them
         goes on, and the submission is to be answered."""
         going = [i for i, each in enumerate(outcomes) if work.spans[i].run and isinstance(each, SpanResult)]
         self._places.free(work, work.runs - len(going))
+        runs = self._expect(work)
+        del self._expected[work]
+        for index in runs.keys() - going:
+            runs[index].over = True
         if not going or timing is None:
             return False
-        call = RunCall(work, list(outcomes), timing, len(going))
+        call = runs[going[0]].call
+        call.outcomes, call.timing, call.left = list(outcomes), timing, len(going)
         self.calls[call] = None
         for index in going:
-            span = work.spans[index]
-            assert span.run is not None  # noqa: S101 - it goes on
-            self.stepped(Running(call, index, span.run, span, []), outcomes[index])
+            self.stepped(runs[index], outcomes[index])
         return True
 
     def stepped(self, each: Running, outcome: SpanOutcome) -> None:
         """A step of a run has ended."""
         if outcome is LATE:
-            self.ready.append(each)
+            if not each.over:
+                self.ready.append(each)
             return
         if not isinstance(outcome, SpanResult) or outcome.rows is None:
             assert isinstance(outcome, ExecutorError)  # noqa: S101 - a run has a row a step
-            self._end(each, RunEnd.CUT, outcome)
+            if not each.over:
+                self._end(each, RunEnd.CUT, outcome)
             return
         call, rows = each.call, outcome.rows
         token = int(rows.block["token_ids"][rows.first])
@@ -122,6 +189,7 @@ class Runs:
             self.ready.append(each)
 
     def _end(self, each: Running, end: RunEnd, cause: ExecutorError | None = None) -> None:
+        each.over = True
         call = each.call
         rows = each.rows[0] if len(each.rows) == 1 else _joined(each.rows)
         begun = call.outcomes[each.index]
@@ -140,6 +208,12 @@ class Runs:
         for call in over:
             del self.calls[call]
         return ended, over
+
+
+def _may_follow(each: Running) -> bool:
+    """Whether what a run chooses next does not depend on its tokens but through the model."""
+    kind = each.span.output.kind
+    return isinstance(kind, Greedy) or (isinstance(kind, Sample) and not kind.penalised and not kind.grammar)
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:

@@ -14,6 +14,12 @@ asynchronously (``depth`` 2), the next step is begun in between. That changes no
 - if the accounting of the cache would differ, the older step is finished first: for a sequence in both steps, if blocks
   are short (those that a step replaced are free when it commits), for a step that rolls back into blocks that a fork
   shares (its commit may need blocks for a promise), and for any operation but the release of other sequences.
+
+The next step may continue runs of the step in flight (`Step.stops`), whose tokens are on the device only. Such a span
+appends one token behind an open reservation (`KvManager.reserve_next`), and the layers read its token id on the device
+(`compute.TokensBehind`). When the older step has ended, the tokens are written into the spans; spans whose run ended
+with it are left out. Their K and V were written behind the sequence's end, and whatever follows overwrites them, in the
+device's order. If the older step must be finished first, the tokens are known, and the spans are like all others.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import copy
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -43,7 +49,7 @@ from ferrum_rpc.core import (
     Step,
     StepResult,
 )
-from ferrum_rpc.engine.compute import Compute, clear_frames
+from ferrum_rpc.engine.compute import Compute, TokensBehind, clear_frames
 from ferrum_rpc.engine.grammars.constraints import Constraints
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.manager import KvManager
@@ -51,6 +57,7 @@ from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.store import KvStore, Saved
 from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.sampling.accept import accepted
+from ferrum_rpc.sampling.rows import Chosen
 from ferrum_rpc.sampling.transfer import Marker
 
 log = structlog.get_logger("ferrum_rpc.engine")
@@ -78,8 +85,10 @@ After any other error `Compute.recover` checks the device, because Triton and cu
 class Pending:
     """A step under way, for `TorchRunner.finish`. By index of its spans: those that were ``refused``, and the
     ``reservations`` of the others, in their order, as are ``rows``; ``drafts``: which of those are to be accepted.
+    ``chosen``: the tokens of these rows on the device.
     ``constrained``: its spans may name grammars; ``late``: those that were left out, because their masks were not there
-    in time. ``ended`` is what became of it, once that is known."""
+    in time, or because their run has ended. The first spans continue those of ``behind``, with their ``stops``, as long
+    as it has not ended. ``ended`` is what became of the step, once that is known."""
 
     began: float
     spans: tuple[Span, ...]
@@ -87,6 +96,9 @@ class Pending:
     reservations: dict[int, Reservation]
     rows: Sequence[Rows | None] = ()
     drafts: Sequence[int] = ()
+    chosen: Chosen = field(default_factory=list)
+    stops: tuple[tuple[int, ...], ...] = ()
+    behind: Pending | None = None
     constrained: bool = False
     late: Collection[int] = ()
     saved: Saved | None = None
@@ -117,12 +129,14 @@ class StepRunner:
         self.depth = depth
         self.on_device = compute.model.device.type == "cuda"
         self.in_stages, self.look_every_s = compute.in_stages, compute.look_every_s
+        self.follows = depth > 1 and compute.follows
         self.check_alive, self.ranks = compute.check_alive, compute.ranks
         self.constraints = constraints
         if constraints is not None:
             compute.words_of = constraints.words
         self._stage = stage
         self._under_way: list[Pending] = []
+        self._newest: Pending | None = None
         self._ended_at = 0.0
         self._tier = tier
         if tier is not None:
@@ -168,8 +182,11 @@ class StepRunner:
         """Begin ``step``. Spans that cannot be reserved are refused, with their atomic group; the others run
         in one forward pass. Raises `StepFailed` when that cannot be, with everything as before, or `DeviceLost`."""
         began = time.perf_counter()
+        behind: TokensBehind | None = None
         if self._under_way:
-            self._make_way(step)
+            if step.stops:
+                behind = self._tokens_behind(step.spans[: len(step.stops)])
+            self._make_way(step, behind)
         refused, reservations = self._reserve(step)
         if self._under_way and _short(refused):
             self._give_up(reservations)
@@ -179,9 +196,15 @@ class StepRunner:
             self._give_up(reservations)
             refused, reservations = self._reserve(step, keep=False)
         pending = Pending(began, step.spans, refused, reservations)
+        if step.stops:
+            pending.late = {each for each in range(len(step.stops)) if each not in reservations and each not in refused}
+            if self._newest is not None and self._newest.ended is None:
+                pending.behind, pending.stops = self._newest, step.stops
         if reservations:
-            self._queue(pending)
+            self._queue(pending, behind if pending.behind else None)
         self._under_way.append(pending)
+        if self.follows:
+            self._newest = pending
         return pending
 
     def ready(self, pending: Pending) -> bool:
@@ -202,12 +225,14 @@ class StepRunner:
             return pending.ended
         raise pending.ended
 
-    def _make_way(self, step: Step) -> None:
-        """Finish the steps in flight if ``step`` must not be reserved together with them."""
+    def _make_way(self, step: Step, behind: TokensBehind | None) -> None:
+        """Finish the steps in flight if ``step`` must not be reserved together with them. ``behind``: the tokens of the
+        runs that it continues."""
         if (
             len(self._under_way) >= self.depth
             or any(each.closes_first for each in self._under_way)
-            or not self._taken().isdisjoint([span.sequence for span in step.spans])
+            or not self._taken().isdisjoint([span.sequence for span in step.spans[len(step.stops) :]])
+            or (step.stops and behind is None)
             or not self._taken().isdisjoint([span.parent for span in step.spans])
         ):
             self._settle()
@@ -227,7 +252,7 @@ class StepRunner:
     def _close(self, pending: Pending) -> None:
         """Wait for the oldest step in flight, and commit it or roll it back."""
         self._under_way.remove(pending)
-        if pending.reservations:
+        if pending.reservations or pending.mark is not None:
             try:
                 if pending.mark is not None:
                     pending.mark.wait()
@@ -240,7 +265,11 @@ class StepRunner:
                 return
         if pending.constrained:
             self._ask_for_next(pending)  # first: the masks are made while the host goes on
-        refused, rows, commit = pending.refused, iter(pending.rows), self.kv.commit
+        refused, commit = pending.refused, self.kv.commit
+        rows = iter(pending.rows)
+        followed = bool(self._under_way) and self._under_way[0].behind is pending
+        if followed:
+            commit = self.kv.commit_first
         copied = searched = 0
         outcomes: list[SpanOutcome] = []
         for index in range(len(pending.spans)):
@@ -258,6 +287,8 @@ class StepRunner:
             outcomes.append(SpanResult(length, next(rows), None, reservation.cached))
             copied += len(reservation.copies)
             searched += reservation.searched
+        if followed:
+            self._pass_tokens_on(pending.spans, outcomes, self._under_way[0])
         self.kv.trim_spares()
         now = time.perf_counter()
         forward_s = now - max(pending.began, self._ended_at)  # before, the device was another step's
@@ -295,46 +326,110 @@ class StepRunner:
         forks = [each for each in spans if each[1].parent is not None]
         if forks:  # first: their parents may be fed in the same step
             spans = forks + [each for each in spans if each[1].parent is None]
-        for index, span in spans:
-            sequence, tokens, start, _, create, ahead, run, parent, prefix, _ = span
-            if index in refused:
-                continue
-            try:
-                if stage is not None:
-                    stage("reserve")
-                if constraints is not None and (refusal := constraints.refusal(span)) is not None:
-                    raise copy.copy(refusal)
-                hold = 0 if run is None else run.max_tokens - 1
-                reservations[index] = reserve(
-                    sequence,
-                    start,
-                    len(tokens),
-                    create,
-                    ahead=ahead,
-                    hold=hold,
-                    parent=parent,
-                    prefix=prefix,
-                    prompt=span.prompt if len(tokens) > 1 else None,
-                )
-            except ExecutorError as error:
-                group = next((each for each in step.atomic if index in each), range(index, index + 1))
-                error.position = index - group.start
-                for member in group:
-                    refused[member] = error
-                    if member in reservations:
-                        self.kv.rollback(reservations.pop(member))
-            except BaseException as error:
-                self._give_up(reservations)
-                self.kv.trim_spares()
-                if isinstance(error, Exception):
-                    log.exception("step_failed", stage="reserve", action="report this stack trace: it is a bug")
-                    raise StepFailed(f"the step could not be reserved ({type(error).__name__})") from error
-                raise
+        try:
+            if step.stops:
+                spans = self._reserve_runs(step, spans, refused, reservations)
+            for index, span in spans:
+                sequence, tokens, start, _, create, ahead, run, parent, prefix, _ = span
+                if index in refused:
+                    continue
+                try:
+                    if stage is not None:
+                        stage("reserve")
+                    if constraints is not None and (refusal := constraints.refusal(span)) is not None:
+                        raise copy.copy(refusal)
+                    hold = 0 if run is None else run.max_tokens - 1
+                    reservations[index] = reserve(
+                        sequence,
+                        start,
+                        len(tokens),
+                        create,
+                        ahead=ahead,
+                        hold=hold,
+                        parent=parent,
+                        prefix=prefix,
+                        prompt=span.prompt if len(tokens) > 1 else None,
+                    )
+                except ExecutorError as error:
+                    group = next((each for each in step.atomic if index in each), range(index, index + 1))
+                    error.position = index - group.start
+                    for member in group:
+                        refused[member] = error
+                        if member in reservations:
+                            self.kv.rollback(reservations.pop(member))
+        except BaseException as error:
+            self._give_up(reservations)
+            self.kv.trim_spares()
+            if isinstance(error, Exception):
+                log.exception("step_failed", stage="reserve", action="report this stack trace: it is a bug")
+                raise StepFailed(f"the step could not be reserved ({type(error).__name__})") from error
+            raise
         if forks:
             reservations = dict(sorted(reservations.items()))
         return refused, reservations
 
-    def _queue(self, pending: Pending) -> None:
+    # --- a step that continues runs of the step before it -----------------------------------------------------------
+
+    def _reserve_runs(
+        self,
+        step: Step,
+        spans: list[tuple[int, Span]],
+        refused: dict[int, ExecutorError],
+        reservations: dict[int, Reservation],
+    ) -> list[tuple[int, Span]]:
+        """Reserve the next tokens of the runs that ``step`` continues behind those of the step in flight. Returns the
+        ``spans`` that are to be reserved like all others: if that step has ended, also those of runs that go on."""
+        before, count = self._newest, len(step.stops)
+        assert before is not None  # noqa: S101 - it continues the runs of one
+        if before.ended is not None:
+            outcomes = before.ended.outcomes if isinstance(before.ended, StepResult) else ()
+            going = _tokens_chosen(before.spans, outcomes, step.spans, step.stops)
+            return [each for each in spans if each[0] >= count or each[0] in going]
+        for index, span in enumerate(step.spans[:count]):
+            if self._stage is not None:
+                self._stage("reserve")
+            try:
+                reservations[index] = self.kv.reserve_next(span.sequence)
+            except KvBlocksExhausted as error:  # the step in flight is finished first
+                refused[index] = error
+                break
+        return [each for each in spans if each[0] >= count]
+
+    def _tokens_behind(self, spans: Sequence[Span]) -> TokensBehind | None:
+        """The tokens that the step in flight chooses for ``spans``. None: they are not all on the device, or what that
+        step writes of one of the sequences is not appended, so it must be finished first."""
+        before = self._newest
+        if before is None or before.ended is not None:
+            return None
+        firsts, parts, total = dict[int, int](), list[torch.Tensor](), 0
+        for block, tokens in before.chosen:
+            firsts[id(block)] = total
+            parts.append(tokens)
+            total += len(tokens)
+        reserved = zip(before.reservations.values(), before.rows, strict=True)
+        places, rows = {each.sequence: (each.start, row) for each, row in reserved}, list[int]()
+        for span in spans:
+            start, found = places.get(span.sequence, (0, None))
+            if found is None or (first := firsts.get(id(found.block))) is None or start < self.kv.length(span.sequence):
+                return None
+            rows.append(first + found.first + found.count - 1)
+        return TokensBehind(parts, np.array(rows, np.int64))
+
+    def _pass_tokens_on(self, spans: Sequence[Span], outcomes: Sequence[SpanOutcome], following: Pending) -> None:
+        """After the end of a step of ``spans`` (without ``outcomes``: it failed), write its tokens into the spans of
+        the step that continues its runs. Spans of runs that have ended are left out."""
+        following.behind = None
+        going = _tokens_chosen(spans, outcomes, following.spans, following.stops)
+        gone = [index for index in range(len(following.stops)) if index in following.reservations.keys() - going]
+        if gone:
+            kept = [index not in gone for index in following.reservations]
+            following.rows = [row for row, keep in zip(following.rows, kept, strict=True) if keep]
+            following.drafts = [place - len(gone) for place in following.drafts]  # what continues runs is first
+            following.late = {*following.late, *gone}
+            for index in gone:
+                self.kv.rollback(following.reservations.pop(index))
+
+    def _queue(self, pending: Pending, behind: TokensBehind | None) -> None:
         """The forward pass over reserved spans, up to the copies of its rows; on any failure the cache is as before."""
         began = time.monotonic()
         pending.constrained = self.constraints is not None and self.constraints.active
@@ -371,7 +466,7 @@ class StepRunner:
                 self.store.copy_blocks(np.array(copies, dtype=np.int64))
             if stage is not None:
                 stage("forward")
-            hidden = self.compute.forward(spans, geometry)
+            hidden = self.compute.forward(spans, geometry, behind)
             if stage is not None:
                 stage("select")
             if pending.constrained and not self.compute.masks_first:
@@ -379,6 +474,7 @@ class StepRunner:
             pending.rows, pending.drafts = self.compute.select(spans, hidden, self.kv.counts)
             pending.mark = self.compute.mark()
             if self.depth > 1:
+                pending.chosen = self.compute.chosen
                 length, reserved = self.kv.length, pending.reservations.values()
                 pending.closes_first = any(r.replaced and r.start < length(r.sequence) for r in reserved)
         except BaseException as error:
@@ -398,7 +494,8 @@ class StepRunner:
         assert self.constraints is not None  # noqa: S101 - the caller looked
         late = self.constraints.late(spans, began)
         if late:
-            pending.late = {index for index in pending.reservations if pending.spans[index].sequence in late}
+            of_masks = [index for index in pending.reservations if pending.spans[index].sequence in late]
+            pending.late = {*pending.late, *of_masks}
         return [span._replace(output=_NO_ROWS) if span.sequence in late else span for span in spans]
 
     def _save_leaving(self) -> None:
@@ -423,6 +520,8 @@ class StepRunner:
             except Exception as failed:  # the cache has changed, so no call may be answered as if it had not
                 error = DeviceLost(f"a failed step could not be undone ({type(failed).__name__})")
                 error.__cause__ = failed
+        if self._under_way and self._under_way[0].behind is pending:
+            self._pass_tokens_on(pending.spans, (), self._under_way[0])
         self._give_up(pending.reservations)
         self.kv.trim_spares()
         answer: ExecutorError
@@ -445,6 +544,23 @@ class StepRunner:
 def _short(refused: dict[int, ExecutorError]) -> bool:
     """Whether a span was refused for lack of blocks."""
     return bool(refused) and any(isinstance(each, KvBlocksExhausted) for each in refused.values())
+
+
+def _tokens_chosen(
+    before: Sequence[Span], outcomes: Sequence[SpanOutcome], spans: Sequence[Span], stops: Sequence[tuple[int, ...]]
+) -> set[int]:
+    """Write the tokens that a step of the spans ``before`` has chosen into the ``spans`` of the next step that continue
+    its runs. Returns the indices of those whose runs go on."""
+    going = set[int]()
+    results = {span.sequence: each for span, each in zip(before, outcomes, strict=False)}
+    for index, ids in enumerate(stops):
+        outcome = results.get(spans[index].sequence)
+        if isinstance(outcome, SpanResult) and (rows := outcome.rows) is not None:
+            token = int(rows.block["token_ids"][rows.first + rows.count - 1])
+            if token not in ids:
+                spans[index].tokens[0] = token
+                going.add(index)
+    return going
 
 
 def _accept(pending: Pending) -> None:

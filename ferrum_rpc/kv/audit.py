@@ -48,7 +48,7 @@ def check(pool: BlockPool, sequences: Mapping[int, SequenceBlocks], prefixes: Pr
 def _check_size(sequence: int, state: SequenceBlocks, block_size: int) -> None:
     blocks = blocks_for(state.length, block_size)
     if state.open is not None:
-        blocks = max(blocks, blocks_for(state.open.end, block_size))
+        blocks = max(blocks, blocks_for((state.next or state.open).end, block_size))
     if len(state.table) != blocks:
         raise CacheCorrupt(f"sequence {sequence} of {state.length} tokens has {len(state.table)} blocks, not {blocks}")
 
@@ -57,6 +57,8 @@ def _check_private(sequence: int, state: SequenceBlocks, pool: BlockPool, block_
     private = list(state.spares)
     if state.open is not None:
         private += state.open.table[(state.open.start + state.open.cached) // block_size :].tolist()
+    if state.next is not None:
+        private += state.next.table[state.next.start // block_size :].tolist()
     for block in private:
         if not pool.is_writable(block):
             raise CacheCorrupt(f"sequence {sequence} is to write block {block}, which is shared")

@@ -247,10 +247,19 @@ class KvManager:
         return end
 
     def rollback(self, reservation: Reservation) -> None:
-        """Nothing happened: table, references, spares and free list are as before `reserve`.
+        """Nothing happened: table, references, spares and free list are as before `reserve`, or `reserve_next`.
 
         The runner has restored what stood in ``reservation.overwritten`` if the forward pass may have begun.
         """
+        state = self._sequences.get(reservation.sequence) or self._known(reservation.sequence)
+        if state.next is not None:
+            if state.next is not reservation:
+                raise KvMisuse(f"the token behind this reservation of sequence {reservation.sequence} is reserved")
+            state.next = None
+            if reservation.fresh:
+                state.table.cut(len(state.table) - 1)
+                state.spares += reservation.fresh
+            return
         state = self._opened(reservation)
         state.open = None
         if reservation.created:
@@ -267,6 +276,50 @@ class KvManager:
         state.shared = min(state.shared, len(state.table))
         state.spares += reservation.fresh[: reservation.spares_used]
         self._pool.release([*reservation.found, *reservation.fresh[reservation.spares_used :]])
+
+    def reserve_next(self, sequence: int) -> Reservation:
+        """Prepare to write one token behind the open reservation of ``sequence``, which appends. `commit_first` commits
+        that one, and this one is the open one then; until then only `rollback` may close it.
+
+        Its block is the last one, or one of those promised to the sequence. Raises `KvBlocksExhausted` if no block was
+        promised.
+        """
+        state = self._known(sequence)
+        before, size, table = state.open, self.block_size, state.table
+        if before is None or state.next is not None or before.start < state.length:
+            raise KvMisuse(f"no open reservation of sequence {sequence} appends, or a token behind it is reserved")
+        start = before.end
+        after, fresh = blocks_for(start + 1, size), list[int]()
+        if after > len(table):
+            if not state.spares or state.promised_end <= start:
+                free = self._pool.free_blocks
+                raise KvBlocksExhausted(
+                    f"no block was promised for the token at {start}",
+                    metadata={"needed_blocks": 1, "free_blocks": free},
+                )
+            fresh.append(state.spares.pop())
+            table.extend(fresh)
+        whole = table.whole[:after]
+        state.next = Reservation(sequence, start, start + 1, whole, _NO_SLOTS, fresh=fresh, spares_used=len(fresh))
+        return state.next
+
+    def commit_first(self, reservation: Reservation, tokens: TokenArray) -> int:
+        """`commit`, also of a reservation behind which `reserve_next` has reserved a token. All tokens were written."""
+        state = self._sequences.get(reservation.sequence)
+        if state is None or state.open is not reservation or state.next is None:
+            return self.commit(reservation, tokens)
+        end = reservation.end
+        if len(tokens) != end - reservation.start:
+            raise KvMisuse(f"{len(tokens)} tokens for the positions {reservation.start} to {end}, which are followed")
+        state.history.write(reservation.start, tokens)
+        state.open, state.next = state.next, None
+        if reservation.replaced:
+            self._pool.release([block for _, block in reservation.replaced])
+            self._sharing_ended = True
+        self._capacity.resize(state, end, end)
+        if end >= state.publish_at:
+            self.prefixes.publish(state)
+        return end
 
     # --- between steps ----------------------------------------------------------------------------------------------
 

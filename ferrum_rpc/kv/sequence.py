@@ -98,6 +98,8 @@ class SequenceBlocks:
     caller: bytes = b""
     imported_from: int = NEVER
     open: Reservation | None = None
+    next: Reservation | None = None
+    """The reservation of one more token behind the open one (`KvManager.reserve_next`)."""
 
     @property
     def promised_end(self) -> int:

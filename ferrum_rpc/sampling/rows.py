@@ -66,6 +66,10 @@ class RowRequest(NamedTuple):
     words: Sequence[npt.NDArray[np.int32] | None] | npt.NDArray[np.int32] | None = None
 
 
+Chosen = list[tuple[RowBlock, Tensor]]
+"""Blocks of a step's rows with their token ids on the device, int64 [R]. Those of more than `HEAD_ROWS` rows are on the
+host only."""
+
 _GREEDY: Final = Greedy()
 
 _TORCH: Final = TorchSampler()
@@ -81,18 +85,23 @@ def select_rows(
     sampler: Sampler = _TORCH,
     *,
     masks: Masks = _NO_MASKS,
+    chosen: Chosen | None = None,
 ) -> list[Rows]:
     """Answer every request.
 
     ``hidden`` [T, hidden] on the device; ``head`` maps [R, hidden] to float32 logits [R, V], ``argmax`` to the int64
     arg-max [R] of them, which may spare writing them; ``sampler`` draws, and knows which tokens' logits ``head`` gives;
-    ``masks`` has those that requests name.
+    ``masks`` has those that requests name; to ``chosen`` the chosen tokens are added that are on the device.
     Returns host rows, one per request; requests of the same kind share a block, in the order of the requests. From a
     GPU their contents are on their way, and there when a `sampling.transfer.Marker` that is made afterwards is passed.
     """
     single = len(requests) == 1 and requests[0].rows == hidden.shape[0] <= HEAD_ROWS
     if single and argmax is not None and requests[0].kind == _GREEDY:  # a decode: 14 µs instead of 25
-        return [Rows(_to_host(RowKind.TOKENS, {"token_ids": argmax(hidden)}), 0, requests[0].rows)]
+        columns = {"token_ids": argmax(hidden)}
+        block = _to_host(RowKind.TOKENS, columns)
+        if chosen is not None:
+            chosen.append((block, columns["token_ids"]))
+        return [Rows(block, 0, requests[0].rows)]
     groups: dict[OutputKind, list[int]] = {}
     members: list[int] = []
     previous: OutputKind | None = None
@@ -112,6 +121,8 @@ def select_rows(
     answers: dict[int, Rows] = {}
     for kind, members in groups.items():
         block = _to_host(kind.rows, parts[kind])
+        if chosen is not None and kind.rows is RowKind.TOKENS and parts[kind]["token_ids"].device == hidden.device:
+            chosen.append((block, parts[kind]["token_ids"]))
         first = 0
         for index in members:
             count = requests[index].rows

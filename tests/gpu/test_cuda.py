@@ -15,12 +15,14 @@ import torch
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import (
+    LATE,
     PREFIX,
     FullLogits,
     Greedy,
     OutputKind,
     OutputSpec,
     Positions,
+    Run,
     Sample,
     SelectedTokens,
     Span,
@@ -32,6 +34,7 @@ from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.choose import FP8_CAPABILITY
 from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.engine.operations import TorchRunner
+from ferrum_rpc.engine.step import Pending
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.sampling.masks import Masks, RowMask, forbid
@@ -237,6 +240,63 @@ def test_nothing_in_begin_waits_for_the_device() -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert all(isinstance(each, SpanResult) for each in runner.finish(pending).outcomes)
+
+
+@pytest.mark.parametrize("family", [None, "qwen3"])
+def test_a_step_continues_runs_with_tokens_that_nobody_has_read(tmp_path: Path, family: str | None) -> None:
+    """Each is begun while the device has the one before, without waiting for it, and ends where a stop id says."""
+    path = "identity" if family is None else str(make_checkpoint(tmp_path / family, family))
+    config = ModelSettings(path=path, device="cuda", kv_blocks=64, block_size=4, dtype="float32")
+    following, alone = build_runner(config), build_runner(replace(config, overlap="off"))
+    assert following.follows and not alone.follows
+    kinds: list[OutputKind] = [Greedy(), Sample(temperature=2.0, seed=3), Greedy(logprob=True), Greedy()]
+    outputs = [OutputSpec(Positions.LAST, kind) for kind in kinds]
+    first = [
+        span(s, TOKENS[9 * s : 9 * s + 6 + s], 0)._replace(output=each, run=Run(14)) for s, each in enumerate(outputs)
+    ]
+
+    def behind(spans: list[Span]) -> list[Span]:
+        return [Span(each.sequence, np.zeros(1, np.int32), each.end, each.output) for each in spans]
+
+    def chosen(runner: TorchRunner, pending: Pending) -> list[int]:
+        outcomes = [each for each in runner.finish(pending).outcomes if each is not LATE]
+        assert all(isinstance(each, SpanResult) for each in outcomes)
+        rows = [each.rows for each in outcomes if isinstance(each, SpanResult) and each.rows is not None]
+        return [int(each.block["token_ids"][each.first]) for each in rows]
+
+    def in_turn(last: int) -> list[list[int]]:
+        """The last of them ends with that step."""
+        spans, found = first, list[list[int]]()
+        with alone.context():
+            for at in range(12):
+                found.append(chosen(alone, alone.begin(Step(tuple(spans)))))
+                spans = behind(spans[: 3 if at >= last else 4])
+                for each, token in zip(spans, found[-1], strict=False):
+                    each.tokens[0] = token
+            alone.end_hold(range(4))
+            alone.release(range(4))
+        return found
+
+    tokens = [each[-1] for each in in_turn(last=99)]
+    stop, last = tokens[5], tokens.index(tokens[5])
+    expected = in_turn(last)
+    with following.context():
+        pending, spans, found = following.begin(Step(tuple(first))), first, list[list[int]]()
+        for at in range(11):
+            spans = behind(spans)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                more = following.begin(Step(tuple(spans), (), ((), (), (), (stop,))[: len(spans)]))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            found.append(chosen(following, pending))
+            pending, spans = more, spans[: 3 if at >= last else 4]
+        found.append(chosen(following, pending))
+        following.check()
+    assert found == expected
+    following.end_hold(range(4))
+    following.release(range(4))
+    assert following.cache_state().free_blocks == following.kv.total_blocks
 
 
 def test_masks_on_the_device_are_those_of_the_host_and_nothing_waits() -> None:

@@ -13,7 +13,7 @@ from ferrum_rpc.attention.eight_bits import row_width
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import Greedy, OutputSpec, Positions, Span
-from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.compute import Compute, TokensBehind
 from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.models.base import Model
@@ -108,8 +108,8 @@ class PagedModel:
             BLOCK_SIZE, [span.start for span in spans], [len(span.tokens) for span in spans], tables
         )
 
-    def step(self, *tokens: tuple[int, Sequence[int]]) -> Tensor:
-        """Hidden rows of ``(sequence, tokens)`` each, on the host."""
+    def step(self, *tokens: tuple[int, Sequence[int]], behind: TokensBehind | None = None) -> Tensor:
+        """Hidden rows of ``(sequence, tokens)`` each, on the host. ``behind``: the tokens of the first of them."""
         spans = [
             Span(
                 sequence,
@@ -121,7 +121,7 @@ class PagedModel:
             for sequence, ids in tokens
         ]
         with torch.inference_mode():
-            hidden = self.compute.forward(spans, self.geometry(spans))
+            hidden = self.compute.forward(spans, self.geometry(spans), behind)
             found = hidden.clone().cpu()
         self.lengths |= {span.sequence: span.end for span in spans}
         return found

@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("triton")
 
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
+from ferrum_rpc.engine.compute import TokensBehind
 from ferrum_rpc.engine.cuda.graphs import CaptureFailed, CaptureRefused, CudaCapture, Graphs, GraphShape, buckets
 from tests.kernels.fixtures import PER_SEQUENCE, PagedModel, PlannedTorch
 from tests.kernels.rerun import Rerun
@@ -74,6 +75,29 @@ def test_replayed_steps_are_the_eager_ones_whatever_their_number_and_lengths(dev
         chosen = random.permutation(5)[:count]
         same(replayed, eager, *((int(sequence), random.integers(0, 64, 1)) for sequence in chosen))
     assert replayed.compute.graphs.recorded == [GraphShape(1, spans) for spans in (1, 8, 4, 2)]
+
+
+@BACKENDS
+@pytest.mark.parametrize("graphs", [True, False], ids=["replayed", "eager"])
+def test_tokens_that_the_step_before_chose_are_read_on_the_device(device, backend, graphs):
+    """Of any rows of it, in any order; tokens from the host stand behind them."""
+    world = graphed(backend, device) if graphs else PagedModel(backend, device)
+    known = PagedModel(backend, device, staged=False)
+    random = np.random.default_rng(2)
+    same(world, known, *((sequence, random.integers(0, 64, 1 + 3 * sequence)) for sequence in range(6)))
+    for count, following in ((6, 6), (5, 3), (1, 1), (2, 1)):
+        parts = [torch.from_numpy(random.integers(0, 64, rows)).to(device) for rows in (4, 3)]
+        rows = random.permutation(7)[:following]
+        host = random.integers(0, 64, count - following).tolist()
+        ids = torch.cat(parts).cpu()[rows].tolist() + host
+        sequences = random.permutation(6)[:count].tolist()
+        unknown = [*[(sequence, [0]) for sequence in sequences[:following]]]
+        unknown += [(sequence, [token]) for sequence, token in zip(sequences[following:], host, strict=True)]
+        found = world.step(*unknown, behind=TokensBehind(parts, rows))
+        assert torch.equal(found, known.step(*((each, [token]) for each, token in zip(sequences, ids, strict=True))))
+        assert torch.equal(world.cached(), known.cached())
+    if graphs:
+        assert world.compute.graphs._capture.replays == 4
 
 
 @BACKENDS

@@ -27,7 +27,8 @@ GARBAGE = -1
 @dataclass(eq=False)
 class Write:
     """A reservation, the tokens to be written, and what the forward pass has done so far. ``content``: of all
-    positions, once it has run; ``imported``: what it writes is no forward pass's."""
+    positions, once it has run; ``imported``: what it writes is no forward pass's; ``behind``: the open one of its
+    sequence, behind which it writes."""
 
     reservation: Reservation
     tokens: list[int]
@@ -35,6 +36,7 @@ class Write:
     imported: bool = False
     content: list[int] = field(default_factory=list)
     saved: np.ndarray | None = None
+    behind: Write | None = None
 
     @property
     def has_run(self) -> bool:
@@ -138,6 +140,13 @@ class World:
         assert reservation.table.dtype == np.int32 and len(reservation.table) == -(-(start + count) // self.size)
         return Write(reservation, tokens, base, imported)
 
+    def reserve_next(self, write: Write) -> Write:
+        """One more token behind an open write."""
+        reservation, end = self.kv.reserve_next(write.reservation.sequence), write.reservation.end
+        assert (reservation.start, reservation.end) == (end, end + 1)
+        assert len(reservation.table) == -(-(end + 1) // self.size) and not len(reservation.overwritten)
+        return Write(reservation, self._draw(1), write.base + write.tokens, behind=write)
+
     def fetch(self, sequence: int, tokens: list[int], prefix: PrefixUse | None, most: int) -> None:
         """What the runner does before a step that is to write ``tokens`` behind what is there."""
         start = len(self.tokens.get(sequence, []))
@@ -167,7 +176,8 @@ class World:
             r = write.reservation
             written, whole = r.start + r.cached, r.start // self.size * self.size
             content = self._read(r.table, written)
-            before = self._contents.get(r.sequence, [])[: r.start]
+            behind = write.behind
+            before = (self._contents.get(r.sequence, []) if behind is None else behind.content)[: r.start]
             assert content[:whole] == before[:whole] and (r.cached or content == before)
             self._check_allowed(r.sequence, (write.base + write.tokens)[:written], content)
             write.content = self._followed(r.sequence, content, write)
@@ -189,7 +199,9 @@ class World:
     def commit(self, write: Write, kept: int | None = None) -> None:
         """Of what was written the first ``kept`` tokens stay."""
         r, tokens = write.reservation, write.tokens[:kept]
-        assert self.kv.commit(r, np.array(tokens, np.int32)) == r.start + len(tokens)
+        followed = self.kv._sequences[r.sequence].next is not None
+        commit = self.kv.commit_first if followed else self.kv.commit
+        assert commit(r, np.array(tokens, np.int32)) == r.start + len(tokens)
         self.tokens[r.sequence] = write.base + tokens
         self._contents[r.sequence] = write.content[: r.start + len(tokens)]
 

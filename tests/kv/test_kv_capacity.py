@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrum_rpc.errors import KvBlocksExhausted
-from tests.kv.kv_world import World, everything
+from ferrum_rpc.kv.sequence import KvMisuse
+from tests.kv.kv_world import World, Write, everything
 
 A, B, C, HOG = 1, 2, 3, 99
 
@@ -348,4 +349,68 @@ def test_a_write_beyond_the_promise_does_not_use_up_its_copies():
         w.write(A, 1)
     assert everything(w.kv) == before
     w.write(A, 1, start=1)
+    w.check()
+
+
+def promised_behind_a_fork(tokens: int) -> tuple[World, Write]:
+    """A was promised ``tokens`` tokens from position 4 on, and has 8; B shares all of them. A writes 4 more."""
+    w = world()
+    w.write(A, 4)
+    w.kv.ensure_capacity(A, tokens)
+    w.write(A, 4)
+    w.fork(A, B)
+    first = w.reserve(A, 8, 4)
+    return w, first
+
+
+def test_the_block_of_a_token_behind_an_open_write_outlives_the_end_of_a_fork():
+    """The spare for a block that B shared is surplus at the commit. It is that one that goes."""
+    w, first = promised_behind_a_fork(16)
+    second = w.reserve_next(first)
+    w.run(first)
+    w.run(second)
+    w.release(B)
+    w.commit(first)
+    w.check_forward(second)
+    w.commit(second)
+    w.check()
+    assert len(w.blocks(A)) == 4 and len(w.spares(A)) == 1, "the last of 20 tokens"
+
+
+def test_a_token_behind_an_open_write_takes_no_block_that_was_promised_for_others():
+    w, first = promised_behind_a_fork(8)
+    assert len(w.spares(A)) == 1, "the copy of what B shares"
+    before = everything(w.kv)
+    with pytest.raises(KvBlocksExhausted):
+        w.reserve_next(first)
+    assert everything(w.kv) == before
+    w.run(first)
+    w.commit(first)
+    w.check()
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_only_one_token_is_reserved_behind_an_open_write_that_appends(started):
+    w = world()
+    w.write(A, 5)
+    with pytest.raises(KvMisuse):
+        w.kv.reserve_next(A)
+    back = w.reserve(A, 2, 3)
+    with pytest.raises(KvMisuse):
+        w.kv.reserve_next(A)
+    w.rollback(back)
+    first = w.reserve(A, 5, 1, hold=4)
+    second = w.reserve_next(first)
+    before = everything(w.kv)
+    for misuse in (w.reserve_next, w.rollback):
+        with pytest.raises(KvMisuse):
+            misuse(first)
+    assert everything(w.kv) == before
+    w.rollback(second)
+    if started:
+        w.run(first)
+        w.commit(first)
+    else:
+        w.rollback(first)
+    w.kv.end_hold(A) if started else None
     w.check()

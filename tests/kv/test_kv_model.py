@@ -180,6 +180,47 @@ class KvMachine(RuleBasedStateMachine):
     def roll_back_one(self, data):
         self.world.rollback(self.open.pop(data.draw(st.integers(0, len(self.open) - 1))))
 
+    @precondition(lambda self: any(write.reservation.held is not None for write in self.open))
+    @rule(data=st.data(), crowded=st.booleans(), ends=st.sampled_from(["both", "first", "none"]))
+    def a_token_is_written_behind_one_that_is_open(self, data, crowded, ends):
+        """As the next step of a run before its token is known: what was promised for it is enough."""
+        first = data.draw(st.sampled_from([write for write in self.open if write.reservation.held is not None]))
+        r, free, before = first.reservation, self.kv.free_blocks, everything(self.kv)
+        state = self.kv._sequences[r.sequence]
+        if r.start < state.length:
+            with pytest.raises(KvMisuse):
+                self.world.reserve_next(first)
+            return
+        if state.promised_end <= r.end:
+            try:
+                self.kv.rollback(self.world.reserve_next(first).reservation)  # in the block that is there
+            except KvBlocksExhausted:
+                assert r.end % self.kv.block_size == 0
+            assert everything(self.kv) == before
+            return
+        self.open.remove(first)
+        second = self.world.reserve_next(first)
+        assert self.kv.free_blocks == free, "a block that was promised"
+        self.kv.check()
+        if not first.has_run:
+            self.world.run(first)
+        self.world.run(second)
+        if crowded and self.kv.free_blocks:
+            self.world.write(self.new(), self.kv.free_blocks * self.kv.block_size)
+        if ends == "none":
+            with pytest.raises(KvMisuse):
+                self.kv.rollback(r)
+            self.world.rollback(second)
+            self.world.rollback(first)
+            return
+        self.commit(first)
+        self.kv.check()
+        self.world.check_forward(second)
+        if ends == "both":
+            self.commit(second)
+        else:
+            self.world.rollback(second)
+
     @precondition(lambda self: self.open)
     @rule(
         data=st.data(), action=st.sampled_from(["reserve", "truncate", "fork", "ensure_capacity", "release", "reset"])

@@ -53,6 +53,7 @@ class TokenRunner:
 
     ranks = list
     look_every_s = None
+    follows = False
     in_stages = False
     constraints = None
     on_device = True

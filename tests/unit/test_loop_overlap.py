@@ -116,6 +116,7 @@ class Fake:
 
     ranks = list
     look_every_s = None
+    follows = False
     in_stages = False
     constraints = None
     on_device = False

@@ -31,6 +31,7 @@ class FakeRunner:
 
     ranks = list
     look_every_s = None
+    follows = False
     in_stages = False
     constraints = None
     on_device = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,7 @@ def test_a_replay_that_loses_the_device_is_the_device_lost() -> None:
 
     graphs = runner.compute.graphs  # type: ignore[attr-defined]
     for shape, graph in graphs._graphs.items():
-        graphs._graphs[shape] = type(graph)(graph.capacity, graph.layout, lost, graph.output)
+        graphs._graphs[shape] = replace(graph, replay=lost)
     with pytest.raises(DeviceLost):
         run(runner, (1, [3], 2))
 

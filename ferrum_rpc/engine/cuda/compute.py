@@ -20,7 +20,7 @@ from torch import Tensor
 from ferrum_rpc.attention.backend import StagedAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.attention.staging import Layout, Staging
-from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.compute import Compute, TokensBehind
 from ferrum_rpc.engine.cuda.graphs import STEP_INPUTS, Graphs
 from ferrum_rpc.models.base import CacheAttend, Model, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras, StagedAdapters
@@ -37,14 +37,21 @@ class StagedCompute(Compute):
     ) -> None:
         super().__init__(model, attention, loras, part)
         self.late = model.device.type == "cuda"
+        self.follows = self.late and part is None
         self.staged = attention
         self.graphs: Graphs | None = None
         self._staging = Staging(model.device)
 
-    def run(self, packed: Int64Array, geometry: BatchGeometry, adapters: StepAdapters | None = None) -> Tensor:
+    def run(
+        self,
+        packed: Int64Array,
+        geometry: BatchGeometry,
+        adapters: StepAdapters | None = None,
+        behind: TokensBehind | None = None,
+    ) -> Tensor:
         """The rows are valid until the next step."""
         if self.graphs is not None:
-            hidden = self.graphs.forward(packed, geometry, adapters)
+            hidden = self.graphs.forward(packed, geometry, adapters, None if behind is None else behind.take)
             if hidden is not None:
                 return hidden
         capacity, planned = self.staged.draft(geometry)
@@ -55,6 +62,8 @@ class StagedCompute(Compute):
         )
         sections = self._staging.open(layout)
         self._staging.send(layout, [*inputs, *planned])
+        if behind is not None:
+            behind.take(sections[0])
         if isinstance(adapters, StagedAdapters):
             adapters = adapters.bind(sections[STEP_INPUTS : len(inputs)])
         plan = self.staged.bind(capacity, sections[len(inputs) :])

@@ -151,10 +151,11 @@ def buckets(largest: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """One captured shape, and how its inputs are laid out."""
+    """One captured shape, and how its inputs are laid out. ``token_ids``: the first of them on the device."""
 
     capacity: Any
     layout: Layout
+    token_ids: Tensor
     replay: Replay
     output: Tensor
 
@@ -202,10 +203,14 @@ class Graphs:
                 break
 
     def forward(
-        self, token_ids: Integers, geometry: BatchGeometry, adapters: StepAdapters | None = None
+        self,
+        token_ids: Integers,
+        geometry: BatchGeometry,
+        adapters: StepAdapters | None = None,
+        change: Callable[[Tensor], object] | None = None,
     ) -> Tensor | None:
         """Hidden rows [T, hidden] of a step by replaying its shape, or None where it has none. They are valid until the
-        next step."""
+        next step. ``change`` is called with the token ids on the device before the layers run."""
         shape = self.shape(geometry)
         if shape is None:
             return None
@@ -219,6 +224,8 @@ class Graphs:
             return None
         adapted = adapters.arrays(recorded=True) if isinstance(adapters, StagedAdapters) else ()
         self._staging.send(graph.layout, [token_ids, geometry.positions, geometry.slots, *adapted, *planned])
+        if change is not None:
+            change(graph.token_ids)
         graph.replay()
         return graph.output[: geometry.tokens]
 
@@ -254,7 +261,7 @@ class Graphs:
             self.closed = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             self._on_failure(shape, error)
             return False
-        self._graphs[shape] = Graph(capacity, layout, replay, output)
+        self._graphs[shape] = Graph(capacity, layout, sections[0], replay, output)
         return True
 
     def _shapes(self) -> Iterator[GraphShape]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.core import RankState, Rows, Sample, Span
 from ferrum_rpc.distributed.group import GroupAborted
-from ferrum_rpc.engine.compute import Compute, CountsOf, packed_tokens
+from ferrum_rpc.engine.compute import Compute, CountsOf, TokensBehind, packed_tokens
 from ferrum_rpc.engine.cuda.select import record_on_ranks
 from ferrum_rpc.engine.ranks.leader import LOOK_EVERY_S, Answer, Ranks
 from ferrum_rpc.engine.ranks.setup import Groups
@@ -78,8 +78,9 @@ class RankedCompute(Compute):
             raise
         self._ranks.collect(others)
 
-    def forward(self, spans: Sequence[Span], geometry: BatchGeometry) -> Tensor:
-        """Also sends which rows are requested, which saves a second message."""
+    def forward(self, spans: Sequence[Span], geometry: BatchGeometry, behind: TokensBehind | None = None) -> Tensor:
+        """Also sends which rows are requested, which saves a second message. No tokens are ``behind``: the other ranks
+        receive theirs from the host."""
         packed, adapted = packed_tokens(spans), self.adapted_rows(spans)
         requests, wanted, drafts = self.requests(spans, self._counts_of)
         requests = [*map(_seeded, requests)]
@@ -91,8 +92,14 @@ class RankedCompute(Compute):
             self._ranks.send("step", packed, geometry, requests, adapted)
         return self.run(packed, geometry, self.adapters_at(adapted, len(packed)))
 
-    def run(self, packed: Int64Array, geometry: BatchGeometry, adapters: StepAdapters | None = None) -> Tensor:
-        return self._own.run(packed, geometry, adapters)
+    def run(
+        self,
+        packed: Int64Array,
+        geometry: BatchGeometry,
+        adapters: StepAdapters | None = None,
+        behind: TokensBehind | None = None,
+    ) -> Tensor:
+        return self._own.run(packed, geometry, adapters, behind)
 
     def select(self, spans: Sequence[Span], hidden: Tensor, counts_of: CountsOf) -> tuple[list[Rows | None], list[int]]:
         requests, wanted, drafts = self._wanted
