@@ -164,6 +164,17 @@ def streams(name: str, result: Any) -> str:
     return _section("streams", name, result, rows, (tables.streams(result["points"]), "streams"))
 
 
+def grammars(name: str, result: Any) -> str:
+    """One run of `benchmarks.grammars`."""
+    settings = result["settings"]
+    rows = [
+        ("model", settings["model"]),
+        ("rounds", f"{settings['rounds']}, of a run of {settings['tokens']} steps each"),
+        ("seed", str(settings["seed"])),
+    ]
+    return _section("grammars", name, result, rows, (tables.grammars(result["points"]), ""))
+
+
 def cache(name: str, result: Any) -> str:
     """One run of `benchmarks.cache`."""
     answers = (tables.answers(result["answers"]), "answers")
@@ -255,6 +266,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "trips": trips,
     "speculation": speculation,
     "streams": streams,
+    "grammars": grammars,
     "cache": cache,
     "adapters": adapters,
     "backends": backends,

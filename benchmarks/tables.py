@@ -343,6 +343,18 @@ def streams(points: Sequence[Mapping[str, Any]]) -> Table:
     return tabulated(points, columns)
 
 
+def grammars(points: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each batch of `benchmarks.grammars`."""
+    columns: dict[str, Column] = {
+        "batch": "{batch}",
+        "by a registered mask, ms": numbered("mask_ms"),
+        "by a grammar, ms": numbered("grammar_ms"),
+        "ratio (lowest to highest pair)": lambda each: low_to_high(each["ratio"]),
+        "target": bounded("≤ {target:g}"),
+    }
+    return tabulated(points, columns)
+
+
 def answers(found: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each model of `benchmarks.cache`."""
     columns: dict[str, Column] = {
