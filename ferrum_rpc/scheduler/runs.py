@@ -8,6 +8,7 @@ the last answer may include them already, so the count is too high rather than t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,8 +42,9 @@ class SentFeed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flight:
-    """One call: what it sent, and when."""
+    """One call: what it sent, and when. ``number``: in the order of the calls."""
 
+    number: int
     sent: list[SentFeed]
     call: asyncio.Task[BatchResults]
     began: float
@@ -107,7 +109,10 @@ class Flights:
 
     def __init__(self, port: ExecutorPort, run: RunCounts, in_flight: InFlight, changed: asyncio.Event) -> None:
         self._port, self._run, self._in_flight, self._changed = port, run, in_flight, changed
-        self._flights: list[Flight] = []
+        self._flights: dict[int, Flight] = {}  # by number
+        self._items: set[Item] = set()  # of all of them
+        self._ended: list[int] = []
+        self._numbers = itertools.count()
         self._last: dict[Request, SentFeed] = {}  # the last item of each request in flight
         self.unfollowed: dict[Request, SentFeed] = {}
         self.since = 0.0
@@ -118,7 +123,7 @@ class Flights:
     @property
     def prompt_tokens(self) -> int:
         """The tokens of prompts among the items in flight."""
-        return sum(each.feed.count for flight in self._flights for each in flight.sent if not each.decodes)
+        return sum(each.feed.count for flight in self._flights.values() for each in flight.sent if not each.decodes)
 
     def sent(self, feed: PlannedFeed, item: Item, tokens: int, known: int) -> SentFeed:
         """Note an item that is about to be sent, and gives ``tokens`` behind ``known`` ones."""
@@ -133,30 +138,38 @@ class Flights:
 
     def call(self, sent: list[SentFeed]) -> None:
         """Send items in one call."""
-        changed, now = self._changed, time.monotonic()
+        number, now = next(self._numbers), time.monotonic()
         if not self._flights:
             self.since = now
-        call = asyncio.ensure_future(self._port.send([each.item for each in sent], self._run))
-        call.add_done_callback(lambda _: changed.set())
-        self._flights.append(Flight(sent, call, now))
+        items = [each.item for each in sent]
+        self._items.update(items)
+        call = asyncio.ensure_future(self._port.send(items, self._run))
+        call.add_done_callback(lambda _: self._end(number))
+        self._flights[number] = Flight(number, sent, call, now)
+
+    def _end(self, number: int) -> None:
+        self._ended.append(number)
+        self._changed.set()
 
     def land(self) -> list[Flight]:
         """Remove the calls that have ended. The answer of a follower may overtake that of the item before it, and waits
         for it here."""
-        landed, left, pending = list[Flight](), list[Flight](), set[Item]()
-        for flight in self._flights:
-            if flight.call.done() and flight.sent[0].item.follows not in pending:
-                landed.append(flight)
-            else:
-                left.append(flight)
-                pending.update(sent.item for sent in flight.sent)
-        self._flights = left
+        ended, self._ended = sorted(self._ended), []
+        landed = list[Flight]()
+        for number in ended:
+            flight = self._flights[number]
+            if flight.sent[0].item.follows in self._items:
+                self._ended.append(number)
+                continue
+            del self._flights[number]
+            self._items.difference_update([each.item for each in flight.sent])
+            landed.append(flight)
         self._note_landed(landed)
         return landed
 
     def interrupt(self, request: Request) -> None:
         """Cancel its runs in flight. What makes its sequence is awaited, so that it can be released."""
-        for flight in self._flights:
+        for flight in self._flights.values():
             sent = flight.sent[0]
             alone = len(flight.sent) == 1 and sent.feed.request is request
             if alone and sent.item.run is not None and sent.item.handle is not None:
@@ -164,10 +177,13 @@ class Flights:
 
     async def abandon(self) -> None:
         """Cancel all calls, and wait for their end."""
-        flights, self._flights = self._flights, []
+        flights = list(self._flights.values())
+        self._flights.clear()
+        self._items.clear()
         for flight in flights:
             flight.call.cancel()
         await asyncio.gather(*(flight.call for flight in flights), return_exceptions=True)
+        self._ended.clear()
         self._note_landed(flights)
 
     def _note_landed(self, flights: Iterable[Flight]) -> None:
