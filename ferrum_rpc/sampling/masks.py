@@ -56,10 +56,10 @@ class Masks:
         """The ids and words of all that there are. Waits for the device."""
         return [(each, words.cpu().numpy().tobytes()) for each, words in self._words.items()]
 
-    def on_device(self, words: Sequence[tuple[int, npt.NDArray[np.int32]]]) -> list[RowMask]:
-        """Masks by their rows and words."""
-        host = torch.from_numpy(np.stack([each for _, each in words]))
-        return list(map(RowMask, [row for row, _ in words], to_device(host, self._device).unbind()))
+    def on_device(self, rows: Sequence[int], words: Sequence[npt.NDArray[np.int32]]) -> list[RowMask]:
+        """Masks of ``rows``, whose ``words`` are int32 [n, ceil(V / 32)] in their order."""
+        host = torch.from_numpy(np.concatenate(words))
+        return list(map(RowMask, rows, to_device(host, self._device).unbind()))
 
     def of(self, kind: Sample, rows: int) -> list[Tensor | None]:
         """The words for each of an item's rows, None for a row without a mask. Raises KeyError for one that is not

@@ -252,7 +252,8 @@ class SampledRows:
         self._penalties: list[tuple[int, range, CountedTokens, Sample, int]] = []  # with the first of their rows
         self._proposals: list[tuple[int, Proposal]] = []  # with their rows
         self._masks: list[RowMask] = []
-        constrained: list[tuple[int, npt.NDArray[np.int32]]] = []
+        constrained: list[int] = []  # rows with a mask by their grammar
+        words_of: list[npt.NDArray[np.int32]] = []
         for _, count, kind, position, counted, _, draft, of_grammar in requests:
             assert isinstance(kind, Sample)  # noqa: S101 - the callers looked
             seed = random.getrandbits(64) if kind.seed is None else kind.seed
@@ -261,8 +262,12 @@ class SampledRows:
             if kind.mask or kind.row_masks:
                 words = masks.of(kind, count)
                 self._masks += [RowMask(row, each) for row, each in enumerate(words, len(rows)) if each is not None]
-            if of_grammar is not None:
-                constrained += [(row, each) for row, each in enumerate(of_grammar, len(rows)) if each is not None]
+            if isinstance(of_grammar, np.ndarray):
+                constrained += range(len(rows), len(rows) + count)
+                words_of.append(of_grammar)
+            elif of_grammar is not None:
+                constrained += [row for row, each in enumerate(of_grammar, len(rows)) if each is not None]
+                words_of += [each[None] for each in of_grammar if each is not None]
             if counted is not None:
                 self._penalties.append((len(rows), range(count), counted, kind, position))
             for row in range(count):
@@ -272,7 +277,7 @@ class SampledRows:
                     (seed, position + row, kind.temperature, kind.top_p, kind.min_p, min(kind.top_k, MAX_TOP_K))
                 )
         if constrained:
-            self._masks += masks.on_device(constrained)
+            self._masks += masks.on_device(constrained, words_of)
         self._params = np.array(rows, PARAMS_DTYPE)
         self._sampler = sampler
         self._keep = keep
