@@ -98,7 +98,7 @@ class Pending:
     drafts: Sequence[int] = ()
     chosen: Chosen = field(default_factory=list)
     stops: tuple[tuple[int, ...], ...] = ()
-    behind: Pending | None = None
+    behind: Pending | None = field(default=None, repr=False)
     constrained: bool = False
     late: Collection[int] = ()
     saved: Saved | None = None

@@ -410,7 +410,7 @@ def test_only_one_token_is_reserved_behind_an_open_write_that_appends(started):
     if started:
         w.run(first)
         w.commit(first)
+        w.kv.end_hold(A)
     else:
         w.rollback(first)
-    w.kv.end_hold(A) if started else None
     w.check()

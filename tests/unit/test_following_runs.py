@@ -374,7 +374,7 @@ def test_a_run_that_went_back_waits_for_its_first_step() -> None:
     two.stays(1)
 
 
-def test_rows_that_left_the_device_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_left_the_device_are_waited_for() -> None:
     """As those of more rows than the head computes at once."""
     span = begun(1, Run(9))
     two = Two(span)
@@ -713,18 +713,18 @@ def test_the_device_does_not_idle_between_the_steps_of_runs(follows: bool, monke
 
 @dataclass
 class Track:
-    """A sequence: what was fed and came of it, in order, and whether a piece of work is out."""
+    """A sequence: what was fed and came of it, in order, and how many pieces of work are out."""
 
     sequence: int
     length: int = 0
     made: bool = False
-    out: bool = False
+    out: int = 0
     done: list[tuple[Span, SpanResult]] = field(default_factory=list)
 
 
 class Players:
-    """An inbox that draws work when the loop looks: runs and plain items of several sequences in a submission, forks,
-    truncations, releases, and interrupts of what is out."""
+    """An inbox that draws work when the loop looks: runs and plain items of several sequences in a submission, runs
+    that follow one of those, forks, truncations, releases, and interrupts of what is out."""
 
     def __init__(self, data: st.DataObject, turns: int) -> None:
         self.data, self.turns = data, turns
@@ -732,7 +732,8 @@ class Players:
         self.tracks = [Track(next(self._numbers)) for _ in range(4)]
         self.ended: list[Track] = []
         self.out: list[Submission] = []
-        self.runs = 0
+        self._followed: list[Submission] = []
+        self.handed_back = self.begun = 0
         self._next: Work = None
 
     def empty(self) -> bool:
@@ -752,11 +753,15 @@ class Players:
             return None
         self.turns -= 1
         idle = [each for each in self.tracks if not each.out]
-        kind = data.draw(st.sampled_from(["items"] * 6 + ["interrupt", "fork", "truncate", "release"]), label="work")
+        kinds = ["items"] * 6 + ["follow"] * 3 + ["interrupt", "fork", "truncate", "release"]
+        kind = data.draw(st.sampled_from(kinds), label="work")
         if kind == "interrupt" and self.out:
             work = data.draw(st.sampled_from(self.out), label="of")
             index = data.draw(st.sampled_from([None, *range(len(work.spans))]), label="index")
             return Interrupt(work, index, Cancelled("no"))
+        followed = [each for each in self.out if each.behind is None and each not in self._followed]
+        if kind == "follow" and followed:
+            return self._follower(data.draw(st.sampled_from(followed), label="of"))
         made = [each for each in idle if each.made]
         if kind in {"fork", "truncate", "release"} and made:
             return self._operation(kind, data.draw(st.sampled_from(made), label="track"))
@@ -766,10 +771,10 @@ class Players:
 
     def _operation(self, kind: str, track: Track) -> Operation:
         to = self.data.draw(st.integers(0, track.length), label="to")
-        track.out = True
+        track.out += 1
 
         def done(result: object) -> None:
-            track.out = False
+            track.out -= 1
             if isinstance(result, ExecutorError):
                 return
             if kind == "truncate":
@@ -798,24 +803,44 @@ class Players:
             if data.draw(st.integers(0, 3), label="a run"):
                 stops = data.draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=5), label="stops")
                 run = Run(data.draw(st.integers(1, 9), label="max"), tuple(stops))
-                self.runs += 1
             kind = data.draw(st.sampled_from([*KINDS, *KINDS, PENALISED]), label="kind")
             spans.append(Span(track.sequence, tokens, start, output(kind), create=not track.made, run=run))
-            track.out = True
+        return self._submission(tracks, spans, all_or_nothing=data.draw(st.booleans(), label="all or nothing"))
+
+    def _follower(self, before: Submission) -> Submission:
+        """Of a span that has no more than the foreseen length, wherever it ends."""
+        self._followed.append(before)
+        index = self.data.draw(st.integers(0, len(before.spans) - 1), label="span")
+        span = before.spans[index]
+        [track] = [each for each in self.tracks if each.sequence == span.sequence]
+        start = span.end + (0 if span.run is None else span.run.max_tokens - 1)
+        run = Run(self.data.draw(st.integers(1, 9), label="max"))
+        then = Span(span.sequence, np.zeros(1, np.int32), start, span.output, run=run)
+
+        def begins() -> None:
+            self.begun += 1
+
+        return self._submission([track], [then], behind=(before, index), begins=begins)
+
+    def _submission(self, tracks: list[Track], spans: list[Span], **options: Any) -> Submission:
+        for track in tracks:
+            track.out += 1
 
         def done(outcomes: Any, timing: Any) -> None:
             self.out.remove(work)
-            for track, span, outcome in zip(tracks, spans, outcomes, strict=True):
+            if work.behind is not None and not outcomes:
+                self.handed_back += 1
+                outcomes = (None,)
+            for track, span, outcome in zip(tracks, work.spans, outcomes, strict=True):
                 assert track.out, "each once"
-                track.out = False
+                track.out -= 1
                 if isinstance(outcome, SpanResult):
                     chosen = tokens_of(outcome.rows)
                     assert outcome.length == span.end + len(chosen) - 1
                     track.done.append((span, outcome))
                     track.made, track.length = True, outcome.length
 
-        atomic = data.draw(st.booleans(), label="all or nothing")
-        work = Submission(tuple(spans), done, all_or_nothing=atomic, on_tokens=lambda chosen: None)
+        work = Submission(tuple(spans), done, on_tokens=lambda chosen: None, **options)
         self.out.append(work)
         return work
 
