@@ -153,7 +153,7 @@ def test_on_a_terminal_it_says_on_one_screen_what_serves_and_what_to_type() -> N
     screen, _, later = screen.partition("Ctrl-C")
     assert len(screen.splitlines()) <= 24
     target = begin.split()[2].rstrip(",")
-    for words in ("serves identity", f"  address  {target}", "cpu: ", "attention=", f" status --target {target}"):
+    for words in ("serves identity", f"  address  {target}", "cpu: ", "attention=", f" top --target {target}"):
         assert words in screen
     assert "draining: grace 30 s" in later and "stopped: " in later
     assert all(len(line) <= width for line in wrote.splitlines() if "ferrum-rpc " not in line)
