@@ -51,6 +51,9 @@ log = structlog.get_logger("ferrum_rpc.session")
 
 DEFAULT_STEPS: Final = 4
 MIN_INLINE_BYTES: Final = 256
+MIXED_TOKENS_REVISION: Final = 7
+"""Clients of this revision read tokens of several steps from one frame: a frame costs both sides more than a token."""
+
 TOKENS_EVERY_S: Final = 0.02
 """Minimum time between two frames of tokens of a step. Answers wait for none."""
 METHOD: Final = "ferrum_rpc.executor.v1.ModelExecutor/Session"
@@ -81,7 +84,7 @@ class Session:
         self._open: dict[int, PendingFrame] = {}
         self._ended: deque[PendingFrame] = deque()
         self._chosen: dict[int, dict[int, tuple[int, list[int]]]] = {}  # by step and item: how many before, tokens
-        self._wants_tokens = False
+        self._wants_tokens = self._mixes_tokens = False
         self._tokens_after = 0.0  # on the clock of the event loop
         self._tokens_timer: asyncio.TimerHandle | None = None
         self._wake: asyncio.Future[None] | None = None  # the writer waits for a step that ends
@@ -176,7 +179,7 @@ class Session:
         hello, limits, leases = frame.hello, self._state.limits, self._state.leases
         client_name = name_from_proto(hello.client_name, "hello.client_name")
         self._last = frame.step_id
-        self._wants_tokens = hello.tokens
+        self._wants_tokens, self._mixes_tokens = hello.tokens, hello.client_revision >= MIXED_TOKENS_REVISION
         self._max_steps = min(hello.steps_in_flight or DEFAULT_STEPS, limits.max_steps_in_flight)
         self._inline = max(
             MIN_INLINE_BYTES, min(hello.inline_bytes or limits.session_inline_bytes, limits.max_response_bytes)
@@ -399,17 +402,26 @@ class Session:
         self._wake_writer()
 
     async def _write_chosen(self) -> None:
-        """Write the tokens that runs have chosen since the last time, one frame per step."""
+        """Write the tokens that runs have chosen since the last time: one frame, or one per step for older clients."""
         chosen, self._chosen = self._chosen, {}
         self._tokens_after = asyncio.get_running_loop().time() + TOKENS_EVERY_S
+        answer = Answer()
         for number, runs in chosen.items():
-            answer = Answer(step_id=number)
+            step_id = number
+            if not self._mixes_tokens:
+                answer, step_id = Answer(step_id=number), 0
             for item, (first, token_ids) in runs.items():
-                answer.tokens.runs.add(item_index=item, first=first, token_ids=token_ids)
-            try:
-                await self._write(answer)
-            except grpc.aio.BaseError as error:  # the stream is over
-                log.debug("session_tokens_not_written", step=number, error=repr(error))
+                answer.tokens.runs.add(item_index=item, first=first, token_ids=token_ids, step_id=step_id)
+            if not self._mixes_tokens:
+                await self._write_tokens(answer)
+        if self._mixes_tokens:
+            await self._write_tokens(answer)
+
+    async def _write_tokens(self, answer: Answer) -> None:
+        try:
+            await self._write(answer)
+        except grpc.aio.BaseError as error:  # the stream is over
+            log.debug("session_tokens_not_written", error=repr(error))
 
     async def _answer(self, step: PendingFrame, leaving: bool = True, more: bool = False) -> None:
         """Write the answer of a step that has ended, preceded by the frames of its rows. ``leaving``: it counted as in

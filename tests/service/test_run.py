@@ -486,6 +486,41 @@ async def test_items_that_are_apart_are_answered_as_they_end() -> None:
             assert tokens == expected[:most]
 
 
+@pytest.mark.parametrize("revision", [6, 7])
+async def test_tokens_of_several_steps_share_a_frame_for_clients_that_know_it(revision: int) -> None:
+    steps = Steps(0)
+    async with (
+        serve_identity(stage=steps) as served,
+        opened(served, tokens=True, client_revision=revision) as stream,
+    ):
+        runs_of = [session_pb2.SessionForward(items=[running(PROMPT, most=12)]) for _ in range(3)]
+        numbers = [await stream.send(forward=each) for each in runs_of]
+        await steps.held()
+        await until(lambda: len(served.server.state._creating) == 3)
+        steps.free()
+        found: dict[int, list[int]] = {number: [] for number in numbers}
+        results: dict[int, list[int]] = {}
+        shared = 0
+        while len(results) < 3:
+            answer = await stream.read()
+            if answer.WhichOneof("frame") != "tokens":
+                [result] = answer.forward.results
+                results[answer.step_id] = chosen(answer.forward, result.output)
+                continue
+            runs = answer.tokens.runs
+            shared += len({run.step_id for run in runs}) > 1
+            assert bool(answer.step_id) is (revision < 7)
+            for run in runs:
+                assert bool(run.step_id) is (revision >= 7)
+                text = found[run.step_id or answer.step_id]
+                assert run.first == len(text)
+                text += run.token_ids
+        expected = await single_decodes(served, PROMPT, 12)
+        assert list(results.values()) == [expected] * 3
+        assert all(text == expected[: len(text)] for text in found.values())
+        assert bool(shared) is (revision >= 7)
+
+
 async def test_one_item_of_a_step_is_cancelled() -> None:
     steps = Steps(0)
     async with serve_identity(stage=steps) as served, opened(served) as stream:

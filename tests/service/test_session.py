@@ -52,7 +52,7 @@ class Stream:
         return answer
 
     async def hello(self, **fields: Any) -> session_pb2.SessionWelcome:
-        return (await self.ask(hello=session_pb2.SessionHello(client_revision=SCHEMA_REVISION, **fields))).welcome
+        return (await self.ask(hello=session_pb2.SessionHello(**{"client_revision": SCHEMA_REVISION} | fields))).welcome
 
     async def forward(self, *items: forward_pb2.ForwardItem, **fields: Any) -> session_pb2.SessionForwardAnswer:
         answer = await self.ask(forward=session_pb2.SessionForward(items=items, **fields))

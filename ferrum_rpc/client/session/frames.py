@@ -192,14 +192,15 @@ class SessionStep:
         outcomes = outcomes_of(results, [items[place] for place in places if place < len(items)])
         return dict(zip(places, outcomes, strict=True))
 
-    def note_tokens(self, tokens: session_pb2.SessionTokens) -> None:
-        """Pass on tokens of runs that have come ahead of their answers, to callers that still wait."""
-        items = [(request, item) for request in self.requests for item in request.items]
-        for run in tokens.runs:
-            if run.item_index < len(items):
-                request, item = items[run.item_index]
-                if item.on_tokens is not None and not request.future.done():
-                    item.on_tokens(run.first, list(run.token_ids))
+    def note_tokens(self, run: session_pb2.RunTokens) -> None:
+        """Pass on tokens of a run that have come ahead of its answer, to a caller that still waits."""
+        at = run.item_index
+        for request in self.requests:
+            if at < len(request.items):
+                if (on_tokens := request.items[at].on_tokens) is not None and not request.future.done():
+                    on_tokens(run.first, list(run.token_ids))
+                return
+            at -= len(request.items)
 
     def kept(self, outcomes: Outcomes, blocks: list[RowBlock]) -> tuple[Outcomes, list[RowBlock]]:
         """Keep a part of one caller's batch. Returns all that was answered so far."""

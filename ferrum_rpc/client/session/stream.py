@@ -201,15 +201,17 @@ class SessionStream:
         return kind not in {Kind.LARGE, Kind.APART} or in_flight[kind] < max(1, self._most - 1)
 
     def _receive(self, response: session_pb2.SessionResponse) -> None:
+        if response.HasField("tokens"):
+            for run in response.tokens.runs:
+                if (step := self._steps.get(run.step_id or response.step_id)) is not None:
+                    step.note_tokens(run)
+            return
         step = self._steps.get(response.step_id)
         if step is None:
             return
         if response.HasField("rows"):
             if not step.given_up:
                 step.rows.append(response.rows)
-            return
-        if response.HasField("tokens"):
-            step.note_tokens(response.tokens)
             return
         if response.HasField("forward") and step.requests[0].items:
             self._receive_forward(response.step_id, step, response.forward)

@@ -186,14 +186,16 @@ class SessionTokens(_message.Message):
     def __init__(self, runs: _Optional[_Iterable[_Union[RunTokens, _Mapping]]] = ...) -> None: ...
 
 class RunTokens(_message.Message):
-    __slots__ = ("item_index", "first", "token_ids")
+    __slots__ = ("item_index", "first", "token_ids", "step_id")
     ITEM_INDEX_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
     item_index: int
     first: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, item_index: _Optional[int] = ..., first: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    step_id: int
+    def __init__(self, item_index: _Optional[int] = ..., first: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., step_id: _Optional[int] = ...) -> None: ...
 
 class SessionRows(_message.Message):
     __slots__ = ("block", "first", "rows", "field")
