@@ -23,7 +23,7 @@ LIVENESS: Final = "liveness"
 """The service name of the standard health check for liveness: SERVING while process and device are healthy, also while
 the executor loads or drains. Older executors answer NOT_FOUND."""
 
-SCHEMA_SHA256 = "f015c93909fff01641297729d762443aa0fddb7a8f710b407cf04d889cbe3f13"
+SCHEMA_SHA256 = "578cb1e2bf3fb83685de7816576936c5695df5c9d2a246885ccc596c13304d49"
 """SHA-256 over the serialized file descriptors, in the order of the test that checks it."""
 
 CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (
