@@ -74,7 +74,7 @@ async def r10_abuse_does_not_hurt_others(size: Size) -> Figures:
     return Figures("R10", "HTTP/2 abuse does not hurt others", tuple(figures), facts)
 
 
-async def _abused(  # noqa: PLR0917
+async def _abused(  # noqa: PLR0917 - each is of one abuse
     server: ServerProcess, honest: Honest, kind: str, before: float, size: Size, facts: dict[str, object]
 ) -> tuple[list[Figure], float]:
     """The figures of an abuse, and the p99 after it. ``before``: the p99 before it."""

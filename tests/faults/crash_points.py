@@ -180,7 +180,7 @@ async def _by_grammars(servers: int, seed: int, counts: Counts) -> None:
                             counts.wrong.append(f"a step by a grammar is refused: {error!r}")
                 raise AssertionError("a step by a grammar is refused for good")
 
-            with suppress(Gone):
+            with suppress(Gone):  # the crash that is waited for
                 while True:
                     await _text(client.sequence(), outputs[number], text, surely)
                     compare()

@@ -121,7 +121,7 @@ async def _texts(target: str, prompts: int) -> list[tuple[RequestEnd | None, lis
             async with slots:
                 streams = scheduler.submit_choices(request, CHOICES if number % 4 == 3 else 1)
                 for each in streams:
-                    with suppress(ExecutorError):
+                    with suppress(ExecutorError):  # the ends are compared below
                         await each.all()
             return [(each.end, each.token_ids) for each in streams]
 

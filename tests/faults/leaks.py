@@ -125,7 +125,7 @@ async def r15_grammars_come_and_go(size: Size) -> Figures:
             async with ExecutorClient(server.target, token=f"secret-{CALLERS[0]}", lease=None) as client:
                 pressure = (await client.status()).pressure
             await server.kill()
-            with suppress(TimeoutError):
+            with suppress(TimeoutError):  # the figure below reports it
                 await until(lambda: not any(map(_alive, processes)), SETTLED_S)
     held = pressure.sequences + pressure.total_blocks - pressure.free_blocks
     figures = [

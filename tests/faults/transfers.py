@@ -152,7 +152,7 @@ def _tokens(dice: random.Random) -> list[int]:
     return [dice.randrange(256) for _ in range(TOKENS)]
 
 
-async def _source_dies(  # noqa: PLR0917
+async def _source_dies(  # noqa: PLR0917 - as its siblings
     other: Dialled, target: Dialled, engine: str, goes_on: bool, dice: random.Random, tally: Tally
 ) -> None:
     """What came of it stays, and another source of the same tokens goes on; or its lease is given up."""

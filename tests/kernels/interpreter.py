@@ -137,7 +137,7 @@ def _remember() -> None:
         self.handle, self.type, self.dtype = handle, kind, kind.scalar
         self.numel, self.shape = shapes[key]
 
-    patch.once = True  # type: ignore[attr-defined]
+    patch.once = True  # type: ignore[attr-defined] - marks that it was patched
     interpreter._patch_lang = patch
     interpreter._get_np_dtype = get_numpy_type
     core.block_type.__init__ = block

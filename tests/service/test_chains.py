@@ -335,7 +335,7 @@ async def test_a_follower_behind_a_run_that_cannot_be_committed_is_not_committed
                 raise MemoryError
             finish(entry, outcome)
 
-        state.replay.finish = fail_once  # type: ignore[method-assign]
+        state.replay.finish = fail_once  # type: ignore[method-assign] - the fault
         steps.free()
         ran, refused = await stream.read(), await stream.read()
         assert error_of(ran).reason is Reason.INTERNAL_ERROR and error_of(refused).reason is Reason.CHAIN_BROKEN

@@ -87,7 +87,7 @@ def prompt(sequence: int, length: int = 3) -> np.ndarray:
     return ((np.arange(length) * 5 + 3 * sequence) % VOCABULARY).astype(np.int32)
 
 
-def begun(sequence: int, run: Run | None, kind: OutputKind = Greedy(), length: int = 3) -> Span:  # noqa: B008
+def begun(sequence: int, run: Run | None, kind: OutputKind = Greedy(), length: int = 3) -> Span:  # noqa: B008 - it is immutable
     return Span(sequence, prompt(sequence, length), 0, output(kind), create=True, run=run)
 
 
@@ -419,7 +419,7 @@ def test_tokens_are_taken_in_the_order_of_the_step_and_only_its_own() -> None:
 
 
 @dataclass
-class Told:
+class Recorded:
     """What became of a submission."""
 
     chosen: list[tuple[int, int, int]] = field(default_factory=list)
@@ -456,7 +456,7 @@ def logged(runner: TorchRunner) -> list[tuple[str, int, int]]:
         log.append(("finish", *steps[id(pending)]))
         return finish(pending)
 
-    runner.begin, runner.finish = logged_begin, logged_finish  # type: ignore[method-assign]
+    runner.begin, runner.finish = logged_begin, logged_finish  # type: ignore[method-assign] - logged
     return log
 
 
@@ -470,26 +470,26 @@ def play(runner: Any, *works: Any, places: int = 64) -> Loop:
 
 def test_a_device_that_has_nothing_but_runs_always_has_the_next_step() -> None:
     """Each step was begun before the tokens of the one before it were fetched."""
-    runner, told = late_runner(CONFIG), Told()
+    runner, recorded = late_runner(CONFIG), Recorded()
     log = logged(runner)
-    play(runner, told.submission(begun(1, Run(12)), begun(2, Run(12), KINDS[2])))
+    play(runner, recorded.submission(begun(1, Run(12)), begun(2, Run(12), KINDS[2])))
     others = [("begin", 2, 2), ("finish", 2, 2)] * 10
     assert log == [("begin", 2, 0), ("begin", 2, 2), ("finish", 2, 0), *others, ("finish", 2, 2)]
-    assert told.run(0) == (RunEnd.MAX_TOKENS, alone(begun(1, None), 12))
-    assert told.run(1) == (RunEnd.MAX_TOKENS, alone(begun(2, None, KINDS[2]), 12))
-    assert told.answer[1].step == 12
+    assert recorded.run(0) == (RunEnd.MAX_TOKENS, alone(begun(1, None), 12))
+    assert recorded.run(1) == (RunEnd.MAX_TOKENS, alone(begun(2, None, KINDS[2]), 12))
+    assert recorded.answer[1].step == 12
 
 
 def test_runs_of_their_own_lengths_and_those_that_join_are_in_every_step() -> None:
-    runner, early, late = late_runner(CONFIG), Told(), Told()
+    runner, early, late = late_runner(CONFIG), Recorded(), Recorded()
     log = logged(runner)
     play(runner, early.submission(begun(1, Run(6)), begun(2, Run(3))), None, late.submission(begun(3, Run(4))))
     assert [each for each in log if each[0] == "begin"] == [
         *[("begin", 2, 0), ("begin", 3, 2), ("begin", 3, 3)],
         *[("begin", 2, 2), ("begin", 2, 2), ("begin", 1, 1)],
     ]
-    for told, index, sequence, count in ((early, 0, 1, 6), (early, 1, 2, 3), (late, 0, 3, 4)):
-        assert told.run(index) == (RunEnd.MAX_TOKENS, alone(begun(sequence, None), count))
+    for recorded, index, sequence, count in ((early, 0, 1, 6), (early, 1, 2, 3), (late, 0, 3, 4)):
+        assert recorded.run(index) == (RunEnd.MAX_TOKENS, alone(begun(sequence, None), count))
 
 
 @pytest.mark.parametrize("place", range(8))
@@ -499,10 +499,10 @@ def test_a_stop_id_ends_a_run_at_any_place(place: int) -> None:
     chosen = alone(span, 8)
     stop = chosen[place]
     count = chosen.index(stop) + 1
-    runner, told = late_runner(CONFIG), Told()
-    play(runner, told.submission(span._replace(run=Run(8, (stop,))), begun(2, Run(8), KINDS[2])))
-    assert told.run(0) == (RunEnd.STOP_ID, chosen[:count])
-    assert told.run(1) == (RunEnd.MAX_TOKENS, alone(begun(2, None, KINDS[2]), 8))
+    runner, recorded = late_runner(CONFIG), Recorded()
+    play(runner, recorded.submission(span._replace(run=Run(8, (stop,))), begun(2, Run(8), KINDS[2])))
+    assert recorded.run(0) == (RunEnd.STOP_ID, chosen[:count])
+    assert recorded.run(1) == (RunEnd.MAX_TOKENS, alone(begun(2, None, KINDS[2]), 8))
     assert runner.kv.length(1) == 3 + count - 1
     runner.check()
     runner.release([1, 2])
@@ -517,27 +517,30 @@ def test_a_stop_id_ends_a_run_at_any_place(place: int) -> None:
 @pytest.mark.parametrize("claimed", [True, False])
 def test_where_a_run_must_wait_none_follows(kind: OutputKind, claimed: bool) -> None:
     """Or it would be in every second step only."""
-    runs, works = Runs(Places(9)), [Told().submission(begun(1, Run(9)), begun(2, Run(9), kind), begun(3, Run(1), kind))]
+    runs, works = (
+        Runs(Places(9)),
+        [Recorded().submission(begun(1, Run(9)), begun(2, Run(9), kind), begun(3, Run(1), kind))],
+    )
     going = [] if claimed else [*runs._expect(works[0]).values()]
     assert runs.may_follow(going, works if claimed else [], 0.0) == []
-    works[0] = Told().submission(begun(1, Run(9)), begun(2, Run(9), KINDS[2]), begun(3, Run(1), kind))
+    works[0] = Recorded().submission(begun(1, Run(9)), begun(2, Run(9), KINDS[2]), begun(3, Run(1), kind))
     going = [] if claimed else [*runs._expect(works[0]).values()]
     following = runs.may_follow(going, works if claimed else [], 0.0)
     assert [each.index for each in following] == [0, 1], "that one ends anyway"
 
 
 def test_runs_with_penalties_begin_as_ever() -> None:
-    runner, told = late_runner(CONFIG), Told()
+    runner, recorded = late_runner(CONFIG), Recorded()
     log = logged(runner)
     spans = begun(1, Run(7)), begun(2, Run(4), PENALISED)
-    play(runner, told.submission(*spans))
+    play(runner, recorded.submission(*spans))
     begins = [each[1:] for each in log if each[0] == "begin"]
     assert begins == [(2, 0)] * 4 + [(1, 1)] * 3, "once they have ended, the other follows"
-    assert told.run(0)[1] == alone(spans[0], 7) and told.run(1)[1] == alone(spans[1], 4)
+    assert recorded.run(0)[1] == alone(spans[0], 7) and recorded.run(1)[1] == alone(spans[1], 4)
 
 
 def test_adapters_go_along() -> None:
-    runs, work = Runs(Places(9)), Told().submission(begun(1, Run(9))._replace(adapter=7))
+    runs, work = Runs(Places(9)), Recorded().submission(begun(1, Run(9))._replace(adapter=7))
     [each] = runs.may_follow([], [work], 0.0)
     assert each.following() == Span(1, each.following().tokens, 3, output(Greedy()), adapter=7)
 
@@ -545,24 +548,24 @@ def test_adapters_go_along() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_runner_that_cannot_is_never_asked_to(depth: int) -> None:
     """Ranks receive their tokens from the host, and a CPU has one step at a time."""
-    runner, told = build_runner(CONFIG) if depth == 1 else late_runner(CONFIG, in_stages=True), Told()
+    runner, recorded = build_runner(CONFIG) if depth == 1 else late_runner(CONFIG, in_stages=True), Recorded()
     assert not runner.follows
     log = logged(runner)
-    play(runner, told.submission(begun(1, Run(5)), begun(2, Run(5))))
+    play(runner, recorded.submission(begun(1, Run(5)), begun(2, Run(5))))
     assert all(following == 0 for _, _, following in log)
-    assert told.run(0)[1] == alone(begun(1, None), 5)
+    assert recorded.run(0)[1] == alone(begun(1, None), 5)
 
 
 @pytest.mark.parametrize("index", [0, None])
 def test_an_interrupt_ends_runs_at_a_step_and_what_follows_is_not_begun(index: int | None) -> None:
-    runner, told = late_runner(CONFIG), Told()
-    work = told.submission(begun(1, Run(9)), begun(2, Run(9)))
+    runner, recorded = late_runner(CONFIG), Recorded()
+    work = recorded.submission(begun(1, Run(9)), begun(2, Run(9)))
     log = logged(runner)
     play(runner, work, None, Interrupt(work, index, Cancelled("no longer wanted")))
-    end, tokens = told.run(0)
+    end, tokens = recorded.run(0)
     assert end is RunEnd.CUT and 0 < len(tokens) < 9 and tokens == alone(begun(1, None), 9)[: len(tokens)]
-    assert isinstance(told.answer[0][0].ended.cause, Cancelled)
-    other = told.run(1)
+    assert isinstance(recorded.answer[0][0].ended.cause, Cancelled)
+    other = recorded.run(1)
     assert other == ((RunEnd.MAX_TOKENS, alone(begun(2, None), 9)) if index == 0 else (RunEnd.CUT, other[1]))
     assert max(following for _, _, following in log) == (1 if index == 0 else 0)
     runner.check()
@@ -571,7 +574,7 @@ def test_an_interrupt_ends_runs_at_a_step_and_what_follows_is_not_begun(index: i
 
 def test_a_deadline_is_the_last_moment_to_follow() -> None:
     runs = Runs(Places(9))
-    work = Told().submission(begun(1, Run(9)), deadline=5.0)
+    work = Recorded().submission(begun(1, Run(9)), deadline=5.0)
     assert [len(runs.may_follow([], [work], now)) for now in (4.9, 5.0)] == [1, 0]
 
 
@@ -584,16 +587,16 @@ def test_a_failure_at_any_passage_ends_or_spares_a_run_whole(passage: int) -> No
         if next(passages) == passage:
             raise Sabotage(name)
 
-    runner, first, second = late_runner(CONFIG, stage), Told(), Told()
+    runner, first, second = late_runner(CONFIG, stage), Recorded(), Recorded()
     early, late = (begun(1, Run(5)), begun(2, Run(3), KINDS[2])), (begun(3, Run(4)),)
     play(runner, first.submission(*early), None, second.submission(*late))
     runner.check()
-    for told, spans in ((first, early), (second, late)):
+    for recorded, spans in ((first, early), (second, late)):
         for index, span in enumerate(spans):
-            if isinstance(told.answer[0][index], StepFailed):
-                assert told.chosen == []
+            if isinstance(recorded.answer[0][index], StepFailed):
+                assert recorded.chosen == []
                 continue
-            end, tokens = told.run(index)
+            end, tokens = recorded.run(index)
             assert span.run is not None and tokens == alone(span, span.run.max_tokens)[: len(tokens)]
             assert (end is RunEnd.MAX_TOKENS) == (len(tokens) == span.run.max_tokens)
     runner.release([*runner.kv._sequences])
@@ -603,7 +606,7 @@ def test_a_failure_at_any_passage_ends_or_spares_a_run_whole(passage: int) -> No
 @pytest.mark.parametrize("waiting", [True, False])
 def test_a_submission_that_waits_for_the_end_of_a_run_loses_no_step(waiting: bool) -> None:
     """It begins with the very next step, which therefore begins when its token is known."""
-    runner, first, other, second, order = late_runner(CONFIG), Told(), Told(), Told(), list[str]()
+    runner, first, other, second, order = late_runner(CONFIG), Recorded(), Recorded(), Recorded(), list[str]()
     log = logged(runner)
     works = [first.submission(begun(1, Run(4))), other.submission(begun(2, Run(9)))]
     then = Span(1, prompt(1, 1), 6, output(Greedy()), run=Run(3))
@@ -623,11 +626,11 @@ def test_a_submission_that_waits_for_the_end_of_a_run_loses_no_step(waiting: boo
 
 def test_a_run_that_was_refused_has_no_next_step() -> None:
     """It was expected to go on when the step behind its first one began."""
-    runner, told = late_runner(replace(CONFIG, kv_blocks=10)), Told()
+    runner, recorded = late_runner(replace(CONFIG, kv_blocks=10)), Recorded()
     log = logged(runner)
-    play(runner, told.submission(begun(1, Run(40)), begun(2, Run(6))))
-    assert isinstance(told.answer[0][0], KvBlocksExhausted)
-    assert told.run(1) == (RunEnd.MAX_TOKENS, alone(begun(2, None), 6))
+    play(runner, recorded.submission(begun(1, Run(40)), begun(2, Run(6))))
+    assert isinstance(recorded.answer[0][0], KvBlocksExhausted)
+    assert recorded.run(1) == (RunEnd.MAX_TOKENS, alone(begun(2, None), 6))
     assert [each[1:] for each in log if each[0] == "begin"] == [(2, 0), (2, 2), (1, 1), (1, 1), (1, 1), (1, 1)]
     runner.check()
 
@@ -639,10 +642,10 @@ def test_runs_that_cannot_follow_begin_when_the_step_before_has_ended() -> None:
         if name == "plan" and runner._under_way:
             raise Sabotage(name)
 
-    runner, told, other = late_runner(CONFIG, stage), Told(), Told()
+    runner, recorded, other = late_runner(CONFIG, stage), Recorded(), Recorded()
     log = logged(runner)
-    play(runner, told.submission(begun(1, Run(4))), None, other.submission(begun(2, None)))
-    assert told.run() == (RunEnd.MAX_TOKENS, alone(begun(1, None), 4))
+    play(runner, recorded.submission(begun(1, Run(4))), None, other.submission(begun(2, None)))
+    assert recorded.run() == (RunEnd.MAX_TOKENS, alone(begun(1, None), 4))
     assert isinstance(other.answer[0][0], StepFailed)
     assert [each[0] + str(each[2]) for each in log] == [
         *("begin0", "begin1", "finish0") * 3,
@@ -697,9 +700,9 @@ def test_the_device_does_not_idle_between_the_steps_of_runs(follows: bool, monke
         now[0] += seconds
 
     monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    runner, told = Timed(follows, now), Told()
-    play(runner, told.submission(*(begun(each, Run(tokens)) for each in range(3))))
-    assert told.run(2) == (RunEnd.MAX_TOKENS, [1] * tokens)
+    runner, recorded = Timed(follows, now), Recorded()
+    play(runner, recorded.submission(*(begun(each, Run(tokens)) for each in range(3))))
+    assert recorded.run(2) == (RunEnd.MAX_TOKENS, [1] * tokens)
     first, second, *others = runner.idle_s
     assert len(others) == tokens - 3
     without = BEGIN_S + FINISH_S

@@ -310,8 +310,7 @@ class GrammarProcess:
         """End the process."""
         self.compiled, self._cpu_clock = False, None
         if self._socket is not None:
-            with suppress(KeyError):
-                self._poll.unregister(self._socket)
+            self._poll.unregister(self._socket)
             self._socket.close()
             self._socket = None
         for text in (*self._states.values(), *self._sent.values()):
