@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -133,6 +134,12 @@ def findings(output: str) -> dict[str, Any]:
     except ValueError:
         raise Failed(f"the probe printed no findings:\n{tail(output)}") from None
     return found
+
+
+def _end_session(process: subprocess.Popen[str]) -> None:
+    """End a process and what it started: `docker compose` runs in a child of `docker`, which has the pipe too."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
 
 
 def texts_of(output: str) -> dict[str, str]:
@@ -272,13 +279,15 @@ class Stack:
         alone = texts_of(compose(*job, "--target", f"{FLEET[0]}:50051", *flags, timeout=300))
         watch = [*_compose(on_top), "exec", "-T", FLEET[1], "python", "-uc", HAS_BEGUN]
         with (
-            subprocess.Popen(watch, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, text=True) as watching,
+            subprocess.Popen(
+                watch, cwd=ROOT, env=self.env, stdout=subprocess.PIPE, text=True, start_new_session=True
+            ) as watching,
             ThreadPoolExecutor(1) as threads,
         ):
             assert watching.stdout is not None
             require(watching.stdout.readline() == "watching\n", f"{FLEET[1]} cannot be watched")
             running = threads.submit(compose, *job, timeout=300)
-            running.add_done_callback(lambda _: watching.terminate())
+            running.add_done_callback(lambda _: _end_session(watching))
             begun = watching.stdout.readline()
             compose("kill", "--signal", "SIGKILL", FLEET[1])
             output = running.result()

@@ -89,6 +89,25 @@ async def test_a_sequence_moves_and_goes_on_there_and_the_source_is_free(there: 
     await nothing_left(here, away)
 
 
+async def test_a_move_reads_each_export_to_its_end(there: There) -> None:
+    """The executor counts one that is cancelled before its trailer as a failed transfer."""
+    here, client, away, other = there
+    export, begun, ended = transfer.exported, [], []
+
+    async def exported(*given: Any) -> AsyncIterator[bytes]:
+        begun.append(given)
+        async for frame in export(*given):
+            yield frame
+        ended.append(given)
+
+    source, target = await fed(client), other.sequence()
+    async with target:
+        with mock.patch.object(transfer, "exported", exported):
+            await source.move_to(target)
+    assert begun == ended and len(begun) == 2
+    await nothing_left(here, away)
+
+
 @pytest.mark.parametrize("side", ["exported", "imported"])
 async def test_a_stream_that_breaks_goes_on_where_it_stopped(there: There, side: str) -> None:
     here, client, away, other = there
