@@ -42,6 +42,7 @@ lint: .venv/.dev  ## Style, types, protos, stubs, containers, and whether everyt
 	@$(BIN)/buf breaking protos --against protos/landed.binpb --exclude-imports
 	@$(BIN)/python tools/generate_stubs.py --check
 	@$(BIN)/python tools/generate_sync.py --check
+	@$(BIN)/python -m tools.monitoring --check
 	@$(BIN)/hadolint Dockerfile
 	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml docker-compose.gpu.yml
 	@$(BIN)/python -m tools.lock --check
@@ -50,9 +51,10 @@ format: .venv/.dev  ## Format the code
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
 
-stubs: .venv/.dev  ## Generate ferrum_rpc/executor/v1 from protos/, the clients without asyncio from the async ones
+stubs: .venv/.dev  ## Generate what is generated: stubs from protos/, clients without asyncio, deploy/monitoring
 	@$(BIN)/python tools/generate_stubs.py
 	@$(BIN)/python tools/generate_sync.py
+	@$(BIN)/python -m tools.monitoring
 
 bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; writes docs/benchmarks.md
 	@$(BIN)/python -m benchmarks.suite
