@@ -3,8 +3,11 @@
 In lockstep all texts of a batch begin together, have one length, and end together: by single steps,
 a frame each, and by runs, all in one frame. No scheduler can do better with the same calls. The streams are those of
 `ferrum_rpc.scheduler.Scheduler` in the same process: callers that each submit one text after the other, and begin at
-random times. Their rate is that of the time in which all of them are busy. All ways take turns, so ratios are of one
-round. The other rounds ask for fairness: a tenant with one caller beside one with many.
+random times. Their rate is that of the time in which all of them are busy; that of the whole round, with its beginning
+and its end, stands in a column of its own. All ways take turns, so ratios are of one round, and each has prompts of its
+own, which no other one leaves in the prefix cache. Counts of the executor say whether the work is the same: how many
+texts a step has, and how many tokens are fed for each that is chosen. The other rounds ask for fairness: a tenant with
+one caller beside one with many.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +28,7 @@ from benchmarks import tables
 from benchmarks.cases import BUILT_IN, SEED, checkpoint
 from benchmarks.engines.grpc import executor
 from benchmarks.record import Record, finish, out_of, read_options
-from ferrum_rpc.client import BatchResults, ExecutorClient, Run
+from ferrum_rpc.client import BatchResults, Counters, ExecutorClient, Run
 from ferrum_rpc.client import Sequence as CachedSequence
 from ferrum_rpc.scheduler import Scheduler, TextRequest, TokenStream
 
@@ -34,10 +38,13 @@ STREAMS: Final = (16, 64)
 STEPS, RUNS, RANDOM = "lockstep, single steps", "lockstep, runs", "streams"
 WAYS: Final = (STEPS, RUNS, RANDOM)
 RUN_TOKENS: Final = 32
-TEXTS_OF_A_CALLER: Final = 4
+TEXTS_OF_A_CALLER: Final = 2
+"""Texts that a caller ends while streams are measured, on average, so that as many begin as end."""
+
 TARGET: Final = 0.9
 """Tokens a second of streams, of those of the faster lockstep, at least."""
 
+TEXTS_OF_A_TENANT: Final = 4
 FAIR_TARGET: Final = 0.5
 """Share of the tokens that a tenant with one caller gets beside one with many, at least, while it waits for a place."""
 
@@ -55,16 +62,35 @@ class Work:
 
     def text(self, number: int) -> list[int]:
         """A prompt that no other one begins like."""
-        return [
-            random.Random(SEED * 1_000_003 + number).randrange(min(256, self.vocab_size)) for _ in range(self.prompt)
-        ]
+        dice = random.Random(SEED * 1_000_003 + number)
+        return [dice.randrange(min(256, self.vocab_size)) for _ in range(self.prompt)]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What the executor did in a time. ``rows``: the texts of a step, on average. ``fed``: tokens that it computed for
+    each that it chose. ``busy``: the share of the time that it spent in its steps."""
+
+    rows: float
+    fed: float
+    busy: float
+
+    @classmethod
+    def between(cls, before: Counters, after: Counters, seconds: float) -> Steps:
+        """From what was counted before and after ``seconds``."""
+        rows = after.rows - before.rows
+        fed = after.tokens - before.tokens - (after.cached_tokens - before.cached_tokens)
+        return cls(rows / (after.steps - before.steps), fed / rows, (after.forward_s - before.forward_s) / seconds)
 
 
 @dataclass(slots=True)
 class Round:
-    """One way's round: tokens a second, and of streams the times to the first tokens in seconds."""
+    """One way's round: tokens a second, those of the ``whole`` of it, what the executor did, and of streams the times
+    to the first tokens in seconds."""
 
     rate: float
+    whole: float
+    steps: Steps
     first_s: list[float] = field(default_factory=list)
 
 
@@ -73,7 +99,7 @@ async def lockstep(client: ExecutorClient, work: Work, number: int, run_tokens: 
     limit = (await client.info()).limits.max_batch_tokens // work.prompt
     sequences = [client.sequence() for _ in range(work.streams)]
     texts = [work.text(number * work.streams + at) for at in range(work.streams)]
-    began = time.perf_counter()
+    before, began = (await client.status()).counters, time.perf_counter()
     results = BatchResults()
     for at in range(0, work.streams, limit):
         items = [each.item(text) for each, text in zip(sequences[at : at + limit], texts[at : at + limit], strict=True)]
@@ -83,9 +109,11 @@ async def lockstep(client: ExecutorClient, work: Work, number: int, run_tokens: 
         count = min(run_tokens, work.tokens - done)
         last = await _step(client, sequences, last, Run(count) if count else None)
         done += count or 1
-    rate = work.streams * work.tokens / (time.perf_counter() - began)
+    took = time.perf_counter() - began
+    steps = Steps.between(before, (await client.status()).counters, took)
     await client.release(sequences)
-    return Round(rate)
+    rate = work.streams * work.tokens / took
+    return Round(rate, rate, steps)
 
 
 async def _step(client: ExecutorClient, sequences: list[CachedSequence], last: list[int], run: Run | None) -> list[int]:
@@ -93,32 +121,37 @@ async def _step(client: ExecutorClient, sequences: list[CachedSequence], last: l
     return [int(answer.tokens[-1]) for answer in (await client.forward(items, timeout_s=600.0)).all_answers()]
 
 
-async def streams(scheduler: Scheduler, work: Work, number: int, spread_s: float) -> Round:
-    """Callers that begin within ``spread_s`` seconds and submit `TEXTS_OF_A_CALLER` texts each."""
-    dice, counted, begun, first = random.Random(SEED + number), [0], 0, list[float]()
-    all_busy, one_done = asyncio.Event(), asyncio.Event()
+async def streams(client: ExecutorClient, scheduler: Scheduler, work: Work, number: int, spread_s: float) -> Round:
+    """Callers that begin within ``spread_s`` seconds and submit one text after the other. Measured from the moment at
+    which all are busy, until `TEXTS_OF_A_CALLER` texts of each have ended."""
+    dice, numbers, counted, first = random.Random(SEED + number), count(10**6 * (number + 1)), [0], list[float]()
+    begun, ended, all_busy, measured = 0, 0, asyncio.Event(), asyncio.Event()
 
-    async def caller(at: int) -> None:
-        nonlocal begun
+    async def caller() -> None:
+        nonlocal begun, ended
         await asyncio.sleep(dice.random() * spread_s)
-        for text in range(TEXTS_OF_A_CALLER):
-            prompt = work.text((number * TEXTS_OF_A_CALLER + text) * work.streams + at + 10**6)
+        begun += 1
+        while not measured.is_set():
+            prompt = work.text(next(numbers))
             submitted = time.perf_counter()
             stream = scheduler.submit(TextRequest(prompt=prompt, max_tokens=work.tokens, stop=()))
-            begun += text == 0
             if begun == work.streams:
                 all_busy.set()
             await _read(stream, submitted, first, counted)
-        one_done.set()
+            ended += all_busy.is_set()
+            if ended == work.streams * TEXTS_OF_A_CALLER:
+                measured.set()
 
-    callers = [asyncio.create_task(caller(at)) for at in range(work.streams)]
+    opened = time.perf_counter()
+    callers = [asyncio.create_task(caller()) for _ in range(work.streams)]
     await all_busy.wait()
-    began, before, firsts = time.perf_counter(), counted[0], len(first)
-    await one_done.wait()
-    rate = (counted[0] - before) / (time.perf_counter() - began)
-    found = first[firsts:]
+    began, tokens, firsts = time.perf_counter(), counted[0], len(first)
+    before = (await client.status()).counters
+    await measured.wait()
+    took, tokens, found = time.perf_counter() - began, counted[0] - tokens, first[firsts:]
+    steps = Steps.between(before, (await client.status()).counters, took)
     await asyncio.gather(*callers)
-    return Round(rate, found)
+    return Round(tokens / took, counted[0] / (time.perf_counter() - opened), steps, found)
 
 
 async def _read(stream: TokenStream, submitted: float, first: list[float], counted: list[int]) -> None:
@@ -138,7 +171,7 @@ async def share(scheduler: Scheduler, work: Work) -> float:
     async def caller(tenant: str, at: int) -> None:
         number = 0
         while not done.is_set():
-            prompt = work.text(10**7 + at * 1000 + number)
+            prompt = work.text(10**9 + at * 1000 + number)
             stream = scheduler.submit(
                 TextRequest(prompt=prompt, max_tokens=max(4, work.tokens // 8), stop=(), tenant=tenant)
             )
@@ -146,7 +179,7 @@ async def share(scheduler: Scheduler, work: Work) -> float:
             if not done.is_set():
                 counts[tenant] += len(tokens)
             number += 1
-            if tenant == "one" and number == TEXTS_OF_A_CALLER:
+            if tenant == "one" and number == TEXTS_OF_A_TENANT:
                 done.set()
 
     await asyncio.gather(*(caller("many", at) for at in range(work.streams)), caller("one", 10**6))
@@ -156,23 +189,27 @@ async def share(scheduler: Scheduler, work: Work) -> float:
 def points(taken: dict[tuple[str, int], list[Round]]) -> list[dict[str, Any]]:
     """Medians of the rounds; ``of_lockstep``: of the ratios to the faster lockstep of the same round."""
     found = []
-    for (way, count), rounds in taken.items():
+    for (way, texts), rounds in taken.items():
         rates = [each.rate for each in rounds]
         best = [
-            max(pair) for pair in zip(*([each.rate for each in taken[of, count]] for of in (STEPS, RUNS)), strict=True)
+            max(pair) for pair in zip(*([each.rate for each in taken[of, texts]] for of in (STEPS, RUNS)), strict=True)
         ]
         ratios = np.divide(rates, best)
         first = [each for some in rounds for each in some.first_s]
         found.append(
             {
                 "way": way,
-                "streams": count,
+                "streams": texts,
                 "tokens_per_s": round(float(np.median(rates)), 1),
+                "whole_per_s": round(float(np.median([each.whole for each in rounds])), 1),
                 "of_lockstep": {
                     "median": round(float(np.median(ratios)), 3),
                     "low": round(float(ratios.min()), 3),
                     "high": round(float(ratios.max()), 3),
                 },
+                "rows": round(float(np.median([each.steps.rows for each in rounds])), 2),
+                "fed": round(float(np.median([each.steps.fed for each in rounds])), 3),
+                "busy": round(float(np.median([each.steps.busy for each in rounds])), 3),
                 "first_p50_ms": round(1e3 * float(np.percentile(first, 50)), 1) if first else None,
                 "first_p99_ms": round(1e3 * float(np.percentile(first, 99)), 1) if first else None,
                 "target": TARGET if way == RANDOM else None,
@@ -193,17 +230,17 @@ async def run(options: argparse.Namespace) -> Record:
         ours = await enter(executor(model, SERVED))
         client = await enter(ExecutorClient(ours.target, session=True, timeout_s=600.0))
         scheduler = await enter(Scheduler(ours.target, run_tokens=RUN_TOKENS, token_budget=options.token_budget))
-        for count in options.streams:
-            work = Work(count, options.prompt, options.tokens, ours.vocab_size)
-            await lockstep(client, Work(count, options.prompt, 8, ours.vocab_size), 10**5, RUN_TOKENS)
+        for texts in options.streams:
+            work = Work(texts, options.prompt, options.tokens, ours.vocab_size)
+            await lockstep(client, Work(texts, options.prompt, 8, ours.vocab_size), 10**5, RUN_TOKENS)
             for number in range(options.rounds):
-                for way, run_tokens in ((STEPS, 0), (RUNS, RUN_TOKENS)):
-                    taken.setdefault((way, count), []).append(await lockstep(client, work, 2 * number, run_tokens))
-                spread_s = count * options.tokens / taken[RUNS, count][-1].rate
-                taken.setdefault((RANDOM, count), []).append(await streams(scheduler, work, number, spread_s))
+                for at, (way, run_tokens) in enumerate(((STEPS, 0), (RUNS, RUN_TOKENS))):
+                    taken.setdefault((way, texts), []).append(await lockstep(client, work, 2 * number + at, run_tokens))
+                spread_s = texts * options.tokens / taken[RUNS, texts][-1].rate
+                taken.setdefault((RANDOM, texts), []).append(await streams(client, scheduler, work, number, spread_s))
                 print(
-                    f"{count} streams, round {number + 1}: "
-                    + ", ".join(f"{way} {taken[way, count][-1].rate:,.0f} tok/s" for way in WAYS),
+                    f"{texts} streams, round {number + 1}: "
+                    + ", ".join(f"{way} {taken[way, texts][-1].rate:,.0f} tok/s" for way in WAYS),
                     flush=True,
                 )
             record.save(points=points(taken))

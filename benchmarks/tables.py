@@ -336,6 +336,10 @@ def streams(points: Sequence[Mapping[str, Any]]) -> Table:
         "tokens/s": "{tokens_per_s:,.0f}",
         "of lockstep": lambda each: low_to_high(each["of_lockstep"]),
         "target": bounded("≥ {target:g}"),
+        "whole round, tokens/s": lambda each: "" if "whole_per_s" not in each else f"{each['whole_per_s']:,.0f}",
+        "texts a step": lambda each: "" if "rows" not in each else f"{each['rows']:.2f}",
+        "fed a token": lambda each: "" if "fed" not in each else f"{each['fed']:.2f}",
+        "in steps": lambda each: "" if "busy" not in each else f"{each['busy']:.1%}",
         "first token, ms (p99)": lambda each: (
             "" if each["first_p50_ms"] is None else f"{each['first_p50_ms']:,.0f} ({each['first_p99_ms']:,.0f})"
         ),
