@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+import weakref
+from functools import partial
 
 import pytest
+import torch
 
-from benchmarks import report, tables, targets
+from benchmarks import limits, record, report, tables, targets
 from benchmarks.cases import QUICK_CELLS
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
 from benchmarks.gpu import check
-from benchmarks.gpu.check import LOADS, ONE_RANK, run_suite
+from benchmarks.gpu.check import BOTH_BYTES, LLAMA, LOADS, ONE_RANK, Load, run_suite
+from benchmarks.limits import Machine
 from benchmarks.machine import ROOT
 from benchmarks.record import Contest
 
@@ -46,8 +51,15 @@ def test_the_cells_run_without_a_gpu_and_that_is_no_result(tmp_path, quick_run):
         assert "| " + " | ".join(row) + " |" in page
 
 
+def test_make_starts_it_without_an_environment_for_development(tmp_path):
+    """So that it runs where only wheels can be carried: `make` installs nothing for it, also in an empty folder."""
+    command = ["make", "--dry-run", "-f", str(ROOT / "Makefile"), "-C", str(tmp_path), "gpu-check", "PYTHON=python"]
+    environment = os.environ | {"MAKEFLAGS": "", "MAKELEVEL": ""}
+    done = subprocess.run([*command, "-s"], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "python -m benchmarks.gpu\n"), done.stderr
+
+
 def test_without_a_device_the_check_fails():
-    torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(SystemExit, match="no CUDA device"):
@@ -84,6 +96,71 @@ def test_one_side_at_a_time_gives_the_same_result(tmp_path, monkeypatch):
         assert each["roof"]["tokens_per_s"] > 0 and each["ratios"][INSIDE]["median"] > 0
         assert each["sides"][INSIDE]["samples"] == each["sides"][REFERENCE]["samples"]
         assert each["sides"][INSIDE]["same_tokens"] == each["sides"][REFERENCE]["same_tokens"]
+
+
+@pytest.fixture
+def contest(tmp_path):
+    """Before anything is run."""
+    options = check.parse(["--quick", "--out", str(tmp_path / "gpu.json")])
+    return Contest(options, "gpu, rehearsed", "tiny")
+
+
+def test_a_device_that_does_not_hold_both_sides_has_one_at_a_time(contest, monkeypatch):
+    class Both(Exception):
+        """Both sides are opened."""
+
+    class Alone(Exception):
+        """One side is."""
+
+    def raising(error):
+        def call(*_):
+            raise error
+
+        return call
+
+    monkeypatch.setattr(check.Client, "open", raising(Both))
+    monkeypatch.setattr(check, "one_at_a_time", raising(Alone))
+    for total, expected in ((80 << 30, Alone), (BOTH_BYTES, Both)):
+        monkeypatch.setattr(check.torch.cuda, "mem_get_info", lambda total=total: (total, total))
+        with pytest.raises(expected):
+            asyncio.run(check.cells(contest, "cuda"))
+
+
+def test_the_checkpoint_is_written_for_those_who_need_it(contest, monkeypatch):
+    """Not for the kernels alone, and once."""
+    written = []
+    monkeypatch.setattr(record, "checkpoint", lambda shape: written.append(shape) or "a folder")
+    here = Contest(contest.options, "gpu, rehearsed", "tiny")
+    assert not written
+    assert here.folder == here.folder == "a folder" and written == ["tiny"]
+
+
+def test_the_buffers_of_a_reading_are_gone_after_it(monkeypatch):
+    """2.4 GiB of a GPU, which the sides need."""
+    held, gone = [], []
+
+    def calls(_):
+        buffer = torch.ones(8)
+        held.append(weakref.ref(buffer))
+        return [(partial(torch.sum, buffer), 32)], [(partial(torch.amax, buffer), 8)]
+
+    monkeypatch.setattr(limits, "_gpu_calls", calls)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: gone.append(held[-1]() is None))
+    machine = Machine(torch.get_num_threads(), "cuda")
+    assert not held
+    machine.read()
+    machine.read()
+    assert gone == [True, True] and len(machine.readings) == 2
+
+
+def test_calls_that_are_timed_have_caches_of_their_own(monkeypatch):
+    monkeypatch.setattr(check, "_copies", lambda *_: 3)
+    pytest.importorskip("triton")
+    calls, _ = check.calls_of(torch.device("cpu"), Load("decode", 2, 19, 1), LLAMA)
+    assert [len(each) for each in calls.values()] == [3] * len(calls)
+    [backend] = {each.func.__self__ for each in calls["ours"]}
+    layers = [each.args[0] for each in calls["ours"]]
+    assert len({backend._keys[layer].data_ptr() for layer in layers}) == 3
 
 
 def test_calls_read_more_than_the_l2_cache_holds(monkeypatch):
