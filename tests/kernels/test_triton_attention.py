@@ -272,6 +272,28 @@ def test_a_plan_merges_the_rows_that_its_spans_have_and_no_more():
     assert (work.merges, work.merged_rows) == (1, 4)
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_merges_have_a_program_for_each_split_row_and_where_nothing_is_split_none_is_launched(
+    device, monkeypatch, tokens
+):
+    """Of a tile of 16 rows: a group of 2 for each token, of both KV heads."""
+    merges = Recorder(triton_paged.merge_kernel)
+    monkeypatch.setattr(triton_paged, "merge_kernel", merges)
+    for start, expected in ((0, []), (90, [(2 * tokens, 2, 1)])):
+        step = paged_step(SMALL, [(start, tokens)], device=device)
+        assert step.error(attend(step, kernels(step, 12, FINE))) <= TOLERANCE[torch.float32]
+        assert merges.grids == expected
+
+
+def test_a_row_depends_on_its_neighbours_so_equal_bits_are_not_offered(device):
+    step = paged_step(SMALL, [(200, 1), (190, 1), (180, 1), (170, 1)], device=device)
+    backend, blocks = kernels(step, 8, FINE), step.geometry.table_start[1]
+    alone = BatchGeometry.build(16, [200], [1], [step.geometry.blocks[:blocks]])
+    own = backend.attend(0, step.query[:1], backend.plan(alone))
+    assert not torch.equal(own, attend(step, backend)[:1])
+    assert backend.exact_span_tokens == 0
+
+
 def test_layers_share_a_plan_and_may_differ_in_window_and_heads(device):
     specs = [AttentionSpec(4, 2, 16, 0.25), AttentionSpec(2, 2, 16, 0.4, window=9), AttentionSpec(4, 2, 16, 0.25)]
     steps = [paged_step(spec, MIX[:6], device=device, seed=seed) for seed, spec in enumerate(specs)]
@@ -298,13 +320,16 @@ def test_an_empty_step_has_an_empty_answer(device):
 
 
 class Recorder:
-    """Stands for a kernel and notes what decides whether Triton compiles it anew."""
+    """Stands for a kernel and notes its grids, and what decides whether Triton compiles it anew."""
 
     def __init__(self, kernel) -> None:
         self.kernel = kernel
         self.variants: set[tuple] = set()
+        self.grids: list[tuple[int, ...]] = []
 
     def __getitem__(self, grid):
+        self.grids.append(grid)
+
         def launch(*arguments, **constants):
             facts = [
                 (each.dtype, each.data_ptr() % 16 == 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.engine.cuda.graphs import CudaCapture, Graphs, GraphShape
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.models import lora_choice
+from ferrum_rpc.models import lora, lora_choice, triton_lora
 from ferrum_rpc.models.adapter_config import LowRank
 from ferrum_rpc.models.layout import TensorPlacement, layout
 from ferrum_rpc.models.lora import Loras, TorchLoras, TorchStep
@@ -22,6 +22,7 @@ from ferrum_rpc.models.lora_choice import check_small_steps
 from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.triton_lora import PROGRAMS, TritonLoras
+from ferrum_rpc.sampling.transfer import to_device
 from ferrum_rpc.selection import Unsuited
 from tests.checkpoints import make_model
 from tests.kernels.fixtures import PER_SEQUENCE, PagedModel, PlannedTorch
@@ -114,6 +115,17 @@ def test_the_memory_of_an_adapter_is_what_was_announced(device):
     assert loras.nbytes(changes) == sum(each.nbytes for each in tensors)
     loras.drop(2)
     assert len(loras) == 0 and not loras._loaded
+
+
+@pytest.mark.parametrize("made", [TorchLoras, partial(TritonLoras, max_rank=MAX_RANK)], ids=["torch", "triton"])
+def test_matrices_are_sent_without_waiting(device, made, monkeypatch):
+    """By `to_device`: a copy from ordinary memory waits for the device, and for the steps in flight."""
+    sent = []
+    for module in (lora, triton_lora):
+        monkeypatch.setattr(module, "to_device", lambda host, there: sent.append(host) or to_device(host, there))
+    loras = made(layout(spec()), torch.float32, device)
+    load(loras, 1)
+    assert sum(each.dtype == torch.float32 for each in sent) == 2 * len(loras.modules)
 
 
 class Sections:
