@@ -28,7 +28,8 @@ ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered"
 
 class FakeCuda:
     """What torch says of a device. ``lost``: after a failure that it does not survive. ``checks``: how often it was
-    waited for as a whole. ``log``: what captures did, in order. ``free``: its bytes of memory that no pool has.
+    waited for as a whole. ``log``: what captures did, in order. ``free``: its bytes of memory that no pool has; what a
+    step has launched is kept by torch's allocator until `empty_cache`.
 
     Steps call `launch` for what they launch, and `wait` where they wait for the device.
     """
@@ -42,7 +43,7 @@ class FakeCuda:
         self.main = self.stream
         self.log: list[str] = []
         self._capturing = self._invalid = False
-        self._peak = 0
+        self._peak = self._cached = 0
         none: Callable[..., Any] = lambda *_: None  # noqa: E731
         replaced: dict[str, Any] = {
             "is_initialized": lambda: True,
@@ -59,8 +60,8 @@ class FakeCuda:
             "memory_allocated": lambda _: 0,
             "max_memory_allocated": lambda _: self._peak,
             "reset_peak_memory_stats": lambda _: setattr(self, "_peak", 0),
-            "empty_cache": none,
-            "mem_get_info": lambda _: (self.free, 80 << 30),
+            "empty_cache": lambda: setattr(self, "_cached", 0),
+            "mem_get_info": lambda _: (self.free - self._cached, 80 << 30),
         }
         for name, function in replaced.items():
             monkeypatch.setattr(torch.cuda, name, function)
@@ -74,6 +75,7 @@ class FakeCuda:
         """Launches of a step that has so many bytes at once."""
         self.log.append("captured" if self._capturing else "launched")
         self._peak = max(self._peak, nbytes)
+        self._cached = max(self._cached, nbytes)
 
     def wait(self) -> None:
         """As the copy to the host of `Tensor.item`."""

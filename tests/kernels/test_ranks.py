@@ -24,9 +24,11 @@ from ferrum_rpc.core import Greedy, OutputSpec, Positions, Sample, Span, SpanRes
 from ferrum_rpc.distributed.gloo import GlooGroup
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.distributed.nccl import NcclGroup
-from ferrum_rpc.engine.assembly import choose
+from ferrum_rpc.engine.assembly import build, choose
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.cuda import select
+from ferrum_rpc.engine.cuda.compute import StagedCompute
+from ferrum_rpc.engine.cuda.first_steps import DECODES
 from ferrum_rpc.engine.cuda.graphs import buckets
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.ranks import placing
@@ -37,6 +39,7 @@ from ferrum_rpc.models import decoder
 from ferrum_rpc.models.triton_lora import BoundStep, TritonLoras
 from tests.adapters import make_adapter
 from tests.checkpoints import make_checkpoint, make_model
+from tests.fake_async_device import ILLEGAL_ACCESS
 from tests.fake_nccl import use_fake_nccl
 from tests.kernels.fixtures import PlannedTorch
 from tests.kernels.rerun import Rerun
@@ -282,6 +285,41 @@ def test_a_rank_that_cannot_record_ends_the_start(checkpoint: Path, which: int, 
     assert refusal.value.field == "cuda_graphs"
 
 
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+@pytest.mark.parametrize("cut", [CUTS["tensor"], CUTS["pipeline"]], ids=["tensor", "pipeline"])
+def test_the_first_steps_run_on_all_ranks_before_anything_is_recorded(
+    checkpoint: Path, cut: tuple[int, int], graphs: Any, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing is recorded: what they compile is needed all the same."""
+    ran: list[tuple[StagedCompute, int]] = []
+    run = StagedCompute.run
+
+    def seen(self: StagedCompute, packed: Any, *others: Any) -> torch.Tensor:
+        ran.append((self, len(packed)))
+        return run(self, packed, *others)
+
+    def record(*of: Any) -> None:
+        assert len(ran) >= 2 * len(DECODES)
+        recorded(*of)
+
+    recorded = build.RankedCompute.record
+    monkeypatch.setattr(StagedCompute, "run", seen)
+    monkeypatch.setattr(build.RankedCompute, "record", record)
+    with closing(World(settings_of(checkpoint, cut, cuda_graphs=graphs))):
+        computes = {each for each, _ in ran}
+        assert len(computes) == 2
+        for compute in computes:
+            assert [tokens for each, tokens in ran if each is compute] == [64, *DECODES]
+    assert bool(captures.made) is (graphs == "auto")
+
+
+def test_steps_that_verify_drafts_are_recorded_on_all_ranks_on_request(checkpoint: Path, captures: Captures) -> None:
+    with closing(World(settings_of(checkpoint, CUTS["tensor"], verify_tokens=3))) as world:
+        [reason] = [why for name, why in world.runner.device.choices if name.startswith("cuda_graphs=")]
+    assert f"verify steps of up to 3 tokens for each of {SEQUENCES}" in reason
+    assert [each.recordings for each in captures.made] == [3 * len(buckets(SEQUENCES))] * 2
+
+
 def test_graphs_are_not_recorded_where_nobody_wants_them(checkpoint: Path, captures: Captures) -> None:
     with closing(World(settings_of(checkpoint, CUTS["tensor"], cuda_graphs="off"))) as world:
         assert dict(world.runner.device.choices)["cuda_graphs=off"] == "requested"
@@ -308,5 +346,37 @@ def test_a_rank_whose_device_is_lost_ends(
     texts_of(world.runner, 2)
     lost = True
     with pytest.raises(DeviceLost, match="thread 1"):
+        texts_of(world.runner, 1, first=10)
+    world.runner.close()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_device_of_a_rank_decides_what_a_failed_step_was(
+    checkpoint: Path, victim: int, dies: bool, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's error has no class of its own. Each rank looks at its device when it restarts."""
+    failing, run = False, Follower.run
+
+    def run_quietly(follower: Follower) -> None:
+        with suppress(torch.AcceleratorError):
+            run(follower)
+
+    def stage(name: str) -> None:
+        if failing and name == "forward":
+            raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    def synchronize() -> None:
+        of_rank_0 = threading.current_thread() is threading.main_thread()
+        if failing and dies and of_rank_0 == (victim == 0):
+            raise torch.AcceleratorError(ILLEGAL_ACCESS)
+
+    monkeypatch.setattr(Follower, "run", run_quietly)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    world = World(settings_of(checkpoint, CUTS["tensor"]), *([stage] if victim == 0 else [None, {1: stage}]))
+    texts_of(world.runner, 2)
+    failing = True
+    with pytest.raises(DeviceLost if dies else StepFailed):
         texts_of(world.runner, 1, first=10)
     world.runner.close()

@@ -6,7 +6,7 @@ import errno
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, Greedy, OutputSpec, Positions, PrefixUse, Span, SpanResult, Step
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.operations import TorchRunner
+from ferrum_rpc.engine.ranks.follower import Follower
 from ferrum_rpc.errors import (
     AdapterUnknown,
+    DeviceLost,
     ExecutorError,
     InvalidRequest,
     NotSupported,
@@ -30,6 +32,7 @@ from ferrum_rpc.errors import (
 )
 from tests.adapters import make_adapter
 from tests.checkpoints import make_checkpoint, make_model
+from tests.fake_async_device import ILLEGAL_ACCESS
 from tests.ranks import World
 from tests.unit.test_runner_transactions import Saboteur
 
@@ -287,6 +290,27 @@ def test_a_load_that_one_rank_refuses_is_refused(folder: Path, cut: tuple[int, i
         assert texts(world.runner, {1: 0}, 4) == expected
         load(world.runner, 22, "all")
         assert texts(world.runner, {1: 22}, 4) != expected
+
+
+def test_a_load_that_kills_the_device_of_a_rank_ends_the_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its error: the load is not called a failed one that changed nothing."""
+    saboteur, run = Saboteur(), Follower.run
+
+    def run_quietly(follower: Follower) -> None:
+        with suppress(torch.AcceleratorError):  # its process would end
+            run(follower)
+
+    def synchronize() -> None:
+        raise torch.AcceleratorError(ILLEGAL_ACCESS)
+
+    monkeypatch.setattr(Follower, "run", run_quietly)
+    world = World(settings_of(folder, (2, 1)), stages={1: saboteur})
+    saboteur.arm("adapter", 1, RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with torch.inference_mode(), pytest.raises(DeviceLost, match="thread 1"):
+        load(world.runner, 1, "all")
+    world.runner.close()
 
 
 def test_what_this_rank_refuses_comes_first(folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ capture begins, because a failed one costs the process; and the log names the co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ import structlog
 import torch
 from torch import Tensor
 
+from ferrum_rpc.engine.assembly import build
 from ferrum_rpc.engine.cuda import select
 from ferrum_rpc.engine.cuda.graphs import SPARE_BYTES, CaptureFailed, CaptureRefused, CudaCapture
 from tests.fake_async_device import FakeCuda
-from tests.unit.test_staged_runner import replaying
+from tests.kernels.fixtures import PlannedTorch
+from tests.kernels.rerun import Rerun
+from tests.unit.test_staged_runner import CONFIG, replaying
 
 HIDDEN = torch.zeros(1)
 GIB = 1 << 30
@@ -145,20 +149,45 @@ def test_an_older_torch_is_named_at_the_start(logs: list[Any]) -> None:
     assert (entry["event"], entry["supported"]) == ("torch_not_supported", "2.13") and "2.12" in entry["torch"]
 
 
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_torch_is_looked_at_on_a_gpu_before_anything_is_loaded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loads(Exception):
+        """The weights are being loaded."""
+
+    def load(_: Any) -> Any:
+        raise Loads
+
+    looked = list[None]()
+    monkeypatch.setattr(build, "warn_of_torch", lambda: looked.append(None))
+    monkeypatch.setattr(build, "choose", lambda _: SimpleNamespace(device=torch.device(kind), load=load))
+    with pytest.raises(Loads):
+        build.build_runner(CONFIG)
+    assert len(looked) == (kind == "cuda")
+
+
 def test_the_first_steps_run_before_any_capture() -> None:
     """They compile and allocate what a warm-up, and a caller's step, must not."""
-    steps: list[int] = []
+    order: list[str] = []
 
     def capture(run: Callable[[], Tensor]) -> Any:
-        steps.append(0)
+        order.append("capture")
         return none, run()
 
     def first_steps(*arguments: Any) -> None:
-        assert not steps
+        order.append("first steps")
         run(*arguments)
 
     run = select.run_first_steps
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(select, "run_first_steps", first_steps)
         replaying(capture)
-    assert len(steps) == 3
+    assert order == ["first steps", *["capture"] * 3]
+
+
+def test_the_kernels_of_attention_are_compiled_before_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them: the first steps use the tiles of some spans only."""
+    order: list[str] = []
+    monkeypatch.setattr(PlannedTorch, "warm_up", lambda _: order.append("compiled"))
+    monkeypatch.setattr(select, "run_first_steps", lambda *_: order.append("first steps"))
+    replaying(Rerun())
+    assert order == ["compiled", "first steps"]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, SpanResult, Step
+from ferrum_rpc.engine.assembly import check
+from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import DeviceLost, InvalidRequest, StepFailed
 from ferrum_rpc.selection import BackendCandidate, select
@@ -156,3 +159,31 @@ def test_a_probe_that_fails_on_a_device_that_works_is_an_obstacle(cuda: FakeCuda
     assert found.name == "torch" and "triton: a small step failed" in found.reason
     with pytest.raises(InvalidRequest):
         select(BackendCandidate("triton", fails), what="x", field="x")
+
+
+@UNTYPED
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_device_that_dies_in_the_first_step_is_no_wrong_configuration(
+    cuda: FakeCuda, kind: str, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise ERRORS[kind]()
+
+    monkeypatch.setattr(check, "_errors", fails)
+    model: Any = SimpleNamespace(spec=SimpleNamespace(architecture="QwenForCausalLM"))
+    nothing: Any = None
+    cuda.lost = lost
+    with pytest.raises(torch.AcceleratorError if lost else InvalidRequest):
+        check.check_parity(model, nothing, nothing, 64)
+
+
+# --- a device that hangs ----------------------------------------------------------------------------------------------
+
+
+def test_steps_of_a_model_on_a_gpu_are_waited_for_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `Liveness`: the loop reports since when the device of such a runner has had its oldest step."""
+    plain = build_runner(CONFIG)
+    monkeypatch.setattr(plain.model, "device", torch.device("cuda"))
+    parts = plain.model, plain.kv, plain.store, plain.attention
+    on_gpu = TorchRunner(*parts, info=plain.info, device=plain.device, compute=plain.compute)
+    assert on_gpu.on_device and not plain.on_device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.core import CacheState, OutputSpec, Span, SpanResult, Step, StepResult
+from ferrum_rpc.engine import liveness
 from ferrum_rpc.engine.api import Operation, Submission
 from ferrum_rpc.engine.liveness import Liveness
 from ferrum_rpc.engine.thread import ModelThread
 from ferrum_rpc.errors import DeadlineExceeded, DeviceLost, Draining, ExecutorError, KvBlocksExhausted, StepFailed
+from tests.faults.waiting import until
 
 
 class FakeRunner:
@@ -238,6 +241,27 @@ async def test_a_thread_that_hangs_is_told_from_one_that_waits_for_work_and_left
     await done
     assert await harness.thread.stop()
     assert harness.thread.hang_reason(time.monotonic()) == "it has ended"
+
+
+async def test_a_step_that_waits_for_a_compiler_of_its_process_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, go = list[int](), threading.Event()
+
+    def found(process: int) -> bool:
+        asked.append(process)
+        return True
+
+    monkeypatch.setattr(liveness, "runs_compiler", found)
+    harness = Harness(liveness=Liveness(stall_timeout_s=0.5))
+    harness.runner.act = lambda step: go.wait(30) or None
+    _, done = harness.submit(span(1))
+    harness.thread.start()
+    try:
+        await until(lambda: harness.thread.hang_reason(time.monotonic()) is not None or bool(asked))
+        assert harness.thread.hang_reason(time.monotonic()) is None and set(asked) == {os.getpid()}
+    finally:
+        go.set()
+    await done
+    assert await harness.thread.stop()
 
 
 async def test_a_device_that_is_lost_in_an_operation_ends_the_thread() -> None:
