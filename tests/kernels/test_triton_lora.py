@@ -128,6 +128,33 @@ def test_matrices_are_sent_without_waiting(device, made, monkeypatch):
     assert sum(each.dtype == torch.float32 for each in sent) == 2 * len(loras.modules)
 
 
+@pytest.mark.parametrize("spans", [[(1, 0, 1)], [(2, 0, 20)], MIXED], ids=str)
+def test_all_adapters_of_a_step_are_two_launches_for_each_product_that_any_changes(device, spans, monkeypatch):
+    """Whatever their number, their ranks and their rows."""
+    launches = []
+
+    class Counted:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            launches.append(self.name)
+            return self.kernel[grid]
+
+    for name in ("shrink_kernel", "expand_kernel"):
+        monkeypatch.setattr(triton_lora, name, Counted(name, getattr(triton_lora, name)))
+    loras = TritonLoras(layout(spec()), torch.float32, device, max_rank=MAX_RANK)
+    for number in ADAPTERS:
+        load(loras, number)
+    step, changed = loras.step(spans, ROWS), 0
+    for slot, size_in, size_out in products(layout(spec())):
+        x, y = (rows_of(size, slot, torch.float32, device) for size in (size_in, size_out))
+        before = y.clone()
+        step.add(slot, x, y)
+        changed += not torch.equal(y, before)
+    assert changed and launches == ["shrink_kernel", "expand_kernel"] * changed
+
+
 class Sections:
     """Where the arrays of steps of up to ``ROWS`` rows lie, for launches that are recorded once."""
 

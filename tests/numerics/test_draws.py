@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -217,6 +218,30 @@ def test_penalties_are_those_of_transformers_and_of_their_definition(sampler):
     sampler.penalise(found, penalties)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(found[5], rows[5])
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_penalises_many_rows_in_as_many_operations_as_two():
+    """Each is a launch on a GPU."""
+    rows, counts = logits(64, 90), []
+    histories = [np.arange(row % 9 + 1, dtype=np.int32) for row in range(64)]
+    penalties = [Penalty(row, count_tokens(each, 0), 1.1, 0.3, 0.1) for row, each in enumerate(histories)]
+    for some in (penalties[:2], penalties):
+        with Operations() as operations:
+            TorchSampler().penalise(rows, some)
+        counts.append(operations.count)
+    assert 0 < counts[0] == counts[1]
 
 
 @given(data=st.data())

@@ -41,10 +41,13 @@ from ferrum_rpc.core import (
     Step,
     StepResult,
 )
+from ferrum_rpc.engine import compute as engine_compute
 from ferrum_rpc.engine import loop as engine_loop
 from ferrum_rpc.engine.api import Interrupt, Operation, Submission
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.compute import TokensBehind
+from ferrum_rpc.engine.cuda import compute as cuda_compute
+from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.engine.loop import Work
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.places import Places
@@ -554,6 +557,18 @@ def test_a_runner_that_cannot_is_never_asked_to(depth: int) -> None:
     play(runner, recorded.submission(begun(1, Run(5)), begun(2, Run(5))))
     assert all(following == 0 for _, _, following in log)
     assert recorded.run(0)[1] == alone(begun(1, None), 5)
+
+
+def test_runs_follow_on_a_gpu_whose_rank_has_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = build_runner(CONFIG)
+    attention: Any = runner.attention
+    part: Any = SimpleNamespace(group=None)
+    monkeypatch.setattr(cuda_compute, "Staging", lambda _: None)
+    monkeypatch.setattr(engine_compute, "select_sampler", lambda *_: None)
+    assert not StagedCompute(runner.model, attention).follows
+    monkeypatch.setattr(runner.model, "device", torch.device("cuda"))
+    assert StagedCompute(runner.model, attention).follows
+    assert not StagedCompute(runner.model, attention, part=part).follows
 
 
 @pytest.mark.parametrize("index", [0, None])
