@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu import first_light
 from benchmarks.gpu.first_light import ROOT, fingerprint, main, read_figures
-from benchmarks.gpu.steps import STEPS, LightStep
+from benchmarks.gpu.steps import CAPTURE, STEPS, LightStep
 from tools.wheels import GPU_MACHINE_HAS, gpu_requirements, needed
 
 PASSES = "print('fine')"
@@ -198,6 +198,20 @@ def test_groups_are_in_order_and_no_command_outlasts_ten_minutes() -> None:
     assert [each.name for each in STEPS if each.group == 4][-1] == "4.memory", "which fills the device"
     named = [part for each in STEPS for part in each.command if part.startswith("tests/")]
     assert named and all((ROOT / part.partition("::")[0]).exists() for part in named)
+
+
+def test_a_failed_capture_and_a_full_device_are_tried_alone_and_no_suite_is_left_out() -> None:
+    """Either may spoil what follows in its process."""
+    commands = {each.name: each.command for each in STEPS}
+    file, _, name = CAPTURE.partition("::")
+    assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")
+    kernels = commands["2.kernels"]
+    assert "tests/kernels" in kernels and kernels[kernels.index("--deselect") + 1] == CAPTURE
+    assert commands["4.capture"][-1] == "tests.kernels.failed_capture"
+    suites = [each.relative_to(ROOT).as_posix() for each in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
+    named = sorted(part for command in commands.values() for part in command if part.startswith("tests/gpu/"))
+    assert named == suites, "each once"
+    assert [part for part in commands["4.memory"] if part in suites] == ["tests/gpu/test_memory.py"]
 
 
 def test_a_machine_without_cuda_is_said_clearly_and_ends_the_run(tmp_path: Path) -> None:
