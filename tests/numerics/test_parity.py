@@ -7,16 +7,19 @@ not ours to measure.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from ferrum_rpc.engine.assembly.loading import load_model
+from ferrum_rpc.models import families
 from ferrum_rpc.models.decoder import Decoder
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import FAMILIES, WITHOUT_TRANSFORMERS, make_checkpoint
 from tests.numerics.harness import Executor, error, native, reference_logits, rounded_model, worst
 
+ROOT = Path(__file__).parents[2]
 TOKENS = np.random.default_rng(7).integers(0, 300, size=40)
 SPLITS = ([40], [1] * 40, [13, 9, 1, 17])
 
@@ -121,6 +124,13 @@ CASES |= LATER
 SIXTEEN_BITS = ["llama every bias", "llama yarn", "mistral window", "qwen2", "qwen3", "qwen3 tied"]
 SIXTEEN_BITS += ["gemma", "gemma2", "gemma3", "phi3 longrope, partial", "granite biases", "smollm3", "olmo2", "glm4"]
 SIXTEEN_BITS += ["starcoder2", "cohere2"]
+
+
+def test_every_family_is_in_the_tests():
+    compared = {f"{prefix}ForCausalLM" for prefix in FAMILIES.values()}
+    assert compared | WITHOUT_TRANSFORMERS.keys() == {*families.FAMILIES}
+    assert compared.isdisjoint(WITHOUT_TRANSFORMERS)
+    assert all((ROOT / test).is_file() for test in WITHOUT_TRANSFORMERS.values())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,6 +12,7 @@ from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 
+from ferrum_rpc.client.info import Capability
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import (
     executor_control_pb2,
@@ -23,7 +24,7 @@ from ferrum_rpc.executor.v1 import (
     session_pb2,
     types_pb2,
 )
-from ferrum_rpc.wire.info import SCHEMA_REVISION, SCHEMA_SHA256
+from ferrum_rpc.wire.info import CAPABILITIES, SCHEMA_REVISION, SCHEMA_SHA256
 from ferrum_rpc.wire.status import CODE_BY_REASON
 
 ROOT = Path(__file__).parents[2]
@@ -42,8 +43,14 @@ FILES = (
 )
 
 
-LANDED_REVISION = 6
-LANDED_SHA256 = "25a80cedede0e2143fc7be723bd5721bb585463d226d2b6553cdec54bf356773"
+SERVICES = {
+    name: {method.name for method in service.methods}
+    for module in FILES
+    for name, service in module.DESCRIPTOR.services_by_name.items()
+}
+
+LANDED_REVISION = 7
+LANDED_SHA256 = "578cb1e2bf3fb83685de7816576936c5695df5c9d2a246885ccc596c13304d49"
 """Of `protos/landed.binpb`, the contract with which `buf breaking` compares."""
 
 
@@ -79,6 +86,9 @@ def test_lint_compares_with_the_last_revision_that_landed() -> None:
     assert SCHEMA_REVISION - LANDED_REVISION in (0, 1), (
         f"protos/landed.binpb is of revision {LANDED_REVISION}: write revision {SCHEMA_REVISION - 1} to it first"
     )
+    assert (LANDED_SHA256 == SCHEMA_SHA256) == (LANDED_REVISION == SCHEMA_REVISION), (
+        "the contract and its revision change together; protos/landed.binpb is written before protos/ are edited"
+    )
 
 
 def test_every_rpc_has_its_own_request_and_response() -> None:
@@ -91,6 +101,30 @@ def test_every_rpc_has_its_own_request_and_response() -> None:
                     seen.add(message.full_name)
                 assert method.input_type.name == f"{method.name}Request"
                 assert method.output_type.name == f"{method.name}Response"
+
+
+def test_each_capability_has_one_name_everywhere() -> None:
+    numbers = {
+        value.number: value.name.removeprefix("CAPABILITY_")
+        for value in info_pb2.Capability.DESCRIPTOR.values
+        if value.number
+    }
+    assert {each.value: each.name for each in Capability} == numbers
+    assert set(CAPABILITIES) <= set(numbers)
+
+
+def test_the_page_has_each_call_each_output_and_each_revision() -> None:
+    text = (ROOT / "docs/contract.md").read_text(encoding="utf-8")
+
+    def first_cells(heading: str) -> list[str]:
+        section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+        return re.findall(r"^\| `?(\w+)", section.partition("\n|---")[2].partition("\n\n")[0], re.M)
+
+    services = dict(re.findall(r"^\| `(\w+)`[^|]*\| (.*) \|$", text.partition("## What there is")[2], re.M))
+    assert {name: set(re.findall(r"`(\w+)`", services[name])) for name in services.keys() & SERVICES.keys()} == SERVICES
+    kinds = {each.name for each in output_pb2.OutputSpec.DESCRIPTOR.oneofs_by_name["kind"].fields}
+    assert set(first_cells("Outputs: request only what you use")) == kinds
+    assert first_cells("Versions") == [str(number + 1) for number in range(SCHEMA_REVISION)]
 
 
 def test_every_proto_is_pinned() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from ferrum_rpc import cli
+from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.client.fleet import FleetClient
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = ("architecture.md", "kernels.md")
@@ -103,6 +105,14 @@ def test_the_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
 
 
 TEXTS = [".md", ".py", ".toml", ".yaml"]
+
+
+def test_what_a_fleet_lacks_is_on_its_page() -> None:
+    text = (ROOT / "docs" / "fleet.md").read_text("utf-8")
+    table = text.partition("`ExecutorClient` has these methods, and a fleet does not:")[2].split("\n\n")[1]
+    named = {name for row in table.splitlines()[2:] for name in code(row.split("|")[1])}
+    lacking = {each for each in dir(ExecutorClient) if not each.startswith("_")} - {*dir(FleetClient)}
+    assert named - {"all_or_nothing", "lease_id"} == lacking
 
 
 def test_nothing_says_that_this_project_is_on_a_package_index() -> None:

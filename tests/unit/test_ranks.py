@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,10 +19,12 @@ import torch
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import (
+    Accept,
     FullLogits,
     Greedy,
     HiddenStates,
     NextToken,
+    OutputKind,
     OutputSpec,
     Positions,
     RankState,
@@ -135,6 +137,11 @@ KINDS: dict[str, Any] = {
     "scores": NextToken(following_token=5),
     "logits": FullLogits(),
 }
+
+
+def test_every_kind_of_output_is_compared() -> None:
+    """But `Accept`: tests/numerics/test_vocab_parallel.py."""
+    assert {type(kind) for kind in KINDS.values()} == {*get_args(OutputKind)} - {Accept}
 
 
 @pytest.mark.parametrize(
