@@ -28,7 +28,8 @@ from ferrum_rpc.service import control
 from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.service.guard.bind import PortInUse
 from ferrum_rpc.service.guard.watched_file import SecurityError
-from ferrum_rpc.service.metrics import Metrics, MetricsServer, registry_of
+from ferrum_rpc.service.metrics import Metrics, registry_of
+from ferrum_rpc.service.metrics_server import MetricsServer
 from ferrum_rpc.service.nixl import make_agent
 from ferrum_rpc.service.server import ExecutorServer
 from ferrum_rpc.service.telemetry import Tracing, TracingError, connect

@@ -18,7 +18,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import session_pb2, types_pb2
 from ferrum_rpc.service.error_log import ADVICE
-from ferrum_rpc.service.metrics import Metrics, MetricsServer, registry_of
+from ferrum_rpc.service.metrics import Metrics, registry_of
+from ferrum_rpc.service.metrics_server import MetricsServer
 from ferrum_rpc.service.telemetry import Tracing
 from tests.exposition import Series, fetch, problems, series, value
 from tests.service.test_session import opened

@@ -21,7 +21,8 @@ from ruamel.yaml import YAML
 
 from ferrum_rpc.client import ExecutorClient, tls
 from ferrum_rpc.errors import KvBlocksExhausted, QueueFull, StepFailed, Unauthenticated
-from ferrum_rpc.service.metrics import Metrics, MetricsServer, registry_of
+from ferrum_rpc.service.metrics import Metrics, registry_of
+from ferrum_rpc.service.metrics_server import MetricsServer
 from tests.e2e.test_ranks import free_port
 from tests.exposition import fetch
 from tests.faults.process import serving

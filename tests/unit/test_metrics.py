@@ -26,12 +26,13 @@ from ferrum_rpc.config import ModelSettings, ServeSettings
 from ferrum_rpc.core import CacheState, RankState, StepTiming
 from ferrum_rpc.engine.api import EngineCounters
 from ferrum_rpc.errors import ERROR_BY_REASON, InvalidRequest, QueueFull, Reason
-from ferrum_rpc.service import metrics, telemetry
+from ferrum_rpc.service import metrics_server, telemetry
 from ferrum_rpc.service.error_log import ADVICE, BURST, ErrorLog
 from ferrum_rpc.service.guard.bind import PortInUse
 from ferrum_rpc.service.health import HealthService
 from ferrum_rpc.service.meters import POWERS, SECONDS, Histogram, StepMeter
-from ferrum_rpc.service.metrics import MAX_CONNECTIONS, Metrics, MetricsServer, _Quiet, _Server, registry_of
+from ferrum_rpc.service.metrics import Metrics, registry_of
+from ferrum_rpc.service.metrics_server import MAX_CONNECTIONS, MetricsServer, _Quiet, _Server
 from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.telemetry import TracingError, connect
@@ -151,7 +152,7 @@ def test_whoever_holds_connections_open_holds_up_nobody_and_no_thread_for_long(s
 
 
 def test_a_request_that_comes_byte_by_byte_has_its_end(scraped: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(metrics_server, "REQUEST_TIMEOUT_S", 0.3)
     with connection(scraped) as slow:
         slow.settimeout(0.02)
         for _ in range(1500):
