@@ -109,6 +109,12 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
         return self._request.executor
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were found in the prefix cache. It is known with the answer of the first run, so it
+        may be 0 until the text has ended; the first token has it only if it came with that answer."""
+        return self._request.cached_tokens or 0
+
+    @property
     def token_ids(self) -> list[int]:
         """All tokens of the text so far, read or not, without a stop token. The tokens of a stop string are among
         them."""

@@ -56,6 +56,16 @@ class Letters:
         return "".join(chr(0x4E00 + token) for token in tokens)
 
 
+async def test_the_cached_tokens_of_a_prompt_are_known_at_the_end_of_its_text() -> None:
+    async with identity(kv_blocks=512) as served, Scheduler(served.target) as scheduler:
+        found = []
+        for _ in range(2):
+            stream = scheduler.submit(asked(PROMPT, stop=()))
+            await stream.all()
+            found.append(stream.cached_tokens)
+        assert found == [0, (len(PROMPT) - 1) // 4 * 4]
+
+
 @pytest.mark.parametrize("blocks", [512, 48])
 @pytest.mark.parametrize("output", ["greedy", "sampled"])
 async def test_texts_that_arrive_at_random_are_those_of_the_client_alone(blocks: int, output: str) -> None:
