@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ferrum_rpc import __version__
 from ferrum_rpc.fleet.options import OWN_SETTINGS, add_fleet_flags
+from ferrum_rpc.fronts.options import add_worker_flags
 from ferrum_rpc.install import install
 from ferrum_rpc.runtime import prepare
 from ferrum_rpc.usage import TOKEN_VARIABLE, ConfigError, hint
@@ -32,7 +33,7 @@ EXIT_INTERRUPTED = 130
 MIN_INTERVAL_S = 0.1
 """Of `top`, which requests the status of every server twice in it."""
 
-EXTRAS = {"ray": "ray", "rich": "scheduler"}
+EXTRAS = {"ray": "ray", "rich": "scheduler", "smg_grpc_proto": "smg"}
 """The smallest extras with packages that commands other than `serve` need; of any other package it is `server`."""
 
 
@@ -96,9 +97,10 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
         ("generate", "complete a prompt greedily on a running server"),
         ("bench", "measure a running server as a remote scheduler"),
         ("top", "watch the state, load and rates of several servers"),
+        ("worker", "serve the texts of servers to an existing router, for OpenAI clients"),
     ):
         command = commands.add_parser(name, help=text, allow_abbrev=False)
-        if name != "top":
+        if name not in ("top", "worker"):
             command.add_argument("--target", default="127.0.0.1:50051", help="host:port of the server, or unix:PATH")
         command.add_argument("--timeout", type=float, default=10.0, help="seconds to wait for an answer")
         command.add_argument("--tls", action="store_true", help="use TLS; implied by the next three flags")
@@ -116,6 +118,8 @@ def build_parser(*, settings: bool = True) -> tuple[Parser, dict[str, Parser]]:
     named["top"].add_argument("--once", action="store_true", help="write one table, or one JSON document, and end")
     named["top"].add_argument("--interval-s", type=_interval, default=1.0, help="seconds that rates cover (default: 1)")
     named["top"].set_defaults(timeout=2.0)  # until a server that does not answer is shown so
+    add_worker_flags(named["worker"])
+    named["worker"].set_defaults(timeout=60.0)
     for name in (
         "plan",
         "doctor",
@@ -245,13 +249,15 @@ def _run(parsed: argparse.Namespace) -> int:
         return _fleet(parsed)
     if parsed.command == "rank":
         return _follow(trusted=parsed.trust_rank_network)
+    parsed.token = os.environ.get(TOKEN_VARIABLE)  # never a flag: `ps` shows those to every user
+    if parsed.command == "worker":
+        return _work(parsed)
     from ferrum_rpc import ask
     from ferrum_rpc.bench.program import bench
     from ferrum_rpc.client.encryption import explained
     from ferrum_rpc.errors import ExecutorError, Unauthenticated
     from ferrum_rpc.top.program import top
 
-    parsed.token = os.environ.get(TOKEN_VARIABLE)  # never a flag: `ps` shows those to every user
     command = {"bench": bench, "top": top}.get(parsed.command) or getattr(ask, parsed.command)
     try:
         status: int = asyncio.run(command(parsed))
@@ -261,6 +267,14 @@ def _run(parsed: argparse.Namespace) -> int:
         if isinstance(error, Unauthenticated):
             print(f"name a file with a token: --token-file FILE, or set ${TOKEN_VARIABLE}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _work(parsed: argparse.Namespace) -> int:
+    from ferrum_rpc.fronts.program import worker
+    from ferrum_rpc.runtime import choose_loop
+
+    with asyncio.Runner(loop_factory=choose_loop("auto").make) as runner:
+        return runner.run(worker(parsed))
 
 
 def _fleet(parsed: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -132,9 +133,21 @@ FLOORS: dict[str, Floor] = {
         "config core errors weights models engine.operations engine.assembly engine.assembly.build",
         "numpy torch transformers",
     ),
+    # what any server of this package needs to open a port
+    "ferrum_rpc.service.trace_context": Floor("", "grpc"),
+    "ferrum_rpc.service.guard.watched_file": Floor("", "structlog"),
+    "ferrum_rpc.service.guard.auth": Floor(
+        "core errors service.guard.watched_file service.trace_context", "grpc_health structlog"
+    ),
+    "ferrum_rpc.service.guard.tls": Floor("service.guard.auth service.guard.watched_file", "grpc structlog"),
+    "ferrum_rpc.service.guard.bind": Floor(
+        "service.guard.auth service.guard.tls service.guard.watched_file", "grpc structlog"
+    ),
+    "ferrum_rpc.service.metrics_server": Floor("service.guard.bind", "prometheus_client"),
     "ferrum_rpc.service": Floor(
         "ferrum_rpc core errors failpoints install prefix_hash private_files executor wire engine.liveness engine.api "
-        "engine.commands engine.thread engine.process.parent",
+        "engine.commands engine.thread engine.process.parent service.guard.auth service.guard.bind service.guard.tls "
+        "service.guard.watched_file service.metrics_server service.trace_context",
         "crc32c google grpc grpc_health grpc_reflection nixl numpy opentelemetry prometheus_client structlog",
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor prefix_hash wire", "google grpc grpc_health numpy"),
@@ -157,17 +170,26 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.rank": Floor("errors engine.channel engine.ranks engine.ranks.world runtime", "torch"),
     "ferrum_rpc.serve": Floor(
         "ferrum_rpc core errors failpoints engine.liveness engine.process.parent engine.api engine.ranks.world "
-        "service building logs config usage runtime",
+        "service service.guard.auth service.guard.bind service.guard.watched_file service.metrics_server building logs "
+        "config usage runtime",
         "structlog",
     ),
     # of `bench` the flags alone: `--help` loads no client
     "ferrum_rpc.bench": Floor("ferrum_rpc core errors client ask terminal", "numpy"),
     "ferrum_rpc.top": Floor("ferrum_rpc client ask terminal", "rich"),
+    # a program on the scheduler, for routers; of its flags none needs a package: `--help` loads them
+    "ferrum_rpc.fronts.options": Floor(),
+    "ferrum_rpc.fronts": Floor(
+        "ferrum_rpc client scheduler ask logs fronts.options service.guard.auth service.guard.bind service.guard.tls "
+        "service.guard.watched_file service.metrics_server",
+        "google grpc grpc_health numpy prometheus_client smg_grpc_proto structlog tokenizers",
+    ),
     # of `fleet` the flags alone: `--help` loads no Ray
     "ferrum_rpc.fleet": Floor(),
     "ferrum_rpc.fleet.cluster": Floor("fleet", "ray"),
     "ferrum_rpc.cli": Floor(
-        "ferrum_rpc errors config install usage client ask bench top fleet fleet.cluster plan doctor rank serve runtime"
+        "ferrum_rpc errors config install usage client ask bench top fronts fronts.options fleet fleet.cluster plan "
+        "doctor rank serve runtime"
     ),
     "clients": Floor("core errors client scheduler", "jsonschema llguidance numpy rich tokenizers"),
     "clients.scheduler": Floor("client scheduler", "tokenizers"),
@@ -333,11 +355,12 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 def test_what_may_not_import_torch_does_not_load_it_either() -> None:
     """The service floor, the wire, the client, the command line: all of them together."""
+    extras = {"ray"} | {name for name in ("smg_grpc_proto",) if importlib.util.find_spec(name) is None}
     light = [
         module
         for module in this_tree().files
         if (home := floor_of(module)) is not None
-        and {"torch", "ray"}.isdisjoint(FLOORS[home].outside.split())  # Ray is an extra
+        and ({"torch"} | extras).isdisjoint(FLOORS[home].outside.split())
         and not module.endswith("__main__")
     ]
     assert {"ferrum_rpc.service.server", "ferrum_rpc.client", "ferrum_rpc.cli", "ferrum_rpc.kv.manager"} <= set(light)

@@ -1,0 +1,358 @@
+"""The methods of the ``vllm_engine`` protocol on a scheduler.
+
+`port` calls them, and makes what they raise a status of the protocol. A call that its client leaves is cancelled, and
+with it its texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing
+from datetime import UTC, datetime
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import structlog
+from smg_grpc_proto.generated import common_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+from ferrum_rpc import __version__
+from ferrum_rpc.client import (
+    NO_ANSWER,
+    SEQUENCE_GONE,
+    TRY_LATER,
+    Draining,
+    ExecutorClient,
+    ExecutorError,
+    ExecutorInfo,
+    GrammarTooComplex,
+    HiddenStates,
+    InvalidRequest,
+    OutputSpec,
+    Positions,
+    RowLogprobs,
+    StreamToken,
+    TransportError,
+)
+from ferrum_rpc.client.fleet import Members
+from ferrum_rpc.fronts.answers import ChoiceMessages, PromptScores, prompt_scores
+from ferrum_rpc.fronts.blocks import BlockReport, BlockWatcher
+from ferrum_rpc.fronts.folder import ModelFolder, in_chunks
+from ferrum_rpc.fronts.load import WorkLoad
+from ferrum_rpc.fronts.requests import Generation, generation_of, prompt_of
+from ferrum_rpc.scheduler import RequestEnd, Scheduler, TextRequest, TokenStream
+
+Found = TypeVar("Found")
+
+SERVER_TYPE: Final = "vllm-grpc"
+GRAMMARS_BEGIN: Final = "first_token"
+TRIES: Final = 3
+"""Executors at which a prompt is scored or embedded, if the ones before are gone or full."""
+
+SCORES_AT_ONCE: Final = 8
+"""Prompts that are scored or embedded at once: they are outside the scheduler's admission."""
+
+ELSEWHERE: Final = (*NO_ANSWER, *SEQUENCE_GONE, *TRY_LATER)
+
+log = structlog.get_logger("ferrum_rpc.fronts")
+
+Send = Callable[[Any], Awaitable[None]]
+
+
+class CacheEventsCursor(Exception):
+    """A subscription that is to continue an earlier one, which is not offered."""
+
+
+class ConstraintFailed(Exception):
+    """A text that has begun cannot go on under its constraint."""
+
+
+class EngineMethods:
+    """What the protocol's methods do. ``model_name``: under which the router lists the model. ``draining``: set by
+    `drain`; no more texts are taken."""
+
+    def __init__(
+        self, scheduler: Scheduler, members: Members, folder: ModelFolder, load: WorkLoad, *, model_name: str = ""
+    ) -> None:
+        self.draining = False
+        self.members = members
+        self._scheduler = scheduler
+        self._folder = folder
+        self.load = load
+        self._model_name = model_name
+        self._report = BlockReport()
+        self._watcher = BlockWatcher(members, self._report)
+        self._streams: dict[str, list[TokenStream]] = {}
+        self._scores = asyncio.Semaphore(SCORES_AT_ONCE)
+
+    async def watch(self) -> None:
+        """Follow the executors' caches, until it is cancelled."""
+        await self._watcher.watch()
+
+    async def drain(self) -> None:
+        """Take no more texts, and wait until those that were taken have ended."""
+        self.draining = True
+        await self._scheduler.drain()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether texts are taken and an executor serves."""
+        return not self.draining and bool(self.members.serving)
+
+    @property
+    def texts(self) -> int:
+        """Texts that have not ended."""
+        return self.load.requests
+
+    # --- texts ------------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Any, send: Send) -> None:
+        """``Generate``: a message for new tokens of each text if it is streamed, and a last one for each text."""
+        info = await self._info()
+        generation = generation_of(request, info, self._max_context, self._folder.tokenizer)
+        text = await self._constrained(generation)
+        scores = await self._prompt_scores(generation)
+        async with AsyncExitStack() as leaving:
+            streams = self._submit(text, generation.n)
+            for stream in streams:
+                leaving.callback(self._leave, generation.request_id, stream)
+                self._streams.setdefault(generation.request_id, []).append(stream)
+            self._watcher.learn(text.prompt)
+            choices = [ChoiceMessages(generation, *each, scores) for each in enumerate(streams)]
+            try:
+                await self._send_texts(generation, streams, choices, send)
+            except (GrammarTooComplex, InvalidRequest) as error:
+                if generation.constraint is None or "grammar" not in (error.field or "grammar"):
+                    raise
+                raise ConstraintFailed(error.message) from error
+            self.load.cached_tokens += streams[0].cached_tokens
+            for stream in streams:
+                self._watcher.learn([*text.prompt, *stream.token_ids])
+
+    async def _constrained(self, generation: Generation) -> TextRequest:
+        if generation.constraint is None:
+            return generation.text
+        grammar = await self._scheduler.register_grammar(*generation.constraint)
+        return generation.constrained(grammar)
+
+    def _submit(self, text: TextRequest, n: int) -> list[TokenStream]:
+        if self.draining:
+            raise Draining("the worker is draining")
+        streams = self._scheduler.submit_choices(text, n)
+        self.load.requests += n
+        self.load.prompt_tokens += len(text.prompt)
+        self.load.waiting_tokens += len(text.prompt)
+        return streams
+
+    def _leave(self, request_id: str, stream: TokenStream) -> None:
+        """A text has ended, or its client has left."""
+        stream.cancel()
+        end = stream.end or RequestEnd.CANCELLED
+        self.load.requests -= 1
+        self.load.finished[end.name.lower()] += 1
+        others = self._streams[request_id]
+        others.remove(stream)
+        if not others:
+            del self._streams[request_id]
+
+    async def _send_texts(
+        self, generation: Generation, streams: list[TokenStream], choices: list[ChoiceMessages], send: Send
+    ) -> None:
+        load, waits = self.load, True
+        try:
+            async with aclosing(_together(streams)) as together:
+                async for index, tokens in together:
+                    if waits:
+                        waits = False
+                        load.waiting_tokens -= len(generation.text.prompt)
+                    load.chosen_tokens += len(tokens)
+                    choice = choices[index]
+                    if not tokens:
+                        await send(choice.complete())
+                    elif generation.stream:
+                        await send(choice.chunk(tokens))
+                    else:
+                        choice.collect(tokens)
+        finally:
+            load.waiting_tokens -= len(generation.text.prompt) if waits else 0
+
+    async def abort(self, request: Any) -> Any:
+        """``Abort``: the texts end where they are, with the reason ``abort``. Unknown requests have ended."""
+        for request_id in request.request_ids:
+            for stream in list(self._streams.get(request_id, ())):
+                stream.cancel()
+        return pb.AbortResponse()
+
+    # --- prompts ----------------------------------------------------------------------------------------------------
+
+    async def _prompt_scores(self, generation: Generation) -> PromptScores | None:
+        """The scores of the prompt, if they are wanted."""
+        if (top := generation.prompt_logprobs) is None:
+            return None
+        prompt, answer = generation.text.prompt, None
+        if len(prompt) > 1:
+            logprobs = RowLogprobs(top) if top else None
+            answer = await self._somewhere(lambda client: client.score(prompt, logprobs=logprobs))
+        return prompt_scores(prompt, answer, top)
+
+    async def embed(self, request: Any) -> Any:
+        """``Embed``: the last token's row behind the final norm, at length 1, as vLLM pools a model that generates."""
+        if not request.HasField("tokenized"):
+            raise InvalidRequest("EmbedRequest requires tokenized input", field="tokenized")
+        info = await self._info()
+        prompt = prompt_of(request.tokenized, info, self._max_context)
+
+        async def last_row(client: ExecutorClient) -> np.ndarray[Any, np.dtype[np.float32]]:
+            async with client.sequence() as sequence:
+                answer = await sequence.prefill(prompt, OutputSpec(Positions.LAST, HiddenStates()))
+                found: np.ndarray[Any, np.dtype[np.float32]] = answer.hidden_states[0]
+                return found
+
+        row = await self._somewhere(last_row)
+        length = float(np.linalg.norm(row))
+        found = row / length if length > 0 else row
+        return pb.EmbedResponse(embedding=found.tolist(), prompt_tokens=len(prompt), embedding_dim=len(found))
+
+    async def _somewhere(self, run: Callable[[ExecutorClient], Awaitable[Found]]) -> Found:
+        """Run something that keeps nothing at the executor that has least to do; at another one if that is lost."""
+        if self.draining:
+            raise Draining("the worker is draining")
+        async with self._scores:
+            for left in reversed(range(TRIES)):
+                await self._scheduler.ready()
+                serving = self.members.serving
+                try:
+                    return await run(min(serving, key=_queued).client)
+                except ExecutorError as error:
+                    if not (left and isinstance(error, ELSEWHERE)):
+                        raise
+                    await asyncio.gather(*map(self.members.look, serving))
+        raise TransportError("no executor has answered")
+
+    # --- about the worker -------------------------------------------------------------------------------------------
+
+    async def _info(self) -> ExecutorInfo:
+        if self.draining:
+            raise Draining("the worker is draining")
+        return await self._scheduler.info()
+
+    @property
+    def _max_context(self) -> int:
+        """The longest context of an executor that is there."""
+        return max(each.max_context for each in self.members.there)
+
+    async def health_check(self, request: Any) -> Any:
+        """``HealthCheck``: whether an executor serves and the worker takes texts."""
+        message = "Health" if self.healthy else "the worker is draining" if self.draining else "no executor serves"
+        return pb.HealthCheckResponse(healthy=self.healthy, message=message)
+
+    async def get_model_info(self, request: Any) -> Any:
+        """``GetModelInfo``."""
+        info = await self._info()
+        model, folder, longest = info.model, self._folder, self._max_context
+        return pb.GetModelInfoResponse(
+            model_path=str(folder.path),
+            is_generation=True,
+            max_context_length=longest,
+            vocab_size=model.vocab_size,
+            served_model_name=self._model_name or model.name,
+            tokenizer_path=str(folder.path),
+            model_type=folder.model_type,
+            architectures=folder.architectures or [model.architecture],
+            eos_token_ids=model.eos_token_ids,
+            pad_token_id=folder.pad_token_id,
+            bos_token_id=model.bos_token_id or 0,
+            max_req_input_len=longest,
+            default_sampling_params_json=folder.sampling_defaults(),
+        )
+
+    async def get_server_info(self, request: Any) -> Any:
+        """``GetServerInfo``."""
+        info = await self._info()
+        return pb.GetServerInfoResponse(
+            active_requests=self.load.requests,
+            is_paused=self.draining,
+            uptime_seconds=self.load.uptime_s,
+            server_type=SERVER_TYPE,
+            data_parallel_size=1,
+            kv_cache_dtype=info.model.kv_dtype,
+            block_size=info.block_size,
+            attention_backend=info.device.attention_backend,
+            model_dtype=info.model.weight_dtype,
+            max_num_seqs=self.load.max_running * len(self.members.serving),
+            constrained_decoding_start=GRAMMARS_BEGIN,
+        )
+
+    async def get_loads(self, request: Any) -> Any:
+        """``GetLoads``: of all executors together, as one rank."""
+        return pb.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=f"ferrum-rpc {__version__}",
+            dp_rank_count=1,
+            loads=[self.load.message()],
+        )
+
+    async def get_tokenizer(self, request: Any, send: Send) -> None:
+        """``GetTokenizer``: a zip of the tokenizer's files in pieces, the last one with its SHA-256."""
+        data, sha256 = await self._folder.zipped()
+        for piece, last in in_chunks(data):
+            await send(common_pb2.GetTokenizerChunk(data=piece, sha256=sha256 if last else ""))
+
+    async def subscribe_kv_events(self, request: Any, send: Send) -> None:
+        """``SubscribeKvEvents``: the blocks that are cached, then the changes, for as long as the subscriber stays."""
+        if request.start_sequence_number:
+            raise CacheEventsCursor("events are numbered for each subscription; subscribe again from zero")
+        async with aclosing(self._report.batches()) as batches:
+            async for batch in batches:
+                await send(batch)
+
+
+def _queued(member: Any) -> int:
+    return 0 if member.pressure is None else int(member.pressure.queued_tokens)
+
+
+async def _together(streams: list[TokenStream]) -> AsyncGenerator[tuple[int, list[StreamToken]], None]:
+    """The tokens of several texts as they come: those that came together, with the index of their text. A text ends
+    with an empty list. Raises the error of the first one that fails."""
+    if len(streams) == 1:
+        async with aclosing(_arrivals(streams[0])) as arrivals:
+            async for tokens in arrivals:
+                yield 0, tokens
+        return
+    queue: asyncio.Queue[tuple[int, list[StreamToken] | BaseException]] = asyncio.Queue()
+
+    async def read(index: int, stream: TokenStream) -> None:
+        try:
+            async with aclosing(_arrivals(stream)) as arrivals:
+                async for tokens in arrivals:
+                    queue.put_nowait((index, tokens))
+        except Exception as error:
+            queue.put_nowait((index, error))
+
+    readers = [asyncio.create_task(read(*each)) for each in enumerate(streams)]
+    try:
+        left = len(streams)
+        while left:
+            index, found = await queue.get()
+            if isinstance(found, BaseException):
+                raise found
+            left -= not found
+            yield index, found
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _arrivals(stream: TokenStream) -> AsyncGenerator[list[StreamToken], None]:
+    """The tokens of a text, those in one list that came together, and an empty list at its end."""
+    tokens: list[StreamToken] = []
+    async for token in stream:
+        tokens.append(token)
+        if not token.more:
+            yield tokens
+            tokens = []
+    if tokens:
+        yield tokens
+    yield []

@@ -1,0 +1,263 @@
+"""Each field of the protocol's request: what it becomes, or the refusal that names it. None is dropped silently."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from ferrum_rpc.client import GrammarKind, Greedy, InvalidRequest, RowLogprobs, Sample
+from ferrum_rpc.client.info import ExecutorInfo
+from ferrum_rpc.core import DeviceInfo, ModelInfo
+from ferrum_rpc.fronts.requests import SERVED, Generation, generation_of
+from tests.serving import LIMITS
+
+pb = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2", reason="smg-grpc-proto is not installed")
+
+END, VOCABULARY, CONTEXT = 256, 264, 100
+MODEL = ModelInfo("m", "a", VOCABULARY, CONTEXT, 1, 8, 1, 1, 8, 1, "f32", "f32", eos_token_ids=(END,))
+INFO = ExecutorInfo("", 7, 1, "i", MODEL, 16, 64, LIMITS, frozenset(), DeviceInfo("cpu", "", 0, 1, ""))
+PROMPT = [5, 6, 7]
+
+
+class Bytes:
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Any) -> str:
+        return bytes(tokens).decode()
+
+
+def request(text: str | None = None, prompt: list[int] = PROMPT, stream: bool = False, **sampling: Any) -> Any:
+    made = pb.GenerateRequest(request_id="r", stream=stream, sampling_params=pb.SamplingParams(**sampling))
+    if text is None:
+        made.tokenized.input_ids.extend(prompt)
+    else:
+        made.text = text
+    return made
+
+
+def read(made: Any, tokenizer: Any = None) -> Generation:
+    return generation_of(made, INFO, CONTEXT, tokenizer or Bytes())
+
+
+def output(**sampling: Any) -> Greedy | Sample:
+    return read(request(**sampling)).text.output
+
+
+# --- every field ------------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "GenerateRequest": {
+        "kv_transfer_params": {"remote_host": "h"},
+        "kv_transfer_params_json": "{}",
+        "mm_inputs": {"im_token_id": 3},
+        "extra_mm_inputs": [{"im_token_id": 3}],
+        "media_refs": {"items": [{"url": "data:"}]},
+    },
+    "SamplingParams": {"structural_tag": "{}"},
+}
+"""A value for each field that is refused."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_field_of_the_protocol_is_either_served_or_refused(name: str) -> None:
+    fields = set(pb.DESCRIPTOR.message_types_by_name[name].fields_by_name)
+    assert SERVED[name] | REFUSED[name].keys() == fields
+    assert SERVED[name].isdisjoint(REFUSED[name])
+
+
+@pytest.mark.parametrize(("message", "field"), [(message, field) for message in REFUSED for field in REFUSED[message]])
+def test_a_field_that_is_not_served_is_refused_by_its_name(message: str, field: str) -> None:
+    made = request()
+    given = {field: REFUSED[message][field]}
+    made.MergeFrom(
+        pb.GenerateRequest(**given)
+        if message == "GenerateRequest"
+        else pb.GenerateRequest(sampling_params=pb.SamplingParams(**given))
+    )
+    with pytest.raises(InvalidRequest, match=f"{field} is not supported") as refusal:
+        read(made)
+    assert refusal.value.field == field
+
+
+CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
+    "temperature": ({"temperature": 0.5}, lambda each: each.text.output.temperature == 0.5),
+    "top_p": ({"top_p": 0.5}, lambda each: each.text.output.top_p == 0.5),
+    "top_k": ({"top_k": 9}, lambda each: each.text.output.top_k == 9),
+    "min_p": ({"min_p": 0.5}, lambda each: each.text.output.min_p == 0.5),
+    "frequency_penalty": ({"frequency_penalty": 1.5}, lambda each: each.text.output.frequency_penalty == 1.5),
+    "presence_penalty": ({"presence_penalty": -1.5}, lambda each: each.text.output.presence_penalty == -1.5),
+    "repetition_penalty": ({"repetition_penalty": 1.5}, lambda each: each.text.output.repetition_penalty == 1.5),
+    "max_tokens": ({"max_tokens": 7}, lambda each: each.text.max_tokens == 7),
+    "min_tokens": ({"min_tokens": 3}, lambda each: each.text.min_tokens == 3),
+    "stop": ({"stop": ["a", "b"]}, lambda each: each.text.stop_strings == ("a", "b")),
+    "stop_token_ids": ({"stop_token_ids": [9, 3]}, lambda each: each.text.stop == (3, 9, END)),
+    "ignore_eos": ({"ignore_eos": True}, lambda each: each.text.stop == ()),
+    "n": ({"n": 4}, lambda each: each.n == 4),
+    "logprobs": ({"logprobs": 2}, lambda each: each.text.output.logprobs == RowLogprobs(2)),
+    "prompt_logprobs": ({"prompt_logprobs": 0}, lambda each: each.prompt_logprobs == 0),
+    "seed": ({"seed": -2}, lambda each: each.text.output.seed == 2**64 - 2),
+    "logit_bias": ({"logit_bias": {9: 1.5, 3: -2.0}}, lambda each: each.text.output.bias == ((3, -2.0), (9, 1.5))),
+    "truncate_prompt_tokens": ({"truncate_prompt_tokens": 2}, lambda each: each.text.prompt == (6, 7)),
+    "json_schema": ({"json_schema": "{}"}, lambda each: each.constraint == (GrammarKind.JSON_SCHEMA, "{}")),
+    "regex": ({"regex": "a+"}, lambda each: each.constraint == (GrammarKind.REGEX, "a+")),
+    "grammar": ({"grammar": 'start: "a"'}, lambda each: each.constraint == (GrammarKind.LARK, 'start: "a"')),
+    "json_object": (
+        {"json_object": True},
+        lambda each: (
+            (each.constraint.kind, json.loads(each.constraint.text)) == (GrammarKind.JSON_SCHEMA, {"type": "object"})
+        ),
+    ),
+    "choice": (
+        {"choice": {"choices": ["a", 'b"', "a"]}},
+        lambda each: each.constraint == (GrammarKind.LARK, 'start: CHOICE\nCHOICE: "a" | "b\\""'),
+    ),
+}
+"""A value for each field that changes what is computed, and what it changes."""
+
+OF_THE_TEXT = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
+"""The router makes the text of the token ids."""
+
+AS_IT_IS = {"grammar_from_first_token"}
+
+
+def test_every_served_field_of_sampling_is_tried_here() -> None:
+    assert CHANGES.keys() | OF_THE_TEXT | AS_IT_IS == SERVED["SamplingParams"]
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_field_changes_what_it_says_and_nothing_without_it(field: str) -> None:
+    sampling, holds = CHANGES[field]
+    assert holds(read(request(**sampling)))
+    assert not holds(read(request(**({"json_schema": '{"a": 1}'} if field == "json_object" else {"regex": "x"}))))
+
+
+@pytest.mark.parametrize("field", sorted(OF_THE_TEXT | AS_IT_IS))
+def test_fields_of_the_text_leave_the_tokens_as_they_are(field: str) -> None:
+    assert read(request(**{field: True})) == read(request())
+
+
+def test_the_rest_of_a_request() -> None:
+    made = request(stream=True)
+    made.data_parallel_rank = 0
+    found = read(made)
+    assert (found.request_id, found.stream, found.n) == ("r", True, 1)
+    assert found.text.prompt == tuple(PROMPT)
+    assert read(request("héy")).text.prompt == tuple("héy".encode())
+
+
+# --- defaults ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_without_parameters_has_the_protocols_defaults() -> None:
+    made = pb.GenerateRequest()
+    made.tokenized.input_ids.extend(PROMPT)
+    found = read(made)
+    assert found.text.output == Sample(penalty_from=3)
+    assert found.text.max_tokens == CONTEXT - len(PROMPT)
+    assert (found.text.stop, found.text.stop_strings, found.n) == ((END,), (), 1)
+    assert (found.top_logprobs, found.prompt_logprobs, found.constraint) == (None, None, None)
+    full = read(request(prompt=[1] * CONTEXT))
+    assert full.text.max_tokens == 1
+
+
+def test_temperature_0_is_greedy_and_keeps_penalties_and_biases() -> None:
+    assert output(temperature=0.0, top_p=0.3, seed=4) == Greedy()
+    assert output(temperature=0.0, logprobs=0) == Greedy(logprob=True)
+    assert output(temperature=0.0, logprobs=5) == Greedy(logprob=True, logprobs=RowLogprobs(5))
+    penalised = output(temperature=0.0, presence_penalty=1.0)
+    assert penalised == Sample(temperature=0.0, presence_penalty=1.0, penalty_from=3)
+    assert output(temperature=0.0, logit_bias={3: 1.0}) == Sample(temperature=0.0, bias=((3, 1.0),), penalty_from=3)
+
+
+def test_a_grammar_begins_behind_the_prompt() -> None:
+    found = read(request(regex="a"))
+    constrained = found.constrained(b"g" * 32)
+    assert (constrained.output.grammar, constrained.output.grammar_from) == (b"g" * 32, 3)
+    assert constrained.prompt == found.text.prompt
+
+
+def test_ebnf_becomes_lark() -> None:
+    found = read(request(grammar='root ::= "ab"')).constraint
+    assert found == (GrammarKind.LARK, 'start: r0\nr0: "a" "b"')
+
+
+def test_all_log_probabilities_are_those_of_the_vocabulary() -> None:
+    assert LIMITS.max_top_tokens < VOCABULARY
+    with pytest.raises(
+        InvalidRequest, match="Requested sample logprobs of 264, which is greater than max allowed: 256"
+    ):
+        read(request(logprobs=-1))
+
+
+# --- what is wrong, in the words of the protocol's own engine ---------------------------------------------------------
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "temperature": ({"temperature": -1.0}, "temperature must be non-negative, got -1."),
+    "no temperature": ({"temperature": math.nan}, "temperature must be non-negative, got nan."),
+    "infinite temperature": ({"temperature": math.inf}, "temperature must be non-negative, got inf."),
+    "top_p": ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5."),
+    "no top_p": ({"top_p": math.nan}, r"top_p must be in \(0, 1\], got nan."),
+    "min_p": ({"min_p": -0.5}, r"min_p must be in \[0, 1\], got -0.5."),
+    "presence": ({"presence_penalty": 3.0}, r"presence_penalty must be in \[-2, 2\], got 3."),
+    "frequency": ({"frequency_penalty": math.nan}, r"frequency_penalty must be in \[-2, 2\], got nan."),
+    "repetition": ({"repetition_penalty": -1.0}, "repetition_penalty must be greater than zero, got -1."),
+    "max_tokens": ({"max_tokens": 0}, "max_tokens must be at least 1, got 0."),
+    "min_tokens": (
+        {"max_tokens": 4, "min_tokens": 5},
+        "min_tokens must be less than or equal to max_tokens=4, got 5.",
+    ),
+    "stop": ({"stop": ["a", ""]}, "stop cannot contain an empty string."),
+    "stop_token_ids": ({"stop_token_ids": [264]}, "stop_token_ids must be token ids below 264, got 264."),
+    "many stops": ({"stop_token_ids": range(260)}, "stop_token_ids must have at most 256 tokens, got 260."),
+    "n": ({"n": 129}, "n must be at most 128, got 129."),
+    "logprobs": ({"logprobs": -2}, "logprobs must be non-negative or -1, got -2."),
+    "many logprobs": ({"logprobs": 257}, "Requested sample logprobs of 257, which is greater than max allowed: 256"),
+    "prompt_logprobs": (
+        {"prompt_logprobs": 257},
+        "Requested prompt logprobs of 257, which is greater than max allowed: 256",
+    ),
+    "logit_bias": (
+        {"logit_bias": {264: 1.0}},
+        r"token_id\(s\) \[264\] in logit_bias contain out-of-vocab token ids. Vocabulary size: 264",
+    ),
+    "a negative token": ({"logit_bias": {-1: 1.0}}, r"token_id\(s\) \[-1\] in logit_bias contain out-of-vocab"),
+    "a large bias": ({"logit_bias": {3: 101.0}}, r"logit_bias of token 3 must be in \[-100, 100\], got 101."),
+    "truncate": ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be -1 or from 1 to 100, got 0."),
+    "json_schema": ({"json_schema": "{"}, "json_schema is not JSON"),
+    "no object": ({"json_schema": "[]"}, "json_schema must be an object"),
+    "choice": ({"choice": {"choices": []}}, "choice must be a list of texts that are not empty"),
+    "an empty choice": ({"choice": {"choices": ["a", ""]}}, "choice must be a list of texts that are not empty"),
+    "grammar": ({"grammar": "root ::= other"}, "the rule 'other' is not defined"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_is_refused_in_the_engines_words(name: str) -> None:
+    sampling, words = WRONG[name]
+    with pytest.raises(InvalidRequest, match=words):
+        read(request(**sampling))
+
+
+def test_wrong_prompts_are_refused_in_the_engines_words() -> None:
+    for prompt, words in (
+        ([], "The decoder prompt cannot be empty"),
+        ([1] * 101, r"The decoder prompt \(length 101\) is longer than the maximum model length of 100."),
+        ([1, 264], "Token id 264 is out of vocabulary"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            read(request(prompt=prompt))
+    with pytest.raises(InvalidRequest, match="cannot be empty"):
+        read(pb.GenerateRequest())
+    made = request()
+    made.data_parallel_rank = 1
+    with pytest.raises(InvalidRequest, match=r"data_parallel_rank must be 0, got 1\."):
+        read(made)
+
+
+def test_a_prompt_is_cut_at_its_beginning() -> None:
+    assert len(read(request(prompt=[1] * 150, truncate_prompt_tokens=-1)).text.prompt) == CONTEXT
+    assert read(request(prompt=[1, 2], truncate_prompt_tokens=5)).text.prompt == (1, 2)
