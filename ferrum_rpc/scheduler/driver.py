@@ -46,7 +46,7 @@ from ferrum_rpc.scheduler.policy import NO_OTHERS, Budget, PlannedFeed, Pool, St
 from ferrum_rpc.scheduler.port import Ahead, ExecutorPort
 from ferrum_rpc.scheduler.queues import IN_ORDER, Observer, RequestQueues
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
-from ferrum_rpc.scheduler.runs import MAX_STOPS, SHORT, Flight, Flights, SentFeed, lengths
+from ferrum_rpc.scheduler.runs import MAX_STOPS, SHORT, Flight, Flights, SentFeed, in_step, lengths
 from ferrum_rpc.scheduler.speculation import Drafter, Speculation
 
 FAILURES_OF_A_REQUEST = 3
@@ -308,7 +308,10 @@ class Driver:
             if self._limit is not None and self._turn is not None:
                 more = min(more, self._turn[1][request] + self._limit - end - 1)
             if more > 0 and self._is_present(sent):
-                wanted[request], ends[request] = more, end
+                step = request.step + end + 1 - sent.known  # with which the one in front ends
+                follows = self._ahead and sent.item.follows is not None  # else its first step is not known
+                wanted[request] = min(more, in_step(step, self._run_tokens)) if follows else more
+                ends[request] = end
             else:
                 del unfollowed[request]
         room = in_flight.free(self.port.pool)
@@ -397,6 +400,7 @@ class Driver:
             request.cached_tokens = answer.cached_tokens
         request.fed(feed.count, answer.length, self._budget.exact)
         request.failures = 0
+        request.step = 0 if answer.timing is None else answer.timing.step
         if not sent.completes:
             return
         if request.branches:
@@ -427,17 +431,20 @@ class Driver:
         output asks for log-probabilities."""
         if not self._ahead or request.output.logprob or request.output.logprobs is not None:
             return None
-        sequence = request.sequence
+        sequence, longest = request.sequence, self.port.max_context + 1
 
         def take(first: int, tokens: list[int]) -> None:
             """Tokens that are in their place. Others come with the answer, and so does the last one of a text."""
-            new = tokens[request.known - known - first :] if request.known >= known + first else []
-            new = new[: min(request.becomes, self.port.max_context + 1) - request.known - 1]
-            if not new or request.stage is not Stage.RUNNING or request.sequence is not sequence:
+            there = request.known
+            most = min(request.becomes, longest) - there - 1
+            if there < known + first or most <= 0 or request.sequence is not sequence:
                 return
-            if request.stops_at(new[-1], request.known):
+            new = tokens[there - known - first :][:most]
+            if new and request.stops_at(new[-1], there):
                 new.pop()
-            if new and self._appended(request, [StreamToken(token) for token in new], len(new)):
+            last = len(new) - 1
+            chosen = [StreamToken(token, more=at < last) for at, token in enumerate(new)]
+            if new and request.stage is Stage.RUNNING and self._appended(request, chosen, len(new)):
                 self._finish(request, RequestEnd.STOP)
                 self.queues.changed.set()
 

@@ -199,6 +199,12 @@ class Flights:
                 self.unfollowed[request] = last
 
 
+def in_step(step: int, most: int) -> int:
+    """Tokens of a run, of ``most`` at most and half of them at least, that begins behind the executor's ``step``. It
+    ends with those of other requests, so that their answers share a frame, and what follows them shares the next."""
+    return most - (step + most) % max(1, most // 2)
+
+
 def lengths(wanted: dict[Request, int], ends: dict[Request, int], most: int, pool: Pool) -> dict[Request, int]:
     """Tokens of the next run of each request, of ``most`` at most and those that it has ``wanted``. ``ends``: the
     length from which it grows by them. Shorter runs for all if blocks are few, none if not one token each has room."""

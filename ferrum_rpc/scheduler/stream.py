@@ -128,13 +128,6 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
     async def __anext__(self) -> StreamToken:
         if self._reading:
             raise RuntimeError("another task reads this stream")
-        self._reading = True
-        try:
-            return await self._next()
-        finally:
-            self._reading = False
-
-    async def _next(self) -> StreamToken:
         while not self._tokens:
             if (end := self.end) is not None:
                 failure = self._request.failure
@@ -142,12 +135,16 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
                     raise failure.with_traceback(self._origin)  # other streams may have raised it too
                 raise StopAsyncIteration
             self._changed.clear()
-            await self._changed.wait()
+            self._reading = True
+            try:
+                await self._changed.wait()
+            finally:
+                self._reading = False
         token = self._tokens.popleft()
-        if not self._tokens and self.end is not None:
-            token = replace(token, more=False, finish_reason=REASONS.get(self.end))
-        elif self._tokens and not token.more:
-            token = replace(token, more=True)
+        if self._tokens:
+            return token if token.more else replace(token, more=True)
+        if self.end is not None:
+            return replace(token, more=False, finish_reason=REASONS.get(self.end))
         return token
 
     async def all(self) -> list[StreamToken]:

@@ -52,10 +52,15 @@ log = structlog.get_logger("ferrum_rpc.session")
 DEFAULT_STEPS: Final = 4
 MIN_INLINE_BYTES: Final = 256
 MIXED_TOKENS_REVISION: Final = 7
-"""Clients of this revision read tokens of several steps from one frame: a frame costs both sides more than a token."""
+"""Clients of this revision read tokens of several steps from one frame, and need none of a run that its answer brings
+before the next frame is due: a frame costs both sides more than a token."""
 
 TOKENS_EVERY_S: Final = 0.02
-"""Minimum time between two frames of tokens of a step. Answers wait for none."""
+TOKENS_S_OF_A_RUN: Final = 0.001
+LONGEST_TOKENS_S: Final = 0.06
+"""Minimum time between two frames of tokens: the first, or the second for each run in it, and the third at most. The
+tokens of a run cost the two processes about 50 µs a frame, so they take a twentieth of the time."""
+
 METHOD: Final = "ferrum_rpc.executor.v1.ModelExecutor/Session"
 
 Answer = session_pb2.SessionResponse
@@ -84,7 +89,7 @@ class Session:
         self._open: dict[int, PendingFrame] = {}
         self._ended: deque[PendingFrame] = deque()
         self._chosen: dict[int, dict[int, tuple[int, list[int]]]] = {}  # by step and item: how many before, tokens
-        self._wants_tokens = self._mixes_tokens = False
+        self._wants_tokens = self._mixes_tokens = self._tokens_due = False
         self._tokens_after = 0.0  # on the clock of the event loop
         self._tokens_timer: asyncio.TimerHandle | None = None
         self._wake: asyncio.Future[None] | None = None  # the writer waits for a step that ends
@@ -284,7 +289,8 @@ class Session:
         runs = self._chosen.setdefault(number, {})
         for index, first, token in chosen:
             runs.setdefault(index if item is None else item, (first, []))[1].append(token)
-        self._wake_writer()
+        if self._tokens_timer is None and not self._tokens_due:
+            self._tokens_timer = asyncio.get_running_loop().call_at(self._tokens_after, self._wake_for_tokens)
 
     def _begin_forward(self, step: PendingFrame, request: session_pb2.SessionForward) -> None:
         messages = request.items
@@ -322,6 +328,7 @@ class Session:
         step.free_answer = partial(_free_answers, calls)
 
     def _on_forward(self, request: session_pb2.SessionForward, call: ForwardCall, response: Answer) -> Iterable[Answer]:
+        self._chosen.pop(response.step_id, None)  # the answer has them
         outcomes = call.answer().outcomes
         self._calls.refused_items(METHOD, outcomes, self._context)
         forward = response.forward
@@ -334,6 +341,11 @@ class Session:
     ) -> Iterable[Answer]:
         """The items that have ended since the last part."""
         ended, step.parts = step.parts or [], []
+        if (chosen := self._chosen.get(step.number)) is not None:  # the answer has those of runs that have ended
+            for index in ended:
+                chosen.pop(index, None)
+            if not chosen:
+                del self._chosen[step.number]
         outcomes = [_only_outcome(calls[index]) for index in ended]
         self._calls.refused_items(METHOD, outcomes, self._context)
         forward = response.forward
@@ -368,8 +380,8 @@ class Session:
     async def _answer_ended(self) -> None:
         """Answer the steps in the order in which they end, until cancelled."""
         while True:
-            while self._ended or self._tokens_due():
-                if self._chosen:  # first: they are of steps that end later, or are answered next
+            while self._ended or self._tokens_due:
+                if self._tokens_due or (self._chosen and not self._mixes_tokens):
                     await self._write_chosen()
                     continue
                 step = self._ended.popleft()
@@ -385,26 +397,17 @@ class Session:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
 
-    def _tokens_due(self) -> bool:
-        """Whether tokens of runs are to be written. Those of fast steps are gathered: a frame costs the client more
-        than a token."""
-        if not self._chosen:
-            return False
-        loop = asyncio.get_running_loop()
-        if self._tokens_after <= loop.time():
-            return True
-        if self._tokens_timer is None:
-            self._tokens_timer = loop.call_at(self._tokens_after, self._wake_for_tokens)
-        return False
-
     def _wake_for_tokens(self) -> None:
-        self._tokens_timer = None
+        """Have the tokens written that runs have chosen. Those of fast steps were gathered: a frame costs the client
+        more than a token."""
+        self._tokens_timer, self._tokens_due = None, True
         self._wake_writer()
 
     async def _write_chosen(self) -> None:
         """Write the tokens that runs have chosen since the last time: one frame, or one per step for older clients."""
-        chosen, self._chosen = self._chosen, {}
-        self._tokens_after = asyncio.get_running_loop().time() + TOKENS_EVERY_S
+        chosen, self._chosen, self._tokens_due = self._chosen, {}, False
+        every_s = max(TOKENS_EVERY_S, TOKENS_S_OF_A_RUN * sum(map(len, chosen.values())))
+        self._tokens_after = asyncio.get_running_loop().time() + min(LONGEST_TOKENS_S, every_s)
         answer = Answer()
         for number, runs in chosen.items():
             step_id = number
@@ -414,7 +417,7 @@ class Session:
                 answer.tokens.runs.add(item_index=item, first=first, token_ids=token_ids, step_id=step_id)
             if not self._mixes_tokens:
                 await self._write_tokens(answer)
-        if self._mixes_tokens:
+        if self._mixes_tokens and chosen:
             await self._write_tokens(answer)
 
     async def _write_tokens(self, answer: Answer) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import threading
+from collections.abc import Sequence as ListOf
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,12 +15,15 @@ import pytest
 
 from ferrum_rpc.client import (
     CALLER_ERROR,
+    Answer,
+    BatchResults,
     ContextLengthExceeded,
     ExecutorClient,
     FinishReason,
     GrammarKind,
     Greedy,
     InvalidRequest,
+    Item,
     KvBlocksExhausted,
     QueueFull,
     Sample,
@@ -96,6 +100,57 @@ async def test_a_prompt_joins_while_the_runs_of_others_go_on() -> None:
         short = scheduler.submit(asked([4, 5], 8, output=SAMPLED, stop=()))
         assert len(await short.all()) == 8
         assert long.end is None and len(await long.all()) == 199
+
+
+class Noting(ExecutorClient):
+    """Notes the step with which each run of ``noted`` tokens ends, and that many tokens it has."""
+
+    noted = 8
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target, session=True, steps_in_flight=64, tokens_ahead=True)
+        self.ends: list[int] = []
+
+    async def forward(self, items: ListOf[Item], **more: Any) -> BatchResults:
+        results = await super().forward(items, **more)
+        for item, answer in zip(items, results, strict=True):
+            if item.run is not None and isinstance(answer, Answer) and answer.timing is not None:
+                self.ends += [answer.timing.step] * (len(answer.tokens) == self.noted)
+        return results
+
+
+async def test_runs_of_texts_that_arrive_at_random_end_together() -> None:
+    """So that they are answered together, and the next ones are sent together. Each step waits until the answers of the
+    one before are written: an answer has the time of its last step only."""
+    loop, dice, clients = asyncio.get_running_loop(), random.Random(2), list[Noting]()
+
+    async def turns() -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def stage(name: str) -> None:
+        if name == "forward":
+            asyncio.run_coroutine_threadsafe(turns(), loop).result(30)
+
+    def connect(target: str) -> ExecutorClient:
+        clients.append(Noting(target))
+        return clients[-1]
+
+    async with (
+        identity(kv_blocks=512, stage=stage) as served,
+        Scheduler(served.target, connect=connect, run_tokens=Noting.noted) as scheduler,
+    ):
+
+        async def one(number: int) -> None:
+            for _ in range(dice.randrange(400)):
+                await asyncio.sleep(0)
+            assert len(await scheduler.submit(asked([number + 1], 120, output=sampled(number), stop=())).all()) == 120
+
+        await asyncio.gather(*map(one, range(8)))
+        assert served.server.state.watchers == 0, "a single executor leaves no choice to which its prefixes matter"
+    ends = [end for client in clients for end in client.ends]
+    together = sum(end % (Noting.noted // 2) == 0 for end in ends)
+    assert len(ends) > 80 and together > 0.75 * len(ends)
 
 
 async def test_tokens_of_a_run_arrive_before_it_ends() -> None:

@@ -255,12 +255,13 @@ class Member:
             await asyncio.wait(following)
 
     async def _watch_health(self, every_s: float) -> None:
-        """Request its status at once if its health changes."""
+        """Request its status at once if its health changes, or can no longer be watched."""
         context = self.connection.context
         while not self.gone:
             with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
                 async for _ in context.health.Watch(HealthCheckRequest(), metadata=context.metadata):
                     self._wake.set()
+            self._wake.set()
             await asyncio.sleep(every_s)
 
     async def _follow(self, every_s: float) -> None:

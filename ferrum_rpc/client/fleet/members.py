@@ -44,8 +44,9 @@ class Members:
     first answer. One that hangs, or is silent, gets no new sequences; after ``hung_patience_s`` it is abandoned if
     others accept sequences, and its sequences continue there. When it answers again it is another member, after its
     sequences are released. ``watch_only``: for monitors, which place no sequences: executors with another model, and
-    those that report that they hang, are members too, and the events of prefix caches are not read. ``changes``: counts
-    members that appeared, began to drain or to hang, recovered, went, or could not be reached (``troubles``).
+    those that report that they hang, are members too. The events of prefix caches are not read then, nor for a single
+    target, which leaves no choice. ``changes``: counts members that appeared, began to drain or to hang, recovered,
+    went, or could not be reached (``troubles``).
     """
 
     def __init__(
@@ -99,6 +100,11 @@ class Members:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def _several(self) -> bool:
+        """Whether there may be several executors to choose from."""
+        return len(self.targets) > 1 or self.targets[0].startswith(NAMED)
 
     @property
     def there(self) -> list[Member]:
@@ -272,7 +278,7 @@ class Members:
                 member = await self._join(target, client)
                 self.troubles.pop(target, None)
                 pause_s = FIRST_PAUSE_S
-                await member.attend(self._look_every_s, self.look, prefixes=not self._watch_only)
+                await member.attend(self._look_every_s, self.look, prefixes=not self._watch_only and self._several)
             except ExecutorError as error:
                 self.troubles[target] = error
                 self._notify()

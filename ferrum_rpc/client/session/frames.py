@@ -164,12 +164,13 @@ Outcomes = dict[int, forward_pb2.ForwardOutput | ExecutorError]
 
 class SessionStep:
     """A step in flight. The futures of ``requests`` are done early where their callers gave up, and where the items are
-    ``apart``."""
+    ``apart``. ``items``: of all of them, each with its request."""
 
-    __slots__ = ("apart", "blocks", "cancelled", "kind", "outcomes", "requests", "rows", "sent")
+    __slots__ = ("apart", "blocks", "cancelled", "items", "kind", "outcomes", "requests", "rows", "sent")
 
     def __init__(self, requests: Sequence[StreamRequest[Any]], sent: float, apart: bool) -> None:
         self.requests = requests
+        self.items = [(request, item) for request in requests for item in request.items]
         self.apart = apart
         self.outcomes: Outcomes = {}  # of one request, and the blocks of their rows
         self.blocks: list[RowBlock] = []
@@ -185,7 +186,7 @@ class SessionStep:
 
     def outcomes_in(self, answer: session_pb2.SessionForwardAnswer) -> Outcomes:
         """The outcomes in an answer, or in a part of one. Raises `TransportError` for results of other items."""
-        items, results = [item for request in self.requests for item in request.items], answer.results
+        items, results = [item for _, item in self.items], answer.results
         if not self.apart:
             return dict(enumerate(outcomes_of(results, items)))
         places = [result.item_index for result in in_order(results)]
@@ -194,13 +195,10 @@ class SessionStep:
 
     def note_tokens(self, run: session_pb2.RunTokens) -> None:
         """Pass on tokens of a run that have come ahead of its answer, to a caller that still waits."""
-        at = run.item_index
-        for request in self.requests:
-            if at < len(request.items):
-                if (on_tokens := request.items[at].on_tokens) is not None and not request.future.done():
-                    on_tokens(run.first, list(run.token_ids))
-                return
-            at -= len(request.items)
+        if run.item_index < len(self.items):
+            request, item = self.items[run.item_index]
+            if item.on_tokens is not None and not request.future.done():
+                item.on_tokens(run.first, list(run.token_ids))
 
     def kept(self, outcomes: Outcomes, blocks: list[RowBlock]) -> tuple[Outcomes, list[RowBlock]]:
         """Keep a part of one caller's batch. Returns all that was answered so far."""

@@ -110,6 +110,8 @@ class SessionStream:
         if not waiting:
             self._wake.set()  # a request after others waits for them
         waiting[request] = None
+        if request.kind is Kind.APART:  # what follows it may share its frame
+            request.items[0].sent()
         if expires < self._expires:
             self._set_timer(expires)
         try:
@@ -180,9 +182,7 @@ class SessionStream:
             del waiting[request]
             request.step, request.resent = step_id, True
             for item in request.items:
-                item.unsent = False
-                if item.waiters is not None:
-                    item.sent()
+                item.sent()
         frame = frame_of(requests, now)
         self._steps[step_id] = SessionStep(requests, now, frame.forward.apart)
         self._in_flight[first.kind] += 1
