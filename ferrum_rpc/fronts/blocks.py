@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import structlog
 from smg_grpc_proto.generated import common_pb2
 
@@ -33,10 +34,10 @@ log = structlog.get_logger("ferrum_rpc.fronts")
 
 
 class KnownBlock(NamedTuple):
-    """A block of a text: the hash of the one before it (None: it is the first), and its tokens."""
+    """A block of a text: the hash of the one before it (None: it is the first), and its tokens, uint32 each."""
 
     parent: bytes | None
-    tokens: tuple[int, ...]
+    tokens: bytes
 
 
 class SlowSubscriber(Exception):
@@ -59,11 +60,12 @@ class BlockReport:
     def learn(self, index: PrefixIndex, tokens: Sequence[int]) -> None:
         """The tokens of a text whose sequence the executors may keep."""
         parent, events, size = None, list[Any](), index.block_size
+        words = np.array(tokens, np.uint32)
         for number, hashed in enumerate(index.hashes(tokens)):
             if hashed in self._known:
                 self._known.move_to_end(hashed)
             else:
-                self._keep(hashed, KnownBlock(parent, tuple(tokens[number * size : (number + 1) * size])))
+                self._keep(hashed, KnownBlock(parent, words[number * size : (number + 1) * size].tobytes()))
             if hashed in self._holders:
                 self._report(hashed, events)
             parent = hashed
@@ -175,7 +177,8 @@ def stored_event(hashed: bytes, block: KnownBlock) -> Any:
     """The event of a block that is there."""
     parent = None if block.parent is None else number_of(block.parent)
     stored = common_pb2.KvBlocksStored(parent_block_hash=parent)
-    stored.blocks.add(block_hash=number_of(hashed), token_ids=block.tokens, block_size=len(block.tokens))
+    tokens = np.frombuffer(block.tokens, np.uint32).tolist()
+    stored.blocks.add(block_hash=number_of(hashed), token_ids=tokens, block_size=len(tokens))
     return common_pb2.KvCacheEvent(stored=stored)
 
 

@@ -28,7 +28,7 @@ from ferrum_rpc.fronts.servicer import EngineMethods
 from ferrum_rpc.logs import configure_logging, drain
 from ferrum_rpc.scheduler import STEPS_IN_FLIGHT, Lookup, Scheduler
 from ferrum_rpc.service.guard.auth import Security
-from ferrum_rpc.service.guard.bind import PortInUse
+from ferrum_rpc.service.guard.bind import PortInUse, is_loopback
 from ferrum_rpc.service.guard.watched_file import SecurityError
 from ferrum_rpc.service.metrics_server import MetricsServer
 
@@ -167,6 +167,13 @@ def _client(arguments: argparse.Namespace, targets: Sequence[str], target: str) 
 
 def _security(arguments: argparse.Namespace) -> Security:
     """The security of the worker's own port. Raises `SecurityError`."""
+    open_to_all = arguments.serve_tls_cert is None and arguments.serve_tokens is None and not arguments.insecure
+    if open_to_all and not is_loopback(arguments.host):
+        raise SecurityError(
+            f"{arguments.host} can be reached from other machines, and any client there could use the model: set "
+            "--serve-tls-cert and --serve-tls-key, or --serve-tokens, or listen on 127.0.0.1, or set --insecure if the "
+            "network itself is trusted"
+        )
     return Security(
         tokens=arguments.serve_tokens,
         tls_cert=arguments.serve_tls_cert,

@@ -75,8 +75,9 @@ async def test_commands_that_ask_a_server_need_only_the_client() -> None:
 
 
 def test_help_and_version_need_only_the_client() -> None:
-    (status, version, _), (helped, text, _), (detail, _, _) = run(("--version",), ("--help",), ("bench", "--help"))
-    assert (status, helped, detail) == (0, 0, 0)
+    more = (("bench", "--help"), ("worker", "--help"))
+    (status, version, _), (helped, text, _), *details = run(("--version",), ("--help",), *more)
+    assert (status, helped, *(each for each, _, _ in details)) == (0, 0, 0, 0)
     assert version.startswith("ferrum-rpc ")
     assert all(name in text for name in ("serve", "info", "generate"))
 
@@ -87,7 +88,9 @@ async def test_what_needs_the_extra_names_it_in_one_line(tmp_path: Path) -> None
     async with serve_identity() as served:
         generate = ("generate", "--target", served.target, "ab", "--tokenizer", str(tokenizer))
         commands = (("serve", "demo", "--port", "0"), ("serve", "--help"), generate)
-        found = await asyncio.to_thread(run, *commands)
+        found = await asyncio.to_thread(run, *commands, ("worker", "smg"))
+    worker, _, _ = found.pop()
+    assert "this needs smg_grpc_proto, which is not installed: pip install '.[smg]' in a checkout" in worker
     for status, out, _ in found:
         assert isinstance(status, str)  # `sys.exit` writes it to stderr, and the exit status is 1
         assert "pip install '.[server]' in a checkout" in status and "\n" not in status
