@@ -15,7 +15,7 @@ import pytest
 
 from ferrum_rpc.client import ExecutorClient, Greedy, Sample
 from tests.e2e.test_scheduler_runs import assert_nothing_is_left
-from tests.faults.process import ROOT, environment
+from tests.faults.process import ROOT, environment, serving
 from tests.faults.waiting import until
 from tests.grammars import DEMO
 from tests.serving import Served, serve_model
@@ -24,7 +24,9 @@ from tests.workers import Working, working
 for package in ("smg_grpc_proto", "smg", "openai"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
-from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError  # noqa: E402 - behind the skip
+from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError  # noqa: E402 - behind the skip
+
+from tests.e2e.test_worker_process import worker as worker_process  # noqa: E402 - behind the skip
 
 TEXT = "In the beginning God created the heaven and "
 MESSAGES: Any = [{"role": "user", "content": TEXT}]
@@ -62,12 +64,12 @@ def lists_a_model(port: int) -> bool:
 
 
 @asynccontextmanager
-async def router(*workers: Working, flags: tuple[str, ...] = ()) -> AsyncIterator[str]:
+async def router(*workers: str, flags: tuple[str, ...] = ()) -> AsyncIterator[str]:
     """The address of a router in front of workers."""
     port, command = free_port(), [sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--prometheus-port", str(free_port()), "--log-level", "warn", *flags]
     for each in workers:
-        command += ["--worker-urls", f"grpc://{each.port.target}"]
+        command += ["--worker-urls", f"grpc://{each}"]
     null = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=environment(), stdout=null, stderr=null)
     try:
@@ -92,7 +94,7 @@ async def openai_of(url: str) -> AsyncIterator[AsyncOpenAI]:
 async def everything() -> AsyncIterator[tuple[Served, Working, str]]:
     """An executor, a worker and a router; nothing is left of them at the end."""
     async with serve_model(DEMO) as served:
-        async with working(served.target) as worker, router(worker) as url:
+        async with working(served.target) as worker, router(worker.port.target) as url:
             yield served, worker, url
             await until(lambda: worker.port.methods.texts == 0, 20)
         await assert_nothing_is_left(served)
@@ -208,12 +210,79 @@ async def test_what_is_wrong_has_the_routers_error_and_leaves_nothing() -> None:
         assert (await client.chat.completions.create(**asked)).choices
 
 
+async def test_streams_survive_a_killed_and_a_drained_executor_unchanged() -> None:
+    """One worker in front of three executors; nothing of it is seen by the clients."""
+    async with (
+        serving(model="demo") as dies,
+        serving(model="demo") as drains,
+        serving(model="demo") as stays,
+        working(dies.target, drains.target, stays.target) as worker,
+        router(worker.port.target) as url,
+        openai_of(url) as client,
+    ):
+        begun: set[int] = set()
+
+        async def text(number: int) -> tuple[str, list[str]]:
+            asked: Any = {"max_tokens": 80, "temperature": 0.8, "seed": number, "extra_body": {"ignore_eos": True}}
+            messages: Any = [{"role": "user", "content": f"{number}. {TEXT}"}]
+            found, reasons = "", list[str]()
+            stream = await client.chat.completions.create(model="demo", messages=messages, stream=True, **asked)
+            async for each in stream:
+                for part in each.choices:
+                    found += part.delta.content or ""
+                    reasons += [part.finish_reason] if part.finish_reason else []
+                if found:
+                    begun.add(number)
+            return found, reasons
+
+        expected = await asyncio.gather(*map(text, range(24)))
+        assert {tuple(reasons) for _, reasons in expected} == {("length",)}
+        begun.clear()
+        texts = asyncio.gather(*map(text, range(24)))
+        await until(lambda: len(begun) >= 12, 60)
+        await dies.kill()
+        async with ExecutorClient(drains.target) as operator:
+            await operator.drain(60.0)
+        assert await texts == expected
+        assert worker.port.methods.load.scheduler.counts.executors_lost > 0
+
+
+async def test_when_one_of_two_workers_dies_its_streams_fail_and_the_next_requests_succeed() -> None:
+    async with serve_model(DEMO) as served:
+        at = ("--target", served.target)
+        async with worker_process(*at) as dies, worker_process(*at) as stays:
+            targets = [(await each.event("ready"))["target"] for each in (dies, stays)]
+            async with router(*targets, flags=("--policy", "round_robin")) as url, openai_of(url) as client:
+                asked: Any = {"model": "demo", "messages": MESSAGES, "temperature": 0}
+                endless: Any = {"max_tokens": 1500, "stream": True, "extra_body": {"ignore_eos": True}}
+                streams = [aiter(await client.chat.completions.create(**asked, **endless)) for _ in range(4)]
+                for each in streams:
+                    await anext(each)
+                await dies.kill()
+
+                async def outcome(stream: Any) -> str:
+                    reason = ""
+                    try:
+                        async for each in stream:
+                            reason = "".join(part.finish_reason or "" for part in each.choices) or reason
+                    except APIError:
+                        return "error"
+                    return reason
+
+                outcomes = await asyncio.gather(*map(outcome, streams))
+                assert sorted(outcomes) == ["error", "error", "length", "length"]
+                for _ in range(6):
+                    answer = await client.chat.completions.create(**asked, max_tokens=4)
+                    assert answer.choices[0].finish_reason == "length"
+        await until(lambda: len(served.server.state.handles) == 0, 60)  # what the dead one had ends with its lease
+
+
 async def test_when_one_of_two_workers_drains_the_next_requests_succeed() -> None:
     async with serve_model(DEMO) as served:
         async with (
             working(served.target) as first,
             working(served.target) as second,
-            router(first, second, flags=("--policy", "round_robin")) as url,
+            router(first.port.target, second.port.target, flags=("--policy", "round_robin")) as url,
             openai_of(url) as client,
         ):
             asked: Any = {"model": "demo", "max_tokens": 4, "messages": MESSAGES, "temperature": 0}
@@ -240,7 +309,7 @@ async def test_prompts_that_begin_alike_go_to_the_worker_that_has_them() -> None
         async with (
             working(one.target) as first,
             working(two.target) as second,
-            router(first, second, flags=flags) as url,
+            router(first.port.target, second.port.target, flags=flags) as url,
             openai_of(url) as client,
         ):
             cached = asked = 0
