@@ -327,7 +327,8 @@ def test_build_context_is_what_the_dockerfile_copies_and_nothing_else() -> None:
 @pytest.mark.parametrize("name", [*FILES, "tools/compose_test.py", "tools/wheels.py"])
 def test_no_file_names_a_registry_host_or_a_folder_of_some_machine(name: str) -> None:
     text = (ROOT / name).read_text("utf-8")
-    assert not re.search(r"https?://(?!127\.0\.0\.1:)|\b[\w-]+\.(io|com|org|dev|net)/|/home/|/work/|/opt/(?!venv)", text)
+    text = text.replace("http://127.0.0.1:", "")
+    assert not re.search(r"https?://|\b[\w-]+\.(io|com|org|dev|net)/|/home/|/work/|/opt/(?!venv)", text)
 
 
 def test_compose_test_skips_visibly_without_an_engine(tmp_path: Path) -> None:
