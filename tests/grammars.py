@@ -134,14 +134,16 @@ class Watched:
         tokens = [*self._runner.kv.tokens(span.sequence)[: span.start].tolist(), *span.tokens.tolist()]
         for row in range(rows):
             length = span.end - rows + row + 1
-            found = None if words is None else words[row]
+            place = -1 if words is None else row - words.at
+            found = words.words[words.first + place] if words is not None and 0 <= place < words.rows else None
             own = None
             if length >= sample.grammar_from:
                 own = allowed(self.sources[sample.grammar[-32:]], tokens[sample.grammar_from : length])
             if own is None:  # before the text, or behind a token of a draft that is not allowed
-                assert found is None or isinstance(kind, Accept)
+                assert found is None
                 self.without += 1
             else:
+                assert found is not None
                 bits = np.unpackbits(found.view(np.uint8), bitorder="little")
                 assert set(bits.nonzero()[0].tolist()) == own, (tokens[sample.grammar_from : length], length)
                 self.rows += 1

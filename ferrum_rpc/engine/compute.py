@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from ferrum_rpc.engine.memory import used_memory
 from ferrum_rpc.models.base import Model, NativeModel, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.accept import Draft
-from ferrum_rpc.sampling.masks import Masks
+from ferrum_rpc.sampling.masks import MaskRows, Masks
 from ferrum_rpc.sampling.penalties import CountedTokens
 from ferrum_rpc.sampling.rows import Chosen, RowRequest, select_rows
 from ferrum_rpc.sampling.transfer import Marker
@@ -36,7 +35,7 @@ AdaptedRows = tuple[int, int, int]
 """The number of an adapter, the first of its rows in a step, and how many there are."""
 
 
-WordsOf = Callable[[Span, int], Sequence[npt.NDArray[np.int32] | None] | npt.NDArray[np.int32] | None]
+WordsOf = Callable[[Span, int], MaskRows | None]
 """`Constraints.words`."""
 
 

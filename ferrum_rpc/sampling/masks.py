@@ -26,10 +26,20 @@ MIN_LOGIT: Final = torch.finfo(torch.float32).min
 
 
 class RowMask(NamedTuple):
-    """The mask of a row of logits: ``words`` int32 [ceil(V / 32)], on their device."""
+    """The masks of the rows of logits from ``row`` on: ``words`` int32 [n, ceil(V / 32)], on their device."""
 
     row: int
     words: Tensor
+
+
+class MaskRows(NamedTuple):
+    """Masks of ``rows`` of an item, from the one ``at`` on: those of ``words``, int32 [n, ceil(V / 32)] on the host,
+    from ``first`` on."""
+
+    words: npt.NDArray[np.int32]
+    first: int
+    rows: int
+    at: int = 0
 
 
 class Masks:
@@ -45,7 +55,7 @@ class Masks:
             self._words.pop(each, None)
         for each, words in added:
             host = torch.frombuffer(bytearray(words), dtype=torch.int32)
-            self._words[each] = to_device(host, self._device)
+            self._words[each] = to_device(host[None], self._device)
 
     def replace(self, masks: Sequence[tuple[bytes, bytes]]) -> None:
         """Keep ``masks`` (ids and words) and no others."""
@@ -56,24 +66,37 @@ class Masks:
         """The ids and words of all that there are. Waits for the device."""
         return [(each, words.cpu().numpy().tobytes()) for each, words in self._words.items()]
 
-    def on_device(self, rows: Sequence[int], words: Sequence[npt.NDArray[np.int32]]) -> list[RowMask]:
-        """Masks of ``rows``, whose ``words`` are int32 [n, ceil(V / 32)] in their order."""
-        host = torch.from_numpy(np.concatenate(words))
-        return list(map(RowMask, rows, to_device(host, self._device).unbind()))
+    def on_device(self, items: Sequence[tuple[int, MaskRows]]) -> list[RowMask]:
+        """The masks of items, each with its first row of the logits. What adjoins in memory and in the logits, which
+        mostly is all of a step, is one; all go to the device together."""
+        parts: list[tuple[int, npt.NDArray[np.int32], int, int]] = []
+        for row, (words, first, rows, at) in items:
+            if parts:
+                begin, block, start, end = parts[-1]
+                if block is words and end == first and row + at - begin == first - start:
+                    parts[-1] = begin, block, start, first + rows
+                    continue
+            parts.append((row + at, words, first, first + rows))
+        found = [words[first:end] for _, words, first, end in parts]
+        sent = to_device(torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found)), self._device)
+        sizes = [len(each) for each in found]
+        each_sent = torch.split(sent, sizes) if len(sizes) > 1 else (sent,)
+        return [RowMask(row, words) for (row, *_), words in zip(parts, each_sent, strict=True)]
 
-    def of(self, kind: Sample, rows: int) -> list[Tensor | None]:
-        """The words for each of an item's rows, None for a row without a mask. Raises KeyError for one that is not
-        there."""
+    def of(self, kind: Sample, first: int, rows: int) -> list[RowMask]:
+        """The registered masks of an item's ``rows``, which are those of the logits from ``first`` on. Raises KeyError
+        for one that is not there."""
         if kind.mask:
-            return [self._words[kind.mask]] * rows
-        return [self._words[each] if each else None for each in kind.row_masks]
+            words = self._words[kind.mask]
+            return [RowMask(first, words if rows == 1 else words.expand(rows, -1))]
+        return [RowMask(row, self._words[each]) for row, each in enumerate(kind.row_masks, first) if each]
 
 
 def forbid(logits: Tensor, masks: Sequence[RowMask]) -> None:
     """Set what the ``masks`` do not allow to -inf, in place, in rows of float32 ``logits`` [R, V]; what they allow, to
     `MIN_LOGIT` at least. Nothing waits for the device."""
-    rows = [each.row for each in masks]
-    words = torch.stack([each.words for each in masks])
+    rows = [row for first, words in masks for row in range(first, first + len(words))]
+    words = torch.cat([each.words for each in masks])
     whole = rows == list(range(len(logits)))
     where = None if whole else to_device(torch.tensor(rows), logits.device)
     changed = (logits if where is None else logits.index_select(0, where)).clamp_(min=MIN_LOGIT)

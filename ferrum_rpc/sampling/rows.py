@@ -39,7 +39,7 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.sampling.accept import Draft, Proposal, verify
 from ferrum_rpc.sampling.draw import MAX_TOP_K, PARAMS_DTYPE, Sampler
-from ferrum_rpc.sampling.masks import Masks, RowMask
+from ferrum_rpc.sampling.masks import MaskRows, Masks, RowMask
 from ferrum_rpc.sampling.penalties import CountedTokens, Penalty
 from ferrum_rpc.sampling.samplers import TorchSampler
 from ferrum_rpc.sampling.scores import Columns, Scored, select_tokens, token_columns
@@ -63,7 +63,7 @@ class RowRequest(NamedTuple):
     counted: CountedTokens | None = None
     scored: TokenArray | None = None
     draft: Draft | None = None
-    words: Sequence[npt.NDArray[np.int32] | None] | npt.NDArray[np.int32] | None = None
+    words: MaskRows | None = None
 
 
 Chosen = list[tuple[RowBlock, Tensor]]
@@ -252,22 +252,16 @@ class SampledRows:
         self._penalties: list[tuple[int, range, CountedTokens, Sample, int]] = []  # with the first of their rows
         self._proposals: list[tuple[int, Proposal]] = []  # with their rows
         self._masks: list[RowMask] = []
-        constrained: list[int] = []  # rows with a mask by their grammar
-        words_of: list[npt.NDArray[np.int32]] = []
-        for _, count, kind, position, counted, _, draft, of_grammar in requests:
+        constrained: list[tuple[int, MaskRows]] = []  # with the first of their rows
+        for _, count, kind, position, counted, _, draft, words in requests:
             assert isinstance(kind, Sample)  # noqa: S101 - the callers looked
             seed = random.getrandbits(64) if kind.seed is None else kind.seed
             if draft is not None:
                 self._proposals += enumerate(draft.proposals(), len(rows))
             if kind.mask or kind.row_masks:
-                words = masks.of(kind, count)
-                self._masks += [RowMask(row, each) for row, each in enumerate(words, len(rows)) if each is not None]
-            if isinstance(of_grammar, np.ndarray):
-                constrained += range(len(rows), len(rows) + count)
-                words_of.append(of_grammar)
-            elif of_grammar is not None:
-                constrained += [row for row, each in enumerate(of_grammar, len(rows)) if each is not None]
-                words_of += [each[None] for each in of_grammar if each is not None]
+                self._masks += masks.of(kind, len(rows), count)
+            if words is not None:
+                constrained.append((len(rows), words))
             if counted is not None:
                 self._penalties.append((len(rows), range(count), counted, kind, position))
             for row in range(count):
@@ -277,7 +271,7 @@ class SampledRows:
                     (seed, position + row, kind.temperature, kind.top_p, kind.min_p, min(kind.top_k, MAX_TOP_K))
                 )
         if constrained:
-            self._masks += masks.on_device(constrained, words_of)
+            self._masks += masks.on_device(constrained)
         self._params = np.array(rows, PARAMS_DTYPE)
         self._sampler = sampler
         self._keep = keep
@@ -292,7 +286,9 @@ class SampledRows:
             if own:
                 part._penalties.append((max(0, start - first), own, counted, kind, position))
         part._proposals = [(row - first, each) for row, each in self._proposals if first <= row < last]
-        part._masks = [each._replace(row=each.row - first) for each in self._masks if first <= each.row < last]
+        for row, words in self._masks:
+            if row < last and row + len(words) > first:
+                part._masks.append(RowMask(max(0, row - first), words[max(0, first - row) : last - row]))
         return part
 
     def tokens(self, logits: Tensor) -> Tensor:

@@ -36,6 +36,9 @@ below ``least``, of those that equal it the first ``ties``, and of these what we
 are those of ``largest``. What is left passes ``target``, added up
 by rising id, at the token to find; below 0: none is looked for."""
 
+ROW_MASKS: Final = np.dtype(library.RowMaskStruct)
+"""``struct row_mask`` of sample.h: the address of words, and the row that they are for."""
+
 Limits = npt.NDArray[Any]
 """`LIMITS` [R]."""
 
@@ -172,15 +175,15 @@ class NativeSampler(WholeRows):
         self._library.ferrum_penalise(logits.data_ptr(), vocabulary, ctypes.addressof(array), len(penalties), threads)
 
     def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:
-        array = (library.RowMaskStruct * len(masks))(
-            *(library.RowMaskStruct(words.data_ptr(), row) for row, words in masks)
-        )
+        each: list[tuple[int, int]] = []
+        for first, words in masks:
+            address, size = words.data_ptr(), words.stride(0) * words.element_size()
+            each += [(address + at * size, first + at) for at in range(len(words))]
+        array = np.array(each, ROW_MASKS)
         if not logits.is_contiguous():
             raise ValueError("rows must be contiguous for masks")
         vocabulary, threads = logits.shape[-1], torch.get_num_threads()
-        self._library.ferrum_mask(
-            self._handle, logits.data_ptr(), vocabulary, ctypes.addressof(array), len(masks), threads
-        )
+        self._library.ferrum_mask(self._handle, logits.data_ptr(), vocabulary, array.ctypes.data, len(array), threads)
 
     def best(self, logits: Tensor, k: int) -> Best:
         rows, vocabulary = logits.shape

@@ -223,7 +223,7 @@ class VocabParallelSampler:
 
     def forbid(self, logits: Tensor, masks: Sequence[RowMask]) -> None:
         words = slice(self._shard.first // WORD, -(-self._shard.end // WORD))
-        self._own.forbid(logits, [RowMask(each.row, each.words[words]) for each in masks])
+        self._own.forbid(logits, [RowMask(each.row, each.words[:, words]) for each in masks])
 
     # --- what is returned of rows ------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 
 from ferrum_rpc.core import Accept, Greedy, RowBlock, RowKind, Rows, Sample
 from ferrum_rpc.sampling.accept import Draft, accepted
+from ferrum_rpc.sampling.masks import MaskRows
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.wire.masks import pack_mask
 from tests.numerics.test_draws import logits, probabilities
@@ -141,13 +142,13 @@ def may_follow(before):
 
 
 def words_by_grammar(draft):
-    """The masks of a draft's rows, None behind a token that is not allowed, as the engine gives them."""
-    found = []
-    for at in range(len(draft) + 1):
-        if any(not may_follow(draft[:place])[draft[place]] for place in range(at)):
-            return [*found, *[None] * (len(draft) + 1 - at)]
-        found.append(np.frombuffer(pack_mask(may_follow(draft[:at])), np.int32))
-    return found
+    """The masks of a draft's rows, none behind a token that is not allowed, as the engine gives them."""
+    found = [pack_mask(may_follow(()))]
+    for at, token in enumerate(draft):
+        if not may_follow(draft[:at])[token]:
+            break
+        found.append(pack_mask(may_follow(draft[: at + 1])))
+    return MaskRows(np.stack([np.frombuffer(each, np.int32) for each in found]), 0, len(found))
 
 
 @pytest.mark.parametrize("how", FILTERS, ids=str)

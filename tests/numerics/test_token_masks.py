@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 from ferrum_rpc.core import Greedy, Sample
-from ferrum_rpc.sampling.masks import MIN_LOGIT, Masks, RowMask
+from ferrum_rpc.sampling.masks import MIN_LOGIT, MaskRows, Masks, RowMask
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.sampling.samplers import NativeSampler, TorchSampler
 from ferrum_rpc.wire.masks import id_of, pack_mask
@@ -54,7 +54,7 @@ def test_what_is_not_allowed_is_minus_infinite_and_the_rest_as_it_was(sampler, v
         expected[row] = torch.where(torch.from_numpy(allowed), rows[row].clamp(min=MIN_LOGIT), -torch.inf)
     for given in (masks, dict.fromkeys(range(7), masks[0])):
         changed = rows.clone()
-        sampler.forbid(changed, [RowMask(row, words_of(allowed)) for row, allowed in given.items()])
+        sampler.forbid(changed, [RowMask(row, words_of(allowed)[None]) for row, allowed in given.items()])
         if given is masks:
             torch.testing.assert_close(changed, expected, rtol=0, atol=0, equal_nan=True)
         else:
@@ -207,4 +207,27 @@ def test_rows_of_others_and_their_log_probabilities_do_not_change(sampler):
     )
     with pytest.raises(KeyError):
         masks.change([], [ids[1]])
-        masks.of(per_row, 3)
+        masks.of(per_row, 0, 3)
+
+
+def test_masks_of_items_that_adjoin_are_one_and_others_keep_their_rows():
+    """Items in the order of their masks, out of it, of two blocks, and with rows that have none."""
+    blocks = [np.stack([words_of(random_mask(200, 0.5, seed + row)).numpy() for row in range(6)]) for seed in (0, 10)]
+    one, two = blocks
+    cases = {
+        (0,): [(0, MaskRows(one, 0, 2)), (2, MaskRows(one, 2, 3)), (5, MaskRows(one, 5, 1))],
+        (0, 3, 4): [(0, MaskRows(one, 2, 2)), (3, MaskRows(one, 4, 1)), (4, MaskRows(one, 0, 2))],
+        (0, 1): [(0, MaskRows(one, 0, 1)), (1, MaskRows(two, 1, 2))],
+        (2, 4): [(0, MaskRows(two, 0, 1, at=2)), (4, MaskRows(two, 1, 1))],
+        (1,): [(0, MaskRows(two, 0, 1, at=1)), (2, MaskRows(two, 1, 1))],
+        (3,): [(3, MaskRows(one, 0, 2)), (5, MaskRows(one, 2, 0))],
+    }
+    for rows, items in cases.items():
+        found = Masks(torch.device("cpu")).on_device(items)
+        assert tuple(each.row for each in found) == rows
+        by_row = {each.row + at: words for each in found for at, words in enumerate(each.words.numpy())}
+        expected = {
+            row + masks.at + at: masks.words[masks.first + at] for row, masks in items for at in range(masks.rows)
+        }
+        assert by_row.keys() == expected.keys()
+        assert all(np.array_equal(by_row[row], expected[row]) for row in expected)

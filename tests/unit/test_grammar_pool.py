@@ -11,11 +11,12 @@ import pytest
 
 from ferrum_rpc.core import Grammar, GrammarKind
 from ferrum_rpc.engine.grammars import process
-from ferrum_rpc.engine.grammars.messages import MASK_ROWS, Frames, pack
+from ferrum_rpc.engine.grammars.messages import MASK_ROWS, NUMBERS, TOO_COMPLEX, Ask, error, error_of
 from ferrum_rpc.engine.grammars.pool import GrammarPool
-from ferrum_rpc.engine.grammars.process import MAX_STATES
+from ferrum_rpc.engine.grammars.process import MAX_STATES, GrammarProcess
 from ferrum_rpc.engine.grammars.text import GrammarText
 from ferrum_rpc.errors import ExecutorError, GrammarUnknown, InvalidRequest
+from ferrum_rpc.sampling.masks import MaskRows
 from tests.grammars import END, MODEL, SOURCES, VOCABULARY, allowed, compiled
 
 KEY = b"k" * 32
@@ -55,20 +56,31 @@ def answered(pool: GrammarPool, *texts: GrammarText) -> None:
 
 
 def tokens_of(text: GrammarText, row: int = -1) -> set[int]:
-    assert isinstance(text.outcome, np.ndarray)
-    return set(np.unpackbits(text.outcome[row].view(np.uint8), bitorder="little").nonzero()[0].tolist())
+    assert isinstance(text.outcome, MaskRows)
+    words, first, rows, _ = text.outcome
+    return set(np.unpackbits(words[first : first + rows][row].view(np.uint8), bitorder="little").nonzero()[0].tolist())
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of each frame that the engine packs."""
+    """The tokens of each message that the engine makes."""
     found: list[int] = []
+    plain = GrammarProcess._put
 
-    def packed(numbers: list[int], content: bytes = b"") -> bytes:
-        found.append(len(content) // 4)
-        return pack(numbers, content)
+    def put(asked: GrammarProcess, piece: int) -> None:
+        plain(asked, piece)
+        numbers, tokens = asked._unsent, 0
+        assert len(numbers) <= NUMBERS
+        if numbers:
+            at = 1 + numbers[0]
+            while at < len(numbers):
+                ask = Ask._make(numbers[at : at + len(Ask._fields)])
+                tokens += ask.size
+                at += len(Ask._fields) + ask.size
+            assert at == len(numbers)
+            found.append(tokens)
 
-    monkeypatch.setattr(process, "pack", packed)
+    monkeypatch.setattr(GrammarProcess, "_put", put)
     return found
 
 
@@ -138,7 +150,7 @@ def test_a_long_text_is_read_in_pieces_and_others_do_not_wait_for_it(pool: Gramm
     assert tokens_of(long) == tokens_of(short) == {*b"abcdef,", END}
     assert max(sent) <= 2 * process.PIECE_TOKENS
     pool.spare_s, sent[:] = 1.0, []
-    again = ask(pool, 3, list(b"abc," * 5000))
+    again = ask(pool, 3, list(b"abc," * 2000))
     answered(pool, again)
     assert len(sent) == 2, "more time to spare, longer pieces"
 
@@ -188,11 +200,15 @@ def test_what_a_dropped_grammar_has_not_answered_is_refused_and_can_be_asked_aga
     assert not isinstance(text.outcome, ExecutorError) and ord(",") in tokens_of(text)
 
 
-def test_frames_are_read_from_any_pieces() -> None:
-    frames = [([], b""), ([1, -2, 1 << 40], b"x" * 1000), ([7], b"")]
-    stream = b"".join(pack(*each) for each in frames)
-    for size in (1, 3, 7, 100, len(stream)):
-        reader, found = Frames(), []
-        for at in range(0, len(stream), size):
-            found += reader.feed(stream[at : at + size])
-        assert found == frames
+def test_more_texts_than_a_message_has_room_for(pool: GrammarPool, sent: list[int]) -> None:
+    texts = [ask(pool, sequence, list(b"abcde," * 9 + b"a")) for sequence in range(300)]
+    answered(pool, *texts)
+    assert len(sent) > 1 and sum(sent) == 300 * 55
+    assert all(tokens_of(each) == {*b"abcdef,", END} for each in texts)
+
+
+@pytest.mark.parametrize("message", ["", "a", "8 bytes.", "naïve", "\udcff", "ß" * 200])
+def test_messages_of_errors_are_read_as_they_were_written(message: str) -> None:
+    kind, *_ = found = error(TOO_COMPLEX, message)
+    assert kind == TOO_COMPLEX
+    assert error_of(found[1:]) == message.replace("\udcff", "?")

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ferrum_rpc.core import Accept, Grammar, OutputSpec, Sample, Span, TokenArray
 from ferrum_rpc.engine.grammars.pool import GrammarPool
 from ferrum_rpc.errors import ExecutorError, GrammarUnknown
+from ferrum_rpc.sampling.masks import MaskRows
 
 LATE_S: Final = 0.002
 """A step waits for so long for a mask that a run needs, or as long as its forward pass took. Then the run is left out
@@ -94,7 +94,7 @@ class Constraints:
         if kind is None or span.end < kind.grammar_from:
             return None
         text = self._pool.text(span.sequence)
-        if text is None or text.key != kind.grammar or kind.grammar_from + text.length != span.end:
+        if text is None or text.key != kind.grammar or kind.grammar_from + len(text.tokens) != span.end:
             return GrammarUnknown("the grammar was dropped: register it again")
         return text.outcome if isinstance(text.outcome, ExecutorError) else None
 
@@ -105,9 +105,9 @@ class Constraints:
         which are those of runs."""
         pool = self._pool
         pool.spare_s = max(LATE_S, time.monotonic() - began)
+        pool.receive()
         if not pool.asked:
             return set()
-        pool.poll()
         waiting = [span for span in spans if not self.ready((span,))]
         until = time.monotonic() + pool.spare_s
         while waiting and (left := until - time.monotonic()) > 0:
@@ -118,22 +118,19 @@ class Constraints:
                 pool.was_slow(kind.grammar)
         return {span.sequence for span in waiting}
 
-    def words(self, span: Span, rows: int) -> Sequence[npt.NDArray[np.int32] | None] | npt.NDArray[np.int32] | None:
-        """The masks of the last ``rows`` of a span, None for a row without one. None: none has one. Rows behind a token
-        of a draft that is not allowed have none, and are not returned."""
+    def words(self, span: Span, rows: int) -> MaskRows | None:
+        """The masks of the last ``rows`` of a span; None: none has one. Rows before ``grammar_from``, and behind a
+        token of a draft that is not allowed, have none."""
         kind = _constrained(span)
         if kind is None or span.end < kind.grammar_from:
             return None
         text = self._pool.text(span.sequence)
         assert text is not None  # noqa: S101 - it was not refused
-        if isinstance(text.outcome, ExecutorError):
-            raise text.outcome
-        assert text.outcome is not None  # noqa: S101 - it is not late
-        if rows == len(text.outcome):
-            return text.outcome
-        found: list[npt.NDArray[np.int32] | None] = [None] * (rows - text.mask_count)
-        found.extend(text.outcome)
-        return found + [None] * (rows - len(found))
+        masks = text.outcome
+        if isinstance(masks, ExecutorError):
+            raise masks
+        assert masks is not None  # noqa: S101 - it is not late
+        return masks if text.mask_count == rows else masks._replace(at=rows - text.mask_count)
 
     def chosen(self, span: Span, token: int) -> None:
         """A step has chosen a token behind what it keeps of a span: ask for the mask behind it, and send that with
@@ -142,7 +139,7 @@ class Constraints:
         if kind is None or span.end < kind.grammar_from:
             return
         text = self._pool.text(span.sequence)
-        if text is not None and text.key == kind.grammar and kind.grammar_from + text.length == span.end:
+        if text is not None and text.key == kind.grammar and kind.grammar_from + len(text.tokens) == span.end:
             self._pool.append(text, token)  # its last request was that of this span
         else:
             self._ask(span._replace(tokens=np.append(span.tokens, np.int32(token)), output=OutputSpec(kind=kind)), kind)

@@ -15,6 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from ferrum_rpc.core import Grammar, TokenArray
 from ferrum_rpc.engine.grammars.process import QUICK_MASKS, GrammarProcess
 from ferrum_rpc.engine.grammars.starter import GrammarStarter
@@ -34,6 +36,7 @@ class GrammarPool:
         self.spare_s = 0.0
         self._words = -(-vocab_size // 32)
         self._processes: dict[bytes, GrammarProcess] = {}
+        self._active: dict[GrammarProcess, None] = {}  # those that are not idle
         self._texts: OrderedDict[int, GrammarText] = OrderedDict()
         self._numbers = count()
         self._poll = select.poll()
@@ -60,6 +63,7 @@ class GrammarPool:
                 process.end(GrammarUnknown("the grammar was dropped: register it again"))
         for key, grammar in added:
             self._processes[key] = process = GrammarProcess(grammar, self._words, self.starter, self._poll)
+            self._active[process] = None
             process.connect()
 
     def compiled(self, key: bytes) -> bool:
@@ -77,7 +81,7 @@ class GrammarPool:
     @property
     def asked(self) -> bool:
         """Whether any request is not answered."""
-        return any(process.asked for process in self._processes.values())
+        return any(process.asked for process in self._active)
 
     def ask(  # noqa: PLR0917 - a request
         self, sequence: int, key: bytes, tokens: TokenArray, required: int, first_mask: int, parent: int | None = None
@@ -112,7 +116,7 @@ class GrammarPool:
             return
         self.poll()  # nothing can be copied from a text that is not answered
         for child in children:
-            self.ask(child, origin.key, origin.tokens, 0, origin.length + 1, parent)
+            self.ask(child, origin.key, np.array(origin.tokens), 0, len(origin.tokens) + 1, parent)
         self.flush()
 
     def _want(self, text: GrammarText) -> None:
@@ -121,6 +125,7 @@ class GrammarPool:
             text.outcome = GrammarUnknown("the grammar is not registered any more: register it again")
         else:
             process.want(text)
+            self._active[process] = None
 
     def text(self, sequence: int) -> GrammarText | None:
         """The text of a sequence, with its last request."""
@@ -152,18 +157,27 @@ class GrammarPool:
 
     def flush(self) -> None:
         """Send what was asked."""
-        for process in self._processes.values():
+        for process in self._active:
             process.send(self.spare_s)
 
+    def receive(self) -> None:
+        """Take the answers that are there, of processes that were asked."""
+        for process in list(self._active):
+            process.receive()
+            process.send(self.spare_s)
+            if process.idle:
+                del self._active[process]
+
     def poll(self, seconds: float = 0.0) -> None:
-        """Take the answers that are there; wait for the first for so long."""
+        """Send what was asked, and take the answers that are there; wait for the first for so long. Looks after all
+        processes."""
         self.flush()
         if ready := self._poll.poll(seconds * 1000):
-            processes = {process.descriptor: process for process in self._processes.values()}
-            for descriptor, _ in ready:
-                if (process := processes.get(descriptor)) is not None:
-                    process.receive()
-                    process.send(self.spare_s)
+            there = dict(ready)
+            for process in self._processes.values():
+                if process.descriptor in there:
+                    self._active[process] = None
+            self.receive()
         now = time.monotonic()
-        for process in self._processes.values():
+        for process in self._active:
             process.look_after(now)

@@ -7,22 +7,26 @@ tokens, or a copy of a long state, gets them in pieces behind the masks of a fra
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import socket
 import time
+from array import array
+from collections import deque
 from contextlib import suppress
 from typing import Final
 
 import numpy as np
 
 from ferrum_rpc.core import Grammar
-from ferrum_rpc.engine.channel import READ_BYTES
-from ferrum_rpc.engine.grammars.messages import INVALID, MASK_ROWS, NO_TEXT, Frames, map_masks, pack
+from ferrum_rpc.engine.grammars import messages
+from ferrum_rpc.engine.grammars.messages import COMPILED, MASK_ROWS, NO_TEXT, NUMBERS, TOO_COMPLEX, Ask
 from ferrum_rpc.engine.grammars.starter import GrammarStarter
-from ferrum_rpc.engine.grammars.text import NOT_SENT, GrammarText, Words
+from ferrum_rpc.engine.grammars.text import GrammarText
 from ferrum_rpc.engine.liveness import process_clock
 from ferrum_rpc.errors import ExecutorError, GrammarTooComplex, InvalidRequest
+from ferrum_rpc.sampling.masks import MaskRows
 
 SILENT_S: Final = 30.0
 """A process that has not answered for so long is given up. It ends itself much earlier, if it runs."""
@@ -36,6 +40,8 @@ others leave. Nearly all masks take a hundredth of that."""
 
 LOW_PRIORITY: Final = 15
 
+_NOTHING: Final = array("q")
+
 QUICK_US: Final = 1000
 QUICK_MASKS: Final = 64
 """A grammar counts as slow from a mask that a step waited for too long until so many requests were answered sooner."""
@@ -44,6 +50,11 @@ MAX_STATES: Final = 512
 MAX_STATE_TOKENS: Final = 1 << 20
 """Texts of one grammar whose states are kept, and their tokens, of some 60 bytes each; the least recently used are
 dropped first, and computed again."""
+
+PIECE: Final = -1
+
+FULL: Final = NUMBERS - 2 * MASK_ROWS
+"""Numbers of a message that is full: it has room for any whole request, and no more."""
 
 PIECE_TOKENS: Final = 64
 """Tokens that a text may need together with its masks, some 0.1 ms."""
@@ -59,9 +70,11 @@ class GrammarProcess:
     """A grammar, whose masks have so many ``words``. ``failure``: why it cannot be compiled. ``compiled``: whether it
     is, in the present process; ``was_compiled``: in any. ``slow``: answers until it counts as quick again.
 
-    ``_queue``: the texts with a request that is not sent. ``_sent``: those with one that is not answered, in its order,
-    of which ``_masked`` have masks, in the first ``_rows``. ``_states``: those whose state the process has, the least
-    recently used first. ``_careful``: the process has ended while it was asked, and is asked one by one.
+    ``_queue``: the texts with a request that is not sent. ``_sent``: what is not answered, in its order: the text, from
+    which to which of its tokens, and the first row of its masks, or `PIECE`; ``_whole`` of these are requests, and not
+    pieces of them, with masks in the first ``_rows``. ``_sent_at``: when the last message was made. ``_states``: the
+    texts whose state the process has, the least recently used first; ``_ended``: the numbers of those whose state is to
+    be dropped. ``_careful``: the process has ended while it was asked, and is asked one by one.
     ``_cpu_clock``: the clock of its processor time; None: it is not known, or the priority is low already.
     ``_cpu_heard``: what it showed when the process had been silent for a moment; None: it is not silent."""
 
@@ -71,15 +84,14 @@ class GrammarProcess:
         self.compiled = self.was_compiled = False
         self.slow = 0
         self._queue: dict[GrammarText, None] = {}
-        self._sent: dict[int, GrammarText] = {}
-        self._masked = self._rows = 0
-        self._states: dict[int, GrammarText] = {}
+        self._sent: deque[tuple[GrammarText, int, int, int]] = deque()
+        self._whole = self._rows = 0
+        self._sent_at = 0.0
+        self._states: dict[GrammarText, None] = {}
         self._ended: list[int] = []
         self._socket: socket.socket | None = None
-        self._masks: Words = np.empty((0, words), np.int32)
-        self._frames = Frames()
-        self._unsent = bytearray()
-        self._blocked = False
+        self._masks = np.empty((0, words), np.int32)
+        self._unsent = _NOTHING
         self._heard = 0.0
         self._tries = 0
         self._careful = False
@@ -97,188 +109,186 @@ class GrammarProcess:
         """Whether it has to answer."""
         return bool(self._queue or self._sent)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be done before it is asked again, unless it ends."""
+        return self.failure is not None or (self.compiled and not (self._queue or self._sent or self._unsent))
+
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def want(self, text: GrammarText) -> None:
         """Queue the request of a text; `send` sends it."""
         if self.failure is not None:
             text.outcome = self.failure
-            return
-        text.asked = time.monotonic()
-        if not self.asked:
-            self._heard = text.asked
-        self._queue[text] = None
+        else:
+            self._queue[text] = None
 
     def drop(self, text: GrammarText) -> None:
         """The text has ended."""
         self._queue.pop(text, None)
-        if self._states.pop(text.number, None) is not None:
+        if text in self._states:
+            del self._states[text]
             self._ended.append(text.number)
 
     def send(self, spare_s: float) -> None:
         """Send what can be sent. ``spare_s``: how long a step may wait for its masks."""
-        if self._queue and self.compiled and not self._masked and not (self._careful and self._sent):
+        if self._queue and self.compiled and not (self._unsent or self._whole or (self._careful and self._sent)):
             self._put(max(PIECE_TOKENS, int(spare_s * TOKENS_PER_S)))
         if self._unsent:
             self._write()
 
     def _put(self, piece: int) -> None:
-        """Put what is wanted in a frame, with pieces of so many tokens in all."""
-        self._make_room()
-        asks: list[int] = []
-        contents: list[bytes] = []
+        """Put what is wanted in a message, with pieces of so many tokens in all."""
+        if not self._queue.keys() <= self._states.keys():
+            self._make_room()
+        ended = self._ended[:MASK_ROWS]
+        numbers = array("q", [len(ended), *ended])
+        empty = len(numbers)
         long: list[GrammarText] = []
-        row = 0
+        idle, row = not self._sent, 0
         for text in self._ready():
+            if len(numbers) > FULL or (self._careful and len(numbers) > empty):
+                break
             source, keep = self._start(text)
-            work = min(text.first_mask, text.length) - keep
-            copied = self._states[source].known // COPIED_TOKENS if source != NO_TEXT else 0
+            work = min(text.first_mask, len(text.tokens)) - keep
+            copied = 0 if text.origin is None or source == NO_TEXT else text.origin.known // COPIED_TOKENS
             if work + copied <= PIECE_TOKENS:
-                if row + text.mask_count <= MASK_ROWS:
-                    row += self._ask(text, source, keep, text.length, row, asks, contents)
+                if row + (masks := text.mask_count) <= MASK_ROWS:
+                    self._ask(numbers, text, source, keep, len(text.tokens), row)
+                    self._whole += 1
+                    row += masks
                     del self._queue[text]
             elif source == NO_TEXT:
                 long.append(text)
             elif piece > 0:
-                self._ask(text, source, keep, keep, NOT_SENT, asks, contents)
+                self._ask(numbers, text, source, keep, keep, PIECE)
                 piece -= copied
-            if self._careful and asks:
-                break
         for text in long:
-            if piece <= 0 or (self._careful and asks):
+            piece = min(piece, NUMBERS - len(numbers) - len(Ask._fields))
+            if piece <= 0 or (self._careful and len(numbers) > empty):
                 break
             _, keep = self._start(text)
-            end = min(text.first_mask, text.length, keep + piece)
-            self._ask(text, NO_TEXT, keep, end, NOT_SENT, asks, contents)
+            end = min(text.first_mask, len(text.tokens), keep + piece)
+            self._ask(numbers, text, NO_TEXT, keep, end, PIECE)
             piece -= end - keep
-        if row:
-            self._rows = row
-        if asks:
-            self._unsent += pack([len(self._ended), *self._ended, *asks], b"".join(contents))
-            self._ended = []
+        if len(numbers) > empty:
+            del self._ended[: len(ended)]
+            self._unsent, self._rows, self._sent_at = numbers, row, time.monotonic()
+            if idle:
+                self._heard = self._sent_at
 
     def _ready(self) -> list[GrammarText]:
         """The texts that can be sent, first those that begin with a copy of another's state, while that is known."""
         copies: list[GrammarText] = []
         others: list[GrammarText] = []
         for text in self._queue:
-            if (origin := text.origin) is not None and origin.number not in self._states:
+            if (origin := text.origin) is not None and origin not in self._states:
                 origin = text.origin = None
-            if text.sent == NOT_SENT and (origin is None or origin.sent == NOT_SENT):
-                (others if origin is None else copies).append(text)
+            if text.busy:
+                continue
+            if origin is None:
+                others.append(text)
+            elif not origin.busy:
+                copies.append(text)
         return copies + others
 
-    def _start(self, text: GrammarText) -> tuple[int, int]:
+    @staticmethod
+    def _start(text: GrammarText) -> tuple[int, int]:
         """The text whose state it begins with, and how many tokens it has then."""
         if (origin := text.origin) is None:
             return NO_TEXT, min(text.known, text.first_mask)
-        keep = min(text.common(origin.tokens[: origin.known]), text.first_mask)
+        keep = min(text.common(np.array(origin.tokens[: origin.known])), text.first_mask)
         return (origin.number, keep) if keep else (NO_TEXT, 0)
 
     def _ask(  # noqa: PLR0917 - once for each row of a step
-        self, text: GrammarText, source: int, keep: int, end: int, row: int, asks: list[int], contents: list[bytes]
-    ) -> int:
-        """Ask for the tokens of a text from ``keep`` up to ``end``, and for its masks in ``row`` and more, if that is
-        one. How many masks these are."""
-        masks = 0 if row == NOT_SENT else text.mask_count
-        asks += text.number, source, keep, end - keep, text.first_mask - keep if masks else end - keep + 1, row
-        contents.append(text.tokens[keep:end].tobytes())
-        text.was_sent(keep, end, row if masks else NOT_SENT)
-        text.origin = None
-        self._states.pop(text.number, None)
-        self._states[text.number] = self._sent[text.number] = text
-        self._masked += masks > 0
-        return masks
+        self, numbers: array[int], text: GrammarText, source: int, keep: int, end: int, row: int
+    ) -> None:
+        """Ask for the tokens of a text from ``keep`` up to ``end``, and for its masks in ``row`` and more, unless that
+        is `PIECE`."""
+        first_mask = end + 1 if row == PIECE else text.first_mask
+        numbers.extend((text.number, source, keep, end - keep, first_mask - keep, row, *text.tokens[keep:end]))
+        text.known, text.busy, text.origin = end, True, None
+        self._states.pop(text, None)
+        self._states[text] = None
+        self._sent.append((text, keep, end, row))
 
     def _make_room(self) -> None:
-        """Drop the states that were not used for the longest time, if others are to come and there are too many."""
-        states = self._states
-        added = sum([text.number not in states for text in self._queue])
-        if not added:
-            return
-        count, tokens = len(states) + added, sum([text.known for text in states.values()])
-        needed = {text.number for text in self._queue} | self._sent.keys()
-        needed |= {text.origin.number for text in self._queue if text.origin is not None}
-        for text in [each for number, each in states.items() if number not in needed]:
+        """Drop the states that were not used for the longest time, if there will be too many."""
+        count, tokens = len(self._states.keys() | self._queue.keys()), sum([text.known for text in self._states])
+        needed = self._queue.keys() | {text for text, *_ in self._sent} | {text.origin for text in self._queue}
+        for text in [each for each in self._states if each not in needed]:
             if count <= MAX_STATES and tokens <= MAX_STATE_TOKENS:
                 break
             count, tokens = count - 1, tokens - text.known
-            del states[text.number]
-            self._ended.append(text.number)
+            self.drop(text)
             text.lose_state()
 
     def _write(self) -> None:
+        """Send the message that is not sent. If there is no room, it is sent when the process has read others."""
         if self._socket is None:
             return
         try:
-            sent = self._socket.send(self._unsent)
+            self._socket.send(self._unsent)
         except BlockingIOError:
-            sent = 0
+            return
         except OSError:
             self._lose()
             return
-        del self._unsent[:sent]
-        if self._blocked != bool(self._unsent):
-            self._blocked = not self._blocked
-            self._poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._blocked else 0))
+        self._unsent = _NOTHING
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
     def receive(self) -> None:
-        """Take what it has sent, which `select.poll` has reported."""
-        connected = self._socket
-        if connected is None:
+        """Take a message that it has sent, if there is one."""
+        if self._socket is None:
             return
-        if self._unsent:
-            self._write()
-            if self._socket is not connected:
-                return
         try:
-            data = connected.recv(READ_BYTES)
+            numbers = messages.receive(self._socket)
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        if not data:
+            numbers = _NOTHING
+        if not numbers:
             self._lose()
             return
         self._heard, self._cpu_heard = time.monotonic(), None
-        for numbers, content in self._frames.feed(data):
-            if not self._pid:
-                [self._pid] = numbers
-                self._cpu_clock = process_clock(self._pid)
-            elif self.compiled:
-                self._answered(numbers, content)
-            elif not numbers:
-                self.compiled = self.was_compiled = True
-                self._tries = 0
-            else:
-                self.end(_refusal(bool(numbers[0]), content))
-                return
+        if self.compiled:
+            self._answered(numbers)
+        elif not self._pid:
+            [self._pid] = numbers
+            self._cpu_clock = process_clock(self._pid)
+        elif numbers[0] == COMPILED:
+            self.compiled = self.was_compiled = True
+            self._tries = 0
+        else:
+            self.end(_refusal(numbers))
 
-    def _answered(self, numbers: list[int], content: bytes) -> None:
-        copied = self._masks[: self._rows].copy()
-        for at in range(0, len(numbers), 2):
-            text, consumed = self._sent.pop(numbers[at]), numbers[at + 1]
-            row, reached, end, stale = text.row, text.kept + consumed, text.sent, text.stale
-            self._masked -= row != NOT_SENT
-            dropped = text.number not in self._states
+    def _answered(self, numbers: array[int]) -> None:
+        """Take the answers to the first of what was sent."""
+        masks = self._masks[: self._rows].copy()
+        quick = (self._heard - self._sent_at) * 1e6 < QUICK_US
+        for at, consumed in enumerate(numbers):
+            text, kept, end, row = self._sent.popleft()
+            whole = row != PIECE
+            self._whole -= whole
+            passed = text.stale or text not in self._states  # nobody waits for this
+            text.busy, text.stale = False, False
+            reached = kept + consumed
             if consumed < 0:
-                self._states.pop(text.number, None)
-                text.lose_state()
-            else:
-                text.was_answered(consumed)
-            if dropped or stale:
+                self._states.pop(text, None)
+                text.known = 0
+                if not passed:
+                    self._refuse(text, _refusal(numbers[at:]))
+                break
+            text.known = min(text.known, reached)
+            if passed:
                 continue
-            if consumed < 0:
-                self._refuse(text, _refusal(consumed != INVALID, content))
-            elif reached < min(end, text.required):
+            if reached < end and reached < text.required:
                 message = f"the grammar does not allow token {reached} of its text"
                 self._refuse(text, InvalidRequest(message, field="token_ids", metadata={"at": reached}))
-            elif text not in self._queue:
-                masks = max(0, reached - text.first_mask + 1)
-                text.outcome = copied[row : row + masks]
-                if self.slow and (self._heard - text.asked) * 1e6 < QUICK_US:
+            elif whole:
+                text.outcome = MaskRows(masks, row, max(0, reached - text.first_mask + 1))
+                if self.slow and quick:
                     self.slow -= 1
         if self._careful and not self.asked:
             self._careful = False
@@ -292,18 +302,21 @@ class GrammarProcess:
 
     def connect(self) -> None:
         """Start the process, if it can be started now. What is wanted is asked when it has compiled the grammar."""
-        masks = os.memfd_create("ferrum-grammar", os.MFD_CLOEXEC)
+        text = self._grammar.text
+        file = os.memfd_create("ferrum-grammar", os.MFD_CLOEXEC)
         try:
-            self._masks = map_masks(masks, self._words)
-            self._socket = self._starter.start(masks)
+            os.ftruncate(file, max(len(text), MASK_ROWS * self._words * self._masks.itemsize))
+            memory = mmap.mmap(file, 0)
+            memory[: len(text)] = text
+            self._masks = messages.masks_in(memory, self._words)
+            self._socket = self._starter.start(file)
         finally:
-            os.close(masks)
+            os.close(file)
         if self._socket is None:
             return
         self._poll.register(self._socket, select.POLLIN)
-        self._frames, self._blocked, self._pid = Frames(), False, 0
-        self._unsent = bytearray(pack([self._grammar.kind.value], self._grammar.text))
-        self._heard = time.monotonic()
+        self._pid, self._heard = 0, time.monotonic()
+        self._unsent = array("q", [self._grammar.kind.value, len(text)])
         self._write()
 
     def disconnect(self) -> None:
@@ -313,12 +326,12 @@ class GrammarProcess:
             self._poll.unregister(self._socket)
             self._socket.close()
             self._socket = None
-        for text in (*self._states.values(), *self._sent.values()):
+        for text in (*self._states, *[text for text, *_ in self._sent]):
             text.lose_state()
         self._states.clear()
         self._sent.clear()
-        self._ended, self._masked = [], 0
-        self._unsent.clear()
+        self._ended, self._whole = [], 0
+        self._unsent = _NOTHING
 
     def look_after(self, now: float) -> None:
         """End a process that is silent, start one that has ended, and lower the priority of one that needs much time
@@ -327,7 +340,7 @@ class GrammarProcess:
             if self.failure is None:
                 self.connect()
         elif self.compiled and not self.asked:
-            return
+            return  # it may be silent
         elif now - self._heard > SILENT_S:
             self._lose()
         elif self._cpu_clock is not None and now - self._heard > QUICK_CPU_S:
@@ -342,7 +355,7 @@ class GrammarProcess:
 
     def _lose(self) -> None:
         """The process has ended, or is silent: it may have exceeded its limits, or was killed."""
-        compiled, sent = self.compiled, [each for each in self._sent.values() if each.number in self._states]
+        compiled, sent = self.compiled, [text for text, *_ in self._sent if text in self._states]
         blamed = sent[0] if sent and not sent[0].stale else None
         self.disconnect()
         if not compiled:
@@ -361,7 +374,7 @@ class GrammarProcess:
 
     def end(self, error: ExecutorError) -> None:
         """End the process for good, and refuse everything with ``error``."""
-        asked = [*self._queue, *self._sent.values()]
+        asked = [*self._queue, *[text for text, *_ in self._sent]]
         self.disconnect()
         self.failure = error
         self._queue.clear()
@@ -369,8 +382,9 @@ class GrammarProcess:
             text.outcome = error
 
 
-def _refusal(too_complex: bool, message: bytes) -> ExecutorError:
-    text = message.decode(errors="replace")
-    if too_complex:
+def _refusal(error: array[int]) -> ExecutorError:
+    """For an error, and its message."""
+    text = messages.error_of(error[1:])
+    if error[0] == TOO_COMPLEX:
         return GrammarTooComplex(f"the grammar exceeds a limit: {text}")
     return InvalidRequest(f"invalid grammar: {text}", field="text")

@@ -49,7 +49,7 @@ class GrammarStarter:
 
     def start(self, masks: int) -> socket.socket | None:
         """Start a process with the file ``masks``; our end of its socket. None: not now, try again."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
                 if self._control is None or self.process is None or self.process.poll() is not None:

@@ -10,24 +10,24 @@ system ends it if it exceeds them, and the other end of its socket reads that. `
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import resource
 import signal
 import socket
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 from ferrum_rpc.core import Grammar, GrammarKind
-from ferrum_rpc.engine.channel import READ_BYTES, end_with_parent, leave_signals
+from ferrum_rpc.engine.channel import end_with_parent, leave_signals
+from ferrum_rpc.engine.grammars import messages
 from ferrum_rpc.engine.grammars.matching import GrammarError, Texts, Vocabulary
-from ferrum_rpc.engine.grammars.messages import INVALID, READY, TOO_COMPLEX, Ask, Frames, map_masks, pack
+from ferrum_rpc.engine.grammars.messages import COMPILED, INVALID, READY, TOO_COMPLEX, Ask
 
 COMPILE_S: Final = 2.0
 """Processor time for which a grammar may be compiled."""
@@ -81,64 +81,51 @@ def _copy(control: socket.socket, fds: list[int], serve: Callable[[], None]) -> 
 def _serve(fds: list[int], vocabulary: Vocabulary, memory: int) -> None:
     """The life of a grammar's process, with its socket and the file of its masks."""
     end_with_parent()
-    connection, masks = socket.socket(fileno=fds[0]), map_masks(fds[1], vocabulary.words)
+    connection, shared = socket.socket(fileno=fds[0]), mmap.mmap(fds[1], 0)
     _bound_memory(memory)
-    texts: Texts | None = None
-    frames = Frames()
-    connection.sendall(pack([os.getpid()]))
-    while data := connection.recv(READ_BYTES):
-        for numbers, content in frames.feed(data):
-            if texts is not None:
-                _answer(connection, texts, numbers, content)
-            elif (texts := _compile(connection, vocabulary, Grammar(GrammarKind(numbers[0]), content), masks)) is None:
-                return
-
-
-def _compile(
-    connection: socket.socket, vocabulary: Vocabulary, grammar: Grammar, masks: npt.NDArray[np.int32]
-) -> Texts | None:
-    """None: it cannot be compiled."""
+    connection.send(array("q", [os.getpid()]))
+    if not (first := messages.receive(connection)):
+        return
+    grammar = Grammar(GrammarKind(first[0]), shared[: first[1]])
     _bound_time(COMPILE_S)
     try:
-        texts = Texts(vocabulary, grammar, masks)
+        texts = Texts(vocabulary, grammar, messages.masks_in(shared, vocabulary.words))
     except GrammarError as error:
-        connection.sendall(pack([error.too_complex], _message(error)))
-        return None
-    connection.sendall(pack([]))
-    return texts
+        connection.send(_message(error))
+        return
+    connection.send(array("q", [COMPILED]))
+    while numbers := messages.receive(connection):
+        _answer(connection, texts, numbers)
 
 
-def _answer(connection: socket.socket, texts: Texts, numbers: list[int], content: bytes) -> None:
-    """Answer the asks of a frame."""
+def _answer(connection: socket.socket, texts: Texts, numbers: array[int]) -> None:
+    """Answer the asks of a message."""
     _bound_time(MASK_S)
-    first, fields = 1 + numbers[0], len(Ask._fields)
-    for each in numbers[1:first]:
+    at = 1 + numbers[0]
+    for each in numbers[1:at]:
         texts.drop(each)
-    tokens = memoryview(content).cast("i")
-    answers, sent, begin = list[int](), time.monotonic(), 0
-    for at in range(first, len(numbers), fields):
-        ask = Ask(*numbers[at : at + fields])
-        masked = ask.first_mask <= ask.size
-        if answers and (not masked or time.monotonic() - sent > TOGETHER_S):
-            connection.sendall(pack(answers))
-            answers, sent = [], time.monotonic()
+    answers, sent = array("q"), time.monotonic()
+    while at < len(numbers):
+        first = at + len(Ask._fields)
+        ask = Ask._make(numbers[at:first])
+        at = first + ask.size
+        if answers and (ask.first_mask > ask.size or time.monotonic() - sent > TOGETHER_S):
+            connection.send(answers)
+            answers, sent = array("q"), time.monotonic()
             _bound_time(MASK_S)
-        end = begin + ask.size
         try:
-            answers += ask.text, texts.match(ask, tokens[begin:end].tolist())
+            answers.append(texts.match(ask, numbers[first:at].tolist()))
         except GrammarError as error:
             texts.drop(ask.text)
-            answers += ask.text, TOO_COMPLEX if error.too_complex else INVALID
-            connection.sendall(pack(answers, _message(error)))
-            answers, sent = [], time.monotonic()
+            connection.send(answers + _message(error))
+            answers, sent = array("q"), time.monotonic()
             _bound_time(MASK_S)
-        begin = end
     if answers:
-        connection.sendall(pack(answers))
+        connection.send(answers)
 
 
-def _message(error: GrammarError) -> bytes:
-    return str(error).encode(errors="replace")
+def _message(error: GrammarError) -> array[int]:
+    return messages.error(TOO_COMPLEX if error.too_complex else INVALID, str(error))
 
 
 def _bound_time(seconds: float) -> None:
