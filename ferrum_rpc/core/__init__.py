@@ -7,7 +7,7 @@ but its errors, and no torch, so that the service floor, the wire floor and the 
 Shapes use these letters: T tokens of a step, R requested rows, V vocabulary, k candidates of a row.
 """
 
-from ferrum_rpc.core.grammars import GRAMMAR_ID_BYTES, Grammar, GrammarKind
+from ferrum_rpc.core.grammars import GRAMMAR_ID_BYTES, Grammar, GrammarKind, MaskRows
 from ferrum_rpc.core.info import (
     MAX_BIASES,
     MAX_CACHE_SALT_BYTES,
@@ -89,6 +89,7 @@ __all__ = [
     "ItemAnswer",
     "ItemOutcome",
     "Limits",
+    "MaskRows",
     "ModelInfo",
     "NextToken",
     "OutputKind",

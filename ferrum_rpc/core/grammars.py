@@ -1,10 +1,13 @@
-"""Grammars: texts in one of several languages that say which tokens a row may yield."""
+"""Grammars: texts in one of several languages that say which tokens a row may yield, and the masks made of them."""
 
 from __future__ import annotations
 
 import enum
 import hashlib
 from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 GRAMMAR_ID_BYTES: Final = 32
 
@@ -26,3 +29,13 @@ class Grammar(NamedTuple):
     def id(self, tokenizer_sha256: bytes) -> bytes:
         """The id for executors whose tokenizer has this digest."""
         return hashlib.sha256(bytes((self.kind.value,)) + tokenizer_sha256 + self.text).digest()
+
+
+class MaskRows(NamedTuple):
+    """Masks of ``rows`` of an item, from the one ``at`` on: those of ``words``, int32 [n, ceil(V / 32)] on the host,
+    from ``first`` on."""
+
+    words: npt.NDArray[np.int32]
+    first: int
+    rows: int
+    at: int = 0

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
-from ferrum_rpc.core import Accept, Greedy, NextToken, RankState, Rows, Sample, Span, TokenArray, TokenCounts
+from ferrum_rpc.core import Accept, Greedy, MaskRows, NextToken, RankState, Rows, Sample, Span, TokenArray, TokenCounts
 from ferrum_rpc.device import check_device
 from ferrum_rpc.engine.memory import used_memory
 from ferrum_rpc.models.base import Model, NativeModel, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.accept import Draft
-from ferrum_rpc.sampling.masks import MaskRows, Masks
+from ferrum_rpc.sampling.masks import Masks
 from ferrum_rpc.sampling.penalties import CountedTokens
 from ferrum_rpc.sampling.rows import Chosen, RowRequest, select_rows
 from ferrum_rpc.sampling.transfer import Marker

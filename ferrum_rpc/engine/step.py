@@ -297,17 +297,14 @@ class StepRunner:
 
     def _ask_for_next(self, pending: Pending) -> None:
         """Ask for the masks behind what a step has chosen, and forget sequences that were not made."""
-        constraints, rows = self.constraints, iter(pending.rows)
+        constraints, spans = self.constraints, pending.spans
         assert constraints is not None  # noqa: S101 - the caller looked
-        for index, span in enumerate(pending.spans):
-            chosen = next(rows) if index in pending.reservations else None
-            if index in pending.refused or index in pending.late:
-                if span.create:
-                    constraints.forget((span.sequence,))
-            elif chosen is not None:
-                last = chosen.block.columns.get("token_ids")
-                if last is not None and last.ndim == 1:
-                    constraints.chosen(span, int(last[chosen.first + chosen.count - 1]))
+        for index in (*pending.refused, *pending.late):
+            if spans[index].create:
+                constraints.forget((spans[index].sequence,))
+        for index, chosen in zip(pending.reservations, pending.rows, strict=True):
+            if chosen is not None and index not in pending.late:
+                constraints.chosen(spans[index], chosen)
         constraints.flush()
 
     def _give_up(self, reservations: dict[int, Reservation]) -> None:

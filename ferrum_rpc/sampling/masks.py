@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ferrum_rpc.core import Sample
+from ferrum_rpc.core import MaskRows, Sample
 from ferrum_rpc.sampling.transfer import to_device
 
 WORD: Final = 32
@@ -30,16 +30,6 @@ class RowMask(NamedTuple):
 
     row: int
     words: Tensor
-
-
-class MaskRows(NamedTuple):
-    """Masks of ``rows`` of an item, from the one ``at`` on: those of ``words``, int32 [n, ceil(V / 32)] on the host,
-    from ``first`` on."""
-
-    words: npt.NDArray[np.int32]
-    first: int
-    rows: int
-    at: int = 0
 
 
 class Masks:

@@ -25,6 +25,7 @@ from ferrum_rpc.core import (
     FullLogits,
     Greedy,
     HiddenStates,
+    MaskRows,
     NextToken,
     OutputKind,
     RowBlock,
@@ -39,7 +40,7 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.sampling.accept import Draft, Proposal, verify
 from ferrum_rpc.sampling.draw import MAX_TOP_K, PARAMS_DTYPE, Sampler
-from ferrum_rpc.sampling.masks import MaskRows, Masks, RowMask
+from ferrum_rpc.sampling.masks import Masks, RowMask
 from ferrum_rpc.sampling.penalties import CountedTokens, Penalty
 from ferrum_rpc.sampling.samplers import TorchSampler
 from ferrum_rpc.sampling.scores import Columns, Scored, select_tokens, token_columns

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ferrum_rpc.core import Accept, Greedy, RowBlock, RowKind, Rows, Sample
+from ferrum_rpc.core import Accept, Greedy, MaskRows, RowBlock, RowKind, Rows, Sample
 from ferrum_rpc.sampling.accept import Draft, accepted
-from ferrum_rpc.sampling.masks import MaskRows
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.wire.masks import pack_mask
 from tests.numerics.test_draws import logits, probabilities

@@ -19,8 +19,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ferrum_rpc.core import Greedy, Sample
-from ferrum_rpc.sampling.masks import MIN_LOGIT, MaskRows, Masks, RowMask
+from ferrum_rpc.core import Greedy, MaskRows, Sample
+from ferrum_rpc.sampling.masks import MIN_LOGIT, Masks, RowMask
 from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.sampling.samplers import NativeSampler, TorchSampler
 from ferrum_rpc.wire.masks import id_of, pack_mask

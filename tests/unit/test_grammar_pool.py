@@ -9,14 +9,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ferrum_rpc.core import Grammar, GrammarKind
+from ferrum_rpc.core import Grammar, GrammarKind, MaskRows
 from ferrum_rpc.engine.grammars import process
 from ferrum_rpc.engine.grammars.messages import MASK_ROWS, NUMBERS, TOO_COMPLEX, Ask, error, error_of
 from ferrum_rpc.engine.grammars.pool import GrammarPool
 from ferrum_rpc.engine.grammars.process import MAX_STATES, GrammarProcess
 from ferrum_rpc.engine.grammars.text import GrammarText
 from ferrum_rpc.errors import ExecutorError, GrammarUnknown, InvalidRequest
-from ferrum_rpc.sampling.masks import MaskRows
 from tests.grammars import END, MODEL, SOURCES, VOCABULARY, allowed, compiled
 
 KEY = b"k" * 32

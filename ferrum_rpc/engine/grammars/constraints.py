@@ -14,10 +14,9 @@ from typing import Final
 
 import numpy as np
 
-from ferrum_rpc.core import Accept, Grammar, OutputSpec, Sample, Span, TokenArray
+from ferrum_rpc.core import Accept, Grammar, MaskRows, OutputSpec, Rows, Sample, Span, TokenArray
 from ferrum_rpc.engine.grammars.pool import GrammarPool
 from ferrum_rpc.errors import ExecutorError, GrammarUnknown
-from ferrum_rpc.sampling.masks import MaskRows
 
 LATE_S: Final = 0.002
 """A step waits for so long for a mask that a run needs, or as long as its forward pass took. Then the run is left out
@@ -130,14 +129,15 @@ class Constraints:
         if isinstance(masks, ExecutorError):
             raise masks
         assert masks is not None  # noqa: S101 - it is not late
-        return masks if text.mask_count == rows else masks._replace(at=rows - text.mask_count)
+        return masks if text.rows == rows else masks._replace(at=rows - text.rows)
 
-    def chosen(self, span: Span, token: int) -> None:
-        """A step has chosen a token behind what it keeps of a span: ask for the mask behind it, and send that with
-        `flush`."""
+    def chosen(self, span: Span, rows: Rows) -> None:
+        """A step has chosen a token behind what it keeps of a span, that of the last of these ``rows``: ask for the
+        mask behind it, and send that with `flush`."""
         kind = _constrained(span)
         if kind is None or span.end < kind.grammar_from:
             return
+        token = int(rows.block.columns["token_ids"][rows.first + rows.count - 1])
         text = self._pool.text(span.sequence)
         if text is not None and text.key == kind.grammar and kind.grammar_from + len(text.tokens) == span.end:
             self._pool.append(text, token)  # its last request was that of this span

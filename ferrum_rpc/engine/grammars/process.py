@@ -1,8 +1,8 @@
 """The process of one grammar as the engine sees it: what it is asked, what it answers, and its end.
 
-All requests of a step are one frame, and their masks are in shared memory when it is answered. Until then the process
+All requests of a step are one message, and their masks are in shared memory when it is answered. Until then the process
 gets no more requests for masks, so the rows of that memory are used from the first on each time. A text that needs many
-tokens, or a copy of a long state, gets them in pieces behind the masks of a frame: others wait for a piece at most.
+tokens, or a copy of a long state, gets them in pieces behind the masks of a message: others wait for a piece at most.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Final
 
 import numpy as np
 
-from ferrum_rpc.core import Grammar
+from ferrum_rpc.core import Grammar, MaskRows
 from ferrum_rpc.engine.grammars import messages
 from ferrum_rpc.engine.grammars.messages import COMPILED, MASK_ROWS, NO_TEXT, NUMBERS, TOO_COMPLEX, Ask
 from ferrum_rpc.engine.grammars.starter import GrammarStarter
 from ferrum_rpc.engine.grammars.text import GrammarText
 from ferrum_rpc.engine.liveness import process_clock
 from ferrum_rpc.errors import ExecutorError, GrammarTooComplex, InvalidRequest
-from ferrum_rpc.sampling.masks import MaskRows
 
 SILENT_S: Final = 30.0
 """A process that has not answered for so long is given up. It ends itself much earlier, if it runs."""
@@ -142,71 +141,68 @@ class GrammarProcess:
         if not self._queue.keys() <= self._states.keys():
             self._make_room()
         ended = self._ended[:MASK_ROWS]
-        numbers = array("q", [len(ended), *ended])
+        numbers = [len(ended), *ended]
         empty = len(numbers)
         long: list[GrammarText] = []
         idle, row = not self._sent, 0
         for text in self._ready():
             if len(numbers) > FULL or (self._careful and len(numbers) > empty):
                 break
-            source, keep = self._start(text)
-            work = min(text.first_mask, len(text.tokens)) - keep
-            copied = 0 if text.origin is None or source == NO_TEXT else text.origin.known // COPIED_TOKENS
-            if work + copied <= PIECE_TOKENS:
-                if row + (masks := text.mask_count) <= MASK_ROWS:
-                    self._ask(numbers, text, source, keep, len(text.tokens), row)
+            keep, origin = self._start(text)
+            copied = 0 if origin is None else origin.known // COPIED_TOKENS
+            if text.first_mask - keep + copied <= PIECE_TOKENS:
+                if row + text.rows <= MASK_ROWS:
+                    self._ask(numbers, text, origin, keep, len(text.tokens), row)
                     self._whole += 1
-                    row += masks
+                    row += text.rows
                     del self._queue[text]
-            elif source == NO_TEXT:
+            elif origin is None:
                 long.append(text)
             elif piece > 0:
-                self._ask(numbers, text, source, keep, keep, PIECE)
+                self._ask(numbers, text, origin, keep, keep, PIECE)
                 piece -= copied
         for text in long:
             piece = min(piece, NUMBERS - len(numbers) - len(Ask._fields))
             if piece <= 0 or (self._careful and len(numbers) > empty):
                 break
-            _, keep = self._start(text)
+            keep, _ = self._start(text)
             end = min(text.first_mask, len(text.tokens), keep + piece)
-            self._ask(numbers, text, NO_TEXT, keep, end, PIECE)
+            self._ask(numbers, text, None, keep, end, PIECE)
             piece -= end - keep
         if len(numbers) > empty:
             del self._ended[: len(ended)]
-            self._unsent, self._rows, self._sent_at = numbers, row, time.monotonic()
+            self._unsent, self._rows, self._sent_at = array("q", numbers), row, time.monotonic()
             if idle:
                 self._heard = self._sent_at
 
     def _ready(self) -> list[GrammarText]:
         """The texts that can be sent, first those that begin with a copy of another's state, while that is known."""
-        copies: list[GrammarText] = []
-        others: list[GrammarText] = []
-        for text in self._queue:
-            if (origin := text.origin) is not None and origin not in self._states:
-                origin = text.origin = None
-            if text.busy:
-                continue
-            if origin is None:
-                others.append(text)
-            elif not origin.busy:
-                copies.append(text)
-        return copies + others
+        ready = [text for text in self._queue if not text.busy]
+        if copies := [text for text in ready if text.origin is not None]:
+            for text in copies:
+                if text.origin not in self._states:
+                    text.origin = None
+            copies = [text for text in copies if text.origin is not None and not text.origin.busy]
+            ready = copies + [text for text in ready if text.origin is None]
+        return ready
 
     @staticmethod
-    def _start(text: GrammarText) -> tuple[int, int]:
-        """The text whose state it begins with, and how many tokens it has then."""
-        if (origin := text.origin) is None:
-            return NO_TEXT, min(text.known, text.first_mask)
-        keep = min(text.common(np.array(origin.tokens[: origin.known])), text.first_mask)
-        return (origin.number, keep) if keep else (NO_TEXT, 0)
+    def _start(text: GrammarText) -> tuple[int, GrammarText | None]:
+        """How many tokens of a text its state has to begin with, and the text whose state is copied for that."""
+        origin, known, first_mask = text.origin, text.known, text.first_mask
+        if origin is not None:
+            known = text.common(np.array(origin.tokens[: origin.known]))
+        return known if known < first_mask else first_mask, origin if known else None
 
     def _ask(  # noqa: PLR0917 - once for each row of a step
-        self, numbers: array[int], text: GrammarText, source: int, keep: int, end: int, row: int
+        self, numbers: list[int], text: GrammarText, origin: GrammarText | None, keep: int, end: int, row: int
     ) -> None:
         """Ask for the tokens of a text from ``keep`` up to ``end``, and for its masks in ``row`` and more, unless that
         is `PIECE`."""
+        source = NO_TEXT if origin is None else origin.number
         first_mask = end + 1 if row == PIECE else text.first_mask
-        numbers.extend((text.number, source, keep, end - keep, first_mask - keep, row, *text.tokens[keep:end]))
+        numbers += (text.number, source, keep, end - keep, first_mask - keep, row)
+        numbers += text.tokens[keep:end]
         text.known, text.busy, text.origin = end, True, None
         self._states.pop(text, None)
         self._states[text] = None

@@ -6,15 +6,14 @@ from array import array
 
 import numpy as np
 
-from ferrum_rpc.core import TokenArray
+from ferrum_rpc.core import MaskRows, TokenArray
 from ferrum_rpc.errors import ExecutorError
-from ferrum_rpc.sampling.masks import MaskRows
 
 
 class GrammarText:
     """The last request for masks of a text: of its ``tokens`` the first ``required`` must be allowed, and the masks of
-    the rows behind ``first_mask`` tokens and of more are wanted. ``outcome``: these masks, of fewer rows where a later
-    token is not allowed; or the refusal; None: it is not there yet.
+    ``rows`` rows are wanted, which stand behind ``first_mask`` tokens and more. ``outcome``: these masks, of fewer rows
+    where a later token is not allowed; or the refusal; None: it is not there yet.
 
     ``number``: its name in the process. ``known``: the leading tokens that its state there has too, as soon as what was
     sent is answered. ``origin``: a text that may begin alike, from whose state that one can be copied. ``busy``: what
@@ -22,20 +21,16 @@ class GrammarText:
     request."""
 
     __slots__ = (
-        "busy", "first_mask", "key", "known", "number", "origin", "outcome", "required", "stale", "tokens", "tries"
-    )  # fmt: skip
+        *("busy", "first_mask", "key", "known", "number", "origin", "outcome"),
+        *("required", "rows", "stale", "tokens", "tries"),
+    )
 
     def __init__(self, number: int, key: bytes, origin: GrammarText | None) -> None:
         self.number, self.key, self.origin = number, key, origin
         self.tokens = array("i")
-        self.required = self.first_mask = self.known = self.tries = 0
+        self.required = self.first_mask = self.rows = self.known = self.tries = 0
         self.busy = self.stale = False
         self.outcome: MaskRows | ExecutorError | None = None
-
-    @property
-    def mask_count(self) -> int:
-        """Rows whose masks are wanted."""
-        return max(0, len(self.tokens) - self.first_mask + 1)
 
     def is_of(self, tokens: TokenArray, required: int, first_mask: int) -> bool:
         """Whether the last request was this."""
@@ -47,13 +42,14 @@ class GrammarText:
         self.known = min(self.known, same)
         del self.tokens[same:]
         self.tokens.frombytes(tokens[same:].tobytes())
-        self.required, self.first_mask = required, first_mask
+        self.required, self.first_mask, self.rows = required, first_mask, max(0, len(tokens) - first_mask + 1)
         self.outcome, self.tries, self.stale = None, 0, self.busy
 
     def append(self, token: int) -> None:
         """Another request: the mask behind one more token."""
         self.tokens.append(token)
         self.required = self.first_mask = len(self.tokens)
+        self.rows = 1
         self.outcome, self.tries, self.stale = None, 0, self.busy
 
     def common(self, tokens: TokenArray) -> int:
