@@ -7,8 +7,10 @@ import hashlib
 import io
 import json
 import math
+import random
 import re
 import zipfile
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -385,6 +387,43 @@ async def test_without_an_executor_texts_fail_as_unavailable_and_the_worker_is_n
         assert (await refusal(worker.generate(request())))[0] is CODE.UNAVAILABLE
         health = await worker.engine.HealthCheck(pb.HealthCheckRequest())
         assert (health.healthy, health.message) == (False, "no executor serves")
+
+
+async def test_a_flood_of_calls_that_end_in_every_way_leaves_nothing(served: Served, worker: Working) -> None:
+    dice = random.Random(5)
+
+    async def one(number: int) -> str:
+        ways: list[dict[str, Any]] = [{}, {"n": 3}, {"top_p": 7.0}, {"regex": "[a-z]{9}"}, {"logprobs": 1}]
+        ways += [{"prompt_logprobs": 0}, {"regex": "[a"}, {"stop": ["e"]}]
+        prompt = [*PROMPT, *f"{number % 7}".encode()]
+        made = request(prompt=prompt, stream=dice.random() < 0.5, name=str(number), max_tokens=40, **dice.choice(ways))
+        call = worker.engine.Generate(made)
+        leaves, aborts = dice.random() < 0.3, dice.random() < 0.2
+        try:
+            messages = aiter(call)
+            if leaves and dice.random() < 0.3:
+                call.cancel()
+            async for each in messages:
+                if aborts:
+                    await worker.engine.Abort(pb.AbortRequest(request_ids=[str(number)]))
+                if leaves:
+                    call.cancel()
+                last = each
+            return str(last.complete.finish_reason)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        except asyncio.CancelledError:
+            return "CANCELLED"
+
+    ends = Counter(await asyncio.gather(*map(one, range(250))))
+    known = {"length", "stop", "INVALID_ARGUMENT", "CANCELLED"}
+    assert known <= ends.keys() <= {"abort", *known}
+    load = worker.port.methods.load
+    await until(lambda: load.requests == 0, 20)
+    assert (load.waiting_tokens, load.waiting, worker.port.methods._streams) == (0, 0, {})
+    assert sum(load.finished.values()) >= ends["length"] + ends["stop"]
+    [after] = await worker.generate(request())
+    assert list(after.complete.output_ids) == ids(await alone(served, Greedy()))
 
 
 # --- fleets and drains ------------------------------------------------------------------------------------------------
