@@ -46,7 +46,7 @@ from ferrum_rpc.scheduler.policy import NO_OTHERS, Budget, PlannedFeed, Pool, St
 from ferrum_rpc.scheduler.port import Ahead, ExecutorPort
 from ferrum_rpc.scheduler.queues import IN_ORDER, Observer, RequestQueues
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
-from ferrum_rpc.scheduler.runs import MAX_STOPS, SHORT, Flight, Flights, SentFeed, in_step, lengths
+from ferrum_rpc.scheduler.runs import MAX_STOPS, SHORT, Flight, Flights, SentFeed, in_step, lengths, next_due
 from ferrum_rpc.scheduler.speculation import Drafter, Speculation
 
 FAILURES_OF_A_REQUEST = 3
@@ -100,6 +100,7 @@ class Driver:
         self._draining = False  # nothing is sent until everything in flight was answered: blocks are short
         self._scarce: ExecutorError | None = None  # the refusal that says so
         self._run = RunCounts(())
+        self._timer: asyncio.TimerHandle | None = None  # of the next runs to send
         self._releases: set[asyncio.Task[None]] = set()
         self.hands_over = False
         self.leaving = False  # requests are about to move away: no runs
@@ -295,11 +296,17 @@ class Driver:
         return {each: 1 + found.get(each, 0) for each in wanted}
 
     def _follow(self) -> None:
-        """Send the next run behind each item in flight that has none, unless a new plan is needed once those have been
-        answered."""
+        """Send the next run behind each item in flight that has none, once it is time for one of them, unless a new
+        plan is needed once those have been answered."""
         stops = self._draining or self._single or self.leaving or (not self._goes_apart and self.queues.joining)
         unfollowed = self._flights.unfollowed
+        if self._timer is not None:
+            self._timer.cancel()
         if stops or not unfollowed:
+            return
+        due = min([next_due(sent, self._pace) for sent in unfollowed.values()]) if self._ahead else 0.0
+        if due > time.monotonic():
+            self._timer = asyncio.get_running_loop().call_at(due, self.queues.changed.set)
             return
         in_flight, wanted, ends = self.queues.in_flight, dict[Request, int](), dict[Request, int]()
         for request, sent in list(unfollowed.items()):
@@ -400,6 +407,7 @@ class Driver:
             request.cached_tokens = answer.cached_tokens
         request.fed(feed.count, answer.length, self._budget.exact)
         request.failures = 0
+        request.answered = time.monotonic()
         request.step = 0 if answer.timing is None else answer.timing.step
         if not sent.completes:
             return

@@ -53,7 +53,8 @@ class Request:
     guessed tokens, to be verified with the one that is owed. ``early_output``: ``output`` without the stops.
     ``rebuilds``: how often it was lost with its executor. ``cached_tokens`` of its prompt were found in the prefix
     cache when it was first admitted; None: not admitted yet. ``stop_token``: the one of ``stops`` that ended the text.
-    ``failure``: the error that ended it. ``step``: the executor's step that its last answer came from.
+    ``failure``: the error that ended it. ``answered``: when the executor's last answer came, and ``step``: from
+    which of its steps.
 
     ``branches``: requests that continue this one's prompt, which lacks their last token. They become children of its
     sequence once that is in the cache, and this request ends.
@@ -89,6 +90,7 @@ class Request:
     failure: Exception | None = None
     stop_token: int | None = None
     cached_tokens: int | None = None
+    answered: float = 0.0
     step: int = 0
     executor: str = ""
     preemptions: int = 0

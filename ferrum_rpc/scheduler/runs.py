@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from ferrum_rpc.client import BatchResults, Item, Sequence
+from ferrum_rpc.client import BatchResults, Item, RunPace, Sequence
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.policy import Others, PlannedFeed, Pool
 from ferrum_rpc.scheduler.port import ExecutorPort
@@ -25,6 +25,10 @@ SHORT: Final = 4
 
 MAX_STOPS: Final = 256
 """Maximum number of stop ids of a run."""
+
+
+MARGIN_S: Final = 0.005
+"""How much sooner than necessary the next run is sent, because the event loop may be busy then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,6 +201,16 @@ class Flights:
                 self.unfollowed.pop(request, None)
             elif last is not None and last.sequence is sent.sequence:
                 self.unfollowed[request] = last
+
+
+def next_due(sent: SentFeed, pace: RunPace) -> float:
+    """When the run behind an item in flight is to be sent, on `time.monotonic`: while half of that item is left, and
+    two round trips. Until then it may wait for others, to share their frame. 0: at once, because the item in front is
+    no run that follows another one, or nothing is known of the executor yet."""
+    run = sent.item.run
+    if sent.item.follows is None or run is None or pace.trip_s is None or pace.step_s is None:
+        return 0.0
+    return sent.feed.request.answered + run.max_tokens / 2 * pace.step_s - 2 * pace.trip_s - MARGIN_S
 
 
 def in_step(step: int, most: int) -> int:

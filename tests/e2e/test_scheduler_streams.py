@@ -30,7 +30,17 @@ from ferrum_rpc.client import (
     TopTokens,
     TransportError,
 )
-from ferrum_rpc.scheduler import ExecutorGone, Observer, Request, RequestEnd, Scheduler, Stage, TextRequest
+from ferrum_rpc.client.session.frames import Frame, StreamRequest, frame_of
+from ferrum_rpc.scheduler import (
+    ExecutorGone,
+    Observer,
+    Request,
+    RequestEnd,
+    Scheduler,
+    Stage,
+    TextRequest,
+    TokenStream,
+)
 from tests.e2e.test_scheduler_runs import assert_nothing_is_left, demo, identity, prompts
 from tests.faults.proxy import proxied
 from tests.serving import Served
@@ -151,6 +161,33 @@ async def test_runs_of_texts_that_arrive_at_random_end_together() -> None:
     ends = [end for client in clients for end in client.ends]
     together = sum(end % (Noting.noted // 2) == 0 for end in ends)
     assert len(ends) > 80 and together > 0.75 * len(ends)
+
+
+async def test_runs_that_are_sent_late_share_frames_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a scheduler that is busy: its executor waits for each next run."""
+    frames = list[int]()
+
+    def counted(requests: ListOf[StreamRequest[Any]], now: float) -> Frame:
+        frames.append(len(requests) if requests[0].items else 0)
+        return frame_of(requests, now)
+
+    monkeypatch.setattr("ferrum_rpc.client.session.stream.frame_of", counted)
+    monkeypatch.setattr("ferrum_rpc.scheduler.runs.MARGIN_S", -0.1)
+    texts = [[number + 1] for number in range(8)]
+    async with identity(kv_blocks=512) as served:
+        expected = [await by_the_client(served, text, sampled(number), 48) for number, text in enumerate(texts)]
+        frames.clear()
+        async with Scheduler(served.target, run_tokens=8) as scheduler:
+            found, streams = list[list[int]](), list[TokenStream]()
+            for at, text in enumerate(texts):
+                streams.append(scheduler.submit(asked(text, 48, output=sampled(at), stop=())))
+                found.append([(await anext(streams[at])).token])
+            for tokens, stream in zip(found, streams, strict=True):
+                tokens += [each.token for each in await stream.all()]
+            assert found == expected
+        await assert_nothing_is_left(served)
+    sent = [each for each in frames if each]
+    assert sum(sent) > 48 and len(sent) < 0.4 * sum(sent)
 
 
 async def test_tokens_of_a_run_arrive_before_it_ends() -> None:

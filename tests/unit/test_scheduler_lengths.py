@@ -1,10 +1,18 @@
-"""How long the next runs of a scheduler are: those of all requests end together."""
+"""How long the next runs of a scheduler are, and when they are sent: those of many requests together."""
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
-from ferrum_rpc.scheduler.runs import in_step
+from ferrum_rpc.client import Item, OutputSpec, Run, RunPace, Sequence
+from ferrum_rpc.client.state import SequenceState
+from ferrum_rpc.core import StepTiming
+from ferrum_rpc.executor.v1 import forward_pb2
+from ferrum_rpc.scheduler.policy import PlannedFeed
+from ferrum_rpc.scheduler.request import Request
+from ferrum_rpc.scheduler.runs import SentFeed, in_step, next_due
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 31, 32, 64])
@@ -15,3 +23,28 @@ def test_runs_end_at_the_same_steps_wherever_they_begin(most: int) -> None:
         assert most - half < length <= most
         assert (step + length) % half == 0
         assert in_step(step + length, most) > most - most % half - 1, "the next ones are as long as they can be"
+
+
+def in_flight(item: Item) -> SentFeed:
+    request = Request(0, (1, 2, 3), 100, answered=50.0)
+    return SentFeed(PlannedFeed(request, 1), item, cast(Sequence, None), decodes=True, completes=True, known=4)
+
+
+def measured(trip_s: float, step_s: float) -> RunPace:
+    pace = RunPace()
+    pace.note(trip_s + 8 * step_s, StepTiming(1, 1, 1, 0.0, 8 * step_s), 8)
+    return pace
+
+
+@pytest.mark.parametrize("trip_s", [0.0005, 0.01, 0.3])
+@pytest.mark.parametrize("step_s", [0.0002, 0.004, 0.2])
+def test_the_next_run_waits_for_others_while_its_executor_does_not_wait_for_it(trip_s: float, step_s: float) -> None:
+    state, output = SequenceState(forward_pb2.CreateOptions()), OutputSpec()
+    prompt = state.item(1, [1, 2, 3], output, None, Run(1))
+    follower = state.item_behind(prompt, 2, [], output, run=Run(32), max_context=1000)
+    pace = measured(trip_s, step_s)
+    due, half_over = next_due(in_flight(follower), pace), 50.0 + 16 * step_s
+    assert due < half_over - 2 * trip_s
+    assert due > half_over - 2 * trip_s - 0.01, "as many as can be share a frame"
+    assert next_due(in_flight(prompt), pace) == 0.0, "it ends with the next step"
+    assert next_due(in_flight(follower), RunPace()) == 0.0
