@@ -30,6 +30,7 @@ from ferrum_rpc.client import (
     TopTokens,
     TransportError,
 )
+from ferrum_rpc.client.fleet import Members
 from ferrum_rpc.client.session.frames import Frame, StreamRequest, frame_of
 from ferrum_rpc.scheduler import (
     ExecutorGone,
@@ -41,6 +42,7 @@ from ferrum_rpc.scheduler import (
     TextRequest,
     TokenStream,
 )
+from ferrum_rpc.scheduler.scheduler import in_a_session
 from tests.e2e.test_scheduler_runs import assert_nothing_is_left, demo, identity, prompts
 from tests.faults.proxy import proxied
 from tests.serving import Served
@@ -443,7 +445,9 @@ async def test_text_only_grows_and_never_has_a_part_of_a_stop_string() -> None:
 async def test_a_text_ends_with_its_grammar_at_each_executor_of_a_fleet(how: dict[str, Any]) -> None:
     schema = {"enum": ["Kent", "Surrey", "Hertfordshire"]}
     async with demo(kv_blocks=256) as one, demo(kv_blocks=256) as two:
-        async with Scheduler([one.target, two.target]) as scheduler:
+        targets = [one.target, two.target]
+        async with Members(targets, connect=in_a_session) as members, Scheduler(members) as scheduler:
+            await members.all_known(30.0)  # one that joins later gets none of these texts
             grammar = await scheduler.register_grammar(GrammarKind.JSON_SCHEMA, schema)
             output = Greedy(grammar=grammar, grammar_from=len(PROMPT))
             streams = [scheduler.submit(asked(PROMPT, 60, output=output, **how)) for _ in range(6)]
