@@ -161,7 +161,10 @@ def streams(name: str, result: Any) -> str:
         ("share", f"of a tenant with one caller beside one with many, one place: {result['share']:.2f}"),
         ("seed", str(settings["seed"])),
     ]
-    return _section("streams", name, result, rows, (tables.streams(result["points"]), "streams"))
+    cancels = (tables.cancels([result["cancels"]]), "cancels") if "cancels" in result else None
+    return _section(
+        "streams", name, result, rows, (tables.streams(result["points"]), "streams"), *filter(None, [cancels])
+    )
 
 
 def grammars(name: str, result: Any) -> str:

@@ -6,8 +6,8 @@ a frame each, and by runs, all in one frame. No scheduler can do better with the
 random times. Their rate is that of the time in which all of them are busy; that of the whole round, with its beginning
 and its end, stands in a column of its own. All ways take turns, so ratios are of one round, and each has prompts of its
 own, which no other one leaves in the prefix cache. Counts of the executor say whether the work is the same: how many
-texts a step has, and how many tokens are fed for each that is chosen. The other rounds ask for fairness: a tenant with
-one caller beside one with many.
+texts a step has, and how many tokens are fed for each that is chosen. The other rounds ask how long the executor has the
+sequence of a text that is cancelled, and for fairness: a tenant with one caller beside one with many.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ TARGET: Final = 0.9
 """Tokens a second of streams, of those of the faster lockstep, at least."""
 
 TEXTS_OF_A_TENANT: Final = 4
+CANCELS: Final = 200
+CANCELLED_AT: Final = 48
+"""Tokens that a text has when it is cancelled, at most."""
+
+CANCEL_TARGET_MS: Final = 50.0
+"""Milliseconds beyond a step until the sequence of a cancelled text is gone, at most."""
+
 FAIR_TARGET: Final = 0.5
 """Share of the tokens that a tenant with one caller gets beside one with many, at least, while it waits for a place."""
 
@@ -186,6 +193,55 @@ async def share(scheduler: Scheduler, work: Work) -> float:
     return counts["one"] / sum(counts.values())
 
 
+async def cancels(client: ExecutorClient, scheduler: Scheduler, work: Work, count: int) -> dict[str, Any]:
+    """How long the executor has the sequence of a text that is cancelled while `Work.streams` others go on: from
+    `TokenStream.cancel` to the answer of `ExecutorClient.status` that counts its release."""
+    dice, done, others_released = random.Random(SEED), asyncio.Event(), 0
+    longest = (await client.info()).model.max_context - work.prompt
+
+    async def caller(at: int) -> None:
+        nonlocal others_released
+        number = 0
+        while not done.is_set():
+            prompt, number = work.text(2 * 10**9 + at * 1000 + number), number + 1
+            async with scheduler.submit(TextRequest(prompt=prompt, max_tokens=longest, stop=())) as stream:
+                async for _ in stream:
+                    if done.is_set():
+                        return
+            others_released += 1
+
+    callers = [asyncio.create_task(caller(at)) for at in range(work.streams)]
+    first, began, gone_ms, number = (await client.status()).counters, time.perf_counter(), list[float](), 0
+    while len(gone_ms) < count:
+        number += 1
+        stream = scheduler.submit(TextRequest(prompt=work.text(3 * 10**9 + number), max_tokens=longest, stop=()))
+        length = dice.randint(1, CANCELLED_AT)
+        async for _ in stream:
+            if len(stream.token_ids) >= length:
+                break
+        others, released = others_released, (await client.status()).counters.sequences_released
+        cancelled = time.perf_counter()
+        stream.cancel()
+        while (last := (await client.status()).counters).sequences_released == released:
+            pass
+        took_ms = 1e3 * (time.perf_counter() - cancelled)
+        if others == others_released:
+            gone_ms.append(took_ms)
+    step_ms = 1e3 * (time.perf_counter() - began) / (last.steps - first.steps)
+    done.set()
+    await asyncio.gather(*callers)
+    p50, p99, most = np.percentile(gone_ms, [50, 99, 100])
+    return {
+        "streams": work.streams,
+        "cancels": count,
+        "gone_p50_ms": round(float(p50), 2),
+        "gone_p99_ms": round(float(p99), 2),
+        "gone_max_ms": round(float(most), 2),
+        "step_ms": round(step_ms, 2),
+        "target": round(step_ms + CANCEL_TARGET_MS, 2),
+    }
+
+
 def points(taken: dict[tuple[str, int], list[Round]]) -> list[dict[str, Any]]:
     """Medians of the rounds; ``of_lockstep``: of the ratios to the faster lockstep of the same round."""
     found = []
@@ -244,8 +300,9 @@ async def run(options: argparse.Namespace) -> Record:
                     flush=True,
                 )
             record.save(points=points(taken))
+        work = Work(options.streams[0], options.prompt, options.tokens, ours.vocab_size)
+        record.save(cancels=await cancels(client, scheduler, work, options.cancels))
         async with Scheduler(ours.target, run_tokens=RUN_TOKENS, max_running=1) as narrow:
-            work = Work(options.streams[0], options.prompt, options.tokens, ours.vocab_size)
             record.save(share=round(await share(narrow, work), 3), share_target=FAIR_TARGET)
     return record
 
@@ -258,7 +315,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of a text (default: 256)")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt (default: 64)")
     parser.add_argument("--token-budget", type=int, default=512, help="prompt tokens of a step (512)")
+    parser.add_argument("--cancels", type=int, help=f"of a text beside the others (default: {CANCELS})")
     options = read_options(parser, argv, rounds=3)
+    options.cancels = options.cancels or (4 if options.quick else CANCELS)
     options.tokens = options.tokens or (16 if options.quick else 256)
     options.prompt = options.prompt or (8 if options.quick else 64)
     options.name = "streams" if options.model in BUILT_IN else f"streams-{options.model}"
@@ -268,7 +327,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, show, save."""
-    finish(run(parse(argv)), lambda values: tables.show(tables.streams(values["points"]), "streams"))
+
+    def show(values: dict[str, Any]) -> None:
+        tables.show(tables.streams(values["points"]), "streams")
+        tables.show(tables.cancels([values["cancels"]]), "cancels")
+
+    finish(run(parse(argv)), show)
 
 
 if __name__ == "__main__":

@@ -347,6 +347,20 @@ def streams(points: Sequence[Mapping[str, Any]]) -> Table:
     return tabulated(points, columns)
 
 
+def cancels(found: Sequence[Mapping[str, Any]]) -> Table:
+    """The cancels of `benchmarks.streams`."""
+    columns: dict[str, Column] = {
+        "texts": "{streams}",
+        "cancels": "{cancels}",
+        "a step, ms": numbered("step_ms"),
+        "sequence gone, ms": numbered("gone_p50_ms"),
+        "p99": numbered("gone_p99_ms"),
+        "longest": numbered("gone_max_ms"),
+        "target": bounded("≤ {target:g}"),
+    }
+    return tabulated(found, columns)
+
+
 def grammars(points: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each batch of `benchmarks.grammars`."""
     columns: dict[str, Column] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import benchmarks.streams
 from benchmarks.sections import streams
-from benchmarks.streams import RANDOM, RUNS, STEPS, WAYS, Round, Steps, Work, points
+from benchmarks.streams import CANCEL_TARGET_MS, RANDOM, RUNS, STEPS, WAYS, Round, Steps, Work, points
 from tests.tools.conftest import QuickRun
 
 
@@ -22,6 +22,9 @@ def test_a_quick_run_takes_every_way(tmp_path: Path, quick_run: QuickRun) -> Non
     assert all(0 < each["busy"] <= 1 for each in found["points"])
     assert [each["first_p50_ms"] is None for each in found["points"]] == [True, True, False]
     assert 0 < found["share"] <= 1
+    cancels = found["cancels"]
+    assert 0 < cancels["gone_p50_ms"] <= cancels["gone_p99_ms"] <= cancels["gone_max_ms"] and cancels["cancels"] == 4
+    assert 0 < cancels["step_ms"] < cancels["target"] == round(cancels["step_ms"] + CANCEL_TARGET_MS, 2)
     assert "of lockstep" in streams("streams.json", found)
 
 
