@@ -178,6 +178,18 @@ def grammars(name: str, result: Any) -> str:
     return _section("grammars", name, result, rows, (tables.grammars(result["points"]), ""))
 
 
+def structured(name: str, result: Any) -> str:
+    """One run of `benchmarks.structured`."""
+    settings = result["settings"]
+    rows = [
+        ("model", settings["model"]),
+        ("texts", f"{settings['texts']:,} of each way, {settings['at_once']} at a time"),
+        ("drafts", f"of up to {settings['draft_tokens']} tokens"),
+        ("seed", str(settings["seed"])),
+    ]
+    return _section("structured", name, result, rows, (tables.structured(result["points"]), "structured"))
+
+
 def cache(name: str, result: Any) -> str:
     """One run of `benchmarks.cache`."""
     answers = (tables.answers(result["answers"]), "answers")
@@ -270,6 +282,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "speculation": speculation,
     "streams": streams,
     "grammars": grammars,
+    "structured": structured,
     "cache": cache,
     "adapters": adapters,
     "backends": backends,

@@ -6,8 +6,8 @@ a frame each, and by runs, all in one frame. No scheduler can do better with the
 random times. Their rate is that of the time in which all of them are busy; that of the whole round, with its beginning
 and its end, stands in a column of its own. All ways take turns, so ratios are of one round, and each has prompts of its
 own, which no other one leaves in the prefix cache. Counts of the executor say whether the work is the same: how many
-texts a step has, and how many tokens are fed for each that is chosen. The other rounds ask how long the executor has the
-sequence of a text that is cancelled, and for fairness: a tenant with one caller beside one with many.
+texts a step has, and how many tokens are fed for each that is chosen. The other rounds ask how long the executor has
+the sequence of a text that is cancelled, and for fairness: a tenant with one caller beside one with many.
 """
 
 from __future__ import annotations

@@ -347,6 +347,21 @@ def streams(points: Sequence[Mapping[str, Any]]) -> Table:
     return tabulated(points, columns)
 
 
+def structured(points: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each way of `benchmarks.structured`."""
+    columns: dict[str, Column] = {
+        "by": "{way}",
+        "temperature": "{temperature:g}",
+        "delay, ms": "{delay_ms:g}",
+        "valid": "{valid:,} of {texts:,}",
+        "different": "{different:,}",
+        "tokens a trip": "{tokens_per_trip:.2f}",
+        "accepted": lambda each: "" if each["accepted"] is None else f"{each['accepted']:.0%}",
+        "tokens/s": "{tokens_per_s:,.0f}",
+    }
+    return tabulated(points, columns)
+
+
 def cancels(found: Sequence[Mapping[str, Any]]) -> Table:
     """The cancels of `benchmarks.streams`."""
     columns: dict[str, Column] = {

@@ -3,8 +3,8 @@
 If the executor offers grammars it follows the schema itself, and each round trip brings a run of tokens. With
 ``--masks`` the masks are made here, token by token, as for an executor without grammars. With ``--draft-tokens``
 several tokens come with a trip too: those that the schema forces and those that look-up guesses are verified together,
-with a mask for each row. The texts are the same if spans of a draft's length give the bits of single steps
-(`limits.exact_span_tokens`), otherwise within rounding.
+by the grammar or with a mask for each row. The texts are the same if spans of a draft's length give the bits of single
+steps (`limits.exact_span_tokens`), otherwise within rounding.
 
     ferrum-rpc serve demo
     python -m clients.structured --count 1000 --tokenizer ferrum_rpc_demo/demo/tokenizer.json
@@ -67,21 +67,29 @@ class StructuredText:
     accepted: int = 0
 
 
-async def complete(
-    client: ExecutorClient, schema: Schema, prompt: Sequence[int], output: Greedy | Sample, most: int = 0
+async def complete(  # noqa: PLR0917
+    client: ExecutorClient,
+    schema: Schema,
+    prompt: Sequence[int],
+    output: Greedy | Sample,
+    most: int = 0,
+    grammar: bytes = b"",
 ) -> StructuredText:
     """The completion of a prompt: the executor chooses each token by ``output`` among those that the schema allows.
-    ``most``: tokens of a draft."""
+    ``most``: tokens of a draft. ``grammar``: the executor's, instead of masks that are made here."""
     state, text = schema.begin(), StructuredText()
+    if grammar:
+        output = replace(output, grammar=grammar, grammar_from=len(prompt))
     async with client.sequence() as sequence:
         while not state.complete:
             draft, words = state.ahead([*prompt, *text.tokens], most if text.tokens else 0)
             # no call for masks that the client has registered before
-            masks = [await client.register_token_mask(each) for each in words]
+            masks = [await client.register_token_mask(each) for each in words if not grammar]
             if draft:
                 answer = await sequence.verify([text.tokens[-1], *draft], accepting(output, masks))
             else:
-                answer = await sequence.prefill(text.tokens[-1:] or prompt, replace(output, mask=masks[0]))
+                own = replace(output, mask=masks[0]) if masks else output
+                answer = await sequence.prefill(text.tokens[-1:] or prompt, own)
             chosen = answer.tokens.tolist()
             state.push(chosen)
             text.tokens += chosen
@@ -112,8 +120,9 @@ async def complete_by_grammar(
 
 
 def accepting(output: Greedy | Sample, masks: Iterable[bytes]) -> Accept:
-    """The same choice for each row of a draft, by its own mask."""
-    sampling = output if isinstance(output, Sample) else Sample(0.0)
+    """The same choice for each row of a draft, by its own mask if there are any."""
+    greedy = Sample(0.0, grammar=output.grammar, grammar_from=output.grammar_from)
+    sampling = output if isinstance(output, Sample) else greedy
     return Accept(replace(sampling, row_masks=tuple(masks)))
 
 
@@ -133,8 +142,8 @@ async def run(options: argparse.Namespace) -> int:
         if limits.exact_span_tokens:  # a draft within it gives the very bits of single steps
             most = min(most, limits.exact_span_tokens - 1)
 
-        grammar = None
-        if not options.masks and not most and Capability.GRAMMAR in (await client.info()).capabilities:
+        grammar = b""
+        if not options.masks and Capability.GRAMMAR in (await client.info()).capabilities:
             grammar = await client.register_grammar(GrammarKind.JSON_SCHEMA, wanted)
         run = Run(limits.max_run_tokens)
 
@@ -142,9 +151,9 @@ async def run(options: argparse.Namespace) -> int:
             prompt = schema.encode(f"{options.prompt} {number}: ")
             output = output_of(options.temperature, options.seed + number)
             async with slots:
-                if grammar is not None:
+                if grammar and not most:
                     return await complete_by_grammar(client, grammar, prompt, output, run)
-                return await complete(client, schema, prompt, output, most)
+                return await complete(client, schema, prompt, output, most, grammar)
 
         found = await asyncio.gather(*map(text_of, range(options.count)))
     took, texts = time.perf_counter() - began, [schema.decode(each.tokens) for each in found]
@@ -155,7 +164,7 @@ async def run(options: argparse.Namespace) -> int:
     tokens, trips = sum(len(each.tokens) for each in found), sum(each.trips for each in found)
     accepted, drafted = sum(each.accepted for each in found), sum(each.drafted for each in found)
     drafts = f"; {accepted} of {drafted} drafted tokens accepted" if drafted else ""
-    by = "masks made here" if grammar is None else "a grammar of the executor"
+    by = "a grammar of the executor" if grammar else "masks made here"
     print(f"{tokens / trips:.2f} tokens a trip, by {by}{drafts}")
     return 0 if right == len(texts) else 1
 
