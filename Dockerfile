@@ -1,5 +1,5 @@
-# Two images from one file: `executor` (the default target; torch) and `scheduler` (the reference scheduler; the client
-# alone, no torch). `docker compose build` makes both; docker-compose.yml runs them.
+# Three images from one file: `executor` (the default target; torch), `scheduler` (the reference scheduler; the client
+# alone, no torch) and `worker` (the router for OpenAI clients and its worker, no torch). docker-compose.yml runs them.
 #
 #   BASE_IMAGE       any image with Python 3.11 and its venv module. On a GPU it needs what BUILD_IMAGE has: Triton
 #                    compiles when it runs (docker-compose.gpu.yml)
@@ -8,7 +8,7 @@
 #   build/wheels/    where `make wheels` has made this folder, packages come from it and no index is asked: so an image
 #                    gets torch's build for CPUs, from wherever pip is configured to find it
 #
-# Both images can be named by digest, NAME:TAG@sha256:..., which a registry's answer to a pull tells; a tag may be moved.
+# The images to build from can be named by digest, NAME:TAG@sha256:..., which a registry's answer to a pull tells; a tag may be moved.
 # Packages are taken by the hashes in locked/ (`make lock`), or in build/wheels/.
 #
 # No `# syntax=` line and nothing that only BuildKit knows: it builds on an engine without either.
@@ -37,6 +37,10 @@ FROM build AS scheduler-packages
 RUN pip install --no-cache-dir --require-hashes --only-binary=:all: -r scheduler.txt \
     && pip uninstall --yes pip && rm -f /opt/venv/pip.conf
 
+FROM build AS worker-packages
+RUN pip install --no-cache-dir --require-hashes --only-binary=:all: -r worker.txt \
+    && pip uninstall --yes pip && rm -f /opt/venv/pip.conf
+
 # Our code lies beside the packages, in a layer of its own: a new version does not ship torch again.
 FROM build AS code
 RUN pip install --no-cache-dir --require-hashes --only-binary=:all: -r build.txt
@@ -58,6 +62,16 @@ COPY --from=code /clients /app
 USER 10001:10001
 ENTRYPOINT ["python", "-m", "clients.scheduler"]
 CMD ["--help"]
+
+FROM base AS worker
+COPY --from=worker-packages /opt/venv /opt/venv
+COPY --from=code /app /app
+USER 10001:10001
+EXPOSE 50061
+HEALTHCHECK --interval=5s --timeout=5s --start-period=300s --retries=3 \
+    CMD ["ferrum-rpc", "health", "--target", "127.0.0.1:50061", "--timeout", "3"]
+ENTRYPOINT ["ferrum-rpc"]
+CMD ["worker", "smg", "--host", "0.0.0.0", "--insecure"]
 
 FROM base AS executor
 # An empty volume takes owner and mode from this folder: compiled kernels (docker-compose.gpu.yml).

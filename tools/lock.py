@@ -33,7 +33,7 @@ COMPILE: Final = ("pip", "compile", "--quiet", "--native-tls", "--no-header", "-
 INSTALLATIONS: Final = {"make demo": ("server", "uvloop"), "make test": ("server", "dev")}
 """Extras by the command that installs them."""
 PLATFORM: Final = "x86_64-manylinux_2_28"
-IMAGES: Final = {"executor": ("server", "uvloop", "grammar"), "scheduler": ("scheduler",)}
+IMAGES: Final = {"executor": ("server", "uvloop", "grammar"), "scheduler": ("scheduler",), "worker": ("smg",)}
 """Extras by the list that is locked for them; `build` is what builds our own package."""
 UNREACHABLE: Final = "client error (Connect)"
 

@@ -33,7 +33,7 @@ GPU_PYTHON = "3.12"
 GPU_PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(5, 36)))
 """pip takes each of them exactly as it is written."""
 
-IMAGE_EXTRAS = ("server", "uvloop", "grammar", "scheduler")
+IMAGE_EXTRAS = ("server", "uvloop", "grammar", "scheduler", "smg")
 GPU_MACHINE_HAS = ("torch", "triton", "transformers", "numpy")
 OVERRIDDEN = "typing-extensions"
 """torch has it too, but pydantic needs a newer one than torch does."""
@@ -43,7 +43,7 @@ PIP_SOURCES = ("index-url", "extra-index-url", "find-links", "no-index")
 
 
 def requirements() -> list[str]:
-    """What both images install, and what their build needs."""
+    """What the images install, and what their build needs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     wanted = [*project["project"]["dependencies"], *(each for name in IMAGE_EXTRAS for each in extras[name])]

@@ -27,7 +27,7 @@ from tools.wheels import lists, normal
 ROOT = Path(__file__).parents[2]
 FILES = ("Dockerfile", ".dockerignore", "docker-compose.yml", "docker-compose.gpu.yml")
 DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
-SERVICES = pytest.mark.parametrize("name", ["executor", "scheduler"])
+SERVICES = pytest.mark.parametrize("name", ["executor", "scheduler", "worker"])
 
 
 def compose(name: str = "docker-compose.yml") -> dict[str, Any]:
@@ -38,7 +38,8 @@ def compose(name: str = "docker-compose.yml") -> dict[str, Any]:
 
 
 def service(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = compose()["services"][name]
+    """A service; ``worker``: the first of both."""
+    found: dict[str, Any] = compose()["services"]["worker-1" if name == "worker" else name]
     return found
 
 
@@ -253,7 +254,7 @@ def test_images_to_build_from_are_arguments_with_the_same_pinned_defaults_everyw
 
 def test_every_package_is_installed_by_its_hash() -> None:
     installs = [rest for what, rest in instructions() if what == "RUN" and "pip install" in rest]
-    assert len(installs) == 4
+    assert len(installs) == 5
     ours = [rest for rest in installs if "--require-hashes --only-binary=:all: -r " not in rest]
     assert len(ours) == 1
     assert "--no-index --no-deps --no-build-isolation --target /app ." in ours[0]
@@ -262,7 +263,7 @@ def test_every_package_is_installed_by_its_hash() -> None:
     assert named == {path.name for path in (ROOT / "locked").iterdir()}
 
 
-@pytest.mark.parametrize("name", ["executor", "scheduler", "build"])
+@pytest.mark.parametrize("name", ["executor", "scheduler", "worker", "build"])
 def test_what_is_locked_is_what_the_constraints_say(name: str) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {normal(line.partition("==")[0]): line for line in lines if line and not line.startswith("#")}
@@ -299,6 +300,7 @@ def test_kernels_and_demo_models_are_in_the_executor_alone() -> None:
 
     assert taken("executor") == {"/app", "/server"}
     assert taken("scheduler") == {"/app", "/clients"}
+    assert taken("worker") == {"/app"}
 
 
 def test_dockerfile_needs_no_buildkit() -> None:
