@@ -8,7 +8,8 @@
 #   build/wheels/    where `make wheels` has made this folder, packages come from it and no index is asked: so an image
 #                    gets torch's build for CPUs, from wherever pip is configured to find it
 #
-# The images to build from can be named by digest, NAME:TAG@sha256:..., which a registry's answer to a pull tells; a tag may be moved.
+# The images to build from can be named by digest, NAME:TAG@sha256:..., which a registry reports of a pull; a tag may be
+# moved.
 # Packages are taken by the hashes in locked/ (`make lock`), or in build/wheels/.
 #
 # No `# syntax=` line and nothing that only BuildKit knows: it builds on an engine without either.

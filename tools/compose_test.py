@@ -35,7 +35,8 @@ from tools.commands import ROOT, Failed, indent, run, tail
 from tools.wheels import collect_wheels
 
 PROJECT = "ferrum-compose-test"
-IMAGES = {"EXECUTOR_IMAGE": "ferrum-rpc/executor:compose-test", "SCHEDULER_IMAGE": "ferrum-rpc/scheduler:compose-test"}
+IMAGES = {f"{name.upper()}_IMAGE": f"ferrum-rpc/{name}:compose-test" for name in ("executor", "scheduler", "worker")}
+PROFILES = ("job", "disaggregated", "fleet", "openai")
 DEFAULT_BUILD = "python:3.11-bookworm"
 DEFAULT_BASE = "python:3.11-slim-bookworm"
 LOCAL_BASE = "localhost/base:bookworm"
@@ -99,6 +100,27 @@ with ExecutorClient("127.0.0.1:50051", lease=None) as client:
     print("begun")
 """
 """Says when an executor has computed some tokens of its texts. It watches before the job starts, which may be short."""
+CHAT = r"""
+import json, sys, time, urllib.error, urllib.request
+
+def ask(path, body=None, refused=0):
+    request = urllib.request.Request("http://127.0.0.1:30000" + path, json.dumps(body).encode() if body else None)
+    request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        if error.code not in (502, 503) or refused == 60:
+            sys.exit(f"{path}: {error.code} {error.read().decode()}")
+    time.sleep(0.5)
+    return ask(path, body, refused + 1)
+
+[model] = ask("/v1/models")["data"]
+message = {"role": "user", "content": "It is a truth"}
+chat = {"model": model["id"], "messages": [message], "max_tokens": 12, "temperature": 0}
+print(json.dumps({"answers": [ask("/v1/chat/completions", chat) for _ in range(4)]}))
+"""
+"""Chats through the router, as any OpenAI client sends them, repeated on 502 and 503: a worker has just gone."""
 FLEET = ("fleet-1", "fleet-2", "fleet-3")
 IN_FLOAT32 = {"FERRUM_DTYPE": "float32"}
 NO_KERNELS = "kernels=none"
@@ -213,8 +235,8 @@ class Stack:
         return self.compose("ps", "--all", "--quiet", "executor").strip()
 
     def build(self) -> str:
-        """Build both images."""
-        self.compose("--profile", "job", "build", timeout=3600)
+        """Build all images."""
+        self.compose("--profile", "job", "--profile", "openai", "build", timeout=3600)
         sizes = {name: int(run(["docker", "image", "inspect", "-f", "{{.Size}}", name])) for name in IMAGES.values()}
         return f"on {self.base}: " + ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in sizes.items())
 
@@ -301,6 +323,18 @@ class Stack:
         compose("stop", *FLEET)
         again = rebuilt[1] if rebuilt else 0
         return f"one of {len(FLEET)} killed, {again} rebuilt, {len(alone)} texts as by one executor"
+
+    def openai(self) -> str:
+        """Chats by the router and its two workers; they end alike, also when one worker is gone."""
+        self._up([], "executor", "router")
+        found = []
+        for _ in range(2):
+            answers = findings(self.compose("exec", "-T", "router", "python", "-c", CHAT))["answers"]
+            found += [answer["choices"][0]["message"]["content"] for answer in answers]
+            self.compose("stop", "worker-1")
+        require(len(set(found)) == 1 and bool(found[0]), f"greedy chats differ: {found}")
+        self.compose("stop", "router", "worker-2")
+        return f"{len(found)} chats, the last {len(found) // 2} with one worker: {found[0]!r}"
 
     def _up(self, on_top: Sequence[Path], *services: str) -> None:
         """Start services and wait until their health checks say that they serve."""
@@ -390,7 +424,7 @@ class Stack:
 
     def remove(self) -> None:
         """`docker compose down`."""
-        profiles = [part for each in ("job", "disaggregated", "fleet") for part in ("--profile", each)]
+        profiles = [part for each in PROFILES for part in ("--profile", each)]
         self.compose(*profiles, "down", "--volumes", "--remove-orphans")
 
 
@@ -409,6 +443,7 @@ def main() -> int:
         ("job", stack.job),
         ("disaggregated", lambda: stack.job("disaggregated")),
         ("fleet", stack.fleet),
+        ("openai", stack.openai),
         ("containers", stack.containers_are_closed),
         ("stop", stack.stop),
         ("down", stack.down),
