@@ -144,7 +144,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--texts", type=int, help=f"of each way (default: {TEXTS})")
     parser.add_argument("--delays", type=float, nargs="+", default=list(DELAYS_MS), help="ms each way (0 10)")
     options = read_options(parser, argv, rounds=1)
-    options.texts = options.texts or (4 if options.quick else TEXTS)
+    options.texts = options.texts or (2 if options.quick else TEXTS)
     options.name = "structured"
     options.out = out_of(options, options.name)
     return options

@@ -248,7 +248,7 @@ async def test_streams_survive_a_killed_and_a_drained_executor_unchanged() -> No
 
 
 async def test_when_one_of_two_workers_dies_its_streams_fail_and_the_next_requests_succeed() -> None:
-    async with serve_model(DEMO) as served:
+    async with serve_model(DEMO, lease_ttl_s=4) as served:
         at = ("--target", served.target)
         async with worker_process(*at) as dies, worker_process(*at) as stays:
             targets = [(await each.event("ready"))["target"] for each in (dies, stays)]
