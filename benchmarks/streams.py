@@ -7,7 +7,7 @@ random times. Their rate is that of the time in which all of them are busy; that
 and its end, stands in a column of its own. All ways take turns, so ratios are of one round, and each has prompts of its
 own, which no other one leaves in the prefix cache. Counts of the executor say whether the work is the same: how many
 texts a step has, and how many tokens are fed for each that is chosen. The other rounds ask how long the executor has
-the sequence of a text that is cancelled, and for fairness: a tenant with one caller beside one with many.
+the sequence of a text that is cancelled, and for fairness: a tenant with one caller against one with many.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of a text (default: 256)")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt (default: 64)")
     parser.add_argument("--token-budget", type=int, default=512, help="prompt tokens of a step (512)")
-    parser.add_argument("--cancels", type=int, help=f"of a text beside the others (default: {CANCELS})")
+    parser.add_argument("--cancels", type=int, help=f"of a text while the others go on (default: {CANCELS})")
     options = read_options(parser, argv, rounds=3)
     options.cancels = options.cancels or (4 if options.quick else CANCELS)
     options.tokens = options.tokens or (16 if options.quick else 256)

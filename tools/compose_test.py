@@ -160,7 +160,7 @@ def findings(output: str) -> dict[str, Any]:
 
 def _end_session(process: subprocess.Popen[str]) -> None:
     """End a process and what it started: `docker compose` runs in a child of `docker`, which has the pipe too."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself
         os.killpg(process.pid, signal.SIGTERM)
 
 

@@ -438,9 +438,9 @@ def _graph(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
     axis: dict[str, Any] = {"unit": panel.unit, "min": 0}
     if panel.most is not None:
         axis["max"] = panel.most
-    drawn = {"lineWidth": 1, "fillOpacity": 30 if panel.stacked else 0, "showPoints": "never"}
+    drawn: dict[str, Any] = {"lineWidth": 1, "fillOpacity": 30 if panel.stacked else 0, "showPoints": "never"}
     if panel.stacked:
-        drawn["stacking"] = {"mode": "normal", "group": "A"}  # type: ignore[assignment] # one dict of options
+        drawn["stacking"] = {"mode": "normal", "group": "A"}
     return {
         "type": "timeseries",
         "title": panel.title,

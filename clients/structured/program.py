@@ -67,7 +67,7 @@ class StructuredText:
     accepted: int = 0
 
 
-async def complete(  # noqa: PLR0917
+async def complete(  # noqa: PLR0917 - as its callers write them
     client: ExecutorClient,
     schema: Schema,
     prompt: Sequence[int],

@@ -183,7 +183,7 @@ def stored_event(hashed: bytes, block: KnownBlock) -> Any:
 
 
 class BlockWatcher:
-    """Applies the events of every executor to a report, and tells it the tokens of texts."""
+    """Applies the events of every executor to a report, and gives it the tokens of texts."""
 
     def __init__(self, members: Members, report: BlockReport) -> None:
         self._members = members

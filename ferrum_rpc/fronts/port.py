@@ -39,7 +39,7 @@ MOST_REQUEST_BYTES: Final = 64 << 20
 FILES_EVERY_S: Final = 5.0
 
 CONSTRAINT_FAILED: Final = (("smg-constraint-failed", "engine"),)
-"""Tells the router that a text could not go on under its constraint, so that it does not try again."""
+"""A text could not go on under its constraint: the router does not try it again."""
 
 log = structlog.get_logger("ferrum_rpc.fronts")
 

@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,8 +114,7 @@ async def _drain(port: WorkerPort, grace_s: float) -> None:
     done, _ = await asyncio.wait({drained}, timeout=grace_s)
     if not done:
         drained.cancel()
-        with suppress(asyncio.CancelledError):
-            await drained
+        await asyncio.wait({drained})
     log.info("drained", texts_left=port.methods.texts)
 
 

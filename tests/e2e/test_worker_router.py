@@ -58,6 +58,7 @@ def free_port() -> int:
 
 
 def lists_a_model(port: int) -> bool:
+    # it does not listen yet, or has no worker yet
     with suppress(OSError, ValueError), urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=2) as got:
         return bool(json.load(got)["data"])
     return False
@@ -76,10 +77,10 @@ async def router(*workers: str, flags: tuple[str, ...] = ()) -> AsyncIterator[st
         async with asyncio.timeout(START_S):
             while not await asyncio.to_thread(lists_a_model, port):
                 assert process.returncode is None, f"the router has ended with {process.returncode}"
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.1)  # a program that is not ours: it has no event for this
         yield f"http://127.0.0.1:{port}"
     finally:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # it has ended by itself
             process.kill()
         await process.wait()
 

@@ -333,7 +333,7 @@ def test_a_rank_whose_device_is_lost_ends(
     lost, run = False, Follower.run
 
     def run_quietly(follower: Follower) -> None:
-        with suppress(torch.AcceleratorError):
+        with suppress(torch.AcceleratorError):  # its process would end
             run(follower)
 
     monkeypatch.setattr(Follower, "run", run_quietly)
@@ -359,7 +359,7 @@ def test_the_device_of_a_rank_decides_what_a_failed_step_was(
     failing, run = False, Follower.run
 
     def run_quietly(follower: Follower) -> None:
-        with suppress(torch.AcceleratorError):
+        with suppress(torch.AcceleratorError):  # its process would end
             run(follower)
 
     def stage(name: str) -> None:

@@ -12,7 +12,6 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -582,7 +581,7 @@ async def test_the_metrics_count_texts_tokens_and_statuses(served: Served) -> No
 
     async with working(served.target) as worker:
         await worker.generate(request(n=2, max_tokens=3))
-        with suppress(grpc.aio.AioRpcError):
+        with pytest.raises(grpc.aio.AioRpcError):
             await worker.generate(request(max_tokens=0))
         text = generate_latest(registry_of_worker(worker.port.methods.load)).decode()
         for line in (

@@ -267,7 +267,7 @@ class GrammarProcess:
             text, kept, end, row = self._sent.popleft()
             whole = row != PIECE
             self._whole -= whole
-            passed = text.stale or text not in self._states  # nobody waits for this
+            passed = text.stale or text not in self._states  # no text waits for this
             text.busy, text.stale = False, False
             reached = kept + consumed
             if consumed < 0:
