@@ -417,6 +417,7 @@ class Driver:
         if feed.drafted and self._speculation is not None:
             self._speculation.verified(request, feed.drafted, len(answer.tokens) - 1)
         self._chosen(request, list(stream_tokens(answer))[request.known - sent.known :])
+        self._flights.take_ahead(request)
         if self.hands_over and request.stage is Stage.RUNNING:
             self.queues.hand_over(request)
 
@@ -439,15 +440,18 @@ class Driver:
         output asks for log-probabilities."""
         if not self._ahead or request.output.logprob or request.output.logprobs is not None:
             return None
-        sequence, longest = request.sequence, self.port.max_context + 1
+        sequence, longest, run = request.sequence, self.port.max_context + 1, list[int]()
 
         def take(first: int, tokens: list[int]) -> None:
-            """Tokens that are in their place. Others come with the answer, and so does the last one of a text."""
+            """Tokens of the run behind its ``first`` ones. They wait until those before the run are there. The last one
+            of a text comes with the answer, and so does what is behind a gap."""
+            if first <= len(run):
+                run[first : first + len(tokens)] = tokens
             there = request.known
             most = min(request.becomes, longest) - there - 1
-            if there < known + first or most <= 0 or request.sequence is not sequence:
+            if there < known or most <= 0 or request.sequence is not sequence:
                 return
-            new = tokens[there - known - first :][:most]
+            new = run[there - known :][:most]
             if new and request.stops_at(new[-1], there):
                 new.pop()
             last = len(new) - 1

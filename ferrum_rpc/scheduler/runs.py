@@ -171,6 +171,12 @@ class Flights:
         self._note_landed(landed)
         return landed
 
+    def take_ahead(self, request: Request) -> None:
+        """Have a request take the tokens of its last run in flight that came before the answer in front of it."""
+        sent = self._last.get(request)
+        if sent is not None and sent.item.on_tokens is not None:
+            sent.item.on_tokens(0, [])
+
     def interrupt(self, request: Request) -> None:
         """Cancel its runs in flight. What makes its sequence is awaited, so that it can be released."""
         for flight in self._flights.values():

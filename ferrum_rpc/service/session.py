@@ -381,21 +381,26 @@ class Session:
         """Answer the steps in the order in which they end, until cancelled."""
         while True:
             while self._ended or self._tokens_due:
-                if self._tokens_due or (self._chosen and not self._mixes_tokens):
+                for _ in range(len(self._ended)):  # before tokens that are due: those may be of runs that follow
+                    while self._chosen and not self._mixes_tokens:  # older clients want them first
+                        await self._write_chosen()
+                    await self._answer_next()
+                if self._tokens_due:
                     await self._write_chosen()
-                    continue
-                step = self._ended.popleft()
-                more = bool(step.waits)
-                try:
-                    await self._answer(step, more=more)
-                finally:
-                    self._leaving = False
-                    if not more and self._open.pop(step.number, None) is not None and step.free_answer is not None:
-                        step.free_answer()
-                    if not self._open and self._idle is not None and not self._idle.done():
-                        self._idle.set_result(None)
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
+
+    async def _answer_next(self) -> None:
+        step = self._ended.popleft()
+        more = bool(step.waits)
+        try:
+            await self._answer(step, more=more)
+        finally:
+            self._leaving = False
+            if not more and self._open.pop(step.number, None) is not None and step.free_answer is not None:
+                step.free_answer()
+            if not self._open and self._idle is not None and not self._idle.done():
+                self._idle.set_result(None)
 
     def _wake_for_tokens(self) -> None:
         """Have the tokens written that runs have chosen. Those of fast steps were gathered: a frame costs the client

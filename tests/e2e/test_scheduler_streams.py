@@ -32,6 +32,8 @@ from ferrum_rpc.client import (
 )
 from ferrum_rpc.client.fleet import Members
 from ferrum_rpc.client.session.frames import Frame, StreamRequest, frame_of
+from ferrum_rpc.client.session.stream import SessionStream
+from ferrum_rpc.executor.v1.session_pb2 import SessionResponse
 from ferrum_rpc.scheduler import (
     ExecutorGone,
     Observer,
@@ -192,9 +194,24 @@ async def test_runs_that_are_sent_late_share_frames_and_change_no_token(monkeypa
     assert sum(sent) > 48 and len(sent) < 0.4 * sum(sent)
 
 
-async def test_tokens_of_a_run_arrive_before_it_ends() -> None:
+@pytest.mark.parametrize("first", ["the answer of the prompt", "tokens of the run behind it"])
+async def test_tokens_of_a_run_arrive_before_it_ends(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step within the run waits until the reader has the tokens of the steps before it."""
-    read, waits = threading.Event(), list[bool]()
+    read, waits, held = threading.Event(), list[bool](), list[SessionResponse]()
+    receive, tokens_came = SessionStream._receive, False
+
+    def tokens_first(stream: SessionStream, response: SessionResponse) -> None:
+        nonlocal tokens_came
+        if response.HasField("forward") and not tokens_came:
+            held.append(response)
+            return
+        tokens_came |= response.HasField("tokens")
+        for each in (response, *held):
+            receive(stream, each)
+        held.clear()
+
+    if first != "the answer of the prompt":
+        monkeypatch.setattr(SessionStream, "_receive", tokens_first)
 
     def stage(name: str) -> None:
         if name == "forward" and served.server.state.engine.counters.steps == 12:
@@ -207,6 +224,7 @@ async def test_tokens_of_a_run_arrive_before_it_ends() -> None:
             tokens.append(each.token)
             if len(tokens) == 8:
                 read.set()
+        monkeypatch.undo()
         assert waits == [True] and tokens == await by_the_client(served, [1, 2, 3], SAMPLED, 30)
         assert scheduler.counts.sequences == 2, "a prompt and one run"
 
