@@ -98,6 +98,17 @@ def label(machine: Facts) -> str:
     return f"{machine['cores']}cpu-{isa}"
 
 
+def processor_s(pid: int) -> float:
+    """Seconds that the cores worked for a process, with all its threads. Raises OSError if it has ended."""
+    user, system = _process_fields(Path(f"/proc/{pid}/stat"))[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _process_fields(file: Path) -> list[str]:
+    """Of pid (name) state ppid ...: what is behind the name, which may hold anything; the first is no number."""
+    return file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
 def _others_s() -> float | None:
     """Seconds that the cores worked, or were taken by the hypervisor, for others than this process and its children."""
     try:
@@ -114,8 +125,7 @@ def _children_s() -> float:
     ticks = 0
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it ended meanwhile
-            # pid (name) state ppid ...: the name may hold anything, the rest are numbers
-            fields = file.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            fields = _process_fields(file)
             if int(fields[1]) == os.getpid():
                 ticks += sum(map(int, fields[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")

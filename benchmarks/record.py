@@ -93,10 +93,16 @@ def out_of(options: argparse.Namespace, name: str) -> Path:
     return CACHE / f"{name}-quick.json" if options.quick else machine.RESULTS / f"{name}-{label}.json"
 
 
-def finish(measuring: Coroutine[Any, Any, Record], show: Callable[[dict[str, Any]], None]) -> None:
-    """Measure, show, and say where the file is, and whether the machine was quiet."""
+def finish(
+    measuring: Coroutine[Any, Any, Record],
+    show: Callable[[dict[str, Any]], None],
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
+    """Measure, show, and say where the file is, and whether the machine was quiet. ``loop`` makes the event loop; None:
+    the default one."""
     configure_logging(level="warning")
-    record = asyncio.run(measuring)
+    with asyncio.Runner(loop_factory=loop) as runner:
+        record = runner.run(measuring)
     show(record.values)
     record.tell()
 

@@ -167,6 +167,20 @@ def streams(name: str, result: Any) -> str:
     )
 
 
+def fronts(name: str, result: Any) -> str:
+    """One run of `benchmarks.fronts`."""
+    settings = result["settings"]
+    rows = [
+        ("model", settings["model"]),
+        ("texts", f"of {settings['tokens']} tokens behind {settings['prompt']} each"),
+        ("rounds", f"{settings['rounds']}"),
+        ("router", f"smg {settings['smg']}"),
+        ("seed", str(settings["seed"])),
+    ]
+    leaves = (tables.leaves(result.get("leaves", ())), "leaves")
+    return _section("fronts", name, result, rows, (tables.fronts(result["points"]), "fronts"), leaves)
+
+
 def grammars(name: str, result: Any) -> str:
     """One run of `benchmarks.grammars`."""
     settings = result["settings"]
@@ -281,6 +295,7 @@ RENDERERS: Final[dict[str, Callable[[str, Any], str]]] = {
     "trips": trips,
     "speculation": speculation,
     "streams": streams,
+    "fronts": fronts,
     "grammars": grammars,
     "structured": structured,
     "cache": cache,

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, Final
 
 import numpy as np
@@ -30,7 +30,7 @@ from benchmarks.engines.grpc import executor
 from benchmarks.record import Record, finish, out_of, read_options
 from ferrum_rpc.client import BatchResults, Counters, ExecutorClient, Run
 from ferrum_rpc.client import Sequence as CachedSequence
-from ferrum_rpc.scheduler import Scheduler, TextRequest, TokenStream
+from ferrum_rpc.scheduler import Scheduler, TextRequest
 
 STREAMS: Final = (16, 64)
 """Texts at a time."""
@@ -55,6 +55,11 @@ CANCEL_TARGET_MS: Final = 50.0
 FAIR_TARGET: Final = 0.5
 """Share of the tokens that a tenant with one caller gets beside one with many, at least, while it waits for a place."""
 
+Came = Callable[[int], None]
+Writer = Callable[[Sequence[int], int, Came], Coroutine[Any, Any, None]]
+"""Has a text written: behind a prompt, of so many tokens, whose arrival is told by calls with how many came together.
+If it is cancelled, its reader leaves."""
+
 SERVED: Final = {"device": "cpu", "kv-blocks": 4096, "lease-ttl-s": 600.0, "max-sequences": 256}
 
 
@@ -68,9 +73,9 @@ class Work:
     vocab_size: int
 
     def text(self, number: int) -> list[int]:
-        """A prompt that no other one begins like."""
+        """A prompt that no other one begins like, of printable characters where tokens are bytes."""
         dice = random.Random(SEED * 1_000_003 + number)
-        return [dice.randrange(min(256, self.vocab_size)) for _ in range(self.prompt)]
+        return [dice.randrange(32, 127) % self.vocab_size for _ in range(self.prompt)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +98,13 @@ class Steps:
 @dataclass(slots=True)
 class Round:
     """One way's round: tokens a second, those of the ``whole`` of it, what the executor did, and of streams the times
-    to the first tokens in seconds."""
+    to the first tokens in seconds, and all ``tokens`` of the round."""
 
     rate: float
     whole: float
     steps: Steps
     first_s: list[float] = field(default_factory=list)
+    tokens: int = 0
 
 
 async def lockstep(client: ExecutorClient, work: Work, number: int, run_tokens: int) -> Round:
@@ -128,45 +134,59 @@ async def _step(client: ExecutorClient, sequences: list[CachedSequence], last: l
     return [int(answer.tokens[-1]) for answer in (await client.forward(items, timeout_s=600.0)).all_answers()]
 
 
-async def streams(client: ExecutorClient, scheduler: Scheduler, work: Work, number: int, spread_s: float) -> Round:
-    """Callers that begin within ``spread_s`` seconds and submit one text after the other. Measured from the moment at
-    which all are busy, until `TEXTS_OF_A_CALLER` texts of each have ended."""
-    dice, numbers, counted, first = random.Random(SEED + number), count(10**6 * (number + 1)), [0], list[float]()
-    begun, ended, all_busy, measured = 0, 0, asyncio.Event(), asyncio.Event()
+def by_scheduler(scheduler: Scheduler) -> Writer:
+    """Texts of a scheduler in this process."""
+
+    async def write(prompt: Sequence[int], tokens: int, came: Came) -> None:
+        async with scheduler.submit(TextRequest(prompt=prompt, max_tokens=tokens, stop=())) as stream:
+            async for _ in stream:
+                came(1)
+
+    return write
+
+
+async def streams(client: ExecutorClient, write: Writer, work: Work, number: int, spread_s: float) -> Round:
+    """Callers that begin within ``spread_s`` seconds and have one text written after the other. Measured from the
+    moment at which all are busy, until `TEXTS_OF_A_CALLER` texts of each have ended."""
+    dice, numbers = random.Random(SEED + number), itertools.count(10**6 * (number + 1))
+    first, all_busy, measured = list[float](), asyncio.Event(), asyncio.Event()
+    begun = ended = counted = 0
+
+    async def text() -> None:
+        submitted = time.perf_counter()
+
+        def came(tokens: int) -> None:
+            nonlocal submitted, counted
+            if submitted:
+                first.append(time.perf_counter() - submitted)
+                submitted = 0.0
+            counted += tokens
+
+        await write(work.text(next(numbers)), work.tokens, came)
 
     async def caller() -> None:
         nonlocal begun, ended
         await asyncio.sleep(dice.random() * spread_s)
         begun += 1
+        if begun == work.streams:
+            all_busy.set()
         while not measured.is_set():
-            prompt = work.text(next(numbers))
-            submitted = time.perf_counter()
-            stream = scheduler.submit(TextRequest(prompt=prompt, max_tokens=work.tokens, stop=()))
-            if begun == work.streams:
-                all_busy.set()
-            await _read(stream, submitted, first, counted)
+            await text()
             ended += all_busy.is_set()
             if ended == work.streams * TEXTS_OF_A_CALLER:
                 measured.set()
 
     opened = time.perf_counter()
-    callers = [asyncio.create_task(caller()) for _ in range(work.streams)]
-    await all_busy.wait()
-    began, tokens, firsts = time.perf_counter(), counted[0], len(first)
-    before = (await client.status()).counters
-    await measured.wait()
-    took, tokens, found = time.perf_counter() - began, counted[0] - tokens, first[firsts:]
-    steps = Steps.between(before, (await client.status()).counters, took)
-    await asyncio.gather(*callers)
-    return Round(tokens / took, counted[0] / (time.perf_counter() - opened), steps, found)
-
-
-async def _read(stream: TokenStream, submitted: float, first: list[float], counted: list[int]) -> None:
-    async for _ in stream:
-        if submitted:
-            first.append(time.perf_counter() - submitted)
-            submitted = 0.0
-        counted[0] += 1
+    async with asyncio.TaskGroup() as callers:
+        for _ in range(work.streams):
+            callers.create_task(caller())
+        await all_busy.wait()
+        began, tokens, firsts = time.perf_counter(), counted, len(first)
+        before = (await client.status()).counters
+        await measured.wait()
+        took, tokens, found = time.perf_counter() - began, counted - tokens, first[firsts:]
+        steps = Steps.between(before, (await client.status()).counters, took)
+    return Round(tokens / took, counted / (time.perf_counter() - opened), steps, found, counted)
 
 
 async def share(scheduler: Scheduler, work: Work) -> float:
@@ -193,43 +213,48 @@ async def share(scheduler: Scheduler, work: Work) -> float:
     return counts["one"] / sum(counts.values())
 
 
-async def cancels(client: ExecutorClient, scheduler: Scheduler, work: Work, count: int) -> dict[str, Any]:
-    """How long the executor has the sequence of a text that is cancelled while `Work.streams` others go on: from
-    `TokenStream.cancel` to the answer of `ExecutorClient.status` that counts its release."""
-    dice, done, others_released = random.Random(SEED), asyncio.Event(), 0
+async def cancels(client: ExecutorClient, write: Writer, work: Work, count: int) -> dict[str, Any]:
+    """How long the executor has the sequence of a text that its reader leaves while `Work.streams` others go on: from
+    the cancel to the answer of `ExecutorClient.status` that counts its release."""
+    dice, others_released, others = random.Random(SEED), 0, list[asyncio.Task[None]]()
     longest = (await client.info()).model.max_context - work.prompt
 
     async def caller(at: int) -> None:
         nonlocal others_released
-        number = 0
-        while not done.is_set():
-            prompt, number = work.text(2 * 10**9 + at * 1000 + number), number + 1
-            async with scheduler.submit(TextRequest(prompt=prompt, max_tokens=longest, stop=())) as stream:
-                async for _ in stream:
-                    if done.is_set():
-                        return
+        for number in itertools.count(2 * 10**9 + at * 1000):
+            await write(work.text(number), longest, lambda _: None)
             others_released += 1
 
-    callers = [asyncio.create_task(caller(at)) for at in range(work.streams)]
-    first, began, gone_ms, number = (await client.status()).counters, time.perf_counter(), list[float](), 0
-    while len(gone_ms) < count:
-        number += 1
-        stream = scheduler.submit(TextRequest(prompt=work.text(3 * 10**9 + number), max_tokens=longest, stop=()))
-        length = dice.randint(1, CANCELLED_AT)
-        async for _ in stream:
-            if len(stream.token_ids) >= length:
-                break
-        others, released = others_released, (await client.status()).counters.sequences_released
+    async def left(number: int) -> float:
+        """Milliseconds; 0 if another text ended meanwhile."""
+        wanted, reached = dice.randint(1, CANCELLED_AT), asyncio.Event()
+
+        def came(tokens: int) -> None:
+            nonlocal wanted
+            wanted -= tokens
+            if wanted <= 0:
+                reached.set()
+
+        text = callers.create_task(write(work.text(3 * 10**9 + number), longest, came))
+        await reached.wait()
+        ended, released = others_released, (await client.status()).counters.sequences_released
         cancelled = time.perf_counter()
-        stream.cancel()
-        while (last := (await client.status()).counters).sequences_released == released:
+        text.cancel()
+        while (await client.status()).counters.sequences_released == released:
             pass
-        took_ms = 1e3 * (time.perf_counter() - cancelled)
-        if others == others_released:
-            gone_ms.append(took_ms)
-    step_ms = 1e3 * (time.perf_counter() - began) / (last.steps - first.steps)
-    done.set()
-    await asyncio.gather(*callers)
+        return 1e3 * (time.perf_counter() - cancelled) if ended == others_released else 0.0
+
+    async with asyncio.TaskGroup() as callers:
+        others += [callers.create_task(caller(at)) for at in range(work.streams)]
+        first, began, gone_ms = (await client.status()).counters, time.perf_counter(), list[float]()
+        for number in itertools.count():
+            gone_ms += filter(None, [await left(number)])
+            if len(gone_ms) == count:
+                break
+        last = (await client.status()).counters
+        step_ms = 1e3 * (time.perf_counter() - began) / (last.steps - first.steps)
+        for each in others:
+            each.cancel()
     p50, p99, most = np.percentile(gone_ms, [50, 99, 100])
     return {
         "streams": work.streams,
@@ -242,35 +267,42 @@ async def cancels(client: ExecutorClient, scheduler: Scheduler, work: Work, coun
     }
 
 
+def shares(rates: Sequence[float], of: Sequence[float]) -> dict[str, float]:
+    """The ratios of rates to those of another way in the same rounds."""
+    ratios = np.divide(rates, of)
+    return {
+        name: round(float(find(ratios)), 3) for name, find in (("median", np.median), ("low", np.min), ("high", np.max))
+    }
+
+
+def medians(rounds: Sequence[Round]) -> dict[str, float | None]:
+    """Of one way's rounds; of the times to the first tokens the percentiles of all."""
+
+    def median(values: Iterable[float], digits: int) -> float:
+        return round(float(np.median(list(values))), digits)
+
+    first = [each for some in rounds for each in some.first_s]
+    return {
+        "tokens_per_s": median((each.rate for each in rounds), 1),
+        "whole_per_s": median((each.whole for each in rounds), 1),
+        "rows": median((each.steps.rows for each in rounds), 2),
+        "fed": median((each.steps.fed for each in rounds), 3),
+        "busy": median((each.steps.busy for each in rounds), 3),
+        "first_p50_ms": round(1e3 * float(np.percentile(first, 50)), 1) if first else None,
+        "first_p99_ms": round(1e3 * float(np.percentile(first, 99)), 1) if first else None,
+    }
+
+
 def points(taken: dict[tuple[str, int], list[Round]]) -> list[dict[str, Any]]:
     """Medians of the rounds; ``of_lockstep``: of the ratios to the faster lockstep of the same round."""
     found = []
     for (way, texts), rounds in taken.items():
-        rates = [each.rate for each in rounds]
         best = [
             max(pair) for pair in zip(*([each.rate for each in taken[of, texts]] for of in (STEPS, RUNS)), strict=True)
         ]
-        ratios = np.divide(rates, best)
-        first = [each for some in rounds for each in some.first_s]
-        found.append(
-            {
-                "way": way,
-                "streams": texts,
-                "tokens_per_s": round(float(np.median(rates)), 1),
-                "whole_per_s": round(float(np.median([each.whole for each in rounds])), 1),
-                "of_lockstep": {
-                    "median": round(float(np.median(ratios)), 3),
-                    "low": round(float(ratios.min()), 3),
-                    "high": round(float(ratios.max()), 3),
-                },
-                "rows": round(float(np.median([each.steps.rows for each in rounds])), 2),
-                "fed": round(float(np.median([each.steps.fed for each in rounds])), 3),
-                "busy": round(float(np.median([each.steps.busy for each in rounds])), 3),
-                "first_p50_ms": round(1e3 * float(np.percentile(first, 50)), 1) if first else None,
-                "first_p99_ms": round(1e3 * float(np.percentile(first, 99)), 1) if first else None,
-                "target": TARGET if way == RANDOM else None,
-            }
-        )
+        ratios = shares([each.rate for each in rounds], best)
+        target = TARGET if way == RANDOM else None
+        found.append({"way": way, "streams": texts, **medians(rounds), "of_lockstep": ratios, "target": target})
     return found
 
 
@@ -286,6 +318,7 @@ async def run(options: argparse.Namespace) -> Record:
         ours = await enter(executor(model, SERVED))
         client = await enter(ExecutorClient(ours.target, session=True, timeout_s=600.0))
         scheduler = await enter(Scheduler(ours.target, run_tokens=RUN_TOKENS, token_budget=options.token_budget))
+        write = by_scheduler(scheduler)
         for texts in options.streams:
             work = Work(texts, options.prompt, options.tokens, ours.vocab_size)
             await lockstep(client, Work(texts, options.prompt, 8, ours.vocab_size), 10**5, RUN_TOKENS)
@@ -293,7 +326,7 @@ async def run(options: argparse.Namespace) -> Record:
                 for at, (way, run_tokens) in enumerate(((STEPS, 0), (RUNS, RUN_TOKENS))):
                     taken.setdefault((way, texts), []).append(await lockstep(client, work, 2 * number + at, run_tokens))
                 spread_s = texts * options.tokens / taken[RUNS, texts][-1].rate
-                taken.setdefault((RANDOM, texts), []).append(await streams(client, scheduler, work, number, spread_s))
+                taken.setdefault((RANDOM, texts), []).append(await streams(client, write, work, number, spread_s))
                 print(
                     f"{texts} streams, round {number + 1}: "
                     + ", ".join(f"{way} {taken[way, texts][-1].rate:,.0f} tok/s" for way in WAYS),
@@ -301,7 +334,7 @@ async def run(options: argparse.Namespace) -> Record:
                 )
             record.save(points=points(taken))
         work = Work(options.streams[0], options.prompt, options.tokens, ours.vocab_size)
-        record.save(cancels=await cancels(client, scheduler, work, options.cancels))
+        record.save(cancels=await cancels(client, write, work, options.cancels))
         async with Scheduler(ours.target, run_tokens=RUN_TOKENS, max_running=1) as narrow:
             record.save(share=round(await share(narrow, work), 3), share_target=FAIR_TARGET)
     return record

@@ -362,18 +362,42 @@ def structured(points: Sequence[Mapping[str, Any]]) -> Table:
     return tabulated(points, columns)
 
 
+CANCEL_COLUMNS: Final[dict[str, Column]] = {
+    "texts": "{streams}",
+    "cancels": "{cancels}",
+    "a step, ms": numbered("step_ms"),
+    "sequence gone, ms": numbered("gone_p50_ms"),
+    "p99": numbered("gone_p99_ms"),
+    "longest": numbered("gone_max_ms"),
+    "target": bounded("≤ {target:g}"),
+}
+
+
 def cancels(found: Sequence[Mapping[str, Any]]) -> Table:
     """The cancels of `benchmarks.streams`."""
+    return tabulated(found, CANCEL_COLUMNS)
+
+
+def fronts(points: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each way and number of texts of `benchmarks.fronts`."""
     columns: dict[str, Column] = {
+        "way": "{way}",
         "texts": "{streams}",
-        "cancels": "{cancels}",
-        "a step, ms": numbered("step_ms"),
-        "sequence gone, ms": numbered("gone_p50_ms"),
-        "p99": numbered("gone_p99_ms"),
-        "longest": numbered("gone_max_ms"),
-        "target": bounded("≤ {target:g}"),
+        "tokens/s": "{tokens_per_s:,.0f}",
+        "of the library": lambda each: low_to_high(each["of_library"], 3),
+        "target": bounded("≥ {target:g}"),
+        "texts a step": "{rows:.2f}",
+        "in steps": "{busy:.1%}",
+        "first token, ms (p99)": "{first_p50_ms:,.0f} ({first_p99_ms:,.0f})",
     }
-    return tabulated(found, columns)
+    names = list(dict.fromkeys(name for each in points for name in each["token_us"]))
+    columns |= {f"{name}, µs": f"{{token_us[{name}]:,}}" for name in names}
+    return tabulated(points, columns)
+
+
+def leaves(found: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each way of `benchmarks.fronts` to leave a text."""
+    return tabulated(found, {"way": "{way}", **CANCEL_COLUMNS})
 
 
 def grammars(points: Sequence[Mapping[str, Any]]) -> Table:

@@ -14,6 +14,9 @@ from benchmarks.cases import CELLS
 from benchmarks.engines.grpc import INT8
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
+from benchmarks.fronts import ROUTER
+from benchmarks.fronts import STREAMS as FRONT_STREAMS
+from benchmarks.fronts import TARGET as FRONTS_TARGET
 from benchmarks.memory import TARGET as PLAN_TARGET
 from benchmarks.prefix import BOOKS_TARGET, LESS_TARGET, MISS_TARGET
 from benchmarks.speculation import TARGETS as DRAFT_TARGETS
@@ -121,6 +124,10 @@ def _costs() -> Iterator[Target]:
         what = f"{count} texts that arrive at any time, of lockstep, Qwen3-0.6B"
         point = {"way": RANDOM, "streams": count}
         yield Target(what, "streams-qwen3-0.6b", ("points", point, "of_lockstep", "median"), STREAMS_TARGET)
+    for count in FRONT_STREAMS:
+        what = f"{count} text{'s' * (count > 1)} of a router and a worker, of the scheduler as a library, Qwen3-0.6B"
+        point = {"way": ROUTER, "streams": count}
+        yield Target(what, "fronts-qwen3-0.6b", ("points", point, "of_library", "median"), FRONTS_TARGET)
     what = "decode b32 @2048 over an int8 cache, in process, of bfloat16"
     yield Target(what, "cache", ("cells", {"cell": "decode b32 @2048"}, "ratios", EXACT, "median"), INT8_CACHE_TARGET)
     what = "decode b32 @256 with an adapter of rank 16 each, in process, of none"

@@ -30,8 +30,8 @@ OPTIONS: Final = (("grpc.max_receive_message_length", -1), ("grpc.max_send_messa
 async def echo_channel(address: str = ANY_PORT) -> AsyncIterator[grpc.aio.Channel]:
     """Start the server, and a channel to it."""
     async with (
-        served("-m", "benchmarks.engines.echo", address) as target,
-        grpc.aio.insecure_channel(target, options=OPTIONS) as channel,
+        served("-m", "benchmarks.engines.echo", address) as server,
+        grpc.aio.insecure_channel(server.target, options=OPTIONS) as channel,
     ):
         yield channel
 

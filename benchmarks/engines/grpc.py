@@ -46,9 +46,10 @@ PROGRAM: Final = ("-m", "ferrum_rpc.cli")
 
 @dataclass(frozen=True, slots=True)
 class Executor:
-    """A server that has loaded its model, and a channel to it."""
+    """A server that has loaded its model, the id of its process, and a channel to it."""
 
     target: str
+    pid: int
     channel: grpc.aio.Channel
     vocab_size: int
 
@@ -62,7 +63,7 @@ async def executor(
     flags = {"grace-s": 0, "log-format": "json"} | ({} if "host" in chosen else {"port": 0}) | dict(chosen)
     written = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     starting = served(*program, "serve", model, *written, "--no-warmup", root=root)
-    async with starting as target, open_channel(target, None) as channel:
+    async with starting as server, open_channel(server.target, None) as channel:
         stub = model_executor_pb2_grpc.ModelExecutorStub(channel)
         until = time.monotonic() + TIMEOUT_S
         while True:
@@ -73,7 +74,7 @@ async def executor(
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
                     raise
             await asyncio.sleep(POLL_S)
-        yield Executor(target, channel, int(info.model.vocab_size))
+        yield Executor(server.target, server.process.pid, channel, int(info.model.vocab_size))
 
 
 def last_rows(block: RowBlock) -> list[Any]:

@@ -97,14 +97,14 @@ class Child:
 
 
 @asynccontextmanager
-async def served(*arguments: str, root: Path = ROOT) -> AsyncIterator[str]:
-    """Run ``python ARGUMENTS`` in the checkout ``root`` and give the target that it listens on."""
+async def served(*arguments: str, root: Path = ROOT) -> AsyncIterator[Child]:
+    """Run ``python ARGUMENTS`` in the checkout ``root`` until it has said the ``target`` that it listens on."""
     async with Child.run((sys.executable, *arguments), root) as child:
         with suppress(TimeoutError):
             await asyncio.wait_for(child.heard.wait(), START_S)
         if not child.target:
             raise ServerDied("\n".join([f"python {' '.join(arguments)} did not listen", *child.said]))
-        yield child.target
+        yield child
 
 
 @dataclass(frozen=True, slots=True)
