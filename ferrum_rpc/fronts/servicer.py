@@ -313,20 +313,20 @@ def _queued(member: Any) -> int:
 
 
 async def _together(streams: list[TokenStream]) -> AsyncGenerator[tuple[int, list[StreamToken]], None]:
-    """The tokens of several texts as they come: those that came together, with the index of their text. A text ends
-    with an empty list. Raises the error of the first one that fails."""
+    """The tokens of several texts as they come: those that are there, with the index of their text. A text ends with an
+    empty list. Raises the error of the first one that fails."""
     if len(streams) == 1:
-        async with aclosing(_arrivals(streams[0])) as arrivals:
-            async for tokens in arrivals:
-                yield 0, tokens
+        while tokens := await streams[0].arrived():
+            yield 0, tokens
+        yield 0, []
         return
     queue: asyncio.Queue[tuple[int, list[StreamToken] | BaseException]] = asyncio.Queue()
 
     async def read(index: int, stream: TokenStream) -> None:
         try:
-            async with aclosing(_arrivals(stream)) as arrivals:
-                async for tokens in arrivals:
-                    queue.put_nowait((index, tokens))
+            while tokens := await stream.arrived():
+                queue.put_nowait((index, tokens))
+            queue.put_nowait((index, []))
         except Exception as error:
             queue.put_nowait((index, error))
 
@@ -343,16 +343,3 @@ async def _together(streams: list[TokenStream]) -> AsyncGenerator[tuple[int, lis
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-
-
-async def _arrivals(stream: TokenStream) -> AsyncGenerator[list[StreamToken], None]:
-    """The tokens of a text, those in one list that came together, and an empty list at its end."""
-    tokens: list[StreamToken] = []
-    async for token in stream:
-        tokens.append(token)
-        if not token.more:
-            yield tokens
-            tokens = []
-    if tokens:
-        yield tokens
-    yield []

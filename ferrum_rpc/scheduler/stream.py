@@ -25,20 +25,23 @@ REASONS: Final = {
 
 class TextMatcher:
     """The text of a stream, up to the first of ``stops`` that occurs in it; ``stopped`` is the stop, once it is
-    there."""
+    there. Without ``stops`` tokens are decoded when the text is read: a caller that reads token ids alone pays for no
+    text."""
 
     def __init__(self, tokenizer: Detokenizer, stops: tuple[str, ...] = ()) -> None:
         self._decoded = TextStream(tokenizer)
         self._stops = stops
         self._longest = max(map(len, stops), default=0)
         self._text = ""
-        self._ended = False
+        self._ended = self._finished = False
+        self._undecoded: deque[int] = deque()
         self.stopped: str | None = None
 
     @property
     def text(self) -> str:
         """What is certain so far: complete characters, without the stop, and without an end that may be the beginning
-        of one."""
+        of one. Raises the tokenizer's error if there are no stops."""
+        self._decode()
         if self._ended:
             return self._text
         for held in range(min(self._longest - 1, len(self._text)), 0, -1):
@@ -48,6 +51,9 @@ class TextMatcher:
 
     def push(self, token: int) -> bool:
         """Append a token. Returns whether the text ends with it."""
+        if not self._stops:
+            self._undecoded.append(token)
+            return False
         start = max(0, len(self._text) - self._longest + 1)
         self._text += self._decoded.push(token)
         found = [(at, stop) for stop in self._stops if (at := self._text.find(stop, start)) >= 0]
@@ -58,7 +64,15 @@ class TextMatcher:
 
     def finish(self) -> None:
         """Append what was held back as incomplete."""
-        if not self._ended:
+        self._finished = True
+        if self._stops:
+            self._decode()
+
+    def _decode(self) -> None:
+        """Decode what was not needed until now."""
+        while self._undecoded:
+            self._text += self._decoded.push(self._undecoded.popleft())
+        if self._finished and not self._ended:
             self._ended = True
             self._text += self._decoded.finish()
 
@@ -94,7 +108,7 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
     def text(self) -> str:
         """The text of all tokens that have come, read or not; empty without a tokenizer. It only grows: characters that
         are incomplete, or with which a stop string may begin, are held back. ``stream.text[len(sent):]`` is what to
-        send next."""
+        send next. Without stop strings it is decoded when it is read, and raises an error of the tokenizer here."""
         return "" if self._matcher is None else self._matcher.text
 
     @property
@@ -126,6 +140,18 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
         return self
 
     async def __anext__(self) -> StreamToken:
+        if not await self._come():
+            raise StopAsyncIteration
+        return self._next()
+
+    async def arrived(self) -> list[StreamToken]:
+        """The tokens that have come since the last ones were read, once there is one; an empty list at the end of the
+        text. Raises as iteration does."""
+        there = await self._come()
+        return [self._next() for _ in range(there)]
+
+    async def _come(self) -> int:
+        """Wait for tokens. How many there are; 0: the text is complete."""
         if self._reading:
             raise RuntimeError("another task reads this stream")
         while not self._tokens:
@@ -133,13 +159,16 @@ class TokenStream(AsyncIterator[StreamToken], AbstractAsyncContextManager[Any]):
                 failure = self._request.failure
                 if end is RequestEnd.ERROR and failure is not None:
                     raise failure.with_traceback(self._origin)  # other streams may have raised it too
-                raise StopAsyncIteration
+                break
             self._changed.clear()
             self._reading = True
             try:
                 await self._changed.wait()
             finally:
                 self._reading = False
+        return len(self._tokens)
+
+    def _next(self) -> StreamToken:
         token = self._tokens.popleft()
         if self._tokens:
             return token if token.more else replace(token, more=True)

@@ -440,6 +440,27 @@ def test_a_wrong_setting_is_refused_where_it_is_given(wrong: dict[str, Any]) -> 
     assert refused.value.field in wrong
 
 
+async def test_tokens_that_have_come_are_read_together() -> None:
+    async with identity(kv_blocks=512) as served:
+        expected = await by_the_client(served, [1, 2, 3], SAMPLED, 30)
+        async with Scheduler(served.target, run_tokens=8) as scheduler:
+            stream, late = [scheduler.submit(asked([1, 2, 3], 30, output=SAMPLED, stop=())) for _ in range(2)]
+            found = []
+            while tokens := await stream.arrived():
+                assert [each.more for each in tokens[:-1]] == [True] * (len(tokens) - 1)
+                found += tokens
+            assert [each.token for each in found] == expected
+            assert [each.finish_reason for each in found] == [None] * 29 + [FinishReason.LENGTH]
+            first = await anext(late)
+            await scheduler.drain()
+            rest = await late.arrived()
+            assert [each.token for each in (first, *rest)] == expected and len(rest) == 29
+            assert await late.arrived() == []
+        async with Scheduler(served.target) as scheduler:
+            with pytest.raises(CALLER_ERROR):
+                await scheduler.submit(asked([9], 4, adapter="none")).arrived()
+
+
 async def test_text_only_grows_and_never_has_a_part_of_a_stop_string() -> None:
     async with identity(kv_blocks=512) as served:
         whole = Letters().decode(await by_the_client(served, [1, 2, 3], SAMPLED, 40))
@@ -509,7 +530,11 @@ async def test_a_request_that_fails_leaves_the_others_and_the_scheduler_alone() 
                     await scheduler.submit(asked([9], 4, **wrong)).all()
             chosen = Sample(0.0, bias=((unknown, 100.0),))
             with pytest.raises(ValueError, match="no such token"):
-                await scheduler.submit(asked([9], 4, output=chosen, stop=())).all()
+                await scheduler.submit(asked([9], 4, output=chosen, stop=(), stop_strings=["none"])).all()
+            read = scheduler.submit(asked([9], 4, output=chosen, stop=()))  # nothing is decoded before it is read
+            assert [each.token for each in await read.all()] == [unknown] * 4
+            with pytest.raises(ValueError, match="no such token"):
+                _ = read.text
             for each in good:
                 await each.all()
                 assert each.token_ids == expected and each.end is RequestEnd.LENGTH

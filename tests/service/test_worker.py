@@ -61,7 +61,6 @@ from smg_grpc_proto.generated import common_pb2  # noqa: E402 - behind the skip
 
 from ferrum_rpc.fronts import servicer  # noqa: E402 - behind the skip
 from ferrum_rpc.fronts.port import status_of  # noqa: E402 - behind the skip
-from ferrum_rpc.fronts.servicer import _arrivals  # noqa: E402 - behind the skip
 
 CODE = grpc.StatusCode
 PROMPT = list(b"In the beginning God created the heaven and ")
@@ -321,7 +320,7 @@ async def test_a_text_that_cannot_go_on_under_its_constraint_says_so(worker: Wor
     """The router then answers 422, and does not try again."""
 
     async def fails(streams: Any) -> Any:
-        yield 0, await anext(_arrivals(streams[0]))
+        yield 0, await streams[0].arrived()
         raise GrammarTooComplex("the mask of a row exceeds the time or memory of the grammar")
 
     made = request(stream=True, **({"regex": "a{9}"} if constrained else {}))

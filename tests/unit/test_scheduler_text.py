@@ -121,10 +121,14 @@ def test_plain_text_is_shown_as_it_is() -> None:
 @given(st.text(st.sampled_from("ab€"), max_size=40), st.lists(st.text(st.sampled_from("ab€"), min_size=1), max_size=3))
 def test_a_text_ends_before_the_first_stop_string_wherever_tokens_are_cut(text: str, stops: list[str]) -> None:
     matcher = TextMatcher(BYTES, tuple(stops))
+    grown = ""
     for count, token in enumerate(BYTES.encode(text), 1):
         if matcher.push(token):
             read = bytes(BYTES.encode(text)[:count]).decode(errors="ignore")
             break
+        if count % 3 == 0:  # with or without a look at what is there
+            assert matcher.text.startswith(grown)
+            grown = matcher.text
     else:
         matcher.finish()
         read = text
