@@ -126,7 +126,7 @@ async def run(options: argparse.Namespace) -> Record:
             client = await enter(ExecutorClient(target, session=True, timeout_s=600.0))
             ways[delay_ms] = await writers(client, schema)
         cells = [(delay, way, heat) for delay in options.delays for way in WAYS for heat in TEMPERATURES]
-        few = min(AT_ONCE, options.texts)
+        few = 1 if options.quick else min(AT_ONCE, options.texts)
         first = [await texts(ways[delay][way], schema, heat, few) for delay, way, heat in cells]
         seconds = sum(each.seconds for each in first) * options.texts / few
         print(f"about {seconds / 60:.0f} minutes for {len(cells)} times {options.texts} texts", flush=True)

@@ -97,7 +97,7 @@ def test_a_fleet_writes_the_texts_of_one_executor_though_one_is_killed(
     program: tuple[str, str], model: str, float32: bool
 ) -> None:
     """Where executors promise no equal bits (`exact_span_tokens`), in float32."""
-    with demo(*program, model, "--executors", "2", "--plain") as running:
+    with demo(*program, model, "--executors", "2", "--max-new-tokens", "96", "--plain") as running:
         output, errors = running.communicate(timeout=120)
         assert ("In float32:" in output) is float32
         assert running.returncode == 0, output + errors

@@ -150,12 +150,12 @@ def words_by_grammar(draft):
     return MaskRows(np.stack([np.frombuffer(each, np.int32) for each in found]), 0, len(found))
 
 
-@pytest.mark.parametrize("how", FILTERS, ids=str)
+@pytest.mark.parametrize("how", FILTERS[::2], ids=str)
 @pytest.mark.parametrize("sparse", [False, True], ids=["guessed", "drawn"])
 def test_by_a_grammar_the_tokens_have_the_distribution_of_masked_draws(sampler, how, sparse):
     """Drafts that the grammar allows and others, of tokens that the model prefers: the first token of all has the
     first row's masked distribution, and the second that of the row masked behind the first."""
-    rng, count = np.random.default_rng(11), 3 * COUNT
+    rng, count = np.random.default_rng(11), 2 * COUNT
     rows = logits(3, VOCABULARY, seed=8)
     best = np.argsort(-rows[:2].numpy(), -1).astype(np.uint32)
     first = best[0][np.argsort(~may_follow([])[best[0]], kind="stable")]
