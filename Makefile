@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup demo fleet-demo serve test lint format stubs bench bench-peers profile soak lock compose-test wheels transcript first-light first-light-wheels gpu-check compat clean
+.PHONY: help setup demo fleet-demo serve test lint format stubs bench bench-peers profile soak lock compose-test wheels transcript docs first-light first-light-wheels gpu-check compat clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -34,7 +34,7 @@ serve: .venv/.server  ## Serve the demo model on port 50051
 test: .venv/.dev  ## Run the whole suite
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-lint: .venv/.dev  ## Style, types, protos, stubs, containers, and whether everything can be installed
+lint: .venv/.dev  ## Style, types, protos, stubs, links of the docs, containers, and whether everything can be installed
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
@@ -43,6 +43,7 @@ lint: .venv/.dev  ## Style, types, protos, stubs, containers, and whether everyt
 	@$(BIN)/python tools/generate_stubs.py --check
 	@$(BIN)/python tools/generate_sync.py --check
 	@$(BIN)/python -m tools.monitoring --check
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@$(BIN)/hadolint Dockerfile
 	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml docker-compose.gpu.yml
 	@$(BIN)/python -m tools.lock --check
@@ -103,6 +104,10 @@ compat: .venv/.dev  ## Load the stubs with the oldest and newest grpcio and prot
 
 transcript: .venv/.dev  ## Write docs/transcript.md from real calls
 	@$(BIN)/python tools/transcript.py
+
+docs: .venv/.dev  ## Build the documentation site in build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "python3 -m http.server --bind 127.0.0.1 --directory build/site 8000 shows it, with the search"
 
 first-light:  ## On a CUDA machine with torch, triton and transformers: run all that waits for one, step by step
 	@$(PYTHON) -m benchmarks.gpu first-light

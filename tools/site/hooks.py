@@ -1,0 +1,70 @@
+"""Hooks of MkDocs, which mkdocs.yml names.
+
+The pages in `docs/` are written to be read on a forge too. So the home page is README.md, and links may leave `docs/`:
+a link to a page of the site becomes a link to that page, and a link to another file of the repository becomes its text,
+because the site has no copy of that file and the repository has no public address.
+
+No page may send a request to another host. The theme's script has two addresses of a package host, from which it would
+load what very old browsers and diagrams need; the built copy has them removed.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from mkdocs.structure.files import File, Files
+
+from tools.commands import ROOT
+
+PAGES: Final = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+"""Files outside of `docs/` that are pages, and their names on the site."""
+
+LINK: Final = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+HOSTED: Final = re.compile(r"https://(?:unpkg\.com|api\.github\.com)[\w./@-]*")
+
+
+def relinked(text: str, source: str, page: str) -> str:
+    """The text of a page with links for the site. ``source``: its path in the repository; ``page``: on the site."""
+
+    def linked(found: re.Match[str]) -> str:
+        label, target = found.groups()
+        path, _, heading = target.partition("#")
+        if "://" in target or not path:
+            return found[0]
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        if file.startswith("docs/"):
+            place = file.removeprefix("docs/")
+        elif file in PAGES:
+            place = PAGES[file]
+        else:
+            return label if (ROOT / file).exists() else found[0]
+        return f"[{label}]({posixpath.relpath(place, posixpath.dirname(page) or '.')}{'#' if heading else ''}{heading})"
+
+    return LINK.sub(linked, text)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are not in `docs/`."""
+    for source, page in PAGES.items():
+        text = (ROOT / source).read_text("utf-8")
+        files.append(File.generated(config, page, content=relinked(text, source, page)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let the links of a page in `docs/` end on the site."""
+    if page.file.generated_by:
+        return markdown
+    return relinked(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
+
+
+def on_post_build(config: Any) -> None:
+    """Remove the addresses of other hosts from the theme's script, and the search's other languages."""
+    scripts = Path(config.site_dir, "assets", "javascripts")
+    shutil.rmtree(scripts / "lunr")
+    for script in scripts.glob("bundle.*.js"):
+        script.write_text(HOSTED.sub("about:blank", script.read_text("utf-8")), "utf-8")
