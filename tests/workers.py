@@ -1,10 +1,11 @@
-"""A worker in this process, and a raw stub to speak to it."""
+"""A worker in this process or in one of its own, a raw stub to speak to it, and requests."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,31 @@ from typing import Any
 import grpc
 
 from ferrum_rpc import cli
+from tests.faults.forking import LIMIT
+from tests.faults.process import ROOT, ServerProcess, environment
 from tests.grammars import MODEL
+
+PROMPT = list(b"In the beginning God created the heaven and ")
+
+
+def request(
+    text: str | None = None,
+    *,
+    prompt: Iterable[int] = PROMPT,
+    stream: bool = False,
+    name: str = "r",
+    **given: Any,
+) -> Any:
+    """A ``GenerateRequest``, greedy and of 24 tokens if nothing else is ``given``."""
+    from smg_grpc_proto.generated import vllm_engine_pb2 as pb
+
+    sampling = {"temperature": 0.0, "max_tokens": 24, **given}
+    made = pb.GenerateRequest(request_id=name, stream=stream, sampling_params=pb.SamplingParams(**sampling))
+    if text is None:
+        made.tokenized.input_ids.extend(prompt)
+    else:
+        made.text = text
+    return made
 
 
 def flags_of(*flags: str) -> argparse.Namespace:
@@ -49,3 +74,18 @@ async def working(*targets: str, flags: tuple[str, ...] = ()) -> AsyncIterator[W
         assert port is not None
         async with grpc.aio.insecure_channel(port.target) as channel:
             yield Working(port, vllm_engine_pb2_grpc.VllmEngineStub(channel), ending)
+
+
+@asynccontextmanager
+async def worker_process(*flags: str) -> AsyncIterator[ServerProcess]:
+    """``ferrum-rpc worker smg`` on a free port, which may not serve yet; killed at the end."""
+    command = [sys.executable, "-m", "ferrum_rpc.cli", "worker", "smg", "--port", "0", "--log-format", "json", *flags]
+    process = ServerProcess(
+        await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, env=environment(), stderr=asyncio.subprocess.PIPE, limit=LIMIT
+        )
+    )
+    try:
+        yield process
+    finally:
+        await process.kill()

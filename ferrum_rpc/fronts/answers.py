@@ -119,6 +119,6 @@ def _input_logprobs(prompt: Sequence[int], scores: Answer | None, top: int) -> A
         found.token_logprobs.add(value=value)
     if top:
         ids, values = scores.top_logprobs
-        for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True):
-            found.top_logprobs.add(token_ids=row_ids, values=row_values)
+        for row_ids, row_values in zip(ids, values, strict=True):
+            found.top_logprobs.add(token_ids=row_ids.tolist(), values=row_values.tolist())
     return found

@@ -18,7 +18,7 @@ import numpy as np
 import structlog
 from smg_grpc_proto.generated import common_pb2
 
-from ferrum_rpc.client import ExecutorClient, ExecutorError, NotSupported, PrefixEvents, PrefixIndex
+from ferrum_rpc.client import ExecutorClient, ExecutorError, NotSupported, PrefixEvents, PrefixIndex, QueueFull
 from ferrum_rpc.client.fleet import Member, Members
 
 KNOWN_BLOCKS: Final = 1 << 16
@@ -26,6 +26,9 @@ KNOWN_BLOCKS: Final = 1 << 16
 
 UNREAD_BATCHES: Final = 1024
 """A subscriber that reads more slowly is ended; it subscribes again and begins anew."""
+
+MOST_SUBSCRIBERS: Final = 64
+"""A router is one."""
 
 SNAPSHOT_BLOCKS: Final = 512
 """Blocks of one message of a snapshot."""
@@ -38,6 +41,19 @@ class KnownBlock(NamedTuple):
 
     parent: bytes | None
     tokens: bytes
+
+
+class Stored(Sequence[Any]):
+    """The events of blocks that are there, made when they are read: a snapshot waits for its subscriber."""
+
+    def __init__(self, blocks: Sequence[tuple[bytes, KnownBlock]]) -> None:
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index: Any) -> Any:
+        return stored_event(*self._blocks[index])
 
 
 class SlowSubscriber(Exception):
@@ -53,7 +69,7 @@ class BlockReport:
         self._known: OrderedDict[bytes, KnownBlock] = OrderedDict()
         self._children: dict[bytes, set[bytes]] = {}
         self._holders: dict[bytes, set[object]] = {}
-        self._subscribers: set[asyncio.Queue[list[Any] | None]] = set()
+        self._subscribers: set[asyncio.Queue[Sequence[Any] | None]] = set()
 
     # --- what is known ----------------------------------------------------------------------------------------------
 
@@ -133,13 +149,16 @@ class BlockReport:
     # --- subscribers ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def subscribed(self) -> Iterator[asyncio.Queue[list[Any] | None]]:
-        """A queue of events from now on, behind those of what is there. None in it: the subscriber was too slow."""
-        queue: asyncio.Queue[list[Any] | None] = asyncio.Queue()
+    def subscribed(self) -> Iterator[asyncio.Queue[Sequence[Any] | None]]:
+        """A queue of events from now on, behind those of what is there. None in it: the subscriber was too slow. Raises
+        `QueueFull` if there are too many."""
+        if len(self._subscribers) >= MOST_SUBSCRIBERS:
+            raise QueueFull(f"there are {MOST_SUBSCRIBERS} subscribers already")
+        queue: asyncio.Queue[Sequence[Any] | None] = asyncio.Queue()
         queue.put_nowait([common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())])
-        there = [stored_event(*each) for each in self.reported.items()]
+        there = tuple(self.reported.items())
         for at in range(0, len(there), SNAPSHOT_BLOCKS):
-            queue.put_nowait(there[at : at + SNAPSHOT_BLOCKS])
+            queue.put_nowait(Stored(there[at : at + SNAPSHOT_BLOCKS]))
         self._subscribers.add(queue)
         try:
             yield queue

@@ -34,7 +34,8 @@ SAMPLING_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetitio
 
 
 class FolderTokenizer:
-    """The ``tokenizer.json`` of a folder."""
+    """The ``tokenizer.json`` of a folder. ``longest``: characters of its longest token, as far as the vocabulary shows
+    them; a byte may be one."""
 
     def __init__(self, file: Path) -> None:
         from tokenizers import Tokenizer
@@ -43,10 +44,11 @@ class FolderTokenizer:
             self._library: Any = Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises plain Exception
             raise InvalidRequest(f"{file} is not a tokenizer: {error}", field="tokenizer") from None
+        self.longest = max(map(len, self._library.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer adds."""
-        return list(self._library.encode(text).ids)
+        """Token ids of a text, with the special tokens that the tokenizer adds. Other threads run meanwhile."""
+        return list(self._library.encode_batch([text])[0].ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text, without special tokens."""

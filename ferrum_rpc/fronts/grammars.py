@@ -18,11 +18,27 @@ class Constraint(NamedTuple):
     text: str
 
 
-def constraint_of(sampling: Any) -> Constraint | None:
-    """The constraint of ``SamplingParams``; None if it has none. Raises `InvalidRequest` with its name."""
-    match sampling.WhichOneof("constraint"):
-        case None:
-            return None
+def constraint_of(sampling: Any, max_bytes: int) -> Constraint | None:
+    """The constraint of ``SamplingParams``; None if it has none. ``max_bytes``: of a grammar, as the executor takes it;
+    0: unknown. Raises `InvalidRequest` with its name."""
+    name = sampling.WhichOneof("constraint")
+    if name is None:
+        return None
+    if max_bytes and (size := _size(getattr(sampling, name))) > max_bytes:
+        raise InvalidRequest(f"{name} must have at most {max_bytes} bytes, got {size}", field=name)
+    try:
+        return _constraint(name, sampling)
+    except RecursionError:
+        raise InvalidRequest(f"{name} is nested too deeply", field=name) from None
+
+
+def _size(value: Any) -> int:
+    """Bytes of a grammar's text."""
+    return len(value.encode()) if isinstance(value, str) else value.ByteSize() if hasattr(value, "ByteSize") else 0
+
+
+def _constraint(name: str, sampling: Any) -> Constraint | None:
+    match name:
         case "json_schema":
             return Constraint(GrammarKind.JSON_SCHEMA, _schema(sampling.json_schema))
         case "json_object":
@@ -34,7 +50,7 @@ def constraint_of(sampling: Any) -> Constraint | None:
         case "grammar":
             text = sampling.grammar
             return Constraint(GrammarKind.LARK, lark_of(text) if is_ebnf(text) else text)
-        case name:
+        case _:
             raise InvalidRequest(f"{name} is not supported by this worker", field=name)
 
 

@@ -29,6 +29,7 @@ class WorkLoad(Collector):
     scheduler: Scheduler
     members: Members
     max_running: int
+    max_waiting: int
     requests: int = 0
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
@@ -49,6 +50,11 @@ class WorkLoad(Collector):
     def waiting(self) -> int:
         """Texts that wait for an executor."""
         return min(self.scheduler.waiting, self.requests)
+
+    @property
+    def max_texts(self) -> int:
+        """Texts that may be held: those that run, wait, or have ended and are not read."""
+        return self.max_running * max(1, len(self.members.serving)) + self.max_waiting
 
     @property
     def uptime_s(self) -> float:

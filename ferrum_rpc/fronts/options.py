@@ -41,12 +41,24 @@ def add_worker_flags(worker: argparse.ArgumentParser) -> None:
         "--patience-s", type=float, default=30.0, help="seconds without an executor until texts fail (default: 30)"
     )
     texts.add_argument("--grace-s", type=float, default=30.0, help="seconds for texts when it ends (default: 30)")
-    port = worker.add_argument_group("security of the port")
+    port = worker.add_argument_group("the port")
     port.add_argument("--serve-tls-cert", type=Path, metavar="FILE", help="PEM file of the worker's certificate chain")
     port.add_argument("--serve-tls-key", type=Path, metavar="FILE", help="PEM file of its key")
     port.add_argument("--serve-tls-client-ca", type=Path, metavar="FILE", help="authorities of callers' certificates")
     port.add_argument("--serve-tokens", type=Path, metavar="FILE", help="file of callers' tokens, `name token` a line")
     port.add_argument("--insecure", action="store_true", help="listen beyond this machine without TLS or tokens")
+    port.add_argument(
+        "--serve-keepalive-time-s",
+        type=float,
+        default=30.0,
+        help="seconds of silence after which a caller is pinged (default: 30)",
+    )
+    port.add_argument(
+        "--serve-keepalive-timeout-s",
+        type=float,
+        default=10.0,
+        help="seconds for its answer, after which its connection is closed and its texts end (default: 10)",
+    )
     watch = worker.add_argument_group("logs and metrics")
     watch.add_argument("--metrics-port", type=int, help="serve Prometheus metrics on this port; 0 picks a free one")
     watch.add_argument("--metrics-host", default="127.0.0.1", help="address of the metrics (default: 127.0.0.1)")

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2
 
 from ferrum_rpc.client import (
@@ -22,21 +23,44 @@ from ferrum_rpc.client import (
     TRY_LATER,
     DeviceLost,
     ExecutorError,
+    InvalidRequest,
     PermissionDenied,
     QueueFull,
     SequencesExhausted,
     Unauthenticated,
 )
 from ferrum_rpc.fronts.blocks import SlowSubscriber
-from ferrum_rpc.fronts.servicer import CacheEventsCursor, ConstraintFailed, EngineMethods
+from ferrum_rpc.fronts.servicer import CALLER_SHARE, CacheEventsCursor, ConstraintFailed, EngineMethods
 from ferrum_rpc.scheduler import ExecutorGone
-from ferrum_rpc.service.guard.auth import Guard, Security, TokenFile
+from ferrum_rpc.service.guard.auth import CALLER, Guard, Security, TokenFile
 from ferrum_rpc.service.guard.bind import address, open_port
+from ferrum_rpc.service.guard.bodies import Bodies
+from ferrum_rpc.service.guard.connections import connection_options
 from ferrum_rpc.service.guard.tls import ServerCertificates
+from ferrum_rpc.service.health import HealthService
+from ferrum_rpc.wire.unfolding import UnfoldingBudget, check
 
 SERVICE: Final = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
-MOST_REQUEST_BYTES: Final = 64 << 20
+HEALTH: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
 FILES_EVERY_S: Final = 5.0
+
+MAX_REQUEST_BYTES: Final = 8 << 20
+"""A prompt of a million tokens has 3 MiB."""
+
+LARGEST: Final = UnfoldingBudget(fields=1 << 14, elements=1 << 21)
+"""Of a request, when it is parsed: a choice or a stop string is a field, and a token id an element."""
+
+MAX_HEALTH_BYTES: Final = 1 << 10
+MAX_STREAMS: Final = 8192
+"""Calls of one connection: a router has one."""
+
+BODY_BYTES: Final = 128 << 20
+BODY_SHARE: Final = 4
+"""Requests that may be incoming at once, in total; one connection may have a quarter of them."""
+
+OPEN_BODY_BYTES: Final = 64 << 20
+OPEN_BODY_SHARE: Final = 32
+"""The same for the health service, for which no credentials are needed."""
 
 CONSTRAINT_FAILED: Final = (("smg-constraint-failed", "engine"),)
 """A text could not go on under its constraint: the router does not try it again."""
@@ -82,17 +106,22 @@ class WorkerPort:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        keepalive_time_s: float = 30.0,
+        keepalive_timeout_s: float = 10.0,
         security: Security = Security(),
         count: Callable[[str, str], object] = lambda method, code: None,
     ) -> None:
         self.methods = methods
         self._host, self.port = host, port
+        self._keepalive_time_s, self._keepalive_timeout_s = keepalive_time_s, keepalive_timeout_s
+        self._bodies = Bodies.within(BODY_BYTES, MAX_REQUEST_BYTES, BODY_SHARE, CALLER_SHARE)
+        self._open_bodies = Bodies.within(OPEN_BODY_BYTES, MAX_REQUEST_BYTES, OPEN_BODY_SHARE)
         self._security = security
         self._count = count
         self._certificates: ServerCertificates | None = None
         self._tokens: TokenFile | None = None
         self._guard: Guard | None = None
-        self._health = health.aio.HealthServicer()
+        self.health = HealthService(lambda: methods.healthy, lambda: True, (SERVICE.full_name,))
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -105,12 +134,12 @@ class WorkerPort:
         """Bind, and serve from now on."""
         security = self._security
         server = grpc.aio.server(
-            options=(
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", MOST_REQUEST_BYTES),
-                ("grpc.max_send_message_length", -1),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            options=connection_options(
+                max_request_bytes=MAX_REQUEST_BYTES,
+                max_response_bytes=-1,
+                max_streams=MAX_STREAMS,
+                keepalive_time_s=self._keepalive_time_s,
+                keepalive_timeout_s=self._keepalive_timeout_s,
             )
         )
         if security.asks:
@@ -118,9 +147,13 @@ class WorkerPort:
             self._guard = Guard(self._tokens)
         if security.encrypted:
             self._certificates = ServerCertificates(security)
-        handlers = {name: self._handler(name) for name in SERVICE.methods_by_name if _named(name) is not None}
-        server.add_registered_method_handlers(SERVICE.full_name, handlers)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        engine = {name: method for name, method in SERVICE.methods_by_name.items() if _named(name) is not None}
+        server.add_registered_method_handlers(
+            SERVICE.full_name, {name: self._handler(method) for name, method in engine.items()}
+        )
+        server.add_registered_method_handlers(
+            HEALTH.full_name, {name: self._health_handler(HEALTH.methods_by_name[name]) for name in ("Check", "Watch")}
+        )
         self.port = open_port(server, self._host, self.port, security, self._certificates)
         await server.start()
         self._server = server
@@ -129,26 +162,26 @@ class WorkerPort:
             self._tasks.append(asyncio.create_task(self._reread()))
         log.info("listening", target=self.target, tls=security.encrypted, credentials=security.asks)
 
+    async def drain(self) -> None:
+        """Report that no more texts are taken, and wait until those that were taken have ended."""
+        self.methods.draining = True
+        self.health.update()
+        await self.methods.drain()
+
     async def stop(self, grace_s: float = 1.0) -> None:
         """Serve the calls that have begun for up to ``grace_s`` seconds, then end them, and close the port."""
+        self.health.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(grace_s)
 
-    async def report_health(self) -> None:
-        """Make the standard health service say whether the worker takes texts."""
-        status = health_pb2.HealthCheckResponse
-        found = status.SERVING if self.methods.healthy else status.NOT_SERVING
-        for service in ("", SERVICE.full_name):
-            await self._health.set(service, found)
-
     async def _follow_health(self) -> None:
         members = self.methods.members
         while True:
             since = members.changes
-            await self.report_health()
+            self.health.update()
             await members.changed(since)
 
     async def _reread(self) -> None:
@@ -159,38 +192,47 @@ class WorkerPort:
                 if each is not None:
                     await asyncio.to_thread(each.refresh)
 
-    def _handler(self, name: str) -> Any:
-        method = SERVICE.methods_by_name[name]
-        serve = getattr(self.methods, str(_named(name)))
-        kind = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
-        return kind(
-            self._serving(name, serve, streams=method.server_streaming),
-            request_deserializer=GetMessageClass(method.input_type).FromString,
-            response_serializer=GetMessageClass(method.output_type).SerializeToString,
-        )
+    def _handler(self, method: Any) -> Any:
+        """The handler of a method of the engine."""
+        serve: Callable[..., Awaitable[Any]] = getattr(self.methods, str(_named(method.name)))
 
-    async def _admit(self, context: Any) -> None:
-        """End the call of a caller without valid credentials."""
-        if self._guard is not None:
+        async def behave(request: Any, context: Any) -> Any:
+            if not method.server_streaming:
+                return await serve(request)
+            await context.send_initial_metadata(())
+            return await serve(request, context.write)
+
+        return self._serving(method, behave, self._bodies, MAX_REQUEST_BYTES, self._guard)
+
+    def _health_handler(self, method: Any) -> Any:
+        """The handler of a method of the health service, for which no credentials are needed."""
+        behave = getattr(self.health, method.name)
+        return self._serving(method, behave, self._open_bodies, MAX_HEALTH_BYTES, None)
+
+    def _serving(
+        self,
+        method: Any,
+        behave: Callable[[Any, Any], Awaitable[Any]],
+        bodies: Bodies,
+        max_bytes: int,
+        guard: Guard | None,
+    ) -> Any:
+        """A handler with the check of the caller, the reading of its request in turn, its count, its log and its
+        status. It is registered as one with a stream of requests: gRPC would read the request before the handler
+        runs."""
+        expected, name = GetMessageClass(method.input_type), method.name
+
+        async def handle(_: Any, context: Any) -> Any:
+            began, code, request, answer = time.monotonic(), "CANCELLED", None, None
             try:
-                self._guard.caller(context)
-            except Unauthenticated as error:
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
-
-    def _serving(self, name: str, serve: Callable[..., Awaitable[Any]], *, streams: bool) -> Any:
-        """The handler of a method: with the check of the caller, its count, its log and its status."""
-
-        async def handle(request: Any, context: Any) -> Any:
-            began, code, answer = time.monotonic(), "CANCELLED", None
-            try:
-                await self._admit(context)
-                if streams:
-                    await context.send_initial_metadata(())
-                answer = await (serve(request, context.write) if streams else serve(request))
+                await _admit(guard, context)
+                request = _parsed(expected, await bodies.read(context, CALLER.get()), max_bytes)
+                answer = await behave(request, context)
                 code = "OK"
                 return answer
-            except grpc.aio.AbortError:
+            except grpc.aio.AbortError as error:
                 code = "UNAUTHENTICATED"
+                error.__traceback__ = error.__context__ = None  # gRPC keeps it, and what its frames hold
                 raise
             except Exception as error:
                 found, message = status_of(error)
@@ -203,8 +245,32 @@ class WorkerPort:
                 took = round(1e3 * (time.monotonic() - began), 1)
                 request_id = getattr(request, "request_id", "")
                 log.debug("call", method=name, code=code, took_ms=took, request_id=request_id)
+                del request, answer, context
 
-        return handle
+        kind = (
+            grpc.stream_stream_rpc_method_handler if method.server_streaming else grpc.stream_unary_rpc_method_handler
+        )
+        return kind(handle, response_serializer=GetMessageClass(method.output_type).SerializeToString)
+
+
+async def _admit(guard: Guard | None, context: Any) -> None:
+    """Set the caller of a call, or end the call of one without valid credentials."""
+    if guard is not None:
+        try:
+            guard.admit(SERVICE.full_name, context)
+        except Unauthenticated as error:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
+
+
+def _parsed(expected: Any, data: bytes, max_bytes: int) -> Any:
+    """The message of a request, of the ``expected`` class. Raises `InvalidRequest`."""
+    if len(data) > max_bytes:
+        raise InvalidRequest(f"the request has {len(data)} bytes of at most {max_bytes}")
+    check(data, expected, LARGEST)
+    try:
+        return expected.FromString(data)
+    except DecodeError:
+        raise InvalidRequest("the request is not a valid message of this method") from None
 
 
 def _named(method: str) -> str | None:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -39,6 +40,9 @@ DEMO_PACKAGE: Final = "ferrum_rpc_demo"
 OTHERS_S: Final = 1.0
 """Seconds for which the other executors are waited for once one serves, so that the first texts are spread."""
 
+SWITCH_S: Final = 0.0005
+"""How long a thread that reads a large request may hold up the event loop at a time."""
+
 CLOSE_S: Final = 5.0
 SECOND_SIGNAL_S: Final = 0.2
 
@@ -48,6 +52,7 @@ log = structlog.get_logger("ferrum_rpc.fronts")
 async def worker(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. Exit status: 0 after a drain, 1 if it could not serve."""
     configure_logging(arguments.log_format, arguments.log_level)
+    sys.setswitchinterval(SWITCH_S)
     ending = _ending()
     try:
         async with serving(arguments, ending) as port:
@@ -87,9 +92,17 @@ async def serving(arguments: argparse.Namespace, ending: asyncio.Event) -> Async
             close_timeout_s=CLOSE_S,
         )
         await stack.enter_async_context(scheduler)
-        load = WorkLoad(scheduler, members, arguments.max_running)
+        load = WorkLoad(scheduler, members, arguments.max_running, arguments.max_waiting)
         methods = EngineMethods(scheduler, members, folder, load, model_name=arguments.served_model_name)
-        port = WorkerPort(methods, host=arguments.host, port=arguments.port, security=security, count=load.count_call)
+        port = WorkerPort(
+            methods,
+            host=arguments.host,
+            port=arguments.port,
+            keepalive_time_s=arguments.serve_keepalive_time_s,
+            keepalive_timeout_s=arguments.serve_keepalive_timeout_s,
+            security=security,
+            count=load.count_call,
+        )
         if arguments.metrics_port is not None:
             metrics = MetricsServer(registry_of_worker(load), arguments.metrics_host, arguments.metrics_port)
             stack.callback(metrics.stop)
@@ -109,8 +122,7 @@ async def serving(arguments: argparse.Namespace, ending: asyncio.Event) -> Async
 async def _drain(port: WorkerPort, grace_s: float) -> None:
     """Let the router move on and the texts end, for up to ``grace_s`` seconds."""
     log.info("draining", grace_s=grace_s, texts=port.methods.texts)
-    drained = asyncio.create_task(port.methods.drain())
-    await port.report_health()
+    drained = asyncio.create_task(port.drain())
     done, _ = await asyncio.wait({drained}, timeout=grace_s)
     if not done:
         drained.cancel()

@@ -7,6 +7,7 @@ gets wrong is said in the words of vLLM, which clients of the router may know.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -58,12 +59,20 @@ SERVED: Final = {
 """The fields that are served, by their message. The others are refused if they are set."""
 
 MOST_TEXTS: Final = 128
+MAX_REQUEST_ID: Final = 1024
+MAX_STOPS: Final = 128
+MAX_STOP_CHARACTERS: Final = 1024
+"""Of stop strings, which are looked for after each token."""
+
 ALL: Final = -1
 """Of log-probabilities: those of the whole vocabulary. Of ``truncate_prompt_tokens``: as many as the context has."""
 
 
 class TextTokenizer(Detokenizer, Protocol):
-    """The tokenizer of the model, for prompts that come as text and for stop strings."""
+    """The tokenizer of the model, for prompts that come as text and for stop strings. ``longest``: characters of its
+    longest token."""
+
+    longest: int
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer adds."""
@@ -91,10 +100,14 @@ class Generation:
         return replace(self.text, output=output)
 
 
-def generation_of(request: Any, info: ExecutorInfo, max_context: int, tokenizer: TextTokenizer | None) -> Generation:
+def generation_of(
+    request: Any, info: ExecutorInfo, max_context: int, tokenizer: TextTokenizer | None, tenant: str = ""
+) -> Generation:
     """A ``GenerateRequest`` for a model whose longest context is ``max_context``. Raises `InvalidRequest` for a value
     that is invalid or not supported."""
     refuse_unserved(request)
+    if (characters := len(request.request_id)) > MAX_REQUEST_ID:
+        raise _wrong("request_id", f"must have at most {MAX_REQUEST_ID} characters, got {characters}")
     sampling = request.sampling_params
     refuse_unserved(sampling)
     if request.HasField("data_parallel_rank") and request.data_parallel_rank != 0:
@@ -107,15 +120,19 @@ def generation_of(request: Any, info: ExecutorInfo, max_context: int, tokenizer:
         raise _wrong("min_tokens", f"must be less than or equal to max_tokens={max_tokens}, got {sampling.min_tokens}")
     if "" in sampling.stop:
         raise InvalidRequest("stop cannot contain an empty string.", field="stop")
+    if len(sampling.stop) > MAX_STOPS:
+        raise _wrong("stop", f"must have at most {MAX_STOPS} strings, got {len(sampling.stop)}")
+    if (longest := max(map(len, sampling.stop), default=0)) > MAX_STOP_CHARACTERS:
+        raise _wrong("stop", f"must have at most {MAX_STOP_CHARACTERS} characters each, got {longest}")
     if sampling.stop and tokenizer is None:
         raise InvalidRequest("stop is not supported by this worker: it has no tokenizer", field="stop")
     if sampling.n > MOST_TEXTS:
         raise _wrong("n", f"must be at most {MOST_TEXTS}, got {sampling.n}")
+    _check_vocabulary("stop_token_ids", sampling.stop_token_ids, info)
     stop_token_ids = frozenset(sampling.stop_token_ids)
-    _check_vocabulary("stop_token_ids", stop_token_ids, info)
     ends = stop_token_ids if sampling.ignore_eos else stop_token_ids.union(info.model.eos_token_ids)
     top_logprobs = _logprobs("logprobs", "sample", sampling, info)
-    constraint = constraint_of(sampling)
+    constraint = constraint_of(sampling, info.limits.max_grammar_bytes)
     text = TextRequest(
         prompt=prompt,
         max_tokens=max_tokens,
@@ -123,6 +140,7 @@ def generation_of(request: Any, info: ExecutorInfo, max_context: int, tokenizer:
         min_tokens=sampling.min_tokens,
         stop=sorted(ends),
         stop_strings=tuple(sampling.stop),
+        tenant=tenant,
     )
     return Generation(
         request_id=request.request_id,
@@ -146,17 +164,15 @@ def refuse_unserved(message: Any) -> None:
 
 def prompt_of(tokenized: Any, info: ExecutorInfo, max_context: int) -> list[int]:
     """The token ids of ``TokenizedInput``. Raises `InvalidRequest`."""
-    return _checked_prompt(list(tokenized.input_ids), info, max_context)
+    return _checked_prompt(tokenized.input_ids, info, max_context)
 
 
 def _prompt(
     request: Any, sampling: Any, info: ExecutorInfo, max_context: int, tokenizer: TextTokenizer | None
 ) -> list[int]:
-    tokens = list(request.tokenized.input_ids)
+    tokens: Sequence[int] = request.tokenized.input_ids
     if request.WhichOneof("input") == "text":
-        if tokenizer is None:
-            raise InvalidRequest("text is not supported by this worker: it has no tokenizer", field="text")
-        tokens = tokenizer.encode(request.text)
+        tokens = _encoded(request.text, max_context, tokenizer)
     if sampling.HasField("truncate_prompt_tokens"):
         most = sampling.truncate_prompt_tokens
         if most != ALL and not 1 <= most <= max_context:
@@ -165,7 +181,16 @@ def _prompt(
     return _checked_prompt(tokens, info, max_context)
 
 
-def _checked_prompt(tokens: list[int], info: ExecutorInfo, max_context: int) -> list[int]:
+def _encoded(text: str, max_context: int, tokenizer: TextTokenizer | None) -> list[int]:
+    if tokenizer is None:
+        raise InvalidRequest("text is not supported by this worker: it has no tokenizer", field="text")
+    if len(text) > (most := max_context * tokenizer.longest):
+        words = f"The decoder prompt ({len(text)} characters) is longer than the maximum model length of {max_context}"
+        raise InvalidRequest(f"{words} tokens, which are at most {most} characters.", field="text")
+    return tokenizer.encode(text)
+
+
+def _checked_prompt(tokens: Sequence[int], info: ExecutorInfo, max_context: int) -> list[int]:
     if not tokens:
         raise InvalidRequest("The decoder prompt cannot be empty", field="input_ids")
     if len(tokens) > max_context:
@@ -173,7 +198,7 @@ def _checked_prompt(tokens: list[int], info: ExecutorInfo, max_context: int) -> 
         raise InvalidRequest(words, field="input_ids")
     if (largest := max(tokens)) >= info.model.vocab_size:
         raise InvalidRequest(f"Token id {largest} is out of vocabulary", field="input_ids")
-    return tokens
+    return list(tokens)
 
 
 def _output(sampling: Any, prompt: int, top_logprobs: int | None, info: ExecutorInfo) -> Greedy | Sample:
@@ -234,13 +259,13 @@ def _logprobs(name: str, kind: str, sampling: Any, info: ExecutorInfo) -> int | 
     return wanted
 
 
-def _check_vocabulary(name: str, tokens: frozenset[int], info: ExecutorInfo) -> None:
-    foreign = sorted(token for token in tokens if token >= info.model.vocab_size)
-    if foreign:
-        raise _wrong(name, f"must be token ids below {info.model.vocab_size}, got {foreign[0]}")
+def _check_vocabulary(name: str, tokens: Sequence[int], info: ExecutorInfo) -> None:
     most = info.limits.max_stop_tokens
     if most and len(tokens) > most:
         raise _wrong(name, f"must have at most {most} tokens, got {len(tokens)}")
+    foreign = sorted(token for token in tokens if token >= info.model.vocab_size)
+    if foreign:
+        raise _wrong(name, f"must be token ids below {info.model.vocab_size}, got {foreign[0]}")
 
 
 def _check_range(name: str, value: float, rule: str, holds: bool) -> None:

@@ -7,8 +7,10 @@ with it its texts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
@@ -31,6 +33,7 @@ from ferrum_rpc.client import (
     InvalidRequest,
     OutputSpec,
     Positions,
+    QueueFull,
     RowLogprobs,
     StreamToken,
     TransportError,
@@ -40,8 +43,9 @@ from ferrum_rpc.fronts.answers import ChoiceMessages, PromptScores, prompt_score
 from ferrum_rpc.fronts.blocks import BlockReport, BlockWatcher
 from ferrum_rpc.fronts.folder import ModelFolder, in_chunks
 from ferrum_rpc.fronts.load import WorkLoad
-from ferrum_rpc.fronts.requests import Generation, generation_of, prompt_of
+from ferrum_rpc.fronts.requests import MOST_TEXTS, Generation, generation_of, prompt_of
 from ferrum_rpc.scheduler import RequestEnd, Scheduler, TextRequest, TokenStream
+from ferrum_rpc.service.guard.auth import CALLER
 
 Found = TypeVar("Found")
 
@@ -50,8 +54,22 @@ GRAMMARS_BEGIN: Final = "first_token"
 TRIES: Final = 3
 """Executors at which a prompt is scored or embedded, if the ones before are gone or full."""
 
+UNREAD_S: Final = 30.0
+"""A text is ended if its client has read nothing for so long: its tokens wait here meanwhile."""
+
 SCORES_AT_ONCE: Final = 8
 """Prompts that are scored or embedded at once: they are outside the scheduler's admission."""
+
+CALLER_SHARE: Final = 0.5
+"""Of the texts that may be held, for one of several callers."""
+
+MAX_SCORES_BYTES: Final = 256 << 20
+SCORE_BYTES: Final = 16
+"""Of the scores of prompts that are not sent yet, and of one of them."""
+
+LARGE_BYTES: Final = 64 << 10
+LARGE_TEXT: Final = 1 << 10
+"""Bytes of a request, and characters of its text. Below them it takes milliseconds to read."""
 
 ELSEWHERE: Final = (*NO_ANSWER, *SEQUENCE_GONE, *TRY_LATER)
 
@@ -66,6 +84,28 @@ class CacheEventsCursor(Exception):
 
 class ConstraintFailed(Exception):
     """A text that has begun cannot go on under its constraint."""
+
+
+class ScoreCapacity:
+    """``size`` bytes. Who wants some waits for them; who wants more than all waits for all."""
+
+    def __init__(self, size: int) -> None:
+        self._size = self._free = size
+        self._freed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def held(self, size: int) -> AsyncIterator[None]:
+        """Hold so many bytes."""
+        size = min(size, self._size)
+        async with self._freed:
+            await self._freed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            yield
+        finally:
+            self._free += size
+            async with self._freed:
+                self._freed.notify_all()
 
 
 class EngineMethods:
@@ -85,10 +125,24 @@ class EngineMethods:
         self._watcher = BlockWatcher(members, self._report)
         self._streams: dict[str, list[TokenStream]] = {}
         self._scores = asyncio.Semaphore(SCORES_AT_ONCE)
+        self._large = asyncio.Lock()
+        self._score_capacity = ScoreCapacity(MAX_SCORES_BYTES)
+        self._texts = Counter[str]()
+        self._sending: dict[int, tuple[float, list[TokenStream]]] = {}
 
     async def watch(self) -> None:
-        """Follow the executors' caches, until it is cancelled."""
-        await self._watcher.watch()
+        """Follow the executors' caches, and end the texts that nobody reads, until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watcher.watch())
+            group.create_task(self._end_unread())
+
+    async def _end_unread(self) -> None:
+        while True:
+            await asyncio.sleep(UNREAD_S / 4)
+            late = time.monotonic() - UNREAD_S
+            for since, streams in list(self._sending.values()):
+                for stream in streams if since < late else ():
+                    stream.cancel()
 
     async def drain(self) -> None:
         """Take no more texts, and wait until those that were taken have ended."""
@@ -109,11 +163,11 @@ class EngineMethods:
 
     async def generate(self, request: Any, send: Send) -> None:
         """``Generate``: a message for new tokens of each text if it is streamed, and a last one for each text."""
-        info = await self._info()
-        generation = generation_of(request, info, self._max_context, self._folder.tokenizer)
-        text = await self._constrained(generation)
-        scores = await self._prompt_scores(generation)
         async with AsyncExitStack() as leaving:
+            leaving.enter_context(self._held(request.sampling_params.n))
+            generation = await self._generation(request)
+            text = await self._constrained(generation)
+            scores = await self._prompt_scores(generation, leaving)
             streams = self._submit(text, generation.n)
             for stream in streams:
                 leaving.callback(self._leave, generation.request_id, stream)
@@ -129,6 +183,29 @@ class EngineMethods:
             self.load.cached_tokens += streams[0].cached_tokens
             for stream in streams:
                 self._watcher.learn([*text.prompt, *stream.token_ids])
+
+    @contextmanager
+    def _held(self, texts: int) -> Iterator[None]:
+        """Hold texts of a caller until they are sent. Raises `QueueFull`."""
+        caller, texts, most = CALLER.get(), min(max(1, texts), MOST_TEXTS), self.load.max_texts
+        name, of_caller = caller.name, int(most * CALLER_SHARE) if caller.shares else most
+        if self._texts.total() + texts > most or self._texts[name] + texts > of_caller:
+            raise QueueFull(f"{self._texts.total()} texts are not sent yet")
+        self._texts[name] += texts
+        try:
+            yield
+        finally:
+            self._texts[name] -= texts
+            if not self._texts[name]:
+                del self._texts[name]
+
+    async def _generation(self, request: Any) -> Generation:
+        """A request in the scheduler's terms. A large one is read in a thread: it may take a second."""
+        given = request, await self._info(), self._max_context, self._folder.tokenizer, CALLER.get().name
+        if request.ByteSize() <= LARGE_BYTES and len(request.text) <= LARGE_TEXT:
+            return generation_of(*given)
+        async with self._large:
+            return await asyncio.to_thread(generation_of, *given)
 
     async def _constrained(self, generation: Generation) -> TextRequest:
         if generation.constraint is None:
@@ -168,13 +245,14 @@ class EngineMethods:
                         load.waiting_tokens -= len(generation.text.prompt)
                     load.chosen_tokens += len(tokens)
                     choice = choices[index]
-                    if not tokens:
-                        await send(choice.complete())
-                    elif generation.stream:
-                        await send(choice.chunk(tokens))
-                    else:
+                    if tokens and not generation.stream:
                         choice.collect(tokens)
+                        continue
+                    self._sending[id(streams)] = time.monotonic(), streams
+                    await send(choice.chunk(tokens) if tokens else choice.complete())
+                    del self._sending[id(streams)]
         finally:
+            self._sending.pop(id(streams), None)
             load.waiting_tokens -= len(generation.text.prompt) if waits else 0
 
     async def abort(self, request: Any) -> Any:
@@ -186,11 +264,12 @@ class EngineMethods:
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
-    async def _prompt_scores(self, generation: Generation) -> PromptScores | None:
-        """The scores of the prompt, if they are wanted."""
+    async def _prompt_scores(self, generation: Generation, leaving: AsyncExitStack) -> PromptScores | None:
+        """The scores of the prompt, if they are wanted. They take capacity until ``leaving`` is closed."""
         if (top := generation.prompt_logprobs) is None:
             return None
         prompt, answer = generation.text.prompt, None
+        await leaving.enter_async_context(self._score_capacity.held(SCORE_BYTES * (1 + top) * len(prompt)))
         if len(prompt) > 1:
             logprobs = RowLogprobs(top) if top else None
             answer = await self._somewhere(lambda client: client.score(prompt, logprobs=logprobs))
@@ -209,7 +288,8 @@ class EngineMethods:
                 found: np.ndarray[Any, np.dtype[np.float32]] = answer.hidden_states[0]
                 return found
 
-        row = await self._somewhere(last_row)
+        with self._held(1):
+            row = await self._somewhere(last_row)
         length = float(np.linalg.norm(row))
         found = row / length if length > 0 else row
         return pb.EmbedResponse(embedding=found.tolist(), prompt_tokens=len(prompt), embedding_dim=len(found))

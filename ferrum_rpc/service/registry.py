@@ -8,7 +8,6 @@ parse it before the handler runs, answering UNKNOWN if that fails.
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -44,13 +43,6 @@ OPEN_SHARE: Final = 32
 """The same for services without authentication. A prober needs one; 31 slow ones do not delay it."""
 
 
-def _bodies(in_all: int, share: int, caller_share: float = 1.0) -> Bodies:
-    """Slots for ``in_all`` bodies at once: a ``share``-th of that per connection, at least one; ``caller_share`` of it
-    for one of several callers."""
-    in_all = max(share, in_all)
-    return Bodies(in_all, in_all // share, math.ceil(in_all * caller_share))
-
-
 class Registry(grpc.GenericRpcHandler):
     """A gRPC server as far as registration is concerned, and the generic handler that a real one calls. ``handlers``
     are by path, ``/package.Service/Method``. Without a ``guard`` every caller is admitted. An unregistered method is
@@ -65,8 +57,8 @@ class Registry(grpc.GenericRpcHandler):
         self._budget = UnfoldingBudget.of(limits)
         self.budgets: dict[Any, UnfoldingBudget] = {}
         longest = limits.max_request_bytes  # what gRPC takes, whatever the method
-        self._guarded = longest, _bodies(BODY_BYTES // longest, BODY_SHARE, limits.caller_share)
-        self._open = min(longest, OPEN_BYTES), _bodies(OPEN_BODY_BYTES // longest, OPEN_SHARE)
+        self._guarded = longest, Bodies.within(BODY_BYTES, longest, BODY_SHARE, limits.caller_share)
+        self._open = min(longest, OPEN_BYTES), Bodies.within(OPEN_BODY_BYTES, longest, OPEN_SHARE)
         self.handlers: dict[str, Handler] = {}
         self._unknown = self._received(  # whatever kind of call it is
             grpc.stream_stream_rpc_method_handler(unknown), "", UNKNOWN_METHOD

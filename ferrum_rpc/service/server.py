@@ -35,6 +35,7 @@ from ferrum_rpc.service.executor import ModelExecutorServicer
 from ferrum_rpc.service.guard.accept import Acceptors
 from ferrum_rpc.service.guard.auth import Guard, Security, TokenFile
 from ferrum_rpc.service.guard.bind import address, open_port
+from ferrum_rpc.service.guard.connections import connection_options
 from ferrum_rpc.service.guard.tls import ServerCertificates
 from ferrum_rpc.service.health import LOOK_EVERY_S, HealthService
 from ferrum_rpc.service.kv_events import KvEvents
@@ -58,12 +59,6 @@ FRAME_OVERHEAD: Final = 1 << 16
 
 FILES_EVERY_S: Final = 1.0
 """A removed token works for about this long; a check of the files takes the event loop some microseconds."""
-
-PENDING_CALLS: Final = 2560
-UNREAD_BYTES: Final = 16 << 10
-"""Calls that may wait to be accepted, of all connections, and what each may have sent by then, before any credentials
-are checked. 2,560 of them with their bytes took 54 MiB. A longer message takes one more round trip; a step of 150
-sequences is shorter."""
 
 
 class ExecutorServer:
@@ -105,7 +100,7 @@ class ExecutorServer:
         self._host = host
         self._build = build
         self._limits = limits
-        self._keepalive = round(keepalive_time_s * 1e3), round(keepalive_timeout_s * 1e3)
+        self._keepalive_time_s, self._keepalive_timeout_s = keepalive_time_s, keepalive_timeout_s
         self._max_streams = max_streams
         self._security = security
         self.certificates: ServerCertificates | None = None
@@ -134,34 +129,13 @@ class ExecutorServer:
         self.state.parked.open()
         if self.state.nixl is not None:
             await self.state.nixl.start()
-        keepalive_ms, keepalive_timeout_ms = self._keepalive
         server = grpc.aio.server(
-            options=(
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", self._limits.max_request_bytes),
-                ("grpc.max_send_message_length", self._limits.max_response_bytes + FRAME_OVERHEAD),
-                ("grpc.keepalive_time_ms", keepalive_ms),
-                ("grpc.keepalive_timeout_ms", keepalive_timeout_ms),
-                ("grpc.http2.ping_timeout_ms", keepalive_timeout_ms),
-                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-                # gRPC closes a connection at the third ping less than 5 s after another; our client pings every 10 s.
-                ("grpc.http2.max_ping_strikes", 2),
-                # A token and trace ids take hundreds of bytes. Above the soft limit a call may be refused, above the
-                # hard one always.
-                ("grpc.max_metadata_size", 16 << 10),
-                ("grpc.absolute_max_metadata_size", 32 << 10),
-                # A silent connection holds a descriptor: gRPC would wait two minutes for its handshake.
-                ("grpc.server_handshake_timeout_ms", 5_000),
-                ("grpc.max_concurrent_streams", self._max_streams),
-                # Of the calls that wait to be accepted, gRPC resets some beyond 1,000 and all beyond 3,000. A
-                # scheduler's 2,000 sessions are not an attack.
-                ("grpc.server.max_pending_requests", PENDING_CALLS),
-                ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
-                # The flow-control window; gRPC's default is 64 KiB, megabytes on a fast connection. A longer message
-                # costs a round trip, because gRPC requests the rest when it is read.
-                ("grpc.http2.lookahead_bytes", UNREAD_BYTES),
-                ("grpc.http2.bdp_probe", 0),
+            options=connection_options(
+                max_request_bytes=self._limits.max_request_bytes,
+                max_response_bytes=self._limits.max_response_bytes + FRAME_OVERHEAD,
+                max_streams=self._max_streams,
+                keepalive_time_s=self._keepalive_time_s,
+                keepalive_timeout_s=self._keepalive_timeout_s,
             )
         )
         self._methods = registry = self.methods()

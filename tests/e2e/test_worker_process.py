@@ -4,46 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import urllib.request
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 
-from tests.faults.forking import LIMIT
-from tests.faults.process import ROOT, ServerProcess, environment, serving
+from tests.faults.process import serving
 from tests.faults.waiting import until
 from tests.grammars import DEMO, MODEL
 from tests.serving import serve_identity, serve_model
+from tests.workers import request
+from tests.workers import worker_process as worker
 
-pb = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2", reason="smg-grpc-proto is not installed")
-from smg_grpc_proto.generated import vllm_engine_pb2_grpc  # noqa: E402 - behind the skip
+pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto is not installed")
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 TOKENIZER = ("--tokenizer", str(MODEL))
 
 
-def endless(name: str = "r") -> Any:
-    sampling = pb.SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-    made = pb.GenerateRequest(request_id=name, stream=True, sampling_params=sampling)
-    made.tokenized.input_ids.extend(b"In the beginning ")
-    return made
-
-
-@asynccontextmanager
-async def worker(*flags: str) -> AsyncIterator[ServerProcess]:
-    command = [sys.executable, "-m", "ferrum_rpc.cli", "worker", "smg", "--port", "0", "--log-format", "json", *flags]
-    process = ServerProcess(
-        await asyncio.create_subprocess_exec(
-            *command, cwd=ROOT, env=environment(), stderr=asyncio.subprocess.PIPE, limit=LIMIT
-        )
-    )
-    try:
-        yield process
-    finally:
-        await process.kill()
+def endless(max_tokens: int = 400) -> Any:
+    return request(stream=True, max_tokens=max_tokens, ignore_eos=True)
 
 
 async def test_sigterm_lets_texts_end_and_then_ends_the_worker() -> None:
@@ -77,9 +58,7 @@ async def test_the_grace_and_a_second_signal_end_a_worker_with_texts() -> None:
                 target = (await process.event("ready"))["target"]
                 async with grpc.aio.insecure_channel(target) as channel:
                     engine: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-                    made = endless()
-                    made.sampling_params.max_tokens = 2000
-                    messages = aiter(engine.Generate(made))
+                    messages = aiter(engine.Generate(endless(2000)))
                     await anext(messages)
                     process.signal(signal.SIGTERM)
                     await process.event("draining")

@@ -20,6 +20,7 @@ import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrum_rpc.client import (
     ContextLengthExceeded,
@@ -54,7 +55,7 @@ from tests.faults.process import serving
 from tests.faults.waiting import until
 from tests.grammars import DEMO, END, MODEL, PERSON
 from tests.serving import Gate, Served, serve_model
-from tests.workers import Working, working
+from tests.workers import PROMPT, Working, request, working
 
 pb = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2", reason="smg-grpc-proto is not installed")
 from smg_grpc_proto.generated import common_pb2  # noqa: E402 - behind the skip
@@ -63,19 +64,6 @@ from ferrum_rpc.fronts import servicer  # noqa: E402 - behind the skip
 from ferrum_rpc.fronts.port import status_of  # noqa: E402 - behind the skip
 
 CODE = grpc.StatusCode
-PROMPT = list(b"In the beginning God created the heaven and ")
-
-
-def request(
-    text: str | None = None, *, prompt: Any = PROMPT, stream: bool = False, name: str = "r", **given: Any
-) -> Any:
-    sampling = {"temperature": 0.0, "max_tokens": 24, **given}
-    made = pb.GenerateRequest(request_id=name, stream=stream, sampling_params=pb.SamplingParams(**sampling))
-    if text is None:
-        made.tokenized.input_ids.extend(prompt)
-    else:
-        made.text = text
-    return made
 
 
 async def alone(served: Served, output: Greedy | Sample, max_tokens: int = 24, **options: Any) -> list[StreamToken]:
@@ -388,7 +376,8 @@ async def test_without_an_executor_texts_fail_as_unavailable_and_the_worker_is_n
 
 
 async def test_a_flood_of_calls_that_end_in_every_way_leaves_nothing(served: Served, worker: Working) -> None:
-    dice = random.Random(5)
+    await worker.generate(request())
+    dice, tasks = random.Random(5), len(asyncio.all_tasks())
 
     async def one(number: int) -> str:
         ways: list[dict[str, Any]] = [{}, {"n": 3}, {"top_p": 7.0}, {"regex": "[a-z]{9}"}, {"logprobs": 1}]
@@ -418,6 +407,7 @@ async def test_a_flood_of_calls_that_end_in_every_way_leaves_nothing(served: Ser
     assert known <= ends.keys() <= {"abort", *known}
     load = worker.port.methods.load
     await until(lambda: load.requests == 0, 20)
+    await until(lambda: len(asyncio.all_tasks()) <= tasks, 20)
     assert (load.waiting_tokens, load.waiting, worker.port.methods._streams) == (0, 0, {})
     assert sum(load.finished.values()) >= ends["length"] + ends["stop"]
     [after] = await worker.generate(request())
@@ -557,6 +547,49 @@ async def test_methods_that_are_not_offered_are_unimplemented(worker: Working) -
 
 
 # --- the port ---------------------------------------------------------------------------------------------------------
+
+
+async def test_bytes_that_are_no_request_are_refused(worker: Working) -> None:
+    async with grpc.aio.insecure_channel(worker.port.target) as channel:
+        for method, kind in (("Generate", channel.unary_stream), ("Abort", channel.unary_unary)):
+            call = kind(f"/vllm.grpc.engine.VllmEngine/{method}")(b"\xff")
+            assert await call.code() is CODE.INVALID_ARGUMENT
+            assert await call.details() == "the request is not a valid message of this method"
+        call = channel.unary_unary("/grpc.health.v1.Health/Check")(b"\x0a\x00" * 600)
+        assert await call.details() == "the request has 1200 bytes of at most 1024"
+    assert (await worker.engine.HealthCheck(pb.HealthCheckRequest())).healthy
+
+
+async def test_a_text_whose_client_does_not_read_is_ended(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "UNREAD_S", 0.2)
+    async with working(served.target) as worker:
+        reads, sent = asyncio.Event(), list[Any]()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            await reads.wait()
+
+        text = asyncio.create_task(
+            worker.port.methods.generate(request(stream=True, max_tokens=1900, ignore_eos=True), send)
+        )
+        await until(lambda: bool(sent), 20)
+        assert len(served.server.state.handles) == 1
+        await until(lambda: len(served.server.state.handles) == 0, 20)
+        reads.set()
+        await text
+        assert sent[-1].complete.finish_reason == "abort"
+
+
+async def test_every_watcher_of_the_health_hears_of_a_drain(served: Served) -> None:
+    async with working(served.target) as worker, grpc.aio.insecure_channel(worker.port.target) as channel:
+        watches = [health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for each in watches:
+            assert (await each.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watches[0].cancel()
+        code = worker.port.methods.load.calls
+        await until(lambda: code["Watch", "CANCELLED"] == 1, 10)
+        await worker.port.drain()
+        assert (await watches[1].read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def test_with_tokens_only_their_callers_are_served(served: Served, tmp_path: Path) -> None:

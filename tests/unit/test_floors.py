@@ -143,11 +143,16 @@ FLOORS: dict[str, Floor] = {
     "ferrum_rpc.service.guard.bind": Floor(
         "service.guard.auth service.guard.tls service.guard.watched_file", "grpc structlog"
     ),
+    "ferrum_rpc.service.guard.slots": Floor(),
+    "ferrum_rpc.service.guard.bodies": Floor("core errors service.guard.slots service.trace_context", "grpc"),
+    "ferrum_rpc.service.guard.connections": Floor(),
+    "ferrum_rpc.service.health": Floor("wire", "grpc grpc_health"),
     "ferrum_rpc.service.metrics_server": Floor("service.guard.bind", "prometheus_client"),
     "ferrum_rpc.service": Floor(
         "ferrum_rpc core errors failpoints install prefix_hash private_files executor wire engine.liveness engine.api "
-        "engine.commands engine.thread engine.process.parent service.guard.auth service.guard.bind service.guard.tls "
-        "service.guard.watched_file service.metrics_server service.trace_context",
+        "engine.commands engine.thread engine.process.parent service.guard.auth service.guard.bind "
+        "service.guard.bodies service.guard.connections service.guard.slots service.guard.tls "
+        "service.guard.watched_file service.health service.metrics_server service.trace_context",
         "crc32c google grpc grpc_health grpc_reflection nixl numpy opentelemetry prometheus_client structlog",
     ),
     "ferrum_rpc.client": Floor("ferrum_rpc core errors executor prefix_hash wire", "google grpc grpc_health numpy"),
@@ -180,8 +185,9 @@ FLOORS: dict[str, Floor] = {
     # a program on the scheduler, for routers; of its flags none needs a package: `--help` loads them
     "ferrum_rpc.fronts.options": Floor(),
     "ferrum_rpc.fronts": Floor(
-        "ferrum_rpc client scheduler ask logs fronts.options service.guard.auth service.guard.bind service.guard.tls "
-        "service.guard.watched_file service.metrics_server",
+        "ferrum_rpc client scheduler ask logs wire fronts.options service.guard.auth service.guard.bind "
+        "service.guard.bodies service.guard.connections service.guard.tls service.guard.watched_file "
+        "service.health service.metrics_server",
         "google grpc grpc_health numpy prometheus_client smg_grpc_proto structlog tokenizers",
     ),
     # of `fleet` the flags alone: `--help` loads no Ray

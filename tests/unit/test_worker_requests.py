@@ -20,9 +20,12 @@ END, VOCABULARY, CONTEXT = 256, 264, 100
 MODEL = ModelInfo("m", "a", VOCABULARY, CONTEXT, 1, 8, 1, 1, 8, 1, "f32", "f32", eos_token_ids=(END,))
 INFO = ExecutorInfo("", 7, 1, "i", MODEL, 16, 64, LIMITS, frozenset(), DeviceInfo("cpu", "", 0, 1, ""))
 PROMPT = [5, 6, 7]
+MOST = LIMITS.max_grammar_bytes
 
 
 class Bytes:
+    longest = 1
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
@@ -211,6 +214,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "min_tokens must be less than or equal to max_tokens=4, got 5.",
     ),
     "stop": ({"stop": ["a", ""]}, "stop cannot contain an empty string."),
+    "many stop strings": ({"stop": ["a"] * 129}, "stop must have at most 128 strings, got 129."),
+    "a long stop string": ({"stop": ["a" * 1025]}, "stop must have at most 1024 characters each, got 1025."),
     "stop_token_ids": ({"stop_token_ids": [264]}, "stop_token_ids must be token ids below 264, got 264."),
     "many stops": ({"stop_token_ids": range(260)}, "stop_token_ids must have at most 256 tokens, got 260."),
     "n": ({"n": 129}, "n must be at most 128, got 129."),
@@ -232,6 +237,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "choice": ({"choice": {"choices": []}}, "choice must be a list of texts that are not empty"),
     "an empty choice": ({"choice": {"choices": ["a", ""]}}, "choice must be a list of texts that are not empty"),
     "grammar": ({"grammar": "root ::= other"}, "the rule 'other' is not defined"),
+    "a long schema": ({"json_schema": json.dumps("s" * MOST)}, f"json_schema must have at most {MOST} bytes, got"),
+    "a long choice": ({"choice": {"choices": ["é" * MOST]}}, f"choice must have at most {MOST} bytes, got"),
+    "a deep schema": ({"json_schema": '{"items":' * 9000 + "{}" + "}" * 9000}, "json_schema is nested too deeply"),
+    "deep EBNF": ({"grammar": f"root ::= {'(' * 9000}{')' * 9000}"}, "grammar is nested too deeply"),
 }
 
 
@@ -252,6 +261,14 @@ def test_wrong_prompts_are_refused_in_the_engines_words() -> None:
             read(request(prompt=prompt))
     with pytest.raises(InvalidRequest, match="cannot be empty"):
         read(pb.GenerateRequest())
+    with pytest.raises(
+        InvalidRequest, match=r"\(101 characters\) is longer than the maximum model length of 100 tokens"
+    ):
+        read(request("x" * 101))
+    made = request()
+    made.request_id = "r" * 1025
+    with pytest.raises(InvalidRequest, match="request_id must have at most 1024 characters, got 1025"):
+        read(made)
     made = request()
     made.data_parallel_rank = 1
     with pytest.raises(InvalidRequest, match=r"data_parallel_rank must be 0, got 1\."):

@@ -9,20 +9,22 @@ could use its slot.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+import math
+from typing import Any, Final, Self
 
 import grpc
 
 from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import InvalidRequest, QueueFull
 from ferrum_rpc.service.guard.slots import Line, Slots
-from ferrum_rpc.service.records import RETRY_AFTER_S
 from ferrum_rpc.service.trace_context import Context
 
 TIMEOUT_S: Final = 0.5
 TURNS: Final = 4
 """How long a body may take while others wait for its slot: seconds, and turns of the event loop after them. A body that
 has arrived is seen within three turns, however long those are."""
+
+RETRY_AFTER_S: Final = 0.05
 
 
 class Bodies:
@@ -37,6 +39,13 @@ class Bodies:
         self._reading: dict[asyncio.Task[Any], tuple[float, Line]] = {}  # since when, the oldest first
         self._late: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def within(cls, total_bytes: int, largest: int, share: int, caller_share: float = 1.0) -> Self:
+        """Slots for bodies of up to ``largest`` bytes that may take ``total_bytes`` at once: a ``share``-th of that per
+        connection, at least one; ``caller_share`` of it for one of several callers."""
+        in_all = max(share, total_bytes // largest)
+        return cls(in_all, in_all // share, math.ceil(in_all * caller_share))
 
     @property
     def under_way(self) -> int:
