@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import sys
 import urllib.request
@@ -19,18 +20,18 @@ from tests.faults.process import ROOT, environment, serving
 from tests.faults.waiting import until
 from tests.grammars import DEMO
 from tests.serving import Served, serve_model
-from tests.workers import Working, working
+from tests.workers import Working, worker_process, working
 
 for package in ("smg_grpc_proto", "smg", "openai"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
 from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError  # noqa: E402 - behind the skip
 
-from tests.e2e.test_worker_process import worker as worker_process  # noqa: E402 - behind the skip
-
 TEXT = "In the beginning God created the heaven and "
 MESSAGES: Any = [{"role": "user", "content": TEXT}]
 START_S = 60.0
+JAVASCRIPT = ROOT / "tests" / "javascript"
+NODE = shutil.which("node")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "old": {"type": "boolean"}},
@@ -189,6 +190,23 @@ async def test_anthropic_clients_get_the_texts_of_the_client_alone() -> None:
                 assert "".join([each async for each in stream.text_stream]) == greedy
 
 
+@pytest.mark.skipif(
+    NODE is None or not (JAVASCRIPT / "node_modules" / "openai").is_dir(),
+    reason="no node, or not yet: npm install --prefix tests/javascript --no-package-lock",
+)
+async def test_the_npm_package_gets_the_texts_of_the_client_alone() -> None:
+    async with everything() as (served, _, url):
+        given = {"url": url, "prompt": TEXT, "tokens": 24, "seed": 11, "greedy": await alone(served, Greedy())}
+        given["sampled"] = [await alone(served, Sample(0.9, seed=11 + number)) for number in range(3)]
+        pipe = asyncio.subprocess.PIPE
+        program = await asyncio.create_subprocess_exec(
+            str(NODE), "openai_client.js", json.dumps(given), cwd=JAVASCRIPT, stdout=pipe, stderr=pipe
+        )
+        checked, wrong = await program.communicate()
+        assert program.returncode == 0, f"after {checked.decode()}: {wrong.decode()}"
+        assert len(checked.splitlines()) == 15
+
+
 async def test_what_is_wrong_has_the_routers_error_and_leaves_nothing() -> None:
     async with everything() as (served, _, url), openai_of(url) as client:
         asked: Any = {"model": "demo", "max_tokens": 4, "messages": MESSAGES}
@@ -211,41 +229,33 @@ async def test_what_is_wrong_has_the_routers_error_and_leaves_nothing() -> None:
         assert (await client.chat.completions.create(**asked)).choices
 
 
-async def test_streams_survive_a_killed_and_a_drained_executor_unchanged() -> None:
-    """One worker in front of three executors; nothing of it is seen by the clients."""
+async def test_floods_and_a_lost_executor_have_the_routers_errors_and_leave_nothing() -> None:
+    flags = ("--max-waiting", "4", "--max-running", "2", "--patience-s", "0.5")
     async with (
-        serving(model="demo") as dies,
-        serving(model="demo") as drains,
-        serving(model="demo") as stays,
-        working(dies.target, drains.target, stays.target) as worker,
-        router(worker.port.target) as url,
+        serving(model="demo") as executor,
+        working(executor.target, flags=flags) as worker,
+        router(worker.port.target, flags=("--disable-retries", "--disable-circuit-breaker")) as url,
         openai_of(url) as client,
     ):
-        begun: set[int] = set()
+        asked: Any = {"model": "demo", "messages": MESSAGES, "temperature": 0}
 
-        async def text(number: int) -> tuple[str, list[str]]:
-            asked: Any = {"max_tokens": 80, "temperature": 0.8, "seed": number, "extra_body": {"ignore_eos": True}}
-            messages: Any = [{"role": "user", "content": f"{number}. {TEXT}"}]
-            found, reasons = "", list[str]()
-            stream = await client.chat.completions.create(model="demo", messages=messages, stream=True, **asked)
-            async for each in stream:
-                for part in each.choices:
-                    found += part.delta.content or ""
-                    reasons += [part.finish_reason] if part.finish_reason else []
-                if found:
-                    begun.add(number)
-            return found, reasons
+        async def status() -> int:
+            try:
+                await client.chat.completions.create(**asked, max_tokens=8)
+            except APIStatusError as error:
+                return error.status_code
+            return 200
 
-        expected = await asyncio.gather(*map(text, range(24)))
-        assert {tuple(reasons) for _, reasons in expected} == {("length",)}
-        begun.clear()
-        texts = asyncio.gather(*map(text, range(24)))
-        await until(lambda: len(begun) >= 12, 60)
-        await dies.kill()
-        async with ExecutorClient(drains.target) as operator:
-            await operator.drain(60.0)
-        assert await texts == expected
-        assert worker.port.methods.load.scheduler.counts.executors_lost > 0
+        assert set(await asyncio.gather(*(status() for _ in range(60)))) == {200, 429}
+        endless: Any = {"max_tokens": 1500, "stream": True, "extra_body": {"ignore_eos": True}}
+        stream = aiter(await client.chat.completions.create(**asked, **endless))
+        await anext(stream)
+        await executor.kill()
+        with pytest.raises(APIError):
+            while True:
+                await anext(stream)
+        assert await status() == 503
+        assert worker.port.methods.texts == 0
 
 
 async def test_when_one_of_two_workers_dies_its_streams_fail_and_the_next_requests_succeed() -> None:
