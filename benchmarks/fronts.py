@@ -48,6 +48,9 @@ STREAMS: Final = (1, 16, 64)
 LIBRARY, WORKER, ROUTER = "the scheduler as a library", "a worker, gRPC", "a router and a worker, HTTP"
 WAYS: Final = (LIBRARY, WORKER, ROUTER)
 LEAVES: Final = 100
+LEFT_AT: Final = 12
+"""Tokens that a text has when its client leaves, at most."""
+
 BESIDE: Final = 16
 """Texts that go on while others are left."""
 
@@ -265,7 +268,8 @@ async def run(options: argparse.Namespace) -> Record:
             record.save(points=points(taken))
         work, left = Work(options.beside, options.prompt, options.tokens, vocab_size), list[dict[str, Any]]()
         for way in WAYS if options.leaves else ():
-            left.append({"way": way, **await cancels(bench.client, bench.writers[way], work, options.leaves)})
+            write = bench.writers[way]
+            left.append({"way": way, **await cancels(bench.client, write, work, options.leaves, LEFT_AT)})
             record.save(leaves=left)
     return record
 

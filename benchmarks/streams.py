@@ -213,9 +213,12 @@ async def share(scheduler: Scheduler, work: Work) -> float:
     return counts["one"] / sum(counts.values())
 
 
-async def cancels(client: ExecutorClient, write: Writer, work: Work, count: int) -> dict[str, Any]:
+async def cancels(
+    client: ExecutorClient, write: Writer, work: Work, count: int, cancelled_at: int = CANCELLED_AT
+) -> dict[str, Any]:
     """How long the executor has the sequence of a text that its reader leaves while `Work.streams` others go on: from
-    the cancel to the answer of `ExecutorClient.status` that counts its release."""
+    the cancel to the answer of `ExecutorClient.status` that counts its release. The text then has ``cancelled_at``
+    tokens at most."""
     dice, others_released, others = random.Random(SEED), 0, list[asyncio.Task[None]]()
     longest = (await client.info()).model.max_context - work.prompt
 
@@ -227,7 +230,7 @@ async def cancels(client: ExecutorClient, write: Writer, work: Work, count: int)
 
     async def left(number: int) -> float:
         """Milliseconds; 0 if another text ended meanwhile."""
-        wanted, reached = dice.randint(1, CANCELLED_AT), asyncio.Event()
+        wanted, reached = dice.randint(1, cancelled_at), asyncio.Event()
 
         def came(tokens: int) -> None:
             nonlocal wanted

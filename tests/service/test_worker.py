@@ -261,13 +261,27 @@ async def test_aborted_texts_end_with_what_they_have(worker: Working) -> None:
     assert worker.port.methods.texts == 0
 
 
-async def test_a_client_that_leaves_frees_its_sequence(served: Served, worker: Working) -> None:
-    call = worker.engine.Generate(request(stream=True, max_tokens=1500, ignore_eos=True))
-    await call.read()
-    assert len(served.server.state.handles) == 1
-    call.cancel()
-    await until(lambda: len(served.server.state.handles) == 0, 10)
-    await until(lambda: worker.port.methods.texts == 0, 10)
+@pytest.mark.parametrize("by", ["cancel", "Abort"])
+async def test_a_text_that_is_left_ends_with_the_present_step(by: str) -> None:
+    """The step is held until the executor knows; a router leaves by ``Abort``."""
+    gate = Gate("forward")
+    async with serve_model(DEMO, stage=gate) as served, working(served.target) as worker:
+        state = served.server.state
+        call = worker.engine.Generate(request(stream=True, max_tokens=1500, ignore_eos=True))
+        await call.read()
+        gate.closed = True
+        await asyncio.to_thread(gate.reached.wait, 10)
+        [record], rows = state.handles.records(), state.engine.counters.rows
+        if by == "cancel":
+            call.cancel()
+        else:
+            await worker.engine.Abort(pb.AbortRequest(request_ids=["r"]))
+        await until(lambda: record.pending_end is not None, 10)
+        gate.open()
+        await until(lambda: len(state.handles) == 0, 10)
+        await until(lambda: worker.port.methods.texts == 0, 10)
+        assert state.engine.counters.rows == rows + 1
+        await assert_nothing_is_left(served)
 
 
 async def test_a_client_that_leaves_before_its_first_token_leaves_nothing() -> None:
