@@ -15,7 +15,7 @@ from tools.commands import ROOT
 
 pytest.importorskip("mkdocs", reason="the site needs the extra docs")
 
-from tools.site.hooks import relinked
+from tools.site.links import relinked
 
 LOADED = {"icon", "stylesheet", "preload", "modulepreload", "prefetch", "preconnect", "dns-prefetch", "manifest"}
 """What a link must be for a browser to ask its host for something."""

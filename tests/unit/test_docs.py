@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from ferrum_rpc import cli
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.client.fleet import FleetClient
+from tools.site.sources import logged_events
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = ("architecture.md", "kernels.md")
@@ -129,39 +129,14 @@ def test_nothing_says_that_this_project_is_on_a_package_index() -> None:
     assert [str(each) for each in files if each != Path(__file__) and said.search(each.read_text("utf-8"))] == []
 
 
-LEVELS = {"info", "warning", "error", "exception"}
-
-
-def logged_events() -> tuple[set[str], set[str]]:
-    """The events that the server logs, and how those end whose name is made of a variable."""
-    events, ends = set[str](), set[str]()
-    for path in (ROOT / "ferrum_rpc").rglob("*.py"):
-        if (ROOT / "ferrum_rpc" / "client") in path.parents:  # logs sentences, to the program's own log
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.Call(func=ast.Call(func=ast.Name("getattr"), args=[ast.Name("log"), *_]), args=[said, *_]):
-                    pass
-                case ast.Call(func=ast.Attribute(attr=level), args=[said, *_]) if level in LEVELS:
-                    pass
-                case _:
-                    continue
-            match said:
-                case ast.Constant(str(event)) if re.fullmatch(r"[a-z_]+", event):
-                    events.add(event)
-                case ast.JoinedStr([*_, ast.Constant(str(end))]) if end.startswith("_"):
-                    ends.add(end)
-    return events, ends
-
-
 def test_every_event_of_the_log_is_explained() -> None:
     text = (ROOT / "docs" / "operations.md").read_text("utf-8")
     [table] = re.findall(r"^\| event \|.*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
     told = {name for row in table.splitlines() for name in code(row.split("|")[1])}
     events, ends = logged_events()
     assert len(events) > 40
-    assert sorted(events - told) == []
-    assert sorted(each for each in told - events if not each.endswith(tuple(ends))) == []
+    assert sorted(events.keys() - told) == []
+    assert sorted(each for each in told - events.keys() if not each.endswith(tuple(ends))) == []
 
 
 def test_every_flag_of_serve_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

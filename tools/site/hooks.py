@@ -10,7 +10,6 @@ load what very old browsers and diagrams need; the built copy has them removed.
 
 from __future__ import annotations
 
-import posixpath
 import re
 import shutil
 from pathlib import Path
@@ -19,39 +18,19 @@ from typing import Any, Final
 from mkdocs.structure.files import File, Files
 
 from tools.commands import ROOT
+from tools.site import protos, python, reference
+from tools.site.links import PAGES, relinked
 
-PAGES: Final = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
-"""Files outside of `docs/` that are pages, and their names on the site."""
-
-LINK: Final = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 HOSTED: Final = re.compile(r"https://(?:unpkg\.com|api\.github\.com)[\w./@-]*")
-
-
-def relinked(text: str, source: str, page: str) -> str:
-    """The text of a page with links for the site. ``source``: its path in the repository; ``page``: on the site."""
-
-    def linked(found: re.Match[str]) -> str:
-        label, target = found.groups()
-        path, _, heading = target.partition("#")
-        if "://" in target or not path:
-            return found[0]
-        file = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
-        if file.startswith("docs/"):
-            place = file.removeprefix("docs/")
-        elif file in PAGES:
-            place = PAGES[file]
-        else:
-            return label if (ROOT / file).exists() else found[0]
-        return f"[{label}]({posixpath.relpath(place, posixpath.dirname(page) or '.')}{'#' if heading else ''}{heading})"
-
-    return LINK.sub(linked, text)
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are not in `docs/`."""
+    pages = {**reference.pages(), **protos.pages(), **python.pages()}
     for source, page in PAGES.items():
-        text = (ROOT / source).read_text("utf-8")
-        files.append(File.generated(config, page, content=relinked(text, source, page)))
+        pages[page] = relinked((ROOT / source).read_text("utf-8"), source, page)
+    for page, text in pages.items():
+        files.append(File.generated(config, page, content=text))
     return files
 
 

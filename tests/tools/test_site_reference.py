@@ -1,0 +1,128 @@
+"""The reference of the site has an anchor for everything that the sources define, and explains each once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from ferrum_rpc import cli, scheduler
+from ferrum_rpc.config import SETTINGS
+from ferrum_rpc.errors import Reason
+from ferrum_rpc.executor.v1 import (
+    executor_control_pb2,
+    forward_pb2,
+    info_pb2,
+    kv_transfer_pb2,
+    model_executor_pb2,
+    output_pb2,
+    session_pb2,
+    types_pb2,
+)
+from tests.unit.test_client_names import names
+from tools.site import protos, python, reference
+from tools.site.sources import logged_events, page, rows
+
+FILES = (
+    executor_control_pb2,
+    forward_pb2,
+    info_pb2,
+    kv_transfer_pb2,
+    model_executor_pb2,
+    output_pb2,
+    session_pb2,
+    types_pb2,
+)
+
+
+@cache
+def pages() -> dict[str, str]:
+    return {**reference.pages(), **protos.pages(), **python.pages()}
+
+
+def anchors(*starts: str) -> Counter[str]:
+    """The anchors of the pages whose names begin so, with how often each occurs."""
+    texts = [text for name, text in pages().items() if name.startswith(tuple(f"reference/{each}" for each in starts))]
+    assert texts
+    return Counter(each for text in texts for each in re.findall(r"\{ #([\w.-]+) \}", text))
+
+
+def contract() -> Iterator[str]:
+    """Every service, method, message, field, enum and value."""
+    for file in FILES:
+        for service in file.DESCRIPTOR.services_by_name.values():
+            yield service.name
+            yield from (f"{service.name}.{method.name}" for method in service.methods)
+        for message in file.DESCRIPTOR.message_types_by_name.values():
+            yield message.name
+            yield from (f"{message.name}.{field.name}" for field in message.fields)
+        for enum in file.DESCRIPTOR.enum_types_by_name.values():
+            yield from (enum.name, *(value.name for value in enum.values))
+
+
+def client_names() -> Iterator[str]:
+    """Every public name of the client, as the recorded list has it."""
+    module = name = ""
+    for line in names():
+        word = re.split(r"[( :]", line.strip().lstrip("."))[0]
+        if not line.startswith(" "):
+            module = line
+            yield module
+        elif not line.startswith(" " * 8):
+            name = f"{module}.{word}"
+            yield name
+        else:
+            yield f"{name}.{word}"
+
+
+EXPECTED = {
+    "proto-": contract,
+    "python-": client_names,
+    "python-scheduler": lambda: [f"ferrum_rpc.scheduler.{each}" for each in scheduler.__all__],
+    "settings": lambda: SETTINGS,
+    "commands": lambda: cli.build_parser(settings=False)[1],
+    "errors": lambda: [each.value for each in Reason],
+    "limits": lambda: [each.name for each in info_pb2.Limits.DESCRIPTOR.fields],
+    "log-events": lambda: logged_events()[0],
+    "metrics": lambda: [
+        name
+        for cells in rows(page("operations.md"), "metric", "limit")
+        for name in re.findall(r"`(ferrum_\w+)`", cells[0])
+    ],
+}
+
+
+@pytest.mark.parametrize("start", EXPECTED)
+def test_everything_has_an_anchor(start: str) -> None:
+    expected = set(EXPECTED[start]())
+    assert len(expected) > 10
+    assert sorted(expected - anchors(start).keys()) == []
+
+
+@pytest.mark.parametrize("start", ["settings", "commands", "errors", "limits", "metrics"])
+def test_nothing_has_an_anchor_that_is_not_there(start: str) -> None:
+    assert sorted(anchors(start).keys() - set(EXPECTED[start]())) == []
+
+
+@pytest.mark.parametrize("start", EXPECTED)
+def test_an_anchor_occurs_once(start: str) -> None:
+    assert {name: times for name, times in anchors(start).items() if times > 1} == {}
+
+
+@pytest.mark.parametrize("name", sorted(pages()))
+def test_every_comment_is_on_its_page(name: str) -> None:
+    """A heading is followed by text, a table or code, and a row of a table has no empty explanation in the protos."""
+    text = pages()[name]
+    empty = re.findall(r"^(##+ [^\n]*)\n+(?=##? |\Z)", text, re.M)
+    assert [each for each in empty if not each.startswith("## ")] == []
+    if name.startswith("reference/proto-"):
+        assert re.findall(r"^\| `[^\n]*\|  \|$", text, re.M) == []
+
+
+def test_a_name_of_a_docstring_is_a_link() -> None:
+    text = pages()["reference/python-client.md"]
+    assert "[`Sequence`](python-client.md#ferrum_rpc.client.Sequence)" in text
+    assert "\n```python\nasync prefill(\n" in text or "\n```python\nasync prefill(" in text
