@@ -48,7 +48,9 @@ from ferrum_rpc.client.client import ExecutorClient
 from ferrum_rpc.client.encryption import explained
 from ferrum_rpc.client.executor_view import ExecutorView
 from ferrum_rpc.client.info import (
+    Activity,
     AdapterInfo,
+    CallerActivity,
     Capability,
     Counters,
     ExecutorInfo,
@@ -58,6 +60,7 @@ from ferrum_rpc.client.info import (
     KvBlocks,
     MethodCount,
     SequenceInfo,
+    SlowCall,
     WarmupReport,
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, LeaseState, LeaseTrouble
@@ -149,12 +152,14 @@ __all__ = [
     "SEQUENCE_GONE",
     "TRY_LATER",
     "Accept",
+    "Activity",
     "AdapterInUse",
     "AdapterInfo",
     "AdapterUnknown",
     "Answer",
     "BatchResults",
     "CacheMode",
+    "CallerActivity",
     "Cancelled",
     "Capability",
     "ChainBroken",
@@ -226,6 +231,7 @@ __all__ = [
     "SequenceMisuseError",
     "SequenceVersionMismatch",
     "SequencesExhausted",
+    "SlowCall",
     "Starting",
     "StepFailed",
     "StepTiming",

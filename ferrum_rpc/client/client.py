@@ -25,12 +25,15 @@ from ferrum_rpc.client.context import Context
 from ferrum_rpc.client.encryption import ask_who_accepts
 from ferrum_rpc.client.executor_view import ExecutorView
 from ferrum_rpc.client.info import (
+    Activity,
     AdapterInfo,
+    CallerActivity,
     ExecutorInfo,
     ExecutorState,
     ExecutorStatus,
     Health,
     SequenceInfo,
+    SlowCall,
     WarmupReport,
 )
 from ferrum_rpc.client.lease import Lease, LeasePolicy, Leases, LeaseState, LeaseTrouble
@@ -215,6 +218,17 @@ class ExecutorClient(ModelClient):
             if not page.next_page_token:
                 return found
             request = executor_control_pb2.ListSequencesRequest(page_token=page.next_page_token)
+
+    async def activity(self, *, timeout_s: float | None = None) -> Activity:
+        """What each caller holds, and the slowest calls of the last minute, for an operator. Raises `NotSupported` for
+        executors of schema revision 7 and before."""
+        request = executor_control_pb2.GetActivityRequest()
+        deadline = self._context.deadline(timeout_s)
+        answer = await self._context.call(self._context.control.GetActivity, request, deadline, NEVER_RESEND)
+        return Activity(
+            tuple(from_proto(CallerActivity, each) for each in answer.callers),
+            tuple(from_proto(SlowCall, each) for each in answer.slowest_calls),
+        )
 
     async def load_adapter(self, name: str, *, timeout_s: float | None = None) -> AdapterInfo:
         """Load an adapter from the executor's adapter folder, for `sequence`; no effect if it is loaded. Raises

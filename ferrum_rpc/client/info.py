@@ -208,6 +208,41 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class CallerActivity:
+    """What a caller holds, for operators. ``identity``: empty if callers are not authenticated, and all are one.
+    ``blocks``: those that its sequences refer to, a shared one once for each. ``items``: work that waits or runs."""
+
+    identity: str
+    sequences: int
+    blocks: int
+    leases: int
+    sessions: int
+    items: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlowCall:
+    """A call that ended ``ago_s`` seconds ago, for operators: the full name of its ``method``, of a frame that of
+    Session; the ``identity`` of its caller; ``code``: the name of its gRPC status code. A run takes as long as its
+    tokens."""
+
+    method: str
+    identity: str
+    elapsed_s: float
+    ago_s: float
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What callers hold and which calls are slow. ``callers``: the one with the most sequences first. ``slowest_calls``
+    of the last minute, the slowest first, at most 16."""
+
+    callers: tuple[CallerActivity, ...]
+    slowest_calls: tuple[SlowCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WarmupReport:
     """The result of a warm-up: ``steps`` forward passes in ``elapsed_s`` seconds."""
 

@@ -140,6 +140,7 @@ class ExecutorClient(ClientFacade[async_client.ExecutorClient]):
     reset = blocking(async_client.ExecutorClient.reset)
     drain = blocking(async_client.ExecutorClient.drain)
     list_sequences = blocking(async_client.ExecutorClient.list_sequences)
+    activity = blocking(async_client.ExecutorClient.activity)
     load_adapter = blocking(async_client.ExecutorClient.load_adapter)
     unload_adapter = blocking(async_client.ExecutorClient.unload_adapter)
     list_adapters = blocking(async_client.ExecutorClient.list_adapters)

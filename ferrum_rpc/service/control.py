@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -19,7 +20,8 @@ from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest
 from ferrum_rpc.executor.v1 import executor_control_pb2 as pb
 from ferrum_rpc.executor.v1 import executor_control_pb2_grpc, info_pb2
 from ferrum_rpc.service.asking import between_steps, in_a_step
-from ferrum_rpc.service.records import Adapter, SequenceEnd, SequenceRecord
+from ferrum_rpc.service.records import Adapter, Resource, SequenceEnd, SequenceRecord
+from ferrum_rpc.service.slow_calls import SlowestCalls
 from ferrum_rpc.service.state import Lifecycle, ServerState
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.info import duration, seconds, to_proto
@@ -60,6 +62,7 @@ async def _warm_up(state: ServerState, batch_size: int, prefill_tokens: int) -> 
 
 LIST_PAGE: Final = 100
 MAX_PAGE_SIZE: Final = 1000
+MAX_CALLERS: Final = 1024
 
 
 class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer):
@@ -67,9 +70,10 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
 
     service = "ferrum_rpc.executor.v1.ExecutorControl"
 
-    def __init__(self, state: ServerState, drain: Callable[[float | None], None]) -> None:
+    def __init__(self, state: ServerState, drain: Callable[[float | None], None], slowest: SlowestCalls) -> None:
         self._state = state
         self._drain = drain
+        self._slowest = slowest
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         limit = self._state.limits.max_batch_tokens
@@ -115,12 +119,38 @@ class ExecutorControlServicer(executor_control_pb2_grpc.ExecutorControlServicer)
             response.next_page_token = str(records[limit - 1].order)
         return response
 
+    async def GetActivity(self, request: pb.GetActivityRequest, context: Context) -> pb.GetActivityResponse:
+        """What each caller holds, and the slowest calls of the last minute."""
+        blocks = Counter[str]()
+        for record in self._state.handles.records():
+            blocks[record.account.caller.name] += self._blocks(record)
+        accounts = sorted(self._state.quotas.holding(), key=lambda each: -each.held[Resource.SEQUENCES])
+        return pb.GetActivityResponse(
+            callers=[
+                pb.CallerActivity(
+                    identity=each.caller.name,
+                    sequences=each.held[Resource.SEQUENCES],
+                    blocks=blocks[each.caller.name],
+                    leases=each.held[Resource.LEASES],
+                    sessions=each.held[Resource.SESSIONS],
+                    items=each.held[Resource.QUEUED_ITEMS],
+                )
+                for each in accounts[:MAX_CALLERS]
+            ],
+            slowest_calls=[
+                to_proto(pb.SlowCall, call, elapsed=duration(call.elapsed_s), ago=duration(ago_s))
+                for call, ago_s in self._slowest.slowest()
+            ],
+        )
+
+    def _blocks(self, record: SequenceRecord) -> int:
+        return 0 if record.parked else -(-max(record.length, record.held_to) // self._state.engine.cache.block_size)
+
     def _describe(self, record: SequenceRecord, info: pb.SequenceInfo) -> None:
-        block_size = self._state.engine.cache.block_size
         info.label = record.label
         info.seq_len = record.length
         info.parked = record.parked is not None
-        info.blocks = 0 if record.parked else -(-max(record.length, record.held_to) // block_size)
+        info.blocks = self._blocks(record)
         info.identity = record.account.caller.name
         info.busy = record.busy
         info.leased = record.lease is not None

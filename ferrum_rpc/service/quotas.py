@@ -73,12 +73,16 @@ class Quotas:
         account = self._accounts.get(caller.name)
         if account is None:
             if len(self._accounts) >= EMPTY_ACCOUNTS:
-                self._accounts = {name: each for name, each in self._accounts.items() if any(each.held)}
+                self._accounts = {each.caller.name: each for each in self.holding()}
             self._opened += 1
             account = self._accounts[caller.name] = Account(caller, self._opened, self._per_caller[caller.shares])
         elif account.caller is not caller:  # the file of tokens was read anew
             account.caller, account.most = caller, self._per_caller[caller.shares]
         return account
+
+    def holding(self) -> list[Account]:
+        """The accounts of callers that hold something."""
+        return [each for each in self._accounts.values() if any(each.held)]
 
     def limits(self, limits: Limits, caller: Caller) -> Limits:
         """``limits`` for this caller, with its own limits of sequences and blocks."""

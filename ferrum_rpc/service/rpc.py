@@ -17,7 +17,9 @@ import grpc
 
 from ferrum_rpc.errors import ExecutorError, InternalError, Reason
 from ferrum_rpc.service.error_log import ErrorLog
+from ferrum_rpc.service.guard.auth import CALLER
 from ferrum_rpc.service.meters import SECONDS, Histogram
+from ferrum_rpc.service.slow_calls import SlowestCalls
 from ferrum_rpc.service.telemetry import Tracing
 from ferrum_rpc.service.trace_context import Context
 from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_from_error
@@ -53,13 +55,14 @@ class CallLog:
     """Calls by the full name of their method, calls in flight, and refusals. Only names of handlers are counted: a
     caller cannot create new ones. ``in_flight`` counts unary calls, ``streams`` the open streams: a drain waits for the
     former and closes the latter. ``session_items``: the seconds from a frame's arrival until each of its items was
-    answered."""
+    answered. ``slowest``: unary calls and frames of sessions."""
 
     def __init__(self, tracer: Tracing | None = None) -> None:
         self.methods: defaultdict[str, MethodStats] = defaultdict(MethodStats)
         self.refusals = ErrorLog()
         self.tracer = tracer
         self.session_items = Histogram(SECONDS)
+        self.slowest = SlowestCalls()
         self.in_flight = 0
         self.streams = 0
         self.no_calls = asyncio.Event()
@@ -130,7 +133,8 @@ class Call:
             if not log.in_flight:
                 log.no_calls.set()
         if timed:
-            count.seconds.observe(time.perf_counter() - self._began)
+            count.seconds.observe(seconds := time.perf_counter() - self._began)
+            log.slowest.note(self._method, CALLER.get().name, seconds, self._code)
         count.codes[self._code] = count.codes.get(self._code, 0) + 1
         if log.tracer is not None and self._span is not None:
             log.tracer.end(self._span, self._code, self._message, response)

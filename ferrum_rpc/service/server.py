@@ -208,7 +208,7 @@ class ExecutorServer:
         )
         kv_transfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(self.state, self.events), table)
         executor_control_pb2_grpc.add_ExecutorControlServicer_to_server(
-            ExecutorControlServicer(self.state, self.drain), table
+            ExecutorControlServicer(self.state, self.drain, self.calls.slowest), table
         )
         health_pb2_grpc.add_HealthServicer_to_server(self.health, table)
         reflected = reflection.aio.ReflectionServicer((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME))

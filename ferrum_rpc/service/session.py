@@ -45,7 +45,7 @@ from ferrum_rpc.wire.items import (
     name_from_proto,
 )
 from ferrum_rpc.wire.rows import RowParts
-from ferrum_rpc.wire.status import status_from_error
+from ferrum_rpc.wire.status import CODE_BY_REASON, status_from_error
 
 log = structlog.get_logger("ferrum_rpc.session")
 
@@ -440,17 +440,19 @@ class Session:
             step.calls, step.reply = (), None
         assert reply is not None  # noqa: S101 - it has ended, and is answered once
         items = step.items if step.parts is None else len(step.parts)
-        response = Answer(step_id=step.number)
+        response, code = Answer(step_id=step.number), "OK"
         rows: Iterable[Answer] = ()
         try:
             rows = reply(response)
         except ExecutorError as error:
-            response = self._refusal(step.number, error)
+            response, code = self._refusal(step.number, error), CODE_BY_REASON[error.reason].name
         except Exception as error:
-            response = self._refusal(step.number, InternalError(FAILED), cause=error)
+            response, code = self._refusal(step.number, InternalError(FAILED), cause=error), "INTERNAL"
         del reply
         if items:
-            self._calls.session_items.observe_all(time.monotonic() - step.began, items)
+            elapsed_s = time.monotonic() - step.began
+            self._calls.session_items.observe_all(elapsed_s, items)
+            self._calls.slowest.note(METHOD, self._account.caller.name, elapsed_s, code)
         try:
             for part in rows:
                 await self._write(part)

@@ -1,11 +1,12 @@
-"""A row for each executor of a fleet: its state as a client of the fleet sees it, and its figures.
+"""A row for each executor of a fleet: its state as a client of the fleet sees it, its figures, and its callers.
 
-`Members` knows who is there, who hangs and who was restarted. The rows are made from its knowledge without a call, so
-that an executor that does not answer delays no other one's row.
+`Members` knows who is there, who hangs and who was restarted. The rows are made from its knowledge without a call, and
+from the last answers about callers, so that an executor that does not answer delays no other one's row.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from collections import Counter
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from ferrum_rpc.client import (
+    Activity,
     DeadlineExceeded,
     Draining,
     ExecutorError,
@@ -50,7 +52,8 @@ class RowState(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class ExecutorRow:
     """An executor now. ``reason``: for its state, empty if nothing is to be said. ``restarts``: new processes at its
-    target since the board exists. ``info``, ``status`` and ``rates`` are None where they are not known."""
+    target since the board exists. ``info``, ``status``, ``rates`` and ``activity`` are None where they are not
+    known; ``activity`` is known to operators only."""
 
     target: str
     state: RowState
@@ -59,6 +62,7 @@ class ExecutorRow:
     info: ExecutorInfo | None = None
     status: ExecutorStatus | None = None
     rates: StatusRates | None = None
+    activity: Activity | None = None
 
     def json(self) -> dict[str, Any]:
         """The row as JSON's types. The keys are always the same; docs/operations.md has their meanings."""
@@ -93,6 +97,8 @@ class ExecutorRow:
             "sessions": status and status.sessions,
             "errors_per_s": measured and measured.errors_per_s,
             "methods": [asdict(each) for each in measured.methods] if measured else [],
+            "callers": self.activity and [asdict(each) for each in self.activity.callers],
+            "slowest_calls": self.activity and [asdict(each) for each in self.activity.slowest_calls],
         }
 
 
@@ -105,6 +111,28 @@ class ExecutorBoard:
         self._rates: dict[str, StatusRates | None] = {}
         self._instances: dict[str, str] = {}
         self._restarts = Counter[str]()
+        self._activities: dict[str, Activity | None] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    def ask(self, timeout_s: float) -> list[asyncio.Task[None]]:
+        """Begin to ask each executor for its callers and slowest calls, unless it has not answered the last time yet.
+        Returns all that is under way."""
+        for member in self._members.there:
+            if (last := self._asking.get(member.target)) is None or last.done():
+                self._asking[member.target] = asyncio.create_task(self._ask(member, timeout_s))
+        return list(self._asking.values())
+
+    async def _ask(self, member: Member, timeout_s: float) -> None:
+        try:
+            self._activities[member.target] = await member.client.activity(timeout_s=timeout_s)
+        except ExecutorError:  # the caller is no operator, the executor is older, or its row has the reason
+            self._activities[member.target] = None
+
+    async def close(self) -> None:
+        """Ask no more."""
+        for each in self._asking.values():
+            each.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
 
     def rows(self) -> list[ExecutorRow]:
         """A row for each executor of the targets, in their order; those of a name by address. A name that leads to no
@@ -136,8 +164,9 @@ class ExecutorBoard:
         uptime_s = RECENT_S if member.status is None else member.status.uptime_s
         if not reason and self._restarts[target] and uptime_s < RECENT_S:
             reason = f"it was restarted {uptime_s:.0f} s ago"
+        measured, activity = self._rates.get(target), self._activities.get(target)
         return ExecutorRow(
-            target, state, reason, self._restarts[target], member.info, member.status, self._rates.get(target)
+            target, state, reason, self._restarts[target], member.info, member.status, measured, activity
         )
 
     def _away(self, target: str) -> ExecutorRow:
@@ -149,6 +178,7 @@ class ExecutorBoard:
         """Rates start again."""
         self._samples.pop(target, None)
         self._rates.pop(target, None)
+        self._activities.pop(target, None)
 
 
 def _most(members: Iterable[Member]) -> Member | None:

@@ -48,18 +48,23 @@ async def _watch(arguments: argparse.Namespace, write: Write, seen: list[Executo
     """Write the rows after each interval; with ``once``, leave them in ``seen``."""
     async with members_of(arguments) as members:
         board = ExecutorBoard(members)
-        await members.all_known(arguments.timeout if arguments.once else min(arguments.timeout, arguments.interval_s))
-        seen[:] = board.rows()
-        if not arguments.once:
-            write(seen)
-        while True:
-            await asyncio.sleep(arguments.interval_s)
-            if arguments.once:  # the looks in the background may be older than the interval's end
-                await asyncio.gather(*map(members.look, members.there))
+        patience_s = arguments.timeout if arguments.once else min(arguments.timeout, arguments.interval_s)
+        try:
+            await members.all_known(patience_s)
             seen[:] = board.rows()
-            write(seen)
-            if arguments.once:
-                return
+            if not arguments.once:
+                write(seen)
+            while True:
+                await asyncio.sleep(arguments.interval_s)
+                asked = board.ask(arguments.timeout)
+                if arguments.once:  # the looks in the background may be older than the interval's end
+                    await asyncio.gather(*asked, *map(members.look, members.there))
+                seen[:] = board.rows()
+                write(seen)
+                if arguments.once:
+                    return
+        finally:
+            await board.close()
 
 
 def members_of(arguments: argparse.Namespace, **options: Any) -> Members:

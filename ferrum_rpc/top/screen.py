@@ -1,9 +1,10 @@
 """Rows as lines of a terminal. Columns have constant widths, so that nothing moves between two refreshes, and a narrow
-terminal has fewer of them: no line is wrapped."""
+terminal has fewer of them: no line is wrapped. Below are, for operators, the callers that hold most and the slowest
+calls of all executors."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -15,6 +16,17 @@ from ferrum_rpc.top.figures import StatusRates
 UNKNOWN: Final = "-"
 TARGET: Final = 23
 """Columns that a target has at least, if it needs them; a longer one is shortened in the middle."""
+
+CALLERS: Final = 8
+CALLS: Final = 8
+"""Lines of callers and of calls, at most."""
+
+NAME: Final = 24
+"""Columns of a caller's name; a longer one is shortened in the middle."""
+
+NO_NAME: Final = "(no name)"
+HELD: Final = ("sequences", "blocks", "items", "sessions", "leases")
+"""What callers hold, in the order of the columns."""
 
 GAP: Final = 2
 """Between columns, as `table` has it."""
@@ -97,6 +109,7 @@ DROPPED: Final = (
 """In this order columns go where the terminal is too narrow."""
 
 STATE: Final = max(map(len, RowState))
+STATUS: Final = len("RESOURCE_EXHAUSTED")
 
 
 def shown(width: int | None, targets: Sequence[str]) -> tuple[int, list[ScreenColumn]]:
@@ -132,11 +145,52 @@ def headline(rows: Sequence[ExecutorRow]) -> str:
     return f"{counted or 'no executors'}; {short(tokens)} tokens/s"
 
 
+def callers(rows: Sequence[ExecutorRow]) -> list[str]:
+    """The callers that hold most, over all executors: a heading and a line for each. Empty if none is known."""
+    held = defaultdict[str, Counter[str]](Counter)
+    for row in rows:
+        for each in row.activity.callers if row.activity else ():
+            held[each.identity].update({name: getattr(each, name) for name in HELD}, executors=1)
+    if not held:
+        return []
+    columns = (*HELD, "executors")
+    listed = sorted(held.items(), key=lambda pair: (-pair[1]["sequences"], -pair[1]["items"], pair[0]))
+    return table(
+        [
+            ["caller".ljust(NAME), *columns],
+            *(
+                [middle(name or NO_NAME, NAME), *(short(count[each]) for each in columns)]
+                for name, count in listed[:CALLERS]
+            ),
+        ],
+        numbers=True,
+    )
+
+
+def slowest(rows: Sequence[ExecutorRow]) -> list[str]:
+    """The slowest calls of the last minute of all executors: a heading and a line for each. Empty if none is known."""
+    found = [(each, row.target) for row in rows for each in (row.activity.slowest_calls if row.activity else ())]
+    found.sort(key=lambda pair: -pair[0].elapsed_s)
+    head = ["slowest calls".ljust(NAME), "seconds", "ended", "status".ljust(STATUS), "caller".ljust(NAME), "executor"]
+    cells = [
+        [
+            middle(call.method.rpartition("/")[2], NAME),
+            f"{call.elapsed_s:.3f}".rjust(len("seconds")),
+            f"-{age(call.ago_s)}".rjust(len("ended")),
+            call.code.ljust(STATUS),
+            middle(call.identity or NO_NAME, NAME),
+            target,
+        ]
+        for call, target in found[:CALLS]
+    ]
+    return table([head, *cells]) if cells else []
+
+
 def lines(
     rows: Sequence[ExecutorRow], width: int | None, height: int | None = None
 ) -> list[tuple[str, RowState | None]]:
     """The screen in ``width`` columns and ``height`` lines (None: no limit), each line with the state of its row. Below
-    the table are the reasons."""
+    the table are the reasons, the callers and the slowest calls."""
     size, columns = shown(width, [each.target for each in rows])
     head = ["executor".ljust(size), "state".ljust(STATE), *(each.heading.rjust(each.width) for each in columns)]
     cells = [
@@ -152,6 +206,8 @@ def lines(
     found += [(cut(line, width), row.state) for line, row in zip(others, rows, strict=True)]
     reasons = [(cut(f"{row.target}: {row.reason}", width), row.state) for row in rows if row.reason]
     found += [("", None), *reasons] if reasons else []
+    for part in (callers(rows), slowest(rows)):
+        found += [("", None), *((cut(line, width), None) for line in part)] if part else []
     if height is not None and len(found) > height:
         left = len(found) - (kept := max(1, height - 1))
         found = [*found[:kept], (cut(f"… {left} more lines", width), None)]

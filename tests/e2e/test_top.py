@@ -114,6 +114,20 @@ async def test_who_loads_or_refuses_the_credentials_is_shown_so_until_that_is_ov
                 await seen.until(lambda rows: rows[loads.target].state is RowState.SERVING)
 
 
+async def test_operators_alone_see_callers(tmp_path: Path) -> None:
+    (tokens := tmp_path / "tokens").write_text("scheduler a-token\nops b-token operator\n")
+    async with identity(security=Security(tokens=tokens)) as served:
+        for token, known in (("a-token", False), ("b-token", True)):
+            arguments = parsed("--target", served.target, "--interval-s", "0.1")
+            arguments.token = token
+            async with program.members_of(arguments) as members:
+                await members.all_known(PATIENCE_S)
+                board = ExecutorBoard(members)
+                await asyncio.gather(*board.ask(PATIENCE_S))
+                [row] = board.rows()
+                assert (row.state, row.activity is not None) == (RowState.SERVING, known)
+
+
 async def test_a_monitor_follows_no_prefixes_and_holds_nothing() -> None:
     """Streams of cache events are bounded, and belong to schedulers."""
     async with identity() as served, watched(served.target) as seen:
@@ -262,6 +276,10 @@ async def test_processes_are_measured_while_one_is_stopped_and_ctrl_c_ends_it(
     assert measured["steps_per_s"] > 0 and measured["tokens_per_s"] > 0 and 0 < measured["busy_share"] <= 1.1
     assert measured["rows_per_step"] == pytest.approx(1, abs=0.2)
     assert measured["measured_s"] >= 0.2 and measured["sequences"] >= 1
+    [caller] = measured["callers"]
+    assert (caller["identity"], caller["sessions"]) == ("", 1) and caller["sequences"] >= 1
+    assert {each["method"].rpartition("/")[2] for each in measured["slowest_calls"]} & {"Session", "GetInfo"}
+    assert re.search(r"\(no name\) +\d", frame) and "slowest calls" in frame
     assert (silent["state"], silent["reason"], silent["steps_per_s"]) == ("HUNG", "it does not answer", None)
     assert max(map(len, frame.replace("\r", "").splitlines())) == 80
     assert re.search(rf"{works.target} +serving +[1-9]", frame), "the one that hangs does not hold up the other's row"

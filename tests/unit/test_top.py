@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from ferrum_rpc import cli
-from ferrum_rpc.client import Counters, ExecutorState, ExecutorStatus, KvBlocks, MethodCount, Pressure
+from ferrum_rpc.client import (
+    Activity,
+    CallerActivity,
+    Counters,
+    ExecutorState,
+    ExecutorStatus,
+    KvBlocks,
+    MethodCount,
+    Pressure,
+    SlowCall,
+)
 from ferrum_rpc.top import program, screen
 from ferrum_rpc.top.board import ExecutorRow, RowState
 from ferrum_rpc.top.figures import MethodRates, StatusRates, StatusSample, hits_since_start, rates
@@ -112,6 +122,30 @@ ROWS = [
     row("10.200.200.200:50051", RowState.DRAINING, 123_456_789, reason="it drains " * 30),
     ExecutorRow("executor-0.executors.ferrum.svc.cluster.local:50051", RowState.GONE, "Connection refused (111)"),
 ]
+
+
+def activity(*names: str, held: int = 3, elapsed_s: float = 1.5) -> Activity:
+    return Activity(
+        tuple(CallerActivity(name, held, held, held, held, held) for name in names),
+        tuple(SlowCall(DECODE, name, elapsed_s, 59.0, "RESOURCE_EXHAUSTED") for name in names),
+    )
+
+
+def test_callers_of_all_executors_are_added_up_and_the_slowest_calls_come_first() -> None:
+    first = replace(row("a:1"), activity=activity("alice", "", held=3, elapsed_s=0.25))
+    second = replace(row("b:1"), activity=activity("alice", "x" * 60, held=4, elapsed_s=123.0))
+    heading, *callers = [line.split() for line in screen.callers([first, second, ROWS[2]])]
+    assert heading == ["caller", "sequences", "blocks", "items", "sessions", "leases", "executors"]
+    names = [" ".join(line[:-6]) for line in callers]
+    assert names == ["alice", screen.middle("x" * 60, screen.NAME), "(no name)"]
+    assert [line[-6:] for line in callers] == [[*["7"] * 5, "2"], [*["4"] * 5, "1"], [*["3"] * 5, "1"]]
+    heading, *calls = [line.split() for line in screen.slowest([first, second])]
+    assert [line[:4] for line in calls[:2]] == [["Decode", "123.000", "-59s", "RESOURCE_EXHAUSTED"]] * 2
+    assert [line[-1] for line in calls] == ["b:1", "b:1", "a:1", "a:1"]
+    many = replace(first, activity=activity(*map(str, range(50))))
+    drawn = [line for line, _ in lines([many], 80)]
+    assert max(map(len, drawn)) <= 80 and len(drawn) == 4 + 2 * (8 + 2)
+    assert lines([replace(many, activity=activity())], 80) == lines([row("a:1")], 80)
 
 
 @pytest.mark.parametrize("width", range(20, 200))

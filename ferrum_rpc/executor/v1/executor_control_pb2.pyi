@@ -142,3 +142,45 @@ class SequenceInfo(_message.Message):
     leased: bool
     parked: bool
     def __init__(self, label: _Optional[str] = ..., seq_len: _Optional[int] = ..., blocks: _Optional[int] = ..., idle: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., client_name: _Optional[str] = ..., adapter: _Optional[str] = ..., identity: _Optional[str] = ..., busy: bool = ..., leased: bool = ..., parked: bool = ...) -> None: ...
+
+class GetActivityRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetActivityResponse(_message.Message):
+    __slots__ = ("callers", "slowest_calls")
+    CALLERS_FIELD_NUMBER: _ClassVar[int]
+    SLOWEST_CALLS_FIELD_NUMBER: _ClassVar[int]
+    callers: _containers.RepeatedCompositeFieldContainer[CallerActivity]
+    slowest_calls: _containers.RepeatedCompositeFieldContainer[SlowCall]
+    def __init__(self, callers: _Optional[_Iterable[_Union[CallerActivity, _Mapping]]] = ..., slowest_calls: _Optional[_Iterable[_Union[SlowCall, _Mapping]]] = ...) -> None: ...
+
+class CallerActivity(_message.Message):
+    __slots__ = ("identity", "sequences", "blocks", "leases", "sessions", "items")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    identity: str
+    sequences: int
+    blocks: int
+    leases: int
+    sessions: int
+    items: int
+    def __init__(self, identity: _Optional[str] = ..., sequences: _Optional[int] = ..., blocks: _Optional[int] = ..., leases: _Optional[int] = ..., sessions: _Optional[int] = ..., items: _Optional[int] = ...) -> None: ...
+
+class SlowCall(_message.Message):
+    __slots__ = ("method", "identity", "elapsed", "ago", "code")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_FIELD_NUMBER: _ClassVar[int]
+    AGO_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    identity: str
+    elapsed: _duration_pb2.Duration
+    ago: _duration_pb2.Duration
+    code: str
+    def __init__(self, method: _Optional[str] = ..., identity: _Optional[str] = ..., elapsed: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., ago: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., code: _Optional[str] = ...) -> None: ...

@@ -70,6 +70,11 @@ class ExecutorControlStub(object):
                 request_serializer=ferrum__rpc_dot_executor_dot_v1_dot_executor__control__pb2.ListSequencesRequest.SerializeToString,
                 response_deserializer=ferrum__rpc_dot_executor_dot_v1_dot_executor__control__pb2.ListSequencesResponse.FromString,
                 _registered_method=True)
+        self.GetActivity = channel.unary_unary(
+                '/ferrum_rpc.executor.v1.ExecutorControl/GetActivity',
+                request_serializer=ferrum__rpc_dot_executor_dot_v1_dot_executor__control__pb2.GetActivityRequest.SerializeToString,
+                response_deserializer=ferrum__rpc_dot_executor_dot_v1_dot_executor__control__pb2.GetActivityResponse.FromString,
+                _registered_method=True)
 
 
 class ExecutorControlServicer(object):
@@ -127,6 +132,13 @@ class ExecutorControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetActivity(self, request, context):
+        """Reports what each caller holds, and the slowest calls of the last minute.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExecutorControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,6 +176,11 @@ def add_ExecutorControlServicer_to_server(servicer, server):
                     servicer.ListSequences,
                     request_deserializer=ferrum__rpc_dot_executor_dot_v1_dot_executor__control__pb2.ListSequencesRequest.FromString,
                     response_serializer=ferrum__rpc_dot_executor_dot_v1_dot_executor__control__pb2.ListSequencesResponse.SerializeToString,
+            ),
+            'GetActivity': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetActivity,
+                    request_deserializer=ferrum__rpc_dot_executor_dot_v1_dot_executor__control__pb2.GetActivityRequest.FromString,
+                    response_serializer=ferrum__rpc_dot_executor_dot_v1_dot_executor__control__pb2.GetActivityResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -356,6 +373,33 @@ class ExecutorControl(object):
             '/ferrum_rpc.executor.v1.ExecutorControl/ListSequences',
             ferrum__rpc_dot_executor_dot_v1_dot_executor__control__pb2.ListSequencesRequest.SerializeToString,
             ferrum__rpc_dot_executor_dot_v1_dot_executor__control__pb2.ListSequencesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetActivity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ferrum_rpc.executor.v1.ExecutorControl/GetActivity',
+            ferrum__rpc_dot_executor_dot_v1_dot_executor__control__pb2.GetActivityRequest.SerializeToString,
+            ferrum__rpc_dot_executor_dot_v1_dot_executor__control__pb2.GetActivityResponse.FromString,
             options,
             channel_credentials,
             insecure,

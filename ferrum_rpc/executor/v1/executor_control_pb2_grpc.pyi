@@ -51,6 +51,8 @@ class ExecutorControlStub:
     """Lists the loaded adapters."""
     ListSequences: _grpc.UnaryUnaryMultiCallable[_executor_control_pb2.ListSequencesRequest, _executor_control_pb2.ListSequencesResponse]
     """Lists the live sequences, without usable handles."""
+    GetActivity: _grpc.UnaryUnaryMultiCallable[_executor_control_pb2.GetActivityRequest, _executor_control_pb2.GetActivityResponse]
+    """Reports what each caller holds, and the slowest calls of the last minute."""
 
 @_typing.type_check_only
 class ExecutorControlAsyncStub(ExecutorControlStub):
@@ -75,6 +77,8 @@ class ExecutorControlAsyncStub(ExecutorControlStub):
     """Lists the loaded adapters."""
     ListSequences: _aio.UnaryUnaryMultiCallable[_executor_control_pb2.ListSequencesRequest, _executor_control_pb2.ListSequencesResponse]  # type: ignore[assignment]
     """Lists the live sequences, without usable handles."""
+    GetActivity: _aio.UnaryUnaryMultiCallable[_executor_control_pb2.GetActivityRequest, _executor_control_pb2.GetActivityResponse]  # type: ignore[assignment]
+    """Reports what each caller holds, and the slowest calls of the last minute."""
 
 class ExecutorControlServicer(metaclass=_abc_1.ABCMeta):
     """For operators. Changes affect every scheduler."""
@@ -138,5 +142,13 @@ class ExecutorControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_executor_control_pb2.ListSequencesResponse, _abc.Awaitable[_executor_control_pb2.ListSequencesResponse]]:
         """Lists the live sequences, without usable handles."""
+
+    @_abc_1.abstractmethod
+    def GetActivity(
+        self,
+        request: _executor_control_pb2.GetActivityRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_executor_control_pb2.GetActivityResponse, _abc.Awaitable[_executor_control_pb2.GetActivityResponse]]:
+        """Reports what each caller holds, and the slowest calls of the last minute."""
 
 def add_ExecutorControlServicer_to_server(servicer: ExecutorControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
