@@ -158,9 +158,10 @@ def streams(name: str, result: Any) -> str:
         ("model", settings["model"]),
         ("texts", f"of {settings['tokens']} tokens behind {settings['prompt']} each; runs of {settings['run_tokens']}"),
         ("rounds", f"{settings['rounds']}"),
-        ("share", f"of a tenant with one caller beside one with many, one place: {result['share']:.2f}"),
         ("seed", str(settings["seed"])),
     ]
+    if "share" in result:
+        rows.append(("share", f"of a tenant with one caller beside one with many, one place: {result['share']:.2f}"))
     cancels = (tables.cancels([result["cancels"]]), "cancels") if "cancels" in result else None
     return _section(
         "streams", name, result, rows, (tables.streams(result["points"]), "streams"), *filter(None, [cancels])

@@ -337,9 +337,10 @@ async def run(options: argparse.Namespace) -> Record:
                 )
             record.save(points=points(taken))
         work = Work(options.streams[0], options.prompt, options.tokens, ours.vocab_size)
-        record.save(cancels=await cancels(client, write, work, options.cancels))
-        async with Scheduler(ours.target, run_tokens=RUN_TOKENS, max_running=1) as narrow:
-            record.save(share=round(await share(narrow, work), 3), share_target=FAIR_TARGET)
+        if options.cancels:
+            record.save(cancels=await cancels(client, write, work, options.cancels))
+            async with Scheduler(ours.target, run_tokens=RUN_TOKENS, max_running=1) as narrow:
+                record.save(share=round(await share(narrow, work), 3), share_target=FAIR_TARGET)
     return record
 
 
@@ -351,9 +352,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="of a text (default: 256)")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt (default: 64)")
     parser.add_argument("--token-budget", type=int, default=512, help="prompt tokens of a step (512)")
-    parser.add_argument("--cancels", type=int, help=f"of a text while the others go on (default: {CANCELS})")
+    parser.add_argument(
+        "--cancels", type=int, help=f"of texts while others go on, and fairness; 0: neither (default: {CANCELS})"
+    )
     options = read_options(parser, argv, rounds=3)
-    options.cancels = options.cancels or (4 if options.quick else CANCELS)
+    options.cancels = (4 if options.quick else CANCELS) if options.cancels is None else options.cancels
     options.tokens = options.tokens or (16 if options.quick else 256)
     options.prompt = options.prompt or (8 if options.quick else 64)
     options.name = "streams" if options.model in BUILT_IN else f"streams-{options.model}"
@@ -366,7 +369,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def show(values: dict[str, Any]) -> None:
         tables.show(tables.streams(values["points"]), "streams")
-        tables.show(tables.cancels([values["cancels"]]), "cancels")
+        if "cancels" in values:
+            tables.show(tables.cancels([values["cancels"]]), "cancels")
 
     finish(run(parse(argv)), show)
 
