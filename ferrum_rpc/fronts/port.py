@@ -89,11 +89,17 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
         case ConstraintFailed():
             words = f"the engine could not continue the request under its constraint: {error}"
             return code.FAILED_PRECONDITION, words
+        case NotAdmitted():
+            return code.UNAUTHENTICATED, str(error)
         case CacheEventsCursor():
             return code.OUT_OF_RANGE, str(error)
         case SlowSubscriber():
             return code.DATA_LOSS, str(error)
     return code.INTERNAL, f"{type(error).__name__}: {error}"
+
+
+class NotAdmitted(Exception):
+    """The caller has no valid credentials."""
 
 
 class WorkerPort:
@@ -225,21 +231,26 @@ class WorkerPort:
         async def handle(_: Any, context: Any) -> Any:
             began, code, request, answer = time.monotonic(), "CANCELLED", None, None
             try:
-                await _admit(guard, context)
-                request = _parsed(expected, await bodies.read(context, CALLER.get()), max_bytes)
-                answer = await behave(request, context)
-                code = "OK"
-                return answer
+                try:
+                    _admit(guard, context)
+                    request = _parsed(expected, await bodies.read(context, CALLER.get()), max_bytes)
+                    answer = await behave(request, context)
+                    code = "OK"
+                    return answer
+                except grpc.aio.AbortError:
+                    code = "ABORTED"
+                    raise
+                except Exception as error:
+                    status, message = status_of(error)
+                    code, trailers = status.name, CONSTRAINT_FAILED if isinstance(error, ConstraintFailed) else ()
+                    if status is grpc.StatusCode.INTERNAL:
+                        exc_info = not isinstance(error, ExecutorError)
+                        log.error("call_failed", method=name, exc_info=exc_info, error=message)
+                await context.abort(status, message, trailers)
             except grpc.aio.AbortError as error:
-                code = "UNAUTHENTICATED"
-                error.__traceback__ = error.__context__ = None  # gRPC keeps it, and what its frames hold
+                # gRPC keeps it with the call: what its frames hold would live until the collector runs
+                error.__traceback__ = error.__context__ = None
                 raise
-            except Exception as error:
-                found, message = status_of(error)
-                code = found.name
-                if found is grpc.StatusCode.INTERNAL:
-                    log.error("call_failed", method=name, exc_info=not isinstance(error, ExecutorError), error=message)
-                await context.abort(found, message, CONSTRAINT_FAILED if isinstance(error, ConstraintFailed) else ())
             finally:
                 self._count(name, code)
                 took = round(1e3 * (time.monotonic() - began), 1)
@@ -253,13 +264,13 @@ class WorkerPort:
         return kind(handle, response_serializer=GetMessageClass(method.output_type).SerializeToString)
 
 
-async def _admit(guard: Guard | None, context: Any) -> None:
-    """Set the caller of a call, or end the call of one without valid credentials."""
+def _admit(guard: Guard | None, context: Any) -> None:
+    """Set the caller of a call. Raises `NotAdmitted` for one without valid credentials."""
     if guard is not None:
         try:
             guard.admit(SERVICE.full_name, context)
         except Unauthenticated as error:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message)
+            raise NotAdmitted(error.message) from None
 
 
 def _parsed(expected: Any, data: bytes, max_bytes: int) -> Any:

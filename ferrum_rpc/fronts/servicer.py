@@ -131,7 +131,7 @@ class EngineMethods:
         self._sending: dict[int, tuple[float, list[TokenStream]]] = {}
 
     async def watch(self) -> None:
-        """Follow the executors' caches, and end the texts that nobody reads, until it is cancelled."""
+        """Follow the executors' caches, and end the texts that are not read, until it is cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watcher.watch())
             group.create_task(self._end_unread())

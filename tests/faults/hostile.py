@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from tests.wiring import field, item, pb
 
 MIB: Final = 1 << 20
 SERVICE: Final = "/ferrum_rpc.executor.v1.ModelExecutor/"
+SESSION: Final = SERVICE + "Session"
 HEALTH: Final = "/grpc.health.v1.Health/Check"
 TOKEN: Final = (("authorization", "Bearer a-token-of-alice"),)
 HEALTH_S: Final = 0.05
@@ -75,99 +76,123 @@ async def r30_no_caller_stops_the_server(size: Size) -> Figures:
         tokens.chmod(0o600)
         async with serving("--tokens", str(tokens), model="demo", fresh=True) as server, dial(server.target) as prober:
             health = health_pb2_grpc.HealthStub(prober.channel)
-            async with _unfinished(server, HEALTH) as ended:  # the allocator keeps 32 MiB of what was freed
+            async with unfinished(server, HEALTH) as ended:  # the allocator keeps 32 MiB of what was freed
                 await ended.wait()
-            alone = await _health(health, size.hostile_messages)
-            given: dict[str, Any] = {"server": server, "health": health, "alone": alone, "size": size, "facts": facts}
+            trial = Trial(server, size, {"a health check": lambda: health.Check(health_pb2.HealthCheckRequest())})
+            await trial.alone()
             for name, (method, data) in messages().items():
-                beside = _sending(server, size.hostile_messages, method, data)
-                figures += await _tried(name=name, hostile=beside, held=len(data), **given)
+                beside = sending(server, size.hostile_messages, SERVICE + method, data)
+                figures += await trial.of(name, beside, len(data))
             for name, hostile in (
-                ("bodies that do not end, without a token", _unfinished(server, SERVICE + "BatchPrefill")),
-                ("health checks that do not end", _unfinished(server, HEALTH)),
-                ("long health checks", _sending(server, size.hostile_messages, "", b"\x78\x00" * (MIB // 2 - 64))),
+                ("bodies that do not end, without a token", unfinished(server, SERVICE + "BatchPrefill")),
+                ("health checks that do not end", unfinished(server, HEALTH)),
+                ("long health checks", sending(server, size.hostile_messages, HEALTH, b"\x78\x00" * (MIB // 2 - 64))),
             ):
-                figures += await _tried(name=name, hostile=hostile, held=WITHOUT, times=1.0, **given)
+                figures += await trial.of(name, hostile, WITHOUT, times=1.0)
+            facts |= trial.facts
     return Figures("R30", "No caller can stop the server", tuple(figures), facts)
 
 
-async def _checked(health: Any) -> float:
-    at = time.perf_counter()
-    await health.Check(health_pb2.HealthCheckRequest())
-    return time.perf_counter() - at
+class Trial:
+    """What honest callers and the memory of a server make of a hostile one. ``probes``: honest calls by their name.
+    ``facts``: what was measured, for the report."""
 
+    def __init__(self, server: ServerProcess, size: Size, probes: dict[str, Callable[[], Awaitable[Any]]]) -> None:
+        self._server = server
+        self._size = size
+        self._probes = probes
+        self._alone: dict[str, float] = {}
+        self.facts: dict[str, object] = {}
 
-async def _health(health: Any, count: int) -> float:
-    """p99 of a health check where nothing else goes on."""
-    waits = []
-    for _ in range(max(20, count)):
-        waits.append(await _checked(health))
-        await asyncio.sleep(PAUSE_S)
-    return quantile(waits, 0.99)
+    async def alone(self) -> None:
+        """Measure the probes while nothing else goes on."""
+        waits = await self._probed(lambda count: count >= max(20, self._size.hostile_messages), lambda: None)
+        self._alone = {name: quantile(each, 0.99) for name, each in waits.items()}
 
-
-async def _tried(
-    *,
-    server: ServerProcess,
-    health: Any,
-    name: str,
-    hostile: Any,
-    held: int,
-    alone: float,
-    size: Size,
-    facts: dict[str, object],
-    times: float = UNFOLDED,
-) -> list[Figure]:
-    """Health checks and memory while ``hostile`` is at it, and the memory after. ``held``: bytes that are at the server
-    at once."""
-    before = server.rss_bytes()
-    most = before
-    waits: list[float] = []
-    async with hostile as ended:
-        while not ended.is_set() or len(waits) < 20:
-            waits.append(await _checked(health))
-            most = max(most, server.rss_bytes())
+    async def _probed(self, over: Callable[[int], bool], after_each: Callable[[], None]) -> dict[str, list[float]]:
+        """Seconds of each call, round after round, until it is ``over`` after so many rounds."""
+        waits: dict[str, list[float]] = {name: [] for name in self._probes}
+        count = 0
+        while not over(count):
+            for name, probe in self._probes.items():
+                at = time.perf_counter()
+                await probe()
+                waits[name].append(time.perf_counter() - at)
+            after_each()
+            count += 1
             await asyncio.sleep(PAUSE_S)
-    back = BACK_S if size.absolute else BUSY_S
-    with suppress(TimeoutError):
-        back = await until(lambda: server.rss_bytes() - before <= NOISE, back, every_s=0.02)
-    p99 = quantile(waits, 0.99)
-    facts[name] = {
-        "p99 of a health check ms": round(p99 * 1e3, 1),
-        "memory MiB": round((most - before) / MIB, 1),
-        "back after s": round(back, 2),
-    }
-    figures = [
-        at_most(f"memory under {name}", (most - before) / MIB, (times * held + NOISE) / MIB, "MiB"),
-        at_most(f"memory left after {name}", (server.rss_bytes() - before) / MIB, NOISE / MIB, "MiB"),
-    ]
-    if size.absolute:
-        figures.append(at_most(f"p99 of a health check under {name}", p99, HEALTH_S, "s"))
-    else:
-        quiet = max(alone, size.p99_floor_s)
-        figures.append(at_most(f"p99 of a health check under {name}, in p99s alone", p99 / quiet, SLOWER, "x"))
-    return figures
+        return waits
+
+    async def of(
+        self,
+        name: str,
+        hostile: Any,
+        held: int,
+        *,
+        times: float = UNFOLDED,
+        least: int = 20,
+        within_s: float | None = None,
+    ) -> list[Figure]:
+        """The probes, each ``least`` times or more, and memory while ``hostile`` is at it, and the memory after.
+        ``held``: bytes that are at the server at once, which may take ``times`` as much there. ``within_s``: seconds of
+        a probe other than the health check, in place of a ratio."""
+        server, size = self._server, self._size
+        before = most = server.rss_bytes()
+
+        def look() -> None:
+            nonlocal most
+            most = max(most, server.rss_bytes())
+
+        async with hostile as ended:
+            waits = await self._probed(lambda count: ended.is_set() and count >= least, look)
+        back = BACK_S if size.absolute else BUSY_S
+        with suppress(TimeoutError):
+            back = await until(lambda: server.rss_bytes() - before <= NOISE, back, every_s=0.02)
+        figures = [
+            at_most(f"memory under {name}", (most - before) / MIB, (times * held + NOISE) / MIB, "MiB"),
+            at_most(f"memory left after {name}", (server.rss_bytes() - before) / MIB, NOISE / MIB, "MiB"),
+        ]
+        p99s = {probe: quantile(each, 0.99) for probe, each in waits.items()}
+        for probe, p99 in p99s.items():
+            bound = HEALTH_S if size.absolute and probe == "a health check" else within_s
+            if bound is not None:
+                figures.append(at_most(f"p99 of {probe} under {name}", p99, bound, "s"))
+            else:
+                quiet = max(self._alone[probe], size.p99_floor_s)
+                figures.append(at_most(f"p99 of {probe} under {name}, in p99s alone", p99 / quiet, SLOWER, "x"))
+        self.facts[name] = {f"p99 of {probe} ms": round(p99 * 1e3, 1) for probe, p99 in p99s.items()} | {
+            "memory MiB": round((most - before) / MIB, 1),
+            "back after s": round(back, 2),
+        }
+        return figures
 
 
 @asynccontextmanager
-async def _sending(server: ServerProcess, count: int, method: str, data: bytes) -> AsyncIterator[asyncio.Event]:
-    """One message after the other, two at a time, until so many were sent; without a method, to the health check."""
+async def sending(
+    server: ServerProcess, count: int, path: str, data: bytes, *, metadata: Any = TOKEN, streams: bool = False
+) -> AsyncIterator[asyncio.Event]:
+    """One message after the other, two at a time, until so many were sent to the method of a ``path``. ``streams``: it
+    answers with a stream."""
     ended = asyncio.Event()
 
     async def send(client: Dialled) -> None:
         for _ in range(count // 2):
             with suppress(grpc.aio.AioRpcError):
-                if method == "Session":
-                    stream = client.channel.stream_stream(SERVICE + method)(iter((data,)), metadata=TOKEN)
+                if path == SESSION:
+                    stream = client.channel.stream_stream(path)(iter((data,)), metadata=metadata)
                     await stream.code()
+                elif streams:
+                    async for _ in client.channel.unary_stream(path)(data, metadata=metadata):
+                        pass
                 else:
-                    path = SERVICE + method if method else HEALTH
-                    await client.channel.unary_unary(path)(data, metadata=TOKEN)
+                    await client.channel.unary_unary(path)(data, metadata=metadata)
 
     async def both() -> None:
-        async with dial(server.target) as client:
-            await asyncio.gather(send(client), send(client))
-        ended.set()
+        try:
+            async with dial(server.target) as client:
+                await asyncio.gather(send(client), send(client))
+        finally:
+            ended.set()
 
     task = asyncio.create_task(both())
     try:
@@ -177,7 +202,7 @@ async def _sending(server: ServerProcess, count: int, method: str, data: bytes) 
 
 
 @asynccontextmanager
-async def _unfinished(server: ServerProcess, path: str) -> AsyncIterator[asyncio.Event]:
+async def unfinished(server: ServerProcess, path: str) -> AsyncIterator[asyncio.Event]:
     """A second of connections whose calls announce a message just under the limit and never end it."""
     host, _, port = server.target.rpartition(":")
     ended = asyncio.Event()

@@ -21,6 +21,8 @@ from tests.faults.exactly_once import r2_by_a_scheduler, r2_exactly_once, r2_in_
 from tests.faults.figures import Figures
 from tests.faults.fleet import r31_a_fleet_loses_no_token
 from tests.faults.frame_order import r21_frames_keep_their_order
+from tests.faults.front_callers import r22_a_front_holds_nothing_of_the_dead, r30_no_caller_stops_a_front
+from tests.faults.fronts import r15_a_front_leaks_nothing, r31_a_front_loses_no_token
 from tests.faults.grammars import r35_a_grammar_is_a_function_of_tokens
 from tests.faults.handles import r1_handles_cannot_be_forged
 from tests.faults.health import r19_health_tells_the_truth
@@ -64,6 +66,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r15_nothing_leaks,
     r15_adapters_come_and_go,
     r15_grammars_come_and_go,
+    r15_a_front_leaks_nothing,
     r16_a_crash_is_survivable,
     r17_the_error_contract_is_true,
     r18_one_server_per_port,
@@ -71,6 +74,7 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r20_a_bad_item_harms_nobody,
     r21_frames_keep_their_order,
     r22_the_dead_hold_nothing,
+    r22_a_front_holds_nothing_of_the_dead,
     r23_no_caller_starves_another,
     r24_a_configuration_is_honoured_or_refused,
     r25_a_lost_sequence_is_rebuilt_exactly,
@@ -80,7 +84,9 @@ PROMISES: Final[tuple[Callable[[Size], Awaitable[Figures]], ...]] = (
     r29_a_ranks_death_is_known,
     r30_no_caller_stops_the_server,
     r30_a_neighbour_takes_its_share_alone,
+    r30_no_caller_stops_a_front,
     r31_a_fleet_loses_no_token,
+    r31_a_front_loses_no_token,
     r32_an_import_harms_nobody_else,
     r33_one_truth_about_a_hung_device,
     r34_memory_by_content_is_bounded,

@@ -92,6 +92,12 @@ class Size:
     """R29: ranks that are killed or stopped."""
     fleet_sequences: int
     """R31 and R33: sequences over three executors."""
+    front_texts: int
+    front_streams: int
+    """R15 and R31 with a worker in between: texts after warm-up, and streams over three executors."""
+    front_dead: int
+    front_unread: int
+    """R22 and R30 with a worker in between: texts of each client that dies, and streams that are not read."""
     hung_patience_s: float
     short_stop_s: float
     long_stop_s: float
@@ -160,6 +166,10 @@ CI: Final = Size(
     poisoned_imports=1,
     rank_deaths=2,
     fleet_sequences=60,
+    front_texts=24,
+    front_streams=20,
+    front_dead=2,
+    front_unread=24,
     hung_patience_s=2.0,
     short_stop_s=2.4,
     long_stop_s=5.0,
@@ -220,6 +230,10 @@ FULL: Final = Size(
     poisoned_imports=100,
     rank_deaths=81,
     fleet_sequences=1_000,
+    front_texts=1_000,
+    front_streams=200,
+    front_dead=32,
+    front_unread=2_000,
     hung_patience_s=10.0,
     short_stop_s=3.0,
     long_stop_s=30.0,

@@ -5,7 +5,7 @@ each promise, so that hours are not lost to the last one; promises that were not
 Exits 1 when a promise is broken.
 
     python -m tests.faults.soak                     everything, at full size
-    python -m tests.faults.soak --only R5 R9        these
+    python -m tests.faults.soak --only R5 R9        these; or one by its function, r9_overload_bends
     python -m tests.faults.soak --share 0.01        a hundredth of the counts; --ci: the size of CI; --dry: no files
 """
 
@@ -134,14 +134,14 @@ def write(results: dict[str, Any], folder: Path = ROOT) -> None:
 def main() -> None:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description="Try every promise at full size.")
-    parser.add_argument("--only", nargs="+", default=[], metavar="R", help="promises, e.g. R5 R9")
+    parser.add_argument("--only", nargs="+", default=[], metavar="R", help="promises, e.g. R5 R9, or their functions")
     parser.add_argument("--share", type=float, default=1.0, help="share of the full counts (default: 1)")
     parser.add_argument("--ci", action="store_true", help="the size of CI")
     parser.add_argument("--dry", action="store_true", help="write no files")
     arguments = parser.parse_args()
     size = CI if arguments.ci else scaled(FULL, arguments.share) if arguments.share != 1.0 else FULL
-    chosen = [each for each in PROMISES if not arguments.only or number(each) in arguments.only]
-    if unknown := set(arguments.only) - {number(each) for each in PROMISES}:
+    chosen = [each for each in PROMISES if not arguments.only or {number(each), each.__name__} & set(arguments.only)]
+    if unknown := set(arguments.only) - {name for each in PROMISES for name in (number(each), each.__name__)}:
         parser.error(f"no promise {', '.join(sorted(unknown))}")
     results: dict[str, Any] = {"promises": {}}
     if RESULTS.exists():
