@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
+from prometheus_client import generate_latest
 
 from ferrum_rpc import cli, scheduler
 from ferrum_rpc.config import SETTINGS
@@ -23,8 +24,9 @@ from ferrum_rpc.executor.v1 import (
     types_pb2,
 )
 from tests.unit.test_client_names import names
+from tests.unit.test_metrics import observed
 from tools.site import protos, python, reference
-from tools.site.sources import logged_events, page, rows
+from tools.site.sources import logged_events, metric_families, page, rows
 
 FILES = (
     executor_control_pb2,
@@ -120,6 +122,26 @@ def test_every_comment_is_on_its_page(name: str) -> None:
     assert [each for each in empty if not each.startswith("## ")] == []
     if name.startswith("reference/proto-"):
         assert re.findall(r"^\| `[^\n]*\|  \|$", text, re.M) == []
+
+
+def test_every_event_of_the_log_is_explained() -> None:
+    explained = {name for cells in rows(page("operations.md"), "event") for name in re.findall(r"`(\w+)`", cells[0])}
+    events, ends = logged_events()
+    assert len(events) > 40
+    assert sorted(events.keys() - explained) == []
+    assert sorted(each for each in explained - events.keys() if not each.endswith(tuple(ends))) == []
+
+
+def test_the_metrics_are_those_that_are_served() -> None:
+    text = generate_latest(observed()[-1]).decode()
+    served = dict(re.findall(r"^# TYPE (ferrum_\S+) (\w+)", text, re.M))
+    listed = {each.name: each for each in metric_families()}
+    assert {name: each.kind for name, each in listed.items() if name != "ferrum_model_info"} == served
+    helps = dict(re.findall(r"^# HELP (ferrum_\S+) (.*)", text, re.M))
+    assert {name: listed[name].text for name in helps} == helps
+    for name, labels in re.findall(r"^(ferrum_\w+)\{(.*)\} ", text, re.M):
+        named = name if name in listed else re.sub("_(bucket|sum|count)$", "", name)
+        assert set(re.findall(r'(\w+)="', labels)) - {"le"} == set(listed[named].labels), name
 
 
 def test_a_name_of_a_docstring_is_a_link() -> None:

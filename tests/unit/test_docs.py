@@ -11,7 +11,6 @@ import pytest
 from ferrum_rpc import cli
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.client.fleet import FleetClient
-from tools.site.sources import logged_events
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = ("architecture.md", "kernels.md")
@@ -127,16 +126,6 @@ def test_nothing_says_that_this_project_is_on_a_package_index() -> None:
     ]
     assert len(files) > 400
     assert [str(each) for each in files if each != Path(__file__) and said.search(each.read_text("utf-8"))] == []
-
-
-def test_every_event_of_the_log_is_explained() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text("utf-8")
-    [table] = re.findall(r"^\| event \|.*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
-    told = {name for row in table.splitlines() for name in code(row.split("|")[1])}
-    events, ends = logged_events()
-    assert len(events) > 40
-    assert sorted(events.keys() - told) == []
-    assert sorted(each for each in told - events.keys() if not each.endswith(tuple(ends))) == []
 
 
 def test_every_flag_of_serve_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

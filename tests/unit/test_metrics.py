@@ -39,7 +39,6 @@ from ferrum_rpc.service.telemetry import TracingError, connect
 from ferrum_rpc.service.trace_context import ids_of, is_traceparent, request_id_of, traceparent_of
 from ferrum_rpc.wire.status import CODE_BY_REASON
 from tests.exposition import OPENMETRICS, fetch, openmetrics_families, problems, series, value
-from tools.site.sources import metric_families
 
 ROOT = Path(__file__).parents[2]
 METHOD = "ferrum_rpc.executor.v1.ModelExecutor/Decode"
@@ -220,18 +219,6 @@ def test_every_metric_is_explained_and_what_is_explained_is_there(scraped: Metri
     explained = {name for row in rows for name in re.findall(r"`(ferrum_\w+)`", row.split("|")[1])}
     served = set(re.findall(r"^# TYPE (ferrum_\S+)", fetch(scraped.url), re.MULTILINE)) | {"ferrum_model_info"}
     assert sorted(served - explained) == [] and sorted(explained - served) == []
-
-
-def test_the_reference_lists_the_metrics_that_are_served(scraped: MetricsServer) -> None:
-    text = fetch(scraped.url)
-    served = dict(re.findall(r"^# TYPE (ferrum_\S+) (\w+)", text, re.MULTILINE))
-    listed = {each.name: each for each in metric_families()}
-    assert {name: each.kind for name, each in listed.items() if name != "ferrum_model_info"} == served
-    helps = dict(re.findall(r"^# HELP (ferrum_\S+) (.*)", text, re.MULTILINE))
-    assert {name: listed[name].text for name in helps} == helps
-    for name, labels in re.findall(r"^(ferrum_\w+)\{(.*)\} ", text, re.MULTILINE):
-        named = re.sub("_(bucket|sum|count)$", "", name) if name not in listed else name
-        assert set(re.findall(r'(\w+)="', labels)) - {"le"} == set(listed[named].labels), name
 
 
 def test_a_submission_waits_for_itself_and_a_step_counts_once(scraped: MetricsServer) -> None:
