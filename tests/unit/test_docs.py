@@ -69,7 +69,9 @@ def test_the_picture_mentions_files_that_exist() -> None:
 
 
 EACH_PAGE = pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda each: each.name
+    "path",
+    [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")), *sorted((ROOT / "docs").rglob("*.md"))],
+    ids=lambda each: each.name,
 )
 
 

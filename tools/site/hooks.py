@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +20,10 @@ from mkdocs.structure.files import File, Files
 
 from tools.commands import ROOT
 from tools.site import protos, python, reference
-from tools.site.links import PAGES, relinked
+from tools.site.links import EXAMPLES, PAGES, relinked
 
+RANKS: Final = {"concepts/": 2, "howto/": 2, "reference/proto-": 0.2, "reference/python-": 0.2, "examples": 0.5}
+"""Weights of pages in the search by how their paths begin: explanations first, names of code last."""
 HOSTED: Final = re.compile(r"https://(?:unpkg\.com|api\.github\.com)[\w./@-]*")
 
 
@@ -29,13 +32,24 @@ def on_files(files: Files, config: Any) -> Files:
     pages = {**reference.pages(), **protos.pages(), **python.pages()}
     for source, page in PAGES.items():
         pages[page] = relinked((ROOT / source).read_text("utf-8"), source, page)
+    pages[EXAMPLES] = "\n".join(examples())
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     return files
 
 
+def examples() -> Iterator[str]:
+    """The programs of `examples/`, each with its path as its heading."""
+    yield from ("# Examples", "", "The test suite runs each of these programs against the demo model.")
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        yield from ("", f"## `examples/{path.name}` {{ #{path.stem} }}", "")
+        yield from ("```python", path.read_text("utf-8").strip(), "```")
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let the links of a page in `docs/` end on the site."""
+    """Let the links of a page in `docs/` end on the site, and rank the page in the search."""
+    folder = next((each for each in RANKS if page.file.src_uri.startswith(each)), "")
+    page.meta.setdefault("search", {}).setdefault("boost", RANKS.get(folder, 1))
     if page.file.generated_by:
         return markdown
     return relinked(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)

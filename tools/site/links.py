@@ -8,8 +8,15 @@ from typing import Final
 
 from tools.commands import ROOT
 
-PAGES: Final = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+PAGES: Final = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
 """Files outside of `docs/` that are pages, and their names on the site."""
+EXAMPLES: Final = "examples.md"
+"""The page that shows the programs of `examples/`."""
 LINK: Final = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
@@ -27,6 +34,8 @@ def relinked(text: str, source: str, page: str) -> str:
             place = file.removeprefix("docs/")
         elif file in PAGES:
             place = PAGES[file]
+        elif file.startswith("examples/") and (ROOT / file).exists():
+            place, heading = EXAMPLES, posixpath.basename(file).removesuffix(".py")
         else:
             return label if (ROOT / file).exists() else found[0]
         path = "" if place == page else posixpath.relpath(place, posixpath.dirname(page) or ".")
