@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -65,7 +68,7 @@ def test_every_page_of_the_repository_is_on_the_site(site: Path) -> None:
     built = {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")}
     assert len(pages) > 10
     assert pages <= built
-    assert {Path("index"), Path("changelog")} <= built
+    assert {Path(each) for each in ("index", "changelog", "contributing", "security", "examples")} <= built
 
 
 def test_no_file_of_the_site_asks_another_host(site: Path) -> None:
@@ -118,3 +121,34 @@ def test_a_link_that_only_a_reader_follows_is_allowed(tmp_path: Path) -> None:
 )
 def test_links_of_a_forge_end_on_the_site(source: str, page: str, link: str, expected: str) -> None:
     assert relinked(link, source, page) == expected
+
+
+QUESTIONS = tomllib.loads((Path(__file__).with_name("site_questions.toml")).read_text("utf-8"))["question"]
+
+
+@pytest.fixture(scope="module")
+def hits(site: Path) -> list[str | None]:
+    """The first hit of each question, by the search that the pages run."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("the search of the site runs in Node.js, which is not installed")
+    command = [node, str(Path(__file__).with_name("site_search.mjs")), str(site), *(each["ask"] for each in QUESTIONS)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: list[str | None] = json.loads(done.stdout)
+    return found
+
+
+def test_there_are_twenty_questions_and_their_answers_are_there(site: Path) -> None:
+    assert len([each for each in QUESTIONS if each["pages"]]) >= 20
+    for each in {page for question in QUESTIONS for page in question["pages"]}:
+        page, _, anchor = each.partition("#")
+        assert not anchor or f'id="{anchor}"' in (site / page).read_text("utf-8"), each
+
+
+@pytest.mark.parametrize("at", range(len(QUESTIONS)), ids=lambda at: str(QUESTIONS[at]["ask"]))
+def test_the_first_hit_answers(hits: list[str | None], at: int) -> None:
+    hit, pages = hits[at], QUESTIONS[at]["pages"]
+    if not pages:
+        assert hit is None, "a word that is nowhere has no hit"
+    else:
+        assert hit is not None and {hit, hit.partition("#")[0]} & {*pages}, f"{hit} is not one of {pages}"
