@@ -46,6 +46,7 @@ lint: .venv/.dev  ## Style, types, protos, stubs, links of the docs, containers,
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@$(BIN)/hadolint Dockerfile
 	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml docker-compose.gpu.yml
+	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/ci.yml
 	@$(BIN)/python -m tools.lock --check
 
 format: .venv/.dev  ## Format the code
