@@ -178,7 +178,7 @@ async def _by_grammars(servers: int, seed: int, counts: Counts) -> None:
                         counts.refusals[error.reason] += 1
                         if error.reason not in SURVIVED:
                             counts.wrong.append(f"a step by a grammar is refused: {error!r}")
-                raise AssertionError("a step by a grammar is refused for good")
+                raise AssertionError(f"a step by a grammar is refused for good: {dict(counts.refusals)}")
 
             with suppress(Gone):  # the crash that is waited for
                 while True:
