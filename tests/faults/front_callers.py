@@ -55,6 +55,9 @@ FLOODED_S: Final = 2.0
 """Within this a neighbour has its text, however many texts of others wait."""
 
 MESSAGE_BYTES: Final = (8 << 20) - 1024
+ARENAS: Final = 32 * MIB
+"""What the worker's allocator swings by: it reads large messages in threads, each of which has an arena."""
+
 UNREAD_MIB: Final = 64
 """What streams that are not read may take of the worker."""
 
@@ -164,7 +167,7 @@ async def r30_no_caller_stops_a_front(size: Size) -> Figures:
             method, data = sent[name]
             async with sending(both.worker, 8, SERVICE + method, data, streams=True) as ended:
                 await ended.wait()
-        trial = Trial(both.worker, size, probes)
+        trial = Trial(both.worker, size, probes, ARENAS)
         await trial.alone()
         for name, (method, data) in sent.items():
             hostile = sending(

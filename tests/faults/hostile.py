@@ -95,9 +95,17 @@ async def r30_no_caller_stops_the_server(size: Size) -> Figures:
 
 class Trial:
     """What honest callers and the memory of a server make of a hostile one. ``probes``: honest calls by their name.
+    ``noise``: bytes that the allocator swings by.
     ``facts``: what was measured, for the report."""
 
-    def __init__(self, server: ServerProcess, size: Size, probes: dict[str, Callable[[], Awaitable[Any]]]) -> None:
+    def __init__(
+        self,
+        server: ServerProcess,
+        size: Size,
+        probes: dict[str, Callable[[], Awaitable[Any]]],
+        noise: int = NOISE,
+    ) -> None:
+        self._noise = noise
         self._server = server
         self._size = size
         self._probes = probes
@@ -147,10 +155,10 @@ class Trial:
             waits = await self._probed(lambda count: ended.is_set() and count >= least, look)
         back = BACK_S if size.absolute else BUSY_S
         with suppress(TimeoutError):
-            back = await until(lambda: server.rss_bytes() - before <= NOISE, back, every_s=0.02)
+            back = await until(lambda: server.rss_bytes() - before <= self._noise, back, every_s=0.02)
         figures = [
-            at_most(f"memory under {name}", (most - before) / MIB, (times * held + NOISE) / MIB, "MiB"),
-            at_most(f"memory left after {name}", (server.rss_bytes() - before) / MIB, NOISE / MIB, "MiB"),
+            at_most(f"memory under {name}", (most - before) / MIB, (times * held + self._noise) / MIB, "MiB"),
+            at_most(f"memory left after {name}", (server.rss_bytes() - before) / MIB, self._noise / MIB, "MiB"),
         ]
         p99s = {probe: quantile(each, 0.99) for probe, each in waits.items()}
         for probe, p99 in p99s.items():
