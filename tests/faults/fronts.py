@@ -69,7 +69,7 @@ class Fronted:
             held, seconds = sum(await self.held()), time.monotonic() - began
             if not held or seconds > patience_s:
                 return held, seconds
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # both processes are asked: neither sends an event
 
 
 @asynccontextmanager

@@ -95,8 +95,7 @@ async def r30_no_caller_stops_the_server(size: Size) -> Figures:
 
 class Trial:
     """What honest callers and the memory of a server make of a hostile one. ``probes``: honest calls by their name.
-    ``noise``: bytes that the allocator swings by.
-    ``facts``: what was measured, for the report."""
+    ``noise``: bytes that the allocator swings by. ``facts``: what was measured, for the report."""
 
     def __init__(
         self,
@@ -154,7 +153,7 @@ class Trial:
         async with hostile as ended:
             waits = await self._probed(lambda count: ended.is_set() and count >= least, look)
         back = BACK_S if size.absolute else BUSY_S
-        with suppress(TimeoutError):
+        with suppress(TimeoutError):  # the figure below reports it
             back = await until(lambda: server.rss_bytes() - before <= self._noise, back, every_s=0.02)
         figures = [
             at_most(f"memory under {name}", (most - before) / MIB, (times * held + self._noise) / MIB, "MiB"),
