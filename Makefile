@@ -59,34 +59,34 @@ stubs: .venv/.dev  ## Generate what is generated: stubs from protos/, clients wi
 	@$(BIN)/python -m tools.monitoring
 
 bench: .venv/.dev  ## How fast, beside limits and a peer, and what gRPC costs; writes docs/benchmarks.md
-	@$(BIN)/python -m benchmarks.suite
-	@$(BIN)/python -m benchmarks.wire
-	@$(BIN)/python -m benchmarks.protocol
-	@$(BIN)/python -m benchmarks.trips
-	@$(BIN)/python -m benchmarks.speculation
-	@$(BIN)/python -m benchmarks.streams
-	@$(BIN)/python -m benchmarks.streams --model qwen3-0.6b --tokens 64
-	@$(BIN)/python -m benchmarks.fronts
-	@$(BIN)/python -m benchmarks.fronts --model qwen3-0.6b --prompt 32 --tokens 24
-	@$(BIN)/python -m benchmarks.grammars
-	@$(BIN)/python -m benchmarks.grammars --model qwen3-0.6b --tokens 8 --rounds 5
-	@$(BIN)/python -m benchmarks.structured
-	@$(BIN)/python -m benchmarks.cache
-	@$(BIN)/python -m benchmarks.adapters
-	@$(BIN)/python -m benchmarks.backends
-	@$(BIN)/python -m benchmarks.memory
-	@$(BIN)/python -m benchmarks.transfer
-	@$(BIN)/python -m benchmarks.ranks
-	@$(BIN)/python -m benchmarks.collectives
-	@$(BIN)/python -m benchmarks.prefix
-	@$(BIN)/python -m benchmarks.report
+	@$(BIN)/python -m benchmarks suite
+	@$(BIN)/python -m benchmarks wire
+	@$(BIN)/python -m benchmarks protocol
+	@$(BIN)/python -m benchmarks trips
+	@$(BIN)/python -m benchmarks speculation
+	@$(BIN)/python -m benchmarks streams
+	@$(BIN)/python -m benchmarks streams --model qwen3-0.6b --tokens 64
+	@$(BIN)/python -m benchmarks fronts
+	@$(BIN)/python -m benchmarks fronts --model qwen3-0.6b --prompt 16 --tokens 12
+	@$(BIN)/python -m benchmarks grammars
+	@$(BIN)/python -m benchmarks grammars --model qwen3-0.6b --tokens 8 --rounds 5
+	@$(BIN)/python -m benchmarks structured
+	@$(BIN)/python -m benchmarks cache
+	@$(BIN)/python -m benchmarks adapters
+	@$(BIN)/python -m benchmarks backends
+	@$(BIN)/python -m benchmarks memory
+	@$(BIN)/python -m benchmarks transfer
+	@$(BIN)/python -m benchmarks ranks
+	@$(BIN)/python -m benchmarks collectives
+	@$(BIN)/python -m benchmarks prefix
+	@$(BIN)/python -m benchmarks report
 
 bench-peers: .venv/.dev  ## Ours beside vLLM, OpenVINO, llama.cpp and transformers, an environment each (the first time: minutes)
-	@$(BIN)/python -m benchmarks.peers
-	@$(BIN)/python -m benchmarks.report
+	@$(BIN)/python -m benchmarks peers
+	@$(BIN)/python -m benchmarks report
 
 profile: .venv/.dev  ## Where a step's microseconds go, stage by stage, socket to kernel
-	@$(BIN)/python -m benchmarks.profile
+	@$(BIN)/python -m benchmarks profile
 
 soak: .venv/.dev  ## Try every promise at full size (hours); writes benchmarks/results/soak.json and docs/soak.md
 	@$(BIN)/python -m tests.faults.soak

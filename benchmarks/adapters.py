@@ -1,8 +1,7 @@
 """What adapters cost: decode steps in which every sequence has one of its own, or all have the same, beside steps of
 the plain model.
 
-One runner in this process, whose sequences are of three sides; rounds alternate, so that the ratios are of one run. The
-adapters change every product of every layer. Their numbers are random, and so all alike: each has memory of its own.
+One runner in this process, whose sequences are of three sides; rounds alternate, so that the ratios are of one run.
 """
 
 from __future__ import annotations
@@ -10,27 +9,23 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import tables
 from benchmarks.cases import CACHE, CONTEXT, DECODE, QUICK_CELLS, SEED, Cell
 from benchmarks.engines.inprocess import Inside
-from benchmarks.record import Contest, Record, finish, out_of, read_options
+from benchmarks.record import Benchmark, Contest, Option, Record, median_of
+from benchmarks.table import target
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.lora import modules_of
 from ferrum_rpc.models.spec import ModelSpec
 
 EACH, ONE, BASE = "an adapter each", "one adapter for all", "without adapters"
-TARGET: Final = 0.8
-"""Tokens a second where every sequence has an adapter of its own, of those without any, at least."""
-
+TARGET: Final = 0.8  # tokens a second where every sequence has an adapter of its own, of those without any, at least
 RANK: Final = 16
-SIDES: Final = 1 << 20
-"""Between the numbers of two sides' sequences."""
+SIDES: Final = 1 << 20  # between the numbers of two sides' sequences
 
 
 def write_adapter(spec: ModelSpec, rank: int, folder: Path) -> str:
@@ -55,8 +50,9 @@ def write_adapter(spec: ModelSpec, rank: int, folder: Path) -> str:
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    [cell] = options.cells
-    here = Contest(options, "adapters", "qwen3-0.6b")
+    cell = QUICK_CELLS[-1] if options.quick else Cell(DECODE, options.batch, options.context, most=16)
+    options.cells = [cell]
+    here = Contest(options)
     folder = CACHE / f"adapters-{'quick' if options.quick else 'qwen3-0.6b'}"
     name = write_adapter(here.spec, options.rank, folder)
     more: dict[str, Any] = {"adapter_dir": folder, "max_adapter_rank": options.rank, "adapter_memory": 64 << 30}
@@ -64,39 +60,24 @@ async def run(options: argparse.Namespace) -> Record:
         every = replace(cell, batch=3 * cell.batch)  # the sides share a cache
         base = await stack.enter_async_context(Inside.open(here.folder, [every], options.threads, **more))
         await base.load_adapters(name, cell.batch)
-        sides = {
-            EACH: base.beside(range(1, cell.batch + 1), SIDES),
-            ONE: base.beside([1], 2 * SIDES),
-            BASE: base,
-        }
+        sides = {EACH: base.beside(range(1, cell.batch + 1), SIDES), ONE: base.beside([1], 2 * SIDES), BASE: base}
         record = here.record
         record.values["sides"] = {side: player.facts for side, player in sides.items()}
-        record.save(rank=options.rank, adapters=cell.batch, target=TARGET)
+        record.values["settings"]["adapters"] = f"{cell.batch} of rank {options.rank}, of all products"
         await here.play([cell], sides, EACH)
+    what = f"{cell.name} with an adapter of rank {options.rank} each, in process, of none"
+    record.save(targets=[target(what, median_of(record.values["cells"], cell.name, BASE), TARGET)])
     return record
 
 
-def show(values: dict[str, Any]) -> None:
-    """The table on the terminal."""
-    tables.show(tables.cells(values["cells"]), "cells")
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.adapters", description="What adapters cost.")
-    parser.add_argument("--batch", type=int, default=32, help="sequences of a step, and adapters (default: 32)")
-    parser.add_argument("--context", type=int, default=CONTEXT, help=f"tokens of each (default: {CONTEXT})")
-    parser.add_argument("--rank", type=int, default=RANK, help=f"of the adapters (default: {RANK})")
-    options = read_options(parser, argv, rounds=5, round_s=4.0)
-    options.cells = QUICK_CELLS[-1:] if options.quick else (Cell(DECODE, options.batch, options.context, most=16),)
-    options.out = out_of(options, "adapters")
-    return options
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, show, save."""
-    finish(run(parse(argv)), show)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK: Final = Benchmark(
+    "adapters",
+    "What adapters cost.",
+    run,
+    (
+        Option("--batch", 32, "sequences of a step, and adapters"),
+        Option("--context", CONTEXT, "tokens of each"),
+        Option("--rank", RANK, "of the adapters"),
+    ),
+    round_s=4.0,
+)

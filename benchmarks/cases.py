@@ -18,20 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.machine import ROOT
-from ferrum_rpc.core import (
-    Accept,
-    FullLogits,
-    Greedy,
-    HiddenStates,
-    NextToken,
-    OutputKind,
-    OutputSpec,
-    Positions,
-    RowDType,
-    RowLogprobs,
-    Sample,
-    TopTokens,
-)
+from ferrum_rpc import core
+from ferrum_rpc.core import OutputKind, OutputSpec, Positions, RowDType, RowLogprobs
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.spec import ModelSpec
 
@@ -52,31 +40,27 @@ PERIOD: Final = 4194301
 LEAD_IN: Final = 2
 """Steps of a decode round that are not timed: the roll-back, and one that finds the caches as the timed ones do."""
 
-MASK: Final = b"every second token"
-"""Id of the mask that a runner of a benchmark knows; its words: see `mask_words`."""
-
-DRAFT: Final = 4
-"""Tokens of the drafts that the outputs with such a name are about."""
-
+MASK: Final = b"every second token"  # id of the mask that a runner of a benchmark knows; its words: see `mask_words`
+DRAFT: Final = 4  # tokens of the drafts that the outputs with such a name are about
 OUTPUTS: Final[dict[str, OutputKind]] = {
-    "greedy": Greedy(),
-    "greedy-logprobs": Greedy(logprob=True, logprobs=RowLogprobs(5)),
-    "sample": Sample(seed=1),
-    "sample-top-p": Sample(top_p=0.9, seed=1),
-    "sample-penalties": Sample(0.8, 50, 0.95, seed=1, repetition_penalty=1.1, frequency_penalty=0.1),
-    "top-tokens-20": TopTokens(20),
-    "hidden-states": HiddenStates(RowDType.BF16),
-    "greedy-masked": Sample(0.0, mask=MASK),
-    "sample-masked": Sample(seed=1, mask=MASK),
-    "verify-4": Greedy(),
-    "accept-4": Accept(),
-    "accept-4-sampled": Accept(Sample(seed=1)),
-    "next-token": NextToken(),
-    "next-token-logprobs": NextToken(logprobs=RowLogprobs(5)),
-    "full-bf16": FullLogits(RowDType.BF16),
-    "full-f32": FullLogits(RowDType.F32),
+    "greedy": core.Greedy(),
+    "greedy-logprobs": core.Greedy(logprob=True, logprobs=RowLogprobs(5)),
+    "sample": core.Sample(seed=1),
+    "sample-top-p": core.Sample(top_p=0.9, seed=1),
+    "sample-penalties": core.Sample(0.8, 50, 0.95, seed=1, repetition_penalty=1.1, frequency_penalty=0.1),
+    "top-tokens-20": core.TopTokens(20),
+    "hidden-states": core.HiddenStates(RowDType.BF16),
+    "greedy-masked": core.Sample(0.0, mask=MASK),
+    "sample-masked": core.Sample(seed=1, mask=MASK),
+    "verify-4": core.Greedy(),
+    "accept-4": core.Accept(),
+    "accept-4-sampled": core.Accept(core.Sample(seed=1)),
+    "next-token": core.NextToken(),
+    "next-token-logprobs": core.NextToken(logprobs=RowLogprobs(5)),
+    "full-bf16": core.FullLogits(RowDType.BF16),
+    "full-f32": core.FullLogits(RowDType.F32),
 }
-NOTHING: Final = OutputSpec(Positions.NONE, Greedy())
+NOTHING: Final = OutputSpec(Positions.NONE, core.Greedy())
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 
@@ -113,7 +97,7 @@ class Cell:
     def spec(self) -> OutputSpec:
         """What every sequence of a step asks for."""
         kind = OUTPUTS[self.output]
-        every = isinstance(kind, NextToken) or self.rows > 1
+        every = isinstance(kind, core.NextToken) or self.rows > 1
         return OutputSpec(Positions.ALL if every else Positions.LAST, kind)
 
     @property

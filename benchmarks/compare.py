@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.cases import Cell
 from benchmarks.machine import Bystanders
@@ -100,21 +101,33 @@ async def alternate(
     return turns, [repeated, kept]
 
 
-def spread(seconds: Sequence[float]) -> dict[str, float]:
+def median(values: Iterable[float], digits: int = 3) -> float:
+    """Of figures, rounded."""
+    return round(float(np.median(list(values))), digits)
+
+
+def percentile(values: npt.ArrayLike, share: float, digits: int = 3) -> float:
+    """Of figures, rounded; ``share`` of 100."""
+    return round(float(np.percentile(np.asarray(values, float), share)), digits)
+
+
+def spread(seconds: Sequence[float], times: float = 1e3, digits: int = 4) -> dict[str, float]:
     """Median, 10th and 90th percentile of seconds, in milliseconds."""
-    p10, median, p90 = np.percentile(np.asarray(seconds) * 1e3, (10, 50, 90))
-    return {"median": round(float(median), 4), "p10": round(float(p10), 4), "p90": round(float(p90), 4)}
+    p10, p50, p90 = (percentile(np.asarray(seconds) * times, share, digits) for share in (10, 50, 90))
+    return {"median": p50, "p10": p10, "p90": p90}
 
 
 def ratio(over: Sequence[Round], under: Sequence[Round], digits: int = 3) -> Figures:
     """Median step of ``over`` in those of ``under``: each pair of rounds, and over the pairs."""
     found = [float(np.median(a.step_s) / np.median(b.step_s)) for a, b in zip(over, under, strict=True)]
-    return {
-        "pairs": [round(each, digits) for each in found],
-        "median": round(float(np.median(found)), digits),
-        "low": round(min(found), digits),
-        "high": round(max(found), digits),
-    }
+    return {"pairs": [round(each, digits) for each in found], **shares(found, [1.0] * len(found), digits)}
+
+
+def shares(rates: Sequence[float], of: Sequence[float], digits: int = 3) -> dict[str, float]:
+    """The ratios of figures to those of another way in the same rounds."""
+    found = np.divide(rates, of)
+    ends = {"median": np.median(found), "low": found.min(), "high": found.max()}
+    return {name: round(float(each), digits) for name, each in ends.items()}
 
 
 def figures(cell: Cell, rounds: Sequence[Round], reference: Sequence[Round]) -> Figures:
@@ -160,8 +173,7 @@ async def contest(cell: Cell, players: Mapping[str, Player], reference: str, rou
     """One cell: warm up, choose the number of steps from the reference side's pace, and alternate. A side that cannot
     do the cell is ``absent`` with its reason, and the others go on. ``ratios``: of each other side's step to the
     reference's, which are tokens a second of the reference over the other's."""
-    played = await rounds_of(cell, players, reference, rounds, round_s)
-    return result_of(cell, played.steps, played.by_name, reference, played.absent, played.disturbed)
+    return result_of(cell, await rounds_of(cell, players, reference, rounds, round_s), reference)
 
 
 async def rounds_of(  # noqa: PLR0917
@@ -180,38 +192,27 @@ async def rounds_of(  # noqa: PLR0917
             if name == reference:
                 raise
             absent[name] = str(reason)
-    takes = {name: partial(_take, each, cell, steps) for name, each in players.items() if name not in absent}
+    takes = {name: partial(each.round, cell, steps=steps) for name, each in players.items() if name not in absent}
     turns, disturbed = await alternate(takes, rounds, first=2)
     return Played(steps, {name: [turn[name] for turn in turns] for name in takes}, absent, disturbed)
 
 
-def result_of(  # noqa: PLR0917
-    cell: Cell,
-    steps: int,
-    by_name: Mapping[str, Sequence[Round]],
-    reference: str,
-    absent: Mapping[str, str] = {},
-    disturbed: Sequence[int] = (0, 0),
-) -> Figures:
+def result_of(cell: Cell, played: Played, reference: str) -> Figures:
     """The result of `contest`, of rounds that were played."""
-    ours = by_name[reference]
+    ours = played.by_name[reference]
     return {
         "cell": cell.name,
         "kind": cell.kind,
         "batch": cell.batch,
         "context": cell.context,
         "output": cell.output,
-        "steps": steps,
+        "steps": played.steps,
         "roof": None,
         "target": cell.target,
         "goal": cell.goal,
         "reference": reference,
-        "sides": {name: figures(cell, each, ours) for name, each in by_name.items()},
-        "absent": dict(absent),
-        "ratios": {name: ratio(each, ours) for name, each in by_name.items() if name != reference},
-        "disturbed": [*disturbed],
+        "sides": {name: figures(cell, each, ours) for name, each in played.by_name.items()},
+        "absent": played.absent,
+        "ratios": {name: ratio(each, ours) for name, each in played.by_name.items() if name != reference},
+        "disturbed": played.disturbed,
     }
-
-
-async def _take(player: Player, cell: Cell, steps: int, number: int) -> Round:
-    return await player.round(cell, number, steps)

@@ -1,62 +1,67 @@
 """What a router and a worker cost: the same texts by the scheduler as a library, by a worker through gRPC, and by a
 router in front of the worker through HTTP.
 
-All ways have the same executor, which runs in a process of its own, as the worker and the router do. The callers are in
-the measuring process, for the library together with its scheduler, as in an application; this process does nothing else
-meanwhile. The scheduler has the settings and the event loop of a worker. The ways take turns, and ratios are of one
-round. Each text has a prompt of its own, so that no way finds another one's blocks in the prefix cache. The processor
-time of every process says where the time goes: on a machine whose cores are all busy, what the worker, the router and
-the caller take is missing at the executor. The other rounds ask how long the executor has the sequence of a text whose
-client leaves: it closes its connection to the router, or cancels its call of the worker.
+All ways have the same executor. The ways take turns, ratios are of one round, and each text has a prompt of its own.
+The processor time of every process says where the time goes: on a machine whose cores are all busy, what the worker,
+the router and the caller take is missing at the executor. The other rounds ask how long the executor has the sequence
+of a text whose client leaves.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
+import http.client
 import json
 import os
 import re
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
-import numpy as np
 
-from benchmarks import tables
-from benchmarks.cases import BUILT_IN, CACHE, SHAPES, checkpoint
-from benchmarks.engines.grpc import PROGRAM, executor
+from benchmarks.cases import CACHE, SHAPES, model_path
+from benchmarks.engines.grpc import PROGRAM, connected
 from benchmarks.engines.process import START_S, Child, ServerDied, served
 from benchmarks.machine import ROOT, processor_s
-from benchmarks.record import Record, finish, out_of, read_options
-from benchmarks.streams import SERVED, Came, Round, Work, Writer, by_scheduler, cancels, medians, shares, streams
-from ferrum_rpc.client import ExecutorClient
+from benchmarks.record import Benchmark, Option, Record, shape_of
+from benchmarks.streams import (
+    CANCEL_LEGEND,
+    LEGEND,
+    SERVED,
+    SHAPE,
+    Came,
+    Goal,
+    Round,
+    Taken,
+    Work,
+    Writer,
+    by_scheduler,
+    cancels,
+    points,
+    rounds_of,
+    streams,
+)
 from ferrum_rpc.runtime import choose_loop
 from ferrum_rpc.scheduler import Scheduler
 
-STREAMS: Final = (1, 16, 64)
-"""Texts at a time."""
-
+STREAMS: Final = (1, 16, 64)  # texts at a time
 LIBRARY, WORKER, ROUTER = "the scheduler as a library", "a worker, gRPC", "a router and a worker, HTTP"
 WAYS: Final = (LIBRARY, WORKER, ROUTER)
 LEAVES: Final = 100
-LEFT_AT: Final = 12
-"""Tokens that a text has when its client leaves, at most."""
+LEFT_AT: Final = 12  # tokens that a text has when its client leaves, at most
+BESIDE: Final = 16  # texts that go on while others are left
+LONE: Final = 4
+"""A text alone is this many times as long as one of several: its round would be over within the host's next stall."""
 
-BESIDE: Final = 16
-"""Texts that go on while others are left."""
-
-TARGET: Final = 0.95
-"""Tokens a second of those of the library, at least."""
-
+TARGET: Final = 0.95  # tokens a second of those of the library, at least
 POLL_S: Final = 0.1
 DEMO_TOKENIZER: Final = ROOT / "ferrum_rpc_demo" / "demo" / "tokenizer.json"
 HEAD: Final = (
@@ -64,18 +69,6 @@ HEAD: Final = (
 )
 EVENT: Final = b"data: {"
 USAGE: Final = re.compile(rb'"completion_tokens":(\d+)')
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One way's round, and the seconds that the cores worked in it for each process."""
-
-    round: Round
-    worked_s: Mapping[str, float]
-
-    def per_token_us(self) -> dict[str, float]:
-        """Microseconds for each token."""
-        return {name: 1e6 * seconds / self.round.tokens for name, seconds in self.worked_s.items()}
 
 
 def tokenizer_of(shape: str, vocab_size: int) -> Path:
@@ -100,7 +93,7 @@ async def router(target: str) -> AsyncIterator[tuple[str, int, int]]:
     async with Child.run(command, ROOT, pipe=asyncio.subprocess.DEVNULL) as child:
         try:
             async with asyncio.timeout(START_S):
-                while not await lists_a_model(host, ports[0]):
+                while not await asyncio.to_thread(lists_a_model, host, ports[0]):
                     if child.process.returncode is not None:
                         raise ServerDied("\n".join(["the router has ended", *child.said]))
                     await asyncio.sleep(POLL_S)
@@ -116,17 +109,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def lists_a_model(host: str, port: int) -> bool:
+def lists_a_model(host: str, port: int) -> bool:
     """Whether a router has a worker."""
     try:
-        reader, writer = await asyncio.open_connection(host, port)
+        connection = http.client.HTTPConnection(host, port)
+        connection.request("GET", "/v1/models")
+        return b'"id"' in connection.getresponse().read()
     except OSError:  # it does not listen yet
         return False
-    try:
-        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: router\r\nConnection: close\r\n\r\n")
-        return b'"id"' in await reader.read()
-    finally:
-        writer.close()
 
 
 @asynccontextmanager
@@ -188,120 +178,73 @@ def by_router(host: str, port: int, model: str) -> Writer:
     return write
 
 
-class Bench:
-    """Every way to the same executor. ``processes``: the ids of the processes, by what they are."""
-
-    def __init__(self, client: ExecutorClient, writers: Mapping[str, Writer], processes: Mapping[str, int]) -> None:
-        self.client, self.writers, self._processes = client, writers, processes
-        self._numbers = itertools.count()
-
-    async def turn(self, way: str, work: Work, spread_s: float) -> Turn:
-        """A round of one way, with prompts of its own."""
-        before = self._worked_s()
-        found = await streams(self.client, self.writers[way], work, next(self._numbers), spread_s)
-        return Turn(found, {name: seconds - before[name] for name, seconds in self._worked_s().items()})
-
-    def _worked_s(self) -> dict[str, float]:
-        return {name: processor_s(pid) for name, pid in self._processes.items()}
+OF_LIBRARY: Final = Goal(
+    ROUTER, (LIBRARY,), "of the library", TARGET, "of a router and a worker, of the scheduler as a library, Qwen3-0.6B"
+)
+FRONT_LEGEND: Final = {
+    "of the library": "tokens a second over those of the library in the same round: median (lowest to highest)",
+    **{name: LEGEND[name] for name in ("target", "texts a step", "in steps", "first token, ms; p99")},
+    "executor, worker, router, caller, µs": "processor time of it for each token of the round; the library is in the "
+    "caller",
+}
+LEFT_TEXT: Final = """
+How long the executor has the sequence of a text whose client leaves: it closes its connection to the router, or cancels
+its call of the worker or its stream of the library. A router notices a closed connection at the text's next token, up
+to a step later."""
 
 
-@asynccontextmanager
-async def opened(model: str) -> AsyncIterator[tuple[Bench, int]]:
-    """Start everything; and the size of the vocabulary."""
+async def run(options: argparse.Namespace) -> Record:
+    """Measure everything and write the file."""
+    model = options.model
+    told = f"of {options.tokens} tokens behind {options.prompt} each, alone {LONE * options.tokens}"
+    record = Record(options, model=model, **SERVED, texts=told, router=f"smg {version('smg')}")
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        ours = await enter(executor(model if model in BUILT_IN else str(checkpoint(model)), SERVED))
-        client = await enter(ExecutorClient(ours.target, session=True, timeout_s=600.0))
+        ours, client = await enter(connected(model_path(model), SERVED))
         scheduler = await enter(Scheduler(ours.target))
         flags = ["--target", ours.target, "--port", "0", "--served-model-name", model, "--log-format", "json"]
         if model in SHAPES:
             flags += ["--tokenizer", str(tokenizer_of(model, ours.vocab_size))]
         worker = await enter(served(*PROGRAM, "worker", "smg", *flags))
         host, port, of_router = await enter(router(worker.target))
-        writers = {
+        writers: dict[str, Writer] = {
             LIBRARY: by_scheduler(scheduler),
             WORKER: await enter(by_worker(worker.target)),
             ROUTER: by_router(host, port, model),
         }
         processes = {"executor": ours.pid, "worker": worker.process.pid, "router": of_router, "caller": os.getpid()}
-        yield Bench(client, writers, processes), ours.vocab_size
 
+        async def take(way: str, work: Work, number: int, spread_s: float) -> Round:
+            before = {name: processor_s(pid) for name, pid in processes.items()}
+            found = await streams(client, writers[way], work, number, spread_s)
+            found.worked_s = {name: processor_s(pid) - before[name] for name, pid in processes.items()}
+            return found
 
-def points(taken: Mapping[tuple[str, int], Sequence[Turn]]) -> list[dict[str, Any]]:
-    """Medians of the rounds; ``of_library``: of the ratios to the library's of the same round."""
-    found = []
-    for (way, texts), turns in taken.items():
-        rates, library = [[each.round.rate for each in taken[of, texts]] for of in (way, LIBRARY)]
-        per_token = [each.per_token_us() for each in turns]
-        token_us = {name: round(float(np.median([each[name] for each in per_token]))) for name in per_token[0]}
-        found.append(
-            {
-                "way": way,
-                "streams": texts,
-                **medians([each.round for each in turns]),
-                "of_library": shares(rates, library),
-                "token_us": token_us,
-                "target": TARGET if way == ROUTER else None,
-            }
-        )
-    return found
+        def put(taken: Taken) -> None:
+            rows = points(taken, OF_LIBRARY, shaped=options.variant == SHAPE)
+            record.put("ways", rows, left=2, legend=FRONT_LEGEND)
 
-
-async def run(options: argparse.Namespace) -> Record:
-    """Measure everything and write the file."""
-    settings = {"model": options.model, **SERVED, "tokens": options.tokens, "prompt": options.prompt}
-    settings |= {"rounds": options.rounds, "smg": version("smg")}
-    record = Record(options.name, settings, options.out)
-    taken: dict[tuple[str, int], list[Turn]] = {}
-    async with opened(options.model) as (bench, vocab_size):
-        for texts in options.streams:
-            work = Work(texts, options.prompt, options.tokens, vocab_size)
-            few = Work(texts, options.prompt, min(8, options.tokens), vocab_size)
-            rates = {way: (await bench.turn(way, few, 0.0)).round.rate for way in WAYS}
-            for number in range(options.rounds):
-                for way in WAYS:
-                    spread_s = texts * options.tokens / rates[LIBRARY]
-                    taken.setdefault((way, texts), []).append(await bench.turn(way, work, spread_s))
-                    rates[way] = taken[way, texts][-1].round.rate
-                told = ", ".join(f"{way} {rates[way]:,.0f} tok/s" for way in WAYS)
-                print(f"{texts} streams, round {number + 1}: {told}", flush=True)
-            record.save(points=points(taken))
-        work, left = Work(options.beside, options.prompt, options.tokens, vocab_size), list[dict[str, Any]]()
+        ways = {way: partial(take, way) for way in WAYS}
+        await rounds_of(options, ours.vocab_size, ways, LIBRARY, put, lone=LONE)
+        work = Work(1 if options.quick else BESIDE, options.prompt, options.tokens, ours.vocab_size)
+        left = list[dict[str, Any]]()
         for way in WAYS if options.leaves else ():
-            write = bench.writers[way]
-            left.append({"way": way, **await cancels(bench.client, write, work, options.leaves, LEFT_AT)})
-            record.save(leaves=left)
+            left.append({"way": way, **await cancels(client, writers[way], work, options.leaves, LEFT_AT)})
+            record.put("leaves", left, left=2, text=LEFT_TEXT, legend=CANCEL_LEGEND)
     return record
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fronts", description="What a router and a worker cost.")
-    parser.add_argument("--model", default="demo", help="demo or a shape of benchmarks/shapes.json (demo)")
-    parser.add_argument("--streams", type=int, nargs="+", help="texts at a time (1 16 64)")
-    parser.add_argument("--tokens", type=int, help="of a text (default: 128)")
-    parser.add_argument("--prompt", type=int, help="tokens of a prompt (default: 64)")
-    parser.add_argument("--leaves", type=int, help=f"of clients, by each way; 0: none (default: {LEAVES})")
-    options = read_options(parser, argv, rounds=5)
-    options.streams = options.streams or ([2] if options.quick else list(STREAMS))
-    options.tokens = options.tokens or (8 if options.quick else 128)
-    options.prompt = options.prompt or (16 if options.quick else 64)
-    options.leaves = (2 if options.quick else LEAVES) if options.leaves is None else options.leaves
-    options.beside = 1 if options.quick else BESIDE
-    options.name = "fronts" if options.model in BUILT_IN else f"fronts-{options.model}"
-    options.out = out_of(options, options.name)
-    return options
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, show, save."""
-
-    def show(values: dict[str, Any]) -> None:
-        tables.show(tables.fronts(values["points"]), "fronts")
-        tables.show(tables.leaves(values.get("leaves", ())), "leaves")
-
-    finish(run(parse(argv)), show, choose_loop("auto").make)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK: Final = Benchmark(
+    "fronts",
+    "What a router and a worker cost.",
+    run,
+    (
+        Option("--model", "demo", "demo or a shape of benchmarks/shapes.json"),
+        Option("--streams", list(STREAMS), "texts at a time", [2]),
+        Option("--tokens", 128, "of a text", 8),
+        Option("--prompt", 64, "tokens of a prompt", 16),
+        Option("--leaves", LEAVES, "of clients, by each way; 0: none", 2),
+    ),
+    variant=shape_of,
+    loop=choose_loop("auto").make,
+)

@@ -1,10 +1,8 @@
 """What a grammar costs a decode step: the same sequences by a grammar, and by a mask that the caller has registered.
 
-Runs of the client in one session against an executor in a process of its own, so that a step has what a server does
-between two steps. The grammar is a JSON schema whose text is longer than a run, and tokens are sampled, so that each
-sequence has a text of its own. A run begins at the same place in each round. Rounds of both alternate, so ratios are of
-one run. A shape of `benchmarks/shapes.json` has random weights, and random words for tokens: what counts is how many
-there are.
+The schema's text is longer than a run, and tokens are sampled, so that each sequence has a text of its own. A run
+begins at the same place in each round; rounds of both alternate. A shape of `shapes.json` has random weights,
+and random words for tokens: what counts is how many there are.
 """
 
 from __future__ import annotations
@@ -17,25 +15,22 @@ import random
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks import tables
 from benchmarks.cases import BUILT_IN, CACHE, SEED, SHAPES, checkpoint
-from benchmarks.compare import SETTLE_S
-from benchmarks.engines.grpc import executor
-from benchmarks.record import Record, finish, out_of, read_options
+from benchmarks.compare import SETTLE_S, median, shares
+from benchmarks.engines.grpc import connected
+from benchmarks.record import Benchmark, Option, Record, shape_of
+from benchmarks.table import target
 from ferrum_rpc.client import ExecutorClient, GrammarKind, Run, Sample
 from ferrum_rpc.client import Sequence as CachedSequence
 
 BATCHES: Final = (1, 8, 32)
 MASK, GRAMMAR = "a registered mask", "a grammar"
-TARGET: Final = 1.05
-"""A step by a grammar, in steps by a registered mask, at most."""
-
+TARGET: Final = 1.05  # a step by a grammar, in steps by a registered mask, at most
 SERVED: Final = {"device": "cpu", "kv-blocks": 2048, "lease-ttl-s": 600.0}
 PROMPT: Final = b"The register of the parish: "
 PERSON: Final = {
@@ -103,32 +98,18 @@ def points(taken: dict[int, list[dict[str, float]]]) -> list[dict[str, Any]]:
     found = []
     for batch, rounds in taken.items():
         masks, grammars = ([each[side] for each in rounds] for side in (MASK, GRAMMAR))
-        ratios = np.divide(grammars, masks)
-        found.append(
-            {
-                "batch": batch,
-                "mask_ms": round(float(np.median(masks)), 3),
-                "grammar_ms": round(float(np.median(grammars)), 3),
-                "ratio": {
-                    "median": round(float(np.median(ratios)), 3),
-                    "low": round(float(ratios.min()), 3),
-                    "high": round(float(ratios.max()), 3),
-                },
-                "target": TARGET,
-            }
-        )
+        row = {"batch": batch, "by a registered mask, ms": median(masks), "by a grammar, ms": median(grammars)}
+        goal = target("", None, TARGET, least=False)
+        found.append(row | {"ratio": shares(grammars, masks), "target": goal})
     return found
 
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
     model = options.model if options.model in BUILT_IN else str(with_words(options.model))
-    settings = {"model": options.model, **SERVED, "rounds": options.rounds, "tokens": options.tokens}
-    record = Record(options.name, settings, options.out)
+    record = Record(options, model=options.model, **SERVED, tokens=f"{options.tokens} of a run")
     taken: dict[int, list[dict[str, float]]] = {}
-    async with AsyncExitStack() as stack:
-        ours = await stack.enter_async_context(executor(model, SERVED))
-        client = await stack.enter_async_context(ExecutorClient(ours.target, session=True, timeout_s=600.0))
+    async with connected(model, SERVED) as (ours, client):
         info = await client.info()
         allowed = np.ones(ours.vocab_size, bool)
         allowed[[end for end in info.model.eos_token_ids if end < ours.vocab_size]] = False
@@ -149,28 +130,20 @@ async def run(options: argparse.Namespace) -> Record:
                     await asyncio.sleep(SETTLE_S)
                     rounds[-1][side] = await step_ms(client, sequences, outputs, options.tokens)
             taken[batch] = rounds[1:]  # the first one warms up
-            record.save(points=points(taken))
+            record.put("steps", points(taken))
             await client.release(sequences)
     return record
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.grammars", description="What a grammar costs a step.")
-    parser.add_argument("--model", choices=("demo", *SHAPES), default="demo", help="demo, or a shape (demo)")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="sequences of a step (1 8 32)")
-    parser.add_argument("--tokens", type=int, help="of a run (default: 32)")
-    options = read_options(parser, argv, rounds=15)
-    options.tokens = options.tokens or (4 if options.quick else 32)
-    options.name = "grammars" if options.model in BUILT_IN else f"grammars-{options.model}"
-    options.out = out_of(options, options.name)
-    return options
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, show, save."""
-    finish(run(parse(argv)), lambda values: tables.show(tables.grammars(values["points"])))
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK: Final = Benchmark(
+    "grammars",
+    "What a grammar costs a step.",
+    run,
+    (
+        Option("--model", "demo", "demo, or a shape", choices=("demo", *SHAPES)),
+        Option("--batches", list(BATCHES), "sequences of a step"),
+        Option("--tokens", 32, "of a run", 4),
+    ),
+    rounds=15,
+    variant=shape_of,
+)

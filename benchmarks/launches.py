@@ -1,6 +1,6 @@
 """What a decode step on a GPU costs besides the GPU: launches per layer, and host microseconds of `begin` and `finish`.
 
-    python -m benchmarks.launches [--batches 1 64] [--context 1024] [--steps 200] [--rounds 5] [--adapters 8]
+    python -m benchmarks launches [--batches 1 64] [--context 1024] [--steps 200] [--rounds 5] [--adapters 8]
 
 No GPU is needed. The runner is the one that serves on CUDA (staged copies, Triton kernels, recorded steps) over the
 heads and layers of Qwen3-8B. A launch of a Triton kernel is counted and not carried out, matrix products return
@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from time import thread_time_ns
 from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 import torch
@@ -37,7 +36,6 @@ from triton.runtime import interpreter, jit
 from benchmarks.cases import BLOCK_SIZE, NOTHING, SHAPES
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.core import DeviceInfo, Greedy, OutputSpec, Positions, Run, Span, SpanResult, Step
-from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.engine.cuda.select import select_compute
 from ferrum_rpc.engine.operations import TorchRunner
@@ -55,12 +53,8 @@ CPU: Final = torch.device("cpu")
 NARROW: Final = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
 """What makes the model small enough for any machine. No launch and no Python depends on it."""
 
-MULTIPROCESSORS: Final = 132
-"""Of an H100: the attention's plan depends on it."""
-
-RANK: Final = 16
-"""Of adapters."""
-
+MULTIPROCESSORS: Final = 132  # of an H100: the attention's plan depends on it
+RANK: Final = 16  # of adapters
 GREEDY: Final = OutputSpec(Positions.LAST, Greedy())
 WARM: Final = 20
 Launches = Counter[str]
@@ -95,15 +89,8 @@ def no_device(launches: Launches) -> Iterator[None]:
     def run(kernel: Any, *_: Any, **__: Any) -> None:
         launches[kernel.fn.__name__] += 1
 
-    kinds = jit.JITFunction, interpreter.InterpretedFunction
-    kept = [each.run for each in kinds]
-    for each in kinds:
-        each.run = run
-    try:
+    with mock.patch.object(jit.JITFunction, "run", run), mock.patch.object(interpreter.InterpretedFunction, "run", run):
         yield
-    finally:
-        for each, method in zip(kinds, kept, strict=True):
-            each.run = method
 
 
 def make_runner(
@@ -133,17 +120,8 @@ def make_runner(
     def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         return (lambda: None), run()
 
-    compute: Compute
-    _, compute = select_compute(
-        model,
-        attention,
-        graphs=graphs,
-        max_sequences=batch,
-        blocks_per_sequence=blocks_each,
-        block_size=BLOCK_SIZE,
-        capture=capture,
-        loras=loras,
-    )
+    sizes = {"max_sequences": batch, "blocks_per_sequence": blocks_each, "block_size": BLOCK_SIZE}
+    _, compute = select_compute(model, attention, graphs=graphs, capture=capture, loras=loras, **sizes)
     compute.follows = depth > 1
     kv = KvManager(blocks, BLOCK_SIZE)
     device = DeviceInfo("cuda", "none", 0, 1, attention.name, ())
@@ -176,46 +154,32 @@ def launches_per_layer(batch: int) -> tuple[Launches, Launches]:
     return each, two - each - each
 
 
-def host_times(batch: int, context: int, steps: int, *, graphs: str, adapters: int) -> tuple[float, float]:
+def host_times(  # noqa: PLR0917
+    batch: int, context: int, steps: int, graphs: str, adapters: int = 0, runs: bool = False, following: bool = False
+) -> tuple[float, float]:
     """Median microseconds of `begin` and of `finish`, of greedy decode steps of ``batch`` sequences, which have the
-    ``adapters`` in turn."""
+    ``adapters`` in turn. Steps of ``runs``: they feed what the step before chose; if they are ``following``, they begin
+    while that one is in flight."""
     own = [1 + sequence % adapters if adapters else 0 for sequence in range(batch)]
-    prompt = np.ones(context - 1, dtype=np.int32)
+    prompt, run = np.ones(context - 1, dtype=np.int32), Run(WARM + steps + 1) if runs else None
     times: list[tuple[int, int]] = []
     with no_device(Launches()), torch.inference_mode():
-        runner = make_runner(batch, context + WARM + steps, graphs=graphs, adapters=adapters)
+        tokens = context + WARM + steps + runs
+        runner = make_runner(batch, tokens, graphs=graphs, adapters=adapters, depth=1 + runs)
+
+        def spans(at: int, token: Any, run: Run | None = None) -> tuple[Span, ...]:
+            return tuple(Span(each, token, at, GREEDY, adapter=own[each], run=run) for each in range(batch))
+
         for sequence in range(batch):
             runner.forward(Step((Span(sequence, prompt, 0, NOTHING, create=True, adapter=own[sequence]),)))
         gc.collect()
-        for at in range(context - 1, context - 1 + WARM + steps):
-            spans = [Span(sequence, prompt[:1], at, GREEDY, adapter=each) for sequence, each in enumerate(own)]
-            step = Step(tuple(spans))
-            began = thread_time_ns()
-            pending = runner.begin(step)
-            queued = thread_time_ns()
-            result = runner.finish(pending)
-            times.append((queued - began, thread_time_ns() - queued))
-            assert all(isinstance(each, SpanResult) for each in result.outcomes)
-    begin, finish = np.median(times[WARM:], axis=0) / 1e3
-    return float(begin), float(finish)
-
-
-def host_times_of_runs(batch: int, context: int, steps: int, *, graphs: str, following: bool) -> tuple[float, float]:
-    """As `host_times`, of ``batch`` greedy runs. ``following``: a step begins while the one before is in flight."""
-    prompt, run = np.ones(context - 1, dtype=np.int32), Run(WARM + steps + 1)
-    times: list[tuple[int, int]] = []
-    with no_device(Launches()), torch.inference_mode():
-        runner = make_runner(batch, context + WARM + steps + 1, graphs=graphs, depth=2)
-        for sequence in range(batch):
-            runner.forward(Step((Span(sequence, prompt, 0, NOTHING, create=True),)))
-        gc.collect()
-        spans = [Span(sequence, prompt[:1], context - 1, GREEDY, run=run) for sequence in range(batch)]
-        pending = runner.begin(Step(tuple(spans)))
-        if not following:
-            runner.finish(pending)
-        for at in range(context, context + WARM + steps):
-            spans = [Span(sequence, np.zeros(1, np.int32), at, GREEDY) for sequence in range(batch)]
-            step = Step(tuple(spans), (), ((),) * batch if following else ())
+        if runs:
+            pending = runner.begin(Step(spans(context - 1, prompt[:1], run)))
+            if not following:
+                runner.finish(pending)
+        for at in range(context - 1 + runs, context - 1 + runs + WARM + steps):
+            fed = np.zeros(1, np.int32) if runs else prompt[:1]
+            step = Step(spans(at, fed), (), ((),) * batch if following else ())
             began = thread_time_ns()
             begun = runner.begin(step)
             queued = thread_time_ns()
@@ -236,36 +200,27 @@ def measure(batches: Sequence[int], context: int, steps: int, rounds: int, adapt
             for way in ("auto", "off"):
                 name = f"b{batch} @{context}, {'replayed' if way == 'auto' else 'eager'}"
                 name += f", {adapters} adapters" if adapters else ""
-                found[name].append(host_times(batch, context, steps, graphs=way, adapters=adapters))
+                found[name].append(host_times(batch, context, steps, way, adapters))
                 for following in () if adapters else (False, True):
-                    of_runs = host_times_of_runs(batch, context, steps, graphs=way, following=following)
+                    of_runs = host_times(batch, context, steps, way, runs=True, following=following)
                     found[f"{name}, runs{' that follow' if following else ''}"].append(of_runs)
     lowest = {name: np.min(each, axis=0).round(1).tolist() for name, each in found.items()}
     times = {name: {"begin_us": begin, "finish_us": finish} for name, (begin, finish) in lowest.items()}
     return {"per_layer": dict(per_layer), "others": dict(others), "host": times}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.launches", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks launches")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--adapters", type=int, default=0, help="of rank 16, which the sequences have in turn")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
     found = measure(options.batches, options.context, options.steps, options.rounds, options.adapters)
     for title, launches in (("launches per layer", found["per_layer"]), ("outside the layers", found["others"])):
         print(f"{title}: {sum(launches.values())} ({', '.join(f'{name} {n}' for name, n in launches.items())})")
     for name, times in found["host"].items():
         print(f"{name}: begin {times['begin_us']:.0f} us, finish {times['finish_us']:.0f} us")
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

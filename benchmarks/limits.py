@@ -26,11 +26,8 @@ BUFFER_BYTES: Final = 512 << 20
 QUICK_BYTES: Final = 8 << 20
 QUICK_SIDE: Final = 64
 REPEATS: Final = 5
-ROWS, IN, OUT = 512, 1024, 3072
-"""The product: a prompt of 512 tokens through the widest linear layer of the 0.6B shape."""
-
-ELEMENT: Final = 2
-"""Bytes of a bfloat16."""
+ROWS, IN, OUT = 512, 1024, 3072  # the product: a prompt of 512 tokens through the widest linear layer of the 0.6B shape
+ELEMENT: Final = 2  # bytes of a bfloat16
 
 
 GPU_BYTES: Final = 1 << 30
@@ -100,8 +97,7 @@ def _pairs(tokens: int) -> int:
     return tokens * (tokens + 1) // 2
 
 
-Calls = list[tuple[Callable[[], object], float]]
-"""What is timed, and bytes or operations of it."""
+Calls = list[tuple[Callable[[], object], float]]  # what is timed, and bytes or operations of it
 
 
 def _cpu_calls(quick: bool) -> tuple[Calls, Calls]:

@@ -22,16 +22,11 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_i
 """What decides which kernels run, and whether the cores are virtual."""
 
 ISA_ORDER = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "asimd")
-QUIET: Final = 0.05
-"""Share of the cores' time that others may have before figures are doubtful."""
-
-TICKS_S: Final = 0.06
-"""The kernel counts time in ticks of 10 ms, per core and per process."""
+QUIET: Final = 0.05  # share of the cores' time that others may have before figures are doubtful
+TICKS_S: Final = 0.06  # the kernel counts time in ticks of 10 ms, per core and per process
 
 
-WRITTEN: Final = (":!benchmarks/results", ":!docs")
-"""What a benchmark writes, as git leaves it out."""
-
+WRITTEN: Final = (":!benchmarks/results", ":!docs")  # what a benchmark writes, as git leaves it out
 Facts = dict[str, Any]
 
 
@@ -111,10 +106,9 @@ def _process_fields(file: Path) -> list[str]:
 
 def _others_s() -> float | None:
     """Seconds that the cores worked, or were taken by the hypervisor, for others than this process and its children."""
-    try:
-        fields = [int(each) for each in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]]
-    except (OSError, ValueError):
+    if not (text := _text("/proc/stat")):
         return None
+    fields = [int(each) for each in text.splitlines()[0].split()[1:]]
     user, nice, system, _, _, irq, softirq, steal = fields[:8]
     busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
     return busy - sum(os.times()[:4]) - _children_s()  # os.times counts the children that have ended
@@ -133,20 +127,21 @@ def _children_s() -> float:
 
 def _cpu_fields() -> dict[str, str]:
     """The first processor of /proc/cpuinfo; empty elsewhere than on Linux."""
-    try:
-        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in first.splitlines())
+    pairs = (line.partition(":") for line in _text("/proc/cpuinfo").split("\n\n")[0].splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _huge_pages() -> str:
-    try:
-        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
-    except OSError:
-        return "unknown"
+    text = _text("/sys/kernel/mm/transparent_hugepage/enabled")
     return text.partition("[")[2].partition("]")[0] or "unknown"
+
+
+def _text(path: str) -> str:
+    """Of a file of the kernel; nothing where it is not."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _git(*arguments: str) -> str:

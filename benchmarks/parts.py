@@ -1,14 +1,14 @@
 """What stands around the cells of the suite: other outputs, mixed load, bookkeeping, and how long a start takes.
 
 - Steps that ask for other outputs than greedy tokens, by the runner in this process; rounds of all outputs alternate.
-- Decode steps of one scheduler beside another's long prompts in chunks. Nothing tells the two of each other: what a
+- Decode steps of one scheduler with another's long prompts in chunks. The two do not know of each other: what a
   decode step waits for is what natural batching makes it wait for. A chunk now and then must not double a step.
 - What a sequence costs in a step besides computing: the slope of the server's bookkeeping in the size of the batch, by
   the identity model and the stages of `benchmarks.profile`: requests to spans, admission, blocks, commit, answers to
   protobuf. It must be flat in how long the sequences are and in how many others live: each is varied alone.
-- Seconds of `ferrum-rpc serve` until its model answers, beside a plain read of the weights' file. The file's pages are
+- Seconds of `ferrum-rpc serve` until its model answers, and of a plain read of the weights' file. The file's pages are
   dropped from the kernel's cache before each, where the system offers that. What a start takes without weights (Python,
-  torch, the server) is told apart.
+  torch, the server) is measured too.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.cases import DECODE, IDENTITY, IDENTITY_CONTEXT, NOTHING, PREFILL, Cell
-from benchmarks.compare import Player, Round, contest
+from benchmarks.compare import Figures, Player, Round, contest, percentile
 from benchmarks.engines.grpc import Client, executor
 from benchmarks.profile import Profile, profile, steps_of
+from benchmarks.table import Row, number, target
 from ferrum_rpc.client import ExecutorClient
 
-MIXED_TARGET: Final = 2.0
-"""99th percentile over median of a decode step, at most."""
-
-SLOPE_TARGET_US: Final = 30.0
-"""Microseconds for a sequence and a step, at most."""
-
+BOOKKEEPING: Final = "bookkeeping of a sequence and step"
+MIXED: Final = "p99 over p50 of a decode step under mixed load"
+MIXED_TARGET: Final = 2.0  # 99th percentile over median of a decode step, at most
+SLOPE_TARGET_US: Final = 30.0  # microseconds for a sequence and a step, at most
 PIECE_BYTES: Final = 8 << 20
 
 
@@ -43,8 +42,7 @@ DECODED: Final = (
     *("greedy-logprobs", "greedy-masked", "sample", "sample-penalties", "sample-masked"),
     *("top-tokens-20", "full-bf16", "hidden-states", "verify-4", "accept-4", "accept-4-sampled"),
 )
-PREFILLED: Final = ("next-token", "next-token-logprobs")
-"""Names of `cases.OUTPUTS`."""
+PREFILLED: Final = ("next-token", "next-token-logprobs")  # names of `cases.OUTPUTS`
 
 
 class Asking:
@@ -55,23 +53,45 @@ class Asking:
         self._side, self._output = side, output
 
     async def prepare(self, cell: Cell) -> None:
-        """As the side."""
         await self._side.prepare(cell)
 
     async def round(self, cell: Cell, number: int, steps: int) -> Round:
-        """As the side, for another output."""
         return await self._side.round(replace(cell, output=self._output), number, steps)
 
 
-async def outputs(side: Player, cells: Sequence[Cell], rounds: int, round_s: float) -> list[dict[str, Any]]:
-    """For each cell, milliseconds of a greedy step, and of each other output the ratio of its step to that."""
+async def outputs(side: Player, cells: Sequence[Cell], rounds: int, round_s: float) -> list[Figures]:
+    """The contest of each cell's outputs, with greedy steps as the reference."""
     found = []
     for cell in cells:
         asked = (GREEDY, *(PREFILLED if cell.kind == PREFILL else DECODED))
-        result = await contest(cell, {name: Asking(side, name) for name in asked}, GREEDY, rounds, round_s)
-        step_ms = result["sides"][GREEDY]["step_ms"]
-        found.append({name: result[name] for name in ("cell", "steps", "ratios", "disturbed")} | {"step_ms": step_ms})
+        found.append(await contest(cell, {name: Asking(side, name) for name in asked}, GREEDY, rounds, round_s))
     return found
+
+
+OUTPUT_LEGEND: Final = {
+    "greedy, ms": "step of the runner in the measuring process, median (10th to 90th percentile)",
+    "…": "longer than that by so much when every sequence asks for it: median of the pairs (lowest to highest)",
+    "greedy-logprobs": "with `logprob` and `logprobs {top_k: 5}`",
+    "sample-penalties": "temperature 0.8, top_k 50, top_p 0.95, a repetition and a frequency penalty",
+    "…-masked": "with a registered mask that allows every second token; greedy ones draw at temperature 0",
+    "verify-4, accept-4": "steps of five tokens a sequence: arg-max rows of all, or what is accepted of four drafts",
+    "next-token": "scores of all the prompt's tokens, for one greedy row; with `logprobs {top_k: 5}`",
+}
+
+
+def output_rows(found: Sequence[Figures]) -> list[Row]:
+    """A row for each output, a column for each cell: how much longer than a greedy step."""
+    names = dict.fromkeys(name for each in found for name in each["ratios"])
+    rows: list[Row] = [{"output": "greedy, ms"} | {each["cell"]: each["sides"][GREEDY]["step_ms"] for each in found}]
+    return rows + [
+        {"output": name} | {each["cell"]: _more(each["ratios"][name]) for each in found if name in each["ratios"]}
+        for name in names
+    ]
+
+
+def _more(ratio: Figures) -> str:
+    median, low, high = (100 * (ratio[name] - 1) for name in ("median", "low", "high"))
+    return f"{median:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +124,14 @@ async def mixed(session: Client, mix: Mix) -> dict[str, Any]:
         finally:
             stop.set()
             chunks = await feeding
-    (p50, p99), (alone_p50, alone_p99) = (np.percentile(np.array(each) * 1e3, (50, 99)) for each in (beside, alone))
+    p50, p99, p50_alone, p99_alone = (1e3 * percentile(each, of, 6) for each in (beside, alone) for of in (50, 99))
+    ratio = round(p99 / p50, 3)
     return {
-        "batch": cell.batch,
-        "context": cell.context,
-        "chunk": mix.chunk,
-        "steps": len(beside),
-        "chunks": chunks,
-        "p50_ms": round(float(p50), 3),
-        "p99_ms": round(float(p99), 3),
-        "ratio": round(float(p99 / p50), 3),
-        "target": MIXED_TARGET,
-        "alone_p50_ms": round(float(alone_p50), 3),
-        "alone_p99_ms": round(float(alone_p99), 3),
+        "what": f"p99 over p50 of a decode step (b{cell.batch} @{cell.context}) with chunks of {mix.chunk} tokens",
+        "measured": ratio,
+        "of which": f"{number(p99)} over {number(p50)} ms, {chunks} chunks; "
+        f"alone {number(p99_alone)} over {number(p50_alone)} ms",
+        "target": target(MIXED, ratio, MIXED_TARGET, least=False),
     }
 
 
@@ -154,11 +169,7 @@ class Size:
     live: int
 
 
-SIZES: Final = (
-    Size(64, IDENTITY_CONTEXT, 64),
-    Size(64, 1024, 64),
-    Size(64, IDENTITY_CONTEXT, 1000),
-)
+SIZES: Final = (Size(64, IDENTITY_CONTEXT, 64), Size(64, 1024, 64), Size(64, IDENTITY_CONTEXT, 1000))
 QUICK_SIZES: Final = (Size(4, 16, 12),)
 
 
@@ -174,26 +185,22 @@ async def slopes(sizes: Sequence[Size], steps: int) -> list[dict[str, Any]]:
 
 
 def slope(size: Size, one: Profile, batch: Profile) -> dict[str, Any]:
-    """From the two profiles. ``one_us`` and ``all_us``: bookkeeping of a step of one sequence, and of the whole batch;
-    ``stages_us``: the slope of each stage, largest first."""
+    """From the profiles of a step of one sequence and of the whole batch: µs of bookkeeping for each sequence, and the
+    stages that take most of it."""
     more = size.batch - 1
     grown = {name: (value - one.bookkeeping.get(name, 0.0)) / more for name, value in batch.bookkeeping.items()}
-    one_us, all_us = sum(one.bookkeeping.values()), sum(batch.bookkeeping.values())
+    most = sorted(grown.items(), key=lambda each: -each[1])[:3]
     return {
-        "batch": size.batch,
-        "context": size.context,
-        "live": size.live,
-        "one_us": round(one_us, 1),
-        "all_us": round(all_us, 1),
-        "per_sequence_us": round((all_us - one_us) / more, 2),
-        "target_us": SLOPE_TARGET_US,
-        "stages_us": {name: round(value, 2) for name, value in sorted(grown.items(), key=lambda each: -each[1])},
+        "what": f"bookkeeping of a sequence and step, µs: {size.batch} of {size.live} live @{size.context}",
+        "measured": round((sum(batch.bookkeeping.values()) - sum(one.bookkeeping.values())) / more, 2),
+        "of which": ", ".join(f"{name.partition(': ')[2]} {number(each)}" for name, each in most),
+        "target": target("", None, SLOPE_TARGET_US, least=False),
     }
 
 
 async def starting(model: Path, settings: dict[str, Any], times: int) -> dict[str, Any]:
-    """Alternate: read the file, start with the model, start without one. Seconds, medians of the starts. ``loading_s``:
-    beyond the start without weights. ``cold``: whether the pages were dropped; otherwise the file was in memory."""
+    """Alternate: read the file, start with the model, start without one. Medians of the starts; loading is what is
+    beyond the start without weights. From the disk: the file's pages were dropped."""
     file = model / "model.safetensors"
     plain, ready, bare = [], [], []
     cold = True
@@ -204,14 +211,11 @@ async def starting(model: Path, settings: dict[str, Any], times: int) -> dict[st
         ready.append(await _start(str(model), settings))
         bare.append(await _start(IDENTITY, settings))
     ready_s, bare_s, plain_s = (float(np.median(each)) for each in (ready, bare, plain))
+    weights = f"{file.stat().st_size / 2**30:.2f} GiB of weights from the {'disk' if cold else 'page cache'}"
     return {
-        "weight_bytes": file.stat().st_size,
-        "cold": cold,
-        "starts_s": [round(each, 3) for each in ready],
-        "ready_s": round(ready_s, 3),
-        "without_weights_s": round(bare_s, 3),
-        "loading_s": round(ready_s - bare_s, 3),
-        "plain_read_s": round(plain_s, 3),
+        "what": f"start of serve until the model answers, s: {weights}",
+        "measured": round(ready_s, 3),
+        "of which": f"loading {ready_s - bare_s:.2f}; a plain read takes {plain_s:.2f}",
     }
 
 

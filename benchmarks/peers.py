@@ -13,18 +13,16 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Final
 
-from benchmarks import tables
 from benchmarks.cases import CELLS, QUICK_CELLS
-from benchmarks.compare import Unsupported
+from benchmarks.compare import Player, Unsupported
 from benchmarks.engines.grpc import INT8, Client, open_int8
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
 from benchmarks.machine import ROOT
-from benchmarks.record import Contest, Record, finish, out_of, read_options
+from benchmarks.record import Benchmark, Contest, Option, Record
 from benchmarks.suite import EAGER
 
 SPINS: Final = {"GOMP_SPINCOUNT": "300000"}
@@ -54,17 +52,6 @@ ENVIRONMENTS: Final = ROOT / ".venv-peers"
 REQUIREMENTS: Final = ROOT / "benchmarks" / "environments"
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="Ours beside other engines.")
-    parser.add_argument("--peers", nargs="+", choices=[each.name for each in PEERS], help="(default: all)")
-    parser.add_argument("--installed", type=Path, help="folder of environments that are there: nothing is installed")
-    options = read_options(parser, argv, rounds=3, round_s=2.0)
-    options.cells, options.out = QUICK_CELLS if options.quick else CELLS, out_of(options, "peers")
-    options.peers = [each for each in PEERS if each.name in (options.peers or [each.name])]
-    return options
-
-
 def install(name: str) -> tuple[str, str] | None:
     """Make or complete an environment: the call of pip that failed and the last line of why, or None. What is there
     already costs a second."""
@@ -81,40 +68,48 @@ def install(name: str) -> tuple[str, str] | None:
     return None
 
 
-async def run(options: argparse.Namespace, failed: Mapping[str, tuple[str, str]]) -> Record:
-    """Our servers stay up; a peer after the other. ``failed``: by environment, what was not installed and why."""
-    here = Contest(options, "peers", "qwen3-0.6b")
-    cells, threads = options.cells, options.threads
-    here.record.save(not_installed=dict(failed.values()))
+async def against(here: Contest, kind: PeerKind, home: Path, name: str, side: Player) -> None:
+    """A peer, whose environment is ``home``, and ``side`` of ours by turns."""
+    async with AsyncExitStack() as stack:
+        opening = PeerProcess.open(kind, here.folder, here.options.threads, here.spec.vocab_size, home)
+        if peer := await here.open(stack, kind.name, opening):
+            try:
+                await here.play(here.options.cells, {name: side, kind.name: peer}, name)
+            except Unsupported as error:  # it ended between two rounds
+                here.leave_out(kind.name, str(error))
+    here.note_limits()
+
+
+async def run(options: argparse.Namespace) -> Record:
+    """Install what is missing. Our servers stay up; a peer after the other."""
+    options.cells = QUICK_CELLS if options.quick else CELLS
+    chosen = [each for each in PEERS if each.name in options.peers]
+    wanted = () if options.installed else dict.fromkeys(kind.environment for kind in chosen if kind.environment)
+    failed = {name: trouble for name in wanted if (trouble := install(name))}
+    here, cells, threads = Contest(options), options.cells, options.threads
     async with AsyncExitStack() as stack:
         ours = {REFERENCE: await here.open(stack, REFERENCE, Client.open(here.folder, cells, threads))}
-        if any(kind.rival == INT8 for kind in options.peers):
+        if any(kind.rival == INT8 for kind in chosen):
             ours[INT8] = await here.open(stack, INT8, open_int8(here.folder, cells, threads))
-        for kind in options.peers:
+        for kind in chosen:
             if kind.environment in failed:
-                here.record.values["left_out"][kind.name] = "not installed: {}: {}".format(*failed[kind.environment])
+                here.leave_out(kind.name, "not installed: {}: {}".format(*failed[kind.environment]))
                 continue
             rival = kind.rival if ours.get(kind.rival) else REFERENCE
-            async with AsyncExitStack() as its:
+            if side := ours[rival]:
                 home = (options.installed or ENVIRONMENTS).resolve() / kind.environment
-                opening = PeerProcess.open(kind, here.folder, threads, here.spec.vocab_size, home)
-                side, peer = ours[rival], await here.open(its, kind.name, opening)
-                if side and peer:
-                    try:
-                        await here.play(cells, {rival: side, kind.name: peer}, rival)
-                    except Unsupported as error:  # it ended between two rounds
-                        here.record.values["left_out"][kind.name] = str(error)
-            here.record.save(limits=here.machine.limits())
+                await against(here, kind, home, rival, side)
     return here.record
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Install, measure, show, save."""
-    options = parse(argv)
-    wanted = () if options.installed else dict.fromkeys(kind.environment for kind in options.peers if kind.environment)
-    failed = {name: trouble for name in wanted if (trouble := install(name))}
-    finish(run(options, failed), tables.show_suite)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK: Final = Benchmark(
+    "peers",
+    "Ours and other engines, one peer at a time.",
+    run,
+    (
+        Option("--peers", [each.name for each in PEERS], "peers", choices=[each.name for each in PEERS]),
+        Option("--installed", None, "folder of environments that are there: nothing is installed", kind=Path),
+    ),
+    rounds=3,
+    round_s=2.0,
+)

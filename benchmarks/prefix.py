@@ -1,11 +1,8 @@
 """What the prefix cache gains and costs: prompts that begin alike, a conversation, misses, and its books.
 
-One server with the identity model and one with the shape that is timed, each in a process of its own; this process is
-their scheduler, in a session. Sides with and without the cache take their rounds in turn, so that ratios are of one
-run: without it a sequence is made with `CacheMode.BYPASS`. A round that must find nothing of earlier ones has a salt of
-its own. Peers that are installed get the same prompts and the same weights, and look for prompts that they have seen
-as well; none is installed by this program. The books of the cache are kept by a `KvManager` in this process, without a
-model.
+Sides with and without the cache take their rounds in turn, so that ratios are of one run. A round that must find
+nothing of earlier ones has a salt of its own. Peers that are installed get the same prompts and the same weights; none
+is installed by this program. The books of the cache are kept by a `KvManager` in this process, without a model.
 """
 
 from __future__ import annotations
@@ -13,21 +10,20 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks import prefix_tables
 from benchmarks.cases import BLOCK_SIZE, DECODE, IDENTITY, PREFILL, SEED, Cell
-from benchmarks.compare import Figures, Round, Unsupported, contest
-from benchmarks.engines.grpc import TIMEOUT_S, Client, executor
-from benchmarks.engines.process import REFERENCE, PeerProcess
-from benchmarks.peers import ENVIRONMENTS, PEERS
-from benchmarks.record import Contest, Record, finish, out_of, read_options
+from benchmarks.compare import Round, contest, median, shares, spread
+from benchmarks.engines.grpc import TIMEOUT_S, Client, connected, facts
+from benchmarks.engines.process import REFERENCE
+from benchmarks.peers import ENVIRONMENTS, PEERS, against
+from benchmarks.record import Benchmark, Contest, Option, Record
+from benchmarks.table import table, target
 from ferrum_rpc.client import CacheMode, ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
 from ferrum_rpc.core import PREFIX
@@ -35,47 +31,69 @@ from ferrum_rpc.kv.manager import KvManager
 
 MODES: Final = {"cache on": CacheMode.DEFAULT, "cache off": CacheMode.BYPASS}
 ON, OFF = MODES
-LESS_TARGET: Final = 20.0
-"""Tokens computed without the cache, of those with it, at least."""
-
-MISS_TARGET: Final = 1.01
-"""Step with the cache that finds nothing, of one without it, at most."""
-
+LESS_TARGET: Final = 20.0  # tokens computed without the cache, of those with it, at least
+MISS_TARGET: Final = 1.01  # step with the cache that finds nothing, of one without it, at most
 BOOKS_TARGET: Final = 0.05
 """Of a decode step of the timed shape at b32: the books of a step of `LIVE` sequences, at most."""
 
 SEQUENCES: Final = 1000
-SEEN: Final = Cell(PREFILL, 1, 528, shared=512)
-QUICK_SEEN: Final = Cell(PREFILL, 1, 24, most=4, shared=16)
-"""A prompt, and how much of it is the same in all."""
-
-CALL_TOKENS: Final = 8192
-"""Of the prompts of a call, at most."""
-
-ALONE: Final = 200
-"""Sequences, where a call has one prompt."""
-
-SAMPLE: Final = 16
-"""Sequences of a round without the cache, of a model for which all would take too long."""
-
+SEEN: Final = Cell(PREFILL, 1, 528, shared=512)  # a prompt, and how much of it is the same in all
+CALL_TOKENS: Final = 8192  # of the prompts of a call, at most
+ALONE: Final = 200  # sequences, where a call has one prompt
+SAMPLE: Final = 16  # sequences of a round without the cache, of a model for which all would take too long
 TURNS: Final = 20
-QUICK_TURNS: Final = 4
-TURN: Final = 24
-"""Tokens that a turn of the conversation adds."""
-
-DECODED: Final = Cell(DECODE, 32, 256)
-MISSES: Final = ((Cell(PREFILL, 1, 512), 8), (DECODED, 8))
-QUICK_DECODED: Final = Cell(DECODE, 3, 8, most=4)
-QUICK_MISSES: Final = ((Cell(PREFILL, 1, 24, most=4), 2), (QUICK_DECODED, 2))
-"""Cells, and pairs of rounds of each."""
-
+TURN: Final = 24  # tokens that a turn of the conversation adds
+MISSES: Final = ((Cell(PREFILL, 1, 512), 8), (Cell(DECODE, 32, 256), 8))  # cells, and pairs of rounds of each
 MISS_ROUND_S: Final = 1.0
+QUICK_SEEN: Final = Cell(PREFILL, 1, 24, most=4, shared=16)
+QUICK_TURNS: Final = 4
+QUICK_MISSES: Final = ((Cell(PREFILL, 1, 24, most=4), 2), (Cell(DECODE, 3, 8, most=4), 2))
 KV_BLOCKS: Final = 2048
 PEER_NAMES: Final = ("vLLM CPU bf16", "OpenVINO GenAI bf16")
 
-
-Session = tuple[ExecutorClient, int]
-"""A client, and the size of its model's vocabulary."""
+TEXTS: Final = {
+    "crowds": """
+**Many prompts that begin alike.** Sequences whose prompts share their first tokens and have some of their own, until
+each has its first token: the first alone, the others by calls of so many. With the cache they live at once. Where fewer
+were measured than there are to be, the rest is in proportion. Tokens that are not computed save time in proportion only
+where computing takes it: a step of few tokens still reads all weights, and every prompt still goes over the wire.""",
+    "cells": """
+**With other engines that keep prefixes.** One prompt at a time, from the request to its first token: of which the
+beginning was seen before, and of which nothing was. Every engine looks for prompts that it has seen. Tokens a second
+are those of the prompt, found or computed.""",
+    "talk": """
+**A conversation.** Each turn is a new sequence with everything so far and some tokens more; the one before it was
+released. What was in a block that was not full is computed again.""",
+    "misses": """
+**What a miss costs.** The same steps with the cache and without, of which nothing was seen.""",
+    "books": """
+**What the accounting costs.** Blocks, lengths and hashes of a decode step of all sequences, without a model: every
+block that a sequence begins takes the place of a cached one, and every block that it fills is published.""",
+}
+LEGENDS: Final[dict[str, dict[str, str]]] = {
+    "crowds": {
+        "measured": "sequences of all rounds; blocks, tokens, seconds are of all there are to be, in proportion",
+        "a call": "median (10th to 90th percentile) of all but the first, of which nothing was seen",
+        "… without": "without the cache, of with it; of seconds the median of the rounds (lowest to highest)",
+    },
+    "talk": {
+        "to compute": "new tokens, and those before them in a block that was not full",
+        "computed": "with the cache, the most of all rounds",
+        "ms": "to the first token, median of the rounds",
+    },
+    "misses": {
+        "on, off": "median step (10th to 90th percentile)",
+        "on in off": "median of the pairs of rounds (lowest to highest)",
+    },
+    "books": {
+        "µs a sequence": "and step: mean of a round, median of the rounds",
+        "in the first": "of that of the first row: 1 is flat",
+        "longest": "the step in which every sequence begins a block, or fills one",
+        "of a decode step": "of the 0.6B shape at b32 in the same run",
+    },
+}
+LEFT: Final = {"crowds": 3, "talk": 1, "misses": 2, "books": 3}  # columns that say what a row is about
+Session = tuple[ExecutorClient, int]  # a client, and the size of its model's vocabulary
 
 
 # --- many prompts that begin alike ------------------------------------------------------------------------------------
@@ -133,37 +151,34 @@ async def crowd(
     return taken
 
 
-def crowd_figures(model: str, at_once: int, sequences: int, taken: Mapping[str, list[Taken]]) -> dict[str, Any]:
-    """Of ``sequences`` prompts, as many as were ``measured`` or more: what those took, in proportion. ``first_ms``: of
-    the first call, one prompt that nothing of was seen; ``call_ms``: of the others. ``times_seconds``: seconds of a
-    sequence without the cache over those with it, by rounds."""
-    sides: dict[str, Any] = {}
+def crowd_rows(model: str, at_once: int, sequences: int, taken: Mapping[str, list[Taken]]) -> list[dict[str, Any]]:
+    """Of ``sequences`` prompts, as many as were measured or more: what those took, in proportion. Without the cache, of
+    with it: of seconds the median of the rounds."""
+    rows: list[dict[str, Any]] = []
     for side, rounds in taken.items():
         measured = sum(each.sequences for each in rounds)
-        seconds = [sum(each.seconds) for each in rounds]
-        calls = [call for each in rounds for call in each.seconds[1:]]
-        p10, median, p90 = np.percentile(np.array(calls) * 1e3, (10, 50, 90)).round(3).tolist()
-        sides[side] = {
-            "measured": measured,
-            "blocks": round(sequences * sum(each.blocks for each in rounds) / measured),
-            "computed": round(sequences * sum(each.computed for each in rounds) / measured),
-            "seconds": round(sequences * sum(seconds) / measured, 3),
-            "first_ms": round(1e3 * rounds[0].seconds[0], 3),
-            "call_ms": {"median": median, "p10": p10, "p90": p90},
-        }
-    without, with_it = (np.array([sum(each.seconds) / each.sequences for each in taken[side]]) for side in (OFF, ON))
-    times = (without / with_it).round(3).tolist()
-    on, off = sides[ON], sides[OFF]
-    return {
-        "model": model,
-        "at_once": at_once,
-        "sequences": sequences,
-        "sides": sides,
-        "times_blocks": round(off["blocks"] / on["blocks"], 2),
-        "times_computed": round(off["computed"] / on["computed"], 2),
-        "times_seconds": {"median": float(np.median(times)), "low": min(times), "high": max(times)},
-        "target": LESS_TARGET if sequences >= SEQUENCES else None,
-    }
+        whole = sequences / measured
+        rows.append(
+            {
+                "model": model,
+                "prompts a call": at_once,
+                "cache": side,
+                "measured": measured,
+                "blocks": round(whole * sum(each.blocks for each in rounds)),
+                "tokens computed": round(whole * sum(each.computed for each in rounds)),
+                "seconds": round(whole * sum(sum(each.seconds) for each in rounds), 3),
+                "a call, ms": spread([call for each in rounds for call in each.seconds[1:]], digits=3),
+                "first call, ms": round(1e3 * rounds[0].seconds[0], 3),
+            }
+        )
+    without, with_it = ([sum(each.seconds) / each.sequences for each in taken[side]] for side in (OFF, ON))
+    on, off = rows
+    on["blocks without, ×"] = round(off["blocks"] / on["blocks"], 2)
+    on["computed without, ×"] = less = round(off["tokens computed"] / on["tokens computed"], 2)
+    what = f"1,000 prompts that share 512 tokens, {model}: computed without the prefix cache, of with it"
+    on["target"] = target(what, less, LESS_TARGET, unit=" ×") if sequences >= SEQUENCES else None
+    on["seconds without, ×"] = shares(without, with_it)
+    return rows
 
 
 # --- a conversation ---------------------------------------------------------------------------------------------------
@@ -181,7 +196,7 @@ async def talk(client: ExecutorClient, tokens: Sequence[int], side: str, salt: b
     return found
 
 
-async def conversation(at: Session, length: int, rounds: int) -> dict[str, Any]:
+async def conversation(at: Session, length: int, rounds: int) -> list[dict[str, Any]]:
     """Rounds of both sides in turn, of so many turns."""
     client, vocab_size = at
     talks: dict[str, list[list[tuple[int, float]]]] = {side: [] for side in MODES}
@@ -189,36 +204,34 @@ async def conversation(at: Session, length: int, rounds: int) -> dict[str, Any]:
         [said] = Cell(PREFILL, 1, length * TURN).fresh(vocab_size, number, 0).tolist()
         for side, each in talks.items():
             each.append(await talk(client, said, side, b"talk %d" % number))
-    found = turns(talks)
-    return {"turns": found, "talk": talk_figures(found)}
+    return turns(talks)
 
 
 def turns(taken: Mapping[str, list[list[tuple[int, float]]]]) -> list[dict[str, Any]]:
-    """Of each turn: tokens that it has and that are ``new``, what can be found least is ``to_compute`` (a block that
-    was full in part is computed again), what was ``computed`` at most, and milliseconds with the cache and without."""
-    found = []
+    """Of each turn: tokens that it has and that are new, what can be found least is to compute (a block that was full
+    in part is computed again), what was computed at most, and milliseconds with the cache and without; and of all."""
+    found: list[dict[str, Any]] = []
     for index in range(len(taken[ON][0])):
         before = index * TURN
-        ms = {side: float(np.median([1e3 * talk[index][1] for talk in talks])) for side, talks in taken.items()}
+        ms = {f"{side}, ms": median(1e3 * talk[index][1] for talk in talks) for side, talks in taken.items()}
         found.append(
             {
-                "turn": index + 1,
+                "turn": f"{index + 1}",
                 "tokens": before + TURN,
                 "new": TURN,
-                "to_compute": TURN + before % BLOCK_SIZE,
+                "to compute": TURN + before % BLOCK_SIZE,
                 "computed": max(talk[index][0] for talk in taken[ON]),
-                "on_ms": round(ms[ON], 3),
-                "off_ms": round(ms[OFF], 3),
+                **ms,
             }
         )
-    return found
+    sums = {name: sum(each[name] for each in found) for name in found[0] if name != "turn"}
+    return [*found, {"turn": f"all {len(found)}"} | {name: round(value, 1) for name, value in sums.items()}]
 
 
-def talk_figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All turns together. ``of_to_compute``: tokens computed, of those that had to be."""
-    sums = {name: sum(each[name] for each in found) for name in ("tokens", "new", "to_compute", "computed")}
-    ms = {name: round(sum(each[name] for each in found), 1) for name in ("on_ms", "off_ms")}
-    return {**sums, **ms, "turns": len(found), "of_to_compute": round(sums["computed"] / sums["to_compute"], 3)}
+def in_whole_blocks(every: Mapping[str, Any]) -> dict[str, Any]:
+    """The target of all turns."""
+    what = f"a conversation of {TURNS} turns: tokens computed, of the new ones in whole blocks"
+    return target(what, every["computed"] / every["to compute"], 1.0, least=False)
 
 
 # --- a miss -----------------------------------------------------------------------------------------------------------
@@ -228,36 +241,26 @@ class Drawing(Client):
     """Feeds other tokens in every round of decode steps: what was fed before would be published already."""
 
     async def round(self, cell: Cell, number: int, steps: int) -> Round:
-        """As a client."""
         return await super().round(replace(cell, draw=number), number, steps)
 
 
-async def miss(model: str, at: Session, cell: Cell, rounds: int, round_s: float) -> Figures:
-    """Steps with the cache that find nothing, beside the same without it. ``ratio``: of the pairs of rounds."""
+async def miss(model: str, at: Session, cell: Cell, rounds: int, round_s: float) -> dict[str, Any]:
+    """Steps with the cache that find nothing, and the same without it."""
     client, vocab_size = at
     players = {side: Drawing(client, None, vocab_size, cache_mode=mode) for side, mode in MODES.items()}
     found = await contest(cell, players, OFF, rounds, round_s)
     for player in players.values():
         await player.prepare(Cell(PREFILL, 1, 1))  # forget the sequences
-    step_ms = {side: each["step_ms"] for side, each in found["sides"].items()}
-    names = ("cell", "steps", "disturbed")
-    return (
-        {"model": model}
-        | {each: found[each] for each in names}
-        | {
-            "step_ms": step_ms,
-            "ratio": found["ratios"][ON],
-            "target": MISS_TARGET,
-        }
-    )
+    step_ms = {f"{side}, ms": each["step_ms"] for side, each in found["sides"].items()}
+    what = f"{model}, {cell.name} with the prefix cache that finds nothing, of without it"
+    standing = target(what, found["ratios"][ON]["median"], MISS_TARGET, least=False)
+    return {"model": model, "step": cell.name} | step_ms | {"on in off": found["ratios"][ON], "target": standing}
 
 
 # --- the books --------------------------------------------------------------------------------------------------------
 
 LIVE: Final = 256
-BOOK_STEPS: Final = 2 * BLOCK_SIZE
-"""Each sequence begins a block twice, and fills and publishes two."""
-
+BOOK_STEPS: Final = 2 * BLOCK_SIZE  # each sequence begins a block twice, and fills and publishes two
 BOOK_ROUNDS: Final = 20
 
 
@@ -318,9 +321,7 @@ class Books:
 
 
 def books(sizes: Sequence[Size], rounds: int) -> list[dict[str, Any]]:
-    """Rounds of all sizes in turn. ``per_sequence_us``: of a sequence and step, the mean of a round, the median of the
-    rounds; ``of_first``: in that of the first size, by rounds; ``step_ms`` of all sequences, and ``longest_ms``: of the
-    step in which all begin a block, or publish one."""
+    """Rounds of all sizes in turn."""
     sides = [Books(size) for size in sizes]
     taken: list[list[list[float]]] = [[] for _ in sides]
     for _ in range(1 + rounds):
@@ -330,127 +331,99 @@ def books(sizes: Sequence[Size], rounds: int) -> list[dict[str, Any]]:
 
 
 def book_figures(size: Size, rounds: Sequence[list[float]], first: Sequence[list[float]]) -> dict[str, Any]:
-    """Of one size."""
+    """Of one size, with ratios to the ``first`` one's rounds. The longest step is that in which all begin a block, or
+    publish one."""
     means, others = np.mean(rounds, axis=1), np.mean(first, axis=1)
     return {
-        "live": size.live,
-        "length": size.length,
-        "cached": size.cached,
-        "per_sequence_us": round(1e6 * float(np.median(means)) / size.live, 3),
-        "of_first": round(float(np.median(means / others)), 3),
-        "step_ms": round(1e3 * float(np.median(means)), 4),
-        "longest_ms": round(1e3 * float(np.median(np.max(rounds, axis=1))), 4),
+        "sequences": size.live,
+        "tokens": size.length,
+        "cached blocks": size.cached,
+        "µs a sequence": median(1e6 * means / size.live),
+        "in the first": median(means / others),
+        "a step, ms": median(1e3 * means, 4),
+        "longest, ms": median(1e3 * np.max(rounds, axis=1), 4),
     }
 
 
 def share(found: Sequence[Mapping[str, Any]], decode: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The books again, with what they are of the decode step of a model: ``of_step``."""
-    step_ms = decode["step_ms"][ON]["median"]
-    return [{**each, "of_step": round(each["step_ms"] / step_ms, 4), "target": BOOKS_TARGET} for each in found]
+    """The books again, with what they are of the decode step of a model."""
+    parts = [round(each["a step, ms"] / decode[f"{ON}, ms"]["median"], 4) for each in found]
+    what = f"accounting of a step of {LIVE} sequences, at most, of a decode step of Qwen3-0.6B at b32"
+    standing = target(what, max(parts), BOOKS_TARGET, least=False)
+    return [{**each, "of a decode step": part, "target": standing} for each, part in zip(found, parts, strict=True)]
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def served(model: str, blocks: int, threads: int) -> AsyncIterator[Session]:
-    """A server, and a session with it."""
-    settings = {"device": "cpu", "threads": threads, "kv-blocks": blocks, "lease-ttl-s": TIMEOUT_S}
-    async with (
-        executor(model, settings) as ours,
-        ExecutorClient(ours.target, session=True, timeout_s=TIMEOUT_S) as client,
-    ):
-        yield client, ours.vocab_size
-
-
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    here = Contest(options, "prefix", "qwen3-0.6b")
-    record, seen, rounds, threads = here.record, options.seen, options.rounds, options.threads
-    told = {"shared": seen.shared, "own": seen.context - seen.shared, "sequences": options.sequences, "sample": SAMPLE}
-    record.values["settings"] |= told
-    record.save(books=(found := books(options.sizes, BOOK_ROUNDS)), crowds=[], misses=[], turns=[])
-    print("books: done", flush=True)
-    at_once = CALL_TOKENS // seen.context
+    quick = options.quick
+    seen, misses = (QUICK_SEEN, QUICK_MISSES) if quick else (SEEN, MISSES)
+    options.cells = (seen, replace(seen, shared=0))
+    here = Contest(options)
+    here.text = TEXTS["cells"]
+    record, rounds, sequences = here.record, options.rounds, options.sequences
+    told = f"{sequences}, of {seen.shared} tokens that are shared and {seen.context - seen.shared} of their own"
+    record.values["settings"]["prompts"] = told
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TEXTS}
+    record.values["tables"] = {name: table(()) for name in TEXTS}  # in the order of the page
+
+    def add(part: str, *found: dict[str, Any], **more: Any) -> None:
+        rows[part] += found
+        record.put(part, rows[part], left=LEFT[part], text=TEXTS[part], legend=LEGENDS[part], **more)
+        print(f"{part}: {len(rows[part])} rows", flush=True)
 
     async def crowds(model: str, at: Session, most: int, sample: int | None = None) -> None:
-        prompts = seen.fresh(at[1], most, options.sequences - 1).tolist()
-        if most == 1:
-            prompts = prompts[:ALONE]
-        taken = await crowd(at[0], prompts, most, rounds, sample)
-        record.values["crowds"].append(crowd_figures(model, most, options.sequences, taken))
-        record.save()
-        print(f"{model}: {options.sequences} prompts, {most} at once: done", flush=True)
+        prompts = seen.fresh(at[1], most, sequences - 1).tolist()[: ALONE if most == 1 else None]
+        add("crowds", *crowd_rows(model, most, sequences, await crowd(at[0], prompts, most, rounds, sample)))
 
-    async def misses(model: str, at: Session, cell: Cell, pairs: int) -> None:
-        record.values["misses"].append(await miss(model, at, cell, pairs, options.miss_s))
-        record.save()
-        print(f"{model}: {cell.name}: done", flush=True)
+    async def misses_of(model: str, at: Session, *some: tuple[Cell, int]) -> None:
+        for cell, pairs in some:
+            add("misses", await miss(model, at, cell, pairs, options.round_seconds if quick else MISS_ROUND_S))
 
-    blocks = options.sequences * -(-seen.context // BLOCK_SIZE) + KV_BLOCKS
-    async with served(IDENTITY, blocks, threads) as at:
-        await crowds(IDENTITY, at, at_once)
-        await misses(IDENTITY, at, *options.misses[-1])
-    async with served(here.folder, KV_BLOCKS, threads) as at:
-        name = record.values["model"]["name"]
-        device = (await at[0].info()).device
-        choices = [choice for choice, _ in device.choices]
-        record.values["sides"][REFERENCE] = {"name": REFERENCE, "threads": device.threads, "choices": choices}
+    counted = books(QUICK_SIZES if quick else SIZES, BOOK_ROUNDS)
+    at_once, blocks = CALL_TOKENS // seen.context, sequences * -(-seen.context // BLOCK_SIZE) + KV_BLOCKS
+    settings = {"device": "cpu", "threads": options.threads, "lease-ttl-s": TIMEOUT_S}
+    async with connected(IDENTITY, settings | {"kv-blocks": blocks}) as (ours, client):
+        await crowds(IDENTITY, (client, ours.vocab_size), at_once)
+        await misses_of(IDENTITY, (client, ours.vocab_size), misses[-1])
+    async with connected(here.folder, settings | {"kv-blocks": KV_BLOCKS}) as (ours, client):
+        at = client, ours.vocab_size
+        record.values["sides"][REFERENCE] = facts(REFERENCE, (await client.info()).device)
         for most in (1, at_once):
-            await crowds(name, at, most, SAMPLE)
-        record.save(**await conversation(at, options.turns, rounds))
-        for cell, pairs in options.misses:
-            await misses(name, at, cell, pairs)
-        record.save(books=share(found, record.values["misses"][-1]))
+            await crowds(here.model, at, most, SAMPLE)
+        talked = await conversation(at, QUICK_TURNS if quick else TURNS, rounds)
+        add("talk", *talked, targets=[in_whole_blocks(talked[-1])])
+        await misses_of(here.model, at, *misses)
+        add("books", *share(counted, rows["misses"][-1]))
         await beside(here, at)
     return record
 
 
 async def beside(here: Contest, at: Session) -> None:
     """Ours and a peer, one peer at a time: prompts whose beginning was seen, and prompts of which nothing was."""
-    options, left_out = here.options, here.record.values["left_out"]
     client, vocab_size = at
     for kind in (each for each in PEERS if each.name in PEER_NAMES):
-        home = (options.installed or ENVIRONMENTS).resolve() / kind.environment
+        home = (here.options.installed or ENVIRONMENTS).resolve() / kind.environment
         if not home.is_dir():
-            left_out[kind.name] = f"not installed: there is no environment {kind.environment!r}"
+            here.leave_out(kind.name, f"not installed: there is no environment {kind.environment!r}")
             continue
         looking = replace(kind, options={**kind.options, "prefix": True})
         # A salt for each peer: what ours has seen beside another one is not to be found again.
         ours = Client(client, None, vocab_size, cache_salt=kind.name.encode())
-        async with AsyncExitStack() as its:
-            opening = PeerProcess.open(looking, here.folder, options.threads, vocab_size, home)
-            if peer := await here.open(its, kind.name, opening):
-                try:
-                    await here.play(options.cells, {REFERENCE: ours, kind.name: peer})
-                except Unsupported as error:  # it ended between two rounds
-                    left_out[kind.name] = str(error)
-        here.record.save(limits=here.machine.limits())
+        await against(here, looking, home, REFERENCE, ours)
     here.record.save()
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.prefix", description="What the prefix cache gains and costs."
-    )
-    parser.add_argument("--sequences", type=int, help=f"whose prompts begin alike (default: {SEQUENCES})")
-    parser.add_argument("--installed", type=Path, help="folder of the peers' environments (default: .venv-peers)")
-    options = read_options(parser, argv, rounds=3, round_s=2.0)
-    quick = options.quick
-    options.sequences = options.sequences or (32 if quick else SEQUENCES)
-    options.seen, options.misses = (QUICK_SEEN, QUICK_MISSES) if quick else (SEEN, MISSES)
-    options.sizes, options.miss_s = (QUICK_SIZES, options.round_seconds) if quick else (SIZES, MISS_ROUND_S)
-    options.turns = QUICK_TURNS if quick else TURNS
-    options.cells = (options.seen, replace(options.seen, shared=0))
-    options.out = out_of(options, "prefix")
-    return options
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, show, save."""
-    finish(run(parse(argv)), prefix_tables.show_all)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK: Final = Benchmark(
+    "prefix",
+    "What the prefix cache gains and costs.",
+    run,
+    (
+        Option("--sequences", SEQUENCES, "whose prompts begin alike", 32),
+        Option("--installed", None, "folder of the peers' environments (default: .venv-peers)", kind=Path),
+    ),
+    rounds=3,
+    round_s=2.0,
+)

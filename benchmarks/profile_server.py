@@ -1,8 +1,7 @@
 """`ferrum-rpc serve` that notes when each stage of a BatchDecode begins. Started by `benchmarks.profile`.
 
 The server's files stay as they are: this wraps the seams between its floors before it starts. A mark costs 0.1 µs, and
-its clock (CLOCK_MONOTONIC) is one for all processes of the machine, so that marks of both ends make one timeline. What
-happens in every layer is summed up for each step instead: a timeline of it would be longer than the step.
+its clock (CLOCK_MONOTONIC) is one for all processes of the machine, so that marks of both ends make one timeline.
 
     python -m benchmarks.profile_server MARKS.json serve identity ...
 """
@@ -22,8 +21,6 @@ import grpc
 METHOD = "BatchDecode"
 
 marks: list[tuple[str, int]] = []
-inside: list[tuple[int, dict[str, float]]] = []
-"""When each step began, and microseconds of it by what was called within."""
 
 
 def mark(stage: str | None) -> None:
@@ -44,22 +41,6 @@ def marked(original: Callable[..., Any], before: str | None, after: str | None) 
             mark(after)
 
     return called
-
-
-def summed(owner: Any, name: str, label: str) -> None:
-    """Add up what the calls of ``owner.name`` take in each step."""
-    original: Callable[..., Any] = getattr(owner, name)
-
-    @wraps(original)
-    def timed(*arguments: Any, **named: Any) -> Any:
-        began = perf_counter_ns()
-        try:
-            return original(*arguments, **named)
-        finally:
-            spent = inside[-1][1]
-            spent[label] = spent.get(label, 0.0) + (perf_counter_ns() - began) / 1e3
-
-    setattr(owner, name, timed)
 
 
 def watch_grpc() -> None:
@@ -91,18 +72,10 @@ def watch_floors() -> None:
     from ferrum_rpc.service import executor
     from ferrum_rpc.service.forward import ForwardCall
 
-    plain_runner, plain_begin, plain_await = build.build_runner, TorchRunner.begin, ForwardCall.__await__
+    plain_runner, plain_await = build.build_runner, ForwardCall.__await__
 
     def runner(config: Any, progress: Any, _: Any, largest: Any) -> TorchRunner:
-        made = plain_runner(config, progress, lambda stage: mark(f"model thread: {stage}"), largest)
-        for name, label in (("plan", "attention plan"), ("write", "cache write"), ("attend", "attention")):
-            summed(type(made.attention), name, label)
-        summed(type(made.model), "logits", "logits")
-        return made
-
-    def begin(self: Any, step: Any) -> Any:
-        inside.append((perf_counter_ns(), {}))
-        return plain_begin(self, step)
+        return plain_runner(config, progress, lambda stage: mark(f"model thread: {stage}"), largest)
 
     def ended(self: ForwardCall) -> Any:
         answer = yield from plain_await(self)
@@ -121,7 +94,6 @@ def watch_floors() -> None:
     for owner, name, before, after in seams:
         setattr(owner, name, marked(getattr(owner, name), before, after))
     ForwardCall.__await__ = ended  # type: ignore[method-assign, assignment]
-    TorchRunner.begin = begin  # type: ignore[method-assign]
     build.build_runner = runner  # type: ignore[assignment]
 
 
@@ -133,4 +105,4 @@ if __name__ == "__main__":
     try:
         cli.main(sys.argv[2:])
     finally:
-        Path(sys.argv[1]).write_text(json.dumps({"marks": marks, "inside": inside}), encoding="utf-8")
+        Path(sys.argv[1]).write_text(json.dumps(marks), encoding="utf-8")

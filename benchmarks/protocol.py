@@ -4,10 +4,10 @@ The identity model with one layer and one head computes next to nothing, so a st
 hand-over to the model thread. Every server has a process of its own, TCP and unix sockets alike; rounds of all ways
 alternate, and only one works at a time.
 
-    python -m benchmarks.protocol --against ../before --transports tcp
+    python -m benchmarks protocol --against ../before --transports tcp
 
 is what a change costs: executors of this checkout and of another one, by the callers of this one, round by round in
-turn. The rows of the other checkout are a transport of their own, and a ratio is told for every way.
+turn. The rows of the other checkout are a transport of their own, and every way has a ratio.
 """
 
 from __future__ import annotations
@@ -23,45 +23,31 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks import tables
-from benchmarks.cases import CACHE
-from benchmarks.compare import Round, alternate, ratio
+from benchmarks.cases import CACHE, DECODE, Cell
+from benchmarks.compare import Round, alternate, median, percentile, ratio
 from benchmarks.engines.echo import ANY_PORT, EchoCalls, EchoFrames, echo_channel
 from benchmarks.engines.grpc import Batches, Calls, Client, Frames, executor
 from benchmarks.engines.ways import CONTEXT, LEAD_IN, Way
 from benchmarks.machine import ROOT
-from benchmarks.record import Record, finish, out_of, read_options
+from benchmarks.record import Benchmark, Option, Record
+from benchmarks.table import target
 from ferrum_rpc.client import ExecutorClient
 
-SETTLE_S: Final = 0.01
-"""Between rounds: what a server does after its last answer is not the next way's."""
-
+SETTLE_S: Final = 0.01  # between rounds: what a server does after its last answer is not the next way's
 TRANSPORTS: Final = ("tcp", "unix")
 AGAINST: Final = " of the other checkout"
-MODELS: Final[dict[str, dict[str, Any]]] = {
-    "identity": {"identity-layers": 1, "identity-heads": 1, "identity-kv-heads": 1, "threads": 1},
-    "demo": {},
-}
-SHARED: Final[dict[str, Any]] = {"device": "cpu", "kv-blocks": 8192}
-"""The cheapest step there is, or the demo model's; and blocks for every sequence at its longest."""
+MODEL: Final = "identity"
+ONE_HEAD: Final = {"identity-layers": 1, "identity-heads": 1, "identity-kv-heads": 1, "threads": 1}
+SERVED: Final[dict[str, Any]] = ONE_HEAD | {"device": "cpu", "kv-blocks": 8192}
+"""The cheapest step there is; and blocks for every sequence at its longest."""
 
-LEASE_TTL_S: Final = 600.0
-"""A session's sequences outlive the rounds of the other ways."""
-
+LEASE_TTL_S: Final = 600.0  # a session's sequences outlive the rounds of the other ways
 WARM_STEPS: Final = 4
-DEPTHS: Final = (1, 2, 4)
-"""Steps in flight."""
-
-MANY: Final = 64
-"""Callers at a time, of unary calls only: a session is one scheduler's."""
-
-CROWD: Final = tables.CROWD
-"""Coroutines on one client, each with a sequence of its own, and the items of a batch in lockstep."""
-
+DEPTHS: Final = (1, 2, 4)  # steps in flight
+MANY: Final = 64  # callers at a time, of unary calls only: a session is one scheduler's
+CROWD: Final = 50  # coroutines on one client, each with a sequence of its own, and the items of a batch in lockstep
 ALL_DEPTHS: Final = (*DEPTHS, CROWD, MANY)
-BATCHES: Final = "client, batches"
-"""What a crowd of coroutines is measured against."""
-
+BATCHES: Final = "client, batches"  # what a crowd of coroutines is measured against
 ECHO_OF: Final = {
     "unary": "echo, unary",
     "client, unary": "echo, unary",
@@ -71,15 +57,9 @@ ECHO_OF: Final = {
 }
 """What each way is measured against."""
 
-TARGETS: Final = {1: 2.0, CROWD: 1.25}
-"""By depth: an empty step in bare echoes of the same bytes, and one of the crowd in steps of a batch of as many (0.8 of
-its rate), at most. They state where things are to be; nothing fails."""
-
-RATE_TARGETS: Final = {("session", 4): 3000.0, ("unary", MANY): 3000.0}
-"""Steps a second, at least, by way and depth."""
-
-Key = tuple[str, str, int]
-"""Transport, way and depth."""
+ECHO_TARGET: Final = 2.0  # an empty step in bare echoes of the same bytes, at most
+RATE_TARGET: Final = 3000.0  # steps a second, at least, in a session with four in flight and of `MANY` unary callers
+Key = tuple[str, str, int]  # transport, way and depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +72,11 @@ class Side:
     depths: tuple[int, ...]
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.protocol", description="What the protocol costs, in echoes of the same bytes."
-    )
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
-    parser.add_argument("--steps", type=int, help="steps of a round with one in flight (default: 256)")
-    parser.add_argument("--engine", choices=("thread", "process"), default="thread", help="of the executors")
-    parser.add_argument("--model", choices=tuple(MODELS), default="identity", help="what the executors compute")
-    parser.add_argument("--against", type=Path, help="another checkout, whose executors take turns with these")
-    options = read_options(parser, argv, rounds=10)
-    options.steps = options.steps or (16 if options.quick else 256)
-    model = "" if options.model == "identity" else f"-{options.model}"
-    options.name = f"protocol{model}" if options.engine == "thread" else f"protocol{model}-{options.engine}"
-    if options.against is not None and options.out is None:  # of a change and not of the commit: no result
+def variant(options: argparse.Namespace) -> str:
+    """Unlike the usual run: the engine. A comparison with another checkout is of a change and no result."""
+    if options.against is not None and options.out is None:
         options.out = CACHE / "protocol-against.json"
-    options.out = out_of(options, options.name)
-    return options
+    return "process" if options.engine == "process" else ""
 
 
 def steps_of(depth: int, steps: int) -> int:
@@ -121,27 +88,28 @@ def steps_of(depth: int, steps: int) -> int:
 async def sides(transport: str, options: argparse.Namespace, root: Path = ROOT) -> AsyncIterator[list[Side]]:
     """All ways over one transport to the executor of a checkout, up and prepared."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = {**MODELS[options.model], **SHARED, "engine": options.engine, "lease-ttl-s": LEASE_TTL_S}
-        unix = transport == "unix"
+        flags, unix = SERVED | {"engine": options.engine, "lease-ttl-s": LEASE_TTL_S}, transport == "unix"
         flags |= {"host": f"unix:{folder}/executor"} if unix else {}
         name = transport if root == ROOT else transport + AGAINST
         async with AsyncExitStack() as stack:
             enter = stack.enter_async_context
-            ours = await enter(executor(options.model, flags, root=root))
+            ours = await enter(executor(MODEL, flags, root=root))
             bare = await enter(echo_channel(f"unix:{folder}/echo" if unix else ANY_PORT))
             clients = [await enter(ExecutorClient(ours.target, session=session)) for session in (False, True, True)]
-            unary, session = Calls(ours.channel), Frames(ours.channel)
+            vocab_size = ours.vocab_size
+            unary, session = (kind(ours.channel, vocab_size) for kind in (Calls, Frames))
             found = [
                 Side(name, "unary", unary, (*DEPTHS, MANY)),
-                Side(name, "client, unary", Client(clients[0]), (*DEPTHS, MANY)),
+                Side(name, "client, unary", Client(clients[0], None, vocab_size), (*DEPTHS, MANY)),
                 Side(name, "echo, unary", EchoCalls(bare, unary), (*DEPTHS, MANY)),
                 Side(name, "session", session, DEPTHS),
-                Side(name, "client, session", Client(clients[1]), (*DEPTHS, CROWD)),
-                Side(name, BATCHES, Batches(clients[2]), (*DEPTHS, CROWD)),
+                Side(name, "client, session", Client(clients[1], None, vocab_size), (*DEPTHS, CROWD)),
+                Side(name, BATCHES, Batches(clients[2], None, vocab_size), (*DEPTHS, CROWD)),
                 Side(name, "echo, stream", EchoFrames(bare, session), DEPTHS),
             ]
             for side in found:
-                await side.way.make(max(side.depths))
+                depth = max(side.depths)
+                await side.way.prepare(Cell(DECODE, depth, CONTEXT, callers=depth))
             yield found
 
 
@@ -168,46 +136,71 @@ async def _take(way: Way, depth: int, steps: int, _: int) -> Round:
 
 
 def points(taken: Mapping[Key, Sequence[Round]]) -> list[dict[str, Any]]:
-    """Every way at every depth, in the order of the rounds."""
-    found = []
+    """A row for each way over each transport: a step with one in flight, and the rates at every depth. ``around``: the
+    step less its forward less the echo, which is what the protocol, its handlers and the hand-overs cost."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for (transport, way, depth), rounds in taken.items():
-        against = ECHO_OF.get(way, "") if depth != CROWD else BATCHES * (way != BATCHES)
-        found.append(point((transport, way, depth), rounds, taken.get((transport, against, depth))))
+        row = rows.setdefault((transport, way), {"transport": transport, "way": way})
+        echoes = taken.get((transport, ECHO_OF.get(way, ""), depth))
+        batches = taken.get((transport, BATCHES, depth))
+        if depth == 1:
+            row |= alone(rounds, echoes)
+        if depth != CROWD:
+            row[f"steps/s at {depth}"] = median((len(each.step_s) / each.wall_s for each in rounds), 1)
+        elif batches is not None and way != BATCHES:
+            row[f"in batches of {CROWD}"] = ratio(rounds, batches)
         if other := taken.get((transport + AGAINST, way, depth)):
-            found[-1]["against"] = ratio(rounds, other)
+            row[f"of the other checkout's step at {depth}"] = ratio(rounds, other)
+    return list(rows.values())
+
+
+def alone(rounds: Sequence[Round], echoes: Sequence[Round] | None) -> dict[str, Any]:
+    """The figures of steps with one in flight, and of the echo's rounds that they were paired with (None: it is an echo
+    itself). Queue and forward are by the server's own clock."""
+    steps, forward, queue = (
+        1e3 * np.array([second for each in rounds for second in getattr(each, name)])
+        for name in ("step_s", "forward_s", "queue_s")
+    )
+    found: dict[str, Any] = {"p50, ms": median(steps, 4), "p99, ms": percentile(steps, 99, 4)}
+    if echoes is None:
+        return found
+    found |= {"in echoes": ratio(rounds, echoes), "target": target("", None, ECHO_TARGET, least=False)}
+    if len(forward):
+        echo = 1e3 * np.median([second for each in echoes for second in each.step_s])
+        found |= {"queue, ms": median(queue, 4), "forward, ms": median(forward, 4)}
+        found["around, ms"] = round(float(np.median(steps - forward) - echo), 4)
     return found
 
 
-def point(key: Key, rounds: Sequence[Round], echoes: Sequence[Round] | None) -> dict[str, Any]:
-    """The figures of rounds, and of the echo's rounds that they were paired with (None: it is an echo itself).
-    Milliseconds of a step; ``steps_per_s``: median of the rounds. Of the server's own clock, where there is one:
-    ``queue_ms``, ``forward_ms``, and ``around_ms``, the step less its forward less the echo: what the protocol, its
-    handlers and the hand-overs cost."""
-    transport, way, depth = key
-    steps = np.array([second for each in rounds for second in each.step_s])
-    queue = [second for each in rounds for second in each.queue_s]
-    forward = np.array([second for each in rounds for second in each.forward_s])
-    around = None
-    if len(forward) and echoes is not None:
-        around = _ms(np.median(steps - forward) - np.median([second for each in echoes for second in each.step_s]))
-    return {
-        "transport": transport,
-        "way": way,
-        "depth": depth,
-        "samples": len(steps),
-        "p50_ms": _ms(np.median(steps)),
-        "p99_ms": _ms(np.percentile(steps, 99)),
-        "steps_per_s": round(float(np.median([len(each.step_s) / each.wall_s for each in rounds])), 1),
-        "rate_target": RATE_TARGETS.get((way, depth)),
-        "ratio": None if echoes is None else ratio(rounds, echoes) | {"target": TARGETS.get(depth)},
-        "queue_ms": _ms(np.median(queue)) if queue else None,
-        "forward_ms": _ms(np.median(forward)) if len(forward) else None,
-        "around_ms": around,
-    }
+def targets(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Of the steps over TCP. ``name``: of a variant."""
+    by_way = {row["way"]: row for row in rows if row["transport"] == "tcp"}
+    of = ", engine in a process" if name else ""
+    found = [
+        target(f"an empty step, {way}, in bare echoes", by_way[way]["in echoes"]["median"], ECHO_TARGET, least=False)
+        for way in ("unary", "session")
+        if way in by_way and not name
+    ]
+    for what, way, depth in (
+        ("empty steps in a session, 4 in flight", "session", 4),
+        (f"empty steps of {MANY} unary callers", "unary", MANY),
+    ):
+        if way in by_way:
+            found.append(target(what + of, by_way[way][f"steps/s at {depth}"], RATE_TARGET, unit="/s"))
+    return found
 
 
-def _ms(seconds: float | np.floating) -> float:
-    return round(float(seconds) * 1e3, 4)
+LEGEND: Final = {
+    "unary, session": "Decode calls, or forward frames of one session, by the bare stubs: until the next handle",
+    "client, …": "the same through `ferrum_rpc.client`, until the answer's rows are arrays",
+    "echo": "a bare grpc.aio server that answers the same bytes, by unary calls or on one stream",
+    "p50, p99": "of a step with one in flight",
+    "in echoes": "median step over the echo's, median of the pairs of rounds and its spread",
+    "queue, forward": "by the server's clock: from the submit to the step, and the step itself",
+    "around": "the step less its forward less the echo: protobuf, handlers, admission, hand-overs, replay log",
+    "steps/s": "with so many steps in flight; to be ≥ 3,000 in a session at 4, and of 64 unary callers in total",
+    f"in batches of {CROWD}": "a step of one of as many coroutines, in steps of a batch of them; at most 1.25",
+}
 
 
 async def run(options: argparse.Namespace) -> Record:
@@ -217,39 +210,35 @@ async def run(options: argparse.Namespace) -> Record:
         for transport in options.transports:
             for root in (ROOT, *([options.against.resolve()] if options.against else [])):
                 found += await stack.enter_async_context(sides(transport, options, root))
-        told = {**MODELS[options.model], **SHARED}
-        settings = {
-            "model": ", ".join([options.model, *(f"{name} {value}" for name, value in told.items())]),
-            "engine": options.engine,
-            "processes": "the callers in one, an executor and an echo server for each transport in one each",
-            "request_ids": True,
-            "context": CONTEXT,
-            "lead_in_steps": LEAD_IN,
-            "rounds": options.rounds,
-            "steps": {str(depth): steps_of(depth, options.steps) for depth in ALL_DEPTHS},
-        }
-        record = Record(options.name, settings, options.out)
+        record = Record(
+            options,
+            model=", ".join([MODEL, *(f"{name} {value}" for name, value in SERVED.items())]),
+            engine=options.engine,
+            processes="the callers in one, an executor and an echo server for each transport in one each",
+            context=f"{CONTEXT} tokens when a round begins",
+            lead_in_steps=LEAD_IN,
+            steps=", ".join(f"{steps_of(depth, options.steps)} at {depth}" for depth in ALL_DEPTHS),
+        )
         taken, kept = await measure(found, options.rounds, options.steps)
         sizes = {f"{side.transport}, {side.name}": [len(each) for each in side.way.exchange] for side in found}
     settings = record.values["settings"]
-    settings["disturbed_rounds_kept"] = kept
-    settings["exchange_bytes"] = {name: size for name, size in sizes.items() if any(size)}
-    record.save(points=points(taken))
+    settings["disturbed rounds"] = f"{kept} kept"
+    settings["bytes"] = "; ".join(f"{name} {asked} and {got}" for name, (asked, got) in sizes.items() if asked and got)
+    rows = points(taken)
+    record.put("ways", rows, left=2, legend=LEGEND, targets=targets(rows, options.variant))
     return record
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, show, save."""
-
-    def show(values: dict[str, Any]) -> None:
-        tables.show(tables.protocol(values["points"]), "protocol")
-        for each in values["points"]:
-            if "against" in each:
-                told = tables.low_to_high(each["against"], 3)
-                print(f"{each['transport']}, {each['way']} at {each['depth']}: {told} of the other checkout's step")
-
-    finish(run(parse(argv)), show)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK: Final = Benchmark(
+    "protocol",
+    "What the protocol costs, in echoes of the same bytes.",
+    run,
+    (
+        Option("--transports", list(TRANSPORTS), "of the executors", choices=TRANSPORTS),
+        Option("--steps", 256, "of a round with one in flight", 16),
+        Option("--engine", "thread", "of the executors", choices=("thread", "process")),
+        Option("--against", None, "another checkout, whose executors take turns with these", kind=Path),
+    ),
+    rounds=10,
+    variant=variant,
+)

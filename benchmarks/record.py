@@ -1,5 +1,8 @@
-"""What the programs of measurements share: their options, what every file of results holds besides its figures, and how
-it is written: after each part, so that an interrupted run keeps what it has."""
+"""What all measurements share: how one is declared and run, its command line, and the file of its result.
+
+`python -m benchmarks NAME` runs a `Benchmark`. Its file is written after each part, so that an interrupted run keeps
+what it has. The file holds its own tables and targets: `benchmarks.report` only lays them out.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +11,136 @@ import asyncio
 import functools
 import json
 import shlex
-import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import machine
-from benchmarks.cases import BLOCK_SIZE, CACHE, LEAD_IN, SEED, SHAPES, Cell, checkpoint
+from benchmarks.cases import BLOCK_SIZE, BUILT_IN, CACHE, LEAD_IN, SEED, SHAPES, Cell, checkpoint
 from benchmarks.compare import Player, Unsupported, contest
 from benchmarks.engines.process import REFERENCE
 from benchmarks.limits import Machine, roof
+from benchmarks.table import Row, is_target, show, table
 from ferrum_rpc.logs import configure_logging
 from ferrum_rpc.models.layout import parameter_count
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.runtime import openmp_waits, polled
 
 Opening = AbstractAsyncContextManager[Player]
-SCHEMA: Final = 1
+SCHEMA: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A flag of a benchmark. ``default``: its value if it is not given, a list where it takes several; ``quick``: the
+    same of a quick run. ``kind``: of the values, where the default does not say it."""
+
+    flag: str
+    default: Any
+    help: str
+    quick: Any = None
+    choices: Sequence[str] | None = None
+    kind: Callable[[str], Any] | None = None
+
+    def add_to(self, parser: argparse.ArgumentParser, *, quick: bool) -> None:
+        default = self.quick if quick and self.quick is not None else self.default
+        if default is False:
+            parser.add_argument(self.flag, action="store_true", help=self.help)
+            return
+        values = self.default if isinstance(self.default, list) else [self.default]
+        said = "" if self.default is None else f" (default: {' '.join(map(str, values))})"
+        parser.add_argument(
+            self.flag,
+            default=default,
+            type=self.kind or type(values[0]),
+            nargs="+" if isinstance(self.default, list) else None,
+            choices=self.choices,
+            help=self.help + said,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """``name``: of the file of results, and of the command. ``round_s``: seconds of a round, about, where it is they
+    that decide how many steps it has. ``variant``: what is unlike its usual run; such results are of their own.
+    ``loop`` makes the event loop. ``file``: of results, if it is not named after the kind of machine."""
+
+    name: str
+    about: str
+    run: Callable[[argparse.Namespace], Coroutine[Any, Any, Record]]
+    options: Sequence[Option] = ()
+    rounds: int = 5
+    round_s: float | None = None
+    variant: Callable[[argparse.Namespace], str] = lambda _: ""
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None
+    file: str = ""
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The command line, with the options that all benchmarks have, and what was not given. ``variant`` and ``out``
+        are set; a quick run is no result."""
+        parser = argparse.ArgumentParser(prog=f"python -m benchmarks {self.name}", description=self.about)
+        every = [*self.options, Option("--rounds", self.rounds, "of every side", 2)]
+        if self.round_s is not None:
+            every.append(Option("--round-seconds", self.round_s, "of a round, about", 0.01))
+            every.append(Option("--threads", machine.hardware()["cores"], "compute threads of every side"))
+        for option in every:
+            option.add_to(parser, quick="--quick" in argv)
+        parser.add_argument("--quick", action="store_true", help="the smallest size, few steps: does it run at all?")
+        parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/NAME-<machine kind>.json)")
+        options = parser.parse_args(argv)
+        options.command = shlex.join(["python", "-m", "benchmarks", self.name, *argv])
+        options.variant = self.variant(options)
+        options.benchmark = self.name
+        name = "-".join(filter(None, (self.name, options.variant)))
+        label = machine.label(machine.hardware())
+        own = CACHE / f"{name}-quick.json" if options.quick else machine.RESULTS / (self.file or f"{name}-{label}.json")
+        options.out = options.out or own
+        return options
+
+    def main(self, argv: Sequence[str]) -> None:
+        """Measure, show, and say where the file is and whether the machine was quiet."""
+        options = self.parse(argv)
+        configure_logging(level="warning")
+        with asyncio.Runner(loop_factory=self.loop) as runner:
+            runner.run(self.run(options)).tell()
 
 
 class Record:
-    """A result in the making; ``values`` is what the file holds. A ``benchmark`` is named after the program that runs
-    it, and what is unlike its usual run."""
+    """A result in the making; ``values`` is what the file holds. ``settings``: under what it is measured."""
 
-    def __init__(self, benchmark: str, settings: Mapping[str, Any], out: Path) -> None:
+    def __init__(self, options: argparse.Namespace, **settings: Any) -> None:
         self._bystanders = machine.Bystanders()
-        self._out = out
+        self._out = Path(options.out)
         self.values: dict[str, Any] = {
             "schema": SCHEMA,
-            "benchmark": benchmark,
-            "command": shlex.join(["python", "-m", f"benchmarks.{benchmark.partition('-')[0]}", *sys.argv[1:]]),
+            "benchmark": options.benchmark,
+            "variant": options.variant,
+            "command": options.command,
             "began": _now(),
             "ended": "",
             "commit": machine.commit(),
             "hardware": machine.hardware(),
             "versions": machine.versions(),
-            "sockets": polled(),
             "others_cpu": None,
-            "settings": {"seed": SEED, **settings},
+            "settings": {"seed": SEED, "rounds": options.rounds, **settings, "gRPC's sockets": f"read {polled()}"},
+            "tables": {},
+            "targets": [],
+            "notes": [],
         }
 
+    def put(self, name: str, rows: Iterable[Row], *, targets: Sequence[Mapping[str, Any]] = (), **more: Any) -> None:
+        """Add a table, or write it anew, and targets, those of its rows among them, in place of those with the same
+        words; and write the file. ``more``: see `table`."""
+        rows = list(rows)
+        self.values["tables"][name] = table(rows, **more)
+        own = [cell for row in rows for cell in row.values() if is_target(cell)]
+        standing = {each["what"]: each for each in (*self.values["targets"], *targets, *own) if each["what"]}
+        self.save(targets=list(standing.values()))
+
     def save(self, **values: Any) -> None:
-        """Add ``values`` and write the file."""
         self.values |= values
         self.values |= {"ended": _now(), "others_cpu": self._bystanders.share()}
         self._out.parent.mkdir(parents=True, exist_ok=True)
@@ -59,96 +148,108 @@ class Record:
         self._out.write_text(text + "\n", encoding="utf-8")
 
     def tell(self) -> None:
-        """Where it is, and whether the machine was quiet."""
-        print(f"\nsaved {self._out}")
+        """The tables, where the file is, and whether the machine was quiet."""
+        for found in self.values["tables"].values():
+            if found["rows"]:
+                print()
+                show(found)
+        print("", *self.values["notes"], f"saved {self._out}", sep="\n")
         others = self.values["others_cpu"]
         if others is not None and others > machine.QUIET:
             print(f"other processes had {others:.0%} of the cores' time: measure again on a quiet machine")
 
 
-def read_options(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, rounds: int, round_s: float | None = None
-) -> argparse.Namespace:
-    """The command line, with the options that all benchmarks have, and what was not written in it. ``round_s``: seconds
-    of a round, about, where it is they that decide how many steps it has."""
-    parser.add_argument("--rounds", type=int, help=f"of every side (default: {rounds})")
-    if round_s is not None:
-        parser.add_argument("--round-seconds", type=float, help=f"of a round, about (default: {round_s:g})")
-        parser.add_argument("--threads", type=int, help="compute threads of every side (default: one per core)")
-    parser.add_argument("--quick", action="store_true", help="the smallest size, few steps: does it run at all?")
-    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/NAME-<kind of machine>.json)")
-    options = parser.parse_args(argv)
-    options.rounds = options.rounds or (2 if options.quick else rounds)
-    if round_s is not None:
-        options.round_seconds = options.round_seconds or (0.01 if options.quick else round_s)
-        options.threads = options.threads or machine.hardware()["cores"]
-    return options
+CELL_LEGEND: Final = {
+    "tok/s": "median of the rounds' medians, lowest and highest round",
+    "step": "median (10th to 90th percentile) of all timed steps",
+    "of the limit": "of what memory and matrix products allow on this machine, by the best readings of the same run",
+    "ours is": "tokens a second of ours, the first side, over this side's: median of the pairs (lowest to highest)",
+    "same tokens": "arg-max tokens of the rounds' last steps that agree with ours: bfloat16 decides close calls anyhow",
+}
+EIGHT_BITS: Final = ("ours with int8 weights, gRPC session", "llama.cpp Q8_0", "OpenVINO GenAI int8", "int8 cache")
+"""Sides that read half the bytes: the limit is not theirs."""
+
+LIMIT: Final = "limit of the machine"
 
 
-def out_of(options: argparse.Namespace, name: str) -> Path:
-    """The file of a result; a quick run is no result."""
-    if options.out is not None:
-        return Path(options.out)
-    label = machine.label(machine.hardware())
-    return CACHE / f"{name}-quick.json" if options.quick else machine.RESULTS / f"{name}-{label}.json"
-
-
-def finish(
-    measuring: Coroutine[Any, Any, Record],
-    show: Callable[[dict[str, Any]], None],
-    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
-) -> None:
-    """Measure, show, and say where the file is, and whether the machine was quiet. ``loop`` makes the event loop; None:
-    the default one."""
-    configure_logging(level="warning")
-    with asyncio.Runner(loop_factory=loop) as runner:
-        record = runner.run(measuring)
-    show(record.values)
-    record.tell()
+def cell_rows(results: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """The limit of each cell, and every side of it; the results of one cell follow each other."""
+    rows: list[Row] = []
+    results = list(results)
+    names = list(dict.fromkeys(cell["cell"] for cell in results))
+    open_limits = {*names}
+    for cell in sorted(results, key=lambda each: names.index(each["cell"])):
+        name, roof_ = {"cell": cell["cell"]}, cell["roof"]
+        if roof_ is not None and name["cell"] in open_limits:
+            open_limits.remove(name["cell"])
+            bound = f"bound by {roof_['bound_by']}"
+            rows.append(name | {"side": LIMIT, "tok/s": roof_["tokens_per_s"], "step, ms": bound})
+        for side, found in cell["sides"].items():
+            same, of = found["same_tokens"]
+            limited = roof_ is not None and side not in EIGHT_BITS
+            rows.append(
+                {
+                    **name,
+                    "side": side,
+                    "tok/s": {"median": found["tokens_per_s"], "low": found["low"], "high": found["high"]},
+                    "step, ms": found["step_ms"],
+                    "of the limit": round(found["tokens_per_s"] / roof_["tokens_per_s"], 3) if limited else None,
+                    "ours is, ×": cell["ratios"].get(side),
+                    "same tokens": f"{same} of {of}" if of else None,  # nothing of a side that feeds its own
+                }
+            )
+        rows += [name | {"side": side, "step, ms": f"none: {reason}"} for side, reason in cell["absent"].items()]
+    return rows
 
 
 class Contest:
     """The cells of a run, side by side: a result for each, with its limit, saved as it comes. The checkpoint is written
-    when something first needs its ``folder``."""
+    when something first needs its ``folder``. ``text`` stands before their table."""
 
-    def __init__(self, options: argparse.Namespace, name: str, shape: str, device: str = "cpu") -> None:
+    def __init__(self, options: argparse.Namespace, shape: str = "qwen3-0.6b", device: str = "cpu") -> None:
         self.options = options
         self._shape = "tiny" if options.quick else shape
         self.spec = ModelSpec.from_config(SHAPES[self._shape])
-        told = {
-            "threads": options.threads,
-            "rounds": options.rounds,
-            "round_s": options.round_seconds,
-            "lead_in_steps": LEAD_IN,
-            "block_size": BLOCK_SIZE,
-            "openmp_waits": openmp_waits(),
-            "output": "greedy: the arg-max of every row; the tokens fed were chosen beforehand, the same for all sides",
-        }
-        self.record = Record(name, told, options.out)
-        facts = {"name": self._shape, "parameters": parameter_count(self.spec), "dtype": "bfloat16"}
-        facts |= {"layers": len(self.spec.layers), "hidden_size": self.spec.hidden_size}
-        facts |= {name: getattr(self.spec.attention_specs[0], name) for name in ("heads", "kv_heads", "head_dim")}
-        facts["vocab_size"] = self.spec.vocab_size
-        self.record.save(model=facts, cells=[], sides={}, left_out={})
+        size = f"{parameter_count(self.spec) / 1e6:,.0f} million parameters"
+        self.record = Record(
+            options,
+            model=f"{self._shape}: {size}, bfloat16, random weights",
+            threads=options.threads,
+            round_s=options.round_seconds,
+            lead_in_steps=LEAD_IN,
+            block_size=BLOCK_SIZE,
+            openmp_waits=openmp_waits(),
+            output="greedy: the arg-max of every row; the tokens fed were chosen beforehand, the same for all sides",
+        )
+        self.model, self.text = self._shape, ""
+        self.record.save(cells=[], sides={}, left_out={})
         self.machine = Machine(options.threads, device, quick=options.quick)
         self.machine.read()
 
     @functools.cached_property
     def folder(self) -> str:
-        """The checkpoint."""
         return str(checkpoint(self._shape))
 
     async def open(self, stack: AsyncExitStack, name: str, opening: Opening) -> Player | None:
         """A side, or None: then it is left out, and the file says why."""
-        values = self.record.values
         try:
             player = await stack.enter_async_context(opening)
         except (Unsupported, OSError) as error:
-            values["left_out"][name] = str(error)
-            print(f"{name} is left out: {error}", flush=True)
+            self.leave_out(name, str(error))
             return None
-        values["sides"][name] = player.facts
+        self.record.values["sides"][name] = player.facts
         return player
+
+    async def open_all(self, stack: AsyncExitStack, openings: Mapping[str, Opening]) -> dict[str, Player]:
+        """Those of the sides that are there."""
+        found = {name: await self.open(stack, name, opening) for name, opening in openings.items()}
+        return {name: player for name, player in found.items() if player}
+
+    def leave_out(self, name: str, reason: str) -> None:
+        values = self.record.values
+        values["left_out"][name] = reason
+        values["notes"].append(f"{name} was left out: {reason}")
+        print(values["notes"][-1], flush=True)
 
     async def play(self, cells: Sequence[Cell], players: Mapping[str, Player], reference: str = REFERENCE) -> None:
         """Every cell, by all sides in turn."""
@@ -167,7 +268,29 @@ class Contest:
         limits = self.machine.limits()  # the best readings of the whole run, for every cell
         for each in results:
             each["roof"] = roof(named[each["cell"]], self.spec, limits)
+        self.note_limits()
+        self.record.put("cells", cell_rows(results), left=2, legend=CELL_LEGEND, text=self.text)
+
+    def note_limits(self) -> None:
+        """The best readings so far, and how many turns others disturbed."""
+        limits, values = self.machine.limits(), self.record.values
+        values["settings"]["limits"] = (
+            f"memory {limits['read_gb_s']:.1f} GB/s, bfloat16 products {limits['bf16_tflops']:.2f} TFLOP/s with "
+            f"{limits['threads']} threads, best of {len(limits['readings'])} readings of this run"
+        )
+        repeated, kept = (sum(each["disturbed"][index] for each in values["cells"]) for index in (0, 1))
+        values["settings"]["disturbed rounds"] = f"{repeated} repeated, {kept} kept"
         self.record.save(limits=limits)
+
+
+def shape_of(options: argparse.Namespace) -> str:
+    """The variant of a benchmark with ``--model``: a shape's results are of their own."""
+    return "" if options.model in BUILT_IN else str(options.model)
+
+
+def median_of(cells: Iterable[Mapping[str, Any]], cell: str, of: str) -> float | None:
+    """The median of the pairs' ratios to side ``of`` in a cell that is measured, of results of `contest`."""
+    return next((each["ratios"][of]["median"] for each in cells if each["cell"] == cell and of in each["ratios"]), None)
 
 
 def _now() -> str:

@@ -1,13 +1,10 @@
 """What texts cost that arrive at any time: streams of the scheduler against lockstep batches of the same work.
 
-In lockstep all texts of a batch begin together, have one length, and end together: by single steps,
-a frame each, and by runs, all in one frame. No scheduler can do better with the same calls. The streams are those of
-`ferrum_rpc.scheduler.Scheduler` in the same process: callers that each submit one text after the other, and begin at
-random times. Their rate is that of the time in which all of them are busy; that of the whole round, with its beginning
-and its end, stands in a column of its own. All ways take turns, so ratios are of one round, and each has prompts of its
-own, which no other one leaves in the prefix cache. Counts of the executor say whether the work is the same: how many
-texts a step has, and how many tokens are fed for each that is chosen. The other rounds ask how long the executor has
-the sequence of a text that is cancelled, and for fairness: a tenant with one caller against one with many.
+All ways take turns, so ratios are of one round, and each has prompts of its own, which no other one leaves in the
+prefix cache. A stream's rate is that of the time in which all callers are busy. Counts of the executor say whether the
+work is the same: how many texts a step has, and how many tokens are fed for each that is chosen. The other rounds ask
+how long the executor has the sequence of a text that is cancelled, and for fairness: a tenant with one caller against
+one with many.
 """
 
 from __future__ import annotations
@@ -17,41 +14,37 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks import tables
-from benchmarks.cases import BUILT_IN, SEED, checkpoint
-from benchmarks.engines.grpc import executor
-from benchmarks.record import Record, finish, out_of, read_options
+from benchmarks.cases import SEED, model_path
+from benchmarks.compare import median, percentile, shares
+from benchmarks.engines.grpc import connected
+from benchmarks.record import Benchmark, Option, Record, shape_of
+from benchmarks.table import target
 from ferrum_rpc.client import BatchResults, Counters, ExecutorClient, Run
 from ferrum_rpc.client import Sequence as CachedSequence
 from ferrum_rpc.scheduler import Scheduler, TextRequest
 
-STREAMS: Final = (16, 64)
-"""Texts at a time."""
-
+STREAMS: Final = (16, 64)  # texts at a time
 STEPS, RUNS, RANDOM = "lockstep, single steps", "lockstep, runs", "streams"
 WAYS: Final = (STEPS, RUNS, RANDOM)
 RUN_TOKENS: Final = 32
 TEXTS_OF_A_CALLER: Final = 2
 """Texts that a caller ends while streams are measured, on average, so that as many begin as end."""
 
-TARGET: Final = 0.9
-"""Tokens a second of streams, of those of the faster lockstep, at least."""
-
+TARGET: Final = 0.9  # tokens a second of streams, of those of the faster lockstep, at least
 TEXTS_OF_A_TENANT: Final = 4
 CANCELS: Final = 200
-CANCELLED_AT: Final = 48
-"""Tokens that a text has when it is cancelled, at most."""
-
-CANCEL_TARGET_MS: Final = 50.0
-"""Milliseconds beyond a step until the sequence of a cancelled text is gone, at most."""
-
+CANCELLED_AT: Final = 48  # tokens that a text has when it is cancelled, at most
+CANCEL_TARGET_MS: Final = 50.0  # milliseconds beyond a step until the sequence of a cancelled text is gone, at most
+SHAPE: Final = "qwen3-0.6b"
+FAIR: Final = (
+    "Share of the tokens that a tenant with one caller gets, while another has many and one text runs at a time"
+)
 FAIR_TARGET: Final = 0.5
 """Share of the tokens that a tenant with one caller gets beside one with many, at least, while it waits for a place."""
 
@@ -98,20 +91,27 @@ class Steps:
 @dataclass(slots=True)
 class Round:
     """One way's round: tokens a second, those of the ``whole`` of it, what the executor did, and of streams the times
-    to the first tokens in seconds, and all ``tokens`` of the round."""
+    to the first tokens in seconds, and all ``tokens`` of the round. ``worked_s``: seconds that the cores worked in it
+    for a process, where that is asked."""
 
     rate: float
     whole: float
     steps: Steps
     first_s: list[float] = field(default_factory=list)
     tokens: int = 0
+    worked_s: Mapping[str, float] = field(default_factory=dict)
+
+
+Take = Callable[[Work, int, float], Coroutine[Any, Any, Round]]
+"""A round of one way: its work, a number that no other round has, and the seconds in which streams begin."""
+Taken = Mapping[tuple[str, int], Sequence[Round]]  # by way and texts at a time
 
 
 async def lockstep(client: ExecutorClient, work: Work, number: int, run_tokens: int) -> Round:
     """One batch. ``run_tokens``: of a run; 0: single steps."""
     limit = (await client.info()).limits.max_batch_tokens // work.prompt
     sequences = [client.sequence() for _ in range(work.streams)]
-    texts = [work.text(number * work.streams + at) for at in range(work.streams)]
+    texts = [work.text(1000 * number + at) for at in range(work.streams)]
     before, began = (await client.status()).counters, time.perf_counter()
     results = BatchResults()
     for at in range(0, work.streams, limit):
@@ -228,8 +228,8 @@ async def cancels(
             await write(work.text(number), longest, lambda _: None)
             others_released += 1
 
-    async def left(number: int) -> float:
-        """Milliseconds; 0 if another text ended meanwhile."""
+    async def left(number: int) -> tuple[float, float] | None:
+        """Milliseconds, and those beyond a step of the executor meanwhile; None if another text ended meanwhile."""
         wanted, reached = dice.randint(1, cancelled_at), asyncio.Event()
 
         def came(tokens: int) -> None:
@@ -240,140 +240,170 @@ async def cancels(
 
         text = callers.create_task(write(work.text(3 * 10**9 + number), longest, came))
         await reached.wait()
-        ended, released = others_released, (await client.status()).counters.sequences_released
+        ended, before = others_released, (await client.status()).counters
         cancelled = time.perf_counter()
         text.cancel()
-        while (await client.status()).counters.sequences_released == released:
+        while (after := (await client.status()).counters).sequences_released == before.sequences_released:
             pass
-        return 1e3 * (time.perf_counter() - cancelled) if ended == others_released else 0.0
+        gone_s = time.perf_counter() - cancelled
+        step_s = (after.forward_s - before.forward_s) / max(1, after.steps - before.steps)
+        return (1e3 * gone_s, 1e3 * (gone_s - step_s)) if ended == others_released else None
 
     async with asyncio.TaskGroup() as callers:
         others += [callers.create_task(caller(at)) for at in range(work.streams)]
-        first, began, gone_ms = (await client.status()).counters, time.perf_counter(), list[float]()
+        first, began, gone = (await client.status()).counters, time.perf_counter(), list[tuple[float, float]]()
         for number in itertools.count():
-            gone_ms += filter(None, [await left(number)])
-            if len(gone_ms) == count:
+            if (found := await left(number)) is not None:
+                gone.append(found)
+            if len(gone) == count:
                 break
         last = (await client.status()).counters
         step_ms = 1e3 * (time.perf_counter() - began) / (last.steps - first.steps)
         for each in others:
             each.cancel()
-    p50, p99, most = np.percentile(gone_ms, [50, 99, 100])
+    gone_ms, beyond_ms = zip(*gone, strict=True)
     return {
-        "streams": work.streams,
+        "texts": work.streams,
         "cancels": count,
-        "gone_p50_ms": round(float(p50), 2),
-        "gone_p99_ms": round(float(p99), 2),
-        "gone_max_ms": round(float(most), 2),
-        "step_ms": round(step_ms, 2),
-        "target": round(step_ms + CANCEL_TARGET_MS, 2),
+        "a step, ms": round(step_ms, 2),
+        "sequence gone, ms": median(gone_ms, 2),
+        "p99": percentile(gone_ms, 99, 2),
+        "longest": round(max(gone_ms), 2),
+        "beyond a step, ms": round(max(beyond_ms), 2),
+        "target": target("", None, CANCEL_TARGET_MS, least=False),
     }
 
 
-def shares(rates: Sequence[float], of: Sequence[float]) -> dict[str, float]:
-    """The ratios of rates to those of another way in the same rounds."""
-    ratios = np.divide(rates, of)
-    return {
-        name: round(float(find(ratios)), 3) for name, find in (("median", np.median), ("low", np.min), ("high", np.max))
-    }
+CANCEL_LEGEND: Final = {
+    "texts": "that go on meanwhile",
+    "a step, ms": "seconds over steps of the executor, which is always busy",
+    "sequence gone, ms": "from the cancel to the answer of the executor's status that counts the release of the "
+    "sequence: median",
+    "beyond a step, ms": "the longest of these times less the executor's step in it",
+    "target": "of the time beyond a step",
+}
+LEGEND: Final = {
+    "of lockstep": "tokens a second over those of the faster lockstep of the same round: median (lowest to highest)",
+    "target": "at Qwen3-0.6B's shape",
+    "whole round, tokens/s": "with its beginning and its end, in which fewer texts run; in lockstep the same",
+    "texts a step": "tokens that the executor chose in a step, on average",
+    "fed a token": "tokens that it computed for each that it chose: the same for all ways, or their work is not",
+    "in steps": "share of the time that the executor spent in its steps",
+    "first token, ms; p99": "from the submission of a text, median and 99th percentile",
+}
 
 
 def medians(rounds: Sequence[Round]) -> dict[str, float | None]:
-    """Of one way's rounds; of the times to the first tokens the percentiles of all."""
-
-    def median(values: Iterable[float], digits: int) -> float:
-        return round(float(np.median(list(values))), digits)
-
-    first = [each for some in rounds for each in some.first_s]
+    """Of one way's rounds, by columns; of the times to the first tokens the percentiles of all."""
+    first = [1e3 * each for some in rounds for each in some.first_s]
+    worked = [{name: 1e6 * spent / each.tokens for name, spent in each.worked_s.items()} for each in rounds]
     return {
-        "tokens_per_s": median((each.rate for each in rounds), 1),
-        "whole_per_s": median((each.whole for each in rounds), 1),
-        "rows": median((each.steps.rows for each in rounds), 2),
-        "fed": median((each.steps.fed for each in rounds), 3),
-        "busy": median((each.steps.busy for each in rounds), 3),
-        "first_p50_ms": round(1e3 * float(np.percentile(first, 50)), 1) if first else None,
-        "first_p99_ms": round(1e3 * float(np.percentile(first, 99)), 1) if first else None,
+        "tokens/s": median((each.rate for each in rounds), 1),
+        "whole round, tokens/s": median((each.whole for each in rounds), 1),
+        "texts a step": median((each.steps.rows for each in rounds), 2),
+        "fed a token": median(each.steps.fed for each in rounds),
+        "in steps": median(each.steps.busy for each in rounds),
+        "first token, ms": median(first, 1) if first else None,
+        "p99": percentile(first, 99, 1) if first else None,
+        **{f"{name}, µs": round(median(each[name] for each in worked)) for name in worked[0]},
     }
 
 
-def points(taken: dict[tuple[str, int], list[Round]]) -> list[dict[str, Any]]:
-    """Medians of the rounds; ``of_lockstep``: of the ratios to the faster lockstep of the same round."""
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """Tokens a second of a ``way``, of those of the fastest way ``of`` the same round, in a ``column``: at least
+    ``bound``. ``what``: the end of the target's words."""
+
+    way: str
+    of: tuple[str, ...]
+    column: str
+    bound: float
+    what: str
+
+
+LOCKSTEP: Final = Goal(RANDOM, (STEPS, RUNS), "of lockstep", TARGET, "that arrive at any time, of lockstep, Qwen3-0.6B")
+
+
+def points(taken: Taken, goal: Goal, *, shaped: bool) -> list[dict[str, Any]]:
+    """Medians of the rounds, and ratios of a round. ``shaped``: the model is that of the targets."""
     found = []
     for (way, texts), rounds in taken.items():
-        best = [
-            max(pair) for pair in zip(*([each.rate for each in taken[of, texts]] for of in (STEPS, RUNS)), strict=True)
-        ]
-        ratios = shares([each.rate for each in rounds], best)
-        target = TARGET if way == RANDOM else None
-        found.append({"way": way, "streams": texts, **medians(rounds), "of_lockstep": ratios, "target": target})
+        best = np.max([[each.rate for each in taken[name, texts]] for name in goal.of], axis=0)
+        ratio = shares([each.rate for each in rounds], best.tolist())
+        what = f"{texts} text{'s' * (texts > 1)} {goal.what}" if shaped else ""
+        standing = target(what, ratio["median"], goal.bound) if way == goal.way else None
+        found.append({"way": way, "texts": texts, goal.column: ratio, "target": standing} | medians(rounds))
     return found
+
+
+async def rounds_of(
+    options: argparse.Namespace,
+    vocab_size: int,
+    ways: Mapping[str, Take],
+    pace: str,
+    put: Callable[[Taken], None],
+    *,
+    lone: int = 1,
+) -> None:
+    """Rounds of all ways in turn for each number of texts; callers begin within the time that the way ``pace`` takes. A
+    text alone is ``lone`` times as long as others. ``put`` saves what was taken so far."""
+    taken: dict[tuple[str, int], list[Round]] = {}
+    numbers = itertools.count()
+    for texts in options.streams:
+        work = Work(texts, options.prompt, options.tokens * (lone if texts == 1 else 1), vocab_size)
+        few = replace(work, tokens=min(8, work.tokens))
+        rates = {name: (await take(few, next(numbers), 0.0)).rate for name, take in ways.items()}
+        for number in range(options.rounds):
+            for name, take in ways.items():
+                found = await take(work, next(numbers), texts * work.tokens / rates[pace])
+                taken.setdefault((name, texts), []).append(found)
+                rates[name] = found.rate
+            told = ", ".join(f"{name} {rate:,.0f} tok/s" for name, rate in rates.items())
+            print(f"{texts} streams, round {number + 1}: {told}", flush=True)
+        put(taken)
 
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    model = options.model if options.model in BUILT_IN else str(checkpoint(options.model))
-    settings = {"model": options.model, **SERVED, "tokens": options.tokens, "prompt": options.prompt}
-    settings |= {"run_tokens": RUN_TOKENS, "rounds": options.rounds}
-    record = Record(options.name, settings, options.out)
-    taken: dict[tuple[str, int], list[Round]] = {}
-    async with AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        ours = await enter(executor(model, SERVED))
-        client = await enter(ExecutorClient(ours.target, session=True, timeout_s=600.0))
-        scheduler = await enter(Scheduler(ours.target, run_tokens=RUN_TOKENS, token_budget=options.token_budget))
+    told = f"of {options.tokens} tokens behind {options.prompt} each; runs of {RUN_TOKENS}"
+    record = Record(options, model=options.model, **SERVED, texts=told)
+    async with (
+        connected(model_path(options.model), SERVED) as (ours, client),
+        Scheduler(ours.target, run_tokens=RUN_TOKENS, token_budget=options.token_budget) as scheduler,
+    ):
         write = by_scheduler(scheduler)
-        for texts in options.streams:
-            work = Work(texts, options.prompt, options.tokens, ours.vocab_size)
-            await lockstep(client, Work(texts, options.prompt, 8, ours.vocab_size), 10**5, RUN_TOKENS)
-            for number in range(options.rounds):
-                for at, (way, run_tokens) in enumerate(((STEPS, 0), (RUNS, RUN_TOKENS))):
-                    taken.setdefault((way, texts), []).append(await lockstep(client, work, 2 * number + at, run_tokens))
-                spread_s = texts * options.tokens / taken[RUNS, texts][-1].rate
-                taken.setdefault((RANDOM, texts), []).append(await streams(client, write, work, number, spread_s))
-                print(
-                    f"{texts} streams, round {number + 1}: "
-                    + ", ".join(f"{way} {taken[way, texts][-1].rate:,.0f} tok/s" for way in WAYS),
-                    flush=True,
-                )
-            record.save(points=points(taken))
+        ways: dict[str, Take] = {
+            STEPS: lambda work, number, _: lockstep(client, work, number, 0),
+            RUNS: lambda work, number, _: lockstep(client, work, number, RUN_TOKENS),
+            RANDOM: lambda work, number, spread_s: streams(client, write, work, number, spread_s),
+        }
+
+        def put(taken: Taken) -> None:
+            record.put("ways", points(taken, LOCKSTEP, shaped=options.variant == SHAPE), left=2, legend=LEGEND)
+
+        await rounds_of(options, ours.vocab_size, ways, RUNS, put)
         work = Work(options.streams[0], options.prompt, options.tokens, ours.vocab_size)
         if options.cancels:
-            record.save(cancels=await cancels(client, write, work, options.cancels))
+            left = await cancels(client, write, work, options.cancels)
+            record.put("cancels", [left], text="Texts that are cancelled:", legend=CANCEL_LEGEND)
             async with Scheduler(ours.target, run_tokens=RUN_TOKENS, max_running=1) as narrow:
-                record.save(share=round(await share(narrow, work), 3), share_target=FAIR_TARGET)
+                own = await share(narrow, work)
+            record.save(notes=[f"{FAIR}: {own:.2f} (at least {FAIR_TARGET:g})"])
     return record
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.streams", description="Texts that arrive at any time.")
-    parser.add_argument("--model", default="demo", help="demo, identity or a shape of benchmarks/shapes.json (demo)")
-    parser.add_argument("--streams", type=int, nargs="+", default=list(STREAMS), help="texts at a time (16 64)")
-    parser.add_argument("--tokens", type=int, help="of a text (default: 256)")
-    parser.add_argument("--prompt", type=int, help="tokens of a prompt (default: 64)")
-    parser.add_argument("--token-budget", type=int, default=512, help="prompt tokens of a step (512)")
-    parser.add_argument(
-        "--cancels", type=int, help=f"of texts while others go on, and fairness; 0: neither (default: {CANCELS})"
-    )
-    options = read_options(parser, argv, rounds=3)
-    options.cancels = (4 if options.quick else CANCELS) if options.cancels is None else options.cancels
-    options.tokens = options.tokens or (16 if options.quick else 256)
-    options.prompt = options.prompt or (8 if options.quick else 64)
-    options.name = "streams" if options.model in BUILT_IN else f"streams-{options.model}"
-    options.out = out_of(options, options.name)
-    return options
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, show, save."""
-
-    def show(values: dict[str, Any]) -> None:
-        tables.show(tables.streams(values["points"]), "streams")
-        if "cancels" in values:
-            tables.show(tables.cancels([values["cancels"]]), "cancels")
-
-    finish(run(parse(argv)), show)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK: Final = Benchmark(
+    "streams",
+    "Texts that arrive at any time.",
+    run,
+    (
+        Option("--model", "demo", "demo, identity or a shape of benchmarks/shapes.json"),
+        Option("--streams", list(STREAMS), "texts at a time"),
+        Option("--tokens", 256, "of a text", 16),
+        Option("--prompt", 64, "tokens of a prompt", 8),
+        Option("--token-budget", 512, "prompt tokens of a step"),
+        Option("--cancels", CANCELS, "of texts while others go on, and fairness; 0: neither", 4),
+    ),
+    rounds=3,
+    variant=shape_of,
+)

@@ -1,9 +1,7 @@
 """Whether structured texts are valid, and how many of their tokens come with a trip.
 
-Texts of one JSON schema, greedy and sampled, by every way that `clients.structured` has: by masks that the caller
-makes, a token a trip; by drafts with such masks; by a grammar of the executor in runs; and by a grammar with drafts.
-All of them against one executor in a process of its own, through a proxy that delays each way, and with no delay too.
-Each text is checked by `jsonschema`, which knows nothing of grammars.
+Texts of one JSON schema, greedy and sampled, by every way that `clients.structured` has, through the proxy of
+`benchmarks.trips`. Each text is checked by `jsonschema`, which knows nothing of grammars.
 """
 
 from __future__ import annotations
@@ -20,10 +18,9 @@ from typing import Any, Final
 
 import jsonschema
 
-from benchmarks import tables
 from benchmarks.engines.grpc import executor
-from benchmarks.record import Record, finish, out_of, read_options
-from benchmarks.trips import delayed
+from benchmarks.record import Benchmark, Option, Record
+from benchmarks.trips import SERVED, delayed
 from clients.structured.program import AT_ONCE, SCHEMA, StructuredText, complete, complete_by_grammar, output_of
 from clients.structured.schema import Schema
 from ferrum_rpc.client import ExecutorClient, GrammarKind, Greedy, Run, Sample
@@ -31,17 +28,13 @@ from ferrum_rpc.client import ExecutorClient, GrammarKind, Greedy, Run, Sample
 MASKS, DRAFTS, GRAMMAR, GRAMMAR_DRAFTS = "masks", "masks, drafts", "a grammar", "a grammar, drafts"
 WAYS: Final = (MASKS, DRAFTS, GRAMMAR, GRAMMAR_DRAFTS)
 TEMPERATURES: Final = (0.0, 0.8)
-DELAYS_MS: Final = (0.0, 10.0)
-"""Each way."""
-
+DELAYS_MS: Final = (0.0, 10.0)  # each way
 TEXTS: Final = 1000
 DRAFT_TOKENS: Final = 8
 PROMPT: Final = "The register of the parish, person number"
-SERVED: Final = {"device": "cpu", "kv-blocks": 4096, "lease-ttl-s": 600.0}
 TOKENIZER: Final = Path(__file__).parents[1] / "ferrum_rpc_demo/demo/tokenizer.json"
 
-Writer = Callable[[Sequence[int], Greedy | Sample], Awaitable[StructuredText]]
-"""Writes the text behind a prompt."""
+Writer = Callable[[Sequence[int], Greedy | Sample], Awaitable[StructuredText]]  # writes the text behind a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +91,31 @@ def point(way: str, temperature: float, delay_ms: float, found: TextsOfWay) -> d
     tokens, trips = sum(len(each.tokens) for each in found.texts), sum(each.trips for each in found.texts)
     drafted = sum(each.drafted for each in found.texts)
     return {
-        "way": way,
+        "by": way,
         "temperature": temperature,
-        "delay_ms": delay_ms,
-        "texts": len(found.texts),
-        "valid": found.valid,
+        "delay, ms": delay_ms,
+        "valid": f"{found.valid:,} of {len(found.texts):,}",
         "different": found.different,
         "tokens": tokens,
-        "tokens_per_trip": round(tokens / trips, 2),
-        "accepted": round(sum(each.accepted for each in found.texts) / drafted, 3) if drafted else None,
-        "tokens_per_s": round(tokens / found.seconds, 1),
-        "seconds": round(found.seconds, 1),
+        "tokens a trip": round(tokens / trips, 2),
+        "accepted": f"{sum(each.accepted for each in found.texts) / drafted:.0%}" if drafted else None,
+        "tokens/s": round(tokens / found.seconds, 1),
     }
+
+
+LEGEND: Final = {
+    "delay, ms": "each way",
+    "different": "of the texts; greedy ones may be alike",
+    "tokens a trip": "of one text: by a grammar without drafts those of its runs",
+    "accepted": "of the drafted tokens",
+}
 
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    settings = {"model": "demo", **SERVED, "texts": options.texts, "at_once": AT_ONCE, "draft_tokens": DRAFT_TOKENS}
-    record = Record(options.name, settings, options.out)
+    drafts = f"of up to {DRAFT_TOKENS} tokens"
+    told = f"{options.texts:,} of each way, {AT_ONCE} at a time"
+    record = Record(options, model="demo", **SERVED, texts=told, drafts=drafts)
     schema, found = Schema(SCHEMA, TOKENIZER), list[dict[str, Any]]()
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
@@ -133,27 +133,15 @@ async def run(options: argparse.Namespace) -> Record:
         for delay_ms, way, temperature in cells:
             taken = await texts(ways[delay_ms][way], schema, temperature, options.texts)
             found.append(point(way, temperature, delay_ms, taken))
-            record.save(points=found)
+            record.put("texts", found, left=3, legend=LEGEND)
             print(f"{way}, {temperature}, {delay_ms} ms: {taken.valid} of {options.texts} are valid", flush=True)
     return record
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.structured", description="Texts of a JSON schema.")
-    parser.add_argument("--texts", type=int, help=f"of each way (default: {TEXTS})")
-    parser.add_argument("--delays", type=float, nargs="+", default=list(DELAYS_MS), help="ms each way (0 10)")
-    options = read_options(parser, argv, rounds=1)
-    options.texts = options.texts or (2 if options.quick else TEXTS)
-    options.name = "structured"
-    options.out = out_of(options, options.name)
-    return options
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, show, save."""
-    finish(run(parse(argv)), lambda values: tables.show(tables.structured(values["points"])))
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK: Final = Benchmark(
+    "structured",
+    "Texts of a JSON schema.",
+    run,
+    (Option("--texts", TEXTS, "of each way", 2), Option("--delays", list(DELAYS_MS), "ms each way")),
+    rounds=1,
+)

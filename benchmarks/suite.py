@@ -1,58 +1,52 @@
-"""`make bench`: how fast, beside the machine's limits and beside transformers, all in one run.
-
-    ours, in process      the runner, driven as an in-process engine would
-    ours, gRPC session    `ferrum-rpc serve` in another process, this one being its scheduler
-    ours with int8 ...    the same of a server with ``--quantize int8``
-    transformers eager    the same weights and the same tokens in a third, driven through its own forward
+"""`make bench`: how fast, with the machine's limits and with transformers, all in one run.
 
 The sides alternate round by round. Around them: what other outputs than greedy tokens cost, how decode steps fare
-beside prefill chunks, what a sequence costs in bookkeeping, and how long a start takes. ``--only`` runs a part.
+with prefill chunks, what a sequence costs in bookkeeping, and how long a start takes. ``--only`` runs a part.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from benchmarks import tables
+from benchmarks import parts
 from benchmarks.cases import CELLS, QUICK_CELLS, settings
 from benchmarks.engines.grpc import INT8, Client, open_int8
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
-from benchmarks.parts import MIX, QUICK_MIX, QUICK_SIZES, SIZES, mixed, outputs, slopes, starting
-from benchmarks.record import Contest, Opening, Record, finish, out_of, read_options
+from benchmarks.record import Benchmark, Contest, Opening, Option, Record
+from benchmarks.table import Row, table, target
 
 PARTS: Final = ("cells", "outputs", "mixed", "bookkeeping", "start")
+INT8_TARGETS: Final = {"decode b1 @512": 32.0, "decode b8 @256": 140.0, "decode b32 @256": 260.0}
 EAGER: Final = PeerKind("transformers eager", "hf")
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.suite", description="How fast, beside limits and a peer."
-    )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    options = read_options(parser, argv, rounds=5, round_s=2.0)
-    options.cells, options.out = QUICK_CELLS if options.quick else CELLS, out_of(options, "suite")
-    return options
 
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure the parts. Starts come first: no other process holds the weights in memory yet."""
-    here = Contest(options, "suite", "qwen3-0.6b")
+    options.cells = QUICK_CELLS if options.quick else CELLS
+    here = Contest(options)
     record, folder, cells, quick = here.record, here.folder, options.cells, options.quick
+    record.values["tables"] = {name: table(()) for name in ("cells", "outputs", "parts")}  # in the order of the page
+    rows = list[Row]()
     if "start" in options.only:
-        record.save(start=await starting(Path(folder), settings(cells, options.threads), 1 if quick else 3))
+        rows.append(await parts.starting(Path(folder), settings(cells, options.threads), 1 if quick else 3))
+        record.put("parts", rows)
     if "bookkeeping" in options.only:
-        record.save(bookkeeping=await slopes(QUICK_SIZES if quick else SIZES, 8 if quick else 200))
+        found = await parts.slopes(parts.QUICK_SIZES if quick else parts.SIZES, 8 if quick else 200)
+        rows += found
+        most = max(each["measured"] for each in found)
+        standing = target(parts.BOOKKEEPING, most, parts.SLOPE_TARGET_US, least=False, unit=" µs")
+        record.put("parts", rows, targets=[standing])
     if "outputs" in options.only:
         async with Inside.open(folder, cells, options.threads) as inside:
-            record.save(outputs=await outputs(inside, cells, options.rounds, options.round_seconds / 4))
-    mix = QUICK_MIX if quick else MIX
-    record.save(limits=here.machine.limits())
+            asked = await parts.outputs(inside, cells, options.rounds, options.round_seconds / 4)
+        record.put("outputs", parts.output_rows(asked), legend=parts.OUTPUT_LEGEND)
+    mix = parts.QUICK_MIX if quick else parts.MIX
+    here.note_limits()
     if not {"cells", "mixed"} & set(options.only):
         return record
     async with AsyncExitStack() as stack:
@@ -64,17 +58,32 @@ async def run(options: argparse.Namespace) -> Record:
                 EAGER.name: PeerProcess.open(EAGER, folder, options.threads, here.spec.vocab_size),
             }
             record.values["sides"][REFERENCE] = session.facts
-            found = {name: await here.open(stack, name, opening) for name, opening in sides.items()}
-            await here.play(cells, {REFERENCE: session, **{name: each for name, each in found.items() if each}})
+            await here.play(cells, {REFERENCE: session, **await here.open_all(stack, sides)})
+            record.save(targets=[*record.values["targets"], *speeds(record.values["cells"])])
         if "mixed" in options.only:
-            record.save(mixed=await mixed(session, mix))
+            rows.append(await parts.mixed(session, mix))
+            record.put("parts", rows)
     return record
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, show, save."""
-    finish(run(parse(argv)), tables.show_suite)
+def speeds(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The targets of tokens a second."""
+    rates = {(cell["cell"], side): found["tokens_per_s"] for cell in cells for side, found in cell["sides"].items()}
+    found = []
+    for cell in CELLS:
+        assert cell.target is not None
+        what = f"Qwen3-0.6B bf16 through gRPC, greedy, {cell.name}"
+        rate = rates.get((cell.name, REFERENCE))
+        found.append(target(what, rate, cell.target, unit=" tok/s", goal=cell.goal))
+    for name, bound in INT8_TARGETS.items():
+        found.append(target(f"the same, int8 weights, {name}", rates.get((name, INT8)), bound, unit=" tok/s"))
+    return found
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK: Final = Benchmark(
+    "suite",
+    "How fast, with the machine's limits and a peer.",
+    run,
+    (Option("--only", list(PARTS), "parts", choices=PARTS),),
+    round_s=2.0,
+)

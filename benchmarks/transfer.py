@@ -1,8 +1,5 @@
 """What it costs to move a sequence: megabytes a second out of one executor and into another, beside a bare gRPC stream
-of the same bytes, and what a decode step beside an export waits.
-
-The identity model in the shape of a 0.6B model's cache, in two executors, each with its engine in a thread or in a
-process of its own. All rounds alternate.
+of the same bytes, and what a decode step beside an export waits. All rounds alternate.
 """
 
 from __future__ import annotations
@@ -10,16 +7,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks import tables
+from benchmarks.compare import percentile
 from benchmarks.engines.echo import SERVICE, echo_channel
 from benchmarks.engines.grpc import executor
-from benchmarks.record import Record, finish, out_of, read_options
+from benchmarks.record import Benchmark, Option, Record
 from ferrum_rpc.client import CacheMode, ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
 from ferrum_rpc.client.transfer import exported
@@ -75,11 +71,7 @@ async def decode_ms(sequence: ClientSequence, length: int) -> list[float]:
 async def measure(shape: str, engine: str, tokens: int, rounds: int) -> dict[str, Any]:
     """One point."""
     flags = {"device": "cpu", "kv-blocks": 4 * (tokens // 16 + 2), "engine": engine, **SHAPES[shape]}
-    exports: list[float] = []
-    moves: list[float] = []
-    waits: list[float] = []
-    alone: list[float] = []
-    bare: list[float] = []
+    exports, moves, waits, alone, bare = (list[float]() for _ in range(5))
     size = 0
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
@@ -96,46 +88,38 @@ async def measure(shape: str, engine: str, tokens: int, rounds: int) -> dict[str
                 decoding.cancel()
                 taken.extend(await decoding)
                 if result is not None:
-                    exports.append(result[0])
-                    size = result[1]
+                    seconds, size = result
+                    exports.append(seconds)
             began = time.perf_counter()
             await source.move_to(target)
             moves.append(time.perf_counter() - began)
             await target.release()
             bare.append(await bare_s(channel, size))
-    export, move = float(np.median(exports)), float(np.median(moves))
+    export, move, streamed = (float(np.median(each)) for each in (exports, moves, bare))
     return {
-        "shape": shape,
+        "cache": shape,
         "engine": engine,
         "tokens": tokens,
-        "mb": round(size / 1e6, 1),
-        "export_ms": round(1e3 * export, 1),
-        "export_mb_s": round(size / 1e6 / export),
-        "move_ms": round(1e3 * move, 1),
-        "move_mb_s": round(size / 1e6 / move),
-        "bare_mb_s": round(size / 1e6 / float(np.median(bare))),
-        "decode_p99_ms": round(float(np.percentile(alone, 99)), 2),
-        "decode_beside_p99_ms": round(float(np.percentile(waits, 99)), 2) if waits else None,
+        "MB": round(size / 1e6, 1),
+        "export, MB/s": round(size / 1e6 / export),
+        "bare stream, MB/s": round(size / 1e6 / streamed),
+        "moved, MB/s": round(size / 1e6 / move),
+        "moved in, ms": round(1e3 * move, 1),
+        "decode p99, ms": percentile(alone, 99, 2),
+        "during an export": percentile(waits, 99, 2) if waits else None,
     }
 
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    record = Record("transfer", {"tokens": options.tokens, "rounds": options.rounds}, options.out)
-    points = [await measure(shape, engine, options.tokens, options.rounds) for shape in SHAPES for engine in ENGINES]
-    record.save(points=points)
+    record = Record(options, tokens=options.tokens)
+    tokens, rounds = options.tokens, options.rounds
+    record.put(
+        "moves", [await measure(shape, engine, tokens, rounds) for shape in SHAPES for engine in ENGINES], left=2
+    )
     return record
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, show, save."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", description="What moving a sequence costs.")
-    parser.add_argument("--tokens", type=int, help="of a sequence (default: 512)")
-    options = read_options(parser, argv, rounds=5)
-    options.tokens = options.tokens or (64 if options.quick else 512)
-    options.out = out_of(options, "transfer")
-    finish(run(options), lambda result: tables.show(tables.transfer(result["points"])))
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK: Final = Benchmark(
+    "transfer", "What moving a sequence costs.", run, (Option("--tokens", 512, "of a sequence", 64),)
+)

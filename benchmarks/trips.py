@@ -1,10 +1,8 @@
-"""What a long way costs: texts by single steps, and by runs with followers, through a proxy that delays each way; and
+"""What a slow link costs: texts by single steps, and by runs with followers, through a proxy that delays each way; and
 what other schedulers' runs cost a decode step.
 
-`Sequence.generate` of the client in one session, one text at a time and several at once, against an executor in a
-process of its own. The proxy stands in this one, and with no delay too; it keeps the order of the bytes and lets any
-number of them be under way, as a long wire does. All rounds of a batch size alternate, so ratios to no delay are of one
-run. So do the rounds of a sequence's decode steps alone, beside batches of single steps, and beside as many runs.
+The proxy stands in this process, and with no delay too; it keeps the order of the bytes and lets any number of them be
+under way, as a long wire does. All rounds of a batch size alternate, so ratios to no delay are of one run.
 """
 
 from __future__ import annotations
@@ -19,33 +17,34 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks import tables
+from benchmarks.compare import median, percentile, shares
 from benchmarks.engines.grpc import executor
-from benchmarks.record import Record, finish, out_of, read_options
+from benchmarks.record import Benchmark, Option, Record
+from benchmarks.table import target
 from ferrum_rpc.client import Capability, ExecutorClient, Run, Sample
 from ferrum_rpc.client import Sequence as ClientSequence
 
-DELAYS_MS: Final = (0.0, 1.0, 10.0)
-"""Each way."""
-
-TARGETS: Final = {1.0: 0.9, 10.0: 0.9}
-"""By delay: tokens a second with runs, of those with no delay, at least."""
-
+DELAYS_MS: Final = (0.0, 1.0, 10.0)  # each way
+TARGET: Final = 0.9  # tokens a second with runs, of those with no delay, at least
 WAYS: Final = ("single steps", "runs")
 BATCHES: Final = (1, 8)
-BESIDE: Final = ("alone", "single steps", "runs")
-"""What goes on in the executor while one sequence decodes."""
-
+BESIDE: Final = ("alone", "single steps", "runs")  # what goes on in the executor while one sequence decodes
 OTHERS: Final = 32
-OTHERS_TARGET: Final = 2.0
-"""99th percentile of a decode step beside `OTHERS` runs, in that beside the same sequences in single steps, at most."""
-
+OTHERS_WHAT: Final = "p99 of a decode step with 32 runs, in those with single steps"
+OTHERS_TARGET: Final = 2.0  # at most
 CONTEXT: Final = 32
 SERVED: Final = {"device": "cpu", "kv-blocks": 8192, "lease-ttl-s": 600.0}
 PROMPT: Final = b"In the beginning"
 SAMPLE: Final = Sample(temperature=0.8, seed=1)
 TOKEN: Final = 5
 RUN_TOKENS: Final = 32
+
+
+BESIDE_TEXT: Final = """
+What runs cost other clients: decode steps of one sequence, alone and while 32 sequences of another client decode, in
+batches of single steps or in runs of 32 tokens. Runs keep the executor busy without a pause; they must not make a step
+wait for more than the step that is under way."""
+LEGEND: Final = {"p99 in alone, in single steps": "in that of the same round's steps: median of the rounds"}
 
 
 @asynccontextmanager
@@ -103,40 +102,28 @@ async def texts(client: ExecutorClient, batch: int, tokens: int) -> float:
     return total / (ended - began)
 
 
-class Others:
-    """`OTHERS` sequences of one client that decode in batches of single steps, or in runs, until they are stopped."""
+@asynccontextmanager
+async def decoding(client: ExecutorClient, others: Sequence[ClientSequence], way: str) -> AsyncIterator[None]:
+    """While the block runs ``others`` decode in batches, in a ``way`` of `BESIDE`."""
+    began, stop = asyncio.Event(), asyncio.Event()
 
-    def __init__(self, client: ExecutorClient) -> None:
-        self._client = client
-        self._sequences: list[ClientSequence] = []
-
-    async def prefill(self) -> None:
-        """Make the sequences."""
-        for number in range(OTHERS):
-            self._sequences.append(self._client.sequence())
-            await self._sequences[-1].prefill([1 + number] * CONTEXT)
-
-    @asynccontextmanager
-    async def decoding(self, way: str) -> AsyncIterator[None]:
-        """Until the block ends; ``way`` as in `BESIDE`."""
-        if way == "alone":
-            yield
-            return
-        began, stop = asyncio.Event(), asyncio.Event()
-        decoding = asyncio.create_task(self._decode(Run(RUN_TOKENS) if way == "runs" else None, began, stop))
-        await began.wait()
-        try:
-            yield
-        finally:
-            stop.set()
-            await decoding
-
-    async def _decode(self, run: Run | None, began: asyncio.Event, stop: asyncio.Event) -> None:
+    async def decode() -> None:
+        run = Run(RUN_TOKENS) if way == "runs" else None
         while not stop.is_set():
-            items = [each.item([TOKEN], truncate_to=CONTEXT, run=run) for each in self._sequences]
-            results = await self._client.forward(items)
+            results = await client.forward([each.item([TOKEN], truncate_to=CONTEXT, run=run) for each in others])
             began.set()
             results.all_answers()
+
+    if way == "alone":
+        yield
+        return
+    task = asyncio.create_task(decode())
+    await began.wait()
+    try:
+        yield
+    finally:
+        stop.set()
+        await task
 
 
 async def steps_ms(sequence: ClientSequence, steps: int) -> list[float]:
@@ -150,55 +137,50 @@ async def steps_ms(sequence: ClientSequence, steps: int) -> list[float]:
 
 
 def beside(taken: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
-    """Percentiles of all steps; ``of_alone`` and ``of_single_steps``: of the ratios of a round's 99th percentile to
-    that of the same round's, the median."""
-    p99 = {way: [float(np.percentile(each, 99)) for each in rounds] for way, rounds in taken.items()}
-    ratios = {way: [round(float(np.median(np.divide(p99[way], p99[of]))), 3) for of in BESIDE[:2]] for way in taken}
-    return [
-        {
-            "beside": way,
-            "p50_ms": round(float(np.median(np.concatenate(rounds))), 3),
-            "p99_ms": round(float(np.percentile(np.concatenate(rounds), 99)), 3),
-            "of_alone": ratios[way][0],
-            "of_single_steps": ratios[way][1],
-            "target": OTHERS_TARGET if way == "runs" else None,
-        }
-        for way, rounds in taken.items()
-    ]
-
-
-def points(taken: dict[tuple[str, float, int], list[float]]) -> list[dict[str, Any]]:
-    """Medians of the rounds; ``of_no_delay``: of the ratios to the same round's with no delay."""
+    """Percentiles of all steps; of the ratios of a round's 99th percentile to that of the same round's, the median."""
+    p99 = {way: [percentile(each, 99) for each in rounds] for way, rounds in taken.items()}
     found = []
-    for (way, delay_ms, batch), rates in taken.items():
-        near = taken[way, DELAYS_MS[0], batch]
+    for way, rounds in taken.items():
+        every = np.concatenate(rounds)
+        in_alone, in_steps = (median(np.divide(p99[way], p99[of])) for of in BESIDE[:2])
+        goal = target(OTHERS_WHAT, in_steps, OTHERS_TARGET, least=False)
         found.append(
             {
-                "way": way,
-                "delay_ms": delay_ms,
-                "batch": batch,
-                "tokens_per_s": round(float(np.median(rates)), 1),
-                "of_no_delay": round(float(np.median(np.divide(rates, near))), 3),
-                "target": TARGETS.get(delay_ms) if way == WAYS[1] else None,
+                "with": way,
+                "p50, ms": median(every),
+                "p99, ms": percentile(every, 99),
+                "p99 in alone": in_alone,
+                "p99 in single steps": in_steps,
+                "target": goal if way == "runs" else None,
             }
         )
     return found
 
 
+def points(taken: dict[tuple[str, float, int], list[float]]) -> list[dict[str, Any]]:
+    """Medians of the rounds; ratios are to the same round's with no delay."""
+    found = []
+    for (way, delay_ms, batch), rates in taken.items():
+        of_near = shares(rates, taken[way, DELAYS_MS[0], batch])
+        what = f"{batch} text{'s' * (batch > 1)} by runs, {delay_ms:g} ms each way, of no delay"
+        goal = target(what, of_near["median"], TARGET) if way == WAYS[1] and delay_ms else None
+        row = {"way": way, "texts": batch, "each way, ms": delay_ms, "tokens/s": median(rates, 1)}
+        found.append(row | {"of no delay": of_near, "target": goal})
+    return found
+
+
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    record = Record(
-        "trips", {"model": options.model, **SERVED, "rounds": options.rounds, "tokens": options.tokens}, options.out
-    )
+    record = Record(options, model=options.model, **SERVED, tokens=f"{options.tokens} of a text, and as many steps")
     taken: dict[tuple[str, float, int], list[float]] = {}
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         ours = await enter(executor(options.model, SERVED))
         clients: dict[tuple[str, float], ExecutorClient] = {}
         for delay_ms in DELAYS_MS:
-            target = await enter(delayed(ours.target, delay_ms / 1e3))
+            farther = await enter(delayed(ours.target, delay_ms / 1e3))
             for way in WAYS:
-                client = clients[way, delay_ms] = await enter(ExecutorClient(target, session=True))
+                client = clients[way, delay_ms] = await enter(ExecutorClient(farther, session=True))
                 info = await client.info()
                 if way == WAYS[0]:
                     client._context.known_info = replace(info, capabilities=info.capabilities - {Capability.RUN})
@@ -208,35 +190,26 @@ async def run(options: argparse.Namespace) -> Record:
                 for (way, delay_ms), client in clients.items():
                     rate = await texts(client, batch, options.tokens)
                     taken.setdefault((way, delay_ms, batch), []).append(rate)
-        record.save(points=points(taken))
+        record.put("texts", points(taken), left=3)
         crowd, alone = [await enter(ExecutorClient(ours.target, session=True)) for _ in range(2)]
-        others, sequence = Others(crowd), await enter(alone.sequence())
-        await others.prefill()
-        await sequence.prefill([TOKEN] * CONTEXT)
+        others, sequence = [crowd.sequence() for _ in range(OTHERS)], await enter(alone.sequence())
+        for number, each in enumerate([sequence, *others]):
+            await each.prefill([1 + number] * CONTEXT)
         steps: dict[str, list[list[float]]] = {way: [] for way in BESIDE}
         for _ in range(options.rounds):
             for way, rounds in steps.items():
-                async with others.decoding(way):
+                async with decoding(crowd, others, way):
                     rounds.append(await steps_ms(sequence, options.tokens))
-        record.save(beside=beside(steps))
+        record.put("others", beside(steps), text=BESIDE_TEXT, legend=LEGEND)
     return record
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.trips", description="What a long way costs.")
-    parser.add_argument("--model", choices=("demo", "identity"), default="demo")
-    parser.add_argument("--tokens", type=int, help="of a text (default: 256)")
-    options = read_options(parser, argv, rounds=5)
-    options.tokens = options.tokens or (16 if options.quick else 256)
-    options.out = out_of(options, "trips")
-    return options
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, show, save."""
-    finish(run(parse(argv)), tables.show_trips)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK: Final = Benchmark(
+    "trips",
+    "What a slow link costs.",
+    run,
+    (
+        Option("--model", "demo", "of the executor", choices=("demo", "identity")),
+        Option("--tokens", 256, "of a text", 16),
+    ),
+)

@@ -11,72 +11,88 @@ Both compute with the same number of threads, on the same cores: only one side w
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import tables
-from benchmarks.cases import (
-    BLOCK_SIZE,
-    CONTEXT,
-    DECODE,
-    IDENTITY,
-    IDENTITY_CONTEXT,
-    LEAD_IN,
-    Cell,
-    model_path,
-    settings,
-)
+from benchmarks.cases import BLOCK_SIZE, CONTEXT, DECODE, IDENTITY, IDENTITY_CONTEXT, LEAD_IN, Cell, model_path
 from benchmarks.compare import Player, Round, contest
 from benchmarks.engines.echo import EchoCalls, echo_channel
 from benchmarks.engines.grpc import Calls, Frames
 from benchmarks.engines.inprocess import Inside
-from benchmarks.record import Record, finish, out_of, read_options
+from benchmarks.record import Benchmark, Option, Record
+from benchmarks.table import target
 
+IN_PROCESS, GRPC, ECHO = "in process", "gRPC", "echo"
 WAYS: Final[dict[str, tuple[type[Calls], str]]] = {
     "unary": (Calls, "unary"),
     "session": (Frames, "one session; the echo is unary"),
 }
-"""Who steps, and how it is told."""
+"""Who steps, and what it is called."""
 
 MAX_STEPS: Final = 128
-ECHOES: Final = 32
-"""Exchanges of an echo round, at least: they are cheap beside a step."""
+ECHOES: Final = 32  # exchanges of an echo round, at least: they are cheap beside a step
 
 
 class Echo(EchoCalls):
     """Exchanges of the bytes of the last step of a side, one after the other."""
 
-    async def prepare(self, cell: Cell) -> None:
-        """There is nothing to make."""
-
     async def round(self, cell: Cell, number: int, steps: int) -> Round:
-        """Timed exchanges."""
         return await self.turn(1, max(steps, ECHOES))
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.wire", description="What gRPC costs, as ratios in one run."
-    )
-    parser.add_argument("--models", nargs="+", help="identity, demo, qwen3-0.6b or a folder (default: these three)")
-    parser.add_argument("--batches", nargs="+", type=int, help="sequences of a step (default: 1 8 32)")
-    parser.add_argument("--outputs", nargs="+", choices=("greedy", "full"), help="default: both; in a session greedy")
-    parser.add_argument("--way", choices=tuple(WAYS), default="unary", help="of B: calls, or frames of one session")
-    parser.add_argument("--engine", choices=("thread", "process"), default="thread", help="of B's server")
-    options = read_options(parser, argv, rounds=10, round_s=1.0)
-    quick = options.quick
-    options.models = options.models or ([IDENTITY] if quick else [IDENTITY, "demo", "qwen3-0.6b"])
-    options.outputs = options.outputs or (["greedy", "full"] if options.way == "unary" else ["greedy"])
-    if options.way == "session" and "full" in options.outputs:
-        parser.error("in a session whole rows come in frames of their own: --outputs greedy")
-    options.batches = sorted(set(options.batches or ([1, 8] if quick else [1, 8, 32])))
-    words = ("wire", "session" * (options.way == "session"), "process" * (options.engine == "process"))
-    options.name = "-".join(filter(None, words))  # unlike ways and engines are unlike benchmarks
-    options.out = out_of(options, options.name)
-    return options
+LEGEND: Final = {
+    "in process, gRPC, echo": "median step (10th to 90th percentile), milliseconds",
+    "ratio": "in process over gRPC, median of the pairs of rounds and its spread; 1: gRPC costs nothing",
+    "target": "of later work: a ratio at least; for the identity model gRPC in echoes at most, and what it is",
+    "forward in server": "the same forward pass by the server's clock: slower where it begins cold, after a wait",
+    "echo": "bare grpc.aio exchange of the same request and answer bytes with another process",
+    "ours": "gRPC less in process less echo: protobuf, handlers, admission, hand-overs, replay log, the colder forward",
+    "around forward": "gRPC less the forward in the server less echo: the same without the colder forward",
+}
+RATIO_TARGETS: Final = {("greedy", None): 0.97, ("full-bf16", 32): 0.85}
+"""In-process over gRPC step time, by output and batch size (None: every one), at least."""
+
+ECHO_TARGET: Final = 2.0
+"""The identity model's step through the whole service, in bare echoes of the same bytes, at most."""
+
+
+def row(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a result of `contest`, and its model."""
+    inside, grpc, echo = (cell["sides"][side] for side in (IN_PROCESS, GRPC, ECHO))
+    echo_ms, step_ms = echo["step_ms"]["median"], grpc["step_ms"]["median"]
+    least = RATIO_TARGETS.get((cell["output"], None), RATIO_TARGETS.get((cell["output"], cell["batch"])))
+    bound = None if least is None else f"≥ {least:.2f}"
+    if cell["model"] == IDENTITY:
+        bound = f"≤ {ECHO_TARGET:g} echoes: {step_ms / echo_ms:.2f}"
+    return {
+        "model": cell["model"],
+        "batch": cell["batch"],
+        "output": cell["output"],
+        "in process, ms": inside["step_ms"],
+        "gRPC, ms": grpc["step_ms"],
+        "tok/s in process": inside["tokens_per_s"],
+        "tok/s gRPC": grpc["tokens_per_s"],
+        "ratio": cell["ratios"][IN_PROCESS],
+        "target": bound,
+        "forward in server, ms": grpc["forward_ms"]["median"],
+        "echo, ms": echo["step_ms"],
+        "ours, ms": round(step_ms - inside["step_ms"]["median"] - echo_ms, 4),
+        "around forward, ms": round(grpc["beyond_ms"]["median"] - echo_ms, 4),
+    }
+
+
+def targets(rows: Sequence[Mapping[str, Any]], way: str) -> list[dict[str, Any]]:
+    """Of the model with weights."""
+    found = {(each["batch"], each["output"]): each["ratio"]["median"] for each in rows if each["model"] == "qwen3-0.6b"}
+    how = "unary calls" if way == "unary" else "in a session"
+    standing = [
+        target(f"gRPC against in process, b{batch}, greedy, {how}", found.get((batch, "greedy")), 0.97)
+        for batch in (1, 8, 32)
+    ]
+    full = target("gRPC against in process, b32, full bf16 rows", found.get((32, "full-bf16")), 0.85)
+    return [*standing, full] if way == "unary" else standing
 
 
 def outputs_for(requested: Sequence[str], batch: int) -> list[str]:
@@ -92,70 +108,72 @@ def cells_of(model: str, options: argparse.Namespace) -> list[Cell]:
     context, most = IDENTITY_CONTEXT if model == IDENTITY else CONTEXT, 16 if options.quick else MAX_STEPS
     return [
         Cell(DECODE, batch, context, most=most, output=output)
-        for batch in options.batches
+        for batch in sorted({*options.batches})  # a larger batch begins with the sequences of a smaller one
         for output in outputs_for(options.outputs, batch)
     ]
 
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure every cell. The file is written after each model: an interrupted run keeps what it has."""
-    told = {
-        "threads_in_process": options.threads,
-        "threads_server": options.threads,
-        "processes": "A and the scheduler of B in one, the server of B in another, the echo server in a third",
-        "engine": options.engine,
-        "transport": f"TCP loopback, insecure, {WAYS[options.way][1]}",
-        "request_ids": True,
-        "block_size": BLOCK_SIZE,
-        "lead_in_steps": LEAD_IN,
-        "rounds": options.rounds,
-        "round_s": options.round_seconds,
-    }
-    record = Record(options.name, told, options.out)
-    models: list[dict[str, Any]] = []
+    if options.way == "session":  # whole rows come in frames of their own there
+        options.outputs = ["greedy"]
+    record = Record(
+        options,
+        threads=f"{options.threads} in process, as many in the server",
+        processes="A and the scheduler of B in one, the server of B in another, the echo server in a third",
+        transport=f"TCP loopback, insecure, {WAYS[options.way][1]}",
+        block_size=BLOCK_SIZE,
+        lead_in_steps=LEAD_IN,
+        round_s=options.round_seconds,
+    )
     cells: list[dict[str, Any]] = []
+    record.values["cells"] = cells
     async with echo_channel() as channel:
         for name in options.models:
             facts, measured = await _model(name, options, channel)
-            models.append(facts)
             cells += measured
-            record.save(models=models, cells=cells)
+            record.values["settings"][facts[0]] = facts[1]
+            same, of = (sum(cell["sides"][IN_PROCESS]["same_rounds"][index] for cell in cells) for index in (0, 1))
+            repeated, kept = (sum(cell["disturbed"][index] for cell in cells) for index in (0, 1))
+            record.values["notes"] = [
+                f"The last rows of {same} of {of} pairs of rounds were bitwise the same on both sides. Other processes "
+                f"disturbed {repeated + kept} pairs: {repeated} were repeated, {kept} kept."
+            ]
+            rows = [row(each) for each in cells]
+            record.put("steps", rows, left=3, legend=LEGEND, targets=targets(rows, options.way))
     return record
 
 
-async def _model(name: str, options: argparse.Namespace, channel: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+async def _model(name: str, options: argparse.Namespace, channel: Any) -> tuple[tuple[str, str], list[dict[str, Any]]]:
+    """Its name and what it is; the results of its cells."""
     path, cells, found = model_path(name), cells_of(name, options), []
     async with AsyncExitStack() as stack:
         inside = await stack.enter_async_context(Inside.open(path, cells, options.threads))
-        remote = WAYS[options.way][0].open(path, cells, options.threads, options.engine)
+        remote = WAYS[options.way][0].open(path, cells, options.threads)
         grpc = await stack.enter_async_context(remote)
-        players: dict[str, Player] = {tables.IN_PROCESS: inside, tables.GRPC: grpc, tables.ECHO: Echo(channel, grpc)}
+        players: dict[str, Player] = {IN_PROCESS: inside, GRPC: grpc, ECHO: Echo(channel, grpc)}
         for cell in cells:
-            result = await contest(cell, players, tables.GRPC, options.rounds, options.round_seconds)
-            found.append({"model": Path(path).name, **result, "exchange_bytes": [len(each) for each in grpc.exchange]})
-            tables.show(tables.wire(found[-1:]))
+            result = await contest(cell, players, GRPC, options.rounds, options.round_seconds)
+            found.append({"model": Path(path).name, **result})
+            print(f"{name}, b{cell.batch}, {cell.output}: done", flush=True)
         info, device = inside.runner.info, inside.runner.device
-    return {
-        "name": Path(path).name,
-        "parameters": info.parameters,
-        "vocab_size": info.vocab_size,
-        "weight_dtype": info.weight_dtype,
-        "kv_dtype": info.kv_dtype,
-        "context": cells[0].context,
-        "settings": settings(cells, options.threads),
-        "choices": [list(choice) for choice in device.choices],
-    }, found
+    size = f"{info.parameters / 1e6:,.0f} million parameters" if info.parameters else "no weights"
+    told = f"{size}, vocabulary {info.vocab_size:,}, weights {info.weight_dtype}, cache {info.kv_dtype}"
+    chosen = ", ".join(f"`{choice}`" for choice, _ in device.choices)
+    return (Path(path).name, f"{told}, {cells[0].context} tokens of context; {chosen}"), found
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, show, save."""
-
-    def show(values: dict[str, Any]) -> None:
-        print()
-        tables.show(tables.wire(values["cells"]), "wire")
-
-    finish(run(parse(argv)), show)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK: Final = Benchmark(
+    "wire",
+    "What gRPC costs, as ratios in one run.",
+    run,
+    (
+        Option("--models", [IDENTITY, "demo", "qwen3-0.6b"], "names or folders", [IDENTITY]),
+        Option("--batches", [1, 8, 32], "sequences of a step", [1, 8]),
+        Option("--outputs", ["greedy", "full"], "of unary calls; in a session greedy", choices=("greedy", "full")),
+        Option("--way", "unary", "of B: calls, or frames of one session", choices=tuple(WAYS)),
+    ),
+    rounds=10,
+    round_s=1.0,
+    variant=lambda options: "session" * (options.way == "session"),
+)

@@ -101,7 +101,7 @@ async def generate(arguments: argparse.Namespace) -> int:
     """Complete a prompt greedily; the text is printed as it arrives."""
     async with connect(arguments) as client:
         facts = await client.info()
-        tokenizer = _Text(arguments.tokenizer, facts.model)
+        tokenizer = TextCodec(arguments.tokenizer, facts.model)
         prompt = tokenizer.encode(arguments.prompt)
         if not prompt:
             raise InvalidRequest("the prompt is empty", field="prompt")
@@ -170,7 +170,7 @@ def connect(arguments: argparse.Namespace, target: str = "", **options: Any) -> 
     )
 
 
-class _Text:
+class TextCodec:
     """Text to ids and back: a tokenizer's, or bytes. ``path``: a tokenizer.json or its folder; None: the model's."""
 
     def __init__(self, path: Path | None, model: ModelInfo) -> None:

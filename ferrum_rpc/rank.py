@@ -47,7 +47,8 @@ def _stop_waiting(number: int, frame: object) -> NoReturn:
     """End on a signal while there is no rank 0 that would end this one. The first process of a container ignores
     signals that it does not handle."""
     sys.stderr.write("ferrum-rpc rank: stopped before rank 0 was there\n")
-    sys.exit(128 + number)
+    sys.stderr.flush()
+    os._exit(128 + number)  # `sys.exit` may abort: a thread waits in the store of torch, which the interpreter leaves
 
 
 def _serve(number: int, channel: Channel, store: Store) -> str:

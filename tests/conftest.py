@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from structlog.testing import capture_logs
 
-from tests.quiet_logs import quiet_logs
+from tests.support.quiet_logs import quiet_logs
 
 torch.set_num_threads(1)
 settings.register_profile("here", deadline=None)  # what else the machine does is no failure of an example
@@ -30,6 +32,13 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture
+def logs() -> Iterator[Sequence[Any]]:
+    """The events that a test logs."""
+    with capture_logs() as events:
+        yield events
 
 
 @pytest.fixture(autouse=True)

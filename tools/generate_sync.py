@@ -11,7 +11,6 @@ time, so that type checkers and editors see them.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import re
@@ -23,8 +22,8 @@ from typing import Any, NamedTuple
 
 from ferrum_rpc.client import ExecutorClient, Sequence
 from ferrum_rpc.client.fleet import FleetClient, FleetSequence
+from tools.commands import ROOT, write_or_check
 
-ROOT = Path(__file__).resolve().parent.parent
 CLIENT = "ferrum_rpc.client"
 BY_HAND = {"close"}
 ASYNC_ONLY = {"move_to"}
@@ -166,18 +165,5 @@ def generate(module: str) -> str:
     return source
 
 
-def main() -> None:
-    """Write or check."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="compare with the committed files, write nothing")
-    only_check = parser.parse_args().check
-    for module in FILES:
-        path, source = path_of(module), generate(module)
-        if not only_check:
-            path.write_text(source)
-        elif path.read_text() != source:
-            sys.exit(f"{path.relative_to(ROOT)} is not what the async client says, run `make stubs`")
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(lambda: {path_of(module): generate(module).encode() for module in FILES})

@@ -22,7 +22,8 @@ from typing import Any, Final
 from google.protobuf import json_format
 from google.rpc import error_details_pb2
 
-ROOT: Final = Path(__file__).resolve().parent.parent
+from tools.commands import ROOT
+
 BUF: Final = Path(sys.executable).with_name("buf")
 SERVICE: Final = "ferrum_rpc.executor.v1.ModelExecutor"
 CALL: Final = re.compile(r"```call (\w+)(?: as (\w+))?\n(.*?)\n```", re.DOTALL)

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import grpc
 
+from benchmarks.cases import Cell
 from benchmarks.compare import Round
 from benchmarks.engines.process import LISTENING, served
 from benchmarks.engines.ways import Way, in_calls, in_frames
@@ -46,11 +47,10 @@ class EchoCalls(Way):
         self._like = like
         self.facts: dict[str, Any] = {}
 
-    async def make(self, sequences: int) -> None:
+    async def prepare(self, cell: Cell) -> None:
         """There is nothing to make."""
 
     async def take(self, depth: int, steps: int) -> Round:
-        """By a caller each."""
         return await in_calls(self._step, depth, steps)
 
     async def turn(self, depth: int, steps: int) -> Round:
@@ -65,13 +65,11 @@ class EchoCalls(Way):
 class EchoFrames(EchoCalls):
     """A stream of the echo server, of the bytes of ``like``'s steps. Its answers come in order."""
 
-    async def make(self, sequences: int) -> None:
-        """Open the stream."""
+    async def prepare(self, cell: Cell) -> None:
         self._opened = self._stream()
         self._in_flight: deque[int] = deque()
 
     async def take(self, depth: int, steps: int) -> Round:
-        """On it."""
         return await in_frames(self._send, self._receive, depth, steps)
 
     async def _send(self, sequence: int) -> None:

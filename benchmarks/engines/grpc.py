@@ -23,7 +23,7 @@ import torch
 from benchmarks.cases import LEAD_IN, NOTHING, PREFILL, Cell, settings
 from benchmarks.compare import Round, Unsupported
 from benchmarks.engines.process import REFERENCE, served
-from benchmarks.engines.ways import PROMPT, TOKEN, Way, in_calls, in_frames
+from benchmarks.engines.ways import TOKEN, Way, in_calls, in_frames
 from benchmarks.machine import ROOT
 from ferrum_rpc.client import Answer, ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
@@ -37,9 +37,7 @@ from ferrum_rpc.wire.rows import rows_from_proto
 
 INT8: Final = "ours with int8 weights, gRPC session"
 TIMEOUT_S: Final = 600.0
-PREFILL_TOKENS: Final = 2048
-"""Tokens of a prefill call."""
-
+PREFILL_TOKENS: Final = 2048  # tokens of a prefill call
 POLL_S: Final = 0.05
 PROGRAM: Final = ("-m", "ferrum_rpc.cli")
 
@@ -77,6 +75,21 @@ async def executor(
         yield Executor(server.target, server.process.pid, channel, int(info.model.vocab_size))
 
 
+@asynccontextmanager
+async def connected(model: str, chosen: Mapping[str, Any]) -> AsyncIterator[tuple[Executor, ExecutorClient]]:
+    """A server as `executor` starts it, and a session with it."""
+    async with (
+        executor(model, chosen) as found,
+        ExecutorClient(found.target, session=True, timeout_s=TIMEOUT_S) as client,
+    ):
+        yield found, client
+
+
+def facts(name: str, device: Any) -> dict[str, Any]:
+    """What a side of ours is, by its ``device``."""
+    return {"name": name, "threads": device.threads, "choices": [choice for choice, _ in device.choices]}
+
+
 def last_rows(block: RowBlock) -> list[Any]:
     """Of a step's packed rows: tokens as they are, anything else as one digest."""
     if block.kind is RowKind.TOKENS:
@@ -97,11 +110,8 @@ class Calls(Way):
 
     @classmethod
     @asynccontextmanager
-    async def open(
-        cls, model: str, cells: Sequence[Cell], threads: int, engine: str = "thread"
-    ) -> AsyncIterator[Calls]:
-        """Start the server and wait for the model."""
-        async with executor(model, settings(cells, threads) | {"engine": engine}) as found:
+    async def open(cls, model: str, cells: Sequence[Cell], threads: int) -> AsyncIterator[Calls]:
+        async with executor(model, settings(cells, threads)) as found:
             yield cls(found.channel, found.vocab_size)
 
     def item(self, sequence: int, token: int, back: int | None = None, **more: Any) -> forward_pb2.ForwardItem:
@@ -153,10 +163,6 @@ class Calls(Way):
         request = model_executor_pb2.BatchDecodeRequest(items=items)
         return request, await self.stub.BatchDecode(request, timeout=TIMEOUT_S)
 
-    async def make(self, sequences: int) -> None:
-        """Prefill them."""
-        await self.prefill([PROMPT] * sequences)
-
     async def take(self, depth: int, steps: int) -> Round:
         """By a caller each. A step ends when the next handle is at hand."""
         timed = await in_calls(self._step, depth, steps)
@@ -177,7 +183,7 @@ class Frames(Calls):
     frame = 0
     _owner: dict[int, int]
 
-    async def say_hello(self, in_flight: int = 1) -> None:
+    async def say_hello(self, in_flight: int) -> None:
         """Open the session. Twice as many steps as are sent: an answer may be read before the executor knows that it
         has written it."""
         self._call: Any = self.stub.Session()
@@ -187,7 +193,6 @@ class Frames(Calls):
             raise RuntimeError(f"the session grants {granted} steps in flight of {in_flight}")
 
     async def send(self, **part: Any) -> session_pb2.SessionRequest:
-        """Write a frame."""
         self.frame += 1
         request = session_pb2.SessionRequest(step_id=self.frame, **part)
         await self._call.write(request)
@@ -201,9 +206,9 @@ class Frames(Calls):
         return answer
 
     async def prepare(self, cell: Cell) -> None:
-        """Open the session first."""
         if not self.frame:
-            await self.say_hello()
+            await self.say_hello(cell.callers)
+        self._owner = {}
         await super().prepare(cell)
 
     async def forward(self, items: list[forward_pb2.ForwardItem]) -> tuple[Any, Any]:
@@ -211,14 +216,7 @@ class Frames(Calls):
         request = await self.send(forward=session_pb2.SessionForward(items=items))
         return request, (await self.receive()).forward
 
-    async def make(self, sequences: int) -> None:
-        """Open the session and prefill them."""
-        self._owner = {}
-        await self.say_hello(sequences)
-        await super().make(sequences)
-
     async def take(self, depth: int, steps: int) -> Round:
-        """On one stream."""
         timed = await in_frames(self._send, self._receive, depth, steps)
         self.exchange = (self._last[0].SerializeToString(), self._last[1].SerializeToString())
         return timed
@@ -255,16 +253,10 @@ class Client(Way):
         cls, model: str, cells: Sequence[Cell], threads: int, device: str = "", *, name: str = REFERENCE, **more: str
     ) -> AsyncIterator[Client]:
         """Start the server, told ``more`` than the settings of all sides, and wait for the model."""
-        async with (
-            executor(model, settings(cells, threads, device) | more) as found,
-            ExecutorClient(found.target, session=True, timeout_s=TIMEOUT_S) as client,
-        ):
-            at = (await client.info()).device
-            choices = [choice for choice, _ in at.choices]
-            yield cls(client, {"name": name, "threads": at.threads, "choices": choices}, found.vocab_size)
+        async with connected(model, settings(cells, threads, device) | more) as (found, client):
+            yield cls(client, facts(name, (await client.info()).device), found.vocab_size)
 
     async def prepare(self, cell: Cell) -> None:
-        """Prefill, a sequence a step."""
         for sequence in self._sequences:
             await sequence.release()
         self._sequences = []
@@ -287,14 +279,7 @@ class Client(Way):
             _done(timed, (await self.client.forward(items)).all_answers())
         return timed
 
-    async def make(self, sequences: int) -> None:
-        """Prefill them."""
-        self._sequences = [self.client.sequence(**self._options) for _ in range(sequences)]
-        for sequence in self._sequences:
-            await sequence.prefill(PROMPT)
-
     async def take(self, depth: int, steps: int) -> Round:
-        """By a caller each."""
         return await in_calls(self._step, depth, steps)
 
     async def _step(self, sequence: int) -> Any:

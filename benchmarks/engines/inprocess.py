@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.cases import LEAD_IN, MASK, NOTHING, PREFILL, Cell, Tokens, mask_words, settings
 from benchmarks.compare import Round
-from benchmarks.engines.grpc import last_rows
+from benchmarks.engines.grpc import facts, last_rows
 from ferrum_rpc.building import build
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, Greedy, OutputSpec, Positions, RowDType, Run, Span, SpanResult, Step
@@ -28,6 +28,23 @@ from ferrum_rpc.engine.operations import TorchRunner
 INSIDE: Final = "ours, in process"
 
 T = TypeVar("T")
+
+
+def forward(runner: TorchRunner, spans: Sequence[Span]) -> list[SpanResult]:
+    """One step. Raises what a span of it ended with."""
+    found = []
+    for outcome in runner.forward(Step(tuple(spans))).outcomes:
+        if not isinstance(outcome, SpanResult):
+            raise outcome
+        found.append(outcome)
+    return found
+
+
+def load_adapter(runner: TorchRunner, number: int, name: str) -> None:
+    """Load the adapter of this name as this number."""
+    runner.open_adapter(number, name)
+    while runner.read_adapter(number) is None:
+        pass
 
 
 class Inside:
@@ -43,12 +60,7 @@ class Inside:
         self._live: list[int] = []
         self._context = 0
         self._next = first
-        device = runner.device
-        self.facts = {
-            "name": INSIDE,
-            "threads": device.threads,
-            "choices": [choice for choice, _ in device.choices],
-        }
+        self.facts = facts(INSIDE, runner.device)
 
     @classmethod
     @asynccontextmanager
@@ -70,7 +82,6 @@ class Inside:
         gc.collect()
 
     def beside(self, adapters: Sequence[int], first: int) -> Inside:
-        """Another side of the same runner."""
         return Inside(self.runner, self._pool, adapters, first)
 
     async def load_adapters(self, name: str, count: int) -> None:
@@ -78,14 +89,11 @@ class Inside:
 
         def load() -> None:
             for number in range(1, count + 1):
-                self.runner.open_adapter(number, name)
-                while self.runner.read_adapter(number) is None:
-                    pass
+                load_adapter(self.runner, number, name)
 
         await self._run(load)
 
     async def prepare(self, cell: Cell) -> None:
-        """Prefill what is missing, a sequence a step."""
         await self._run(lambda: self._prepare(cell))
 
     async def round(self, cell: Cell, number: int, steps: int) -> Round:
@@ -183,8 +191,5 @@ class Inside:
 
     def _forward(self, spans: Sequence[Span]) -> Any:
         """The block of rows of a step."""
-        for outcome in (outcomes := self.runner.forward(Step(tuple(spans))).outcomes):
-            if not isinstance(outcome, SpanResult):
-                raise outcome
-        assert isinstance(outcomes[0], SpanResult)
-        return None if outcomes[0].rows is None else outcomes[0].rows.block
+        rows = forward(self.runner, spans)[0].rows
+        return None if rows is None else rows.block

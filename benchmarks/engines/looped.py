@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.cases import LEAD_IN, NOTHING, PREFILL, Cell, settings
 from benchmarks.compare import Round, Unsupported
-from benchmarks.engines.grpc import last_rows
+from benchmarks.engines.grpc import facts, last_rows
 from ferrum_rpc.building import build
 from ferrum_rpc.config import SETTINGS, ModelSettings
 from ferrum_rpc.core import Rows, Span, SpanOutcome, SpanResult
@@ -33,11 +33,7 @@ class Looped:
         self._engine, self._vocab_size = engine, runner.info.vocab_size
         self._live: list[int] = []
         self._context = 0
-        self.facts = {
-            "name": LOOPED,
-            "threads": runner.device.threads,
-            "choices": [choice for choice, _ in runner.device.choices],
-        }
+        self.facts = facts(LOOPED, runner.device)
 
     @classmethod
     @asynccontextmanager
@@ -65,7 +61,6 @@ class Looped:
             await engine.stop()
 
     async def prepare(self, cell: Cell) -> None:
-        """Prefill what is missing, a sequence a step."""
         if cell.kind == PREFILL or self._context not in (0, cell.context):
             raise Unsupported("it decodes sequences of one length")
         self._context = cell.context

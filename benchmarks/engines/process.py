@@ -83,7 +83,6 @@ class Child:
             await child.reading
 
     async def _read(self) -> None:
-        """Keep the pipe empty."""
         assert self.process.stderr is not None
         async for line in self.process.stderr:
             if text := line.decode(errors="replace").strip():
@@ -105,6 +104,17 @@ async def served(*arguments: str, root: Path = ROOT) -> AsyncIterator[Child]:
         if not child.target:
             raise ServerDied("\n".join([f"python {' '.join(arguments)} did not listen", *child.said]))
         yield child
+
+
+async def printed(program: str, variables: Mapping[str, str] = {}) -> Any:
+    """What a Python program, in a process of its own, prints as JSON."""
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, cwd=ROOT, env={**os.environ, **variables}, stdout=asyncio.subprocess.PIPE
+    )
+    text, _ = await started.communicate()
+    if started.returncode:
+        raise RuntimeError(f"a measurement ended with status {started.returncode}")
+    return json.loads(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +154,10 @@ class PeerProcess:
             yield peer
 
     async def prepare(self, cell: Cell) -> None:
-        """Prompts of the cell."""
         if cell.kind != PREFILL:
             await self._ask(do="prepare", prompts=cell.prompts(self._vocab_size).tolist(), room=LEAD_IN + cell.most)
 
     async def round(self, cell: Cell, number: int, steps: int) -> Round:
-        """Tokens of the round."""
         if cell.kind == PREFILL:
             prompts = cell.fresh(self._vocab_size, number, steps).tolist()
             answer = await self._ask(do="prefill", prompts=prompts, lead_in=1)

@@ -11,16 +11,14 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any, Final
 
+from benchmarks.cases import Cell
 from benchmarks.compare import Round
 from ferrum_rpc.executor.v1 import types_pb2
 
-CONTEXT: Final = 16
-"""Tokens of a sequence when a round begins: its first step rolls it back to them."""
-
+CONTEXT: Final = 16  # tokens of a sequence when a round begins: its first step rolls it back to them
 LEAD_IN: Final = 5
 """Steps of each sequence that are not timed: the roll-back, and some that find the caches as the timed ones do."""
 
-PROMPT: Final = list(range(1, CONTEXT + 1))
 TOKEN: Final = 7
 
 
@@ -78,8 +76,8 @@ class Way(ABC):
     back: int | None = None
 
     @abstractmethod
-    async def make(self, sequences: int) -> None:
-        """Make what the steps need, for a depth of ``sequences`` at most."""
+    async def prepare(self, cell: Cell) -> None:
+        """Make the sequences of a cell, and what else steps of its callers need."""
 
     @abstractmethod
     async def take(self, depth: int, steps: int) -> Round:

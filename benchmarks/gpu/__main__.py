@@ -1,22 +1,38 @@
-"""`python3 -m benchmarks.gpu`: the check. `python3 -m benchmarks.gpu first-light`: everything, step by step.
+"""`python3 -m benchmarks.gpu`: the check. `... first-light`: everything, step by step. `... NAME [--rehearse]`: the
+program of a step, which a rehearsal runs small and on a CPU.
 
 First light runs with a bare Python, before any package of ours can be imported, so nothing else is imported here.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
+from typing import Final
+
+PROGRAMS: Final = {
+    **dict.fromkeys(("machine", "imports", "compiler"), "environment"),
+    **dict.fromkeys(("pool", "equal", "one"), "steady"),
+    **{"kernels": "kernel_times", "serving": "serving", "attend": "check"},
+}
+"""By name, the module whose function of that name it is; such a function gives an exit status, or None."""
 
 
-def main() -> int:
-    """Run one of the two programs."""
-    if sys.argv[1:2] == ["first-light"]:
+def main() -> int | None:
+    """Run one of the programs; the exit status."""
+    name, rest = "".join(sys.argv[1:2]), sys.argv[2:]
+    if name == "first-light":
         from benchmarks.gpu.first_light import main as first_light
 
-        return first_light(sys.argv[2:])
+        return first_light(rest)
+    if name in PROGRAMS:
+        status: int | None = getattr(importlib.import_module(f"benchmarks.gpu.{PROGRAMS[name]}"), name)(
+            rehearse="--rehearse" in rest
+        )
+        return status
     from benchmarks.gpu.check import main as check
 
-    check()
+    check(sys.argv[1:])
     return 0
 
 

@@ -1,15 +1,12 @@
-"""`make gpu-check`: the figures of a CUDA device and the tests that wait for one, with their results as data.
+"""`make gpu-check`: the figures of a CUDA device, with their results as data.
 
     cells        prefill 8k, decode b1 @1k and b64 @2k of the Qwen3-8B shape, in process and through gRPC in turn,
                  beside the limits that the device had in the same run; then transformers, static cache and compiled
-    ranks        prefill 2k, decode b1 and b8 @1k of the same shape on two ranks beside one, in turn; with one device
-                 they share it, and NCCL is not run
     attention    the attention kernels alone, beside SDPA and `varlen_attn`
-    tests        `tests/kernels` and `tests/gpu`, which have waited for a GPU
 
 A device of less than 100 GiB runs one side at a time, and ratios are then of rounds that did not alternate.
 
-A part that fails is named, and the others go on. Exit status 1 if anything failed or a target was missed, or if there
+A part that fails is named, and the other goes on. Exit status 1 if anything failed or a target was missed, or if there
 is no CUDA device (a check that cannot fail would be none). ``--only`` runs a part. ``--quick`` runs the cells tiny and
 on a CPU: does the check itself run? It writes no result.
 """
@@ -19,13 +16,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
-import json
-import re
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -36,37 +30,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import machine, tables
-from benchmarks.cases import BLOCK_SIZE, DECODE, GPU_CELLS, PREFILL, QUICK_CELLS, Cell
-from benchmarks.compare import Round, alternate, contest, ratio, result_of, rounds_of
+from benchmarks.cases import BLOCK_SIZE, GPU_CELLS, QUICK_CELLS
+from benchmarks.compare import Played, Round, alternate, ratio, result_of, rounds_of
 from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
-from benchmarks.gpu.first_light import FIGURES
-from benchmarks.record import Contest, Opening, out_of, read_options
-from benchmarks.targets import TARGETS
+from benchmarks.gpu.first_light import tell
+from benchmarks.record import Benchmark, Contest, Opening, Option, Record, median_of
+from benchmarks.table import Row, number, reached, target
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.logs import configure_logging
 
-PARTS: Final = ("cells", "ranks", "attention", "tests")
-QUICK_PARTS: Final = PARTS[:2]
-ONE_RANK: Final = "1 rank"
-TRANSPORT: Final = "rank_transport="
-RANK_SIDES: Final[dict[str, dict[str, Any]]] = {
-    ONE_RANK: {},
-    "tensor 2": {"tensor_parallel": 2},
-    "pipeline 2": {"pipeline_parallel": 2},
-}
-RANK_CELLS: Final = (Cell(PREFILL, 1, 2048), Cell(DECODE, 1, 1024), Cell(DECODE, 8, 1024))
-SUITES: Final = ("tests/kernels", "tests/gpu")
+PARTS: Final = ("cells", "attention")
+PEER_KERNELS: Final = ("sdpa", "varlen_attn")
 STATIC: Final = "transformers static, compiled"
 LLAMA: Final = AttentionSpec(32, 8, 128, 128**-0.5)
 BOTH_BYTES: Final = 100 << 30
 """Two servers of the 8B shape, of 15.3 GiB of weights and 19.0 of cache each, with contexts and all else: 74 GiB."""
 
-BEYOND_CACHE: Final = 4
-"""Times the L2 cache that timed calls read before they read the same again."""
+BEYOND_CACHE: Final = 4  # times the L2 cache that timed calls read before they read the same again
 Call = Callable[[], Tensor]
 
 
@@ -120,63 +103,47 @@ async def one_at_a_time(here: Contest, device: str) -> None:
         REFERENCE: lambda: Client.open(folder, options.cells, threads, device),
         INSIDE: lambda: Inside.open(folder, options.cells, threads, device),
     }
-    played: dict[str, dict[str, list[Round]]] = {cell.name: {} for cell in options.cells}
-    steps: dict[str, int] = {}
+    played: dict[str, Played] = {}
     for name, opening in openings.items():
         async with AsyncExitStack() as its:
             player = await here.open(its, name, opening())
             assert player is not None
             for cell in options.cells:
                 here.machine.read()
-                found = await rounds_of(
-                    cell, {name: player}, name, options.rounds, options.round_seconds, steps.get(cell.name, 0)
-                )
-                steps[cell.name] = found.steps
-                played[cell.name] |= found.by_name
+                steps = played[cell.name].steps if cell.name in played else 0
+                found = await rounds_of(cell, {name: player}, name, options.rounds, options.round_seconds, steps)
+                played.setdefault(cell.name, found).by_name.update(found.by_name)
             del player
         torch.cuda.empty_cache()
     for cell in options.cells:
-        here.add(cell, result_of(cell, steps[cell.name], played[cell.name], REFERENCE))
-
-
-async def ranks(here: Contest, device: str) -> None:
-    """Two ranks beside one, all loaded at once. A step at a time: of two stages one waits for the other."""
-    options, told = here.options, dict[str, str]()
-    cells_, names = (QUICK_CELLS, [*RANK_SIDES][:2]) if options.quick else (RANK_CELLS, [*RANK_SIDES])
-    async with AsyncExitStack() as stack:
-        sides = {}
-        for name in names:
-            opening = Inside.open(here.folder, cells_, 1, device, dtype="bfloat16", **RANK_SIDES[name])
-            side = await here.open(stack, name, opening)
-            if isinstance(side, Inside):
-                sides[name] = side
-                told |= {choice: why for choice, why in side.runner.device.choices if choice.startswith(TRANSPORT)}
-        found = [await contest(cell, sides, ONE_RANK, options.rounds, options.round_seconds) for cell in cells_]
-    [(transport, why)] = told.items()
-    transport = transport.removeprefix(TRANSPORT)
-    nccl = (
-        "rows travelled by NCCL" if transport == "nccl" else f"NCCL was not run: rows travelled by {transport} ({why})"
-    )
-    here.record.save(
-        two_ranks={"transport": transport, "said": nccl, "cells": [each | {"roof": None} for each in found]}
-    )
+        here.add(cell, result_of(cell, played[cell.name], REFERENCE))
 
 
 # --- the kernels alone ------------------------------------------------------------------------------------------------
 
 
 async def attention(
-    device: torch.device,
-    loads: Sequence[Load],
-    limits: Mapping[str, Any],
-    rounds: int = 9,
-    spec: AttentionSpec = LLAMA,
+    device: torch.device, loads: Sequence[Load], limits: Mapping[str, Any], rounds: int = 9, spec: AttentionSpec = LLAMA
 ) -> list[dict[str, Any]]:
     """How fast each load is, and its shares of ``limits``: decode lives on memory, prefill on the matrix units. Sides
     alternate, inputs are random (a GPU computes zeros faster)."""
     torch.manual_seed(0)
     with torch.inference_mode():
         return [await _load(device, each, spec, limits, rounds) for each in loads]
+
+
+def attention_rows(found: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """A row for each load of the kernels alone; how long peers took, of ours."""
+    return [
+        {
+            "attention alone": load["name"],
+            "ms": load["ms"],
+            "of the bandwidth": round(load["share_of_bandwidth"], 2),
+            "of the matrix units": round(load["share_of_matrix_units"], 2),
+        }
+        | {f"{side} took, ×": load["ratios"].get(side, f"none: {load['absent'].get(side)}") for side in PEER_KERNELS}
+        for load in found
+    ]
 
 
 def calls_of(
@@ -203,7 +170,7 @@ def calls_of(
     index = torch.from_numpy(tables_.astype(np.int64)).to(device)
     dense = [[each[index].flatten(1, 2)[:, :length].contiguous() for each in pair] for pair in caches]
     absent = {}
-    for name, peer in (("sdpa", _sdpa), ("varlen_attn", _varlen)):
+    for name, peer in zip(PEER_KERNELS, (_sdpa, _varlen), strict=True):
         try:
             calls[name] = [peer(load, spec, query, *pair) for pair in dense]
             calls[name][0]()
@@ -289,83 +256,102 @@ def _seconds(calls: Sequence[Call], device: torch.device) -> float:
     return (time.perf_counter() - began) / len(calls)
 
 
-# --- the tests, and the program ---------------------------------------------------------------------------------------
+def attend(*, rehearse: bool) -> None:
+    """Our kernels, each kind of step once, after a launch that compiles: ``ncu`` reads their counters."""
+    assert not rehearse
+    with torch.inference_mode():
+        for load in LOADS:
+            calls, _ = calls_of(torch.device("cuda"), load, LLAMA, alone=True)
+            for _ in range(2):
+                calls["ours"][0]()
+            torch.cuda.synchronize()
+            print(load.name)
 
 
-def run_suite(folder: str) -> dict[str, int]:
-    """How many tests of ``folder`` passed, were skipped and failed. What the whole suite shares (quiet logs) needs
-    packages that these tests do not."""
-    command = [sys.executable, "-m", "pytest", folder, "-q", "-p", "no:cacheprovider", f"--rootdir={machine.ROOT}"]
-    command += [f"--confcutdir={folder}"]
-    done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, check=False)
-    print(done.stdout, done.stderr)
-    last = (done.stdout.strip().splitlines() or [""])[-1]
-    counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|skipped|failed|error)", last)}
-    failed = counts.get("failed", 0) + counts.get("error", 0)
-    passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
-    return {"passed": passed, "skipped": skipped, "failed": failed, "status": done.returncode}
+# --- the program ------------------------------------------------------------------------------------------------------
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Check a CUDA device.")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--figures", action="store_true", help="also print the results as a line for first light")
-    options = read_options(parser, argv, rounds=5, round_s=2.0)
-    if options.out is None and not options.quick:
-        options.out = machine.RESULTS / "gpu-check.json"
-    options.cells, options.out = QUICK_CELLS if options.quick else GPU_CELLS, out_of(options, "gpu")
-    return options
+def targets(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Shares of the limits that the device had in the same run, at least."""
+    found, prefix = [], "CUDA, Qwen3-8B shape, bf16: "
+    cells_ = {each["cell"]: each for each in values.get("cells", ())}
+    for what, cell, bound in (
+        ("decode b1 @1k", "decode b1 @1024", 0.85),
+        ("decode b64 @2k", "decode b64 @2048", 0.80),
+        ("prefill 8k", "prefill 8192", 0.60),
+    ):
+        its = cells_.get(cell)
+        share = its["sides"][INSIDE]["tokens_per_s"] / its["roof"]["tokens_per_s"] if its else None
+        found.append(target(f"{prefix}{what}, of the limit", share, bound))
+    loads = {each["name"]: each["share_of_bandwidth"] for each in values.get("attention", ())}
+    found.append(target(f"{prefix}attention, decode b64 @4k, of the limit", loads.get("decode, 64 x 4k"), 0.80))
+    ratio_ = median_of(cells_.values(), "decode b64 @2048", INSIDE)
+    return [*found, target(f"{prefix}gRPC against in process, b64, greedy", ratio_, 0.97)]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Check, write, exit."""
-    options = parse(argv)
-    if not options.quick and not torch.cuda.is_available():
-        sys.exit("gpu-check: torch finds no CUDA device; nothing was checked")
-    configure_logging(level="warning")
+async def run(options: argparse.Namespace) -> Record:
+    """The parts, one after the other; ``failed`` are those that failed, and the targets that were missed."""
     device = "cpu" if options.quick else "cuda"
-    here = Contest(options, "gpu, rehearsed" if options.quick else "gpu", "qwen3-8b", device)
+    options.cells = QUICK_CELLS if options.quick else GPU_CELLS
+    options.command = options.command.replace("benchmarks gpu", "benchmarks.gpu")
+    options.benchmark += ", rehearsed" * options.quick
+    here = Contest(options, "qwen3-8b", device)
     record, values = here.record, here.record.values
-    values["settings"]["gpu"] = (
-        device if options.quick else f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
-    )
+    gpu = device if options.quick else f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    values["settings"]["gpu"] = gpu
     failed: list[str] = []
 
     async def run_attention() -> None:
         here.machine.read()
         record.save(attention=await attention(torch.device(device), LOADS, here.machine.limits()))
+        record.put("attention", attention_rows(values["attention"]))
 
-    async def run_tests() -> None:
-        record.save(tests={suite: run_suite(suite) for suite in SUITES})
-        failed.extend(f"{suite}: {each}" for suite, each in values["tests"].items() if each["status"])
-
-    runs: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+    runs: dict[str, Callable[[], Awaitable[None]]] = {
         "cells": partial(cells, here, device),
-        "ranks": partial(ranks, here, device),
         "attention": run_attention,
-        "tests": run_tests,
     }
-    for part in PARTS if not options.quick else QUICK_PARTS:
-        if part in options.only:
+    for part, measure in runs.items():
+        if part in options.only and (part == "cells" or not options.quick):
             try:
-                asyncio.run(runs[part]())
+                await measure()
             except Exception as error:
                 traceback.print_exc()
                 failed.append(f"{part}: {type(error).__name__}: {error}"[:300])
-    for target in TARGETS if not options.quick else ():
-        row = target.row({"gpu": ("", values)})
-        if target.benchmark == "gpu" and row[3] == "no":
-            failed.append(f"{row[0]}: {row[1]}, not {row[2]}")
-    record.save(failed=failed, limits=here.machine.limits())
-    tables.show_suite(values)
-    for each in failed:
-        print(f"gpu-check: FAILED {each}")
+    if not options.quick:
+        values["targets"] = targets(values)
+        failed += [
+            f"{each['what']}: {number(each['value'])}, not ≥ {each['bound']:g}"
+            for each in values["targets"]
+            if reached(each) is False
+        ]
+    here.note_limits()
+    record.save(failed=failed, notes=[*values["notes"], *(f"missed or failed: {each}" for each in failed)])
+    return record
+
+
+BENCHMARK: Final = Benchmark(
+    "gpu",
+    "Check a CUDA device.",
+    run,
+    (
+        Option("--only", list(PARTS), "parts", choices=PARTS),
+        Option("--figures", False, "also print the results as a line for first light"),
+    ),
+    round_s=2.0,
+    file="gpu-check.json",
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Check, write, exit."""
+    options = BENCHMARK.parse(argv)
+    if not options.quick and not torch.cuda.is_available():
+        sys.exit("gpu-check: torch finds no CUDA device; nothing was checked")
+    configure_logging(level="warning")
+    record = asyncio.run(run(options))
     record.tell()
+    for each in record.values["failed"]:
+        print(f"gpu-check: FAILED {each}")
     if options.figures:
-        print(FIGURES + json.dumps(values))
-    sys.exit(bool(failed))
-
-
-if __name__ == "__main__":
-    main()
+        tell(record.values)
+    sys.exit(bool(record.values["failed"]))

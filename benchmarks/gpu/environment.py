@@ -1,51 +1,30 @@
-"""What a machine must have before anything of ours runs on it: the first steps of first light.
-
-python3 -m benchmarks.gpu.environment machine | imports | compiler
-"""
+"""What a machine must have before anything of ours runs on it: the first steps of first light."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import platform
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gpu.first_light import FIGURES
+from benchmarks.gpu.first_light import tell
 
 PACKAGES: Final = (
-    "torch",
-    "triton",
-    "transformers",
-    "numpy",
-    "grpcio",
-    "protobuf",
-    "structlog",
-    "safetensors",
-    "pytest",
+    *("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "structlog", "safetensors", "pytest"),
 )
 SUPPORTED: Final = (2, 13)
 """The version of torch on CUDA that is supported; older ones run, and this step says what is known of them."""
 
 IMPORTS: Final = (
-    "ferrum_rpc.engine.assembly.build",
-    "ferrum_rpc.serve",
-    "ferrum_rpc.worker",
-    "ferrum_rpc.client",
-    "benchmarks.gpu.check",
-    "tests.checkpoints",
-    "transformers",
-    "pytest",
-    "pytest_asyncio",
-    "xdist",
-    "hypothesis",
+    *("ferrum_rpc.engine.assembly.build", "ferrum_rpc.serve", "ferrum_rpc.worker", "ferrum_rpc.client"),
+    *("benchmarks.gpu.check", "tests.support.checkpoints", "transformers"),
+    *("pytest", "pytest_asyncio", "xdist", "hypothesis"),
 )
 TOOLS: Final = ("compute-sanitizer", "ncu", "nvidia-smi", "gcc")
 
@@ -61,8 +40,7 @@ def machine(*, rehearse: bool) -> int:
     available = torch.cuda.is_available()
     if available:
         for index in range(torch.cuda.device_count()):
-            each = torch.cuda.get_device_properties(index)
-            free, total = torch.cuda.mem_get_info(index)
+            each, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
             found["devices"].append(
                 {
                     "name": each.name,
@@ -74,7 +52,7 @@ def machine(*, rehearse: bool) -> int:
                 }
             )
         found["driver"] = _driver()
-    print(FIGURES + json.dumps(found))
+    tell(found)
     print(json.dumps(found, indent=1))
     if tuple(map(int, torch.__version__.split(".")[:2])) < SUPPORTED:
         print(f"torch {torch.__version__}: {'.'.join(map(str, SUPPORTED))} is supported on CUDA; older ones may fail")
@@ -86,22 +64,21 @@ def machine(*, rehearse: bool) -> int:
     return 0
 
 
-def imports() -> int:
+def imports(*, rehearse: bool) -> int:
     """Import what the steps import. Names everything that is missing at once."""
     missing = []
     for name in IMPORTS:
         try:
             importlib.import_module(name)
         except Exception as error:  # whatever it raises, the next one is worth a try
-            missing.append(f"{name}: {type(error).__name__}: {error}")
-    for each in missing:
-        print(f"cannot import {each}")
+            missing.append(f"cannot import {name}: {type(error).__name__}: {error}")
+    print(*missing, sep="\n")
     if missing:
         print("put the wheels of what is missing into wheels/ beside the tree: make first-light-wheels")
     return int(bool(missing))
 
 
-def compiler() -> int:
+def compiler(*, rehearse: bool) -> int:
     """Compile a library with Python's and CUDA's headers, as Triton does when a kernel is first launched."""
     import triton
 
@@ -135,18 +112,3 @@ def _driver() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.splitlines()[0].strip()
-
-
-def main() -> int:
-    """Run one of them; the exit status."""
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.environment")
-    parser.add_argument("what", choices=("machine", "imports", "compiler"))
-    parser.add_argument("--rehearse", action="store_true", help="do not fail without a device")
-    options = parser.parse_args()
-    if options.what == "machine":
-        return machine(rehearse=options.rehearse)
-    return imports() if options.what == "imports" else compiler()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

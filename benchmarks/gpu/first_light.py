@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -43,29 +44,16 @@ SITE: Final = ROOT / "build" / "first-light"
 SOURCES: Final = ("ferrum_rpc", "ferrum_rpc_kernels", "benchmarks", "tests")
 SUFFIXES: Final = (".py", ".c", ".h", ".json", ".toml")
 WRITTEN: Final = ("benchmarks/results",)
-TAIL: Final = 8000
-"""Characters of a step's output that are kept."""
-
-SHOWN: Final = 40
-"""Lines of a failed step's output that are shown."""
-
-LEAST_S: Final = 20.0
-"""Seconds that are left of a call below which no step is begun."""
-
-END_S: Final = 10.0
-"""Between the signals that ask a step to end and that end it."""
-
-FIGURES: Final = "FIGURES "
-"""What begins a line of output with figures of the step, as JSON."""
-
-NOT_HERE_STATUS: Final = 77
-"""Exit status of a step that says: what I need is not on this machine."""
-
-REHEARSAL: Final = "FIRST_LIGHT_REHEARSAL"
-"""A variable that steps have in a rehearsal."""
-
+TAIL: Final = 8000  # characters of a step's output that are kept
+SHOWN: Final = 40  # lines of a failed step's output that are shown
+LEAST_S: Final = 20.0  # seconds that are left of a call below which no step is begun
+END_S: Final = 10.0  # between the signals that ask a step to end and that end it
+FIGURES: Final = "FIGURES "  # what begins a line of output with figures of the step, as JSON
+NOT_HERE_STATUS: Final = 77  # exit status of a step that says: what I need is not on this machine
+REHEARSAL: Final = "FIRST_LIGHT_REHEARSAL"  # a variable that steps have in a rehearsal
 PASSED, FAILED, TIMEOUT, NOT_HERE, BLOCKED = "passed", "failed", "timed out", "not here", "not run"
 Record = dict[str, Any]
+show: Final = partial(print, flush=True)
 
 
 def main(argv: Sequence[str] | None = None, steps: Sequence[LightStep] = STEPS) -> int:
@@ -80,7 +68,7 @@ def main(argv: Sequence[str] | None = None, steps: Sequence[LightStep] = STEPS) 
     end = time.monotonic() + options.within
     record |= {"schema": 1, "began": now(), "tree": tree, "python": sys.version.split()[0]}
     found: Record = record.setdefault("steps", {})
-    selected = [step for step in steps if chosen(step, options.only)]
+    selected = [step for step in steps if not options.only or {step.name, str(step.group)} & {*options.only}]
     try:
         for step in selected:
             known = found.get(step.name, {})
@@ -136,11 +124,6 @@ def parse(argv: Sequence[str] | None, steps: Sequence[LightStep]) -> argparse.Na
     return options
 
 
-def chosen(step: LightStep, only: Sequence[str]) -> bool:
-    """Whether the step is among those of ``--only``."""
-    return not only or step.name in only or str(step.group) in only
-
-
 def stops(steps: Sequence[LightStep], found: Mapping[str, Any], tree: str) -> str:
     """Which steps up to `KERNELS` have failed with this tree; nothing if none has."""
     known = ((step, found.get(step.name, {})) for step in steps if step.group <= KERNELS)
@@ -176,25 +159,16 @@ def run(
         return result | {"status": NOT_HERE, "why": "all of its tests were skipped"}
     if status is None:
         if left_s < step.limit_s:
-            return result | {
-                "status": BLOCKED,
-                "why": f"the call ended after {left_s:.0f} of at most {step.limit_s:g} s",
-            }
+            why = f"the call ended after {left_s:.0f} of at most {step.limit_s:g} s"
+            return result | {"status": BLOCKED, "why": why}
         return result | {"status": TIMEOUT, "why": f"longer than {step.limit_s:g} s"}
     return result | {"status": {0: PASSED, NOT_HERE_STATUS: NOT_HERE}.get(status, FAILED)}
 
 
 def _wait(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes], limit_s: float) -> int | None:
     """The exit status; None if the limit ended it, with all that it had started."""
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=ROOT, env=dict(environment), start_new_session=True, **pipes)
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -217,6 +191,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def tell(figures: Record) -> None:
+    """What a step has found, as a line of its output."""
+    show(FIGURES + json.dumps(figures))
+
+
 def read_figures(text: str) -> Record:
     """The figures in a step's output, and what pytest counted."""
     found: Record = {}
@@ -235,11 +214,6 @@ def report(step: LightStep, result: Record) -> None:
     show(f"{step.name:<16} {result['status']}{why} ({result['seconds']:.0f} s)")
     if result["status"] in {FAILED, TIMEOUT}:
         show("\n".join(f"    {line}" for line in result["tail"].splitlines()[-SHOWN:]))
-
-
-def show(text: str) -> None:
-    """Print now."""
-    print(text, flush=True)
 
 
 # --- the packages, the tree, the file ---------------------------------------------------------------------------------

@@ -1,16 +1,11 @@
 """Where the microseconds of a step go on the device, by torch's profiler: a step of first light.
 
-    python3 -m benchmarks.gpu.kernel_times [--rehearse]
-
 20 replayed decode steps of 1 and of 64 sequences, and one prompt of 8,192 tokens, of the 8B shape: a table of kernels
 each, and how much of the time between the first and the last kernel the device had nothing to do.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Final
@@ -21,9 +16,10 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import BLOCK_SIZE, NOTHING, checkpoint
-from benchmarks.gpu.first_light import FIGURES
+from benchmarks.engines.inprocess import forward
+from benchmarks.gpu.first_light import tell
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import Greedy, OutputSpec, Positions, Span, SpanResult, Step
+from ferrum_rpc.core import Greedy, OutputSpec, Positions, Span
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.logs import configure_logging
@@ -31,14 +27,6 @@ from ferrum_rpc.logs import configure_logging
 STEPS: Final = 20
 ROWS: Final = 25
 GREEDY: Final = OutputSpec(Positions.LAST, Greedy())
-
-
-def forward(runner: TorchRunner, spans: Sequence[Span]) -> None:
-    """One step."""
-    with runner.context():
-        for outcome in runner.forward(Step(tuple(spans))).outcomes:
-            if not isinstance(outcome, SpanResult):
-                raise outcome
 
 
 def profiled(runner: TorchRunner, name: str, steps: Sequence[Sequence[Span]], *, cuda: bool) -> dict[str, Any]:
@@ -101,16 +89,7 @@ def measure(*, rehearse: bool) -> dict[str, Any]:
     return found
 
 
-def main() -> int:
+def kernels(*, rehearse: bool) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.kernel_times")
-    parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU")
-    options = parser.parse_args()
     configure_logging(level="warning")
-    found = measure(rehearse=options.rehearse)
-    print(FIGURES + json.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    tell(measure(rehearse=rehearse))

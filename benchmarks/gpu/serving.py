@@ -1,7 +1,5 @@
 """Decode steps of 64 sequences as they are served, by what their rows ask for: a step of first light.
 
-    python3 -m benchmarks.gpu.serving [--rehearse]
-
 Greedy, top-p and penalties by `ferrum-rpc serve` through its client; then in process the same, and with an adapter of
 rank 16 each, 8 of them. What a kind costs beyond greedy is what sampling costs. Runs are measured with each step begun
 when the tokens of the one before it have been read, and before: the difference is how long the device idled between
@@ -10,10 +8,8 @@ steps. No targets: `benchmarks.gpu` has those.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, Final
@@ -23,15 +19,14 @@ from benchmarks.cases import CACHE, DECODE, LEAD_IN, SHAPES, Cell, checkpoint
 from benchmarks.compare import Player, rounds_of, spread
 from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import Inside
-from benchmarks.gpu.first_light import FIGURES
+from benchmarks.gpu.first_light import tell
 from ferrum_rpc.logs import configure_logging
 from ferrum_rpc.models.spec import ModelSpec
 
 OUTPUTS: Final = ("greedy", "sample", "sample-top-p", "sample-penalties")
 ADAPTERS: Final = 8
 RANK: Final = 16
-FIRST: Final = 1 << 20
-"""The number of the first sequence with an adapter."""
+FIRST: Final = 1 << 20  # the number of the first sequence with an adapter
 
 
 async def timed(player: Player, cell: Cell, rounds: int, round_s: float) -> dict[str, Any]:
@@ -51,14 +46,14 @@ async def measure(*, rehearse: bool) -> dict[str, Any]:
     rounds, round_s = (1, 0.01) if rehearse else (3, 1.0)
     folder, found = str(checkpoint(shape)), dict[str, Any]()
 
-    def tell(name: str, figures: dict[str, Any]) -> None:
+    def note(name: str, figures: dict[str, Any]) -> None:
         found[name] = figures
         print(name, json.dumps(figures), flush=True)
 
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client.open(folder, [cell], 1, device))
         for output in OUTPUTS:
-            tell(f"{output}, gRPC", await timed(client, replace(cell, output=output), rounds, round_s))
+            note(f"{output}, gRPC", await timed(client, replace(cell, output=output), rounds, round_s))
     adapters = CACHE / f"adapters-{shape}"
     name = write_adapter(ModelSpec.from_config(SHAPES[shape]), RANK, adapters)
     more: dict[str, Any] = {"adapter_dir": adapters, "max_adapter_rank": RANK, "adapter_memory": 4 << 30}
@@ -67,30 +62,21 @@ async def measure(*, rehearse: bool) -> dict[str, Any]:
         inside = await stack.enter_async_context(Inside.open(folder, [twice], 1, device, **more))
         print("\n".join(f"{choice}: {why}" for choice, why in inside.runner.device.choices))
         for output in OUTPUTS:
-            tell(f"{output}, in process", await timed(inside, replace(cell, output=output), rounds, round_s))
+            note(f"{output}, in process", await timed(inside, replace(cell, output=output), rounds, round_s))
         ways, taken = {"their tokens read first": False, "begun before": True}, dict[str, list[float]]()
         for _ in range(rounds):
             for way, following in ways.items():
                 if inside.runner.follows or not following:
                     taken.setdefault(way, []).extend(await inside.runs(cell, cell.most - LEAD_IN, following=following))
         for way, seconds in taken.items():
-            tell(f"greedy runs, {way}, in process", {"step_ms": spread(seconds)})
+            note(f"greedy runs, {way}, in process", {"step_ms": spread(seconds)})
         await inside.load_adapters(name, ADAPTERS)
         of_adapters = inside.beside(range(1, ADAPTERS + 1), FIRST)
-        tell("greedy, 8 adapters, in process", await timed(of_adapters, cell, rounds, round_s))
+        note("greedy, 8 adapters, in process", await timed(of_adapters, cell, rounds, round_s))
     return found
 
 
-def main() -> int:
+def serving(*, rehearse: bool) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.serving")
-    parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU")
-    options = parser.parse_args()
     configure_logging(level="warning")
-    found = asyncio.run(measure(rehearse=options.rehearse))
-    print(FIGURES + json.dumps(found))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    tell(asyncio.run(measure(rehearse=rehearse)))

@@ -1,7 +1,5 @@
 """Whether steps are right in ways that a comparison with float64 does not show: steps of first light.
 
-python3 -m benchmarks.gpu.steady pool | equal | one [--rehearse]
-
 pool     a cache whose layers have more than 2^32 elements answers bit for bit as a small one: offsets of blocks,
          slots and tokens are 64 bits wide. The sequences lie at its very end
 equal    the same step 200 times, decode and prompt, with adapters and without, eager and replayed: the same bits
@@ -12,10 +10,7 @@ one      one step of each kind, each tensor in an allocation of its own: for com
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,45 +21,26 @@ import numpy as np
 import torch
 
 from benchmarks.adapters import write_adapter
-from benchmarks.cases import write_checkpoint
-from benchmarks.gpu.first_light import FIGURES, NOT_HERE_STATUS
+from benchmarks.cases import SHAPES, write_checkpoint
+from benchmarks.engines.inprocess import forward, load_adapter
+from benchmarks.gpu.first_light import NOT_HERE_STATUS, tell
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Sample, Span, SpanResult, Step
+from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Sample, Span
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.choose import FP8_CAPABILITY
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.models.spec import ModelSpec
 
-SHAPE: Final[dict[str, Any]] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 1024,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-}
+SMALL: Final = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024, "max_position_embeddings": 8192}
+ONE_LAYER: Final = {"num_hidden_layers": 1, "max_window_layers": 1, "bos_token_id": 1, "eos_token_id": 2}
+SHAPE: Final[dict[str, Any]] = SHAPES["qwen3-8b"] | SMALL | ONE_LAYER
 """A layer with the heads of Qwen3-8B."""
 
 BLOCK: Final = 16
-RANKS: Final = 20, 3
-"""Of the adapters: no powers of two, one of them more than the kernels multiply at once."""
-
-ADAPTED: Final = 150
-"""Tokens of a prompt with an adapter: more than a large tile has rows."""
-
-LENGTHS: Final = 700, 33, 1200, 5
+RANKS: Final = 20, 3  # of the adapters: no powers of two, one of them more than the kernels multiply at once
+ADAPTED: Final = 150  # tokens of a prompt with an adapter: more than a large tile has rows
+LENGTHS: Final = 700, 33, 1200, 5  # tokens of the prompts
 REHEARSED_LENGTHS: Final = 70, 33, 120, 5
-"""Tokens of the prompts."""
-
 ELEMENTS: Final = 1 << 32
 REPEATS: Final = 200
 ALL: Final = OutputSpec(Positions.ALL, FullLogits(RowDType.F32))
@@ -81,9 +57,7 @@ def answers(runner: TorchRunner, spans: Sequence[Span]) -> Answers:
     """The rows of a step, span by span."""
     found = []
     with runner.context():
-        for outcome in runner.forward(Step(tuple(spans))).outcomes:
-            if not isinstance(outcome, SpanResult):
-                raise outcome
+        for outcome in forward(runner, spans):
             if outcome.rows is not None:
                 block, first = outcome.rows.block, outcome.rows.first
                 column = block[block.kind.columns[0]]
@@ -119,20 +93,6 @@ def checkpoint() -> Iterator[str]:
         yield path
 
 
-def with_adapters(folder: str) -> dict[str, Any]:
-    """Settings of a runner that can load the adapters of a `checkpoint`."""
-    return {"adapter_dir": Path(folder) / "adapters", "max_adapter_rank": max(RANKS)}
-
-
-def load_adapters(runner: TorchRunner) -> None:
-    """Number 1 and 2."""
-    with runner.context():
-        for number, rank in enumerate(RANKS, 1):
-            runner.open_adapter(number, f"rank-{rank}")
-            while runner.read_adapter(number) is None:
-                pass
-
-
 def settings(folder: str, *, rehearse: bool, **others: Any) -> ModelSettings:
     """Of a runner on the GPU, or in a rehearsal on the CPU."""
     return ModelSettings(
@@ -140,12 +100,26 @@ def settings(folder: str, *, rehearse: bool, **others: Any) -> ModelSettings:
     )
 
 
+def adapted_runner(folder: str, *, rehearse: bool, **others: Any) -> TorchRunner:
+    """A runner with the adapters of a `checkpoint`, numbers 1 and 2."""
+    adapters: dict[str, Any] = {"adapter_dir": Path(folder) / "adapters", "max_adapter_rank": max(RANKS)}
+    runner = build_runner(settings(folder, rehearse=rehearse, kv_blocks=512, **adapters, **others))
+    with runner.context():
+        for number, rank in enumerate(RANKS, 1):
+            load_adapter(runner, number, f"rank-{rank}")
+    return runner
+
+
+def caches(*, rehearse: bool) -> list[dict[str, Any]]:
+    """Settings of the kinds of cache that the device has."""
+    return [{}] if rehearse or torch.cuda.get_device_capability() < FP8_CAPABILITY else [{}, {"kv_dtype": "fp8"}]
+
+
 # --- a pool of more than 2^32 elements --------------------------------------------------------------------------------
 
 
 def pool(*, rehearse: bool) -> int:
     """See above. Without the memory for it: not here."""
-    kinds = [{}] if rehearse or torch.cuda.get_device_capability() < FP8_CAPABILITY else [{}, {"kv_dtype": "fp8"}]
     slot = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
     small, large = 512, 600 if rehearse else ELEMENTS // (BLOCK * slot) + 1024
     needed = 2 * large * BLOCK * slot * 2
@@ -154,7 +128,7 @@ def pool(*, rehearse: bool) -> int:
         return NOT_HERE_STATUS
     wrong, lengths = 0, REHEARSED_LENGTHS if rehearse else LENGTHS
     with checkpoint() as folder:
-        for kind in kinds:
+        for kind in caches(rehearse=rehearse):
             found = []
             for blocks in (small, large):
                 order = tuple(range(blocks, 0, -1))  # the last block is handed out first
@@ -169,7 +143,7 @@ def pool(*, rehearse: bool) -> int:
             differ = sum(not np.array_equal(*pair) for pair in zip(*found, strict=True))
             print(f"{kind or 'bfloat16'}: {elements:,} elements, {differ} of {len(found[0])} answers differ")
             wrong += differ + (elements <= ELEMENTS and not rehearse)
-    print(FIGURES + json.dumps({"differ": wrong, "elements": elements}))
+    tell({"differ": wrong, "elements": elements})
     return int(wrong > 0)
 
 
@@ -181,9 +155,7 @@ def equal(*, rehearse: bool) -> int:
     differ, lengths = dict[str, int](), REHEARSED_LENGTHS if rehearse else LENGTHS
     with checkpoint() as folder:
         for graphs in ("auto", "off"):
-            more = with_adapters(folder)
-            runner = build_runner(settings(folder, rehearse=rehearse, kv_blocks=512, cuda_graphs=graphs, **more))
-            load_adapters(runner)
+            runner = adapted_runner(folder, rehearse=rehearse, cuda_graphs=graphs)
             for spans in (*list(history(lengths))[:1], adapted(ADAPTED, create=True)):
                 answers(runner, spans)
             steps = {
@@ -203,7 +175,7 @@ def equal(*, rehearse: bool) -> int:
                 differ[f"{name}, graphs {graphs}"] = count
                 print(f"{name}, cuda_graphs={graphs}: {count} of {REPEATS} steps differ from the first")
             runner.close()
-    print(FIGURES + json.dumps({"differ": differ}))
+    tell({"differ": differ})
     return int(any(differ.values()))
 
 
@@ -212,14 +184,11 @@ def equal(*, rehearse: bool) -> int:
 
 def one(*, rehearse: bool) -> int:
     """See above."""
-    kinds: list[dict[str, Any]] = [{}]
-    if not rehearse and torch.cuda.get_device_capability() >= FP8_CAPABILITY:
-        kinds.append({"kv_dtype": "fp8"})
+    if not rehearse:
+        os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read when the first tensor is allocated
     with checkpoint() as folder:
-        for kind in kinds:
-            more = kind | with_adapters(folder)
-            runner = build_runner(settings(folder, rehearse=rehearse, kv_blocks=512, cuda_graphs="off", **more))
-            load_adapters(runner)
+        for kind in caches(rehearse=rehearse):
+            runner = adapted_runner(folder, rehearse=rehearse, cuda_graphs="off", **kind)
             for spans in (adapted(ADAPTED, create=True), adapted(1, create=False)):
                 answers(runner, spans)
             steps = list(history(LENGTHS))
@@ -235,18 +204,3 @@ def one(*, rehearse: bool) -> int:
                 return 1
             runner.close()
     return 0
-
-
-def main() -> int:
-    """Run one of them; the exit status."""
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.steady")
-    parser.add_argument("what", choices=("pool", "equal", "one"))
-    parser.add_argument("--rehearse", action="store_true", help="small, on the CPU")
-    options = parser.parse_args()
-    if options.what == "one" and not options.rehearse:
-        os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # read when the first tensor is allocated
-    return {"pool": pool, "equal": equal, "one": one}[options.what](rehearse=options.rehearse)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

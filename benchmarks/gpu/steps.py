@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-KERNELS: Final = 3
-"""The last group whose failure ends the run before the next."""
+KERNELS: Final = 3  # the last group whose failure ends the run before the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,6 @@ class LightStep:
 
     @property
     def group(self) -> int:
-        """1 to 7."""
         return int(self.name.partition(".")[0])
 
 
@@ -36,48 +34,29 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
     return "python", "-m", name, *arguments
 
 
+def _program(name: str, what: str, program: str, limit_s: float, *, first: bool = False) -> LightStep:
+    """A program of `benchmarks.gpu` that takes ``--rehearse``."""
+    return LightStep(name, what, _module("benchmarks.gpu", program), limit_s, ("--rehearse",), first=first)
+
+
 def _suite(*arguments: str) -> tuple[str, ...]:
-    folder = arguments[0].partition("::")[0]
-    folder = folder.rpartition("/")[0] if folder.endswith(".py") else folder
+    """Tests, which are skipped without a device."""
+    folder = arguments[0].rpartition("/")[0] if arguments[0].endswith(".py") else arguments[0]
     return _module("pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", f"--confcutdir={folder}", *arguments)
 
 
-def _rehearsable(name: str, what: str, module: str, *arguments: str, limit_s: float) -> LightStep:
-    """A program of ours that takes ``--rehearse``."""
-    return LightStep(name, what, _module(f"benchmarks.gpu.{module}", *arguments), limit_s, ("--rehearse",))
+def _sanitizer(tool: str) -> tuple[str, ...]:
+    return "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *_module("benchmarks.gpu", "one")
 
 
-def _device_tests(name: str, what: str, *arguments: str, limit_s: float) -> LightStep:
-    """Tests that are skipped without a device."""
-    return LightStep(name, what, _suite(*arguments), limit_s)
-
-
-def _with_tool(name: str, what: str, *command: str, limit_s: float) -> LightStep:
-    return LightStep(name, what, command, limit_s, rehearsed=False)
-
-
-SANITIZED: Final = "python", "-m", "benchmarks.gpu.steady", "one"
-MEMCHECK: Final = "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *SANITIZED
-RACECHECK: Final = "compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9", *SANITIZED
 COUNTERS: Final = "ncu", "--clock-control", "none", "--kernel-name", "regex:attend|merge", "--set", "basic"
 CAPTURE: Final = "tests/kernels/test_step_graphs.py::test_a_capture_that_fails_leaves_a_device_that_goes_on"
 """Runs in a process of its own anyway: `4.capture` is the same program."""
 
 STEPS: Final = (
-    LightStep(
-        "1.machine",
-        "torch finds a CUDA device; versions",
-        _module("benchmarks.gpu.environment", "machine"),
-        120,
-        ("--rehearse",),
-        first=True,
-    ),
-    LightStep(
-        "1.imports", "every package that the steps need is here", _module("benchmarks.gpu.environment", "imports"), 120
-    ),
-    LightStep(
-        "1.compiler", "Triton finds a C compiler and headers", _module("benchmarks.gpu.environment", "compiler"), 120
-    ),
+    _program("1.machine", "torch finds a CUDA device; versions", "machine", 120, first=True),
+    _program("1.imports", "every package that the steps need is here", "imports", 120),
+    _program("1.compiler", "Triton finds a C compiler and headers", "compiler", 120),
     LightStep(
         "1.registers",
         "registers, spills and shared memory of every kernel, by this machine's compiler",
@@ -92,18 +71,23 @@ STEPS: Final = (
         540,
         ("-k", "test_triton_plan", "-n", "0"),
     ),
-    _with_tool("3.memcheck", "no access outside of a tensor, one step of each kind", *MEMCHECK, limit_s=400),
-    _with_tool("3.racecheck", "no race in shared memory, the same steps", *RACECHECK, limit_s=500),
-    _rehearsable("3.pool", "offsets are 64 bits wide: a cache of 2^32 elements", "steady", "pool", limit_s=240),
-    _rehearsable("3.equal", "200 equal steps, equal bits", "steady", "equal", limit_s=240),
-    _device_tests(
+    LightStep(
+        "3.memcheck",
+        "no access outside of a tensor, one step of each kind",
+        _sanitizer("memcheck"),
+        400,
+        rehearsed=False,
+    ),
+    LightStep("3.racecheck", "no race in shared memory, the same steps", _sanitizer("racecheck"), 500, rehearsed=False),
+    _program("3.pool", "offsets are 64 bits wide: a cache of 2^32 elements", "pool", 240),
+    _program("3.equal", "200 equal steps, equal bits", "equal", 240),
+    LightStep(
         "4.runner",
         "the runner: undo, overlap, runs whose tokens stay on the device, graphs, the second tier; float32 sums",
-        "tests/gpu/test_cuda.py",
-        "tests/gpu/test_products.py",
-        limit_s=500,
+        _suite("tests/gpu/test_cuda.py", "tests/gpu/test_products.py"),
+        500,
     ),
-    _device_tests("4.ranks", "two ranks, by NCCL where there are two devices", "tests/gpu/test_ranks.py", limit_s=400),
+    LightStep("4.ranks", "two ranks, by NCCL where there are two devices", _suite("tests/gpu/test_ranks.py"), 400),
     LightStep(
         "4.capture",
         "a failed capture, and what the allocator does after it",
@@ -111,7 +95,7 @@ STEPS: Final = (
         240,
         rehearsed=False,
     ),
-    _device_tests("4.memory", "the largest step fits beside the cache", "tests/gpu/test_memory.py", limit_s=300),
+    LightStep("4.memory", "the largest step fits beside the cache", _suite("tests/gpu/test_memory.py"), 300),
     LightStep(
         "5.attention",
         "the attention kernels, of bandwidth and matrix units",
@@ -126,12 +110,12 @@ STEPS: Final = (
         560,
         ("--quick",),
     ),
-    _rehearsable("5.profile", "the kernels of a step, by time", "kernel_times", limit_s=400),
-    _rehearsable(
+    _program("5.profile", "the kernels of a step, by time", "kernels", 400),
+    _program(
         "6.serving",
         "steps of 64 sequences by output, with adapters; of runs, begun before their tokens are read",
         "serving",
-        limit_s=500,
+        500,
     ),
     LightStep(
         "6.drills",
@@ -142,9 +126,8 @@ STEPS: Final = (
     LightStep(
         "7.counters",
         "counters of the attention kernels",
-        (*COUNTERS, "python", "-m", "benchmarks.gpu.attend", "once"),
+        (*COUNTERS, *_module("benchmarks.gpu", "attend")),
         300,
         rehearsed=False,
     ),
-    _rehearsable("7.varlen", "a whole prompt beside torch's packed attention", "attend", "varlen", limit_s=240),
 )

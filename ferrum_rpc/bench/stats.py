@@ -23,11 +23,11 @@ QUANTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99_9": 0.999}
 class Samples:
     """Durations in seconds. Count, mean and maximum are those of all, and percentiles are exact up to ``limit``; from
     then on each later duration replaces a random kept one with the probability that leaves all equally likely to be
-    kept (Vitter's algorithm R)."""
+    ``kept`` (Vitter's algorithm R)."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
-        self._kept = array("d")
+        self.kept = array("d")
         self._random = random.Random(0)  # noqa: S311 - which samples are kept is no secret
         self.sum = 0.0
         self.count = 0
@@ -38,22 +38,22 @@ class Samples:
         self.count += 1
         self.sum += seconds
         self.max = max(self.max, seconds)
-        if len(self._kept) < self._limit:
-            self._kept.append(seconds)
+        if len(self.kept) < self._limit:
+            self.kept.append(seconds)
         elif (at := self._random.randrange(self.count)) < self._limit:
-            self._kept[at] = seconds
+            self.kept[at] = seconds
 
     @property
     def thinned(self) -> bool:
         """Whether percentiles are based on a sample only."""
-        return self.count > len(self._kept)
+        return self.count > len(self.kept)
 
     def milliseconds(self) -> dict[str, float]:
         """``p50 p90 p99 p99_9 max mean`` in milliseconds; nothing where there are no samples. A percentile is by
         nearest rank: a duration that was measured, never one in between."""
         if not self.count:
             return {}
-        found = np.quantile(self._kept, list(QUANTILES.values()), method="inverted_cdf").tolist()
+        found = np.quantile(self.kept, list(QUANTILES.values()), method="inverted_cdf").tolist()
         figures = dict(zip((*QUANTILES, "max", "mean"), (*found, self.max, self.sum / self.count), strict=True))
         return {name: 1e3 * seconds for name, seconds in figures.items()}
 

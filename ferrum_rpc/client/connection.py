@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -29,13 +29,11 @@ from ferrum_rpc.client.transport import FORWARD, Feed, Forwarded, Operated, Tran
 from ferrum_rpc.core import HandleRef, Positions, Pressure, RowKind, Rows
 from ferrum_rpc.core.check import check_limit
 from ferrum_rpc.errors import (
-    DeadlineExceeded,
     ExecutorError,
     GrammarUnknown,
     NotSupported,
     SequenceBusy,
     TokenMaskUnknown,
-    TransportError,
 )
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.executor.v1.model_executor_pb2 import ForkKvRequest, ReleaseRequest, TruncateKvRequest
@@ -50,8 +48,8 @@ _FIELDS: Final = {Capability.RUN: "run", Capability.FOLLOW: "follow", Capability
 
 class Connection:
     """The connection of `ExecutorClient` and `Sequence`. ``live``: the sequences that the executor has, or may have.
-    ``pace``: how fast runs are answered. ``release_timeout_s`` bounds each release; ``on_unreleased`` is called with a
-    sequence that was not released in that time. ``gone``: the executor has ended, with its sequences.
+    ``pace``: how fast runs are answered. ``release_timeout_s`` bounds each release; ``unreleased``: sequences whose
+    release failed, which the next release tries again. ``gone``: the executor has ended, with its sequences.
     """
 
     def __init__(self, context: Context, leases: Leases, transport: Transport, release_timeout_s: float) -> None:
@@ -64,7 +62,7 @@ class Connection:
         self.live: set[SequenceState] = set()
         self.pace = RunPace()
         self.gone = False
-        self.on_unreleased: Callable[[SequenceState], object] = lambda state: None
+        self.unreleased: list[SequenceState] = []
         self._releasing: set[asyncio.Task[list[ExecutorError | None]]] = set()
         self._executor: SoleExecutor | None = None
 
@@ -297,17 +295,26 @@ class Connection:
         self, states: Sequence[SequenceState], ending: Sequence[asyncio.Task[Answer]] = ()
     ) -> list[ExecutorError | None]:
         """Free sequences, and those that a call of unknown outcome may have created. None for each that is free.
-        Completes within ``release_timeout_s`` even if the caller is cancelled. ``ending``: their cancelled calls."""
+        Completes within ``release_timeout_s`` even if the caller is cancelled. ``ending``: their cancelled calls.
+        Nobody waits for those of earlier releases that failed."""
         for state in states:
             state.released = True
             self.live.discard(state)
+        again, self.unreleased = [each for each in self.unreleased if each not in states], []
+        if again and not self.gone:
+            self._start_release(again, ())
         held = [state for state in states if state.handle or state.creation or state.fork]
         if self.gone or (not held and not ending):
             return [None] * len(states)
+        return await asyncio.shield(self._start_release(states, ending))
+
+    def _start_release(
+        self, states: Sequence[SequenceState], ending: Sequence[asyncio.Task[Answer]]
+    ) -> asyncio.Task[list[ExecutorError | None]]:
         task = asyncio.get_running_loop().create_task(self._release(states, ending))
         self._releasing.add(task)
         task.add_done_callback(self._released)
-        return await asyncio.shield(task)
+        return task
 
     def _released(self, task: asyncio.Task[list[ExecutorError | None]]) -> None:
         self._releasing.discard(task)
@@ -336,8 +343,8 @@ class Connection:
         for (at, _), refusal in zip(held, outcomes, strict=True):
             refusals[at] = refusals[at] or refusal
         for at, refusal in enumerate(refusals):
-            if at in unanswered or isinstance(refusal, TransportError | DeadlineExceeded | SequenceBusy):
-                self.on_unreleased(states[at])
+            if at in unanswered or refusal is not None:
+                self.unreleased.append(states[at])
         return refusals
 
     async def release_handles(self, handles: Sequence[HandleRef], deadline: Deadline) -> list[ExecutorError | None]:
@@ -388,10 +395,11 @@ class Connection:
     async def _release_live(self, deadline: Deadline) -> None:
         """Release live sequences, except those of the lease, which is about to be revoked."""
         lease_id = self.leases.lease_id
-        covered = {state for state in self.live if lease_id and state.lease_id == lease_id}
+        held = {*self.live, *self.unreleased}
+        covered = {state for state in held if lease_id and state.lease_id == lease_id}
         for state in covered:
             state.released = True
-        waiting = self.live - covered
+        waiting = held - covered
         self.live.clear()
         if waiting and not deadline.passed:
             await self.release(list(waiting))

@@ -413,12 +413,16 @@ class Sequence:
 
     async def release(self) -> None:
         """Free it, at any version. A lost sequence (restarted executor, expired lease) counts as released. Idempotent,
-        bounded by the client's ``release_timeout_s``, and completed even if the caller is cancelled."""
+        bounded by the client's ``release_timeout_s``, and completed even if the caller is cancelled. If it fails, call
+        it again, or leave it: the next release of any sequence of the client tries this one too."""
+        connection = self._sender.owner.connection
         if not self._state.released:
             self._state.check_idle("release")
-            [refusal] = await self._sender.owner.connection.release([self._state], self._sender.leave_stream())
-            if refusal is not None:
-                raise refusal
+        elif self._state not in connection.unreleased:
+            return
+        [refusal] = await connection.release([self._state], self._sender.leave_stream())
+        if refusal is not None:
+            raise refusal
 
     async def __aenter__(self) -> Self:
         return self
@@ -428,7 +432,8 @@ class Sequence:
             return
         [refusal] = await self._sender.owner.connection.release([self._state], self._sender.leave_stream())
         if refusal is not None:
-            # The executor's idle time-out frees it later, and the caller's own error matters more.
+            # The next release tries again, or the executor's idle time-out frees it. The caller's own error matters
+            # more.
             log.warning("a sequence could not be released: %s", refusal)
 
     def _beside(self, state: SequenceState) -> Self:

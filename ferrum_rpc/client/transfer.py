@@ -111,7 +111,7 @@ async def imported(
         call: Any = method(timeout=deadline.remaining(), metadata=context.metadata)
     except ENDED as failure:
         raise context.error_of(failure) from None
-    sending = asyncio.create_task(_send(call, header, frames))
+    sending = asyncio.create_task(send(call, header, frames))
     call.add_done_callback(lambda _: sending.cancel())  # else the exporter may wait for an importer that reads no more
     try:
         await asyncio.wait({sending})
@@ -132,7 +132,7 @@ async def imported(
     return answer
 
 
-async def _send(call: Any, header: pb.ImportKvHeader, frames: AsyncGenerator[bytes, None] | None) -> None:
+async def send(call: Any, header: pb.ImportKvHeader, frames: AsyncGenerator[bytes, None] | None) -> None:
     """Send all of a stream, or stop if it is answered before its end, as its initial metadata show."""
     await call.write(pb.ImportKvRequest(header=header).SerializeToString())
     if frames is not None:

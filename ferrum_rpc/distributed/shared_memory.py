@@ -118,10 +118,10 @@ def join(store: Store, rank: int, size: int) -> SharedMemoryGroup:
     descriptor, mapping, reason = None, None, None
     try:
         if rank == 0:
-            descriptor, mapping, place = _create(length)
+            descriptor, mapping, place = create_segment(length)
             store.set(_SEGMENT, place)
         else:
-            mapping = _map(store.get(_SEGMENT).decode(), length)
+            mapping = map_segment(store.get(_SEGMENT).decode(), length)
     except OSError as error:
         reason = str(error)
         if rank == 0:
@@ -144,7 +144,7 @@ def _agree(store: Store, question: str, rank: int, size: int, reason: str | None
         raise OSError(f"the ranks cannot share memory ({'; '.join(refused)})")
 
 
-def _create(length: int) -> tuple[int, mmap.mmap, str]:
+def create_segment(length: int) -> tuple[int, mmap.mmap, str]:
     """A new segment: its descriptor, the memory, and the place by which other ranks find it."""
     descriptor = os.memfd_create("ferrum-rpc-group", os.MFD_CLOEXEC)
     try:
@@ -158,7 +158,7 @@ def _create(length: int) -> tuple[int, mmap.mmap, str]:
     return descriptor, mapping, f"{name.hex()} /proc/{os.getpid()}/fd/{descriptor}"
 
 
-def _map(place: str, length: int) -> mmap.mmap:
+def map_segment(place: str, length: int) -> mmap.mmap:
     """Map another rank's segment. On another machine, or in another container, the path means something else."""
     name, _, path = place.partition(" ")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -39,31 +39,36 @@ class Adapters:
     of up to ``max_rank``, and ``max_bytes`` in all."""
 
     def __init__(self, root: Path, loras: Loras, fingerprint: bytes, max_rank: int, max_bytes: int) -> None:
-        self._root, self._loras, self._fingerprint = root, loras, fingerprint
-        self._max_rank, self._max_bytes = max_rank, max_bytes
+        self.root, self.loras, self._fingerprint = root, loras, fingerprint
+        self._max_rank, self.max_bytes = max_rank, max_bytes
         self._loading: dict[int, _Loading] = {}
         self._bytes: dict[int, int] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all adapters that are loaded, or being loaded."""
+        return sum(self._bytes.values())
 
     def open(self, number: int, name: str) -> AdapterFacts:
         """Begin to load the adapter in the folder ``name``. Raises `AdapterUnknown`, `SequencesExhausted` for want of
         memory, and InvalidRequest and NotSupported for files that are not right; then nothing was allocated."""
-        files, adapter = _headers(self._root, name, self._loras.modules, self._max_rank)
-        changes = self._loras.changes(adapter)
-        wanted, held = self._loras.nbytes(changes), sum(self._bytes.values())
-        if held + wanted > self._max_bytes:
+        files, adapter = _headers(self.root, name, self.loras.modules, self._max_rank)
+        changes = self.loras.changes(adapter)
+        wanted, held = self.loras.nbytes(changes), self.held_bytes
+        if held + wanted > self.max_bytes:
             raise SequencesExhausted(
-                f"the adapter takes {wanted} bytes, and {held} of {self._max_bytes} are taken: "
+                f"the adapter takes {wanted} bytes, and {held} of {self.max_bytes} are taken: "
                 "unload others, or raise --adapter-memory",
-                metadata={"adapter_memory": self._max_bytes, "needed_bytes": wanted, "held_bytes": held},
+                metadata={"adapter_memory": self.max_bytes, "needed_bytes": wanted, "held_bytes": held},
             )
-        pieces = self._loras.pieces(adapter)
-        self._bytes[number] = self._loras.add(number, changes)
+        pieces = self.loras.pieces(adapter)
+        self._bytes[number] = self.loras.add(number, changes)
         self._loading[number] = _Loading(files, iter(pieces))
         return AdapterFacts(max(each.rank for each in adapter), wanted, len(pieces))
 
     def find(self, name: str) -> None:
         """Raises `AdapterUnknown` where there is no such folder, and what is wrong with its files."""
-        AdapterFiles.open(self._root, name)
+        AdapterFiles.open(self.root, name)
 
     def read(self, number: int) -> bytes | None:
         """Read the next layer. When all have come: the fingerprint of the model with the adapter. Raises InvalidRequest
@@ -80,14 +85,14 @@ class Adapters:
                 about = f"{name} {tensor.dtype} {[*tensor.shape]} {each.scale!r}"
                 loading.digest.update(about.encode())
                 loading.digest.update(_bytes(tensor))
-            self._loras.put(number, each, tensors[each.a], tensors[each.b])
+            self.loras.put(number, each, tensors[each.a], tensors[each.b])
         return None
 
     def drop(self, number: int) -> None:
         """It is no more, or never came to be."""
         self._loading.pop(number, None)
         self._bytes.pop(number, None)
-        self._loras.drop(number)
+        self.loras.drop(number)
 
 
 def examine(root: Path, modules: Mapping[str, tuple[int, int]], max_rank: int) -> dict[str, str]:

@@ -94,15 +94,15 @@ class Operations(Protocol):
 
 
 class Command(Generic[Result]):
-    """``operation``, one of `Operations`, with its arguments. Can be pickled."""
+    """``operation``, one of `Operations`, with its arguments; ``method`` is its name. Can be pickled."""
 
-    __slots__ = ("_arguments", "_method")
+    __slots__ = ("_arguments", "method")
 
     def __init__(self, operation: Callable[[Any, *Arguments], Result], *arguments: *Arguments) -> None:
-        self._method: str = operation.__name__
+        self.method: str = operation.__name__
         self._arguments = arguments
 
     def __call__(self, runner: Any) -> Result:
         """Do it."""
-        result: Result = getattr(runner, self._method)(*self._arguments)
+        result: Result = getattr(runner, self.method)(*self._arguments)
         return result

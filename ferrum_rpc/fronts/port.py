@@ -45,7 +45,10 @@ HEALTH: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
 FILES_EVERY_S: Final = 5.0
 
 MAX_REQUEST_BYTES: Final = 8 << 20
-"""A prompt of a million tokens has 3 MiB."""
+BASE_REQUEST_BYTES: Final = 1 << 20
+TOKEN_REQUEST_BYTES: Final = 16
+"""What a request may have besides its prompt, and for each token of the longest context: its id has up to 5 bytes, and
+its text comes along. All other requests wait while one is parsed, so none may be longer than a prompt can be."""
 
 LARGEST: Final = UnfoldingBudget(fields=1 << 14, elements=1 << 21)
 """Of a request, when it is parsed: a choice or a stop string is a field, and a token id an element."""
@@ -66,6 +69,11 @@ CONSTRAINT_FAILED: Final = (("smg-constraint-failed", "engine"),)
 """A text could not go on under its constraint: the router does not try it again."""
 
 log = structlog.get_logger("ferrum_rpc.fronts")
+
+
+def max_request_bytes(max_context: int) -> int:
+    """The largest request of a worker whose longest context has so many tokens."""
+    return min(MAX_REQUEST_BYTES, BASE_REQUEST_BYTES + TOKEN_REQUEST_BYTES * max_context)
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
@@ -103,13 +111,15 @@ class NotAdmitted(Exception):
 
 
 class WorkerPort:
-    """Serves the methods of a worker on ``host:port`` (0 picks a free one). ``count`` is called with each ended call's
-    method and status. Raises `PortInUse` and `SecurityError` in `start`."""
+    """Serves the methods of a worker on ``host:port`` (0 picks a free one). ``max_context``: tokens of the longest
+    context, for `max_request_bytes`. ``count`` is called with each ended call's method and status. Raises `PortInUse`
+    and `SecurityError` in `start`."""
 
     def __init__(
         self,
         methods: EngineMethods,
         *,
+        max_context: int,
         host: str = "127.0.0.1",
         port: int = 0,
         keepalive_time_s: float = 30.0,
@@ -120,8 +130,9 @@ class WorkerPort:
         self.methods = methods
         self._host, self.port = host, port
         self._keepalive_time_s, self._keepalive_timeout_s = keepalive_time_s, keepalive_timeout_s
-        self._bodies = Bodies.within(BODY_BYTES, MAX_REQUEST_BYTES, BODY_SHARE, CALLER_SHARE)
-        self._open_bodies = Bodies.within(OPEN_BODY_BYTES, MAX_REQUEST_BYTES, OPEN_BODY_SHARE)
+        self._max_request_bytes = max_request_bytes(max_context)
+        self._bodies = Bodies.within(BODY_BYTES, self._max_request_bytes, BODY_SHARE, CALLER_SHARE)
+        self._open_bodies = Bodies.within(OPEN_BODY_BYTES, self._max_request_bytes, OPEN_BODY_SHARE)
         self._security = security
         self._count = count
         self._certificates: ServerCertificates | None = None
@@ -141,7 +152,7 @@ class WorkerPort:
         security = self._security
         server = grpc.aio.server(
             options=connection_options(
-                max_request_bytes=MAX_REQUEST_BYTES,
+                max_request_bytes=self._max_request_bytes,
                 max_response_bytes=-1,
                 max_streams=MAX_STREAMS,
                 keepalive_time_s=self._keepalive_time_s,
@@ -208,7 +219,7 @@ class WorkerPort:
             await context.send_initial_metadata(())
             return await serve(request, context.write)
 
-        return self._serving(method, behave, self._bodies, MAX_REQUEST_BYTES, self._guard)
+        return self._serving(method, behave, self._bodies, self._max_request_bytes, self._guard)
 
     def _health_handler(self, method: Any) -> Any:
         """The handler of a method of the health service, for which no credentials are needed."""

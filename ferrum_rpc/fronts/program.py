@@ -96,6 +96,7 @@ async def serving(arguments: argparse.Namespace, ending: asyncio.Event) -> Async
         methods = EngineMethods(scheduler, members, folder, load, model_name=arguments.served_model_name)
         port = WorkerPort(
             methods,
+            max_context=max([info.model.max_context, *(each.max_context for each in members.there)]),
             host=arguments.host,
             port=arguments.port,
             keepalive_time_s=arguments.serve_keepalive_time_s,

@@ -201,7 +201,9 @@ class EngineMethods:
 
     async def _generation(self, request: Any) -> Generation:
         """A request in the scheduler's terms. A large one is read in a thread: it may take a second."""
-        given = request, await self._info(), self._max_context, self._folder.tokenizer, CALLER.get().name
+        caller = CALLER.get()
+        tenant = caller.name if caller.shares else ""
+        given = request, await self._info(), self._max_context, self._folder.tokenizer, tenant
         if request.ByteSize() <= LARGE_BYTES and len(request.text) <= LARGE_TEXT:
             return generation_of(*given)
         async with self._large:

@@ -51,6 +51,9 @@ from ferrum_rpc.scheduler.speculation import Drafter, Speculation
 
 FAILURES_OF_A_REQUEST = 3
 LONGEST_DRAFT = 16
+PLACES_A_WAITING_RUN = 8
+"""For so many places of runs at an executor one more request runs, so that a place that becomes free is taken at once.
+The others wait here: there they would wait in the order of their calls, and a new prompt behind all of them."""
 
 
 class Driver:
@@ -88,6 +91,9 @@ class Driver:
         run_tokens = min(run_tokens, info.limits.max_run_tokens) if Capability.RUN in info.capabilities else 0
         self._run_tokens, self._max_delay_s, self._pace = run_tokens, max_delay_s, RunPace()
         self._chains = run_tokens > 0 and chains and Capability.FOLLOW in info.capabilities
+        if self._chains:
+            places = info.limits.max_running + info.limits.max_running // PLACES_A_WAITING_RUN
+            self._budget = replace(self._budget, running=min(budget.running, max(1, places)))
         self._ahead = tokens_ahead
         self._speculation: Speculation | None = None
         if drafter is not None:

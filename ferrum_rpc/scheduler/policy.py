@@ -6,7 +6,8 @@ A step is made in three passes over a ledger of free blocks:
    left for it, the last running request is preempted, be it that request itself.
 2. *chunks*: running prompts continue, in that order, with what is left of the token budget.
 3. *admission*: waiting requests join in order, while the free blocks cover all their known tokens and some headroom for
-   every running request, and no request was preempted in this step.
+   every running request, and no request was preempted in this step. The last places are for tenants that have no
+   request running: they need not wait until a text of another tenant ends.
 
 Drafts are added to decodes while tokens and blocks are left over.
 
@@ -18,10 +19,13 @@ smaller.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ferrum_rpc.scheduler.request import Request
+
+PLACES_A_RESERVED_ONE = 16
+"""One place in so many is for tenants that have no request running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,12 @@ class Budget:
     def at_once(self) -> int:
         """Maximum number of running requests: each needs a place in every step for its one token."""
         return min(self.running, self.tokens, self.items)
+
+    def is_full(self, request: Request, beside: int, tenants: Collection[str]) -> bool:
+        """Whether there is no place for a request while ``beside`` places are taken by requests of ``tenants``. One
+        without a tenant may have any place; one that branches needs a place for each branch, or runs alone."""
+        reserved = self.at_once // PLACES_A_RESERVED_ONE if request.tenant and request.tenant in tenants else 0
+        return beside > 0 and beside + request.places > self.at_once - reserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +105,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """The requests that run meanwhile, because they have items in flight: their ``count``, the ``tokens`` that they
-    take of a step's, and the blocks ``promised`` to their growth."""
+    """The requests that run meanwhile, because they have items in flight: the places that they take (``count``), the
+    ``tokens`` that they take of a step's, the blocks ``promised`` to their growth, and their ``tenants``."""
 
     count: int = 0
     tokens: int = 0
     promised: int = 0
+    tenants: frozenset[str] = frozenset()
 
 
 NO_OTHERS = Others()
@@ -120,7 +131,7 @@ def plan(
     step.chunks()
     if not others.count:
         step.unblock()
-    if not step.victims:
+    if waiting and not step.victims:
         step.admit(waiting)
     step.drafts()
     return StepPlan(tuple(step.victims), tuple(step.feeds), tuple(step.admitted), tuple(step.unservable))
@@ -134,12 +145,15 @@ def arrivals(
     free = pool.free - sum(pool.growth(each.cached, each.owed + budget.headroom) for each in running)
     free -= sum(pool.blocks(each.known + budget.headroom) for each in coming)
     found: list[Request] = []
+    tenants = {each.tenant for each in (*running, *coming)}
+    beside = sum(each.places for each in (*running, *coming))
     for request in ready:
-        beside = len(running) + len(coming) + len(found)
         free -= pool.blocks(request.known + (budget.headroom if beside else 0))  # the only request needs none
-        if free < 0 or beside >= budget.at_once:
+        if free < 0 or budget.is_full(request, beside, tenants):
             break
         found.append(request)
+        tenants.add(request.tenant)
+        beside += request.places
     return found
 
 
@@ -193,12 +207,13 @@ class _Planner:
                 self._step_aside(first)
 
     def admit(self, waiting: Sequence[Request]) -> None:
+        tenants = {*self.others.tenants, *(each.tenant for each in self.kept)}
+        beside = sum(each.places for each in self.kept) + self.others.count
         for request in waiting:
             if self.pool.blocks(request.known) > self.pool.total:
                 self.unservable.append(request)
                 continue
-            beside = len(self.kept) + self.others.count
-            if beside >= self.budget.at_once or not self._has_room():
+            if self.budget.is_full(request, beside, tenants) or not self._has_room():
                 return
             headroom = self.budget.headroom if beside else 0  # the only request needs none
             if self._promised() + self.pool.blocks(request.known + headroom) > self.free:
@@ -207,6 +222,8 @@ class _Planner:
                 return
             self.kept.append(request)
             self.admitted.append(request)
+            tenants.add(request.tenant)
+            beside += request.places
             self._feed_some(request)
 
     def drafts(self) -> None:

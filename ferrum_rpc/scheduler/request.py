@@ -75,6 +75,7 @@ class Request:
     cache_salt: bytes = b""
     cache_mode: CacheMode = CacheMode.DEFAULT
     priority: int = 0
+    tenant: str = ""
     turn: float = 0.0
     chosen: Callable[[list[StreamToken], int], bool] | None = None
     branches: tuple[Request, ...] = ()
@@ -129,6 +130,11 @@ class Request:
     def becomes(self) -> int:
         """The length that it may reach."""
         return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def places(self) -> int:
+        """How many requests it is, or becomes."""
+        return max(1, len(self.branches))
 
     @property
     def decodes(self) -> bool:

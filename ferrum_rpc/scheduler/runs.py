@@ -102,8 +102,10 @@ class InFlight:
 
     def others(self, pool: Pool, requests: Iterable[Request], headroom: int, tokens: int) -> Others:
         """The running ``requests`` for a plan of the rest. ``tokens``: those of their prompts in flight."""
-        ends = [self.end(each) for each in requests]
-        return Others(len(ends), len(ends) + tokens, sum(pool.growth(end, headroom) for end in ends))
+        ends = {each: self.end(each) for each in requests}
+        promised = sum(pool.growth(end, headroom) for end in ends.values())
+        places = sum(each.places for each in ends)
+        return Others(places, len(ends) + tokens, promised, frozenset(each.tenant for each in ends))
 
 
 class Flights:

@@ -70,10 +70,10 @@ class TextRequest:
     ``output``: how each token is chosen, with its seed, masks, penalties and log-probabilities. ``stop``: token ids
     that end the text; None: the model's end-of-sequence tokens. None of them is chosen before ``min_tokens``.
     ``stop_strings`` end it too; they need the scheduler's tokenizer. ``deadline_s``: the text ends where it is so many
-    seconds after `Scheduler.submit`. ``tenant`` shares the executors with the other tenants; of a tenant's requests,
-    and of all, those of higher ``priority`` go first. ``adapter``, ``cache_salt`` and ``cache_mode`` are those of
-    `ExecutorClient.sequence`. Raises `InvalidRequest` for its field; what only the executor knows, such as the size of
-    its vocabulary, is found out when the request runs."""
+    seconds after `Scheduler.submit`. ``tenant`` shares the executors with the other tenants, and leaves some places to
+    those that have nothing running; of a tenant's requests, and of all, those of higher ``priority`` go first.
+    ``adapter``, ``cache_salt`` and ``cache_mode`` are those of `ExecutorClient.sequence`. Raises `InvalidRequest` for
+    its field; what only the executor knows, such as the size of its vocabulary, is found out when the request runs."""
 
     prompt: ListOf[int]
     max_tokens: int
@@ -124,7 +124,6 @@ class _Live:
     """A request that has not ended. ``trunk``: the one of which it is a branch, else itself."""
 
     stream: TokenStream
-    tenant: str
     trunk: Request
     timer: asyncio.TimerHandle | None
 
@@ -345,6 +344,7 @@ class Scheduler(AbstractAsyncContextManager[Any]):
             cache_salt=request.cache_salt,
             cache_mode=request.cache_mode,
             priority=request.priority,
+            tenant=request.tenant,
             turn=turn,
         )
         choices = [
@@ -381,7 +381,7 @@ class Scheduler(AbstractAsyncContextManager[Any]):
         if wanted.deadline_s is not None:
             late = partial(self._cancel, request, RequestEnd.DEADLINE)
             timer = asyncio.get_running_loop().call_later(wanted.deadline_s, late)
-        self._live[request] = _Live(stream, wanted.tenant, trunk, timer)
+        self._live[request] = _Live(stream, trunk, timer)
         return stream
 
     def _cancel(self, request: Request, ending: RequestEnd = RequestEnd.CANCELLED) -> None:
@@ -399,7 +399,7 @@ class Scheduler(AbstractAsyncContextManager[Any]):
         if live is not None:
             if live.timer is not None:
                 live.timer.cancel()
-            self._shares.unused(live.tenant, request.wanted, self._weight(live.tenant))
+            self._shares.unused(request.tenant, request.wanted, self._weight(request.tenant))
             live.stream.ended()
 
     def _weight(self, tenant: str) -> float:

@@ -101,7 +101,8 @@ class Drain:
         self._state = state
         self._health = health
         self._sessions = sessions
-        self._until = float("inf")
+        self.ends = float("inf")
+        """When what is owned is served no more, on the clock of the event loop."""
         self._timeout: asyncio.Timeout | None = None
         self._task: asyncio.Task[None] | None = None
         self.begun = asyncio.Event()
@@ -110,9 +111,9 @@ class Drain:
     def begin(self, grace_s: float) -> None:
         """Start the drain: health is NOT_SERVING from now on; owned sequences are served for at most ``grace_s``
         seconds."""
-        self._until = min(self._until, asyncio.get_running_loop().time() + grace_s)
+        self.ends = min(self.ends, asyncio.get_running_loop().time() + grace_s)
         if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(self._until)
+            self._timeout.reschedule(self.ends)
         if self.begun.is_set():
             return
         self.begun.set()
@@ -148,7 +149,7 @@ class Drain:
     async def _lame_duck(self) -> None:
         """Wait until no sequence is owned any more, or the time is over."""
         try:
-            async with asyncio.timeout_at(self._until) as self._timeout:
+            async with asyncio.timeout_at(self.ends) as self._timeout:
                 await self._state.empty.wait()
         except TimeoutError:
             pass

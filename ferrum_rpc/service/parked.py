@@ -114,7 +114,7 @@ class ParkedFiles:
         account.allocate(Resource.PARKED_BYTES, size)
         self.bytes += size
         self._count += 1
-        return self._opened.path / f"{PREFIX}{self._count}"
+        return self.folder.path / f"{PREFIX}{self._count}"
 
     def create(self, path: Path) -> ParkedFile:
         """A new file. Raises OSError."""
@@ -125,7 +125,7 @@ class ParkedFiles:
         return self._file(path, os.O_RDONLY, "rb")
 
     def _file(self, path: Path, flags: int, mode: str) -> ParkedFile:
-        file: Any = os.fdopen(self._opened.open(path.name, flags), mode)
+        file: Any = os.fdopen(self.folder.open(path.name, flags), mode)
         mac = self._mac.copy()
         mac.update(path.name.encode() + b"\0")
         return ParkedFile(file, mac)
@@ -155,7 +155,8 @@ class ParkedFiles:
             self.start(asyncio.to_thread(_unlink, partial(self._folder.unlink, path.name), path))
 
     @property
-    def _opened(self) -> PrivateFolder:
+    def folder(self) -> PrivateFolder:
+        """Where the files are, while parking is offered and the server runs."""
         assert self._folder is not None  # noqa: S101 - it is offered
         return self._folder
 

@@ -41,17 +41,17 @@ class PeerSilent(QueueFull):
 
 
 class Peers:
-    """Transfers that wait for their peers, and since when."""
+    """Transfers that wait for their peers: ``since`` when each, on `time.monotonic`."""
 
     def __init__(self) -> None:
-        self._since: dict[asyncio.Task[Any], float] = {}
+        self.since: dict[asyncio.Task[Any], float] = {}
         self._late: set[asyncio.Task[Any]] = set()
 
     async def owed(self, what: str, awaited: Awaitable[T]) -> T:
         """Wait for what the peer owes. Raises `PeerSilent`."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - a coroutine runs in one
-        self._since[task] = time.monotonic()
+        self.since[task] = time.monotonic()
         try:
             return await awaited
         except asyncio.CancelledError:
@@ -64,16 +64,16 @@ class Peers:
             ) from None
         finally:
             self._late.discard(task)
-            del self._since[task]
+            del self.since[task]
 
     def extend(self, seconds: float) -> None:
         """Extend all waits by the time in which this process received nothing."""
-        for task in self._since:
-            self._since[task] += seconds
+        for task in self.since:
+            self.since[task] += seconds
 
     def sweep(self, now: float) -> None:
         """End the waits that have expired at ``now`` (monotonic seconds)."""
-        for task, since in self._since.items():
+        for task, since in self.since.items():
             if since <= now - PEER_S and task not in self._late:
                 self._late.add(task)
                 task.cancel()

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.numerics.harness import error, worst
+from tests.support.harness import error, worst
 
 FLOAT32_BOUND = 2e-5
 """Largest error of a float32 logit, over the standard deviation of the logits."""

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ferrum_rpc import ask, cli
 from ferrum_rpc.client import Capability, ExecutorClient
 from ferrum_rpc.errors import AdapterInUse, AdapterUnknown, InstanceMismatch
 from ferrum_rpc.models.spec import ModelSpec
-from tests.adapters import Weights, make_adapter
-from tests.faults.process import serving
+from tests.support.adapters import Weights, make_adapter
+from tests.support.commands import answer
+from tests.support.process import serving
 
 MODEL = "demo-draft"
-PROMPT = b"In the beginning"
+PROMPT = list(b"In the beginning")
 
 
 @pytest.fixture(scope="module")
@@ -29,42 +28,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-async def command(capsys: pytest.CaptureFixture[str], target: str, *flags: str) -> Any:
-    parser, _ = cli.build_parser(settings=False)
-    parsed = parser.parse_args(["adapters", "--target", target, "--json", *flags])
-    parsed.token = None
-    capsys.readouterr()
-    assert await ask.adapters(parsed) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 async def text(client: ExecutorClient, adapter: str = "") -> list[int]:
     async with client.sequence(adapter=adapter) as sequence:
-        return [token async for token in sequence.generate(list(PROMPT), max_tokens=12, stop=())]
+        return [token async for token in sequence.generate(PROMPT, max_tokens=12, stop=())]
 
 
-async def test_an_operator_loads_one_and_a_restart_forgets_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_operator_loads_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--adapter-dir", str(folder), "--engine", "process", "--block-size", "4")
-    texts = []
-    for _ in range(2):
-        async with (
-            serving(*flags, model=MODEL, kv_blocks=128) as server,
-            ExecutorClient(server.target, session=True) as client,
-        ):
-            assert Capability.ADAPTERS in (await client.info()).capabilities
-            assert await command(capsys, server.target) == []
-            with pytest.raises(AdapterUnknown):
-                await text(client, "words")
-            [info] = await command(capsys, server.target, "--load", "words")
-            assert (info["name"], info["rank"], info["sequences"]) == ("words", 4, 0)
-            texts.append((await text(client, "words"), await text(client), info["fingerprint"]))
-            sequence = client.sequence(adapter="words")
-            await sequence.prefill(list(PROMPT))
-            with pytest.raises(AdapterInUse) as refused:
-                await command(capsys, server.target, "--unload", "words")
-            assert refused.value.number("sequences") == 1
-            await server.kill()
-    assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
+    async with (
+        serving(*flags, model=MODEL, kv_blocks=128) as server,
+        ExecutorClient(server.target, session=True) as client,
+    ):
+        assert Capability.ADAPTERS in (await client.info()).capabilities
+        assert await answer(capsys, server.target, "adapters") == []
+        with pytest.raises(AdapterUnknown):
+            await text(client, "words")
+        [info] = await answer(capsys, server.target, "adapters", "--load", "words")
+        assert (info["name"], info["rank"], info["sequences"]) == ("words", 4, 0)
+        assert await text(client, "words") != await text(client)
+        sequence = client.sequence(adapter="words")
+        await sequence.prefill(PROMPT)
+        with pytest.raises(AdapterInUse) as refused:
+            await answer(capsys, server.target, "adapters", "--unload", "words")
+        assert refused.value.number("sequences") == 1
 
 
 async def test_a_lost_sequence_is_not_rebuilt_without_its_adapter(folder: Path) -> None:
@@ -75,7 +61,7 @@ async def test_a_lost_sequence_is_not_rebuilt_without_its_adapter(folder: Path) 
         async with ExecutorClient(target) as client:
             await client.load_adapter("words")
             kept = client.sequence(adapter="words", rebuild=True)
-            first = await kept.prefill(list(PROMPT))
+            first = await kept.prefill(PROMPT)
             await server.kill()
             async with serving(*flags, model=MODEL, kv_blocks=128, port=port):
                 with pytest.raises((AdapterUnknown, InstanceMismatch)):
@@ -98,7 +84,7 @@ async def test_ranks_load_it_and_sequences_that_have_it_go_to_them(folder: Path)
         texts = [[await text(client, each) for each in ("words", "")] for client in (of_one, of_two)]
         assert texts[0] == texts[1] and texts[0][0] != texts[0][1]
         kept, moved = of_one.sequence(adapter="words"), of_two.sequence()
-        first = await kept.prefill(list(PROMPT))
+        first = await kept.prefill(PROMPT)
         await kept.move_to(moved)
         assert first.token == texts[0][0][0] and (await moved.decode(first.token)).token == texts[0][0][1]
         with pytest.raises(AdapterInUse):

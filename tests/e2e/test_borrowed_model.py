@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +10,8 @@ import pytest_asyncio
 
 from ferrum_rpc.client import Accept, CacheMode, ExecutorClient, FullLogits, Run, Sample, Sequence
 from ferrum_rpc.config import ModelSettings
-from tests.numerics.hf_families import make_family_checkpoint
-from tests.serving import Served, serve_model
+from tests.support.hf_families import make_family_checkpoint
+from tests.support.serving import Served, serve_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -69,9 +68,7 @@ async def test_runs_and_drafts_choose_what_single_steps_choose(client: ExecutorC
         assert answer.tokens.tolist() == tokens[1:4]
 
 
-async def test_a_sequence_moves_to_a_file_to_another_executor_and_out_of_the_way(
-    client: ExecutorClient, two: tuple[Served, Served], tmp_path: Path
-) -> None:
+async def test_a_sequence_moves_to_a_file_to_another_executor_and_out_of_the_way(client, two, tmp_path) -> None:
     expected = await fresh(client)
     async with client.sequence() as source, ExecutorClient(two[1].target) as other, other.sequence() as target:
         await source.prefill(PROMPT)
@@ -80,14 +77,3 @@ async def test_a_sequence_moves_to_a_file_to_another_executor_and_out_of_the_way
         np.testing.assert_allclose(await row(target), expected, atol=TIMES)
         await source.park()
         np.testing.assert_allclose(await row(source), expected, atol=TIMES)
-
-
-async def test_truncation_and_forks_give_the_rows_of_a_fresh_sequence(client: ExecutorClient) -> None:
-    expected = await fresh(client)
-    async with client.sequence() as sequence:
-        await sequence.prefill([*PROMPT, 3, 4, 5])
-        await sequence.truncate(len(PROMPT))
-        [child] = await sequence.fork()
-        async with child:
-            np.testing.assert_allclose(await row(sequence), expected, atol=TIMES)
-            np.testing.assert_allclose(await row(child), expected, atol=TIMES)

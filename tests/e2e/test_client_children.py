@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 
 from ferrum_rpc.client import (
     Accept,
-    Answer,
     Capability,
     ExecutorClient,
     Greedy,
@@ -28,9 +26,8 @@ from ferrum_rpc.errors import (
     TransportError,
     TruncateBeyondLength,
 )
-from tests.e2e.test_client_faults import proxied as lossy
-from tests.faults.proxy import proxied
-from tests.serving import Served, serve_identity
+from tests.support.clients import answers, losing, restarting, text, without
+from tests.support.serving import Served, serve_identity
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
 SAMPLE = Sample(temperature=3.0, seed=5)
@@ -58,12 +55,6 @@ async def fed(client: ExecutorClient, tokens: list[int] = PROMPT) -> Sequence:
     return sequence
 
 
-async def text(client: ExecutorClient, tokens: list[int], count: int, output: Greedy | Sample = SAMPLE) -> list[int]:
-    """What comes behind ``tokens`` in a sequence of its own."""
-    async with client.sequence() as sequence:
-        return [token async for token in sequence.generate(tokens, max_tokens=count, output=output)]
-
-
 async def test_children_and_their_parent_are_fed_in_one_step(served: Served, client: ExecutorClient) -> None:
     parent = await fed(client)
     children = [parent.child(), parent.child(4), parent.child()]
@@ -75,31 +66,31 @@ async def test_children_and_their_parent_are_fed_in_one_step(served: Served, cli
         parent.item([15], SAMPLE),
     ]
     steps = served.server.state.engine.counters.steps
-    answers = [each for each in await client.forward(items) if isinstance(each, Answer)]
-    if client._way == "unary":
+    found = answers(await client.forward(items))
+    if "unary" in repr(client):
         assert served.server.state.engine.counters.steps == steps + 3
-    for sequence, fed_tokens, answer in zip([*children, parent], texts, answers, strict=True):
+    for sequence, fed_tokens, answer in zip([*children, parent], texts, found, strict=True):
         chosen = answer.tokens.tolist()
-        assert chosen == await text(client, fed_tokens, len(chosen))
+        assert chosen == await text(client, fed_tokens, len(chosen), SAMPLE)
         assert sequence.tokens == [*fed_tokens, *chosen[:-1]] and sequence.length == len(sequence.tokens)
     assert [each.version for each in children] == [1, 1, 1] and parent.version == 2
-    [again] = await client.forward(items[:1])
-    assert isinstance(again, Answer) and again.replayed and again.handle == children[0].handle
+    [again] = answers(await client.forward(items[:1]))
+    assert again.replayed and again.handle == children[0].handle
 
 
 async def test_a_childs_first_call_is_any_call(client: ExecutorClient) -> None:
     parent = await fed(client)
     first, second, third, fourth = parent.child(), parent.child(), parent.child(5), parent.child()
     assert (first.length, third.length, first.handle, third.tokens) == (7, 5, None, PROMPT[:5])
-    [one] = await text(client, [*PROMPT, 9], 1)
+    [one] = await text(client, [*PROMPT, 9], 1, SAMPLE)
     assert (await first.decode(9, SAMPLE)).token == one and first.tokens == [*PROMPT, 9]
-    [cut] = await text(client, [*PROMPT[:3], 9], 1)
+    [cut] = await text(client, [*PROMPT[:3], 9], 1, SAMPLE)
     assert (await second.decode(9, SAMPLE, truncate_to=3)).token == cut and second.tokens == [*PROMPT[:3], 9]
     [best] = await text(client, [*PROMPT, 9], 1, Greedy())
     draft = await fourth.verify([9, best, best ^ 1], Accept())
     assert draft.tokens[0] == best and fourth.length == 7 + len(draft.tokens)
     long = [each % 200 for each in range(20)]
-    assert (await third.prefill(long, SAMPLE, chunk=8)).token == (await text(client, PROMPT[:5] + long, 1))[0]
+    assert (await third.prefill(long, SAMPLE, chunk=8)).token == (await text(client, PROMPT[:5] + long, 1, SAMPLE))[0]
     assert third.tokens == PROMPT[:5] + long
     await parent.release()
     assert (await first.decode(one, SAMPLE)).length == 9
@@ -112,7 +103,7 @@ async def test_many_texts_go_on_from_one_prompt_at_the_same_time(client: Executo
         async with parent.child() as child:
             return [each async for each in child.generate([token], max_tokens=12, output=SAMPLE)]
 
-    expected = [await text(client, [*PROMPT, token], 12) for token in range(6)]
+    expected = [await text(client, [*PROMPT, token], 12, SAMPLE) for token in range(6)]
     assert await asyncio.gather(*map(one, range(6))) == expected
     assert parent.version == 1
 
@@ -134,19 +125,17 @@ async def test_what_is_no_child_is_refused(client: ExecutorClient) -> None:
         await child.decode(1)
     assert (child.length, child.in_doubt, child.tokens) == (5, False, PROMPT[:5])
     await child.release()
-    info = await client.info()
-    client._context.known_info = replace(info, capabilities=info.capabilities - {Capability.STEP_FORK})
+    await client.info()
+    without(client, Capability.STEP_FORK)
     with pytest.raises(NotSupported, match="STEP_FORK") as refused:
         await parent.child().decode(1)
     assert refused.value.field == "create.fork"
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
-async def test_a_child_whose_answer_was_lost_is_one_child(served: Served, goes_on: bool) -> None:
-    async with (
-        lossy(served.target) as (proxy, target),
-        ExecutorClient(target, resend=ResendPolicy(times=int(goes_on), backoff_s=0)) as client,
-    ):
+async def test_a_child_whose_answer_was_lost_is_one_child(goes_on: bool) -> None:
+    about = {"resend": ResendPolicy(times=int(goes_on), backoff_s=0)}
+    async with losing(about=about) as (served, proxy, client):
         parent = await fed(client)
         child = parent.child()
         proxy.only = "Decode"
@@ -160,23 +149,17 @@ async def test_a_child_whose_answer_was_lost_is_one_child(served: Served, goes_o
         assert len(served.server.state.handles.live) == 2
         await child.release()
         assert len(served.server.state.handles.live) == 1
-    await served.check()
+        await served.check()
 
 
 @pytest.mark.parametrize("rebuild", [False, True])
 async def test_a_child_of_a_lost_parent_is_made_of_its_tokens(rebuild: bool) -> None:
-    async with (
-        serve_identity(positional=True) as first,
-        serve_identity(positional=True) as second,
-        proxied(first.target) as proxy,
-        ExecutorClient(proxy.target, session=True) as client,
-    ):
-        [expected] = await text(client, [*PROMPT[:5], 9], 1)
+    async with restarting() as (_, second, proxy, client):
+        [expected] = await text(client, [*PROMPT[:5], 9], 1, SAMPLE)
         parent = client.sequence(rebuild=rebuild)
         await parent.prefill(PROMPT)
         child = parent.child(5)
-        proxy.upstream = second.target
-        proxy.reset_all()
+        proxy.lead_to(second.target)
         if rebuild:
             assert (await child.decode(9, SAMPLE)).token == expected
             assert child.tokens == [*PROMPT[:5], 9] and child.length == 6

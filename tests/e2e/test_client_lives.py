@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from ferrum_rpc.client import ExecutorClient, ExecutorInfo, ExecutorState
 from ferrum_rpc.client.retry import fate_unknown
 from ferrum_rpc.client.session.transport import OPENINGS
-from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import Draining, Starting, TransportError
 from ferrum_rpc.service import state
-from ferrum_rpc.service.server import ExecutorServer
-from tests.serving import LIMITS, Served, serve_identity
-
-BOTH_WAYS = pytest.mark.parametrize("session", [False, True], ids=["unary", "session"])
-IDENTITY = ModelSettings(
-    "identity",
-    device="cpu",
-    kv_blocks=64,
-    block_size=4,
-)
+from tests.support.clients import BOTH_WAYS
+from tests.support.serving import Loading, Served, loading, serve_identity
 
 
 async def counts(client: ExecutorClient) -> dict[str, int]:
@@ -35,97 +21,59 @@ async def counts(client: ExecutorClient) -> dict[str, int]:
     return {each.method.rpartition("/")[2]: each.calls for each in (await client.status()).methods}
 
 
-class Loading:
-    """A server whose model is there when ``go`` is set."""
-
-    def __init__(self, port: int = 0) -> None:
-        self.go = threading.Event()
-        self.server = ExecutorServer(self._build, LIMITS, port=port)
-
-    def _build(self) -> Any:
-        assert self.go.wait(30)
-        return build_runner(IDENTITY)
-
-    async def asked(self, method: str, times: int) -> None:
-        """Wait until the method was called so often."""
-        async with asyncio.timeout(20), ExecutorClient(self.server.target) as client:
-            while (await counts(client)).get(method, 0) < times:
-                pass
-
-
-@pytest_asyncio.fixture
-async def loading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loading]:
-    monkeypatch.setattr(state, "RETRY_ELSEWHERE_S", 0.001)  # what gRPC's own retries wait
-    loading = Loading()
-    await loading.server.start()
-    try:
-        yield loading
-    finally:
-        loading.go.set()
-        await loading.server.ready()
-        await loading.server.stop(grace_s=5)
+async def asked(loads: Loading, method: str, times: int) -> None:
+    """Wait until the method was called so often."""
+    async with asyncio.timeout(20), ExecutorClient(loads.server.target) as client:
+        while (await counts(client)).get(method, 0) < times:
+            pass
 
 
 # --- the beginning --------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def grpc_retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "RETRY_ELSEWHERE_S", 0.001)
+
+
 @BOTH_WAYS
-async def test_a_client_waits_while_the_model_loads(loading: Loading, session: bool) -> None:
-    async with ExecutorClient(loading.server.target, session=session) as client:
+async def test_a_client_waits_while_the_model_loads(session: bool) -> None:
+    async with loading() as loads, ExecutorClient(loads.server.target, session=session) as client:
         calls = [asyncio.ensure_future(client.info()), asyncio.ensure_future(client.sequence().prefill([1, 2]))]
-        await loading.asked("GetInfo", 10)  # more than gRPC by itself asks
+        await asked(loads, "GetInfo", 10)  # more than gRPC by itself asks
         assert not any(call.done() for call in calls)
-        loading.go.set()
+        loads.go.set()
         info, answer = await asyncio.gather(*calls)
         assert isinstance(info, ExecutorInfo)
         assert answer.length == 2
 
 
-async def test_a_client_that_has_no_time_left_says_that_the_model_loads(loading: Loading) -> None:
-    async with ExecutorClient(loading.server.target) as client:
-        with pytest.raises(Starting):
-            await client.info(timeout_s=0.3)
-        patient = asyncio.ensure_future(client.info())
-        with pytest.raises(Starting):
-            await client.info(timeout_s=0.3)
-        assert not patient.done()
-        loading.go.set()
-        assert (await patient).model.name == "identity"
-
-
-async def test_who_gives_up_while_the_model_loads_gives_up_for_itself_alone(loading: Loading) -> None:
-    async with ExecutorClient(loading.server.target) as client:
+async def test_who_gives_up_while_the_model_loads_gives_up_for_itself_alone() -> None:
+    async with loading() as loads, ExecutorClient(loads.server.target) as client:
         hasty = asyncio.ensure_future(client.info(timeout_s=0.3))
         await asyncio.sleep(0)
-        patient = asyncio.ensure_future(client.info())
-        cancelled = asyncio.ensure_future(client.info())
-        await loading.asked("GetInfo", 1)
+        patient, cancelled = asyncio.ensure_future(client.info()), asyncio.ensure_future(client.info())
+        await asked(loads, "GetInfo", 1)
         cancelled.cancel()
         with pytest.raises(Starting):
             await hasty
-        loading.go.set()
+        assert not patient.done()
+        loads.go.set()
         assert (await patient).model.name == "identity"
         assert cancelled.cancelled() or cancelled.cancelling()
 
 
-async def test_a_session_waits_while_the_successor_of_its_executor_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "RETRY_ELSEWHERE_S", 0.001)
+async def test_a_session_waits_while_the_successor_of_its_executor_loads() -> None:
     async with serve_identity() as first, ExecutorClient(first.target, session=True) as client:
         sequence = client.sequence(rebuild=True)
         await sequence.prefill([1, 2])
         await first.server.stop()
-        successor = Loading(first.server.port)
-        await successor.server.start()
-        try:
+        async with loading(first.server.port) as successor:
             call = asyncio.ensure_future(sequence.decode(3))
-            await successor.asked("Session", OPENINGS + 2)  # a session's openings where nobody answers at all
+            await asked(successor, "Session", OPENINGS + 2)  # a session's openings where nobody answers at all
             assert not call.done()
             successor.go.set()
             assert (await call).length == 3
-        finally:
-            successor.go.set()
-            await successor.server.ready()
-            await successor.server.stop()
 
 
 # --- the end --------------------------------------------------------------------------------------------------------
@@ -153,17 +101,10 @@ async def test_a_drain_is_told_at_once_and_is_what_a_closed_port_means_after_it(
             if not session:  # a step may have gone out just before the session's end was read
                 assert not fate_unknown(told.value)
                 assert told.value.retry_after_s is not None
-        assert (await counts(client)).get("Decode", 0) <= 1, (
-            "gRPC did not try again on its own where trying cannot help"
-        )
+        assert (await counts(client)).get("Decode", 0) <= 1, "gRPC did not try again where trying cannot help"
         await served.server.stop()
-        calls: list[Callable[[], Awaitable[Any]]] = [
-            partial(sequence.decode, 4),
-            partial(client.sequence().prefill, [1]),
-            partial(client.forward, [sequence.item([4])]),
-            client.status,
-        ]
-        for call in calls:
+        feeding = partial(sequence.decode, 4), partial(client.sequence().prefill, [1])
+        for call in (*feeding, partial(client.forward, [sequence.item([4])]), client.status):
             with pytest.raises(Draining, match="was draining and is gone") as gone:
                 await call()
             assert fate_unknown(gone.value), "a lost connection leaves the fate unknown, whatever the reason"
@@ -190,14 +131,6 @@ async def test_a_client_learns_of_a_drain_in_more_than_one_way(how: str) -> None
             await sequence.decode(2)
 
 
-async def test_who_was_told_of_no_drain_says_that_nobody_answers() -> None:
-    async with serve_identity() as served, ExecutorClient(served.target, release_timeout_s=0.2) as client:
-        await client.sequence().prefill([1])
-        await served.server.stop()
-        with pytest.raises(TransportError):
-            await client.status()
-
-
 async def test_a_successor_at_the_same_address_is_not_draining() -> None:
     async with serve_identity() as first, ExecutorClient(first.target, release_timeout_s=0.2) as client:
         sequence = client.sequence(keep_tokens=True)
@@ -206,12 +139,10 @@ async def test_a_successor_at_the_same_address_is_not_draining() -> None:
         with pytest.raises(Draining):
             await sequence.decode(3)
         await first.server.stop()
-        successor = ExecutorServer(partial(build_runner, IDENTITY), LIMITS, port=first.server.port)
-        await successor.start()
-        try:
+        async with loading(first.server.port) as successor:
+            successor.go.set()
+            await successor.server.ready()
             await sequence.rebuild()
             assert sequence.length == 2
-        finally:
-            await successor.stop()
         with pytest.raises(TransportError):
             await sequence.decode(3)

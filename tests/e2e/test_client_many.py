@@ -1,4 +1,4 @@
-"""Many sequences in one call: rolled back and released together, with an outcome for each."""
+"""Many sequences in one call: fed, rolled back and released together, with an outcome for each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from ferrum_rpc.client import ExecutorClient, Sequence, SequenceMisuseError, sync
+from ferrum_rpc.client import Answer, ExecutorClient, Sequence, SequenceMisuseError
 from ferrum_rpc.client.retry import fate_unknown
-from ferrum_rpc.client.session.transport import SessionTransport
 from ferrum_rpc.errors import ExecutorError, HandleReleased, InvalidRequest, TruncateBeyondLength
-from tests.serving import Gate, Served, serve_identity
-from tests.wiring import messages
+from ferrum_rpc.wire.items import handle_to_proto
+from tests.support.clients import BOTH_WAYS, answers, connected
+from tests.support.serving import Gate, Served, serve_identity
+from tests.support.wiring import messages, release, until
 
 MOST = 8
 """Handles that the executor takes at once."""
@@ -43,7 +44,7 @@ async def fed(client: ExecutorClient, count: int, tokens: int = 6) -> list[Seque
 
 
 def by_session(client: ExecutorClient) -> bool:
-    return isinstance(client._connection.transport, SessionTransport)
+    return "session" in repr(client)
 
 
 async def test_many_are_rolled_back_each_to_its_length_in_as_few_messages_as_can_be(client: ExecutorClient) -> None:
@@ -61,11 +62,7 @@ async def test_many_are_rolled_back_each_to_its_length_in_as_few_messages_as_can
 async def test_a_refusal_is_one_sequences_own(client: ExecutorClient, served: Served) -> None:
     good, short, gone, last = await fed(client, 4)
     await short.truncate(2)
-    assert gone.handle is not None
-    async with ExecutorClient(served.target) as other:
-        thief = other.sequence()
-        thief._state.handle = gone.handle
-        await thief.release()
+    await release(served, handle_to_proto(gone.handle))
     results = await client.truncate([(good, 3), (short, 4), (gone, 1), (last, 0)])
     assert [type(each) for each in results] == [type(None), TruncateBeyondLength, HandleReleased, type(None)]
     assert [each.length for each in (good, short, last)] == [3, 2, 0]
@@ -73,50 +70,42 @@ async def test_a_refusal_is_one_sequences_own(client: ExecutorClient, served: Se
     assert (await short.decode(1)).length == 3
 
 
-async def test_what_was_cancelled_is_settled_by_the_same_call() -> None:
-    for session in (False, True):
-        gate = Gate("forward")
-        async with (
-            serve_identity(stage=gate) as served,
-            ExecutorClient(served.target, session=session) as client,
-        ):
-            first, second, other = await fed(client, 3)
-            step = await gate.hold(other.decode(1))
-            call = asyncio.ensure_future(client.truncate([(first, 2), (second, 3)]))
-            async with asyncio.timeout(10):
-                while len([each for each in served.server.state.handles.records() if each.busy]) < 3:
-                    await client.status()
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            assert first.in_doubt
-            assert second.in_doubt
-            gate.open()
-            await step
-            versions = [first.version, second.version]
-            again = client.truncate([(first, 2), (second, 3)])
-            assert await again == [None, None]
-            assert [first.length, second.length] == [2, 3]
-            assert [first.version, second.version] == [each + 1 for each in versions], "once, however often it was sent"
-            assert not first.in_doubt
-            await served.check()
+@BOTH_WAYS
+async def test_what_was_cancelled_is_settled_by_the_same_call(session: bool) -> None:
+    gate = Gate("forward")
+    async with connected(session, stage=gate) as (served, client):
+        first, second, other = await fed(client, 3)
+        step = await gate.hold(other.decode(1))
+        call = asyncio.ensure_future(client.truncate([(first, 2), (second, 3)]))
+        await until(lambda: sum(each.busy for each in served.server.state.handles.records()) == 3)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert first.in_doubt and second.in_doubt
+        gate.open()
+        await step
+        versions = [first.version, second.version]
+        assert await client.truncate([(first, 2), (second, 3)]) == [None, None]
+        assert [first.length, second.length] == [2, 3]
+        assert [first.version, second.version] == [each + 1 for each in versions], "once, however often it was sent"
+        assert not first.in_doubt
 
 
-async def test_when_nobody_answers_every_sequence_says_so() -> None:
-    for session in (False, True):
-        async with (
-            serve_identity() as served,
-            ExecutorClient(served.target, session=session, release_timeout_s=0.2) as client,
-        ):
-            sequences = await fed(client, 3)
-            await served.server.stop()
-            results = await client.truncate([(each, 1) for each in sequences])
-            assert all(each is not None and fate_unknown(each) for each in results)
-            assert all(each.in_doubt for each in sequences)
-            assert [each.length for each in sequences] == [6, 6, 6]
-            failures = await client.release(sequences)
-            assert all(isinstance(each, ExecutorError) for each in failures)
-            assert all(each.released for each in sequences)
+@BOTH_WAYS
+async def test_when_nobody_answers_every_sequence_says_so(session: bool) -> None:
+    async with (
+        serve_identity() as served,
+        ExecutorClient(served.target, session=session, release_timeout_s=0.2) as client,
+    ):
+        sequences = await fed(client, 3)
+        await served.server.stop()
+        results = await client.truncate([(each, 1) for each in sequences])
+        assert all(each is not None and fate_unknown(each) for each in results)
+        assert all(each.in_doubt for each in sequences)
+        assert [each.length for each in sequences] == [6, 6, 6]
+        failures = await client.release(sequences)
+        assert all(isinstance(each, ExecutorError) for each in failures)
+        assert all(each.released for each in sequences)
 
 
 async def test_many_are_released_and_what_is_gone_already_counts_as_released(client: ExecutorClient) -> None:
@@ -144,27 +133,40 @@ async def test_mistakes_are_refused_before_anything_is_sent(client: ExecutorClie
             await client.release(wrong)
     with pytest.raises(SequenceMisuseError, match="in flight"):
         await client.truncate([(first, 1), (second, 1), (first, 2)])
+    with pytest.raises(SequenceMisuseError, match="in flight on the same sequence"):
+        await client.forward([second.item([2]), first.item([1]), first.item([2])])
     with pytest.raises(SequenceMisuseError, match="prefill it first"):
         await client.truncate([(first, 1), (client.sequence(), 1)])
-    first._state.claim("decode")
+    busy = asyncio.ensure_future(first.decode(1))
+    await asyncio.sleep(0)
     with pytest.raises(SequenceMisuseError, match="release while decode"):
         await client.release([second, first])
-    first._state.busy = ""
+    await busy
     assert not second.released
-    assert await client.truncate([(first, 5), (second, 5)]) == [None, None]
+    assert await client.truncate([(first, 5), (second, 5)]) == [None, None], "both are free again"
 
 
-async def test_a_program_without_asyncio_has_them_too(served: Served) -> None:
-    def program() -> None:
-        with sync.ExecutorClient(served.target, session=True) as client:
-            sequences = [client.sequence() for _ in range(3)]
-            for each in sequences:
-                each.prefill([1, 2, 3])
-            assert client.truncate((each, 1) for each in sequences) == [None] * 3
-            assert [each.length for each in sequences] == [1] * 3
-            assert client.release(sequences) == [None] * 3
-            assert all(each.released for each in sequences)
-            with pytest.raises(InvalidRequest):
-                client.release(3)  # type: ignore[arg-type]
+# --- batches ----------------------------------------------------------------------------------------------------------
 
-    await asyncio.to_thread(program)
+
+async def test_a_refused_item_leaves_its_sequence_and_all_or_nothing_those_of_its_neighbours(client) -> None:
+    good, bad, far = await fed(client, 3, tokens=2)
+    before = bad.handle, far.handle
+    with pytest.raises(TruncateBeyondLength):
+        await client.forward([good.item([3]), far.item([3], truncate_to=77)], all_or_nothing=True)
+    assert (good.length, far.length) == (2, 2)
+    results = await client.forward([bad.item([999]), good.item([3]), far.item([3], truncate_to=77)])
+    assert [type(each) for each in results] == [InvalidRequest, Answer, TruncateBeyondLength]
+    assert (good.length, bad.handle, far.handle) == (3, *before)
+    assert len(answers(await client.forward([good.item([4]), bad.item([3])], all_or_nothing=True))) == 2
+
+
+async def test_the_named_batches_say_what_their_items_are(client: ExecutorClient) -> None:
+    one, two = client.sequence(), client.sequence()
+    first = answers(await client.batch_prefill([one.item([1, 2]), two.item([3, 4, 5])]))
+    assert [answer.length for answer in first] == [2, 3]
+    then = answers(await client.batch_decode([one.item([first[0].token]), two.item([first[1].token])]))
+    assert [answer.length for answer in then] == [3, 4]
+    [longer] = await client.batch_decode([one.item([1, 2])])
+    assert isinstance(longer, Answer if by_session(client) else InvalidRequest), "a frame does not say it"
+    assert await client.forward([]) == []

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,8 @@ import trustme
 
 from clients.scheduler import program as scheduler
 from ferrum_rpc import cli
-from ferrum_rpc.bench import program as bench
 from ferrum_rpc.client import (
     ExecutorClient,
-    NoSuchRowsError,
     Positions,
     Run,
     Sample,
@@ -33,69 +30,44 @@ from ferrum_rpc.client.encryption import FLAGS, HINTS, ask_who_accepts, explaine
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.errors import InvalidRequest, TransportError
 from tests.faults.security import Authority
-from tests.serving import Served, serve_identity
-from tests.wiring import messages
+from tests.support.clients import BOTH_WAYS, believe
+from tests.support.commands import run
+from tests.support.serving import Served, serve_identity
+from tests.support.wiring import messages
 
 PROMPT = [3, 1, 4, 1, 5]
 
-MISTAKES: dict[str, tuple[Any, str]] = {
-    "prefill of a 2-D array": (lambda c, s: s.prefill(np.array([[1, 2]])), "token_ids"),
-    "prefill of negative ids": (lambda c, s: s.prefill([1, -2]), "token_ids"),
-    "prefill of floats": (lambda c, s: s.prefill([1.0]), "token_ids"),
-    "prefill of bools": (lambda c, s: s.prefill([True]), "token_ids"),
-    "prefill of a string": (lambda c, s: s.prefill("text"), "token_ids"),
-    "prefill of None": (lambda c, s: s.prefill(None), "token_ids"),
-    "prefill of nothing": (lambda c, s: s.prefill([]), "token_ids"),
-    "prefill with a list in the output": (
-        lambda c, s: s.prefill([1], SelectedTokens([1])),  # type: ignore[arg-type]
-        "output.selected_tokens.token_ids",
-    ),
-    "prefill in chunks of nothing": (lambda c, s: s.prefill([1], chunk=0), "chunk"),
-    "prefill with a mapping as the bias": (
-        lambda c, s: s.prefill([1], Sample(bias={32: 1.0})),  # type: ignore[arg-type]
-        "output.sample.bias",
-    ),
-    "decode with triples as the bias": (
-        lambda c, s: s.decode(1, Sample(bias=[(32, 1.0, 2)])),  # type: ignore[arg-type]
-        "output.sample.bias",
-    ),
-    "decode in a run that stops at a text": (
-        lambda c, s: s.decode(1, run=Run(2, "\n")),  # type: ignore[arg-type]
-        "run.stop_token_ids",
-    ),
-    "decode of a list": (lambda c, s: s.decode([1]), "token_ids"),
-    "decode of None": (lambda c, s: s.decode(None), "token_ids"),
-    "decode of an id that no contract can carry": (lambda c, s: s.decode(1 << 40), "token_ids"),
-    "decode from a negative length": (lambda c, s: s.decode(1, truncate_to=-1), "truncate_to"),
-    "decode for no candidates": (lambda c, s: s.decode(1, TopTokens(0)), "output.top_tokens.k"),
-    "verify of one number": (lambda c, s: s.verify(1), "token_ids"),
-    "truncate to a float": (lambda c, s: s.truncate(2.0), "length"),
-    "truncate to a negative length": (lambda c, s: s.truncate(-1), "length"),
-    "fork into no children": (lambda c, s: s.fork(0), "count"),
-    "fork into a negative number": (lambda c, s: s.fork(-1), "count"),
-    "fork at a string": (lambda c, s: s.fork(1, "2"), "at_length"),
-    "reserve of less than nothing": (lambda c, s: s.reserve(-1), "tokens"),
-    "rebuild of strings": (lambda c, s: s.rebuild(["a"]), "token_ids"),
-    "forward of bare lists": (lambda c, s: c.forward([[1, 2]]), "items[0]"),
-    "forward of an item beside a sequence": (lambda c, s: c.forward([s.item([1]), s]), "items[1]"),
-    "forward of one item alone": (lambda c, s: c.forward(s.item([1])), "items"),
-    "batch_decode of None": (lambda c, s: c.batch_decode(None), "items"),
-    "warm-up of less than nothing": (lambda c, s: c.warmup(-1), "batch_size"),
-}
-AT_ONCE: dict[str, tuple[Any, str]] = {
-    "an item of a 2-D array": (lambda c, s: s.item([[1]]), "token_ids"),
-    "an item from a negative length": (lambda c, s: s.item([1], truncate_to=-1), "truncate_to"),
-    "a stream that stops at a text": (lambda c, s: s.generate([1], stop="\n"), "stop"),
-    "a stream that stops at texts": (lambda c, s: s.generate([1], stop=["\n"]), "stop"),
-    "a stream that stops at a number": (lambda c, s: s.generate([1], stop=7), "stop"),
-    "a stream without tokens": (lambda c, s: s.generate([1], output=Positions.NONE), "output"),
-    "a sequence that reserves less than nothing": (
-        lambda c, s: c.sequence(reserve_tokens=-1),
-        "create.reserve_tokens",
-    ),
-    "a sequence with a salt of text": (lambda c, s: c.sequence(cache_salt="salt"), "create"),
-    "a sequence without a lease id": (lambda c, s: c.sequence(cache_mode="readonly"), "create"),
-}
+MISTAKES: list[tuple[Any, str]] = [
+    (lambda client, sequence: sequence.prefill(np.array([[1, 2]])), "token_ids"),
+    (lambda client, sequence: sequence.prefill([]), "token_ids"),
+    (lambda client, sequence: sequence.prefill([1], SelectedTokens([1])), "output.selected_tokens.token_ids"),
+    (lambda client, sequence: sequence.prefill([1], chunk=0), "chunk"),
+    (lambda client, sequence: sequence.prefill([1], Sample(bias={32: 1.0})), "output.sample.bias"),
+    (lambda client, sequence: sequence.decode(1, run=Run(2, "\n")), "run.stop_token_ids"),
+    (lambda client, sequence: sequence.decode([1]), "token_ids"),
+    (lambda client, sequence: sequence.decode(1 << 40), "token_ids"),
+    (lambda client, sequence: sequence.decode(1, truncate_to=-1), "truncate_to"),
+    (lambda client, sequence: sequence.decode(1, TopTokens(0)), "output.top_tokens.k"),
+    (lambda client, sequence: sequence.verify(1), "token_ids"),
+    (lambda client, sequence: sequence.truncate(-1), "length"),
+    (lambda client, sequence: sequence.fork(0), "count"),
+    (lambda client, sequence: sequence.fork(1, "2"), "at_length"),
+    (lambda client, sequence: sequence.reserve(-1), "tokens"),
+    (lambda client, sequence: sequence.rebuild(["a"]), "token_ids"),
+    (lambda client, sequence: client.forward([[1, 2]]), "items[0]"),
+    (lambda client, sequence: client.forward([sequence.item([1]), sequence]), "items[1]"),
+    (lambda client, sequence: client.forward(sequence.item([1])), "items"),
+    (lambda client, sequence: client.batch_decode(None), "items"),
+    (lambda client, sequence: client.warmup(-1), "batch_size"),
+    # before they are awaited
+    (lambda client, sequence: sequence.item([[1]]), "token_ids"),
+    (lambda client, sequence: sequence.item([1], truncate_to=-1), "truncate_to"),
+    (lambda client, sequence: sequence.generate([1], stop=["\n"]), "stop"),
+    (lambda client, sequence: sequence.generate([1], output=Positions.NONE), "output"),
+    (lambda client, sequence: client.sequence(reserve_tokens=-1), "create.reserve_tokens"),
+    (lambda client, sequence: client.sequence(cache_salt="salt"), "create"),
+    (lambda client, sequence: client.sequence(cache_mode="readonly"), "create"),
+]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -112,59 +84,22 @@ async def refused(mistake: Any, client: ExecutorClient, sequence: Sequence) -> I
     return found.value
 
 
-@pytest.mark.parametrize("session", [False, True], ids=["unary", "session"])
+@BOTH_WAYS
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_mistake_is_refused_at_the_call_and_the_sequence_goes_on(served: Served, session: bool) -> None:
     async with ExecutorClient(served.target, session=session) as client, client.sequence() as sequence:
         await sequence.prefill(PROMPT)
-        sent: list[str] = []
         steps = (await client.status()).counters.steps
-        context = client._context
-        call = context.call
-
-        async def counted(method: Any, request: Any, deadline: Any, policy: Any = None) -> Any:
-            sent.append(type(request).__name__)
-            return await call(method, request, deadline, policy)
-
-        context.call = counted  # type: ignore[method-assign]
-        for name, (mistake, field) in {**MISTAKES, **AT_ONCE}.items():
+        sent = messages(client)
+        for number, (mistake, field) in enumerate(MISTAKES):
             before = (sequence.handle, sequence.in_doubt)
             error = await refused(mistake, client, sequence)
-            assert error.field == field, name
-            assert (sequence.handle, sequence.in_doubt) == before, name
+            assert error.field == field, number
+            assert (sequence.handle, sequence.in_doubt) == before, number
         assert sent == []
         answer = await sequence.decode(9)
         assert answer.length == len(PROMPT) + 1
         assert (await client.status()).counters.steps == steps + 1
-
-
-@pytest.mark.parametrize("session", [False, True], ids=["unary", "session"])
-@pytest.mark.asyncio(loop_scope="module")
-async def test_positions_alone_are_an_output(served: Served, session: bool) -> None:
-    async with ExecutorClient(served.target, session=session) as client, client.sequence() as sequence:
-        fed = await sequence.prefill(PROMPT, Positions.NONE)
-        assert (fed.length, fed.rows) == (len(PROMPT), None)
-        assert repr(fed).startswith(f"<Answer length={len(PROMPT)} no rows")
-        with pytest.raises(NoSuchRowsError, match="without rows"):
-            _ = fed.token
-        last = await sequence.decode(9)
-        async with client.sequence() as other:
-            assert (await other.prefill([*PROMPT, 9], Positions.ALL)).tokens[-1] == last.token
-        [answer] = (await client.forward([sequence.item([1], Positions.NONE)])).all_answers()
-        assert (answer.length, answer.rows) == (len(PROMPT) + 2, None)
-
-    def in_a_thread() -> None:
-        with sync.ExecutorClient(served.target, session=session) as client, client.sequence() as sequence:
-            assert sequence.prefill(PROMPT, Positions.NONE).rows is None
-            for wrong in ("\n", ["\n"], 7):
-                with pytest.raises(InvalidRequest, match="stop"):
-                    sequence.generate([1], stop=wrong)  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequest, match="pairs"):
-                sequence.decode(1, Sample(bias={32: 1.0}))  # type: ignore[arg-type]
-            results = client.forward([sequence.item([1])])
-            assert results.answers() == list(results) and results.errors() == []
-
-    await asyncio.to_thread(in_a_thread)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -178,12 +113,9 @@ async def test_a_client_and_a_sequence_print_where_they_stand_and_no_secret(serv
         assert repr(sequence) == "<Sequence length=0 version=0>"
         answer = await sequence.prefill(PROMPT)
         assert repr(sequence) == "<Sequence length=5 version=1>"
-        handle = sequence.handle
-        assert handle is not None
+        secrets = (repr(sequence.handle.id), sequence.handle.id.hex(), "secret")
         for shown in (repr(client), repr(sequence), repr(answer)):
-            assert repr(handle.id) not in shown
-            assert handle.id.hex() not in shown
-            assert "secret" not in shown
+            assert not any(each in shown for each in secrets)
         await sequence.release()
         assert repr(sequence) == "<Sequence length=5 version=1: released>"
 
@@ -204,7 +136,7 @@ async def test_what_is_beyond_a_known_limit_is_refused_before_it_is_sent(served:
                 error = await refused(lambda c, s, mistake=mistake: mistake(), client, sequence)
                 assert error.field == field and len(error.metadata) == 1
             assert not sent
-            client._context.known_info = replace(info, limits=replace(info.limits, max_cache_salt_bytes=0))
+            believe(client, limits=replace(info.limits, max_cache_salt_bytes=0))
             async with client.sequence(cache_salt=b"s" * 1025) as asked:
                 with pytest.raises(InvalidRequest):
                     await asked.prefill([1])
@@ -224,9 +156,7 @@ def typed(*words: str) -> object:
 
 
 @pytest.mark.parametrize("expected", [True, False], ids=["a port with TLS", "a port without"])
-async def test_tls_on_one_side_only_is_said_by_name(
-    expected: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_tls_on_one_side_only_is_said_by_name(expected, tmp_path, capsys) -> None:
     authority = Authority(trustme.CA())
     security = replace(authority.server(tmp_path, "127.0.0.1"), tls_client_ca=None)
     wrong, right = (None, tls(tmp_path / "ca.pem")) if expected else (tls(tmp_path / "ca.pem"), None)
@@ -237,10 +167,8 @@ async def test_tls_on_one_side_only_is_said_by_name(
             for ask in (client.info, client.status, client.health):
                 with pytest.raises(TransportError, match=r"TLS .* credentials") as caught:
                     await ask()
-                assert caught.value.metadata == {
-                    "grpc_code": "UNAVAILABLE",
-                    "tls": "expected" if expected else "absent",
-                }
+                reported = {"grpc_code": "UNAVAILABLE", "tls": "expected" if expected else "absent"}
+                assert caught.value.metadata == reported
 
         def in_a_thread() -> None:
             raises = pytest.raises(TransportError, match=r"TLS .* credentials")
@@ -258,9 +186,7 @@ REFUSED = "failed to connect to all addresses; last error: UNKNOWN: ipv6:%5B::1%
 
 
 @pytest.mark.parametrize("why", ["untrusted", "name", "expected", "absent"])
-async def test_of_a_name_with_several_addresses_the_one_that_accepts_says_why(
-    why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_of_a_name_with_several_addresses_the_one_that_accepts_says_why(why, tmp_path, capsys) -> None:
     """gRPC tries ::1 of localhost too, where nobody listens, and often reports that refusal. Here always."""
     name = "another" if why == "name" else "localhost"
     authority, other = Authority(trustme.CA()), tmp_path / "other"
@@ -280,7 +206,7 @@ async def test_of_a_name_with_several_addresses_the_one_that_accepts_says_why(
             said = f"cannot reach an executor at {target}: {FLAGS[why]}\n"
             assert await asyncio.to_thread(typed, "status", "--target", target, *flags) == 1
             assert capsys.readouterr().err == f"ferrum-rpc status: TRANSPORT: {said}"
-            bench._say(found, target)
+            assert await run(target, "bench", *flags) == 1
             assert capsys.readouterr().err == f"ferrum-rpc bench: TRANSPORT: {said}"
             words = ["--target", target, *flags, "--demo", "--patience", "1", "--plain"]
             assert await asyncio.to_thread(scheduler.main, words) == 1
@@ -321,17 +247,16 @@ async def test_what_else_closes_a_connection_is_not_taken_for_tls() -> None:
     async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
+    async def ask(port: int) -> None:
+        async with ExecutorClient(f"127.0.0.1:{port}") as client:
+            with pytest.raises(TransportError) as caught:
+                await client.health()
+            assert "TLS" not in caught.value.message and "tls" not in caught.value.metadata
+
     for answers in (close, greet):
         async with await asyncio.start_server(answers, "127.0.0.1") as server:
-            port = server.sockets[0].getsockname()[1]
-            async with ExecutorClient(f"127.0.0.1:{port}") as client:
-                with pytest.raises(TransportError) as caught:
-                    await client.health()
-                assert "TLS" not in caught.value.message and "tls" not in caught.value.metadata
-    async with ExecutorClient(f"127.0.0.1:{port}") as client:
-        with pytest.raises(TransportError) as caught:
-            await client.health()
-        assert "tls" not in caught.value.metadata
+            await ask(port := server.sockets[0].getsockname()[1])
+    await ask(port)
 
 
 @pytest.mark.parametrize("says", [b"\x15\x03\x03\x00\x02\x02\x28", b"\x16\x03\x03\x00\x7a"])
@@ -346,8 +271,5 @@ async def test_an_alert_is_an_answer_of_tls_too(says: bytes) -> None:
         port = server.sockets[0].getsockname()[1]
         closed = TransportError(f"failed to connect to all addresses; last error: ipv4:127.0.0.1:{port}: Socket closed")
         assert (await with_hint(closed, Deadline.after(20), encrypted=False)).metadata == {"tls": "expected"}
-        for untouched in (
-            await with_hint(closed, Deadline.after(20), encrypted=True),
-            await with_hint(closed, Deadline.after(0), encrypted=False),
-        ):
-            assert untouched is closed
+        assert await with_hint(closed, Deadline.after(20), encrypted=True) is closed
+        assert await with_hint(closed, Deadline.after(0), encrypted=False) is closed

@@ -15,7 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tests.serving import serve_identity
+import pytest
+
+from tests.support.serving import serve_identity
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,14 +61,42 @@ def run(*commands: tuple[str, ...]) -> list[tuple[Any, str, str]]:
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
-async def test_commands_that_ask_a_server_need_only_the_client() -> None:
-    async with serve_identity() as served:
-        at = ("--target", served.target)
-        bench = ("bench", *at, "--steps", "4", "--warmup", "0", "--context", "8")
-        asked = (("health", *at), ("info", *at), ("status", *at, "--json"), ("generate", *at, "ab"), bench)
-        found = await asyncio.to_thread(run, *asked)
-    assert [(status, err) for status, _, err in found] == [(0, "")] * len(asked)
-    health, info, status, generate, measured = (out for _, out, _ in found)
+Found = dict[str, tuple[Any, str, str]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each command has done, by its first words."""
+    tokenizer = tmp_path_factory.mktemp("folder") / "tokenizer.json"
+    tokenizer.write_text("{}")
+
+    async def ask() -> Found:
+        async with serve_identity() as served:
+            at = ("--target", served.target)
+            commands = {
+                "health": ("health", *at),
+                "info": ("info", *at),
+                "status": ("status", *at, "--json"),
+                "generate": ("generate", *at, "ab"),
+                "bench": ("bench", *at, "--steps", "4", "--warmup", "0", "--context", "8"),
+                "--version": ("--version",),
+                "--help": ("--help",),
+                "bench --help": ("bench", "--help"),
+                "worker --help": ("worker", "--help"),
+                "serve": ("serve", "demo", "--port", "0"),
+                "serve --help": ("serve", "--help"),
+                "generate --tokenizer": ("generate", *at, "ab", "--tokenizer", str(tokenizer)),
+                "worker smg": ("worker", "smg"),
+            }
+            return dict(zip(commands, await asyncio.to_thread(run, *commands.values()), strict=True))
+
+    return asyncio.run(ask())
+
+
+def test_commands_that_ask_a_server_need_only_the_client(found: Found) -> None:
+    asked = [found[each] for each in ("health", "info", "status", "generate", "bench")]
+    assert [(status, err) for status, _, err in asked] == [(0, "")] * len(asked)
+    health, info, status, generate, measured = (out for _, out, _ in asked)
     assert health == "SERVING\n"
     assert "identity" in info
     assert json.loads(status)["state"] == "SERVING"
@@ -74,24 +104,16 @@ async def test_commands_that_ask_a_server_need_only_the_client() -> None:
     assert "steps/s" in measured
 
 
-def test_help_and_version_need_only_the_client() -> None:
-    more = (("bench", "--help"), ("worker", "--help"))
-    (status, version, _), (helped, text, _), *details = run(("--version",), ("--help",), *more)
-    assert (status, helped, *(each for each, _, _ in details)) == (0, 0, 0, 0)
-    assert version.startswith("ferrum-rpc ")
-    assert all(name in text for name in ("serve", "info", "generate"))
+def test_help_and_version_need_only_the_client(found: Found) -> None:
+    assert [found[each][0] for each in ("--version", "--help", "bench --help", "worker --help")] == [0] * 4
+    assert found["--version"][1].startswith("ferrum-rpc ")
+    assert all(name in found["--help"][1] for name in ("serve", "info", "generate"))
 
 
-async def test_what_needs_the_extra_names_it_in_one_line(tmp_path: Path) -> None:
-    tokenizer = tmp_path / "tokenizer.json"
-    tokenizer.write_text("{}")
-    async with serve_identity() as served:
-        generate = ("generate", "--target", served.target, "ab", "--tokenizer", str(tokenizer))
-        commands = (("serve", "demo", "--port", "0"), ("serve", "--help"), generate)
-        found = await asyncio.to_thread(run, *commands, ("worker", "smg"))
-    worker, _, _ = found.pop()
-    assert "this needs smg_grpc_proto, which is not installed: pip install '.[smg]' in a checkout" in worker
-    for status, out, _ in found:
+def test_what_needs_the_extra_names_it_in_one_line(found: Found) -> None:
+    missing = "this needs smg_grpc_proto, which is not installed: pip install '.[smg]' in a checkout"
+    assert missing in found["worker smg"][0]
+    for status, out, _ in (found[each] for each in ("serve", "serve --help", "generate --tokenizer")):
         assert isinstance(status, str)  # `sys.exit` writes it to stderr, and the exit status is 1
         assert "pip install '.[server]' in a checkout" in status and "\n" not in status
         assert out == ""

@@ -8,19 +8,15 @@ import pytest
 
 from ferrum_rpc.client import ExecutorClient, PrefixIndex
 from ferrum_rpc.errors import DeadlineExceeded, NotSupported, TransportError
-from tests.faults.proxy import proxied
-from tests.serving import serve_identity
+from tests.support.clients import restarting
+from tests.support.serving import serve_identity
 
-BLOCK = 4
 PROMPT = list(range(30))
 
 
 async def test_an_index_goes_on_after_a_lost_connection_and_begins_anew_after_a_restart() -> None:
     async with (
-        serve_identity(block_size=BLOCK) as first,
-        serve_identity(block_size=BLOCK) as second,
-        proxied(first.target) as proxy,
-        ExecutorClient(proxy.target) as router,
+        restarting(session=False) as (first, second, proxy, router),
         ExecutorClient(first.target) as client,
         ExecutorClient(second.target) as other,
         client.sequence() as one,
@@ -47,8 +43,7 @@ async def test_an_index_goes_on_after_a_lost_connection_and_begins_anew_after_a_
                 assert not events.anew, "it goes on where it was"
 
             await another.prefill([5] * 9)
-            proxy.upstream = second.target
-            proxy.reset_all()
+            proxy.lead_to(second.target)
             while not events.anew:
                 index.apply(events := await anext(watch))
             assert not events.gap

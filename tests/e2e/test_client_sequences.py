@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,28 +15,26 @@ from ferrum_rpc.client import (
     ExecutorClient,
     ExecutorState,
     FullLogits,
-    Greedy,
     Health,
     OutputSpec,
     Positions,
-    RowDType,
-    SelectedTokens,
-    Sequence,
     SequenceMisuseError,
-    TopTokens,
 )
-from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.client.client import connection_of
 from ferrum_rpc.errors import (
     ContextLengthExceeded,
-    HandleReleased,
     InstanceMismatch,
     InvalidRequest,
     KvBlocksExhausted,
     NotSupported,
+    StepFailed,
     TruncateBeyondLength,
 )
-from tests.identity_oracle import OracleConfig, identity_logits
-from tests.serving import Served, serve_identity, serve_model
+from ferrum_rpc.failpoints import Failpoints, parse_failpoints
+from tests.support.clients import BOTH_WAYS
+from tests.support.identity_oracle import OracleConfig, identity_logits
+from tests.support.serving import Served, serve_identity
+from tests.support.waiting import until
 
 ORACLE = OracleConfig(positional=True)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
@@ -69,47 +68,6 @@ def assert_close(rows: np.ndarray, tokens: list[int], positions: list[int] | Non
 # --- lengths and rows -----------------------------------------------------------------------------------------------
 
 
-async def test_every_token_fed_is_one_more_in_the_cache_and_every_change_one_version_on(client: ExecutorClient) -> None:
-    async with client.sequence() as sequence:
-        assert (sequence.length, sequence.version, sequence.handle) == (0, 0, None)
-        answer = await sequence.prefill(PROMPT)
-        assert sequence.length == answer.length == len(PROMPT)
-        versions = [sequence.version]
-        for step in range(3):
-            answer = await sequence.decode(answer.token)
-            assert answer.length == len(PROMPT) + step + 1
-            versions.append(sequence.version)
-        await sequence.truncate(4)
-        assert sequence.length == 4
-        versions.append(sequence.version)
-        assert versions == sorted(set(versions))
-
-
-async def test_rows_of_every_kind_tell_the_same_story(client: ExecutorClient) -> None:
-    async with client.sequence() as sequence:
-        [row] = (await sequence.prefill(PROMPT, FullLogits())).logits
-        assert_close(row[None], PROMPT, [len(PROMPT) - 1])
-        last, again = PROMPT[-1], len(PROMPT) - 1
-        logsumexp = np.log(np.exp(row.astype(np.float64)).sum())
-
-        greedy = await sequence.decode(last, Greedy(logprob=True), truncate_to=again)
-        assert greedy.token == row.argmax()
-        np.testing.assert_allclose(greedy.logprobs, [row.max() - logsumexp], atol=1e-5)
-
-        top = (await sequence.decode(last, TopTokens(5), truncate_to=again)).top_tokens
-        assert top.token_ids[0].tolist() == sorted(range(256), key=lambda each: (-row[each], each))[:5]
-        np.testing.assert_allclose(top.logits[0], row[top.token_ids[0]], atol=1e-6)
-        np.testing.assert_allclose(top.logsumexp, [logsumexp], atol=1e-5)
-
-        selected = (await sequence.decode(last, SelectedTokens((9, 0, 9)), truncate_to=again)).selected
-        np.testing.assert_allclose(selected.logits[0], row[[9, 0, 9]], atol=1e-6)
-
-        for dtype, error in ((RowDType.F16, 1e-3), (RowDType.BF16, 8e-3)):
-            short = (await sequence.decode(last, FullLogits(dtype), truncate_to=again)).logits
-            assert short.dtype == np.float32
-            np.testing.assert_allclose(short[0], row, rtol=error, atol=error)
-
-
 async def test_a_prompt_longer_than_a_call_goes_in_chunks_and_asks_for_rows_once(client: ExecutorClient) -> None:
     prompt = [(7 * at) % 256 for at in range(50)]
     before = (await client.status()).counters
@@ -118,21 +76,6 @@ async def test_a_prompt_longer_than_a_call_goes_in_chunks_and_asks_for_rows_once
         after = (await client.status()).counters
         assert (after.steps - before.steps, after.rows - before.rows) == (4, 1)
         assert_close(answer.logits, prompt, [49])
-
-
-@pytest.mark.parametrize("chunk", [None, 1, 3, 16])
-async def test_all_positions_of_a_chunked_prompt_come_as_if_in_one(client: ExecutorClient, chunk: int | None) -> None:
-    prompt = [(5 * at) % 256 for at in range(20)]
-    async with client.sequence() as sequence:
-        answer = await sequence.prefill(prompt, OutputSpec(ALL, FullLogits()), chunk=chunk)
-        assert_close(answer.logits, prompt)
-
-
-async def test_a_prompt_without_rows_can_still_be_fed(client: ExecutorClient) -> None:
-    async with client.sequence() as sequence:
-        answer = await sequence.prefill(PROMPT, OutputSpec(Positions.NONE))
-        assert answer.rows is None
-        assert (await sequence.decode(7, FullLogits())).length == len(PROMPT) + 1
 
 
 async def test_rows_too_large_for_one_message_are_fetched_in_smaller_chunks() -> None:
@@ -144,55 +87,6 @@ async def test_rows_too_large_for_one_message_are_fetched_in_smaller_chunks() ->
     ):
         answer = await sequence.prefill(range(40), OutputSpec(ALL, FullLogits()))
         assert_close(answer.logits, list(range(40)))
-
-
-async def test_verify_yields_the_rows_that_decoding_one_by_one_would(client: ExecutorClient) -> None:
-    draft = [8, 0, 255, 8]
-    async with client.sequence() as one, client.sequence() as other:
-        await one.prefill(PROMPT)
-        await other.prefill(PROMPT)
-        rows = (await one.verify(draft, FullLogits())).logits
-        singles = [(await other.decode(token, FullLogits())).logits[0] for token in draft]
-        np.testing.assert_allclose(rows, np.stack(singles), atol=1e-6)
-        assert one.length == other.length == len(PROMPT) + len(draft)
-
-
-async def test_what_is_rolled_back_leaves_no_trace(client: ExecutorClient) -> None:
-    async with client.sequence() as sequence:
-        await sequence.prefill(PROMPT)
-        await sequence.verify([11, 12, 13])
-        answer = await sequence.decode(42, FullLogits(), truncate_to=7)
-        assert_close(answer.logits, [*PROMPT[:7], 42], [7])
-        await sequence.truncate(3)
-        answer = await sequence.prefill([1, 2], FullLogits())
-        assert_close(answer.logits, [*PROMPT[:3], 1, 2], [4])
-
-
-async def test_forks_share_the_past_and_not_the_future(client: ExecutorClient) -> None:
-    async with client.sequence(keep_tokens=True) as parent:
-        await parent.prefill(PROMPT)
-        version = parent.version
-        one, two = await parent.fork(2, at=6)
-        assert (parent.version, parent.length) == (version, len(PROMPT))
-        async with one, two:
-            assert one.tokens == two.tokens == PROMPT[:6]
-            for sequence, token in ((one, 100), (two, 200)):
-                answer = await sequence.decode(token, FullLogits())
-                assert_close(answer.logits, [*PROMPT[:6], token], [6])
-            answer = await parent.decode(50, FullLogits())
-            assert_close(answer.logits, [*PROMPT, 50], [len(PROMPT)])
-        assert await live(client) == 1
-
-
-async def test_reserved_blocks_are_there_when_they_are_needed(client: ExecutorClient) -> None:
-    async with client.sequence() as careful, client.sequence() as greedy:
-        await careful.prefill([1])
-        await careful.reserve(60)
-        with pytest.raises(KvBlocksExhausted):
-            await greedy.prefill([0] * 200)
-        for token in range(60):
-            await careful.decode(token)
-        assert careful.length == 61
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
@@ -237,7 +131,8 @@ async def test_a_sequence_in_use_refuses_a_second_call_before_anything_is_sent(c
         calls = (await client.status()).counters.steps
         first = asyncio.ensure_future(sequence.decode(1))
         await asyncio.sleep(0)
-        for second in (sequence.decode(2), sequence.truncate(1), sequence.fork(), client.forward([sequence.item([2])])):
+        calls_beside = (sequence.decode(2), sequence.truncate(1), sequence.fork(), sequence.release())
+        for second in (*calls_beside, client.forward([sequence.item([2])])):
             with pytest.raises(SequenceMisuseError, match="while decode is in flight"):
                 await second
         await first
@@ -255,75 +150,45 @@ async def test_a_sequence_that_holds_nothing_must_be_prefilled_first(client: Exe
 # --- release --------------------------------------------------------------------------------------------------------
 
 
-class BodyError(Exception):
-    """What a scheduler's own code raises."""
+ENDINGS: dict[str, type] = {
+    "released twice": type(None),
+    "an error": ZeroDivisionError,
+    "a refusal": InvalidRequest,
+    "a time-out": TimeoutError,
+    "a cancel": asyncio.CancelledError,
+}
 
 
-async def ok(sequence: Sequence) -> None:
-    await sequence.decode(1)
-
-
-async def error_in_the_body(sequence: Sequence) -> None:
-    raise BodyError
-
-
-async def refusal_in_the_body(sequence: Sequence) -> None:
-    await sequence.decode(999)
-
-
-async def time_out_in_the_body(sequence: Sequence) -> None:
-    async with asyncio.timeout(0):
-        await sequence.decode(1)
-
-
-async def released_in_the_body(sequence: Sequence) -> None:
-    await sequence.release()
-    await sequence.release()
-
-
-ENDINGS: list[tuple[Callable[[Sequence], Awaitable[None]], type[BaseException] | None]] = [
-    (ok, None),
-    (error_in_the_body, BodyError),
-    (refusal_in_the_body, InvalidRequest),
-    (time_out_in_the_body, TimeoutError),
-    (released_in_the_body, None),
-]
-
-
-@pytest.mark.parametrize(("body", "error"), ENDINGS)
-async def test_a_sequence_is_released_however_its_body_ends(
-    client: ExecutorClient, body: Callable[[Sequence], Awaitable[None]], error: type[BaseException] | None
-) -> None:
-    async def use() -> None:
-        async with client.sequence() as sequence:
-            await sequence.prefill(PROMPT)
-            await body(sequence)
-
-    if error is None:
-        await use()
-    else:
-        with pytest.raises(error):
-            await use()
-    status = await client.status()
-    assert status.pressure.sequences == 0
-    assert status.pressure.free_blocks == status.pressure.total_blocks
-
-
-async def test_a_cancelled_task_still_releases_its_sequence(client: ExecutorClient) -> None:
+@pytest.mark.parametrize("how", ENDINGS)
+async def test_a_sequence_is_released_however_its_body_ends(client: ExecutorClient, how: str) -> None:
     fed = asyncio.Event()
 
     async def use() -> None:
         async with client.sequence() as sequence:
             await sequence.prefill(PROMPT)
             fed.set()
-            await asyncio.Event().wait()
+            match how:
+                case "released twice":
+                    await sequence.release()
+                    await sequence.release()
+                case "an error":
+                    raise ZeroDivisionError
+                case "a refusal":
+                    await sequence.decode(999)
+                case "a time-out":
+                    async with asyncio.timeout(0):
+                        await sequence.decode(1)
+                case _:
+                    await asyncio.Event().wait()
 
     task = asyncio.create_task(use())
     await fed.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert await live(client) == 0
+    if how == "a cancel":
+        task.cancel()
+    [outcome] = await asyncio.gather(task, return_exceptions=True)
+    assert type(outcome) is ENDINGS[how]
+    pressure = (await client.status()).pressure
+    assert (pressure.sequences, pressure.free_blocks) == (0, pressure.total_blocks)
 
 
 async def test_a_task_cancelled_during_its_release_does_not_stop_it(served: Served) -> None:
@@ -339,18 +204,8 @@ async def test_a_task_cancelled_during_its_release_does_not_stop_it(served: Serv
         assert await live(other) == 0
 
 
-async def test_leaving_the_client_releases_what_is_still_live(served: Served) -> None:
-    async with ExecutorClient(served.target) as client:
-        for _ in range(3):
-            await client.sequence().prefill(PROMPT)
-        client.sequence()
-        assert await live(client) == 3
-    async with ExecutorClient(served.target) as other:
-        assert await live(other) == 0
-
-
 async def test_a_client_remembers_only_sequences_that_the_executor_may_hold(client: ExecutorClient) -> None:
-    live = client._connection.live
+    live = connection_of(client).live
     for _ in range(5):
         client.sequence()
         with pytest.raises(InvalidRequest):
@@ -363,13 +218,26 @@ async def test_a_client_remembers_only_sequences_that_the_executor_may_hold(clie
     assert not live
 
 
-async def test_releasing_what_is_gone_already_is_success(served: Served, client: ExecutorClient) -> None:
-    sequence = client.sequence()
-    await sequence.prefill(PROMPT)
-    assert await client.reset() == 1
-    with pytest.raises(HandleReleased):
-        await sequence.decode(1)
-    await sequence.release()
+@BOTH_WAYS
+@pytest.mark.parametrize("again", ["by its own", "by another's", "by the client's end"])
+async def test_a_release_that_failed_is_made_again(session: bool, again: str) -> None:
+    async with serve_identity(failpoints=Failpoints(parse_failpoints("release=error@1"))) as served:
+        live = served.server.state.handles.live
+        async with ExecutorClient(served.target, session=session, lease=None) as client:
+            sequence = client.sequence()
+            await sequence.prefill(PROMPT)
+            with pytest.raises(StepFailed):
+                await sequence.release()
+            assert len(live) == 1
+            if again == "by its own":
+                await sequence.release()
+                assert not live
+                await sequence.release()
+            elif again == "by another's":
+                async with client.sequence() as other:
+                    await other.prefill(PROMPT)
+                await until(lambda: not live)
+        await until(lambda: not live)
 
 
 async def test_a_released_sequence_cannot_be_used(client: ExecutorClient) -> None:
@@ -383,53 +251,20 @@ async def test_a_released_sequence_cannot_be_used(client: ExecutorClient) -> Non
         sequence.item([1])
 
 
-async def test_a_sequence_in_use_is_not_released_by_mistake(client: ExecutorClient) -> None:
-    async with client.sequence() as sequence:
-        call = asyncio.ensure_future(sequence.prefill(PROMPT))
-        await asyncio.sleep(0)
-        with pytest.raises(SequenceMisuseError, match="release while prefill is in flight"):
-            await sequence.release()
-        assert (await call).length == len(PROMPT)
-
-
 # --- rebuilding -----------------------------------------------------------------------------------------------------
-
-
-async def generate(sequence: Sequence, token: int, steps: int) -> list[int]:
-    out = []
-    for _ in range(steps):
-        token = (await sequence.decode(token)).token
-        out.append(token)
-    return out
-
-
-async def test_a_lost_sequence_is_rebuilt_from_its_tokens_and_goes_on_the_same(client: ExecutorClient) -> None:
-    async with client.sequence() as whole:
-        first = (await whole.prefill(PROMPT)).token
-        expected = await generate(whole, first, 12)
-    async with client.sequence(keep_tokens=True) as sequence:
-        assert (await sequence.prefill(PROMPT)).token == first
-        half = await generate(sequence, first, 6)
-        await client.reset()
-        with pytest.raises(HandleReleased):
-            await sequence.decode(half[-1])
-        await sequence.rebuild()
-        assert sequence.tokens == [*PROMPT, first, *half[:-1]]
-        assert half + await generate(sequence, half[-1], 6) == expected
 
 
 async def test_rebuild_takes_tokens_from_a_caller_who_keeps_them_and_answers_their_row(client: ExecutorClient) -> None:
     async with client.sequence() as sequence:
-        await sequence.prefill([1, 2, 3])
-        answer = await sequence.rebuild(PROMPT, FullLogits())
-        assert_close(answer.logits, PROMPT, [len(PROMPT) - 1])
-        assert await live(client) == 1, "the old one was released"
+        for _ in range(2):  # a sequence can begin so
+            answer = await sequence.rebuild(PROMPT, FullLogits())
+            assert_close(answer.logits, PROMPT, [len(PROMPT) - 1])
+            assert await live(client) == 1, "the old one was released"
         with pytest.raises(SequenceMisuseError, match="keep_tokens"):
             await sequence.rebuild()
 
 
-Operation = Callable[[Sequence], Awaitable[object]]
-SURVIVORS: dict[str, Operation] = {
+SURVIVORS: dict[str, Any] = {
     "prefill": lambda sequence: sequence.prefill([7, 8]),
     "long prefill": lambda sequence: sequence.prefill(range(40)),
     "decode": lambda sequence: sequence.decode(7),
@@ -442,9 +277,7 @@ SURVIVORS: dict[str, Operation] = {
 
 
 @pytest.mark.parametrize("name", SURVIVORS)
-async def test_a_sequence_with_the_rebuild_policy_survives_its_loss_in_any_call(
-    client: ExecutorClient, name: str
-) -> None:
+async def test_a_sequence_with_the_rebuild_policy_survives_its_loss_in_any_call(client, name) -> None:
     rows = []
     for lose in (False, True):
         async with client.sequence(rebuild=True) as sequence:
@@ -506,20 +339,6 @@ async def test_an_explicit_rebuild_that_finds_no_room_can_be_repeated(client: Ex
         assert_close(answer.logits, [*range(100), 7], [100])
 
 
-async def test_a_sequence_can_begin_with_a_rebuild(client: ExecutorClient) -> None:
-    async with client.sequence() as sequence:
-        answer = await sequence.rebuild(PROMPT, FullLogits())
-        assert_close(answer.logits, PROMPT, [len(PROMPT) - 1])
-
-
-async def test_a_sequence_without_the_policy_says_that_it_is_lost(client: ExecutorClient) -> None:
-    async with client.sequence(keep_tokens=True) as sequence:
-        await sequence.prefill(PROMPT)
-        await client.reset()
-        with pytest.raises(HandleReleased):
-            await sequence.decode(1)
-
-
 # --- the executor ---------------------------------------------------------------------------------------------------
 
 
@@ -552,10 +371,8 @@ async def test_every_answer_tells_pressure_and_timing_and_the_client_keeps_the_l
         answer = await sequence.prefill(PROMPT)
         assert answer.pressure is client.pressure
         assert answer.pressure.free_blocks == 64 - 3
-        assert answer.timing is not None
         assert (answer.timing.step, answer.timing.tokens, answer.timing.sequences) == (1, len(PROMPT), 1)
         assert answer.timing.forward_s > 0
-    assert client.pressure is not None
     assert client.pressure.free_blocks == 64
 
 
@@ -570,9 +387,7 @@ async def test_health_warmup_and_reset_reach_the_executor(client: ExecutorClient
     assert await client.reset(instance_id=(await client.info()).instance_id) == 0
 
 
-async def test_the_live_sequences_are_listed_page_by_page(
-    client: ExecutorClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_live_sequences_are_listed_page_by_page(client, monkeypatch) -> None:
     monkeypatch.setattr("ferrum_rpc.service.control.LIST_PAGE", 2)
     assert await client.list_sequences() == []
     sequences = [client.sequence() for _ in range(5)]
@@ -588,17 +403,7 @@ async def test_the_live_sequences_are_listed_page_by_page(
     assert await client.list_sequences() == []
 
 
-async def test_a_drain_is_asked_for_where_it_is_offered(client: ExecutorClient) -> None:
-    if Capability.DRAIN in (await client.info()).capabilities:
-        assert await client.drain(1.5) is ExecutorState.DRAINING
-    else:
-        with pytest.raises(NotSupported):
-            await client.drain(1.5)
-
-
-async def test_an_executor_that_needs_newer_clients_is_refused(
-    client: ExecutorClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_executor_that_needs_newer_clients_is_refused(client, monkeypatch) -> None:
     monkeypatch.setattr("ferrum_rpc.client.context.SCHEMA_REVISION", 0)
     with pytest.raises(NotSupported, match="needs clients of schema revision"):
         await client.info()
@@ -613,22 +418,3 @@ async def test_a_client_must_be_open(served: Served) -> None:
         with pytest.raises(RuntimeError, match="open already"):
             await client.__aenter__()
     await client.close()
-
-
-async def test_an_eight_bit_cache_is_told_and_answers_nearly_as_an_exact_one() -> None:
-    config = ModelSettings("identity", device="cpu", kv_dtype="int8", kv_blocks=64, block_size=4)
-    async with serve_model(config) as served, ExecutorClient(served.target) as client:
-        info = await client.info()
-        assert (info.model.kv_dtype, info.model.kv_bytes_per_token) == ("int8", 2 * 2 * 4 * (8 + 4))
-        assert "kv_dtype=int8" in dict(info.device.choices)
-        async with client.sequence() as sequence:
-            await sequence.prefill(PROMPT)
-            [child] = await sequence.fork(1)
-            async with child:
-                single = [(await child.decode(token, FullLogits())).logits[0] for token in (8, 0)]
-                drafted = (await sequence.verify([8, 0], FullLogits(), truncate_to=len(PROMPT))).logits
-            assert np.array_equal(drafted, np.stack(single)) or info.limits.exact_span_tokens == 0
-            again = (await sequence.decode(42, FullLogits(), truncate_to=7)).logits
-        for rows, tokens in ((drafted, [*PROMPT, 8, 0]), (again, [*PROMPT[:7], 42])):
-            exact = identity_logits(tokens, None, OracleConfig())[-len(rows) :]
-            assert 0 < np.abs(rows - exact).max() < 0.01

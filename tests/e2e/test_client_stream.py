@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -29,59 +28,55 @@ from ferrum_rpc.client import (
     Sequence,
     StreamToken,
 )
+from ferrum_rpc.client.client import connection_of
 from ferrum_rpc.client.pace import FIRST_RUN
-from tests.e2e.test_client_faults import proxied as lossy
-from tests.serving import Gate, Served, serve_identity
+from ferrum_rpc.client.sequence import sender_of
+from tests.support.clients import BOTH_WAYS, PROMPT, believe, connected, losing, requests, text, without
+from tests.support.serving import Gate
 
-PROMPT = [3, 1, 4, 1, 5]
 CHOSEN = (7, 200, 3)
 BESIDE = RowLogprobs(4, CHOSEN)
 SAMPLE = Sample(temperature=3.0, seed=5, repetition_penalty=1.3, logprob=True, logprobs=BESIDE)
 GREEDY = Greedy(logprob=True, logprobs=BESIDE)
 
-BOTH_WAYS = pytest.mark.parametrize("session", [False, True], ids=["unary", "session"])
-EACH_KIND = pytest.mark.parametrize("output", [SAMPLE, GREEDY], ids=["sample", "greedy"])
+KINDS = {"sample": SAMPLE, "greedy": GREEDY}
+LACKS: dict[str, tuple[Capability, ...]] = {
+    "runs": (),
+    "no followers": (Capability.FOLLOW,),
+    "steps": (Capability.RUN,),
+}
 
 
-@dataclass(frozen=True)
-class Expected:
-    """A token by single calls, with what was asked for beside it."""
+def each_way(*named: tuple[bool, str, str]) -> pytest.MarkDecorator:
+    """A test by these ways to send, kinds of output and executors: any two of them stand together once."""
+    chosen = [(session, KINDS[kind], LACKS[lacks]) for session, kind, lacks in named]
+    ids = [f"{kind}-{lacks}-{'session' if session else 'unary'}" for session, kind, lacks in named]
+    return pytest.mark.parametrize(("session", "output", "missing"), chosen, ids=ids)
+
+
+class Fact(NamedTuple):
+    """A token, with what was asked for beside it."""
 
     token: int
-    logprob: float
-    top: list[tuple[int, float]]
+    logprob: float | None
+    top: list[list[int] | list[float]]
     selected: list[float]
 
-    def same_as(self, found: StreamToken) -> bool:
-        assert found.top_logprobs is not None and found.selected_logprobs is not None
-        assert found.top_logprobs.token_ids.shape == found.top_logprobs.logprobs.shape == (BESIDE.top_k,)
-        top = list(zip(found.top_logprobs.token_ids.tolist(), found.top_logprobs.logprobs.tolist(), strict=True))
-        same = Expected(found.token, found.logprob or 0.0, top, found.selected_logprobs.tolist())
-        return self == same
+
+def fact(found: StreamToken) -> Fact:
+    assert found.top_logprobs is not None and found.selected_logprobs is not None
+    top = [each.tolist() for each in found.top_logprobs]
+    return Fact(found.token, found.logprob, top, found.selected_logprobs.tolist())
 
 
-@asynccontextmanager
-async def connected(session: bool = True, **options: Any) -> AsyncIterator[tuple[Served, ExecutorClient]]:
-    async with (
-        serve_identity(**{"kv_blocks": 1024, "positional": True, **options}) as served,
-        ExecutorClient(served.target, session=session) as client,
-    ):
-        yield served, client
-        await served.check()
-
-
-async def by_hand(
-    client: ExecutorClient, count: int, output: Any = SAMPLE, prompt: list[int] = PROMPT
-) -> list[Expected]:
+async def by_hand(client: ExecutorClient, count: int, output: Any = SAMPLE) -> list[Fact]:
     """What single calls give."""
-    found = list[Expected]()
+    found = list[Fact]()
     async with client.sequence() as sequence:
         while len(found) < count:
-            answer = await (sequence.decode(found[-1].token, output) if found else sequence.prefill(prompt, output))
-            [best], [theirs] = map(np.ndarray.tolist, answer.top_logprobs)
-            top = list(zip(best, theirs, strict=True))
-            [selected] = answer.selected_logprobs.tolist()
-            found.append(Expected(answer.token, float(answer.logprobs[0]), top, selected))
+            answer = await (sequence.decode(found[-1].token, output) if found else sequence.prefill(PROMPT, output))
+            top = [each[0].tolist() for each in answer.top_logprobs]
+            found.append(Fact(answer.token, answer.logprobs.tolist()[0], top, answer.selected_logprobs.tolist()[0]))
     return found
 
 
@@ -89,52 +84,36 @@ async def taken(sequence: Sequence, tokens: list[int], count: int | None = None,
     return [each async for each in sequence.stream(tokens, max_tokens=count, **{"output": SAMPLE, **options})]
 
 
-def agree(found: list[StreamToken], expected: list[Expected]) -> bool:
-    return len(found) == len(expected) and all(a.same_as(b) for a, b in zip(expected, found, strict=True))
-
-
-def without(client: ExecutorClient, *missing: Capability) -> None:
-    """The executor that the client knows lacks some capabilities."""
-    info = client._context.known_info
-    assert info is not None
-    client._context.known_info = replace(info, capabilities=info.capabilities - set(missing))
-
-
-async def requests(client: ExecutorClient) -> int:
-    """Items that the executor was asked for."""
-    names = ("Session", "Prefill", "Decode")
-    return sum(each.items for each in (await client.status()).methods if each.method.endswith(names))
+def agree(found: list[StreamToken], expected: list[Fact]) -> bool:
+    return list(map(fact, found)) == expected
 
 
 # --- what it yields ---------------------------------------------------------------------------------------------------
 
 
-@BOTH_WAYS
-@EACH_KIND
-@pytest.mark.parametrize(
-    "missing", [(), (Capability.FOLLOW,), (Capability.RUN,)], ids=["runs", "no followers", "steps"]
+@each_way(
+    (True, "sample", "runs"),
+    (False, "greedy", "runs"),
+    (True, "greedy", "no followers"),
+    (False, "sample", "no followers"),
+    (True, "greedy", "steps"),
+    (False, "sample", "steps"),
 )
-async def test_a_stream_has_the_tokens_and_log_probabilities_of_single_calls(
-    session: bool, output: Any, missing: tuple[Capability, ...]
-) -> None:
-    async with connected(session, max_context=96) as (_, client):
-        expected = await by_hand(client, 92, output)
+async def test_a_stream_has_the_tokens_and_log_probabilities_of_single_calls(session, output, missing) -> None:
+    async with connected(session, max_context=64) as (_, client):
+        expected = await by_hand(client, 60, output)
         without(client, *missing)
-        for count, reason in (
-            (1, FinishReason.LENGTH),
-            (5, FinishReason.LENGTH),
-            (33, FinishReason.LENGTH),
-            (None, FinishReason.CONTEXT),
-        ):
+        for count in (1, 5, 33, None):
+            reason = FinishReason.CONTEXT if count is None else FinishReason.LENGTH
             async with client.sequence(keep_tokens=True) as sequence:
                 found = await taken(sequence, PROMPT, count, output=output, stop=())
-                assert agree(found, expected[: count or 92])
+                assert agree(found, expected[: count or 60])
                 assert [each.finish_reason for each in found] == [None] * (len(found) - 1) + [reason]
-                assert sequence.length == len(PROMPT) + len(found) - 1 and sequence._sender.prefetcher is None
+                assert sequence.tokens == (PROMPT + [each.token for each in found])[: sequence.length]
+                assert sequence.length == len(PROMPT) + len(found) - 1 and sender_of(sequence).prefetcher is None
                 assert not found[-1].more
-        async with client.sequence() as sequence:
-            ids = [each async for each in sequence.generate(PROMPT, output=output, stop=())]
-            assert ids == [each.token for each in expected], "generate is a view of it"
+        ids = await text(client, PROMPT, None, output, stop=())
+        assert ids == [each.token for each in expected], "generate is a view of it"
 
 
 async def test_what_was_not_asked_for_is_none_and_arrays_are_read_only() -> None:
@@ -163,7 +142,7 @@ async def test_the_first_token_has_the_cached_tokens_of_the_whole_prompt(session
 
 async def test_more_says_what_can_be_read_without_waiting() -> None:
     gate = Gate("forward")
-    async with serve_identity(stage=gate, positional=True) as served, ExecutorClient(served.target) as client:
+    async with connected(session=False, stage=gate) as (_, client):
         sequence = client.sequence()
         async with aclosing(sequence.stream(PROMPT, stop=())) as stream:
             first = await anext(stream)
@@ -178,13 +157,15 @@ async def test_more_says_what_can_be_read_without_waiting() -> None:
 # --- how it ends ------------------------------------------------------------------------------------------------------
 
 
-@BOTH_WAYS
-@EACH_KIND
-async def test_a_stop_token_is_reported_and_not_fed(session: bool, output: Any) -> None:
+@each_way((True, "sample", "runs"), (False, "greedy", "runs"), (False, "sample", "runs"), (True, "greedy", "runs"))
+async def test_a_stop_token_is_reported_and_not_fed(session, output, missing) -> None:
     async with connected(session) as (_, client):
         expected = await by_hand(client, 60, output)
-        for end in sorted({each.token for each in expected}):
-            first = [each.token for each in expected].index(end)
+        without(client, *missing)
+        tokens = [each.token for each in expected]
+        firsts = sorted({tokens.index(each) for each in tokens})
+        for first in firsts[:8] + firsts[8::7]:  # ends of all short runs, and some of long ones
+            end = tokens[first]
             async with client.sequence(keep_tokens=True) as sequence:
                 found = await taken(sequence, PROMPT, 60, output=output, stop=[end, 10**6])
                 assert agree(found, expected[: first + 1])
@@ -192,6 +173,8 @@ async def test_a_stop_token_is_reported_and_not_fed(session: bool, output: Any) 
                 assert sequence.tokens == PROMPT + [each.token for each in expected[:first]]
                 on = await taken(sequence, [end], 3, output=output, stop=())
                 assert agree(on, expected[first + 1 : first + 4]) or first > 56
+            ids = await text(client, PROMPT, 60, output, stop=[end])
+            assert ids == tokens[:first], "generate does not yield it"
 
 
 async def test_the_reason_that_comes_first_counts_and_a_stop_comes_before_a_length() -> None:
@@ -208,22 +191,6 @@ async def test_the_reason_that_comes_first_counts_and_a_stop_comes_before_a_leng
             found = await taken(client.sequence(), PROMPT, count, stop=stop)
             assert [each.token for each in found] == expected[:length]
             assert found[-1].finish_reason is reason
-
-
-@BOTH_WAYS
-async def test_a_stream_is_left_at_any_token_and_goes_on_from_there(session: bool) -> None:
-    async with connected(session) as (_, client):
-        expected = await by_hand(client, 40)
-        for after in range(1, 36):
-            sequence, found = client.sequence(keep_tokens=True), list[StreamToken]()
-            async with aclosing(sequence.stream(PROMPT, output=SAMPLE, stop=())) as stream:
-                while len(found) < after:
-                    found.append(await anext(stream))
-            assert sequence.tokens == PROMPT + [each.token for each in found[:-1]]
-            assert not sequence.in_doubt
-            found += await taken(sequence, [found[-1].token], 40 - after, stop=())
-            assert agree(found, expected)
-            await sequence.release()
 
 
 async def test_mistakes_are_refused_at_the_call() -> None:
@@ -246,15 +213,54 @@ async def test_mistakes_are_refused_at_the_call() -> None:
         assert sequence.handle is None
 
 
-# --- min_tokens -------------------------------------------------------------------------------------------------------
+@BOTH_WAYS
+async def test_without_a_bound_a_stream_ends_at_a_token_of_the_model_or_with_the_context(session: bool) -> None:
+    async with connected(session, max_context=48) as (_, client):
+        async with client.sequence() as sequence:
+            tokens = [each.token for each in await taken(sequence, PROMPT)]
+            assert sequence.length == 48, "the last row was computed, its token cannot be fed"
+            assert len(PROMPT) + len(tokens) == 49
+        end = next(token for token in tokens if token != tokens[0])
+        believe(client, model=replace((await client.info()).model, eos_token_ids=(end,)))
+        for stop, count in ((None, tokens.index(end) + 1), ((), 9)):
+            async with client.sequence() as sequence:
+                found = await taken(sequence, PROMPT, 9 if stop == () else None, stop=stop)
+                assert [each.token for each in found] == tokens[:count]
 
 
 @BOTH_WAYS
-@EACH_KIND
-@pytest.mark.parametrize("missing", [(), (Capability.RUN,)], ids=["runs", "steps"])
-async def test_no_stop_token_is_chosen_before_min_tokens(
-    session: bool, output: Any, missing: tuple[Capability, ...]
-) -> None:
+async def test_a_stream_cancelled_in_a_step_goes_on_from_its_last_token(session: bool) -> None:
+    gate = Gate("forward")
+    async with connected(session, stage=gate) as (served, client), client.sequence() as sequence:
+        expected = [each.token for each in await by_hand(client, 100)]
+        stream = sequence.generate(PROMPT, output=SAMPLE)
+        seen = [await anext(stream) for _ in range(3)]
+        gate.closed = True
+        [record] = served.server.state.handles.records()
+        held = asyncio.ensure_future(anext(stream))
+        while not (gate.reached.is_set() and record.version == sequence.version and not held.done()):
+            if held.done():
+                seen.append(held.result())
+                held = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+        held.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await held
+        gate.open()
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        assert sequence.in_doubt
+        assert sequence.length == len(PROMPT) + len(seen) - 1
+        seen += [each.token for each in await taken(sequence, seen[-1:], 3)]
+        assert seen == expected[: len(seen)]
+        assert (sequence.length, sequence.in_doubt) == (len(PROMPT) + len(seen) - 1, False)
+
+
+# --- min_tokens -------------------------------------------------------------------------------------------------------
+
+
+@each_way((True, "sample", "runs"), (False, "greedy", "runs"), (False, "sample", "steps"), (True, "greedy", "steps"))
+async def test_no_stop_token_is_chosen_before_min_tokens(session, output, missing) -> None:
     """The tokens are those of single calls with a mask that forbids the stop tokens, then of calls without it."""
     async with connected(session) as (_, client):
         free = [each.token for each in await by_hand(client, 12, output)]
@@ -319,8 +325,7 @@ async def test_own_biases_stay_before_min_tokens_and_too_many_stop_ids_are_refus
         async with client.sequence() as sequence:
             found = await taken(sequence, PROMPT, 6, min_tokens=3, stop=[11], output=biased)
         assert [each.token for each in found] == [12, 12, 12, 11]
-        info = await client.info()
-        client._context.known_info = replace(info, limits=replace(info.limits, max_biases=2))
+        believe(client, limits=replace((await client.info()).limits, max_biases=2))
         async with client.sequence() as sequence:
             with pytest.raises(InvalidRequest) as refused:
                 await taken(sequence, PROMPT, 6, min_tokens=3, stop=[1, 2, 3], output=Greedy())
@@ -328,13 +333,18 @@ async def test_own_biases_stay_before_min_tokens_and_too_many_stop_ids_are_refus
             assert len(await taken(sequence, PROMPT, 6, stop=[], min_tokens=3, output=Greedy())) == 6
 
 
+def steps_take(client: ExecutorClient, step_s: float) -> None:
+    """As if it had measured so."""
+    pace = connection_of(client).pace
+    pace.trip_s, pace.step_s = 0.0, step_s
+
+
 async def test_min_tokens_cost_one_request_more() -> None:
     async with connected() as (_, client):
         counts = []
         await taken(client.sequence(), PROMPT, 64)
         for least in (0, 40):
-            pace = client._connection.pace
-            pace.trip_s, pace.step_s = 0.0, 1e-9  # runs as long as they may be
+            steps_take(client, 1e-9)  # runs as long as they may be
             before = await requests(client)
             assert len(await taken(client.sequence(), PROMPT, 100, min_tokens=least, stop=[10**6])) == 100
             counts.append(await requests(client) - before)
@@ -348,11 +358,10 @@ async def test_min_tokens_cost_one_request_more() -> None:
 async def test_a_delay_bounds_the_length_of_runs(session: bool) -> None:
     async with connected(session) as (_, client):
         expected = await by_hand(client, 33)
-        pace = client._connection.pace
         for max_delay_s, step_s, most in ((0.0, 1.0, 1), (0.035, 0.01, 4), (0.3, 10.0, 1), (None, 1e-9, 32)):
             before = await requests(client)
-            pace.note = lambda *_: None  # type: ignore[method-assign]
-            pace.trip_s, pace.step_s = 0.0, step_s
+            connection_of(client).pace.note = lambda *_: None
+            steps_take(client, step_s)
             found = await taken(client.sequence(), PROMPT, 33, max_delay_s=max_delay_s)
             assert agree(found, expected)
             runs = await requests(client) - before
@@ -365,8 +374,7 @@ async def test_runs_are_no_longer_than_their_answers_may_be(session: bool) -> No
     """A run of the executor's limit with so many log-probabilities would be refused with `OutputTooLarge`."""
     async with connected(session, max_response_bytes=8000, max_session_response_bytes=9000) as (_, client):
         output = Greedy(logprob=True, logprobs=RowLogprobs(200))
-        pace = client._connection.pace
-        pace.trip_s, pace.step_s = 0.0, 1e-9
+        steps_take(client, 1e-9)
         async with client.sequence() as single:
             with pytest.raises(OutputTooLarge):
                 await single.prefill(PROMPT, output, run=Run(32))
@@ -377,20 +385,16 @@ async def test_runs_are_no_longer_than_their_answers_may_be(session: bool) -> No
 
 
 async def test_log_probabilities_survive_lost_replies_and_a_log_that_keeps_no_rows() -> None:
-    async with (
-        serve_identity(positional=True, kv_blocks=1024, replay_bytes=1) as served,
-        lossy(served.target) as (proxy, target),
-        ExecutorClient(served.target) as straight,
-    ):
-        expected = await by_hand(straight, 60)
-        async with ExecutorClient(target, resend=ResendPolicy(times=3, backoff_s=0)) as client:
-            for only in ("Prefill", "Decode"):
-                proxy.only, lost = only, proxy.lost
-                proxy.faults.extend(["lose", "", "refuse"] * 20)
-                async with client.sequence() as sequence:
-                    assert agree(await taken(sequence, PROMPT, 60), expected)
-                assert proxy.lost > lost
-                proxy.faults.clear()
+    about = {"resend": ResendPolicy(times=3, backoff_s=0)}
+    async with losing(about=about, kv_blocks=1024, replay_bytes=1) as (_, proxy, client):
+        expected = await by_hand(client, 60)
+        for only in ("Prefill", "Decode"):
+            proxy.only, lost = only, proxy.lost
+            proxy.faults.extend(["lose", "", "refuse"] * 20)
+            async with client.sequence() as sequence:
+                assert agree(await taken(sequence, PROMPT, 60), expected)
+            assert proxy.lost > lost
+            proxy.faults.clear()
 
 
 STEPS = st.lists(
@@ -406,9 +410,7 @@ STEPS = st.lists(
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(session=st.booleans(), steps=STEPS)
-def test_any_history_of_streams_and_calls_is_that_of_single_calls(
-    session: bool, steps: list[tuple[str, int, int]]
-) -> None:
+def test_any_history_of_streams_and_calls_is_that_of_single_calls(session, steps) -> None:
     """Whatever a stream computed ahead, the sequence is where its reader is, and what follows is the same."""
     asyncio.run(lived(session, steps))
 

@@ -1,11 +1,13 @@
-"""Sequences that a program moves to another executor, or to a file and back."""
+"""Sequences that a program moves to another executor, to a file and back, or parks at their executor."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +18,7 @@ import pytest
 import pytest_asyncio
 
 from ferrum_rpc.client import ExecutorClient, FullLogits, Sequence, SequenceMisuseError, transfer
-from ferrum_rpc.client import sync as sync_client
+from ferrum_rpc.client.client import connection_of
 from ferrum_rpc.client.info import Capability
 from ferrum_rpc.errors import (
     InstanceMismatch,
@@ -28,32 +30,34 @@ from ferrum_rpc.errors import (
     TransportError,
 )
 from ferrum_rpc.service import nixl
-from tests.service.nixl import Fabric
-from tests.service.transfers import overflow
-from tests.serving import Served, serve_identity
-from tests.wiring import until
+from ferrum_rpc.service.parked import ParkedFile
+from tests.support.clients import connected, without
+from tests.support.nixl import Fabric
+from tests.support.serving import Served
+from tests.support.transfers import overflow
+from tests.support.wiring import until
 
 PROMPT = [*range(60, 103)]
 
 
-@asynccontextmanager
-async def dialled(**options: Any) -> AsyncIterator[tuple[Served, ExecutorClient]]:
-    async with (
-        serve_identity(positional=True, **{"kv_blocks": 64, "max_context": 256, **options}) as served,
-        ExecutorClient(served.target) as client,
-    ):
-        yield served, client
+dialled = partial(connected, session=False, kv_blocks=64, max_context=256)
+There = tuple[Served, ExecutorClient, Served, ExecutorClient]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def there() -> AsyncIterator[tuple[Served, ExecutorClient, Served, ExecutorClient]]:
+async def two() -> AsyncIterator[There]:
     async with dialled() as one, dialled(max_request_bytes=16 << 10) as other:
         yield *one, *other
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="module")
+async def there(two: There) -> AsyncIterator[There]:
+    """Two executors and a client of each; nothing of a test is left at either."""
+    yield two
+    await nothing_left(two[0], two[2])
 
-There = tuple[Served, ExecutorClient, Served, ExecutorClient]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def fed(client: ExecutorClient, **options: Any) -> Sequence:
@@ -63,7 +67,7 @@ async def fed(client: ExecutorClient, **options: Any) -> Sequence:
 
 
 async def row(sequence: Sequence) -> np.ndarray:
-    return (await sequence.decode(9, FullLogits())).logits.copy()
+    return (await sequence.decode(9, FullLogits())).logits
 
 
 async def expected(client: ExecutorClient) -> np.ndarray:
@@ -79,19 +83,8 @@ async def nothing_left(*servers: Served) -> None:
 
 
 async def test_a_sequence_moves_and_goes_on_there_and_the_source_is_free(there: There) -> None:
-    here, client, away, other = there
-    source, target = await fed(client), other.sequence(keep_tokens=True)
-    async with target:
-        await source.move_to(target)
-        assert source.released and (target.length, target.version) == (len(PROMPT), 1)
-        assert target.tokens == PROMPT
-        np.testing.assert_array_equal(await row(target), await expected(client))
-    await nothing_left(here, away)
-
-
-async def test_a_move_reads_each_export_to_its_end(there: There) -> None:
-    """The executor counts one that is cancelled before its trailer as a failed transfer."""
-    here, client, away, other = there
+    """Each export is read to its end: the executor counts one that is cancelled before its trailer as failed."""
+    _, client, _, other = there
     export, begun, ended = transfer.exported, [], []
 
     async def exported(*given: Any) -> AsyncIterator[bytes]:
@@ -100,17 +93,18 @@ async def test_a_move_reads_each_export_to_its_end(there: There) -> None:
             yield frame
         ended.append(given)
 
-    source, target = await fed(client), other.sequence()
+    source, target = await fed(client), other.sequence(keep_tokens=True)
     async with target:
         with mock.patch.object(transfer, "exported", exported):
             await source.move_to(target)
+        assert source.released and (target.length, target.version, target.tokens) == (len(PROMPT), 1, PROMPT)
+        np.testing.assert_array_equal(await row(target), await expected(client))
     assert begun == ended and len(begun) == 2
-    await nothing_left(here, away)
 
 
 @pytest.mark.parametrize("side", ["exported", "imported"])
 async def test_a_stream_that_breaks_goes_on_where_it_stopped(there: There, side: str) -> None:
-    here, client, away, other = there
+    _, client, _, other = there
     original, broken, asked = getattr(transfer, side), [], []
 
     def exported(context: Any, handle: Any, first: int, *rest: Any) -> Any:
@@ -142,7 +136,6 @@ async def test_a_stream_that_breaks_goes_on_where_it_stopped(there: There, side:
         if side == "exported":
             assert [each for each in asked if each < len(PROMPT)] == [0, 7, 14, 21]
         np.testing.assert_array_equal(await row(target), await expected(client))
-    await nothing_left(here, away)
 
 
 async def of_seven(*_: Any) -> int:
@@ -150,7 +143,7 @@ async def of_seven(*_: Any) -> int:
 
 
 async def test_a_move_that_is_refused_leaves_the_source_and_can_be_made_again(there: There) -> None:
-    here, client, away, other = there
+    _, client, _, other = there
     async with other.sequence() as hog, await fed(client) as source:
         await hog.prefill([1] * 240)
         target = other.sequence()
@@ -160,18 +153,19 @@ async def test_a_move_that_is_refused_leaves_the_source_and_can_be_made_again(th
         await hog.release()
         await source.move_to(target)
         await target.release()
-    await nothing_left(here, away)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "the source is gone"])
 async def test_a_release_gives_up_what_an_unfinished_move_has_brought(there: There, how: str) -> None:
-    here, client, away, other = there
+    _, client, away, other = there
     begun = asyncio.Event()
 
     async def exported(*given: Any) -> Any:
+        number = 0
         async with aclosing(export(*given)) as frames:
-            async for number, frame in aenumerate(frames):
-                if given[2] < len(PROMPT) and number == 4:
+            async for frame in frames:
+                number += 1
+                if given[2] < len(PROMPT) and number == 5:
                     begun.set()
                     if how == "cancelled":
                         await asyncio.Event().wait()
@@ -193,41 +187,30 @@ async def test_a_release_gives_up_what_an_unfinished_move_has_brought(there: The
         assert away.server.state.unfinished_imports()[0] == 1
         await target.release()
         assert away.server.state.unfinished_imports() == (0, 0)
-    await nothing_left(here, away)
-
-
-async def aenumerate(frames: AsyncIterator[Any]) -> AsyncIterator[tuple[int, Any]]:
-    number = 0
-    async for frame in frames:
-        yield number, frame
-        number += 1
 
 
 async def test_a_move_to_a_client_whose_lease_is_gone_takes_another(there: There) -> None:
-    here, client, away, other = there
+    _, client, _, other = there
     async with other.sequence() as first, await fed(client) as source, other.sequence() as target:
         await first.prefill(PROMPT[:3])
         gone = other.lease
-        assert gone is not None
         await other.revoke_lease(gone.lease_id)
         await source.move_to(target)
-        assert target.length == len(PROMPT) and other.lease is not None and other.lease.lease_id != gone.lease_id
-    await nothing_left(here, away)
+        assert target.length == len(PROMPT) and other.lease.lease_id != gone.lease_id
 
 
 async def test_a_source_that_cannot_be_released_has_moved_all_the_same(there: There) -> None:
-    here, client, away, other = there
+    _, client, _, other = there
     source = await fed(client)
     async with other.sequence() as target:
-        with mock.patch.object(source._sender.owner.connection, "release", return_value=[TransportError("no answer")]):
+        with mock.patch.object(connection_of(client), "release", return_value=[TransportError("no answer")]):
             await source.move_to(target)
         assert target.length == len(PROMPT) and not source.released
     await source.release()
-    await nothing_left(here, away)
 
 
 async def test_a_file_brings_a_sequence_back_as_often_as_one_likes(there: There, tmp_path: Path) -> None:
-    here, client, away, other = there
+    _, client, _, other = there
     path = tmp_path / "sequence.kv"
     async with await fed(client) as source:
         await source.export_to(path)
@@ -240,13 +223,10 @@ async def test_a_file_brings_a_sequence_back_as_often_as_one_likes(there: There,
             np.testing.assert_array_equal(await row(sequence), await expected(client))
             with pytest.raises(SequenceMisuseError, match="make a new one"):
                 await sequence.import_from(path)
-    await nothing_left(here, away)
 
 
 @pytest.mark.parametrize("by", ["move", "file"])
-async def test_values_that_are_not_finite_do_not_travel_and_the_tokens_are_fed_there(
-    there: There, tmp_path: Path, by: str
-) -> None:
+async def test_values_that_are_not_finite_do_not_travel_and_the_tokens_are_fed_there(there, tmp_path, by) -> None:
     here, client, away, other = there
     path, streams, original = tmp_path / "sequence.kv", [], transfer.imported
     counting = mock.patch.object(transfer, "imported", lambda *about: streams.append(about[2]) or original(*about))
@@ -265,11 +245,10 @@ async def test_values_that_are_not_finite_do_not_travel_and_the_tokens_are_fed_t
         assert away.server.state.engine.counters.tokens - before == len(PROMPT)
         assert (target.length, target.tokens, source.released) == (len(PROMPT), PROMPT, by == "move")
         np.testing.assert_array_equal(await row(target), await expected(other))
-    await nothing_left(here, away)
 
 
 async def test_a_file_that_was_changed_is_found_before_anything_is_sent(there: There, tmp_path: Path) -> None:
-    *_, away, other = there
+    *_, other = there
     path, bad = tmp_path / "sequence.kv", tmp_path / "bad.kv"
     async with await fed(other) as source:
         await source.export_to(path)
@@ -298,21 +277,17 @@ async def test_a_file_that_was_changed_is_found_before_anything_is_sent(there: T
         with pytest.raises(InvalidRequest, match="cannot read"):
             await sequence.import_from(tmp_path / "none")
     assert set(os.listdir(tmp_path)) == {"sequence.kv", "bad.kv"}
-    await nothing_left(away)
 
 
 async def test_another_model_refuses_it_and_an_older_executor_is_not_asked(there: There) -> None:
-    here, client, *_ = there
+    _, client, *_ = there
     async with dialled(layers=3) as (_, other), await fed(client) as source:
         with pytest.raises(LayoutMismatch) as caught:
             await source.move_to(other.sequence())
         assert "layers" in caught.value.metadata["differs"].split(",")
-        info = await other.info()
-        without = info.capabilities - {Capability.KV_TRANSFER}
-        object.__setattr__(info, "capabilities", without)
+        without(other, Capability.KV_TRANSFER)
         with pytest.raises(NotSupported):
             await source.move_to(other.sequence())
-    await nothing_left(here)
 
 
 async def test_a_stream_that_ends_while_it_is_closed_tells_why(there: There, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,21 +328,67 @@ async def test_another_transport_carries_it_where_both_offer_it(there: There) ->
             await nothing_left(here, away)
 
 
-async def test_threads_have_files_too(there: There, tmp_path: Path) -> None:
-    here, _, away, _ = there
+# --- parking ----------------------------------------------------------------------------------------------------------
 
-    def program() -> tuple[int, int]:
-        with (
-            sync_client.ExecutorClient(here.target) as one,
-            sync_client.ExecutorClient(away.target) as two,
-            one.sequence() as source,
-            two.sequence() as target,
-        ):
-            source.prefill(PROMPT)
-            source.export_to(tmp_path / "x")
-            target.import_from(tmp_path / "x")
-            return source.decode(9).token, target.decode(9).token
 
-    one, two = await asyncio.to_thread(program)
-    assert one == two
-    await nothing_left(here, away)
+def files(folder: Path) -> list[Path]:
+    return list((folder / "ferrum-parked").glob("ferrum-parked-*"))
+
+
+async def test_a_parked_sequence_goes_on(tmp_path: Path) -> None:
+    async with dialled(park_dir=tmp_path) as (_, client), client.sequence() as sequence, client.sequence() as twin:
+        assert Capability.PARK in (await client.info()).capabilities
+        for each in (sequence, twin):
+            await each.prefill(PROMPT)
+        freed, handle = await sequence.park(), sequence.handle
+        assert (freed, await sequence.park(), sequence.handle) == (1, 0, handle), "the rest is the twin's as well"
+        assert [each.parked for each in await client.list_sequences()] == [True, False]
+        told = await client.status()
+        assert (told.blocks.parked_sequences, told.counters.sequences_parked) == (1, 1)
+        assert told.blocks.parked_bytes > 0
+        rows = [(await each.decode(9, FullLogits())).logits for each in (sequence, twin)]
+        assert (rows[0] == rows[1]).all()
+        await sequence.park()
+        assert files(tmp_path)
+    assert not files(tmp_path)
+
+
+@pytest.mark.parametrize("then", ["decode", "park", "export_to"])
+async def test_a_call_waits_for_a_parking_that_was_cancelled(tmp_path, monkeypatch, then) -> None:
+    begun, go, append = threading.Event(), threading.Event(), ParkedFile.append
+
+    def held(*about: Any) -> None:
+        begun.set()
+        assert go.wait(10)
+        append(*about)
+
+    async with dialled(park_dir=tmp_path) as (_, client), client.sequence() as sequence:
+        await sequence.prefill(PROMPT)
+        monkeypatch.setattr(ParkedFile, "append", held)
+        task = asyncio.create_task(sequence.park())
+        await asyncio.to_thread(begun.wait, 10)
+        task.cancel()
+        await asyncio.wait({task})
+        about = {"decode": (9,), "park": (), "export_to": (tmp_path / "file",)}[then]
+        call = asyncio.create_task(getattr(sequence, then)(*about))
+        assert not (await asyncio.wait({call}, timeout=0.05))[0]
+        go.set()
+        await call
+        await sequence.decode(10)
+
+
+async def test_what_was_lost_on_the_disk_is_made_anew(tmp_path: Path) -> None:
+    async with dialled(park_dir=tmp_path) as (_, client), client.sequence(rebuild=True) as sequence:
+        await sequence.prefill(PROMPT)
+        await sequence.park()
+        files(tmp_path)[0].unlink()
+        with pytest.raises(KvCorrupt):
+            await sequence.decode(9)
+        await sequence.decode(9)
+        assert sequence.length == len(PROMPT) + 1
+
+
+async def test_an_executor_that_parks_nothing_says_so(there: There) -> None:
+    async with await fed(there[1]) as sequence:
+        with pytest.raises(NotSupported):
+            await sequence.park()

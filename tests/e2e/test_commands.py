@@ -18,7 +18,8 @@ from ferrum_rpc import ask, cli
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.errors import DeviceLost, InstanceMismatch, InvalidRequest, PermissionDenied, Unauthenticated
-from tests.serving import Served, serve_identity
+from tests.support.commands import answer, run
+from tests.support.serving import Served, serve_identity
 
 
 @pytest_asyncio.fixture
@@ -27,25 +28,7 @@ async def served() -> AsyncIterator[Served]:
         yield served
 
 
-async def run(target: str, name: str, *flags: str) -> int:
-    """Run a command as the command line does, in this event loop."""
-    parser, _ = cli.build_parser(settings=False)
-    parsed = parser.parse_args([name, "--target", target, *flags])
-    parsed.token = None
-    status: int = await getattr(ask, name)(parsed)
-    return status
-
-
-async def answer(capsys: pytest.CaptureFixture[str], target: str, name: str, *flags: str) -> Any:
-    """What a command prints with --json."""
-    capsys.readouterr()
-    assert await run(target, name, "--json", *flags) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-async def test_status_names_every_number_in_json_and_in_text(
-    served: Served, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_status_names_every_number_in_json_and_in_text(served, capsys) -> None:
     async with ExecutorClient(served.target) as client, client.sequence() as sequence:
         await sequence.prefill([1, 2, 3, 4, 5])
         status = await answer(capsys, served.target, "status")
@@ -66,9 +49,7 @@ async def test_status_names_every_number_in_json_and_in_text(
 
 
 @pytest.mark.parametrize("width", [40, 200])
-async def test_answers_fit_the_terminal(
-    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+async def test_answers_fit_the_terminal(served, capsys, monkeypatch, width) -> None:
     monkeypatch.setattr(ask, "columns", lambda _: width)
     for command in ("info", "status"):
         await run(served.target, command)
@@ -103,9 +84,7 @@ async def test_warmup_tells_its_steps_and_drain_its_state(served: Served, capsys
 
 
 @pytest.mark.parametrize("grace", ["0", "60"])
-async def test_a_drain_that_is_waited_for_says_whether_the_server_has_ended(
-    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, grace: str
-) -> None:
+async def test_a_drain_that_is_waited_for_says_whether_the_server_has_ended(served, capsys, monkeypatch, grace) -> None:
     """A server that serves an owned sequence for a minute; and one that has ended."""
     monkeypatch.setattr(ask, "LOOK_EVERY_S", 0.001)
 
@@ -134,12 +113,9 @@ def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("error", "says"),
-    [(Unauthenticated("no"), "--token-file"), (PermissionDenied("no"), ""), (DeviceLost("no"), "")],
+    ("error", "says"), [(Unauthenticated("no"), "--token-file"), (PermissionDenied("no"), ""), (DeviceLost("no"), "")]
 )
-def test_who_shows_no_token_is_told_how(
-    error: Exception, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_shows_no_token_is_told_how(error, says, monkeypatch, capsys) -> None:
     async def refuse(_: Any) -> int:
         raise error
 
@@ -150,6 +126,17 @@ def test_who_shows_no_token_is_told_how(
     assert caught.value.code == cli.EXIT_FAILED
     told = capsys.readouterr().err
     assert ("--token-file" in told) is bool(says) and str(error.reason) in told
+
+
+def test_where_nobody_answers_one_line_says_so(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(cli, "prepare", lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["health", "--target", "127.0.0.1:1", "--timeout", "2", "--json"])
+    assert caught.value.code == cli.EXIT_FAILED
+    told = capsys.readouterr()
+    assert told.err.startswith("ferrum-rpc health: TRANSPORT: cannot reach an executor at 127.0.0.1:1: ")
+    assert len(told.err.splitlines()) == 1 and len(told.err) < 160, "gRPC's chain of reasons is left out"
+    assert not told.out
 
 
 def model(name: str = "mine", vocab_size: int = 1000, folder: str = "") -> ModelInfo:
@@ -167,9 +154,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_generate_reads_the_tokenizer_of_the_model_or_the_one_that_is_named(folder: Path) -> None:
     for text in (
-        ask._Text(None, model(folder=str(folder))),
-        ask._Text(folder, model()),
-        ask._Text(folder / "tokenizer.json", model()),
+        ask.TextCodec(None, model(folder=str(folder))),
+        ask.TextCodec(folder, model()),
+        ask.TextCodec(folder / "tokenizer.json", model()),
     ):
         assert text.encode("beta gamma") == [1, 2]
         assert text.decode([2, 1]) == "gamma beta"
@@ -177,7 +164,7 @@ def test_generate_reads_the_tokenizer_of_the_model_or_the_one_that_is_named(fold
 
 @pytest.mark.parametrize("name", ask.BYTE_MODELS)
 def test_the_built_in_models_speak_bytes(name: str) -> None:
-    text = ask._Text(None, model(name, 264))
+    text = ask.TextCodec(None, model(name, 264))
     assert text.encode("é") == [0xC3, 0xA9]
     assert text.decode([0xC3, 0xA9, 263]) == "é"
 
@@ -185,19 +172,19 @@ def test_the_built_in_models_speak_bytes(name: str) -> None:
 def test_generate_refuses_a_model_whose_tokenizer_is_not_here(tmp_path: Path) -> None:
     for elsewhere in (model("mine"), model("demo", folder="/not/on/this/machine/demo")):
         with pytest.raises(InvalidRequest, match="--tokenizer"):
-            ask._Text(None, elsewhere)
+            ask.TextCodec(None, elsewhere)
     with pytest.raises(InvalidRequest, match=f"no tokenizer at {tmp_path}/tokenizer.json"):
-        ask._Text(tmp_path, model())
+        ask.TextCodec(tmp_path, model())
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InvalidRequest, match="is not a valid tokenizer"):
-        ask._Text(tmp_path, model())
+        ask.TextCodec(tmp_path, model())
 
 
 def test_generate_refuses_a_tokenizer_of_another_vocabulary(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"another vocabulary.*3 tokens, mine 2"):
-        ask._Text(folder, model(vocab_size=2))
+        ask.TextCodec(folder, model(vocab_size=2))
     with pytest.raises(InvalidRequest, match=r"another vocabulary.*no token 7"):
-        ask._Text(folder, model()).decode([1, 7])
+        ask.TextCodec(folder, model()).decode([1, 7])
 
 
 async def test_generate_completes_with_the_models_own_bytes(served: Served, capsys: pytest.CaptureFixture[str]) -> None:

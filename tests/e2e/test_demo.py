@@ -19,16 +19,6 @@ from ferrum_rpc.client import ExecutorClient
 
 ROOT = Path(__file__).parents[2]
 LOADING = "import sys, time; print('loading', file=sys.stderr, flush=True); time.sleep(60)"
-WITHOUT_KERNELS = """
-import ferrum_rpc.cli as cli, ferrum_rpc.native.library as library
-library.PACKAGE = "email"  # a package without kernels
-cli.main()
-"""
-FLEET_WITHOUT_KERNELS = f"""
-import sys, tools.fleet_demo as demo
-demo.SERVE = (sys.executable, "-c", {WITHOUT_KERNELS!r}, "serve", "--dtype", "bfloat16")
-demo.main()
-"""
 SLOW_EXECUTOR = f"import sys, tools.demo as demo; demo.SERVE = (sys.executable, '-c', {LOADING!r}); demo.main()"
 
 
@@ -88,18 +78,9 @@ async def test_ctrl_c_while_texts_are_written() -> None:
         assert ended(running) == (130, "interrupted\n", [])
 
 
-@pytest.mark.parametrize(
-    ("program", "model", "float32"),
-    [(("-m", "tools.fleet_demo"), "identity", False), (("-c", FLEET_WITHOUT_KERNELS), "demo-draft", True)],
-    ids=["kernels", "no kernels"],
-)
-def test_a_fleet_writes_the_texts_of_one_executor_though_one_is_killed(
-    program: tuple[str, str], model: str, float32: bool
-) -> None:
-    """Where executors promise no equal bits (`exact_span_tokens`), in float32."""
-    with demo(*program, model, "--executors", "2", "--max-new-tokens", "96", "--plain") as running:
+def test_a_fleet_writes_the_texts_of_one_executor_though_one_is_killed() -> None:
+    with demo("-m", "tools.fleet_demo", "identity", "--executors", "2", "--max-new-tokens", "96", "--plain") as running:
         output, errors = running.communicate(timeout=120)
-        assert ("In float32:" in output) is float32
         assert running.returncode == 0, output + errors
         assert "of the fleet" not in errors, "the board says who is gone"
         before, killed, verdict = output.rstrip().rsplit("\n", 2)
@@ -109,7 +90,7 @@ def test_a_fleet_writes_the_texts_of_one_executor_though_one_is_killed(
         assert members(running.pid) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_an_end_while_the_executor_loads(number: signal.Signals) -> None:
     with demo("-c", SLOW_EXECUTOR) as running:
         assert running.stderr is not None

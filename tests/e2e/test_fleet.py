@@ -3,73 +3,56 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import Any
-from unittest import mock
 
 import pytest
 
-from ferrum_rpc.client import Answer, ExecutorClient, SequenceMisuseError
-from ferrum_rpc.client.fleet import Candidate, Member
+from ferrum_rpc.client import Answer, SequenceMisuseError
+from ferrum_rpc.client.fleet import Member
 from ferrum_rpc.errors import DeadlineExceeded, InvalidRequest, KvBlocksExhausted, TransportError
-from tests.e2e.fleets import (
+from tests.support import waiting
+from tests.support.fleets import (
     PROMPT,
     SAMPLED,
+    WAYS,
+    Largest,
+    all_is_freed,
     alone,
+    another,
+    driven,
     fleet,
     fleet_of,
-    foreign,
     hanging,
     identity,
+    moving,
     of,
     owner,
+    there_are,
     two_that_may_hang,
     until,
 )
-from tests.faults import waiting
-from tests.faults.proxy import proxied
-from tests.service.transfers import overflow
+from tests.support.proxy import proxied
+from tests.support.transfers import overflow
 
 
-@pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
-@pytest.mark.parametrize("how", ["stream", "calls", "items"])
+@WAYS
 async def test_what_comes_back_at_the_same_address_is_another_executor(session: bool, how: str) -> None:
     async with identity() as first, identity() as second, proxied(first.target) as proxy:
         expected = await alone(first.target)
-
-        def restart() -> None:
-            proxy.upstream = second.target
-            proxy.reset_all()
-
-        async with fleet_of(proxy.target, connect=partial(ExecutorClient, session=session)) as one:
-            sequence, found = one.sequence(), list[int]()
-            if how == "stream":
-                async for token in sequence.generate(PROMPT, max_tokens=24, output=SAMPLED, stop=()):
-                    found.append(token)
-                    if len(found) == 6:
-                        restart()
-            else:
-                while len(found) < 24:
-                    fed = found[-1:] or PROMPT
-                    if how == "calls":
-                        answer: Any = await sequence.prefill(fed, SAMPLED)
-                    else:
-                        [answer] = await one.forward([sequence.item(fed, SAMPLED)])
-                    assert isinstance(answer, Answer)
-                    found.append(answer.token)
-                    if len(found) == 6:
-                        restart()
+        async with fleet_of(proxy.target, session=session) as one:
+            sequence = one.sequence()
+            found = await driven(
+                one, sequence, how, got=lambda number: proxy.lead_to(second.target) if number == 6 else None
+            )
             assert found == expected
             assert owner(sequence).info.instance_id == second.server.state.handles.instance_id
             await sequence.release()
-        if session:
-            assert foreign(second) == 0
-        assert len(second.server.state.handles) == 0
+        handles = second.server.state.handles
+        assert len(handles) == 0 and not (session and handles.foreign)
 
 
-async def test_sequences_of_a_draining_executor_move_with_their_cache() -> None:
+@pytest.mark.parametrize("moves", [True, False])
+async def test_sequences_of_a_draining_executor_move_with_their_cache_or_are_computed_elsewhere(moves: bool) -> None:
     async with fleet() as (one, served):
         expected = await alone(served[0].target)
         sequence, sampled = one.sequence(), list[int]()
@@ -77,54 +60,45 @@ async def test_sequences_of_a_draining_executor_move_with_their_cache() -> None:
         source = of(served, sequence)
         [other] = [each for each in served if each is not source]
         fed = other.server.state.engine.counters.tokens
-        await owner(sequence).client.drain(60.0)
-        while len(sampled) < 24:
-            sampled.append((await sequence.decode(sampled[-1], SAMPLED)).token)
+        with moving(moves):
+            await owner(sequence).client.drain(60.0)
+            while len(sampled) < 24:
+                if moves:
+                    sampled.append((await sequence.decode(sampled[-1], SAMPLED)).token)
+                else:
+                    [answer] = await one.forward([sequence.item(sampled[-1:], SAMPLED)])
+                    assert isinstance(answer, Answer)
+                    sampled.append(answer.token)
         assert sampled == expected and owner(sequence).target == other.target
-        assert other.server.state.counters.sequences_imported == 1
-        assert other.server.state.engine.counters.tokens - fed == 23
+        assert other.server.state.counters.sequences_imported == moves
+        assert not moves or other.server.state.engine.counters.tokens - fed == 23
         async with one.sequence() as newcomer:
             await newcomer.prefill(PROMPT)
             assert owner(newcomer).target == other.target
         await sequence.release()
-        assert foreign(*served) == 0 and len(source.server.state.handles) == 0
+        await all_is_freed(*served)
 
 
-@pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
-@pytest.mark.parametrize("how", ["stream", "calls", "items"])
-async def test_a_sequence_goes_where_its_scheduler_sends_it_and_nothing_is_computed_twice(
-    session: bool, how: str
-) -> None:
-    async with fleet(connect=partial(ExecutorClient, session=session)) as (one, served):
+@WAYS
+async def test_a_sequence_goes_where_its_scheduler_sends_it_and_nothing_is_computed_twice(session, how) -> None:
+    async with fleet(session=session) as (one, served):
         expected = await alone(served[0].target)
         before = sum(each.server.state.engine.counters.tokens for each in served)
-        sequence, found = one.sequence(), list[int]()
+        sequence = one.sequence()
 
-        async def got(token: int) -> None:
-            found.append(token)
-            if len(found) % 6 == 0:
-                [other] = [each for each in one.members.serving if each is not sequence.owner]
+        async def got(number: int) -> None:
+            if number % 6 == 0:
+                other = another(one, sequence)
                 await sequence.migrate(other)
                 await sequence.migrate(other)  # it is there
                 assert owner(sequence) is other
 
-        if how == "stream":
-            async for token in sequence.generate(PROMPT, max_tokens=24, output=SAMPLED, stop=()):
-                await got(token)
-        while len(found) < 24:
-            fed = found[-1:] or PROMPT
-            if how == "calls":
-                answer: Any = await sequence.prefill(fed, SAMPLED)
-            else:
-                [answer] = await one.forward([sequence.item(fed, SAMPLED)])
-            await got(answer.token)
-        assert found == expected
+        assert await driven(one, sequence, how, got=got) == expected
         assert [each.server.state.counters.sequences_imported for each in served] == [2, 2]
         if how != "stream":  # which is ahead of its program
             assert sum(each.server.state.engine.counters.tokens for each in served) - before == len(PROMPT) + 23
         await sequence.release()
-        await waiting.until(lambda: not any(len(each.server.state.handles) for each in served))
-        assert foreign(*served) == 0
+        await all_is_freed(*served)
 
 
 async def test_what_was_lost_is_fed_where_its_scheduler_sends_it() -> None:
@@ -138,7 +112,7 @@ async def test_what_was_lost_is_fed_where_its_scheduler_sends_it() -> None:
                 await sequence.migrate(to)
                 assert owner(sequence) is to and sequence.length == len(PROMPT)
                 assert [token, (await sequence.decode(token, SAMPLED)).token] == expected
-            await until(one, lambda: len(one.members.serving) == 3)
+            await there_are(one, 3)
 
 
 async def test_a_cache_that_is_not_finite_is_computed_anew_where_it_goes() -> None:
@@ -149,26 +123,19 @@ async def test_a_cache_that_is_not_finite_is_computed_anew_where_it_goes() -> No
         await overflow(source, record)
         [other] = [each for each in served if each is not source]
         before = other.server.state.engine.counters.tokens
-        [to] = [each for each in one.members.serving if each is not owner(sequence)]
-        await sequence.migrate(to)
-        assert owner(sequence) is to and not other.server.state.unnamed
+        await sequence.migrate(another(one, sequence))
+        assert owner(sequence).target == other.target and not other.server.state.unnamed
         assert other.server.state.engine.counters.tokens - before == len(PROMPT)
         assert other.server.state.counters.sequences_imported == 0
-        second = (await sequence.decode(token, SAMPLED)).token
-        assert [token, second] == await alone(served[0].target, 2)
+        assert [token, (await sequence.decode(token, SAMPLED)).token] == await alone(served[0].target, 2)
 
 
 async def test_who_cannot_go_elsewhere_stays_as_it_is() -> None:
-    class Largest:
-        def choose(self, prompt: Sequence[int], candidates: Sequence[Candidate]) -> Candidate:
-            return max(candidates, key=lambda each: each.total_blocks)
-
     async with (
         identity(kv_blocks=2) as small,
         identity() as large,
         fleet_of(large.target, small.target, placement=Largest()) as one,
     ):
-        await until(one, lambda: len(one.members.serving) == 2)
         members = {each.target: each for each in one.members.serving}
         sequence = one.sequence()
         with pytest.raises(SequenceMisuseError, match="nothing was fed"):
@@ -180,8 +147,8 @@ async def test_who_cannot_go_elsewhere_stays_as_it_is() -> None:
         with pytest.raises(KvBlocksExhausted):
             await sequence.migrate(members[small.target])
         await members[small.target].client.drain(60.0)
-        async with fleet_of(large.target) as another:
-            for target in (members[small.target], another.members.serving[0]):
+        async with fleet_of(large.target) as two:
+            for target in (members[small.target], two.members.serving[0]):
                 with pytest.raises(InvalidRequest, match="does not accept sequences"):
                     await sequence.migrate(target)
         sampled.append((await sequence.decode(sampled[-1], SAMPLED)).token)
@@ -190,63 +157,31 @@ async def test_who_cannot_go_elsewhere_stays_as_it_is() -> None:
         assert len(small.server.state.handles) == 0
 
 
-async def test_where_caches_cannot_move_a_draining_executors_sequences_are_computed_elsewhere() -> None:
-    async with fleet() as (one, served):
-        expected = await alone(served[0].target)
-        sequence, sampled = one.sequence(), list[int]()
-        sampled.append((await sequence.prefill(PROMPT, SAMPLED)).token)
-        source = of(served, sequence)
-        with mock.patch("ferrum_rpc.client.transfer.check_offered", side_effect=InvalidRequest("no")):
-            await owner(sequence).client.drain(60.0)
-            while len(sampled) < 24:
-                [answer] = await one.forward([sequence.item(sampled[-1:], SAMPLED)])
-                assert isinstance(answer, Answer)
-                sampled.append(answer.token)
-        assert sampled == expected and of(served, sequence) is not source
-        await sequence.release()
-        assert foreign(*served) == 0
-
-
-@pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
-@pytest.mark.parametrize("how", ["stream", "calls", "items"])
-async def test_who_hangs_for_too_long_loses_its_sequences_and_frees_them_before_it_is_used_again(
-    session: bool, how: str
-) -> None:
-    connect = partial(ExecutorClient, session=session)
-    async with two_that_may_hang(connect=connect, hung_patience_s=0.3) as (one, every):
+@WAYS
+async def test_who_hangs_for_too_long_loses_its_sequences_and_frees_them_before_it_is_used_again(session, how) -> None:
+    async with two_that_may_hang(session=session, hung_patience_s=0.3) as (one, every):
         hang = ExitStack()
         expected = await alone(next(iter(every)))
-        sequence, found, hung = one.sequence(), list[int](), list[Member]()
+        sequence, hung = one.sequence(), list[Member]()
 
-        def got(token: int) -> None:
-            found.append(token)
-            if len(found) == 6:
+        def got(number: int) -> None:
+            if number == 6:
                 hung.append(owner(sequence))
                 hang.enter_context(hanging(*every[hung[0].target]))
 
-        if how == "stream":
-            async for token in sequence.generate(PROMPT, max_tokens=24, output=SAMPLED, stop=()):
-                got(token)
-        while len(found) < 24:
-            fed = found[-1:] or PROMPT
-            if how == "calls":
-                answer: Any = await sequence.prefill(fed, SAMPLED)
-            else:
-                [answer] = await one.forward([sequence.item(fed, SAMPLED)])
-            got(answer.token)
+        found = await driven(one, sequence, how, got=got)
         [old] = hung
         assert found == expected and owner(sequence) is not old
         served, _ = every[old.target]
         assert len(served.server.state.handles) == 1
         hang.close()
-        await until(one, lambda: len(one.members.serving) == 2)
+        await there_are(one, 2)
         assert len(served.server.state.handles) == 0
         again = next(each for each in one.members.serving if each.target == old.target)
         assert again is not old and again.info.instance_id == old.info.instance_id
         await sequence.migrate(again)
         await sequence.release()
-        await waiting.until(lambda: not any(len(each.server.state.handles) for each, _ in every.values()))
-        assert foreign(*(each for each, _ in every.values())) == 0
+        await all_is_freed(*(each for each, _ in every.values()))
 
 
 @pytest.mark.parametrize("drains", [False, True])
@@ -261,7 +196,7 @@ async def test_who_hangs_for_a_while_gets_nothing_new_and_keeps_what_it_has(drai
         [other] = [each for each, _ in every.values() if each is not served]
         before = other.server.state.counters.sequences_created
         hang.enter_context(hanging(served, gate))
-        await until(one, lambda: len(one.members.serving) == 1)
+        await there_are(one, 1)
         assert member.hung and "hung" in repr(member)
         if drains:
             served.server.drain(60.0)
@@ -275,9 +210,8 @@ async def test_who_hangs_for_a_while_gets_nothing_new_and_keeps_what_it_has(drai
         await until(one, lambda: not member.hung)
         found.append((await sequence.decode(found[-1], SAMPLED)).token)
         assert found == expected
-        assert other.server.state.counters.sequences_created == before + 1 + drains, (
-            "moved with its cache, or not at all"
-        )
+        created = other.server.state.counters.sequences_created - before
+        assert created == 1 + drains, "moved with its cache, or not at all"
         assert other.server.state.counters.sequences_imported == drains
         await sequence.release()
 

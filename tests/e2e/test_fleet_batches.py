@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ferrum_rpc.client import Answer, ExecutorClient, Greedy, Run
-from ferrum_rpc.client.fleet import FleetClient, FleetSequence
 from ferrum_rpc.errors import ExecutorError, InstanceMismatch, InvalidRequest, TransportError
-from tests.e2e.fleets import PROMPT, SAMPLED, alone, fleet, fleet_of, identity, owner, until
-from tests.faults import waiting
-from tests.faults.proxy import proxied
-from tests.serving import Gate
+from tests.support import waiting
+from tests.support.clients import answers
+from tests.support.fleets import PROMPT, SAMPLED, alone, behind_proxies, fleet, identity, owner, several
+from tests.support.serving import Gate
 
 
 async def test_the_items_of_a_batch_have_outcomes_of_their_own_over_all_owners() -> None:
-    async with AsyncExitStack() as stack:
-        served = [await stack.enter_async_context(identity()) for _ in range(3)]
-        proxies = [await stack.enter_async_context(proxied(each.target)) for each in served]
-        one = await stack.enter_async_context(fleet_of(*(each.target for each in proxies)))
-        await until(one, lambda: len(one.members.serving) == 3)
-        elsewhere = await stack.enter_async_context(identity())  # whoever has seen the prompt would get them all
-        expected = await alone(elsewhere.target, 2, Greedy())
+    async with several(4) as (*served, elsewhere), behind_proxies(*served) as (one, proxies):
+        expected = await alone(elsewhere.target, 2, Greedy())  # whoever has seen the prompt would get them all
         sequences = [one.sequence(rebuild=at % 2 == 0) for at in range(12)]
-        first = await one.forward([each.item(PROMPT) for each in sequences])
-        assert [each.token for each in first if isinstance(each, Answer)] == [expected[0]] * 12
-        assert {owner(each).target for each in sequences} == {each.target for each in proxies}
+        first = answers(await one.forward([each.item(PROMPT) for each in sequences]))
+        assert [each.token for each in first] == [expected[0]] * 12
+        assert {owner(each).target for each in sequences} == proxies.keys()
         with pytest.raises(InvalidRequest, match="one owner"):
             await one.forward([each.item([1]) for each in sequences], all_or_nothing=True)
         mates = [each for each in sequences if owner(each) is owner(sequences[0])]
         wrong = sequences[3].item([999_999])
 
-        dead = next(each for each in proxies if each.target == owner(sequences[0]).target)
-        dead.upstream = "127.0.0.1:1"
-        dead.reset_all()
+        dead = proxies[owner(sequences[0]).target]
+        dead.kill()
         items = [each.item([expected[0]]) if each is not sequences[3] else wrong for each in sequences]
         results = await one.forward(items)
         for sequence, result in zip(sequences, results, strict=True):
@@ -57,18 +47,13 @@ async def test_the_items_of_a_batch_have_outcomes_of_their_own_over_all_owners()
         assert await one.truncate([(each, 4) for each in sequences[::2]]) == [None] * 6
         [child] = await sequences[0].fork()
         grandchild = child.child()
-        [left, right] = await one.forward([child.item([7]), grandchild.item([8])])
-        assert isinstance(left, Answer) and isinstance(right, Answer)
+        assert len(answers(await one.forward([child.item([7]), grandchild.item([8])]))) == 2
         assert await one.release([*sequences, child, grandchild]) == [None] * 14
 
 
 @pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
 async def test_batches_over_three_executors_of_which_two_die_are_those_of_one(session: bool) -> None:
-    connect = partial(ExecutorClient, session=session)
-
-    async def batches(
-        client: ExecutorClient | FleetClient, death: Callable[[Sequence[Any]], None] = lambda _: None
-    ) -> list[Any]:
+    async def batches(client: Any, death: Any = lambda sequences: None) -> list[Any]:
         """Outcomes of batches of every kind, with a death before the second and one before the third."""
         sequences, scored = [client.sequence() for _ in range(9)], Greedy(logprob=True)
         outcomes = await client.batch_prefill([each.item([*PROMPT, at], scored) for at, each in enumerate(sequences)])
@@ -90,20 +75,10 @@ async def test_batches_over_three_executors_of_which_two_die_are_those_of_one(se
             for each in outcomes
         ]
 
-    async with AsyncExitStack() as stack:
-        served = [await stack.enter_async_context(identity()) for _ in range(3)]
-        proxies = [await stack.enter_async_context(proxied(each.target)) for each in served]
-        one = await stack.enter_async_context(fleet_of(*(each.target for each in proxies), connect=connect))
-        await until(one, lambda: len(one.members.serving) == 3)
-
-        def death(sequences: Sequence[FleetSequence]) -> None:
-            [dead] = [each for each in proxies if each.target == owner(sequences[0]).target]
-            dead.upstream = "127.0.0.1:1"
-            dead.reset_all()
-
-        found = await batches(one, death)
+    async with several(4) as (*served, elsewhere), behind_proxies(*served, session=session) as (one, proxies):
+        found = await batches(one, lambda sequences: proxies[owner(sequences[0]).target].kill())
         assert len(one.members.there) == 1
-        async with identity() as alone, connect(alone.target) as client:
+        async with ExecutorClient(elsewhere.target, session=session) as client:
             assert found == await batches(client)
 
 
@@ -113,8 +88,8 @@ async def test_masks_are_registered_where_they_are_needed() -> None:
         mask[[17]] = True
         output = Greedy(mask=await one.register_token_mask(mask))
         sequences = [one.sequence() for _ in range(4)]
-        answers = await one.forward([each.item(PROMPT, output) for each in sequences])
-        assert [each.token for each in answers if isinstance(each, Answer)] == [17] * 4
+        found = answers(await one.forward([each.item(PROMPT, output) for each in sequences]))
+        assert [each.token for each in found] == [17] * 4
         assert len({owner(each) for each in sequences}) == 2
         await one.release(sequences)
 
@@ -134,8 +109,7 @@ async def test_a_follower_goes_where_the_prompt_that_it_follows_is_placed() -> N
             else:
                 singles = await asyncio.gather(*(one.forward([each]) for each in [*items, *behind]))
                 first, second = [[each for [each] in some] for some in (singles[:9], singles[9:])]
-            for prompt, run in zip(first, second, strict=True):
-                assert isinstance(prompt, Answer) and isinstance(run, Answer), (prompt, run)
+            for prompt, run in zip(answers(first), answers(second), strict=True):
                 assert [prompt.token, *run.tokens.tolist()] == expected
             if calls == "one by one":
                 assert len({owner(each) for each in sequences}) > 1
@@ -144,13 +118,13 @@ async def test_a_follower_goes_where_the_prompt_that_it_follows_is_placed() -> N
 
 
 async def test_a_follower_of_a_prompt_that_dies_with_its_executor_is_refused_and_the_prompt_is_not() -> None:
-    async with AsyncExitStack() as stack:
-        gates = [Gate("forward") for _ in range(2)]
-        served = [await stack.enter_async_context(identity(stage=each)) for each in gates]
-        proxies = [await stack.enter_async_context(proxied(each.target)) for each in served]
-        one = await stack.enter_async_context(fleet_of(*(each.target for each in proxies)))
-        await until(one, lambda: len(one.members.serving) == 2)
-        elsewhere = await stack.enter_async_context(identity())
+    gates = Gate("forward"), Gate("forward")
+    async with (
+        identity(stage=gates[0]) as left,
+        identity(stage=gates[1]) as right,
+        identity() as elsewhere,
+        behind_proxies(left, right) as (one, proxies),
+    ):
         expected = await alone(elsewhere.target, 2)
         sequence = one.sequence()
         item = sequence.item(PROMPT, SAMPLED)
@@ -159,9 +133,8 @@ async def test_a_follower_of_a_prompt_that_dies_with_its_executor_is_refused_and
             each.closed = True
         first, second = (asyncio.ensure_future(one.forward([each])) for each in (item, behind))
         await waiting.until(lambda: any(each.reached.is_set() for each in gates))
-        [dead] = [proxy for proxy, gate in zip(proxies, gates, strict=True) if gate.reached.is_set()]
-        dead.upstream = "127.0.0.1:1"
-        dead.reset_all()
+        [dead] = [proxy for proxy, gate in zip(proxies.values(), gates, strict=True) if gate.reached.is_set()]
+        dead.kill()
         for each in gates:
             each.open()
         [answer], [refusal] = await asyncio.gather(first, second)

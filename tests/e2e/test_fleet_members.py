@@ -13,9 +13,10 @@ from ferrum_rpc.client import PrefixEvents, PrefixIndex
 from ferrum_rpc.client.fleet import Candidate, FleetClient, LongestPrefix, Members, certificate_host, resolving
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.errors import InvalidRequest, KvBlocksExhausted, TransportError
-from tests.e2e.fleets import PROMPT, fleet, fleet_of, identity, owner, until
-from tests.faults import waiting
-from tests.faults.proxy import proxied
+from tests.support import waiting
+from tests.support.fleets import PROMPT, fleet, fleet_of, identity, owner, there_are, until
+from tests.support.inside import name_targets
+from tests.support.proxy import proxied
 
 
 class Lookups:
@@ -44,9 +45,7 @@ async def test_a_prompt_goes_where_its_prefix_is_until_that_executor_is_full() -
             await first.prefill(prompt)
             there = owner(first)
             await waiting.until(lambda: there.index is not None and there.index.match(prompt) >= 76)
-            await waiting.until(
-                lambda: there.pressure is not None and there.pressure.free_blocks < there.pressure.total_blocks
-            )
+            await waiting.until(lambda: there.pressure.free_blocks < there.pressure.total_blocks)
             other = one.sequence()
             await other.prefill([1, 2, 3])
             assert owner(other) is not there, "the emptier one"
@@ -57,19 +56,6 @@ async def test_a_prompt_goes_where_its_prefix_is_until_that_executor_is_full() -
                 await salted.prefill([*prompt, 1])
                 assert owner(salted) is not there
             await one.release([other, like])
-
-
-async def test_placement_is_whoever_chooses() -> None:
-    class ByFirstToken:
-        def choose(self, prompt: Sequence[int], candidates: Sequence[Candidate]) -> Candidate:
-            return sorted(candidates, key=lambda each: each.target)[prompt[0] % len(candidates)]
-
-    async with fleet(placement=ByFirstToken()) as (one, served):
-        targets = sorted(each.target for each in served)
-        for first in range(4):
-            async with one.sequence() as sequence:
-                await sequence.prefill([first, 9])
-                assert owner(sequence).target == targets[first % 2]
 
 
 async def test_what_an_executor_refuses_for_want_of_room_is_placed_anew() -> None:
@@ -86,7 +72,6 @@ async def test_what_an_executor_refuses_for_want_of_room_is_placed_anew() -> Non
         identity() as large,
         fleet_of(small.target, large.target, placement=InTurn()) as one,
     ):
-        await until(one, lambda: len(one.members.serving) == 2)
         for item in (False, True):
             sequence, refused = one.sequence(), 0
             while sequence.length == 0:
@@ -113,9 +98,7 @@ async def test_what_an_executor_refuses_for_want_of_room_is_placed_anew() -> Non
         (["file:targets"], "gpu-7:50051", ""),
     ],
 )
-def test_an_address_behind_a_name_has_the_certificate_of_the_name(
-    targets: list[str], target: str, expected: str
-) -> None:
+def test_an_address_behind_a_name_has_the_certificate_of_the_name(targets, target, expected) -> None:
     assert certificate_host(targets, target) == expected
 
 
@@ -141,9 +124,7 @@ def candidate(target: str, **known: int) -> Candidate:
         ({"cached_tokens": 16, "free_blocks": 5}, {"queued_items": 300}, "right"),
     ],
 )
-def test_the_longest_prefix_is_weighed_against_room_and_queue(
-    left: dict[str, int], right: dict[str, int], chosen: str
-) -> None:
+def test_the_longest_prefix_is_weighed_against_room_and_queue(left, right, chosen) -> None:
     found = LongestPrefix().choose([0] * 40, [candidate("left", **left), candidate("right", **right)])
     assert found.target == chosen
 
@@ -198,7 +179,7 @@ async def test_a_file_of_targets_is_read_again_and_again(tmp_path: Path) -> None
         with mock.patch("ferrum_rpc.client.fleet.members.lookup", lookups := Lookups(resolving.lookup)):
             async with fleet_of(f"file:{path}", resolve_every_s=0.05) as one:
                 path.write_text(f"{first.target}\n\n {second.target}\n")
-                await until(one, lambda: len(one.members.serving) == 2)
+                await there_are(one, 2)
                 path.unlink()
                 await lookups.again()
                 assert len(one.members.serving) == 2
@@ -209,10 +190,10 @@ async def test_one_executor_by_two_names_is_one_and_another_model_is_none() -> N
         identity() as served,
         identity(layers=3) as other,
         proxied(served.target) as proxy,
-        fleet_of(served.target, proxy.target) as one,
+        fleet_of(served.target, proxy.target, there=1) as one,
         fleet_of(served.target) as two,
     ):
-        two.members._listed("", [served.target, other.target])
+        name_targets(two.members, served.target, other.target)
         await waiting.until(lambda: one.members.troubles and two.members.troubles)
         assert len(one.members.there) == len(two.members.there) == 1
         assert "same executor" in next(iter(one.members.troubles.values())).message

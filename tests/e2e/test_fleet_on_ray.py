@@ -53,9 +53,7 @@ def lines_within(file: Path, seconds: float, count: int, without: frozenset[str]
         time.sleep(0.05)
 
 
-def test_an_executor_of_a_killed_node_starts_on_another_as_another_instance(
-    nodes: tuple[Any, list[Any]], tmp_path: Path
-) -> None:
+def test_an_executor_of_a_killed_node_starts_on_another_as_another_instance(nodes, tmp_path) -> None:
     cluster, [doomed, _] = nodes
     up = subprocess.run(
         fleet(cluster, "up", "--executors", "2", *EXECUTOR), capture_output=True, text=True, check=False

@@ -4,45 +4,40 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from unittest import mock
 
 import pytest
 
-from ferrum_rpc.client import Answer, ExecutorClient
-from ferrum_rpc.client.fleet import Candidate, FleetClient, FleetSequence, Member, Members
-from ferrum_rpc.errors import (
-    ContextLengthExceeded,
-    ExecutorError,
-    NotSupported,
-    QuotaExceeded,
-    SequencesExhausted,
-    TransportError,
+from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.client.fleet import FleetClient, FleetSequence, Member, Members
+from ferrum_rpc.errors import ContextLengthExceeded, ExecutorError, SequencesExhausted, TransportError
+from tests.support import waiting
+from tests.support.clients import BOTH_WAYS
+from tests.support.fleets import (
+    PROMPT,
+    SAMPLED,
+    Largest,
+    Lowest,
+    all_is_freed,
+    alone,
+    driven,
+    fleet,
+    fleet_of,
+    hanging,
+    identity,
+    moving,
+    of,
+    owner,
+    there_are,
+    until,
 )
-from tests.e2e.fleets import PROMPT, SAMPLED, alone, fleet_of, foreign, hanging, identity, of, owner, until
-from tests.faults import waiting
-from tests.faults.proxy import TcpProxy, proxied
-from tests.serving import Gate, Served
+from tests.support.inside import name_targets
+from tests.support.proxy import proxied
+from tests.support.serving import Gate, Served
 
 SHORT, LONG = 16, 64
-WAYS = pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
-
-
-class Lowest:
-    """Always the one that was there first."""
-
-    def choose(self, prompt: Sequence[int], candidates: Sequence[Candidate]) -> Candidate:
-        return candidates[0]
-
-
-class Largest:
-    """Always the one of most blocks."""
-
-    def choose(self, prompt: Sequence[int], candidates: Sequence[Candidate]) -> Candidate:
-        return max(candidates, key=lambda each: each.total_blocks)
 
 
 @asynccontextmanager
@@ -50,52 +45,49 @@ async def unlike(*contexts: int, session: bool = True) -> AsyncIterator[tuple[Fl
     """Executors of these contexts, of which the first that may be chosen is."""
     async with AsyncExitStack() as stack:
         served = [await stack.enter_async_context(identity(max_context=each)) for each in contexts]
-        connect = partial(ExecutorClient, session=session)
-        one = await stack.enter_async_context(fleet_of(served[0].target, placement=Lowest(), connect=connect))
+        one = await stack.enter_async_context(fleet_of(served[0].target, placement=Lowest(), session=session))
         for count in range(2, len(served) + 1):
-            one.members._listed("", [each.target for each in served[:count]])
-            await until(one, lambda wanted=count: len(one.members.serving) == wanted)  # type: ignore[misc]
+            name_targets(one.members, *(each.target for each in served[:count]))
+            await there_are(one, count)
         yield one, served
 
 
 async def text(fleet: FleetClient, sequence: FleetSequence, how: str, count: int = 24) -> list[int]:
     """So many tokens, and nobody knows beforehand how many."""
+    if not how.startswith("stream"):
+        return await driven(fleet, sequence, how, count)
     found = list[int]()
-    if how.startswith("stream"):
-        stop = range(1000, 10_000) if "single" in how else ()  # more than a run takes
-        async for token in sequence.generate(PROMPT, output=SAMPLED, stop=stop):
-            found.append(token)
-            if len(found) == count:
-                return found
-    while len(found) < count:
-        fed = found[-1:] or PROMPT
-        if how == "calls":
-            answer: Any = await sequence.prefill(fed, SAMPLED)
-        else:
-            [answer] = await fleet.forward([sequence.item(fed, SAMPLED)])
-        assert isinstance(answer, Answer), answer
-        found.append(answer.token)
+    stop = range(1000, 10_000) if "single" in how else ()  # more than a run takes
+    async for token in sequence.generate(PROMPT, output=SAMPLED, stop=stop):
+        found.append(token)
+        if len(found) == count:
+            break
     return found
 
 
-@WAYS
-@pytest.mark.parametrize("moves", [True, False], ids=["moves", "is rebuilt"])
-@pytest.mark.parametrize("how", ["stream", "stream of single steps", "calls", "items"])
-async def test_a_text_that_outgrows_its_executors_context_goes_on_where_there_is_more(
-    session: bool, moves: bool, how: str
-) -> None:
+@pytest.mark.parametrize(
+    ("how", "session", "moves"),
+    [
+        ("stream", True, True),
+        ("stream", False, False),
+        ("stream of single steps", False, True),
+        ("stream of single steps", True, False),
+        ("calls", True, True),
+        ("calls", False, False),
+        ("items", False, True),
+        ("items", True, False),
+    ],
+)
+async def test_a_text_that_outgrows_its_executors_context_goes_on_where_there_is_more(session, moves, how) -> None:
     async with unlike(SHORT, LONG, session=session) as (one, (short, long)):
         expected = await alone(long.target)
         sequence = one.sequence()
-        with (
-            mock.patch("ferrum_rpc.client.transfer.check_offered", side_effect=None if moves else NotSupported("no")),
-        ):
+        with moving(moves):
             assert await text(one, sequence, how) == expected
         assert owner(sequence).target == long.target
         assert long.server.state.counters.sequences_imported == moves
         await sequence.release()
-        await waiting.until(lambda: not len(short.server.state.handles) and not len(long.server.state.handles))
-        assert foreign(short, long) == 0
+        await all_is_freed(short, long)
 
 
 async def test_texts_that_outgrow_a_context_at_the_same_time_all_move() -> None:
@@ -110,15 +102,6 @@ async def test_texts_that_outgrow_a_context_at_the_same_time_all_move() -> None:
 
 async def test_a_sequence_goes_where_all_that_it_may_become_has_room() -> None:
     async with unlike(SHORT, LONG) as (one, (short, long)):
-
-        async def goes(prompt: int, most: int | None, reserve: int = 0) -> Served:
-            async with one.sequence(reserve_tokens=reserve) as sequence:
-                stream = sequence.generate([1] * prompt, max_tokens=most, stop=())
-                await anext(stream)
-                found = of((short, long), sequence)
-                await stream.aclose()
-            return found
-
         for prompt, most, reserve, there in (
             (8, 9, 0, short),  # the last token is not fed
             (8, 10, 0, long),
@@ -128,7 +111,12 @@ async def test_a_sequence_goes_where_all_that_it_may_become_has_room() -> None:
             (8, None, 9, long),
             (8, 1000, 0, long),
         ):
-            assert await goes(prompt, most, reserve) is there
+            async with (
+                one.sequence(reserve_tokens=reserve) as sequence,
+                aclosing(sequence.generate([1] * prompt, max_tokens=most, stop=())) as stream,
+            ):
+                await anext(stream)
+                assert of((short, long), sequence) is there
         async with one.sequence() as sequence:
             with pytest.raises(ContextLengthExceeded, match=f"has {LONG + 1} tokens.*at most {LONG}") as refusal:
                 await sequence.prefill([1] * (LONG + 1))
@@ -158,16 +146,16 @@ async def test_who_drains_or_dies_leaves_its_sequences_to_those_whose_context_ho
         await brief.decode(1)
         assert owner(brief).target == short.target
         async with identity(max_context=LONG) as another:
-            one.members._listed("", [*(each.target for each in served), another.target])
+            name_targets(one.members, *(each.target for each in served), another.target)
             await until(one, lambda: another.target in {each.target for each in one.members.serving})
             found.append((await sequence.decode(found[-1], SAMPLED)).token)
             assert owner(sequence).target == another.target, "not the first that may be chosen, but one that holds it"
             assert another.server.state.counters.sequences_imported == 1
             await owner(sequence).end(TransportError("as if it were"))
-            one.members._listed("", [each.target for each in served])
+            name_targets(one.members, *(each.target for each in served))
             with pytest.raises(TransportError, match=f"takes a sequence of 21 tokens .{long.target}: it drains"):
                 await sequence.decode(found[-1], SAMPLED, timeout_s=0.2)
-            one.members._listed("", [short.target])
+            name_targets(one.members, short.target)
             with pytest.raises(ContextLengthExceeded, match="has 21 tokens"):
                 await sequence.decode(found[-1], SAMPLED)
         assert found == expected[:14]
@@ -183,29 +171,29 @@ async def test_a_text_that_ends_early_because_the_longer_context_is_gone_says_so
                 found.append(token)
                 if len(found) == 1:
                     assert owner(sequence).target == long.target
-                    one.members._listed("", [short.target])
+                    name_targets(one.members, short.target)
                     await owner(sequence).end(TransportError("as if it were"))
         assert found == expected[: SHORT - len(PROMPT) + 1]
         await sequence.release()
 
 
-@WAYS
-@pytest.mark.parametrize("how", ["stream", "calls", "items"])
 @pytest.mark.parametrize(
-    ("limit", "refusal"),
-    [({"max_sequences": 2}, SequencesExhausted), ({"max_sequences_per_caller": 2}, QuotaExceeded)],
-    ids=["sequences", "quota"],
+    ("limit", "how", "session"),
+    [
+        ("max_sequences", "stream", True),
+        ("max_sequences", "calls", False),
+        ("max_sequences", "items", True),
+        ("max_sequences_per_caller", "stream", False),
+        ("max_sequences_per_caller", "calls", True),
+        ("max_sequences_per_caller", "items", False),
+    ],
 )
-async def test_who_is_full_by_number_is_passed_over(
-    limit: dict[str, int], refusal: type[Exception], how: str, session: bool
-) -> None:
-    connect = partial(ExecutorClient, session=session)
+async def test_who_is_full_by_number_is_passed_over(limit: str, how: str, session: bool) -> None:
     async with (
-        identity(kv_blocks=1024, **limit) as small,
+        identity(kv_blocks=1024, **{limit: 2}) as small,
         identity(kv_blocks=64) as large,
-        fleet_of(small.target, large.target, placement=Largest(), connect=connect) as one,
+        fleet_of(small.target, large.target, placement=Largest(), session=session) as one,
     ):
-        await until(one, lambda: len(one.members.serving) == 2)
         with mock.patch("ferrum_rpc.client.fleet.member.FULL_S", 60.0):
             sequences = [one.sequence() for _ in range(6)]
             for each in sequences:
@@ -215,8 +203,8 @@ async def test_who_is_full_by_number_is_passed_over(
             [member] = [each for each in one.members.there if each.target == small.target]
             assert member.full
             async with ExecutorClient(small.target) as client, client.sequence() as another:
-                if refusal is SequencesExhausted:
-                    with pytest.raises(refusal):
+                if limit == "max_sequences":
+                    with pytest.raises(SequencesExhausted):
                         await another.prefill(PROMPT)
         await one.release(sequences)
 
@@ -235,15 +223,13 @@ def refusals() -> Iterator[asyncio.Queue[tuple[str, ExecutorError]]]:
         yield seen
 
 
-@WAYS
-@pytest.mark.parametrize("how", ["stream", "calls", "items"])
+@pytest.mark.parametrize(("how", "session"), [("stream", True), ("calls", False), ("items", True), ("items", False)])
 async def test_each_that_could_hold_a_sequence_is_asked_once_and_the_refusal_is_raised(how: str, session: bool) -> None:
-    connect = partial(ExecutorClient, session=session)
     async with (
         identity(max_context=SHORT) as short,
         identity(max_context=LONG, max_sequences=1) as first,
         identity(max_context=LONG, max_sequences=1) as second,
-        fleet_of(short.target, first.target, second.target, placement=Lowest(), connect=connect) as one,
+        fleet_of(short.target, first.target, second.target, placement=Lowest(), session=session) as one,
         ExecutorClient(first.target) as other,
         ExecutorClient(second.target) as another,
     ):
@@ -273,16 +259,14 @@ async def test_each_that_could_hold_a_sequence_is_asked_once_and_the_refusal_is_
         await held[0].release()
 
 
-@WAYS
+@BOTH_WAYS
 async def test_a_text_that_must_move_stays_until_there_is_a_place_for_it(session: bool) -> None:
-    connect = partial(ExecutorClient, session=session)
     async with (
         identity(max_context=SHORT) as short,
         identity(max_context=LONG, max_sequences=1) as long,
-        fleet_of(short.target, long.target, placement=Lowest(), connect=connect) as one,
+        fleet_of(short.target, long.target, placement=Lowest(), session=session) as one,
         ExecutorClient(long.target) as other,
     ):
-        await until(one, lambda: len(one.members.serving) == 2)
         expected = await alone(long.target)
         await (held := other.sequence()).prefill(PROMPT)
         sequence, found = one.sequence(), list[int]()
@@ -302,66 +286,55 @@ async def test_a_text_that_must_move_stays_until_there_is_a_place_for_it(session
         await sequence.release()
 
 
-def restart(proxy: TcpProxy, upstream: str) -> None:
-    proxy.upstream = upstream
-    proxy.reset_all()
-
-
 @pytest.mark.parametrize(
     ("away", "how"),
     [
-        *(("hangs", how) for how in ("prompt", "stream", "stream of single steps", "calls", "items")),
+        *(("hangs", how) for how in ("prompt", "stream", "stream of single steps", "items")),
         ("is gone", "prompt"),
         ("is gone", "stream"),
         ("has not come", "prompt"),
     ],
 )
 async def test_a_longer_context_that_is_away_for_a_while_is_waited_for(away: str, how: str) -> None:
-    gate, waits, change = Gate("forward"), asyncio.Event(), Members._change
+    gate, waits, changed = Gate("forward"), asyncio.Event(), Members.changed
 
-    async def waiting_for(members: Members, *args: Any) -> None:
+    async def waiting_for(members: Members, since: int) -> int:
         waits.set()
-        await change(members, *args)
+        return await changed(members, since)
 
-    async with AsyncExitStack() as stack:
-        short = await stack.enter_async_context(identity(max_context=SHORT))
-        long = await stack.enter_async_context(identity(max_context=LONG, stage=gate))
-        proxy = await stack.enter_async_context(proxied(long.target))
+    async with (
+        identity(max_context=SHORT) as short,
+        identity(max_context=LONG, stage=gate) as long,
+        proxied(long.target) as proxy,
+        AsyncExitStack() as hang,
+    ):
         expected = await alone(long.target)
         if away == "has not come":
-            restart(proxy, "127.0.0.1:1")
-        one = await stack.enter_async_context(fleet_of(short.target, proxy.target, placement=Lowest()))
-        hang = stack.enter_context(ExitStack()) if away == "hangs" else None
-        if hang is not None:
-            await until(one, lambda: len(one.members.serving) == 2)
-            hang.enter_context(hanging(long, gate))
-        if away == "is gone":
-            await until(one, lambda: len(one.members.serving) == 2)
-            restart(proxy, "127.0.0.1:1")
-        await until(one, lambda: [each.target for each in one.members.serving] == [short.target])
-        sequence = one.sequence()
-        with pytest.raises(TransportError, match=f"takes a sequence of {SHORT + 1} tokens .{proxy.target}: "):
-            await one.sequence().prefill([1] * (SHORT + 1), timeout_s=0.05)
-        with mock.patch.object(Members, "_change", waiting_for):
-            if how == "prompt":
-                work = asyncio.ensure_future(_length(sequence, SHORT + 1))
-            else:
-                work = asyncio.ensure_future(text(one, sequence, how))
-            first = asyncio.ensure_future(waits.wait())
-            await asyncio.wait({work, first}, return_when=asyncio.FIRST_COMPLETED)
-            assert waits.is_set() and not work.done(), work
-            if hang is not None:
-                hang.close()
-            else:
-                restart(proxy, long.target)
-            assert await work == (SHORT + 1 if how == "prompt" else expected)
-        assert owner(sequence).target == proxy.target
-        await sequence.release()
-        await waiting.until(lambda: not len(short.server.state.handles) and not len(long.server.state.handles))
-
-
-async def _length(sequence: FleetSequence, tokens: int) -> int:
-    return (await sequence.prefill([1] * tokens)).length
+            proxy.kill()
+        there = 1 if away == "has not come" else 2
+        async with fleet_of(short.target, proxy.target, placement=Lowest(), there=there) as one:
+            if away == "hangs":
+                hang.enter_context(hanging(long, gate))
+            elif away == "is gone":
+                proxy.kill()
+            await until(one, lambda: [each.target for each in one.members.serving] == [short.target])
+            sequence = one.sequence()
+            with pytest.raises(TransportError, match=f"takes a sequence of {SHORT + 1} tokens .{proxy.target}: "):
+                await one.sequence().prefill([1] * (SHORT + 1), timeout_s=0.05)
+            with mock.patch.object(Members, "changed", waiting_for):
+                reached = sequence.prefill([1] * (SHORT + 1)) if how == "prompt" else text(one, sequence, how)
+                work, first = asyncio.ensure_future(reached), asyncio.ensure_future(waits.wait())
+                await asyncio.wait({work, first}, return_when=asyncio.FIRST_COMPLETED)
+                assert waits.is_set() and not work.done(), work
+                if away == "hangs":
+                    await hang.aclose()
+                else:
+                    proxy.lead_to(long.target)
+                found = await work
+                assert found.length == SHORT + 1 if how == "prompt" else found == expected
+            assert owner(sequence).target == proxy.target
+            await sequence.release()
+            await waiting.until(lambda: not len(short.server.state.handles) and not len(long.server.state.handles))
 
 
 async def test_a_text_raises_where_the_longer_context_stays_away_and_a_known_short_one_is_not_waited_for() -> None:
@@ -371,10 +344,9 @@ async def test_a_text_raises_where_the_longer_context_stays_away_and_a_known_sho
         proxied(long.target) as proxy,
         fleet_of(short.target, proxy.target, placement=Lowest()) as one,
     ):
-        await until(one, lambda: len(one.members.serving) == 2)
         expected = await alone(long.target)
-        restart(proxy, "127.0.0.1:1")
-        await until(one, lambda: len(one.members.serving) == 1)
+        proxy.kill()
+        await there_are(one, 1)
         sequence, found = one.sequence(), list[int]()
         with pytest.raises(TransportError, match=f"takes a sequence of {SHORT + 1} tokens"):
             async for token in sequence.generate(PROMPT, output=SAMPLED, stop=(), timeout_s=1.0):
@@ -387,13 +359,8 @@ async def test_a_text_raises_where_the_longer_context_stays_away_and_a_known_sho
 
 @pytest.mark.parametrize("count", [8, 3])
 async def test_sequences_that_begin_together_are_shared_out_evenly(count: int) -> None:
-    async with (
-        identity() as first,
-        identity() as second,
-        identity() as third,
-        fleet_of(first.target, second.target, third.target) as one,
-    ):
-        sequences = [one.sequence() for _ in range(count)]  # at once: entering it has waited for all three
+    async with fleet(3) as (one, _):
+        sequences = [one.sequence() for _ in range(count)]
         await asyncio.gather(*(each.prefill([at, 1]) for at, each in enumerate(sequences)))
         shares = Counter(owner(each).target for each in sequences)
         assert sorted(shares.values()) == ([2, 3, 3] if count == 8 else [1, 1, 1])

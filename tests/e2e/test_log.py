@@ -8,10 +8,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
-from ferrum_rpc.logs import HELD_CHARACTERS, LineWriter
+from ferrum_rpc.logs import HELD_CHARACTERS, LineWriter, configure_logging, drain
+from ferrum_rpc.service import executor
+from ferrum_rpc.service.guard.auth import Security
+from tests.support.serving import serve_identity
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,25 +30,39 @@ print("unhindered", flush=True)
 """
 
 
-@pytest.mark.parametrize("log_format", ["json", "console"])
-def test_a_traceback_has_no_prompt_and_no_token(log_format: str, tmp_path: Path) -> None:
-    tokens, secret, prompt = tmp_path / "tokens", "its-own-secret", ["71531", "82642", "93753"]
+def talking() -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen((sys.executable, "-c", TALKS), cwd=ROOT, stdout=pipe, stderr=pipe)
+
+
+async def test_a_traceback_has_no_prompt_and_no_token(tmp_path, capfd, monkeypatch) -> None:
+    """Of a handler that raises with the prompt in its locals, in each format of the log."""
+
+    def raise_with(state: Any, account: Any, items: Any, **_: object) -> None:
+        prompt = [int(token) for token in items[0].tokens]
+        raise RuntimeError(f"a bug, {len(prompt)} tokens on")
+
+    tokens, secret, prompt = tmp_path / "tokens", "its-own-secret", [71531, 82642, 93753]
     tokens.write_text(f"alice {secret}\n")
     tokens.chmod(0o600)
-    command = (sys.executable, "-m", "tests.e2e.raising_handler", log_format, str(tokens), secret, *prompt)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "INTERNAL\n"
-    assert "a bug, 3 tokens on" in done.stderr and "raise_with" in done.stderr, "the traceback is there"
-    assert not any(each in done.stderr for each in (secret, *prompt))
+    monkeypatch.setattr(executor, "ForwardCall", raise_with)
+    async with serve_identity(vocab_size=100_000, security=Security(tokens=tokens)) as served:
+        for log_format in ("json", "console"):
+            configure_logging(log_format)
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await served.by(secret).prefill(prompt)
+            assert failed.value.code() is grpc.StatusCode.INTERNAL
+            drain()
+            wrote = capfd.readouterr().err
+            assert "a bug, 3 tokens on" in wrote and "raise_with" in wrote, "the traceback is there"
+            assert not any(each in wrote for each in (secret, *map(str, prompt)))
 
 
 def test_a_program_whose_log_nobody_reads_goes_on_and_ends() -> None:
-    with subprocess.Popen(
-        (sys.executable, "-c", TALKS), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as it:
+    with talking() as it:
         try:
             said: list[bytes] = []
-            hears = threading.Thread(target=lambda: said.append(it.stdout.readline()))  # type: ignore[union-attr]
+            hears = threading.Thread(target=lambda: said.append(it.stdout.readline()))
             hears.start()
             hears.join(60)
             assert said == [b"unhindered\n"], "it waits for the reader of its log"
@@ -87,10 +106,7 @@ def test_a_reader_that_goes_on_gets_what_was_held_and_hears_how_much_was_not() -
 
 
 def test_lines_keep_their_order_and_their_count_is_told_in_the_log() -> None:
-    with subprocess.Popen(
-        (sys.executable, "-c", TALKS), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as it:
-        assert it.stdout is not None and it.stderr is not None
+    with talking() as it:
         assert it.stdout.readline() == b"unhindered\n"  # the log is read from now on
         events = [json.loads(line) for line in it.stderr]
     numbers = [each["number"] for each in events if each["event"] == "line"]

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from ferrum_rpc.client import Answer, ExecutorClient, ExecutorState, ExecutorView, Health, ModelClient
+from ferrum_rpc.client import ExecutorState, ExecutorView, Health, ModelClient
 from ferrum_rpc.errors import TransportError
-from tests.e2e.fleets import PROMPT, SAMPLED, SESSION, alone, fleet, fleet_of, identity, until
-from tests.faults.proxy import proxied
+from tests.support.clients import answers, restarting
+from tests.support.fleets import PROMPT, SAMPLED, SESSION, alone, behind_proxies, fleet, identity, several, until
 
 
 async def serve(client: ModelClient) -> list[list[int]]:
@@ -21,9 +21,8 @@ async def serve(client: ModelClient) -> list[list[int]]:
     results = await client.forward([each.item(PROMPT, SAMPLED) for each in sequences])
     texts: list[list[int]] = [[] for _ in sequences]
     for _ in range(8):
-        for text, result in zip(texts, results, strict=True):
-            assert isinstance(result, Answer)
-            text.append(result.token)
+        for text, answer in zip(texts, answers(results), strict=True):
+            text.append(answer.token)
         results = await client.forward(
             [each.item(text[-1:], SAMPLED) for each, text in zip(sequences, texts, strict=True)]
         )
@@ -50,12 +49,7 @@ async def test_one_program_drives_one_executor_and_a_fleet() -> None:
 
 
 async def test_what_is_known_of_one_executor_is_of_one_life_of_its_process() -> None:
-    async with (
-        identity() as first,
-        identity() as second,
-        proxied(first.target) as proxy,
-        ExecutorClient(proxy.target) as client,
-    ):
+    async with restarting(session=False) as (_, second, proxy, client):
         assert client.executors == []
         async with client.sequence() as sequence:
             await sequence.prefill(PROMPT)
@@ -64,8 +58,7 @@ async def test_what_is_known_of_one_executor_is_of_one_life_of_its_process() -> 
             assert old.info == await client.info() and old.pressure == client.pressure
             await client.drain(grace_s=5.0)
             assert old.draining and not old.serving and old.condition == "draining"
-        proxy.upstream = second.target
-        proxy.reset_all()
+        proxy.lead_to(second.target)
         async with client.sequence(rebuild=True) as sequence, asyncio.timeout(10):
             await sequence.prefill(PROMPT)
         [new] = client.executors
@@ -74,14 +67,7 @@ async def test_what_is_known_of_one_executor_is_of_one_life_of_its_process() -> 
 
 
 async def test_a_fleet_reports_those_that_answer() -> None:
-    async with (
-        identity() as first,
-        identity() as second,
-        proxied(first.target) as left,
-        proxied(second.target) as right,
-        fleet_of(left.target, right.target) as one,
-    ):
-        await until(one, lambda: len(one.members.serving) == 2)
+    async with several(2) as served, behind_proxies(*served) as (one, proxies):
         statuses = [await each.client.status() for each in one.members.there]
         merged = await one.status()
         assert merged.pressure.total_blocks == sum(each.pressure.total_blocks for each in statuses)
@@ -91,12 +77,10 @@ async def test_a_fleet_reports_those_that_answer() -> None:
         await drained.client.drain(grace_s=30.0)
         assert (await one.status()).state is ExecutorState.SERVING and await one.health() is Health.SERVING
         assert [each.condition for each in one.executors] == ["draining", "serving"]
-        for proxy in (left, right):
-            proxy.upstream = "127.0.0.1:1"
-            proxy.reset_all()
+        for proxy in proxies.values():
+            proxy.kill()
         await until(one, lambda: not one.members.there)
         assert one.pressure is None and one.executors == []
-        with pytest.raises(TransportError, match="no executor of"):
-            await one.status()
-        with pytest.raises(TransportError, match="no executor of"):
-            await one.health()
+        for call in (one.status, one.health):
+            with pytest.raises(TransportError, match="no executor of"):
+                await call()

@@ -1,5 +1,5 @@
-"""The last server of revision 2, from this repository's history: what it makes of each addition of revision 3, and what
-this version's client makes of it.
+"""The last server of revision 2, as recorded: what it makes of each addition of revision 3, and what this version's
+client makes of it.
 
 A server ignores fields that it does not know, `needs` among them. So where it answers something else than was asked
 for, its capabilities must have said so. docs/contract.md has the same as a table.
@@ -8,11 +8,7 @@ for, its capabilities must have said so. docs/contract.md has the same as a tabl
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import tarfile
 from collections.abc import AsyncIterator
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,7 +18,6 @@ import pytest_asyncio
 
 from ferrum_rpc.client import (
     Accept,
-    Answer,
     ExecutorClient,
     GrammarKind,
     Greedy,
@@ -36,26 +31,18 @@ from ferrum_rpc.errors import NotSupported, Reason
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_rpc, error_from_status
-from tests.faults.process import ROOT, Dialled, dial, serving
-from tests.faults.proxy import proxied
-from tests.faults.raw_session import raw_session
-from tests.identity_oracle import identity_logits
-from tests.serving import serve_identity
-from tests.wiring import item, pb, prefill
+from tests.support.clients import BOTH_WAYS, answers
+from tests.support.identity_oracle import identity_logits
+from tests.support.process import Dialled, dial
+from tests.support.proxy import proxied
+from tests.support.raw_session import raw_session
+from tests.support.recorded import recorded
+from tests.support.serving import serve_identity
+from tests.support.wiring import item, pb, prefill
 
-COMMIT = "c531abc"
 PROMPT = [3, 1, 4]
 WORDS = types_pb2.Tensor(dtype=types_pb2.D_TYPE_I32, shape=[8], data=(1 << 9).to_bytes(32, "little"))
 """Allows token 9 only."""
-
-SETTINGS = """
-from pydantic import BaseModel as BaseSettings
-
-PydanticBaseSettingsSource = object
-SettingsConfigDict = lambda env_prefix, **more: more
-EnvSettingsSource = lambda settings: dict
-"""
-"""In place of a package that the older server needs and that is installed no more: settings are told by flags only."""
 
 ADDED = range(info_pb2.CAPABILITY_OUTPUT_NEXT_TOKEN, info_pb2.CAPABILITY_STEP_FRAMES + 1)
 OFFERED_SINCE = {
@@ -70,27 +57,11 @@ OFFERED_SINCE = {
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(scope="module")
-def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the older package."""
-    folder = tmp_path_factory.mktemp("older")
-    command = ["git", "-C", str(ROOT), "archive", COMMIT, "ferrum_rpc"]
-    try:
-        archive = subprocess.run(command, capture_output=True, check=False).stdout
-    except OSError as error:
-        pytest.skip(f"git: {error}")
-    if not archive:
-        pytest.skip(f"commit {COMMIT} is not in this checkout: a shallow clone, or none at all")
-    with tarfile.open(fileobj=BytesIO(archive)) as files:
-        files.extractall(folder, filter="data")
-    (folder / "pydantic_settings.py").write_text(SETTINGS)
-    return folder
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def target(older: Path) -> AsyncIterator[str]:
-    async with serving(root=older) as server:
-        yield server.target
+@pytest_asyncio.fixture(loop_scope="module")
+async def target(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    """The address of the older server, as it was recorded in this test."""
+    async with recorded(2, request.node.name) as target:
+        yield target
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -235,11 +206,8 @@ async def test_the_client_works_with_it(client: ExecutorClient) -> None:
         await sequence.truncate(len(PROMPT))
         await sequence.reserve(20)
         [branch] = await sequence.fork()
-        answers = await client.forward([sequence.item([expected[0]]), branch.item([7])])
-        assert [answer.token for answer in answers if isinstance(answer, Answer)] == [
-            expected[1],
-            *greedy([*PROMPT, 7], 1),
-        ]
+        found = answers(await client.forward([sequence.item([expected[0]]), branch.item([7])]))
+        assert [each.token for each in found] == [expected[1], *greedy([*PROMPT, 7], 1)]
         assert (await sequence.verify(expected[1:3])).tokens.tolist() == expected[2:4]
         await sequence.rebuild()
         assert (await sequence.decode(expected[3])).token == expected[4]
@@ -289,15 +257,13 @@ async def test_the_client_refuses_runs_followers_masks_and_scores(client: Execut
         assert (await sequence.decode(answer.token)).token == greedy(PROMPT, 2)[1]
 
 
-@pytest.mark.parametrize("session", [False, True], ids=["unary", "session"])
+@BOTH_WAYS
 @pytest.mark.parametrize(
     "asked",
     [{"run": Run(4)}, {"output": Greedy(logprobs=RowLogprobs(2))}, {"output": NextToken()}],
     ids=["run", "logprobs", "next_token"],
 )
-async def test_the_client_looks_again_when_an_older_one_takes_a_newer_ones_place(
-    target: str, session: bool, asked: dict[str, Any]
-) -> None:
+async def test_the_client_looks_again_when_an_older_one_takes_a_newer_ones_place(target, session, asked) -> None:
     """A deployment that is rolled back: what the client knew of the newer one holds no more."""
     async with (
         serve_identity() as newer,
@@ -305,8 +271,7 @@ async def test_the_client_looks_again_when_an_older_one_takes_a_newer_ones_place
         ExecutorClient(proxy.target, session=session) as client,
     ):
         await client.sequence().prefill(PROMPT, **asked)
-        proxy.upstream = target
-        proxy.reset_all()
+        proxy.lead_to(target)
         async with client.sequence() as sequence:
             with pytest.raises(NotSupported):
                 await sequence.prefill(PROMPT, **asked)
@@ -314,7 +279,7 @@ async def test_the_client_looks_again_when_an_older_one_takes_a_newer_ones_place
             assert [each async for each in sequence.generate(PROMPT, max_tokens=4, stop=())] == greedy(PROMPT, 4)
 
 
-@pytest.mark.parametrize("session", [False, True], ids=["unary", "session"])
+@BOTH_WAYS
 async def test_a_stream_looks_again_too(target: str, session: bool) -> None:
     async with (
         serve_identity() as newer,
@@ -322,7 +287,6 @@ async def test_a_stream_looks_again_too(target: str, session: bool) -> None:
         ExecutorClient(proxy.target, session=session) as client,
     ):
         for upstream in (newer.target, target):
-            proxy.upstream = upstream
-            proxy.reset_all()
+            proxy.lead_to(upstream)
             stream = client.sequence().generate(PROMPT, max_tokens=9, stop=())
             assert [each async for each in stream] == greedy(PROMPT, 9)

@@ -8,8 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,12 +17,12 @@ from torch.distributed import TCPStore
 
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.engine.ranks.links import CUT_S
-from tests.checkpoints import make_checkpoint
-from tests.exposition import fetch, series, value
-from tests.faults.forking import fork
-from tests.faults.netns import missing, network
-from tests.faults.process import ServerProcess, environment
-from tests.faults.waiting import until
+from tests.support.checkpoints import make_checkpoint
+from tests.support.clients import text
+from tests.support.exposition import fetch, series, value
+from tests.support.netns import missing, network
+from tests.support.process import ServerProcess, environment, free_port, running, runs
+from tests.support.waiting import until
 
 PROMPTLY_S = 30.0
 """Much less than the 120 s that ranks wait for each other. It takes a second on an idle machine, and took 12 on one
@@ -35,16 +34,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3")
 
 
-@asynccontextmanager
-async def running(*arguments: str, **variables: str) -> AsyncIterator[ServerProcess]:
-    """A command of this program, from its first moment."""
-    process = ServerProcess(await fork([*arguments], environment() | variables))
-    try:
-        yield process
-    finally:
-        await process.kill()
-
-
 def serve(checkpoint: Path, *flags: str) -> list[str]:
     small = ("--dtype", "float32", "--threads", "1", "--kv-blocks", "32", "--no-warmup")
     return ["serve", str(checkpoint), "--port", "0", "--log-format", "json", *small, *flags]
@@ -52,11 +41,6 @@ def serve(checkpoint: Path, *flags: str) -> list[str]:
 
 def world(rank: int, port: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.parametrize("engine", ["thread", "process"])
@@ -73,8 +57,15 @@ async def test_sigterm_ends_rank_0_while_it_waits_for_the_others(checkpoint: Pat
         assert not any(each["level"] in ("warning", "error") for each in process.events)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("store", ["nobody listens", "rank 0 has not begun", "somebody else listens"])
+@pytest.mark.parametrize(
+    ("number", "store"),
+    [
+        (signal.SIGINT, "nobody listens"),
+        (signal.SIGTERM, "rank 0 has not begun"),
+        (signal.SIGINT, "rank 0 has not begun"),
+        (signal.SIGTERM, "somebody else listens"),
+    ],
+)
 async def test_signals_end_a_rank_that_waits_for_rank_0(number: signal.Signals, store: str) -> None:
     port = free_port()
     listening: TCPStore | socket.socket | None = None
@@ -116,9 +107,7 @@ def connections(pid: int) -> int:
     ],
     ids=["size", "trust", "port", "large port", "rank", "hf"],
 )
-async def test_what_cannot_be_is_refused_before_a_port_is_opened(
-    checkpoint: Path, flags: tuple[str, ...], variables: dict[str, str], field: str
-) -> None:
+async def test_what_cannot_be_is_refused_before_a_port_is_opened(checkpoint, flags, variables, field) -> None:
     async with running(*serve(checkpoint, *flags), **variables) as process:
         assert field in (await process.event("startup_failed"))["error"]
         assert await process.ended() == 1
@@ -168,7 +157,7 @@ async def test_ranks_are_measured_and_nothing_is_left_of_a_rank_0_that_was_kille
         assert all(100 << 20 < each < 10 << 30 for each in resident), "torch alone takes more"
         assert abs(resident[1] - resident_bytes(other)) < 100 << 20
         await process.kill()
-        await until(lambda: not Path(f"/proc/{other}").exists() or _zombie(other), 10)
+        await until(lambda: not runs(other), 10)
     assert not os.listdir(tmp_path)
 
 
@@ -189,8 +178,9 @@ async def test_ranks_of_two_machines_write_the_text_of_one_and_notice_a_cut(chec
         both = serve(checkpoint, "--pipeline-parallel", "2", "--trust-rank-network")
         first = await stack.enter_async_context(running(*both, **ranks))
         one = await stack.enter_async_context(running(*serve(checkpoint)))
-        texts = [await text((await each.event("ready"))["target"]) for each in (first, one)]
-        assert texts[0] == texts[1]
+        targets = [(await each.event("ready"))["target"] for each in (first, one)]
+        async with ExecutorClient(targets[0]) as several, ExecutorClient(targets[1]) as single:
+            assert await text(several, [1, 2, 3, 4], 40) == await text(single, [1, 2, 3, 4], 40)
         assert "rank_transport=gloo" in {each.get("choice") for each in first.events}
         began = time.monotonic()
         await net.cut()
@@ -202,12 +192,3 @@ async def test_ranks_of_two_machines_write_the_text_of_one_and_notice_a_cut(chec
 
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-async def text(target: str) -> list[int]:
-    async with ExecutorClient(target) as client:
-        return [token async for token in client.sequence().generate([1, 2, 3, 4], max_tokens=40)]
-
-
-def _zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,21 +17,25 @@ from ferrum_rpc.client import Capability, ExecutorClient, Greedy, Sample
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.request import Request, RequestEnd
+from ferrum_rpc.scheduler.runs import SHORT
 from ferrum_rpc.scheduler.speculation import AGAIN, REST, Drafter, DraftModel, Lookup, Speculation, looked_up
-from tests.e2e.test_scheduler_runs import (
+from tests.support.scheduling import (
     DEMO,
     SHAPES,
+    Watcher,
     assert_nothing_is_left,
+    emptied,
     identity,
+    of_one,
     one_at_a_time,
     prompts,
     requests,
     schedule,
 )
-from tests.serving import serve_identity, serve_model
+from tests.support.serving import serve_identity, serve_model
 
-BOTH_WAYS = pytest.mark.parametrize("session", [True, False], ids=["session", "unary"])
 NEW_TOKENS = 30
+SAMPLED = Sample(0.8, 20, 0.9, seed=3)
 
 
 class Fortune:
@@ -44,6 +48,7 @@ class Fortune:
         self.forgotten: set[int] = set()
 
     async def draft(self, request: Request, most: int) -> list[int]:
+        assert request.owed == 1, "a draft goes on behind the token that is fed with it"
         at = len(request.generated)
         right = self._texts[request.index][at : at + most]
         return [each if self._dice.random() < self._share else (each + 1) % 256 for each in right]
@@ -58,19 +63,12 @@ async def speculate(target: str, work: list[Request], drafter: Drafter | None, *
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    async def generate() -> list[list[int]]:
-        async with identity(kv_blocks=512) as served:
-            return await one_at_a_time(served.target, prompts(12), NEW_TOKENS)
-
-    return asyncio.run(generate())
+    return of_one(lambda served: one_at_a_time(served.target, prompts(12), NEW_TOKENS))
 
 
-@BOTH_WAYS
-@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
-async def test_texts_do_not_depend_on_how_good_the_guesses_are(
-    expected: list[list[int]], share: float, session: bool
-) -> None:
-    async with identity(kv_blocks=512) as served:
+@pytest.mark.parametrize(("share", "session"), [(0.0, True), (0.7, False), (0.7, True), (1.0, True)])
+async def test_texts_do_not_depend_on_how_good_the_guesses_are(expected, share, session) -> None:
+    async with emptied(kv_blocks=512) as served:
         work, drafter = requests(prompts(12), NEW_TOKENS), Fortune(expected, share)
         run = await speculate(served.target, work, drafter, session=session)
         assert [each.generated for each in work] == expected
@@ -80,27 +78,25 @@ async def test_texts_do_not_depend_on_how_good_the_guesses_are(
             assert run.accepted == share * run.drafted
         if share == 1.0:
             assert run.trips < 0.5 * run.decode_tokens
-        await assert_nothing_is_left(served)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", ["a token a step", "two items a step", "a pool for three", "a pool for one, in chunks"]
+)
 async def test_texts_do_not_depend_on_budget_or_pool(expected: list[list[int]], shape: str) -> None:
     """Drafts go where there is room, and preempt nobody who would not have been without."""
     blocks, budget = SHAPES[shape]
-    async with identity(kv_blocks=max(blocks, 19)) as served:
+    async with emptied(kv_blocks=max(blocks, 19)) as served:
         work = requests(prompts(12), NEW_TOKENS)
         await speculate(served.target, work, Fortune(expected, 0.7), budget=budget)
         assert [each.generated for each in work] == expected
-        await assert_nothing_is_left(served)
 
 
 @pytest.mark.parametrize(
     ("shape", "session"),
     [("a roomy pool", True), ("a roomy pool", False), ("two items a step", True), ("a pool for three", True)],
 )
-async def test_texts_do_not_depend_on_which_of_them_come_by_runs(
-    expected: list[list[int]], shape: str, session: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_texts_do_not_depend_on_which_of_them_come_by_runs(expected, shape, session, monkeypatch) -> None:
     """Some have no guesses and others bad ones, and the faster way is another one each time."""
     dice = random.Random(3)
     monkeypatch.setattr(Speculation, "turn", lambda _: (dice.random() < 0.8, 12))
@@ -110,13 +106,30 @@ async def test_texts_do_not_depend_on_which_of_them_come_by_runs(
             return await super().draft(request, most) if request.index % 3 else []
 
     blocks, budget = SHAPES[shape]
-    async with identity(kv_blocks=blocks) as served:
+    async with emptied(kv_blocks=blocks) as served:
         work = requests(prompts(12), NEW_TOKENS)
         run = await speculate(served.target, work, Some(expected, 0.5), budget=budget, session=session, run_tokens=5)
         assert [each.generated for each in work] == expected
         assert 0 < run.accepted < run.drafted and run.rebuilds == 0
         assert run.trips + run.accepted < run.decode_tokens, "the others came by runs"
-        await assert_nothing_is_left(served)
+
+
+async def test_a_text_with_drafts_does_not_wait_for_a_chain_of_anothers_runs(expected, monkeypatch) -> None:
+    """All of a step with drafts wait for its longest run: that is short, and no other one follows it."""
+    monkeypatch.setattr(Speculation, "turn", lambda _: (True, 12))
+
+    class OfOne(Fortune):
+        async def draft(self, request: Request, most: int) -> list[int]:
+            return await super().draft(request, min(most, 1)) if request.index == 0 else []
+
+    async with identity(kv_blocks=512) as served:
+        work, watcher = requests(prompts(2), NEW_TOKENS), Watcher()
+        work[1].max_new_tokens = 200
+        await speculate(served.target, work, OfOne(expected, 1.0), run_tokens=8, watcher=watcher)
+        assert work[0].generated == expected[0]
+    places = [at for at, (index, _) in enumerate(watcher.tokens) if index == 0]
+    between = [after - before - 1 for before, after in pairwise(places)]
+    assert max(between[:-2]) <= SHORT, "its last token has no draft"
 
 
 def test_the_faster_way_is_taken_and_the_other_tried_again() -> None:
@@ -154,8 +167,26 @@ async def test_a_request_rests_behind_a_draft_of_which_nothing_was_right() -> No
     assert not any(drafts[:REST]) and drafts[REST] == 1
 
 
-@pytest.mark.parametrize("drafts", ["lookup", "a model of its own kind", "the same without runs", "another model"])
-@pytest.mark.parametrize("sampling", [Greedy(), Sample(0.8, 20, 0.9, seed=3)], ids=["greedy", "sampled"])
+async def test_no_draft_comes_before_min_tokens() -> None:
+    """It would be verified without the mask that forbids the stops until then."""
+    speculation, drafted = Speculation(Lookup(), 8), list[bool]()
+    request = Request(0, (1, 2) * 4, 100, min_new_tokens=2)
+    for token in (1, 2, 1):
+        await speculation.draft([request], 1000)
+        drafted.append(bool(request.draft))
+        request.generated.append(token)
+    assert drafted == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sampling"),
+    [
+        ("lookup", SAMPLED),
+        ("a model of its own kind", Greedy()),
+        ("the same without runs", Greedy()),
+        ("another model", SAMPLED),
+    ],
+)
 async def test_looked_up_and_drawn_up_guesses_change_no_text(drafts: str, sampling: Greedy | Sample) -> None:
     same = drafts in ("a model of its own kind", "the same without runs")
     async with (
@@ -179,12 +210,11 @@ async def test_looked_up_and_drawn_up_guesses_change_no_text(drafts: str, sampli
 
 
 async def test_a_stop_within_a_draft_ends_the_text_there(expected: list[list[int]]) -> None:
-    async with identity(kv_blocks=512) as served:
+    async with emptied(kv_blocks=512) as served:
         stop = expected[0][7]
         work = requests(prompts(1), NEW_TOKENS)
         await speculate(served.target, work, Fortune(expected, 1.0), stop=frozenset({stop}))
         assert work[0].generated == expected[0][: expected[0].index(stop)] and work[0].ending is RequestEnd.STOP
-        await assert_nothing_is_left(served)
 
 
 async def test_a_draft_executor_that_goes_away_leaves_plain_decoding(expected: list[list[int]]) -> None:

@@ -15,46 +15,29 @@ import pytest
 
 from clients.scheduler.options import parse
 from clients.scheduler.program import serve
-from ferrum_rpc.client import ExecutorClient
-from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.scheduler import Observer, Scheduler, TextRequest
+from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.patience import ExecutorGone
 from ferrum_rpc.scheduler.request import Request, RequestEnd, Stage
-from tests.e2e.fleets import hanging
-from tests.e2e.test_scheduler_moves import fleet, texts
-from tests.e2e.test_scheduler_runs import (
+from tests.support import waiting
+from tests.support.fleets import hanging, identity, moving, several
+from tests.support.proxy import TcpProxy, proxied
+from tests.support.scheduling import (
     SAMPLED,
+    At,
     Watcher,
     assert_nothing_is_left,
-    identity,
+    drain,
+    fleet,
+    of_one,
     prompts,
     requests,
-    schedule,
+    scheduled,
+    texts,
 )
-from tests.faults import waiting
-from tests.faults.proxy import TcpProxy, proxied
-from tests.serving import Gate, Served
+from tests.support.serving import Gate, Served
 
 NONE: frozenset[int] = frozenset()
-
-
-class At(Watcher):
-    """Does something when so many tokens have come in all."""
-
-    def __init__(self, acts: dict[int, Callable[[], Any]]) -> None:
-        super().__init__()
-        self._acts = acts
-        self.doing: list[asyncio.Future[Any]] = []
-        self.on_token = self._act
-
-    def _act(self) -> None:
-        act = self._acts.pop(len(self.tokens), None)
-        if act is not None:
-            self.do(act)
-
-    def do(self, act: Callable[[], Any]) -> None:
-        if asyncio.iscoroutine(done := act()):
-            self.doing.append(asyncio.ensure_future(done))
 
 
 class Once(At):
@@ -73,47 +56,32 @@ class Once(At):
 
 
 def texts_to_write() -> list[Request]:
-    return requests(prompts(12), 80)
+    return requests(prompts(12), 48)
 
 
 @pytest.fixture(scope="module")
 def texts_of_one() -> list[Any]:
-    async def run() -> list[Any]:
-        async with identity(kv_blocks=512) as served:
-            await schedule(served.target, work := texts_to_write(), sampling=SAMPLED)
-        return texts(work)
-
-    return asyncio.run(run())
+    return of_one(partial(scheduled, work=texts_to_write(), sampling=SAMPLED))
 
 
-def kill(proxy: TcpProxy) -> None:
-    proxy.upstream = "127.0.0.1:1"
-    proxy.reset_all()
-
-
-async def drain(served: Served) -> None:
-    async with ExecutorClient(served.target) as client:
-        await client.drain(30.0)
+async def over(targets: list[str], work: list[Request], watcher: Watcher | None = None, **how: Any) -> RunCounts:
+    """A run with these executors. What the watcher does has ended too."""
+    run = await fleet(targets, [], work, watcher=watcher, stop=NONE, **how)
+    await asyncio.gather(*getattr(watcher, "doing", ()))
+    return run
 
 
 def there(work: list[Request], target: str) -> int:
     return sum(each.executor == target for each in work)
 
 
-@pytest.mark.parametrize(
-    "how", [{"session": False}, {"run_tokens": 5}, {"sampling": SAMPLED}], ids=["unary", "runs", "session"]
-)
-async def test_a_run_over_three_executors_outlives_one_that_dies_and_one_that_drains(
-    how: dict[str, Any], texts_of_one: list[Any]
-) -> None:
-    async with AsyncExitStack() as stack:
-        served = [await stack.enter_async_context(identity(kv_blocks=512)) for _ in range(3)]
-        dies = await stack.enter_async_context(proxied(served[0].target))
+@pytest.mark.parametrize("how", [{"session": False}, {"run_tokens": 5}], ids=str)
+async def test_a_run_over_three_executors_outlives_one_that_dies_and_one_that_drains(how, texts_of_one) -> None:
+    async with several(3, kv_blocks=512) as served, proxied(served[0].target) as dies:
         work = texts_to_write()
-        watcher = Once(work, [(dies.target, lambda: kill(dies)), (served[1].target, lambda: drain(served[1]))])
+        watcher = Once(work, [(dies.target, dies.kill), (served[1].target, lambda: drain(served[1]))])
         targets = [dies.target, served[1].target, served[2].target]
-        run = await fleet(targets, [], work, watcher=watcher, stop=NONE, **how)
-        await asyncio.gather(*watcher.doing)
+        run = await over(targets, work, watcher, **how)
         assert texts(work) == texts_of_one
         assert run.executors_lost == 1 and run.rebuilds > 0
         assert run.moves and served[1].server.state.counters.sequences_exported > 0
@@ -123,32 +91,15 @@ async def test_a_run_over_three_executors_outlives_one_that_dies_and_one_that_dr
             assert each.server.state.handles.foreign == 0
 
 
-async def test_prompts_and_texts_apart_on_two_executors_each(texts_of_one: list[Any]) -> None:
-    async with AsyncExitStack() as stack:
-        served = [await stack.enter_async_context(identity(kv_blocks=512)) for _ in range(4)]
-        first, then = [await stack.enter_async_context(proxied(each.target)) for each in served[::2]]
-        work = texts_to_write()
-        watcher = Once(work, [(then.target, lambda: kill(first)), (then.target, lambda: kill(then))])
-        run = await fleet(
-            [then.target, served[3].target], [first.target, served[1].target], work, watcher=watcher, stop=NONE
-        )
-        assert texts(work) == texts_of_one and run.executors_lost == 2
-        for each in served[1::2]:
-            await assert_nothing_is_left(each)
-        assert served[1].server.state.counters.sequences_exported > 0
-        assert served[3].server.state.counters.sequences_imported > 0
-
-
 async def test_restarts_drains_and_lost_connections_at_random_change_no_token(texts_of_one: list[Any]) -> None:
     dice = random.Random(3)
     async with AsyncExitStack() as stack:
-        served = [await stack.enter_async_context(identity(kv_blocks=512)) for _ in range(8)]
+        served = await stack.enter_async_context(several(8, kv_blocks=512))
         proxies = [await stack.enter_async_context(proxied(each.target)) for each in served[:5]]
         spare = served[5:]
 
         def restart(proxy: TcpProxy) -> None:
-            proxy.upstream = spare.pop().target
-            proxy.reset_all()
+            proxy.lead_to(spare.pop().target)
 
         async def drained(proxy: TcpProxy) -> None:
             await drain(next(each for each in served if each.target == proxy.upstream))
@@ -157,9 +108,9 @@ async def test_restarts_drains_and_lost_connections_at_random_change_no_token(te
 
         work = texts_to_write()
         acts: dict[int, Callable[[], Any]] = {}
-        for kind, at in ((drained, 60), (restart, 150), (restart, 400)):
+        for kind, at in ((drained, 40), (restart, 100), (restart, 260)):
             acts[at] = partial(kind, dice.choice(proxies))
-        acts |= {at: dice.choice(proxies).reset_all for at in range(100, 900, 130)}
+        acts |= {at: dice.choice(proxies).reset_all for at in range(70, 540, 80)}
         watcher = At(acts)
         targets = [each.target for each in proxies]
         run = await fleet(targets[:3], targets[3:], work, watcher=watcher, stop=NONE, run_tokens=16)
@@ -167,17 +118,12 @@ async def test_restarts_drains_and_lost_connections_at_random_change_no_token(te
         assert texts(work) == texts_of_one and run.executors_lost > 0
 
 
-async def test_where_caches_cannot_move_a_draining_executors_requests_are_computed_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, texts_of_one: list[Any]
-) -> None:
-    async def refuse(*_: Any) -> None:
-        raise NotSupported("no")
-
-    monkeypatch.setattr("ferrum_rpc.client.transfer.check_offered", refuse)
-    async with identity(kv_blocks=512) as one, identity(kv_blocks=512) as two:
+async def test_where_caches_cannot_move_a_draining_executors_requests_are_computed_elsewhere(texts_of_one) -> None:
+    async with several(2, kv_blocks=512) as (one, two):
         work = texts_to_write()
         watcher = Once(work, [(one.target, lambda: drain(one))])
-        run = await fleet([one.target, two.target], [], work, watcher=watcher, stop=NONE)
+        with moving(False):
+            run = await over([one.target, two.target], work, watcher)
         assert texts(work) == texts_of_one and run.rebuilds > 0 and not run.moves
 
 
@@ -221,15 +167,13 @@ async def test_where_every_executor_drains_the_waiting_requests_fail_after_the_p
             await scheduler.submit(TextRequest(prompt=[1, 2, 3], max_tokens=6, stop=())).all()
 
 
-async def test_an_executor_that_comes_is_used_and_a_small_one_gets_what_fits(
-    tmp_path: Path, texts_of_one: list[Any]
-) -> None:
+async def test_an_executor_that_comes_is_used_and_a_small_one_gets_what_fits(tmp_path, texts_of_one) -> None:
     async with identity(kv_blocks=32) as small, identity(kv_blocks=512) as large:
         listed = tmp_path / "targets"
         listed.write_text(f"{small.target}\n")
         work = texts_to_write()
         watcher = At({10: lambda: listed.write_text(f"{small.target}\n{large.target}\n")})
-        await fleet([f"file:{listed}"], [], work, watcher=watcher, stop=NONE)
+        await over([f"file:{listed}"], work, watcher)
         assert texts(work) == texts_of_one
         assert there(work, large.target) > 0
 
@@ -239,9 +183,7 @@ def asked(served: Served) -> int:
     return sum(count.calls for name, count in served.server.calls.methods.items() if name.endswith("/GetStatus"))
 
 
-async def test_texts_outgrow_a_short_context_and_go_on_where_there_is_a_longer_one(
-    tmp_path: Path, texts_of_one: list[Any]
-) -> None:
+async def test_texts_outgrow_a_short_context_and_go_on_where_there_is_a_longer_one(tmp_path, texts_of_one) -> None:
     gate = Gate("forward")
     async with identity(kv_blocks=512, max_context=64, stage=gate) as short, identity(kv_blocks=512) as long:
         listed = tmp_path / "targets"
@@ -255,8 +197,7 @@ async def test_texts_outgrow_a_short_context_and_go_on_where_there_is_a_longer_o
 
         work = texts_to_write()
         watcher = At({10: come})
-        run = await fleet([f"file:{listed}"], [], work, watcher=watcher, stop=NONE)
-        await asyncio.gather(*watcher.doing)
+        run = await over([f"file:{listed}"], work, watcher)
         assert texts(work) == texts_of_one and not run.failed
         assert len(run.moves) == long.server.state.counters.sequences_imported > 0 and not run.rebuilds
         for each in (short, long):
@@ -271,7 +212,7 @@ async def test_a_text_that_fills_its_context_waits_for_a_longer_one_that_is_away
         identity(kv_blocks=512) as long,
         proxied(long.target) as away,
     ):
-        kill(away)
+        away.kill()
         listed = tmp_path / "targets"
         listed.write_text(f"{short.target}\n")
 
@@ -289,9 +230,7 @@ async def test_a_text_that_fills_its_context_waits_for_a_longer_one_that_is_away
 
         work = requests([[1], [2]], 40)
         watcher = Moving({4: listed_too})
-        patience_s = 30.0 if comes else 0.5
-        run = await fleet([f"file:{listed}"], [], work, watcher=watcher, stop=NONE, patience_s=patience_s)
-        await asyncio.gather(*watcher.doing)
+        run = await over([f"file:{listed}"], work, watcher, patience_s=30.0 if comes else 0.5)
         assert (0, Stage.MOVING) in watcher.stages
         if comes:
             assert [(each.executor, each.ending) for each in work] == [(away.target, RequestEnd.LENGTH)] * 2
@@ -304,7 +243,7 @@ async def test_a_text_that_fills_its_context_waits_for_a_longer_one_that_is_away
 async def test_a_text_goes_where_all_that_it_may_become_has_room_and_stays_there() -> None:
     async with identity(kv_blocks=512, max_context=32) as short, identity(kv_blocks=512, max_context=64) as long:
         work = requests([[1], [2] * 40, [3] * 64, [4] * 65], 40)
-        run = await fleet([short.target, long.target], [], work, stop=NONE)
+        run = await over([short.target, long.target], work)
         assert [(each.executor, each.ending, len(each.generated)) for each in work[:3]] == [
             (long.target, RequestEnd.LENGTH, 40),
             (long.target, RequestEnd.CONTEXT, 25),
@@ -312,9 +251,7 @@ async def test_a_text_goes_where_all_that_it_may_become_has_room_and_stays_there
         ]
         assert [each.index for each in run.failed] == [3] and "1 to 64 can be served" in work[3].error
         work = requests(prompts(6, longest=8), 40)
-        await fleet(
-            [short.target, long.target], [], work, watcher=Once(work, [(long.target, lambda: drain(long))]), stop=NONE
-        )
+        await over([short.target, long.target], work, Once(work, [(long.target, lambda: drain(long))]))
         assert all(each.executor == long.target and each.ending is RequestEnd.LENGTH for each in work)
 
 
@@ -324,9 +261,7 @@ async def test_what_an_executor_that_hangs_had_is_computed_elsewhere(texts_of_on
         with ExitStack() as hang:
             work = texts_to_write()
             watcher = Once(work, [(hangs.target, lambda: hang.enter_context(hanging(hangs, gate)))])
-            run = await fleet(
-                [hangs.target, other.target], [], work, watcher=watcher, stop=NONE, hung_patience_s=0.2, timeout_s=5.0
-            )
+            run = await over([hangs.target, other.target], work, watcher, hung_patience_s=0.2, timeout_s=5.0)
             assert texts(work) == texts_of_one and run.rebuilds > 0 and not run.failed
         await assert_nothing_is_left(other)
 
@@ -337,14 +272,7 @@ async def test_where_the_only_executor_hangs_the_run_ends_and_says_so() -> None:
         with ExitStack() as hang:
             watcher = At({20: lambda: hang.enter_context(hanging(hangs, gate))})
             with pytest.raises(ExecutorGone, match=r"no progress for 0.5 s: the executor's device makes no progress"):
-                await fleet([hangs.target], [], texts_to_write(), watcher=watcher, patience_s=0.5, timeout_s=0.4)
-
-
-async def test_where_everybody_is_gone_for_too_long_the_run_ends() -> None:
-    async with identity(kv_blocks=512) as one, proxied(one.target) as dies:
-        watcher = At({20: lambda: kill(dies)})
-        with pytest.raises(ExecutorGone, match=dies.target):
-            await fleet([dies.target], [], texts_to_write(), watcher=watcher, patience_s=0.5)
+                await over([hangs.target], texts_to_write(), watcher, patience_s=0.5, timeout_s=0.4)
 
 
 async def test_the_program_takes_several_targets(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,25 +6,20 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 
 import pytest
 
-from ferrum_rpc.client import ExecutorClient, Sample
+from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.scheduler import RequestEnd, Scheduler, TextRequest, TokenStream
-from tests.e2e.test_scheduler_fleet import drain, kill
-from tests.e2e.test_scheduler_runs import assert_nothing_is_left, identity, prompts
-from tests.e2e.test_scheduler_streams import by_the_client
-from tests.faults.proxy import TcpProxy, proxied
-from tests.serving import Served
+from tests.support.fleets import identity, several
+from tests.support.inside import live_requests
+from tests.support.proxy import proxied
+from tests.support.scheduling import assert_nothing_is_left, by_the_client, drain, of_one, prompts, sampled
+from tests.support.serving import Served
 
 TOKENS = 24
 TEXTS = 10
 EVENTS = 60
-
-
-def sampled(number: int) -> Sample:
-    return Sample(temperature=3.0, seed=100 + number, repetition_penalty=1.3)
 
 
 def asked(number: int, dice: random.Random) -> TextRequest:
@@ -41,11 +36,10 @@ def asked(number: int, dice: random.Random) -> TextRequest:
 
 @pytest.fixture(scope="module")
 def texts() -> list[list[int]]:
-    async def write() -> list[list[int]]:
-        async with identity(kv_blocks=512) as served:
-            return [await by_the_client(served, text, sampled(at), TOKENS) for at, text in enumerate(prompts(TEXTS))]
+    async def write(served: Served) -> list[list[int]]:
+        return [await by_the_client(served, text, sampled(at), TOKENS) for at, text in enumerate(prompts(TEXTS))]
 
-    return asyncio.run(write())
+    return of_one(write)
 
 
 class Run:
@@ -105,26 +99,21 @@ async def play(run: Run, dice: random.Random, faults: list[Callable[[], object]]
     assert run.complete > EVENTS / 4
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("blocks", [40, 512])
-async def test_on_one_executor_no_token_is_lost_doubled_or_wrong(
-    blocks: int, seed: int, texts: list[list[int]]
-) -> None:
+@pytest.mark.parametrize(("blocks", "seed"), [(40, 0), (40, 1), (512, 2)])
+async def test_on_one_executor_no_token_is_lost_doubled_or_wrong(blocks, seed, texts) -> None:
     dice = random.Random(seed)
     async with identity(kv_blocks=blocks) as served, ExecutorClient(served.target) as operator:
         async with Scheduler(served.target, run_tokens=6, token_budget=24) as scheduler:
             await play(Run(scheduler, dice, texts), dice, [operator.reset, operator.reset])
-            assert not scheduler._live
+            assert not live_requests(scheduler)
         await assert_nothing_is_left(served)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 async def test_on_a_fleet_one_may_die_and_another_drain(seed: int, texts: list[list[int]]) -> None:
     dice = random.Random(seed)
-    async with AsyncExitStack() as stack:
-        served: list[Served] = [await stack.enter_async_context(identity(kv_blocks=64)) for _ in range(3)]
-        dies: TcpProxy = await stack.enter_async_context(proxied(served[0].target))
+    async with several(3, kv_blocks=64) as served, proxied(served[0].target) as dies:
         targets = [dies.target, served[1].target, served[2].target]
         async with Scheduler(targets, run_tokens=6, token_budget=24) as scheduler:
-            await play(Run(scheduler, dice, texts), dice, [lambda: kill(dies), lambda: drain(served[1])])
+            await play(Run(scheduler, dice, texts), dice, [dies.kill, lambda: drain(served[1])])
         await assert_nothing_is_left(served[2])

@@ -17,6 +17,7 @@ from ferrum_rpc.client import (
     CALLER_ERROR,
     Answer,
     BatchResults,
+    CacheMode,
     ContextLengthExceeded,
     ExecutorClient,
     FinishReason,
@@ -34,37 +35,27 @@ from ferrum_rpc.client.fleet import Members
 from ferrum_rpc.client.session.frames import Frame, StreamRequest, frame_of
 from ferrum_rpc.client.session.stream import SessionStream
 from ferrum_rpc.executor.v1.session_pb2 import SessionResponse
-from ferrum_rpc.scheduler import (
-    ExecutorGone,
-    Observer,
-    Request,
-    RequestEnd,
-    Scheduler,
-    Stage,
-    TextRequest,
-    TokenStream,
-)
+from ferrum_rpc.scheduler import ExecutorGone, Observer, Request, RequestEnd, Scheduler, Stage, TextRequest, TokenStream
 from ferrum_rpc.scheduler.scheduler import in_a_session
-from tests.e2e.test_scheduler_runs import assert_nothing_is_left, demo, identity, prompts
-from tests.faults.proxy import proxied
-from tests.serving import Served
+from tests.support.inside import live_requests
+from tests.support.proxy import proxied
+from tests.support.scheduling import (
+    SAMPLED,
+    assert_nothing_is_left,
+    by_the_client,
+    demo,
+    emptied,
+    identity,
+    prompts,
+    sampled,
+)
+from tests.support.serving import Served
 
 PROMPT = list(b"In the beginning God created the heaven and the earth. ")
-SAMPLED = Sample(temperature=3.0, seed=5, repetition_penalty=1.3)
-"""The identity model's greedy tokens soon repeat; these do not."""
 
 
 def asked(prompt: list[int], max_tokens: int = 24, **more: Any) -> TextRequest:
     return TextRequest(prompt=prompt, max_tokens=max_tokens, **more)
-
-
-def sampled(number: int) -> Sample:
-    return Sample(temperature=3.0, seed=100 + number, repetition_penalty=1.3)
-
-
-async def by_the_client(served: Served, prompt: list[int], output: Greedy | Sample, max_tokens: int = 24) -> list[int]:
-    async with ExecutorClient(served.target) as client, client.sequence() as sequence:
-        return [token async for token in sequence.generate(prompt, max_tokens=max_tokens, output=output, stop=())]
 
 
 class Letters:
@@ -72,38 +63,6 @@ class Letters:
 
     def decode(self, tokens: Any) -> str:
         return "".join(chr(0x4E00 + token) for token in tokens)
-
-
-async def test_the_cached_tokens_of_a_prompt_are_known_at_the_end_of_its_text() -> None:
-    async with identity(kv_blocks=512) as served, Scheduler(served.target) as scheduler:
-        found = []
-        for _ in range(2):
-            stream = scheduler.submit(asked(PROMPT, stop=()))
-            await stream.all()
-            found.append(stream.cached_tokens)
-        assert found == [0, (len(PROMPT) - 1) // 4 * 4]
-
-
-@pytest.mark.parametrize("blocks", [512, 48])
-@pytest.mark.parametrize("output", ["greedy", "sampled"])
-async def test_texts_that_arrive_at_random_are_those_of_the_client_alone(blocks: int, output: str) -> None:
-    dice, texts = random.Random(1), prompts(12)
-    outputs = [Greedy() if output == "greedy" else sampled(number) for number in range(12)]
-    async with identity(kv_blocks=512) as served:
-        expected = [await by_the_client(served, *each) for each in zip(texts, outputs, strict=True)]
-    async with identity(kv_blocks=blocks) as served:
-        async with Scheduler(served.target, run_tokens=5, token_budget=24) as scheduler:
-
-            async def one(number: int) -> list[int]:
-                for _ in range(dice.randrange(40)):
-                    await asyncio.sleep(0)
-                stream = scheduler.submit(asked(texts[number], output=outputs[number], stop=()))
-                tokens = await stream.all()
-                assert [each.finish_reason for each in tokens] == [None] * 23 + [FinishReason.LENGTH]
-                return [each.token for each in tokens]
-
-            assert await asyncio.gather(*map(one, range(12))) == expected
-        await assert_nothing_is_left(served)
 
 
 async def test_a_prompt_joins_while_the_runs_of_others_go_on() -> None:
@@ -230,7 +189,7 @@ async def test_tokens_of_a_run_arrive_before_it_ends(first: str, monkeypatch: py
 
 
 async def test_a_stop_token_a_stop_string_and_the_context_end_a_text_and_are_reported() -> None:
-    async with identity(kv_blocks=512, max_context=60) as served:
+    async with emptied(kv_blocks=512, max_context=60) as served:
         whole = await by_the_client(served, [1, 2, 3], SAMPLED)
         first = whole[9]
         at = whole.index(first)
@@ -253,7 +212,6 @@ async def test_a_stop_token_a_stop_string_and_the_context_end_a_text_and_are_rep
             stream = scheduler.submit(asked(list(range(50)), 100, output=SAMPLED, stop=()))
             tokens = await stream.all()
             assert len(tokens) == 11 and tokens[-1].finish_reason is FinishReason.CONTEXT
-        await assert_nothing_is_left(served)
 
 
 @pytest.mark.parametrize("output", [Greedy(), SAMPLED], ids=["greedy", "sampled"])
@@ -273,73 +231,52 @@ async def test_no_stop_is_chosen_before_min_tokens_and_texts_are_those_of_the_cl
 async def test_log_probabilities_and_cached_tokens_come_with_the_tokens() -> None:
     output = Greedy(logprob=True)
     async with identity(kv_blocks=512) as served:
-        async with ExecutorClient(served.target) as client, client.sequence() as sequence:
-            expected = [(await sequence.prefill(list(range(20)), output)).logprobs[0]]
+        async with ExecutorClient(served.target) as client, client.sequence(cache_mode=CacheMode.BYPASS) as sequence:
+            expected = (await sequence.prefill(list(range(20)), output)).logprobs[0]
         async with Scheduler(served.target) as scheduler:
-            for cached in (16, 16):
-                tokens = await scheduler.submit(asked(list(range(20)), 3, output=output, stop=())).all()
-                assert tokens[0].logprob == pytest.approx(expected[0])
+            for cached in (0, 16):
+                tokens = await (stream := scheduler.submit(asked(list(range(20)), 3, output=output, stop=()))).all()
+                assert tokens[0].logprob == pytest.approx(expected)
                 assert all(each.logprob is not None for each in tokens)
-                assert [each.cached_tokens for each in tokens] == [cached, 0, 0]
+                assert [each.cached_tokens for each in tokens] == [stream.cached_tokens, 0, 0] == [cached, 0, 0]
 
 
 @pytest.mark.parametrize("blocks", [512, 40])
 async def test_texts_of_one_prompt_share_it_and_have_a_seed_each(blocks: int) -> None:
     prompt = list(range(30))
-    async with identity(kv_blocks=512) as served:
+    async with emptied(kv_blocks=512) as served:
         expected = [await by_the_client(served, prompt, sampled(number)) for number in range(4)]
-    async with identity(kv_blocks=blocks) as served:
-        async with Scheduler(served.target, run_tokens=5) as scheduler:
-            streams = scheduler.submit_choices(asked(prompt, output=sampled(0), stop=()), 4)
-            found = await asyncio.gather(*(each.all() for each in streams))
-            assert [[each.token for each in tokens] for tokens in found] == expected
-            if blocks == 512:
-                assert scheduler.counts.prompt_tokens == 29 + 4, "the prompt is computed once"
-            [single] = scheduler.submit_choices(asked([7], 3, stop=()), 1)
-            assert len(await single.all()) == 3
-            assert [len(await each.all()) for each in scheduler.submit_choices(asked([7], 3, stop=()), 2)] == [3, 3]
-        await assert_nothing_is_left(served)
+    async with identity(kv_blocks=blocks) as served, Scheduler(served.target, run_tokens=5) as scheduler:
+        streams = scheduler.submit_choices(asked(prompt, output=sampled(0), stop=()), 4)
+        found = await asyncio.gather(*(each.all() for each in streams))
+        assert [[each.token for each in tokens] for tokens in found] == expected
+        if blocks == 512:
+            assert scheduler.counts.prompt_tokens == 29 + 4, "the prompt is computed once"
+        [single] = scheduler.submit_choices(asked([7], 3, stop=()), 1)
+        assert len(await single.all()) == 3
+        assert [len(await each.all()) for each in scheduler.submit_choices(asked([7], 3, stop=()), 2)] == [3, 3]
 
 
 async def test_a_cancelled_text_ends_within_a_step_and_leaves_nothing() -> None:
     """The step in which the second text is cancelled is held until the cancel is sent: its run ends with it."""
-    async with identity(kv_blocks=512) as served:
-        async with Scheduler(served.target, run_tokens=32) as scheduler:
-            kept = scheduler.submit(asked([1, 2, 3], 300, output=SAMPLED, stop=()))
-            left = scheduler.submit(asked([4, 5], 300, output=SAMPLED, stop=()))
-            async for _ in left:
-                if len(left.token_ids) > 8:
-                    break
-            left.cancel()
-            assert left.end is RequestEnd.CANCELLED
-            async for _ in kept:
-                if len(served.server.state.handles) == 1:
-                    break
-            assert len(served.server.state.handles) == 1 and kept.end is None
-            read = [each.token async for each in left]
-            assert all(each is None for each in [token.finish_reason async for token in left])
-            assert len(read) <= len(left.token_ids)
-            async with kept:
-                pass
-            assert kept.end is RequestEnd.CANCELLED
-        await assert_nothing_is_left(served)
-
-
-async def test_cancelling_at_any_moment_leaves_nothing() -> None:
-    dice = random.Random(3)
-    async with identity(kv_blocks=64) as served:
-        async with Scheduler(served.target, run_tokens=5, token_budget=16) as scheduler:
-            for _ in range(40):
-                streams = [scheduler.submit(asked(prompt, 20, stop=())) for prompt in prompts(3, dice.randrange(99))]
-                streams += scheduler.submit_choices(asked(list(range(20)), 20, stop=()), 3)
-                for stream in dice.sample(streams, 6):
-                    for _ in range(dice.randrange(12)):
-                        await asyncio.sleep(0)
-                    stream.cancel()
-                assert all(each.end is RequestEnd.CANCELLED for each in streams)
-            assert len(await scheduler.submit(asked([1, 2, 3], 20, stop=())).all()) == 20
-            assert not scheduler._live
-        await assert_nothing_is_left(served)
+    async with emptied(kv_blocks=512) as served, Scheduler(served.target, run_tokens=32) as scheduler:
+        kept = scheduler.submit(asked([1, 2, 3], 300, output=SAMPLED, stop=()))
+        left = scheduler.submit(asked([4, 5], 300, output=SAMPLED, stop=()))
+        async for _ in left:
+            if len(left.token_ids) > 8:
+                break
+        left.cancel()
+        assert left.end is RequestEnd.CANCELLED
+        async for _ in kept:
+            if len(served.server.state.handles) == 1:
+                break
+        assert len(served.server.state.handles) == 1 and kept.end is None
+        read = [each.token async for each in left]
+        assert all(each is None for each in [token.finish_reason async for token in left])
+        assert len(read) <= len(left.token_ids)
+        async with kept:
+            pass
+        assert kept.end is RequestEnd.CANCELLED
 
 
 async def test_a_deadline_ends_a_text_where_it_is() -> None:
@@ -348,7 +285,7 @@ async def test_a_deadline_ends_a_text_where_it_is() -> None:
         tokens = await late.all()
         assert late.end is RequestEnd.DEADLINE and len(tokens) < 5000
         assert await scheduler.submit(asked([1, 2, 3], 4, deadline_s=60.0, stop=())).all()
-        assert not scheduler._live
+        assert not live_requests(scheduler)
 
 
 @asynccontextmanager
@@ -375,6 +312,21 @@ async def test_tenants_take_turns_by_their_weights_however_much_one_sends() -> N
         await asyncio.gather(*(each.all() for each in streams))
         first = "".join(order[:9])
         assert (first.count("a"), first.count("b")) == (3, 6)
+
+
+async def test_few_more_texts_run_than_there_are_places_for_their_runs() -> None:
+    """The executor would have them wait in the order of their calls, and every newcomer behind them."""
+    running, most = set[Request](), list[int]()
+
+    class Counts(Observer):
+        def changed(self, request: Request) -> None:
+            (running.add if request.stage is Stage.RUNNING else running.discard)(request)
+            most.append(len(running))
+
+    async with identity(kv_blocks=512, max_running=16) as served, Scheduler(served.target, observer=Counts()) as one:
+        streams = [one.submit(asked([at], 40, stop=())) for at in range(60)]
+        assert {len(await each.all()) for each in streams} == {40}
+    assert max(most) == 18
 
 
 async def test_higher_priorities_go_first() -> None:
@@ -413,31 +365,19 @@ def test_a_wrong_value_is_refused_where_it_is_given(name: str, value: Any) -> No
         TextRequest(prompt=[1], max_tokens=4, output=Sample(seed=-1))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"token_budget": 0},
-        {"max_running": 0},
-        {"max_waiting": 0},
-        {"run_tokens": -1},
-        {"max_delay_s": -1.0},
-        {"patience_s": -1.0},
-        {"close_timeout_s": "x"},
-        {"weights": {"a": 0}},
-        {"weights": {"a": "x"}},
-        {"weights": {"a": math.nan}},
-        {"weights": ["a"]},
-        {"connect": "localhost:1"},
-        {"tokenizer": "gpt2"},
-        {"drafter": 4},
-        {"observer": print},
-    ],
-    ids=str,
-)
-def test_a_wrong_setting_is_refused_where_it_is_given(wrong: dict[str, Any]) -> None:
+WRONG_SETTINGS: list[tuple[str, Any]] = [
+    *((name, 0) for name in ("token_budget", "max_running", "max_waiting")),
+    *((name, -1) for name in ("run_tokens", "max_delay_s", "patience_s")),
+    *(("weights", value) for value in ({"a": 0}, {"a": "x"}, {"a": math.nan}, ["a"])),
+    *(("close_timeout_s", "x"), ("connect", "localhost:1"), ("tokenizer", "gpt2"), ("drafter", 4), ("observer", print)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_SETTINGS, ids=str)
+def test_a_wrong_setting_is_refused_where_it_is_given(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        Scheduler("localhost:1", **wrong)
-    assert refused.value.field in wrong
+        Scheduler("localhost:1", **{name: value})
+    assert refused.value.field == name
 
 
 async def test_tokens_that_have_come_are_read_together() -> None:
@@ -445,60 +385,46 @@ async def test_tokens_that_have_come_are_read_together() -> None:
         expected = await by_the_client(served, [1, 2, 3], SAMPLED, 30)
         async with Scheduler(served.target, run_tokens=8) as scheduler:
             stream, late = [scheduler.submit(asked([1, 2, 3], 30, output=SAMPLED, stop=())) for _ in range(2)]
-            found = []
+            first, found = asyncio.create_task(anext(late)), []
+            await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="another task"):
+                await late.arrived()
             while tokens := await stream.arrived():
                 assert [each.more for each in tokens[:-1]] == [True] * (len(tokens) - 1)
                 found += tokens
             assert [each.token for each in found] == expected
             assert [each.finish_reason for each in found] == [None] * 29 + [FinishReason.LENGTH]
-            first = await anext(late)
             await scheduler.drain()
             rest = await late.arrived()
-            assert [each.token for each in (first, *rest)] == expected and len(rest) == 29
+            assert [each.token for each in (await first, *rest)] == expected and len(rest) == 29
             assert await late.arrived() == []
         async with Scheduler(served.target) as scheduler:
             with pytest.raises(CALLER_ERROR):
                 await scheduler.submit(asked([9], 4, adapter="none")).arrived()
 
 
-async def test_text_only_grows_and_never_has_a_part_of_a_stop_string() -> None:
-    async with identity(kv_blocks=512) as served:
-        whole = Letters().decode(await by_the_client(served, [1, 2, 3], SAMPLED, 40))
-        stop = whole[20:24]
-        async with Scheduler(served.target, run_tokens=4, tokenizer=Letters()) as scheduler:
-            stops = [stop, whole[9] + "x"]
-            stream = scheduler.submit(asked([1, 2, 3], 40, output=SAMPLED, stop=(), stop_strings=stops))
-            sent, other = "", asyncio.create_task(anext(stream))
-            await asyncio.sleep(0)
-            with pytest.raises(RuntimeError, match="another task"):
-                await anext(stream)
-            await other
-            async for _ in stream:
-                assert stream.text.startswith(sent)
-                sent += stream.text[len(sent) :]
-                assert whole[: whole.index(stop)].startswith(sent)
-            assert sent == stream.text == whole[: whole.index(stop)]
-
-
-@pytest.mark.parametrize("how", [{"stop": []}, {"stop": [44]}, {"min_tokens": 50}, {}], ids=str)
-async def test_a_text_ends_with_its_grammar_at_each_executor_of_a_fleet(how: dict[str, Any]) -> None:
-    schema = {"enum": ["Kent", "Surrey", "Hertfordshire"]}
+async def test_a_text_ends_with_its_grammar_at_each_executor_of_a_fleet() -> None:
+    """Whatever else may end it."""
+    schema, ways = {"enum": ["Kent", "Surrey", "Hertfordshire"]}, [{"stop": []}, {"stop": [44]}, {"min_tokens": 50}, {}]
     async with demo(kv_blocks=256) as one, demo(kv_blocks=256) as two:
         targets = [one.target, two.target]
         async with Members(targets, connect=in_a_session) as members, Scheduler(members) as scheduler:
             await members.all_known(30.0)  # one that joins later gets none of these texts
             grammar = await scheduler.register_grammar(GrammarKind.JSON_SCHEMA, schema)
             output = Greedy(grammar=grammar, grammar_from=len(PROMPT))
-            streams = [scheduler.submit(asked(PROMPT, 60, output=output, **how)) for _ in range(6)]
+            streams = [scheduler.submit(asked(PROMPT, 60, output=output, **ways[at % 4])) for at in range(12)]
             found = [await each.all() for each in streams]
             assert {each.executor for each in streams} == {one.target, two.target}
-        async with ExecutorClient(one.target) as client, client.sequence() as sequence:
+        async with ExecutorClient(one.target) as client:
             assert await client.register_grammar(GrammarKind.JSON_SCHEMA, schema) == grammar
-            alone = sequence.stream(PROMPT, max_tokens=60, output=output, **how)
-            expected = [(each.token, each.finish_reason) async for each in alone]
-        assert expected[-1][1] is FinishReason.STOP and len(expected) < 60
-        for tokens, stream in zip(found, streams, strict=True):
-            assert [(each.token, each.finish_reason) for each in tokens] == expected
+            expected = list[list[tuple[int, FinishReason | None]]]()
+            for how in ways:
+                async with client.sequence() as sequence:
+                    alone = sequence.stream(PROMPT, max_tokens=60, output=output, **how)
+                    expected.append([(each.token, each.finish_reason) async for each in alone])
+                assert expected[-1][-1][1] is FinishReason.STOP and len(expected[-1]) < 60
+        for at, (tokens, stream) in enumerate(zip(found, streams, strict=True)):
+            assert [(each.token, each.finish_reason) for each in tokens] == expected[at % 4]
             assert json.loads(bytes(stream.token_ids)) in schema["enum"]
 
 
@@ -511,7 +437,7 @@ async def test_a_request_that_fails_leaves_the_others_and_the_scheduler_alone() 
                 raise ValueError("no such token")
             return super().decode(tokens)
 
-    async with identity(kv_blocks=512) as served:
+    async with emptied(kv_blocks=512) as served:
         expected = await by_the_client(served, [1, 2, 3], SAMPLED, 200)
         unknown = next(token for token in range(256) if token not in expected)
         async with Scheduler(served.target, run_tokens=4, tokenizer=Fragile(), max_waiting=2) as scheduler:
@@ -538,7 +464,6 @@ async def test_a_request_that_fails_leaves_the_others_and_the_scheduler_alone() 
             for each in good:
                 await each.all()
                 assert each.token_ids == expected and each.end is RequestEnd.LENGTH
-        await assert_nothing_is_left(served)
 
 
 async def test_a_request_ends_at_the_models_own_stop_tokens_whenever_it_is_submitted() -> None:
@@ -557,25 +482,26 @@ async def test_a_request_ends_at_the_models_own_stop_tokens_whenever_it_is_submi
 
 
 async def test_what_cannot_be_served_is_a_typed_error_and_harms_nobody() -> None:
-    async with identity(kv_blocks=8, max_context=60) as served:
-        async with Scheduler(served.target, max_waiting=2, max_running=1) as scheduler:
-            good = scheduler.submit(asked([1, 2, 3], 12, stop=()))
-            with pytest.raises(ContextLengthExceeded, match="61 tokens"):
-                await scheduler.submit(asked(list(range(61)), 4)).all()
-            with pytest.raises(KvBlocksExhausted, match="10 blocks"):
-                await scheduler.submit(asked(list(range(40)), 4)).all()
-            with pytest.raises(InvalidRequest, match="vocabulary"):
-                await scheduler.submit(asked([999], 4)).all()
-            running = scheduler.submit(asked([5], 500, stop=()))
-            await good.all()
-            await anext(running)
-            waits = [scheduler.submit(asked([6], 4, stop=())) for _ in range(2)]
-            with pytest.raises(QueueFull):
-                scheduler.submit(asked([7], 4))
-            running.cancel()
-            assert [len(await each.all()) for each in waits] == [4, 4]
-            assert good.end is RequestEnd.LENGTH
-        await assert_nothing_is_left(served)
+    async with (
+        emptied(kv_blocks=8, max_context=60) as served,
+        Scheduler(served.target, max_waiting=2, max_running=1) as scheduler,
+    ):
+        good = scheduler.submit(asked([1, 2, 3], 12, stop=()))
+        with pytest.raises(ContextLengthExceeded, match="61 tokens"):
+            await scheduler.submit(asked(list(range(61)), 4)).all()
+        with pytest.raises(KvBlocksExhausted, match="10 blocks"):
+            await scheduler.submit(asked(list(range(40)), 4)).all()
+        with pytest.raises(InvalidRequest, match="vocabulary"):
+            await scheduler.submit(asked([999], 4)).all()
+        running = scheduler.submit(asked([5], 500, stop=()))
+        await good.all()
+        await anext(running)
+        waits = [scheduler.submit(asked([6], 4, stop=())) for _ in range(2)]
+        with pytest.raises(QueueFull):
+            scheduler.submit(asked([7], 4))
+        running.cancel()
+        assert [len(await each.all()) for each in waits] == [4, 4]
+        assert good.end is RequestEnd.LENGTH
 
 
 async def test_requests_fail_while_no_executor_is_there_and_are_served_once_one_is() -> None:
@@ -585,7 +511,7 @@ async def test_requests_fail_while_no_executor_is_there_and_are_served_once_one_
             await anext(stream)
             proxy.upstream = "127.0.0.1:1"
             proxy.reset_all()
-            with pytest.raises(ExecutorGone):
+            with pytest.raises(ExecutorGone, match=proxy.target):
                 await stream.all()
             proxy.upstream = second.target
             tokens = await scheduler.submit(asked([1, 2, 3], 5, output=SAMPLED, stop=())).all()
@@ -606,8 +532,16 @@ async def test_it_reports_what_it_drives_once_it_is_ready() -> None:
             await scheduler.ready()
 
 
+async def test_what_is_closed_leaves_nothing_at_executors_whose_connections_stay() -> None:
+    """In the middle of a run, and with nothing but the closing to release it."""
+    async with identity(kv_blocks=512) as served, Members([served.target], connect=in_a_session) as members:
+        async with Scheduler(members) as scheduler:
+            await anext(scheduler.submit(asked([1, 2, 3], 5000, output=SAMPLED, stop=())))
+        await assert_nothing_is_left(served)
+
+
 async def test_draining_serves_what_was_taken_and_refuses_the_rest() -> None:
-    async with identity(kv_blocks=512) as served:
+    async with emptied(kv_blocks=512) as served:
         async with Scheduler(served.target) as scheduler:
             streams = [scheduler.submit(asked(prompt, 12, stop=())) for prompt in prompts(6)]
             await scheduler.drain()
@@ -616,4 +550,3 @@ async def test_draining_serves_what_was_taken_and_refuses_the_rest() -> None:
                 scheduler.submit(asked([1], 4))
         with pytest.raises(RuntimeError, match="not open"):
             Scheduler(served.target).submit(asked([1], 4))
-        await assert_nothing_is_left(served)

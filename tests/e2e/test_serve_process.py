@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -15,32 +14,37 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hyperframe.frame import Frame, SettingsFrame
 
 from ferrum_rpc.client import ExecutorClient
-from tests.faults.process import dial, serving
-from tests.wiring import item, pb
+from tests.support.commands import run
+from tests.support.exposition import fetch, problems, series, value
+from tests.support.process import Dialled, dial, serving, started
+from tests.support.serving import serve_identity
+from tests.support.wiring import item, pb, prefill, release
 
 SERVE = (sys.executable, "-m", "ferrum_rpc.cli", "serve")
 
 
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-async def test_sigterm_finishes_the_call_in_flight_says_not_serving_and_exits_0(loop: str) -> None:
-    async with serving("--max-batch-tokens", "8192", "--grace-s", "2", "--event-loop", loop) as process:
+async def prefilling(client: Dialled) -> None:
+    """Wait until a prefill has come."""
+    while not any(each.method.endswith("/Prefill") for each in (await client.status()).methods):
+        pass
+
+
+async def test_sigterm_finishes_the_call_in_flight_says_not_serving_and_exits_0() -> None:
+    """With the event loop that is not the default, which promise R5 has."""
+    async with serving("--max-batch-tokens", "8192", "--grace-s", "2", "--event-loop", "asyncio") as process:
         choices = {each.get("choice"): each.get("reason") for each in process.events}
-        assert f"event loop {loop}" in choices
+        assert "event loop asyncio" in choices
         assert choices["sockets"] == "read by the thread that waits for completions"
         async with dial(process.target) as client:
-            health: Any = health_pb2_grpc.HealthStub(client.channel)
-            watch = health.Watch(health_pb2.HealthCheckRequest())
+            watch = client.health.Watch(health_pb2.HealthCheckRequest())
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
             running = asyncio.ensure_future(client.executor.Prefill(pb.PrefillRequest(item=item([5] * 8192))))
-            status = pb.GetStatusRequest()
-            prefill_name = "ferrum_rpc.executor.v1.ModelExecutor/Prefill"
-            while prefill_name not in {each.method for each in (await client.executor.GetStatus(status)).methods}:
-                pass
+            await prefilling(client)
             process.signal(signal.SIGTERM)
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             assert (await running).output.handle.seq_len == 8192
@@ -56,10 +60,7 @@ async def test_a_second_sigterm_ends_it_at_once() -> None:
         dial(process.target) as client,
     ):
         running = asyncio.ensure_future(client.executor.Prefill(pb.PrefillRequest(item=item([5] * 60000))))
-        while not any(
-            each.method.endswith("Prefill") for each in (await client.executor.GetStatus(pb.GetStatusRequest())).methods
-        ):
-            pass
+        await prefilling(client)
         process.signal(signal.SIGTERM)
         await process.event("draining")
         process.signal(signal.SIGTERM)
@@ -92,34 +93,27 @@ async def test_few_streams_are_enough_for_a_client_with_a_session() -> None:
 
 
 async def test_reflection_lists_every_service() -> None:
-    async with serving() as process, dial(process.target) as client:
-        stub: Any = reflection_pb2_grpc.ServerReflectionStub(client.channel)
-        call = stub.ServerReflectionInfo()
+    async with serve_identity() as served:
+        call = reflection_pb2_grpc.ServerReflectionStub(served.channel).ServerReflectionInfo()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         names = {each.name for each in (await call.read()).list_services_response.service}
         call.cancel()
-    package = "ferrum_rpc.executor.v1"
-    assert names >= {
-        f"{package}.ModelExecutor",
-        f"{package}.KvTransfer",
-        f"{package}.ExecutorControl",
-        "grpc.health.v1.Health",
-        "grpc.reflection.v1alpha.ServerReflection",
-    }
+    own = {f"ferrum_rpc.executor.v1.{each}" for each in ("ModelExecutor", "KvTransfer", "ExecutorControl")}
+    assert names >= own | {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
 
 
-@pytest.mark.parametrize(("model", "what"), [("no/such/folder", "No such file or directory"), (".", "config.json")])
-def test_a_model_that_cannot_be_served_says_why_and_exits_1(model: str, what: str, tmp_path: Path) -> None:
-    path = tmp_path if model == "." else tmp_path / model
-    command = (*SERVE, str(path), "--port", "0", "--log-format", "json")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    events = [json.loads(line) for line in done.stderr.splitlines()]
-    assert len(events) == 1, "what was chosen for nothing is not said"
-    assert events[-1]["event"] == "startup_failed" and what in events[-1]["error"] and str(path) in events[-1]["error"]
-    assert events[-1]["action"]
-    assert "listening" not in {each["event"] for each in events}  # nothing was bound, and torch not loaded for it
-    assert "Traceback" not in done.stderr
+async def refused(*arguments: str) -> list[dict[str, Any]]:
+    """The events of a server that does not start. The last one says why and what to do."""
+    process = await started(["serve", *arguments, "--port", "0", "--log-format", "json"], fresh=True)
+    assert await process.ended() == 1
+    assert process.events[-1]["event"] == "startup_failed" and process.events[-1]["action"]
+    assert "Traceback" not in "".join(process.other_lines)
+    return process.events
+
+
+async def test_a_model_that_cannot_be_served_says_why_and_exits_1(tmp_path: Path) -> None:
+    [event] = await refused(str(tmp_path))  # nothing was bound
+    assert "config.json" in event["error"] and str(tmp_path) in event["error"]
 
 
 def on_a_terminal(width: int, *arguments: str, until: str = "") -> tuple[int, str]:
@@ -166,41 +160,16 @@ def test_on_a_terminal_a_folder_that_is_not_there_is_all_that_is_said(tmp_path: 
     assert (status, wrote) == (1, f"ferrum-rpc serve: {why}\n")
 
 
-async def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = (sys.executable, "-m", "ferrum_rpc.cli", *arguments)
-    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
-
-
-async def test_info_status_health_and_generate_ask_a_running_server() -> None:
-    async with serving() as process:
-        flags = ("--target", process.target)
-        assert (await ask("health", *flags)).stdout == "SERVING\n"
-        info = json.loads((await ask("info", "--json", *flags)).stdout)
-        assert info["model"]["name"] == "identity" and "REPLAY" in info["capabilities"]
-        generated = await ask("generate", "abc", "--max-new-tokens", "5", *flags)
-        assert generated.returncode == 0 and generated.stdout.endswith("\n")
-        status = json.loads((await ask("status", "--json", *flags)).stdout)
-        assert status["state"] == "SERVING" and status["counters"]["sequences_released"] >= 1
-        target = process.target
-    gone = await ask("health", "--target", target, "--timeout", "2", "--json")
-    assert gone.returncode == 1
-    assert gone.stderr.startswith(f"ferrum-rpc health: TRANSPORT: cannot reach an executor at {target}: ")
-    assert len(gone.stderr.splitlines()) == 1 and len(gone.stderr) < 160, "gRPC's chain of reasons is left out"
-    assert not gone.stdout
-
-
-async def test_an_executor_that_drains_is_not_ready_and_lives() -> None:
-    async with serving() as process:
-        flags = ("--target", process.target)
-        async with dial(process.target) as client:
-            handle = (await client.executor.Prefill(pb.PrefillRequest(item=item([1, 2])))).output.handle
-            assert (await ask("drain", "--grace-s", "60", *flags)).returncode == 0
-            for form, says in (((), "{}\n"), (("--json",), '{{"status": "{}"}}\n')):
-                asked = [ask("health", *form, *flags), ask("health", "--live", *form, *flags)]
-                ready, live = await asyncio.gather(*asked)
-                assert (ready.stdout, ready.returncode) == (says.format("NOT_SERVING"), 1)
-                assert (live.stdout, live.returncode) == (says.format("SERVING"), 0)
-            await client.executor.Release(pb.ReleaseRequest(handle=handle))
+async def test_an_executor_that_drains_is_not_ready_and_lives(capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving() as process, dial(process.target) as client:
+        handle = await prefill(client, [1, 2])
+        assert await run(process.target, "drain", "--grace-s", "60") == 0
+        capsys.readouterr()
+        for form, says in (((), "{}\n"), (("--json",), '{{"status": "{}"}}\n')):
+            for flags, status, said in (((), 1, "NOT_SERVING"), (("--live",), 0, "SERVING")):
+                assert await run(process.target, "health", *form, *flags) == status
+                assert capsys.readouterr().out == says.format(said)
+        await release(client, handle)
         assert await process.ended() == 0
 
 
@@ -209,11 +178,39 @@ async def test_a_server_whose_log_nobody_reads_any_more_still_drains_and_exits_0
     async with serving() as process:
         async with dial(process.target) as client:
             process.stop_reading()
-            handle = (await client.executor.Prefill(pb.PrefillRequest(item=item([1, 2])))).output.handle
+            handle = await prefill(client, [1, 2])
             process.signal(signal.SIGTERM)
-            health: Any = health_pb2_grpc.HealthStub(client.channel)
-            watch = health.Watch(health_pb2.HealthCheckRequest())
+            watch = client.health.Watch(health_pb2.HealthCheckRequest())
             while (await watch.read()).status != health_pb2.HealthCheckResponse.NOT_SERVING:
                 pass
-            await client.executor.Release(pb.ReleaseRequest(handle=handle))
+            await release(client, handle)
         assert await process.ended() == 0
+
+
+# --- metrics and traces -----------------------------------------------------------------------------------------------
+
+
+async def test_a_process_serves_its_metrics_and_ends_well_without_a_collector() -> None:
+    flags = ("--metrics-port", "0", "--otel-endpoint", "http://127.0.0.1:9")
+    async with serving(*flags) as process:
+        (url,) = [each["url"] for each in process.events if each["event"] == "metrics_enabled"]
+        async with dial(process.target) as client:
+            handle = await prefill(client, [1, 2, 3])
+            text = await asyncio.to_thread(fetch, url)
+            await release(client, handle)
+        assert problems(text) == []
+        found = series(text)
+        assert value(found, "ferrum_sequences") == 1
+        assert value(found, "ferrum_executor_state", state="serving") == 1
+        assert value(found, "process_resident_memory_bytes") > 0
+        process.signal(signal.SIGTERM)
+        assert await process.ended() == 0
+        assert (await process.event("trace_export_failed"))["action"]  # as JSON, like every other line
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [(("--otel-endpoint", "nonsense"), "http://collector:4318"), (("--metrics-host", "192.0.2.1"), "192.0.2.1")],
+)
+async def test_what_cannot_be_observed_is_said_at_the_start(flags: tuple[str, ...], what: str) -> None:
+    assert what in (await refused("identity", "--metrics-port", "0", *flags))[-1]["error"]

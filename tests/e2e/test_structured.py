@@ -15,7 +15,7 @@ from clients.structured.program import SCHEMA, complete, complete_by_grammar, ou
 from clients.structured.schema import Schema
 from ferrum_rpc.client import ExecutorClient, GrammarKind, Run
 from ferrum_rpc.config import ModelSettings
-from tests.serving import Served, serve_model
+from tests.support.serving import Served, serve_model
 
 MODEL = Path(__file__).parents[2] / "ferrum_rpc_demo/demo"
 PERSON = {
@@ -42,12 +42,10 @@ async def served() -> AsyncIterator[Served]:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("temperature", "session"), [(0.0, True), (0.9, False)])
-async def test_every_text_is_of_its_schema_and_the_same_under_speculation(
-    served: Served, temperature: float, session: bool
-) -> None:
+async def test_every_text_is_of_its_schema_and_the_same_under_speculation(served, temperature, session) -> None:
     schema = Schema(PERSON, MODEL / "tokenizer.json")
     async with ExecutorClient(served.target, session=session) as client:
-        prompts = [schema.encode(text) for text in ("I am ", "He is called ", "15, ")]
+        prompts = [schema.encode(text) for text in ("I am ", "15, ")]
         grammar = await client.register_grammar(GrammarKind.JSON_SCHEMA, PERSON)
         for most, by in ((0, b""), (5, b""), (5, grammar)):
             outputs = [output_of(temperature, seed) for seed in range(len(prompts))]
@@ -68,13 +66,12 @@ async def test_every_text_is_of_its_schema_and_the_same_under_speculation(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-async def test_grammars_of_the_executor_give_the_same_texts_in_fewer_trips(served: Served, temperature: float) -> None:
+async def test_grammars_of_the_executor_give_the_same_texts_in_fewer_trips(served: Served) -> None:
     schema = Schema(PERSON, MODEL / "tokenizer.json")
     async with ExecutorClient(served.target, session=True) as client:
         grammar = await client.register_grammar(GrammarKind.JSON_SCHEMA, PERSON)
         for seed, prompt in enumerate(map(schema.encode, ("I am ", "He is called "))):
-            output = output_of(temperature, seed)
+            output = output_of(0.9, seed)
             by_masks = await complete(client, schema, prompt, output)
             by_grammar = await complete_by_grammar(client, grammar, prompt, output, Run(16))
             assert by_grammar.tokens == by_masks.tokens

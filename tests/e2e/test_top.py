@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import fcntl
 import io
@@ -14,26 +13,24 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from ferrum_rpc import cli
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.client.fleet import Members
 from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.top import program
 from ferrum_rpc.top.board import ExecutorBoard, ExecutorRow, RowState
 from ferrum_rpc.top.screen import COLUMNS
-from tests.e2e.fleets import hanging, identity
-from tests.faults.process import ServerProcess, environment, serving
-from tests.faults.proxy import proxied
-from tests.serving import Gate
+from tests.support.commands import parsed, run
+from tests.support.fleets import hanging, identity
+from tests.support.process import ServerProcess, environment, serving
+from tests.support.proxy import proxied
+from tests.support.serving import Gate, loading
 
 TOP = (sys.executable, "-m", "ferrum_rpc.cli", "top")
 PATIENCE_S = 20.0
@@ -50,27 +47,17 @@ class Watched:
     async def until(self, holds: Callable[[dict[str, ExecutorRow]], object]) -> None:
         """Wait for rows by their targets of which something holds."""
         async with asyncio.timeout(PATIENCE_S):
-            while not holds(self.look()):
+            while not holds(rows := {each.target: each for each in self.board.rows()}):
                 await asyncio.gather(*map(self.members.look, self.members.there))
                 await asyncio.sleep(0.01)
-
-    def look(self) -> dict[str, ExecutorRow]:
-        self.rows = {each.target: each for each in self.board.rows()}
-        return self.rows
-
-
-def parsed(*flags: str) -> argparse.Namespace:
-    parser, _ = cli.build_parser(settings=False)
-    arguments = parser.parse_args(["top", *flags])
-    arguments.token = None
-    return arguments
+            self.rows = rows
 
 
 @asynccontextmanager
 async def watched(*targets: str, **options: Any) -> AsyncIterator[Watched]:
     """As the command watches them."""
     flags = [word for each in targets for word in ("--target", each)]
-    async with program.members_of(parsed(*flags, "--interval-s", "0.1"), **options) as members:
+    async with program.members_of(parsed("top", *flags, "--interval-s", "0.1"), **options) as members:
         await members.all_known(PATIENCE_S)
         yield Watched(members)
 
@@ -98,28 +85,27 @@ async def test_every_state_has_its_reason_and_the_others_have_their_figures() ->
         *(RowState.SERVING, RowState.SERVING, RowState.MISMATCH, RowState.DRAINING, RowState.HUNG),
         *(RowState.INVALID, RowState.GONE),
     ]
+    expected = ("", "", "serves another identity", "no new sequences", "no progress", "the same executor", "refused")
+    assert all(words in reason for (_, reason), words in zip(states, expected, strict=True))
     assert [reason for _, reason in states[:2]] == ["", ""]
-    expected = ("serves another identity", "no new sequences", "no progress", "the same executor", "refused")
-    assert all(words in reason for (_, reason), words in zip(states[2:], expected, strict=True))
 
 
 async def test_who_loads_or_refuses_the_credentials_is_shown_so_until_that_is_over(tmp_path: Path) -> None:
     (tokens := tmp_path / "tokens").write_text("scheduler a-token\n")
-    async with identity() as loads, identity(security=Security(tokens=tokens)) as refuses:
-        with mock.patch.object(loads.server.state, "_model", None):
-            async with watched(loads.target, refuses.target) as seen:
-                await seen.until(lambda rows: [each.state for each in rows.values()] == ["STARTING", "REFUSED"])
-                assert [each.status for each in seen.rows.values()] == [None, None]
-                loads.server.state._model = refuses.server.state._model
-                await seen.until(lambda rows: rows[loads.target].state is RowState.SERVING)
+    async with loading() as loads, identity(security=Security(tokens=tokens)) as refuses:
+        target = loads.server.target
+        async with watched(target, refuses.target) as seen:
+            await seen.until(lambda rows: [each.state for each in rows.values()] == ["STARTING", "REFUSED"])
+            assert [each.status for each in seen.rows.values()] == [None, None]
+            loads.go.set()
+            await seen.until(lambda rows: rows[target].state is RowState.SERVING)
 
 
 async def test_operators_alone_see_callers(tmp_path: Path) -> None:
     (tokens := tmp_path / "tokens").write_text("scheduler a-token\nops b-token operator\n")
     async with identity(security=Security(tokens=tokens)) as served:
         for token, known in (("a-token", False), ("b-token", True)):
-            arguments = parsed("--target", served.target, "--interval-s", "0.1")
-            arguments.token = token
+            arguments = parsed("top", "--target", served.target, "--interval-s", "0.1", token=token)
             async with program.members_of(arguments) as members:
                 await members.all_known(PATIENCE_S)
                 board = ExecutorBoard(members)
@@ -135,32 +121,6 @@ async def test_a_monitor_follows_no_prefixes_and_holds_nothing() -> None:
         status = seen.rows[served.target].status
         assert status is not None and (status.leases, status.sessions, status.pressure.sequences) == (0, 0, 0)
         assert {each.method.rpartition("/")[2] for each in status.methods} <= {"GetInfo", "GetStatus"}
-
-
-async def test_rates_of_a_restarted_executor_start_again() -> None:
-    async with identity() as first, identity() as second, proxied(first.target) as proxy:
-        async with ExecutorClient(first.target) as client, client.sequence() as sequence:
-            async for _ in sequence.generate([1, 2, 3], max_tokens=50, stop=()):
-                pass
-        first.server.state.started -= 1000
-        async with watched(proxy.target) as seen:
-            await seen.until(lambda rows: rows[proxy.target].rates is not None)
-            before = seen.rows[proxy.target]
-            assert before.status is not None and before.status.counters.tokens > 50 and before.restarts == 0
-            second.server.state.started = time.monotonic()  # as a process that takes the place of the first one
-            proxy.upstream = second.target
-            proxy.reset_all()
-            found: list[ExecutorRow] = []
-
-            def restarted(rows: dict[str, ExecutorRow]) -> bool:
-                found.append(rows[proxy.target])
-                return found[-1].restarts == 1 and found[-1].rates is not None
-
-            await seen.until(restarted)
-    fresh = next(each for each in found if each.restarts == 1)
-    assert fresh.rates is None and fresh.state is RowState.SERVING and "restarted" in fresh.reason
-    assert all(each.rates is None or each.rates.tokens_per_s >= 0 for each in found)
-    assert found[-1].rates is not None and found[-1].rates.tokens_per_s == 0
 
 
 async def test_a_file_of_targets_is_followed(tmp_path: Path) -> None:
@@ -245,14 +205,7 @@ def top(columns: int, *flags: str) -> Iterator[TopScreen]:
         os.close(here)
 
 
-async def top_here(*flags: str) -> int:
-    """The exit status of `ferrum-rpc top`, in this event loop."""
-    return await program.top(parsed(*flags))
-
-
-async def test_processes_are_measured_while_one_is_stopped_and_ctrl_c_ends_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_processes_are_measured_while_one_is_stopped_and_ctrl_c_ends_it(capsys) -> None:
     async with serving() as works, serving() as stops, loaded(works, stops):
         flags = [word for each in (works, stops) for word in ("--target", each.target)]
         flags += ["--interval-s", "0.2", "--timeout", "1"]
@@ -261,7 +214,7 @@ async def test_processes_are_measured_while_one_is_stopped_and_ctrl_c_ends_it(
             stops.signal(signal.SIGSTOP)
             try:
                 await asyncio.to_thread(narrow.read, f"{stops.target}: it does not answer")
-                assert await top_here(*flags, "--once", "--json") == 0
+                assert await run(works.target, "top", *flags[2:], "--once", "--json") == 0
                 hung, frame = json.loads(capsys.readouterr().out), narrow.frame
             finally:
                 stops.signal(signal.SIGCONT)
@@ -288,15 +241,13 @@ async def test_processes_are_measured_while_one_is_stopped_and_ctrl_c_ends_it(
 
 
 async def test_once_without_an_executor_has_its_reason_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert await top_here("--once", "--interval-s", "0.1", "--target", "127.0.0.1:1") == 1
+    assert await run("127.0.0.1:1", "top", "--once", "--interval-s", "0.1") == 1
     head, _, columns, found, _, reason = capsys.readouterr().out.splitlines()
     assert head == "1 gone; 0 tokens/s" and columns.split()[:3] == ["executor", "state", "up"]
     assert found.split() == ["127.0.0.1:1", "gone", *["-"] * len(COLUMNS)] and "refused" in reason
 
 
-async def test_without_a_terminal_documents_are_written_at_each_interval_until_a_signal_comes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_without_a_terminal_documents_are_written_at_each_interval_until_a_signal_comes(monkeypatch) -> None:
     found: list[str] = []
 
     class Reader(io.StringIO):
@@ -308,7 +259,7 @@ async def test_without_a_terminal_documents_are_written_at_each_interval_until_a
 
     monkeypatch.setattr(sys, "stdout", Reader())
     async with identity() as served, asyncio.timeout(PATIENCE_S):
-        assert await top_here("--json", "--interval-s", "0.1", "--target", served.target) == 0
+        assert await run(served.target, "top", "--json", "--interval-s", "0.1") == 0
     rows = [json.loads(each)["executors"][0] for each in found]
     assert [each["state"] for each in rows] == ["SERVING"] * 3
     assert rows[0]["steps_per_s"] is None and rows[2]["steps_per_s"] == 0

@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.faults.process import serving
-from tests.faults.waiting import until
-from tests.grammars import DEMO, MODEL
-from tests.serving import serve_identity, serve_model
-from tests.workers import request
-from tests.workers import worker_process as worker
+from tests.support.grammars import DEMO, MODEL
+from tests.support.process import serving
+from tests.support.serving import serve_identity, serve_model
+from tests.support.waiting import until
+from tests.support.workers import request
+from tests.support.workers import worker_process as worker
 
 pytest.importorskip("smg_grpc_proto", reason="smg-grpc-proto is not installed")
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc

@@ -31,12 +31,12 @@ EMPTY_MESSAGE: Final = bytes(5)
 """gRPC's prefix of a message without bytes."""
 
 
-def _headers(*more: tuple[str, str]) -> bytes:
+def headers(path: str, *more: tuple[str, str]) -> bytes:
     """A header block that leaves the peer's table as it is, so that it can be sent again and again."""
     pairs = [
         (":method", "POST"),
         (":scheme", "http"),
-        (":path", "/ferrum_rpc.executor.v1.ModelExecutor/GetStatus"),
+        (":path", path),
         (":authority", "localhost"),
         ("te", "trailers"),
         ("content-type", "application/grpc"),
@@ -45,7 +45,8 @@ def _headers(*more: tuple[str, str]) -> bytes:
     return hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*pair) for pair in pairs], huffman=False)
 
 
-HEADERS: Final = _headers()
+STATUS: Final = "/ferrum_rpc.executor.v1.ModelExecutor/GetStatus"
+HEADERS: Final = headers(STATUS)
 
 
 class Connection:
@@ -121,7 +122,7 @@ async def ping_flood(host: str, port: int) -> None:
 
 async def large_metadata(host: str, port: int) -> None:
     """Calls whose metadata no server should keep."""
-    block = _headers(("x-large", "a" * LARGE_METADATA))
+    block = headers(STATUS, ("x-large", "a" * LARGE_METADATA))
 
     def call(connection: Connection) -> bytes:
         connection.stream += 2

@@ -6,11 +6,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Final
 from unittest import mock
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from ferrum_rpc.executor.v1 import kv_transfer_pb2, session_pb2
 from ferrum_rpc.service import supervisor
@@ -19,31 +19,31 @@ from ferrum_rpc.service.kv_events import KvEvents
 from ferrum_rpc.service.lifecycle import Drain, Sweeper
 from ferrum_rpc.service.session import Session
 from ferrum_rpc.service.supervisor import STUCK_AFTER, BackgroundTask
-from tests.failing import Injected, failing
 from tests.faults.figures import Figures, at_least, exactly
-from tests.faults.raw_session import raw_session
 from tests.faults.sizes import Size
-from tests.faults.waiting import until
-from tests.serving import Served, serve_identity
-from tests.wiring import item, pb, prefill
+from tests.support.failing import Injected, failing
+from tests.support.raw_session import raw_session
+from tests.support.serving import Served, serve_identity
+from tests.support.waiting import until
+from tests.support.wiring import decode, item, prefill, release
 
 EVERY_S: Final = 0.001
 
 
 async def _serving(served: Served) -> bool:
-    stub: Any = health_pb2_grpc.HealthStub(served.channel)
-    return bool((await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING)
+    answer = await served.health_check()
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def sweep(served: Served) -> bool:
     """A lease that runs out after the sweep has failed still ends."""
     state = served.server.state
-    lease = (await served.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
+    lease = (await served.acquire()).lease_id
     with failing(state.leases, "due"):
         task = state.supervisor.every(BackgroundTask.SWEEP, EVERY_S, Sweeper(state).turn)
         try:
             await until(lambda: state.supervisor.failures[BackgroundTask.SWEEP] > 0)
-            next(each for each in state.leases.due(float("inf")) if each.id == lease).expires = 0.0
+            next(each for each in state.leases.due(math.inf) if each.id == lease).expires = 0.0
             await until(lambda: not len(state.leases))
         finally:
             task.cancel()
@@ -87,9 +87,9 @@ async def writer(served: Served) -> bool:
             code = await asyncio.wait_for(session.call.code(), 20)
     async with raw_session(served.executor, lease_id=lease) as again:
         [result] = (await again.ask(forward=frame)).forward.results
-        await again.ask(close=session_pb2.SessionClose(release_sequences=True))
+        await again.close()
     served.server.state.leases.remove(served.server.state.leases.find(lease, ""), expired=False)
-    await served.executor.Release(pb.ReleaseRequest(handle=result.output.handle, any_version=True))
+    await release(served, result.output.handle)
     return code is grpc.StatusCode.INTERNAL and result.output.replayed
 
 
@@ -103,14 +103,12 @@ async def writer_loop(served: Served) -> bool:
 async def completion(served: Served) -> bool:
     """Of two calls one whose end fails is answered too, and its sequence goes on."""
     handles = await prefill(served, [1]), await prefill(served, [2])
-    requests = [pb.DecodeRequest(item=item([5], each)) for each in handles]
     with failing(ForwardCall, "_commit"):
-        answers = await asyncio.wait_for(
-            asyncio.gather(*map(served.executor.Decode, requests), return_exceptions=True), 20
-        )
+        calls = asyncio.gather(*[decode(served, [5], each) for each in handles], return_exceptions=True)
+        answers = await asyncio.wait_for(calls, 20)
     failed = [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
-    again = await served.executor.Decode(requests[0 if isinstance(answers[0], Exception) else 1])
-    return [each.code() for each in failed] == [grpc.StatusCode.INTERNAL] and again.output.handle.seq_len == 2
+    again = await decode(served, [5], handles[0 if isinstance(answers[0], Exception) else 1])
+    return [each.code() for each in failed] == [grpc.StatusCode.INTERNAL] and again.seq_len == 2
 
 
 async def events(served: Served) -> bool:
@@ -157,12 +155,9 @@ async def r26_a_background_task_never_dies_silently(size: Size) -> Figures:
             if not counted:
                 silent.append(name)
     return Figures(
-        "R26",
         "A background task never dies silently",
-        (
-            exactly("loops that did not go on", len(dead), 0),
-            exactly("failures that were not counted", len(silent), 0),
-            at_least("kinds of loops", len(LOOPS), 7),
-        ),
-        {"exceptions": tried, "wrong": sorted({*dead, *silent})},
+        exactly("loops that did not go on", len(dead), 0),
+        exactly("failures that were not counted", len(silent), 0),
+        at_least("kinds of loops", len(LOOPS), 7),
+        facts={"exceptions": tried, "wrong": sorted({*dead, *silent})},
     )

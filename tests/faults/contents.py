@@ -10,13 +10,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, output_pb2, session_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, output_pb2, types_pb2
 from ferrum_rpc.wire.tensor import fill_tensor
 from tests.faults.figures import Figures, at_most, exactly
-from tests.faults.process import Dialled, dial, serving
-from tests.faults.raw_session import RawSession, raw_session
 from tests.faults.sizes import Size
-from tests.wiring import item, pb, prefill
+from tests.support.process import Dialled, dialled
+from tests.support.raw_session import RawSession, raw_session
+from tests.support.wiring import item, pb, prefill
 
 MIB: Final = 1 << 20
 WORKERS: Final = 8
@@ -33,8 +33,8 @@ MAY_BE_ZERO: Final = {"max_sequences_per_caller", "max_blocks_per_caller", "exac
 async def r34_memory_by_content_is_bounded(size: Size) -> Figures:
     """The largest contents that the limits allow, in every call that keeps something of them."""
     flags = ("--identity-vocab-size", str(VOCABULARY), "--max-sequences", "1024", "--max-request-bytes", "4MiB")
-    async with serving(*flags, fresh=True) as server, dial(server.target) as client:
-        limits = (await client.executor.GetInfo(pb.GetInfoRequest())).limits
+    async with dialled(*flags, fresh=size.absolute) as (server, client):
+        limits = (await client.info()).limits
         unreported = [each.name for each in info_pb2.Limits.DESCRIPTOR.fields if not _reported(limits, each)]
         await _called(client, limits, size.content_calls)
         first = server.rss_bytes()
@@ -42,14 +42,11 @@ async def r34_memory_by_content_is_bounded(size: Size) -> Figures:
         grown = (server.rss_bytes() - first) / MIB
         status = await client.status()
     return Figures(
-        "R34",
         "Memory by request content is bounded",
-        (
-            at_most("memory between n calls and ten times as many", grown, size.content_mib, "MiB"),
-            at_most("of it, in the gauge", status.replay_bytes / MIB, limits.replay_bytes / MIB + 40, "MiB"),
-            exactly("limits that GetInfo does not report", len(unreported), 0),
-        ),
-        {"calls": TIMES * size.content_calls, "rss MiB": round(first / MIB), "not reported": unreported},
+        at_most("memory between n calls and ten times as many", grown, size.content_mib, "MiB"),
+        at_most("of it, in the gauge", status.replay_bytes / MIB, limits.replay_bytes / MIB + 40, "MiB"),
+        exactly("limits that GetInfo does not report", len(unreported), 0),
+        facts={"calls": TIMES * size.content_calls, "rss MiB": round(first / MIB), "not reported": unreported},
     )
 
 
@@ -110,17 +107,11 @@ class Contents:
         create = forward_pb2.CreateOptions(cache_salt=salt, reserve_tokens=1)
         return await prefill(self._client, [1000] * 3, create=create, request_id=self._id())
 
-    async def _release(self, *handles: types_pb2.KvHandle) -> None:
-        await self._session.ask(release=session_pb2.SessionRelease(handles=handles, any_version=True))
-
     async def _fed(self, tokens: list[int], **fields: Any) -> None:
         handle = await self._new()
-        answer = await self._session.ask(
-            forward=session_pb2.SessionForward(items=[item(tokens, handle, request_id=self._id(), **fields)])
-        )
-        [result] = answer.forward.results
+        [result] = await self._session.step(item(tokens, handle, request_id=self._id(), **fields))
         assert result.HasField("output"), result
-        await self._release(handle)
+        await self._session.release(handle)
 
     async def _step(self, output: output_pb2.OutputSpec) -> None:
         await self._fed([1000], output=output)
@@ -137,9 +128,9 @@ class Contents:
         handle = await self._new()
         count = min(64, self._limits.max_forks)  # of eight workers, as many as may live
         answer = await self._client.executor.ForkKv(pb.ForkKvRequest(handle=handle, count=count, request_id=self._id()))
-        await self._release(handle, *answer.handles)
+        await self._session.release(handle, *answer.handles)
 
     async def _lease(self) -> None:
         name = (uuid.uuid4().hex * 8)[: self._limits.max_name_bytes]
-        lease = await self._client.executor.AcquireLease(pb.AcquireLeaseRequest(client_name=name))
-        await self._client.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=lease.lease_id))
+        lease = await self._client.acquire(client_name=name)
+        await self._client.revoke(lease.lease_id)

@@ -17,18 +17,15 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from ferrum_rpc.client import ExecutorClient, GrammarKind, Sample
-from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.scheduler import STEPS_IN_FLIGHT, Scheduler, TextRequest
-from tests.faults.figures import Figure, Figures, at_most, quantile
-from tests.faults.process import Dialled, dial, program, serving
-from tests.faults.raw_session import raw_session
+from tests.faults.figures import Figure, Figures, at_most, milliseconds, quantile
 from tests.faults.sizes import Size
-from tests.faults.waiting import until
-from tests.grammars import SOURCES, encode
-from tests.wiring import item, pb, prefill
+from tests.support.grammars import SOURCES, encode
+from tests.support.process import Dialled, dial, dialled, next_line, program
+from tests.support.raw_session import raw_session
+from tests.support.waiting import until
+from tests.support.wiring import decode, item, prefill
 
 CALLERS: Final = 64
 SESSIONS: Final = 8
@@ -67,10 +64,9 @@ async def r23_no_caller_starves_another(size: Size) -> Figures:
             figures.append(at_most(f"p99 of a health check{where}", quantile(waits["health"], 0.99), HEALTH_S, "s"))
         facts[f"crowd{where}"] = {name: round(value, 4) for name, value in report.items()}
         for name, seconds in waits.items():
-            both = [round(quantile(seconds, q) * 1e3, 2) for q in (0.5, 0.99)]
-            facts[f"p50 and p99 ms of {name}{where}"] = both
-            facts[f"p99 ms of {name}{where}, alone"] = round(quantile(alone[name], 0.99) * 1e3, 2)
-    return Figures("R23", "No caller starves another", tuple(figures), facts)
+            facts[f"p50 and p99 ms of {name}{where}"] = milliseconds(seconds, 0.5, 0.99)
+            [facts[f"p99 ms of {name}{where}, alone"]] = milliseconds(alone[name], 0.99)
+    return Figures("No caller starves another", *figures, facts=facts)
 
 
 Waits = dict[str, list[float]]
@@ -80,18 +76,17 @@ async def _outsider(
     size: Size, model: str, callers: int, sessions: int, texts: int
 ) -> tuple[Waits, Waits, dict[str, float]]:
     """Seconds of an outsider's calls, alone and alongside a crowd, and what the crowd reports of its own."""
-    async with serving(model=model) as server, dial(server.target) as client:
-        health = health_pb2_grpc.HealthStub(client.channel)
+    async with dialled(model=model) as (server, client):
         handle = await prefill(client, [1, 2, 3, 4])
-        decode = pb.DecodeRequest(item=item([1], handle, truncate_to=4))
 
         async def a_decode() -> None:
-            decode.item.handle.CopyFrom((await client.executor.Decode(decode)).output.handle)
+            nonlocal handle
+            handle = await decode(client, [1], handle, truncate_to=4)
 
         calls: dict[str, Callable[[], Awaitable[Any]]] = {
             "Decode": a_decode,
             "GetStatus": client.status,
-            "health": lambda: health.Check(health_pb2.HealthCheckRequest()),
+            "health": client.health_check,
         }
         alone = await _timed(calls, size.outsider_calls)
         async with crowded(server.target, callers, sessions, texts) as report:
@@ -100,15 +95,14 @@ async def _outsider(
 
 
 @asynccontextmanager
-async def crowded(target: str, *arguments: int | str) -> AsyncIterator[dict[str, float]]:
+async def crowded(target: str, *arguments: object) -> AsyncIterator[dict[str, float]]:
     """A crowd, from when all of it is at work. Its report is there at the end."""
     report: dict[str, float] = {}
-    async with program("tests.faults.crowd", target, *map(str, arguments), stdin=True) as crowd:
-        assert crowd.stdin is not None and crowd.stdout is not None
-        assert await crowd.stdout.readline() == b"begun\n"
+    async with program("tests.faults.crowd", target, *arguments, stdin=True, says="begun") as crowd:
+        assert crowd.stdin is not None
         yield report
         crowd.stdin.write(b"\n")
-        report |= json.loads(await crowd.stdout.readline())
+        report |= json.loads(await next_line(crowd))
 
 
 async def _timed(calls: dict[str, Callable[[], Awaitable[Any]]], count: int) -> Waits:
@@ -134,9 +128,8 @@ class Crowd:
         """One that calls, on a sequence of its own."""
         handle = await prefill(client, [1, 2, 3, 4])
         while not self.over:
-            request = pb.DecodeRequest(item=item([1], handle, truncate_to=4))
             at = time.perf_counter()
-            handle = (await client.executor.Decode(request)).output.handle
+            handle = await decode(client, [1], handle, truncate_to=4)
             self.calls.append(time.perf_counter() - at)
 
     async def session(self, target: str) -> None:
@@ -144,12 +137,12 @@ class Crowd:
         async with dial(target) as client, raw_session(client.executor, steps_in_flight=DEPTH) as session:
 
             async def lane() -> None:
-                items = [item([1, 2, 3, 4])]
+                next_item = item([1, 2, 3, 4])
                 while not self.over:
                     at = time.perf_counter()
-                    answer = await session.ask(forward=session_pb2.SessionForward(items=items))
+                    [result] = await session.step(next_item)
                     self.steps.append(time.perf_counter() - at)
-                    items = [item([1], answer.forward.results[0].output.handle, truncate_to=4)]
+                    next_item = item([1], result.output.handle, truncate_to=4)
 
             await asyncio.gather(*[lane() for _ in range(DEPTH)])
 

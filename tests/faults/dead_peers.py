@@ -9,14 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from ferrum_rpc.client import NEVER_RESEND, ExecutorClient
 from ferrum_rpc.errors import TransportError
 from tests.faults.figures import Figures, at_most, exactly
-from tests.faults.process import ServerProcess, dial, serving
-from tests.faults.proxy import TcpProxy, proxied
 from tests.faults.sizes import Size
+from tests.support.process import ServerProcess, dial, serving
+from tests.support.proxy import TcpProxy, proxied
 
 TIME_S: Final = 0.4
 TIMEOUT_S: Final = 0.3
@@ -52,11 +50,7 @@ async def _server_notices(server: ServerProcess, proxy: TcpProxy) -> tuple[float
     descriptors are left of them."""
     quiet = server.descriptors()
     async with dial(proxy.target) as client, dial(proxy.target) as other:
-        watches = [
-            health_pb2_grpc.HealthStub(each.channel).Watch(health_pb2.HealthCheckRequest())
-            for each in (client, other)
-            for _ in range(WATCHERS)
-        ]
+        watches = [each.health_watch() for each in (client, other) for _ in range(WATCHERS)]
         for watch in watches:
             await watch.read()
         held = server.descriptors()
@@ -67,7 +61,7 @@ async def _server_notices(server: ServerProcess, proxy: TcpProxy) -> tuple[float
             watch.cancel()
     proxy.reset_all()
     proxy.weather.silent = False
-    return seconds, left - quiet
+    return seconds, max(0, left - quiet)
 
 
 async def r8_a_dead_peer_is_noticed(size: Size) -> Figures:
@@ -97,14 +91,11 @@ async def r8_a_dead_peer_is_noticed(size: Size) -> Figures:
         async with dial(server.target) as client:
             await client.status()
     return Figures(
-        "R8",
         "A dead peer is noticed",
-        (
-            at_most("client notices a silent network", max(silence), PROMISED_S, "s"),
-            at_most("client notices a reset", max(reset), PROMISED_S, "s"),
-            at_most("client notices a stopped server", max(stopped), PROMISED_S, "s"),
-            at_most("server notices silent clients", max(server_side), PROMISED_S, "s"),
-            exactly("their connections that stay open", left, 0),
-        ),
-        {"keepalive time s": TIME_S, "keepalive timeout s": TIMEOUT_S, "rounds": size.silences},
+        at_most("client notices a silent network", max(silence), PROMISED_S, "s"),
+        at_most("client notices a reset", max(reset), PROMISED_S, "s"),
+        at_most("client notices a stopped server", max(stopped), PROMISED_S, "s"),
+        at_most("server notices silent clients", max(server_side), PROMISED_S, "s"),
+        exactly("their connections that stay open", left, 0),
+        facts={"keepalive time s": TIME_S, "keepalive timeout s": TIMEOUT_S, "rounds": size.silences},
     )

@@ -14,14 +14,14 @@ from typing import Any, Final
 import grpc
 
 from ferrum_rpc.engine.api import Operation, Submission
-from ferrum_rpc.executor.v1 import executor_control_pb2, session_pb2, types_pb2
+from ferrum_rpc.executor.v1 import session_pb2, types_pb2
 from tests.faults.figures import Figures, at_least, at_most, exactly
-from tests.faults.gate import StepGate
-from tests.faults.raw_session import raw_session
 from tests.faults.sizes import Size
-from tests.faults.waiting import until
-from tests.serving import Served, serve_identity
-from tests.wiring import item, pb, prefill
+from tests.support.inside import creating
+from tests.support.raw_session import raw_session
+from tests.support.serving import Gate, Served, serve_identity
+from tests.support.waiting import until
+from tests.support.wiring import decode, item, prefill, release
 
 STEP_S: Final = 0.01
 CALLERS: Final = 12
@@ -85,25 +85,23 @@ async def _late_calls(served: Served, count: int, seed: int) -> Counter[str]:
         while left > 0:
             left -= 1
             timeout = dice.choice((0.002, STEP_S, 3 * STEP_S, 20 * STEP_S))
-            one = item([1], handle, truncate_to=2)
             try:
                 if dice.random() < 0.5:
-                    answer = await served.executor.Decode(pb.DecodeRequest(item=one), timeout=timeout)
-                    handle = answer.output.handle
+                    handle = await decode(served, [1], handle, truncate_to=2, timeout=timeout)
                 else:
-                    request = pb.UnifiedForwardRequest(items=[one, item([1, 2])])
-                    response = await served.executor.UnifiedForward(request, timeout=timeout)
+                    items = item([1], handle, truncate_to=2), item([1, 2])
+                    response = await served.unified(*items, timeout=timeout)
                     if response.results[0].HasField("error"):
                         ends["items late"] += 1
                         handle = await _where(served, handle)
                         continue
                     handle = response.results[0].output.handle
-                    await _release(served, response.results[1].output.handle)
+                    await release(served, response.results[1].output.handle)
                 ends["in time"] += 1
             except grpc.aio.AioRpcError as error:
                 ends[error.code().name] += 1
                 handle = await _where(served, handle)
-        await _release(served, handle)
+        await release(served, handle)
 
     async def session() -> None:
         nonlocal left
@@ -115,7 +113,7 @@ async def _late_calls(served: Served, count: int, seed: int) -> Counter[str]:
                 answer = await stream.ask(forward=frame)
                 failed = answer.HasField("error") or answer.forward.results[0].HasField("error")
                 ends["frame late" if failed else "frame in time"] += 1
-            await stream.ask(close=session_pb2.SessionClose(release_sequences=True))
+            await stream.close()
 
     handles = [await prefill(served, [1, 2]) for _ in range(CALLERS)]
     await asyncio.gather(*[unary(handle) for handle in handles], *[session() for _ in range(3)])
@@ -129,21 +127,14 @@ async def _where(served: Served, handle: Any) -> Any:
     return types_pb2.KvHandle(id=handle.id, seq_len=record.length, version=record.version)
 
 
-async def _release(served: Served, handle: Any) -> None:
-    await served.executor.Release(pb.ReleaseRequest(handle=handle, any_version=True))
-
-
-async def _cancelled_queue(served: Served, gate: StepGate) -> tuple[int, float]:
+async def _cancelled_queue(served: Served, gate: Gate) -> tuple[int, float]:
     """Cancel calls that wait behind a step, and that step's own creation. Items that were still queued when the callers
     knew, before the step ended; and seconds from the step's end until every block was free."""
     state = served.server.state
-    calls = [
-        lambda: served.executor.Prefill(pb.PrefillRequest(item=item([1] * 8))),
-        lambda: served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[item([1] * 8), item([2] * 8)])),
-    ]
-    async with gate.closed():
-        running = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=item([3] * 8))))
-        await gate.reached()
+    calls = lambda: served.prefill([1] * 8), lambda: served.unified(item([1] * 8), item([2] * 8))
+    async with gate.shut():
+        running = asyncio.ensure_future(served.prefill([3] * 8))
+        await gate.held()
         tasks = [asyncio.ensure_future(calls[number % 2]()) for number in range(QUEUED)]
         await until(lambda: state.engine.queued_items >= QUEUED * 3 // 2)
         for task in (running, *tasks):
@@ -151,42 +142,36 @@ async def _cancelled_queue(served: Served, gate: StepGate) -> tuple[int, float]:
         await asyncio.gather(running, *tasks, return_exceptions=True)
         await until(lambda: served.server.calls.in_flight == 0)
         queued = state.engine.queued_items
-    return queued, await until(lambda: not state._creating and _free(state))
+    return queued, await until(lambda: not creating(state) and not sum(_held(state)))
 
 
-def _free(state: Any) -> bool:
+def _held(state: Any) -> tuple[int, int]:
+    """Sequences, and blocks that are not free."""
     pressure = state.pressure()
-    return bool(pressure.sequences == 0 and pressure.free_blocks == pressure.total_blocks)
+    return pressure.sequences, pressure.total_blocks - pressure.free_blocks
 
 
 async def r6_deadlines_and_cancels_are_honoured(size: Size) -> Figures:
     """A slow server under calls that do not wait for it, then under callers who change their mind."""
-    gate = StepGate()
-    queued: list[int] = []
-    freed: list[float] = []
+    gate = Gate()
     async with serve_identity(stage=gate, kv_blocks=512, max_batch_items=4) as served:
         async with _watched(served) as watch:
             ends = await _late_calls(served, size.deadlines, seed=6)
-        await served.check()
-        lateness, never = watch.lateness(), watch.never_begun()
         state = served.server.state
-        # A creation whose answer was on its way when its caller gave up waits for its idle time-out.
-        await served.control.Reset(executor_control_pb2.ResetRequest())
-        left = state.pressure().total_blocks - state.pressure().free_blocks
-        for _ in range(max(3, size.deadlines // 100)):
-            items, seconds = await _cancelled_queue(served, gate)
-            queued.append(items)
-            freed.append(seconds)
+        await until(lambda: not served.server.calls.in_flight and not creating(state))  # of callers who gave up
         await served.check()
+        # A creation whose answer was on its way when its caller gave up waits for its idle time-out.
+        await served.reset()
+        _, left = _held(state)
+        cancelled = [await _cancelled_queue(served, gate) for _ in range(max(3, size.deadlines // 100))]
+        await served.check()
+    queued, freed = map(max, zip(*cancelled, strict=True))
     return Figures(
-        "R6",
         "Deadlines and cancels are honoured",
-        (
-            at_most("a step began after the deadline of its call", lateness, SLACK_S, "s"),
-            at_least("calls that were dropped before their step", never, 5),
-            exactly("blocks left behind", left, 0),
-            at_most("cancelled items that still waited, before the running step ended", max(queued), 0),
-            at_most("from the end of the step to the blocks' freedom", max(freed), 0.05, "s"),
-        ),
-        {"ends": dict(ends), "step s": STEP_S},
+        at_most("a step began after the deadline of its call", watch.lateness(), SLACK_S, "s"),
+        at_least("calls that were dropped before their step", watch.never_begun(), 5),
+        exactly("blocks left behind", left, 0),
+        at_most("cancelled items that still waited, before the running step ended", queued, 0),
+        at_most("from the end of the step to the blocks' freedom", freed, 0.05, "s"),
+        facts={"ends": dict(ends), "step s": STEP_S},
     )

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.wire.status import error_from_rpc
 from tests.faults.figures import Figures, at_least, at_most, exactly
-from tests.faults.process import Dialled, ServerProcess, dial, serving
-from tests.faults.raw_session import raw_session
 from tests.faults.sizes import Size
-from tests.wiring import item, pb, prefill
+from tests.support.process import Dialled, ServerProcess, dialled
+from tests.support.raw_session import raw_session
+from tests.support.wiring import decode, item, prefill, release
 
 OWNERS: Final = 6
 LAME_DUCK_S: Final = 0.4
@@ -52,13 +50,13 @@ class Drained:
         self._seen = seen
         self._signalled = float("inf")
         self._loaded = 0
+        self._asking: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        health: Any = health_pb2_grpc.HealthStub(self._client.channel)
-        watch = health.Watch(health_pb2.HealthCheckRequest())
+        watch = self._client.health_watch()
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
         load = [asyncio.ensure_future(each) for each in (*(self._owner() for _ in range(OWNERS)), self._session())]
-        newcomer = asyncio.ensure_future(self._newcomer())
+        self._asking = asyncio.ensure_future(self._newcomer())
         while self._loaded < OWNERS + 1:  # noqa: ASYNC110 - the load tells by counting
             await asyncio.sleep(0.005)
         self._server.signal(signal.SIGTERM)
@@ -66,14 +64,12 @@ class Drained:
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         self._seen.not_serving_s.append(time.monotonic() - self._signalled)
         watch.cancel()
-        await asyncio.gather(*load)
-        newcomer.cancel()
-        with suppress(asyncio.CancelledError):
-            await newcomer
+        await asyncio.gather(*load, self._asking)
         self._seen.statuses.append(await self._server.ended(GRACE_S + 10))
 
     def _time_is_over(self) -> bool:
-        return time.monotonic() > self._signalled + LAME_DUCK_S
+        """Whether owners may leave: not while somebody asks for more, or the server would end in the middle of it."""
+        return self._asking is not None and self._asking.done()
 
     def _ended(self, began: float) -> None:
         if began < self._signalled <= time.monotonic():
@@ -82,45 +78,39 @@ class Drained:
             self._seen.served += 1
 
     async def _owner(self) -> None:
-        executor = self._client.executor
         try:
             handle = await prefill(self._client, [1, 2, 3])
             self._loaded += 1
             while not self._time_is_over():
                 began = time.monotonic()
-                request = pb.DecodeRequest(item=item([4], handle, truncate_to=3))
-                handle = (await executor.Decode(request)).output.handle
+                handle = await decode(self._client, [4], handle, truncate_to=3)
                 self._ended(began)
-            await executor.Release(pb.ReleaseRequest(handle=handle))
+            await release(self._client, handle)
         except grpc.aio.AioRpcError as error:
             self._seen.failed.append(f"{error.code().name} {error.details()}")
 
     async def _session(self) -> None:
         try:
             async with raw_session(self._client.executor) as stream:
-                answer = await stream.ask(forward=session_pb2.SessionForward(items=[item([1, 2, 3])]))
-                handle = answer.forward.results[0].output.handle
+                [result] = await stream.step(item([1, 2, 3]))
                 self._loaded += 1
                 while not self._time_is_over():
                     began = time.monotonic()
-                    frame = session_pb2.SessionForward(items=[item([4], handle, truncate_to=3)])
-                    answer = await stream.ask(forward=frame)
-                    if not answer.forward.results or not answer.forward.results[0].HasField("output"):
-                        self._seen.failed.append(str(answer)[:200])
+                    results = await stream.step(item([4], result.output.handle, truncate_to=3))
+                    if not results or not results[0].HasField("output"):
+                        self._seen.failed.append(str(results)[:200])
                         return
-                    handle = answer.forward.results[0].output.handle
+                    [result] = results
                     self._ended(began)
-                await stream.ask(close=session_pb2.SessionClose(release_sequences=True))
+                await stream.close()
         except (asyncio.CancelledError, grpc.aio.AioRpcError) as error:
             self._seen.failed.append(f"session: {error!r}")
 
     async def _newcomer(self) -> None:
-        """Asks for a new sequence, again and again."""
-        while not self._time_is_over():
-            began = time.monotonic()
+        """Asks for a new sequence, again and again; what is refused before the signal is refused wrongly."""
+        while time.monotonic() < self._signalled + LAME_DUCK_S:
             try:
-                handle = await prefill(self._client, [5])
-                await self._client.executor.Release(pb.ReleaseRequest(handle=handle))
+                await release(self._client, await prefill(self._client, [5]))
             except grpc.aio.AioRpcError as failure:
                 error = error_from_rpc(failure)
                 right = (
@@ -128,7 +118,7 @@ class Drained:
                     and error.reason is Reason.DRAINING
                     and error.retry_after_s
                 )
-                if began < self._signalled - NOT_SERVING_S or not right:
+                if self._signalled > time.monotonic() or not right:
                     self._seen.refused_wrongly.append(f"{failure.code().name} {failure.details()}")
                 self._seen.refused += 1
             await asyncio.sleep(0.01)
@@ -136,7 +126,7 @@ class Drained:
 
 async def _second_signal() -> float:
     """Seconds from a second SIGTERM to the end of a server that still owns a sequence."""
-    async with serving("--grace-s", "60") as server, dial(server.target) as client:
+    async with dialled("--grace-s", "60") as (server, client):
         await prefill(client, [1])
         server.signal(signal.SIGTERM)
         await server.event("draining")
@@ -150,24 +140,19 @@ async def r5_a_drain_loses_nothing(size: Size) -> Figures:
     """SIGTERM under load, many times over."""
     seen = Seen()
     for _ in range(size.drains):
-        async with (
-            serving("--grace-s", str(GRACE_S)) as server,
-            dial(server.target, ("grpc.enable_retries", 0)) as client,
-        ):
+        options = (("grpc.enable_retries", 0),)
+        async with dialled("--grace-s", str(GRACE_S), options=options) as (server, client):
             await Drained(server, client, seen).run()
     second_s = max([await _second_signal() for _ in range(max(1, size.drains // 10))])
     return Figures(
-        "R5",
         "A drain loses nothing",
-        (
-            at_most("from SIGTERM to NOT_SERVING in a watch", max(seen.not_serving_s), NOT_SERVING_S, "s"),
-            at_least("calls in flight at the signal", seen.in_flight, size.drains),
-            exactly("calls of owners that failed", len(seen.failed), 0),
-            at_least("steps of owned sequences served after the signal", seen.served, size.drains),
-            at_least("new sequences refused", seen.refused, size.drains),
-            exactly("refused other than UNAVAILABLE, DRAINING, RetryInfo", len(seen.refused_wrongly), 0),
-            exactly("ends with status 0", seen.statuses.count(0), size.drains),
-            at_most("from a second SIGTERM to the end", second_s, SECOND_SIGNAL_S, "s"),
-        ),
-        {"drains": size.drains, "failed": seen.failed[:3], "refused wrongly": seen.refused_wrongly[:3]},
+        at_most("from SIGTERM to NOT_SERVING in a watch", max(seen.not_serving_s), NOT_SERVING_S, "s"),
+        at_least("calls in flight at the signal", seen.in_flight, size.drains),
+        exactly("calls of owners that failed", len(seen.failed), 0),
+        at_least("steps of owned sequences served after the signal", seen.served, size.drains),
+        at_least("new sequences refused", seen.refused, size.drains),
+        exactly("refused other than UNAVAILABLE, DRAINING, RetryInfo", len(seen.refused_wrongly), 0),
+        exactly("ends with status 0", seen.statuses.count(0), size.drains),
+        at_most("from a second SIGTERM to the end", second_s, SECOND_SIGNAL_S, "s"),
+        facts={"drains": size.drains, "failed": seen.failed[:3], "refused wrongly": seen.refused_wrongly[:3]},
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -15,21 +16,18 @@ from ferrum_rpc.executor.v1 import (
     executor_control_pb2,
     forward_pb2,
     kv_transfer_pb2,
-    output_pb2,
     session_pb2,
     types_pb2,
 )
-from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, code_number, error_from_status
-from tests.faults.any_bytes import has_error_info
+from ferrum_rpc.wire.status import CODE_BY_REASON, code_number, error_from_status
+from tests.faults.any_bytes import explanation
 from tests.faults.figures import Figures, at_least, exactly
-from tests.faults.gate import StepGate
-from tests.faults.raw_session import raw_session
 from tests.faults.sizes import Size
-from tests.faults.waiting import until
-from tests.serving import Served, serve_identity
-from tests.wiring import full, item, pb, prefill
+from tests.support.raw_session import raw_session
+from tests.support.serving import Gate, Served, serve_identity
+from tests.support.waiting import until
+from tests.support.wiring import decode, full, item, prefill, release
 
-SHORT_LEASE_S: Final = 0.05
 RETRY_HELPS: Final = frozenset({Reason.SEQUENCES_EXHAUSTED, Reason.QUEUE_FULL, Reason.DRAINING})
 """Refusals that pass without the caller's doing: they say when to come back."""
 LIMITS: Final[dict[str, Any]] = {
@@ -40,17 +38,14 @@ LIMITS: Final[dict[str, Any]] = {
     "max_queued_items": 2,
     "max_response_bytes": 8192,
     "max_leases": 1,
-    "lease_ttl_s": SHORT_LEASE_S,
-    "min_lease_ttl_s": SHORT_LEASE_S,
 }
 
 
 class Provoked:
     """The refusals of one server, each as its status."""
 
-    def __init__(self, served: Served, gate: StepGate) -> None:
+    def __init__(self, served: Served, gate: Gate) -> None:
         self.served = served
-        self.executor = served.executor
         self.gate = gate
         self.seen: dict[Reason, list[status_pb2.Status]] = {}
         self.bare: list[str] = []
@@ -60,11 +55,9 @@ class Provoked:
         try:
             answer = await call
         except grpc.aio.AioRpcError as error:
-            trailing = error.trailing_metadata()
-            if not has_error_info(trailing):
+            if (status := explanation(error.trailing_metadata())) is None:
                 self.bare.append(f"{error.code().name} {error.details()}")
                 return
-            status = status_pb2.Status.FromString(dict(trailing or ())[STATUS_METADATA_KEY])
             if status.code != code_number(error.code()):
                 self.bare.append(f"{error.code().name} on the wire, {status.code} in the details")
             self.note(status)
@@ -78,76 +71,70 @@ class Provoked:
     async def busy(self) -> AsyncIterator[types_pb2.KvHandle]:
         """While a step on the sequence of this handle is held."""
         handle = await prefill(self.served, [1, 2, 3])
-        async with self.gate.closed():
-            running = asyncio.ensure_future(self.executor.Decode(pb.DecodeRequest(item=item([4], handle))))
-            await self.gate.reached()
+        async with self.gate.shut():
+            running = asyncio.ensure_future(decode(self.served, [4], handle))
+            await self.gate.held()
             yield handle
-        await self.release((await running).output.handle)
-
-    async def release(self, handle: types_pb2.KvHandle) -> None:
-        await self.executor.Release(pb.ReleaseRequest(handle=handle, any_version=True))
-
-
-def _prefill(tokens: int = 1, **fields: Any) -> Any:
-    return pb.PrefillRequest(item=item([1] * tokens, **fields))
+        await release(self.served, await running)
 
 
 async def _requests(world: Provoked) -> None:
-    ask = world.executor
-    await world.refused(ask.Prefill(pb.PrefillRequest(item=item([9999]))))
-    await world.refused(world.served.channel.unary_unary(DECODE)(b"\xff\xff\xff"))
-    await world.refused(world.served.channel.unary_unary(DECODE.replace("Decode", "Nope"))(b""))
-    await world.refused(world.served.channel.unary_unary("/no.such.Service/Method")(b""))
-    await world.refused(world.served.control.LoadAdapter(executor_control_pb2.LoadAdapterRequest(name="a")))
-    handle = (await ask.Prefill(_prefill(request_id="same"))).output.handle
-    await world.refused(ask.Prefill(_prefill(2, request_id="same")))
-    await world.refused(ask.Prefill(_prefill(40, output=full(positions=2))))
-    await world.refused(ask.Prefill(_prefill(65)))
-    unknown = output_pb2.GreedyOutput(token_mask_id=bytes(32))
-    await world.refused(ask.Prefill(_prefill(output=output_pb2.OutputSpec(greedy=unknown))))
-    await world.refused(ask.TruncateKv(pb.TruncateKvRequest(handle=handle, length=9)))
-    await world.release(handle)
+    served, raw = world.served, world.served.channel.unary_unary
+    handle = await prefill(served, [1], request_id="same")
+    for call in (
+        served.prefill([9999]),
+        raw(DECODE)(b"\xff\xff\xff"),
+        raw(DECODE.replace("Decode", "Nope"))(b""),
+        raw("/no.such.Service/Method")(b""),
+        served.control.LoadAdapter(executor_control_pb2.LoadAdapterRequest(name="a")),
+        served.prefill([1, 1], request_id="same"),
+        served.prefill([1] * 40, output=full(positions=2)),
+        served.prefill([1] * 65),
+        served.prefill([1], output={"greedy": {"token_mask_id": bytes(32)}}),
+        served.truncate(handle, length=9),
+    ):
+        await world.refused(call)
+    await release(served, handle)
 
 
 async def _handles(world: Provoked) -> None:
-    ask = world.executor
     handle = await prefill(world.served, [1, 2, 3])
     old = types_pb2.KvHandle(id=handle.id, seq_len=3, version=handle.version + 1)
     unknown = types_pb2.KvHandle(id=handle.id[:-16] + bytes(16), seq_len=3, version=1)
     foreign = types_pb2.KvHandle(id=bytes(8) + handle.id[8:], seq_len=3, version=1)
-    await world.release(handle_ := await prefill(world.served, [1]))
-    for bad in (old, unknown, foreign, handle_, types_pb2.KvHandle(id=b"seven")):
-        await world.refused(ask.Decode(pb.DecodeRequest(item=item([1], bad))))
-    await world.release(handle)
+    await release(world.served, gone := await prefill(world.served, [1]))
+    for bad in (old, unknown, foreign, gone, types_pb2.KvHandle(id=b"seven")):
+        await world.refused(decode(world.served, [1], bad))
+    await release(world.served, handle)
     async with world.busy() as handle:
-        await world.refused(ask.Decode(pb.DecodeRequest(item=item([4], handle))))
+        await world.refused(decode(world.served, [4], handle))
 
 
 async def _leases(world: Provoked) -> None:
-    ask = world.executor
-    lease = (await ask.AcquireLease(pb.AcquireLeaseRequest())).lease_id
-    await world.refused(ask.AcquireLease(pb.AcquireLeaseRequest()))
-    await world.refused(ask.KeepAlive(pb.KeepAliveRequest(lease_id="no such")))
-    leased = await prefill(world.served, [1], create=forward_pb2.CreateOptions(lease_id=lease))
-    await until(lambda: not len(world.served.server.state.leases))
-    await world.refused(ask.KeepAlive(pb.KeepAliveRequest(lease_id=lease)))
-    await world.refused(ask.Decode(pb.DecodeRequest(item=item([1], leased))))
+    served, leases = world.served, world.served.server.state.leases
+    lease = (await served.acquire()).lease_id
+    await world.refused(served.acquire())
+    await world.refused(served.keep_alive("no such"))
+    leased = await prefill(served, [1], create={"lease_id": lease})
+    await until(lambda: bool(leases.due(math.inf)))  # no call holds it
+    leases.due(math.inf)[0].expires = 0.0
+    await until(lambda: not len(leases))
+    await world.refused(served.keep_alive(lease))
+    await world.refused(served.decode([1], leased))
 
 
 async def _room(world: Provoked) -> None:
-    ask = world.executor
-    handles = [await prefill(world.served, [2 + place] * 12) for place in range(5)]  # they share nothing
-    await world.refused(ask.Prefill(_prefill(12)))
-    one = await prefill(world.served, [1])
-    await world.refused(ask.Prefill(_prefill(1)))
-    for handle in (*handles, one):
-        await world.release(handle)
+    served = world.served
+    handles = [await prefill(served, [2 + place] * 12) for place in range(5)]  # they share nothing
+    await world.refused(served.prefill([1] * 12))
+    one = await prefill(served, [1])
+    await world.refused(served.prefill([1]))
+    await release(served, *handles, one)
     async with world.busy():
-        waiting = [asyncio.ensure_future(ask.Prefill(_prefill())) for _ in range(2)]
-        await until(lambda: world.served.server.state.engine.queued_items == 2)
-        await world.refused(ask.Prefill(_prefill()))
-    for each in await asyncio.gather(*waiting):
-        await world.release(each.output.handle)
+        waiting = [asyncio.ensure_future(prefill(served, [1])) for _ in range(2)]
+        await until(lambda: served.server.state.engine.queued_items == 2)
+        await world.refused(served.prefill([1]))
+    await release(served, *await asyncio.gather(*waiting))
 
 
 async def _transfers(world: Provoked) -> None:
@@ -159,11 +146,11 @@ async def _transfers(world: Provoked) -> None:
     await world.refused(world.served.transfer.ImportKv(iter([kv_transfer_pb2.ImportKvRequest(header=header), trailer])))
     header.layout.layers += 1
     await world.refused(world.served.transfer.ImportKv(iter([kv_transfer_pb2.ImportKvRequest(header=header)])))
-    await world.served.control.Reset(executor_control_pb2.ResetRequest())
+    await world.served.reset()
 
 
 async def _sessions(world: Provoked) -> None:
-    async with raw_session(world.executor) as session:
+    async with raw_session(world.served.executor) as session:
         async with world.busy():
             late = session_pb2.SessionForward(items=[item([1])])
             late.timeout.FromMilliseconds(1)
@@ -176,17 +163,17 @@ async def _sessions(world: Provoked) -> None:
         world.note(answer.error if answer.HasField("error") else answer.forward.results[0].error)
         never = types_pb2.KvHandle(seq_len=1, version=1)
         follower = item([1], never, request_id="follower", follow=forward_pb2.Follow(creation="never"))
-        broken = await session.ask(forward=session_pb2.SessionForward(items=[follower]))
-        world.note(broken.forward.results[0].error)
-        await session.ask(close=session_pb2.SessionClose(release_sequences=True))
-    stream = world.executor.Session()
+        [broken] = await session.step(follower)
+        world.note(broken.error)
+        await session.close()
+    stream = world.served.executor.Session()
     await stream.write(session_pb2.SessionRequest(step_id=1, keep_alive=session_pb2.SessionKeepAlive()))
     await world.refused(stream.read())
 
 
 async def _draining(world: Provoked) -> None:
     world.served.server.drain(10.0)
-    await world.refused(world.executor.Prefill(_prefill()))
+    await world.refused(world.served.prefill([1]))
 
 
 DECODE: Final = "/ferrum_rpc.executor.v1.ModelExecutor/Decode"
@@ -219,7 +206,7 @@ ELSEWHERE: Final = frozenset(
 
 async def r17_the_error_contract_is_true(size: Size) -> Figures:
     """Provoke every reason of the table, and what gRPC itself would answer to nonsense."""
-    gate = StepGate()
+    gate = Gate()
     async with serve_identity(stage=gate, **LIMITS) as served:
         world = Provoked(served, gate)
         for provoke in PROVOCATIONS:
@@ -234,14 +221,11 @@ async def r17_the_error_contract_is_true(size: Size) -> Figures:
                 no_retry.append(str(reason))
     missing = set(Reason) - ELSEWHERE - world.seen.keys()
     return Figures(
-        "R17",
         "The error contract is true",
-        (
-            exactly("reasons that could not be provoked", len(missing), 0),
-            at_least("refusals", sum(map(len, world.seen.values())), 24),
-            exactly("refusals without ErrorInfo, or none where one was due", len(world.bare), 0),
-            exactly("codes unlike the table", len(wrong_code), 0),
-            exactly("refusals that pass by themselves, without RetryInfo", len(no_retry), 0),
-        ),
-        {"missing": sorted(missing), "bare": world.bare, "wrong": wrong_code + no_retry},
+        exactly("reasons that could not be provoked", len(missing), 0),
+        at_least("refusals", sum(map(len, world.seen.values())), 24),
+        exactly("refusals without ErrorInfo, or none where one was due", len(world.bare), 0),
+        exactly("codes unlike the table", len(wrong_code), 0),
+        exactly("refusals that pass by themselves, without RetryInfo", len(no_retry), 0),
+        facts={"missing": sorted(missing), "bare": world.bare, "wrong": wrong_code + no_retry},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from tests.faults.sizes import CI, Size
@@ -50,14 +50,11 @@ def exactly(name: str, measured: float, bound: float, unit: str = "") -> Figure:
     return Figure(name, measured, "=", bound, unit)
 
 
-@dataclass(frozen=True)
 class Figures:
     """The figures of one promise. ``facts``: what was done to get them, for the report."""
 
-    promise: str
-    title: str
-    figures: tuple[Figure, ...]
-    facts: dict[str, object] = field(default_factory=dict)
+    def __init__(self, title: str, *figures: Figure, facts: dict[str, object] | None = None) -> None:
+        self.title, self.figures, self.facts = title, figures, facts or {}
 
     def broken(self) -> list[str]:
         """The figures that do not hold, as text. A promise without figures does not hold either."""
@@ -71,24 +68,33 @@ class Figures:
         broken = [each for each in self.figures if not each.holds]
         return bool(broken) and all(each.timed for each in broken)
 
-    def check(self) -> None:
-        """Raise AssertionError that names what does not hold."""
-        assert not self.broken(), f"{self.promise}: {'; '.join(self.broken())} ({self.facts})"
+
+Promise = Callable[[Size], Awaitable[Figures]]
 
 
-async def hold(promise: Callable[[Size], Awaitable[Figures]]) -> None:
+def number(promise: Promise) -> str:
+    """``R9`` of ``r9_overload_bends``."""
+    return promise.__name__.partition("_")[0].upper()
+
+
+async def hold(promise: Promise) -> None:
     """Try a promise at the size of CI. Where only times are broken it is tried once more: a machine that is shared
-    stalls now and then, a server that is too slow is so each time. Raises what `Figures.check` does."""
+    stalls now and then, a server that is too slow is so each time. Raises AssertionError that names what is broken."""
     figures = await promise(CI)
     if figures.late:
         figures = await promise(CI)
-    figures.check()
+    assert not figures.broken(), f"{number(promise)}: {'; '.join(figures.broken())} ({figures.facts})"
 
 
 def quantile(values: list[float], q: float) -> float:
     """The value below which a share ``q`` of the values lies; of the values themselves, nothing interpolated."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def milliseconds(seconds: list[float], *quantiles: float) -> list[float]:
+    """These quantiles, for a report."""
+    return [round(quantile(seconds, q) * 1e3, 2) for q in quantiles]
 
 
 def _short(number: float) -> str:

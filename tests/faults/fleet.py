@@ -11,14 +11,17 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from http.client import HTTPException
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
 
 from ferrum_rpc.client import Answer, ExecutorClient, Greedy, Sample
 from ferrum_rpc.client.fleet import FleetClient, FleetSequence, Member
-from tests.exposition import fetch, series, value
 from tests.faults.figures import Figures, at_least, at_most, exactly
-from tests.faults.process import ServerProcess, serving
 from tests.faults.sizes import Size
+from tests.support.exposition import fetch, series, value
+from tests.support.process import ServerProcess, serving
 
 NEW_TOKENS: Final = 40
 BATCH: Final = 16
@@ -78,15 +81,14 @@ class Load:
         self.lives = lives
         self.errors: list[str] = []
         self.late = asyncio.Event()
-        """A quarter of them begins when this is set."""
+        """Those behind the first ``early`` begin when this is set."""
+        self.early = len(lives) * 3 // 4
 
     @property
     def tokens(self) -> int:
         return sum(len(each.tokens) for each in self.lives)
 
     async def run(self) -> None:
-        early = len(self.lives) * 3 // 4
-
         async def begin(lives: Sequence[Life]) -> None:
             streams, singles, batched = (lives[kind::3] for kind in range(3))
             batches = [batched[at : at + BATCH] for at in range(0, len(batched), BATCH)]
@@ -96,9 +98,9 @@ class Load:
 
         async def later() -> None:
             await self.late.wait()
-            await begin(self.lives[early:])
+            await begin(self.lives[self.early :])
 
-        await asyncio.gather(begin(self.lives[:early]), later())
+        await asyncio.gather(begin(self.lives[: self.early]), later())
 
     async def reached(self, share: float, at: Member) -> None:
         """Wait until so much of all tokens is there, and some sequence has begun at an executor."""
@@ -151,16 +153,20 @@ async def executors(count: int, *of_first: str) -> AsyncIterator[list[ServerProc
         yield list(await asyncio.gather(*made))
 
 
+async def metric(server: ServerProcess, name: str, **labels: str) -> float:
+    url = (await server.event("metrics_enabled"))["url"]
+    return value(series(await asyncio.to_thread(fetch, url)), name, **labels)
+
+
 async def foreign_handles(server: ServerProcess) -> float:
     """Handles of others that were refused there."""
-    url = (await server.event("metrics_enabled"))["url"]
-    return value(series(await asyncio.to_thread(fetch, url)), "ferrum_foreign_handles_total")
+    return await metric(server, "ferrum_foreign_handles_total")
 
 
 async def foreign_until_the_end(server: ServerProcess) -> float:
     """The same, of one that is about to end: as it was last seen."""
     found = 0.0
-    with suppress(OSError):
+    with suppress(OSError, HTTPException):  # HTTPException: it ended within an answer
         while True:
             found = await foreign_handles(server)
             await asyncio.sleep(0.05)
@@ -171,13 +177,15 @@ async def r31_a_fleet_loses_no_token(size: Size) -> Figures:
     """Three executors under load, of which one is killed and one is drained by SIGTERM, and a fourth that comes: every
     text is that of one executor alone, and nobody was asked to decode what is another's."""
     lives = lives_of(size.fleet_sequences)
-    async with executors(4) as (killed, drained, stays, comes):
+    async with AsyncExitStack() as stack:
+        listed = Path(stack.enter_context(TemporaryDirectory()), "targets")
+        killed, drained, stays, comes = await stack.enter_async_context(executors(4))
         alone = await expected(stays.target, lives)
-        targets = [killed.target, drained.target, stays.target]
-        connect = partial(ExecutorClient, session=True)
-        async with FleetClient(targets, connect=connect, look_every_s=0.2, timeout_s=120.0) as fleet:
+        _list(listed, killed, drained, stays)
+        options: Any = {"look_every_s": 0.2, "resolve_every_s": 0.2, "timeout_s": 120.0}
+        async with FleetClient(f"file:{listed}", connect=partial(ExecutorClient, session=True), **options) as fleet:
             members = fleet.members
-            while len(members.serving) < len(targets):
+            while len(members.serving) < 3:
                 await members.changed(members.changes)
             owner = {each.target: each for each in members.there}
             load = Load(fleet, lives)
@@ -186,15 +194,15 @@ async def r31_a_fleet_loses_no_token(size: Size) -> Figures:
             of_killed = [each for each in lives if _owned_by(each, owner[killed.target])]
             kill_at = time.monotonic()
             await killed.kill()
-            await load.reached(0.3, owner[drained.target])
-            members._listed("", [*targets, comes.target])
+            await load.reached(0.2, owner[drained.target])
+            asked = asyncio.create_task(foreign_until_the_end(drained))
+            drained.signal(signal.SIGTERM)
+            of_drained = sum(_owned_by(each, owner[drained.target]) for each in lives)
+            _list(listed, killed, drained, stays, comes)
             listed_at = time.monotonic()
             while comes.target not in {each.target for each in members.serving}:
                 await members.changed(members.changes)
             found_s = time.monotonic() - listed_at
-            asked = asyncio.create_task(foreign_until_the_end(drained))
-            drained.signal(signal.SIGTERM)
-            of_drained = sum(_owned_by(each, owner[drained.target]) for each in lives)
             load.late.set()
             await running
             used = sum(comes.target in each.owners for each in lives)
@@ -205,26 +213,30 @@ async def r31_a_fleet_loses_no_token(size: Size) -> Figures:
     then = [[at for at in life.owners.values() if at > kill_at] for life in of_killed]
     waits = sorted(min(times) - kill_at for times in then if times)
     return Figures(
-        "R31",
         "A fleet loses no token",
-        (
-            exactly("texts that are not those of one executor", different, 0),
-            exactly("decodes at an executor that is not the owner", foreign, 0),
-            exactly("errors that a caller saw", len(load.errors), 0),
-            exactly("exit status of the drained one", drained_status, 0),
-            at_least("sequences whose owner was killed", len(waits), 1),
-            at_least("sequences whose owner was drained", of_drained, 1),
-            at_least("sequences at the one that came", used, 1),
-            at_most("until a lost sequence had its next token, the slowest", waits[-1] if waits else 0, LOST_S, "s"),
-            at_most("until the new one was used", found_s, FOUND_S, "s"),
-        ),
-        {
+        exactly("texts that are not those of one executor", different, 0),
+        exactly("decodes at an executor that is not the owner", foreign, 0),
+        exactly("errors that a caller saw", len(load.errors), 0),
+        exactly("exit status of the drained one", drained_status, 0),
+        at_least("sequences whose owner was killed", len(waits), 1),
+        at_least("sequences whose owner was drained", of_drained, 1),
+        at_least("sequences at the one that came", used, 1),
+        at_most("until a lost sequence had its next token, the slowest", waits[-1] if waits else 0, LOST_S, "s"),
+        at_most("until the new one was used", found_s, FOUND_S, "s"),
+        facts={
             "sequences": len(lives),
             "tokens of each": NEW_TOKENS,
             "next token of the lost, median s": round(statistics.median(waits), 3) if waits else 0,
             "errors": load.errors[:3],
         },
     )
+
+
+def _list(path: Path, *servers: ServerProcess) -> None:
+    """Write the targets to a fleet's file, all at once."""
+    new = path.with_suffix(".new")
+    new.write_text("".join(f"{each.target}\n" for each in servers))
+    new.replace(path)
 
 
 def _owned_by(life: Life, member: Member) -> bool:

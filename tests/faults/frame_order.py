@@ -11,13 +11,13 @@ from itertools import product
 from typing import Any, Final
 
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import session_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.status import error_from_status
 from tests.faults.figures import Figures, at_least, exactly
-from tests.faults.raw_session import RawSession, raw_session
 from tests.faults.sizes import Size
-from tests.serving import serve_identity
-from tests.wiring import item
+from tests.support.raw_session import RawSession, raw_session
+from tests.support.serving import serve_identity
+from tests.support.wiring import item
 
 PROMPT: Final = (3, 1, 4, 1)
 WORKERS: Final = 6
@@ -27,50 +27,31 @@ Handle = types_pb2.KvHandle
 Frame = dict[str, Any]
 
 
-def _forward(handle: Handle, **fields: Any) -> Frame:
-    return {"forward": session_pb2.SessionForward(items=[item([5], handle)], **fields)}
+def _forward(*items: forward_pb2.ForwardItem, **fields: Any) -> Frame:
+    return {"forward": {"items": items, **fields}}
 
 
-def _repeatable(handle: Handle) -> Frame:
-    return {"forward": session_pb2.SessionForward(items=[item([5], handle, request_id="same")])}
-
-
-def _items(handle: Handle, **fields: Any) -> Frame:
-    items = [item([5], handle, item_id=1), item([6], item_id=2)]
-    return {"forward": session_pb2.SessionForward(items=items, **fields)}
-
-
-def _with_a_bad_one(handle: Handle) -> Frame:
-    return {"forward": session_pb2.SessionForward(items=[item([6], NOBODY, item_id=2), item([5], handle, item_id=1)])}
+def _two(handle: Handle) -> tuple[forward_pb2.ForwardItem, ...]:
+    return item([5], handle, item_id=1), item([6], item_id=2)
 
 
 FRAMES: Final[dict[str, Callable[[Handle], Frame]]] = {
-    "forward": _forward,
-    "forward that repeats": _repeatable,
-    "forward, all or nothing": lambda handle: _forward(handle, all_or_nothing=True),
-    "forward of two": _items,
-    "forward of two, all or nothing": lambda handle: _items(handle, all_or_nothing=True),
-    "forward of two, one of them bad": _with_a_bad_one,
-    "truncate": lambda handle: {"truncate": session_pb2.SessionTruncate(handles=[handle], lengths=[2])},
-    "truncate that repeats": lambda handle: {
-        "truncate": session_pb2.SessionTruncate(handles=[handle], lengths=[2], request_id="cut")
-    },
-    "fork": lambda handle: {"fork": session_pb2.SessionFork(handle=handle)},
-    "release": lambda handle: {"release": session_pb2.SessionRelease(handles=[handle])},
-    "release of any version": lambda handle: {
-        "release": session_pb2.SessionRelease(handles=[handle], any_version=True)
-    },
+    "forward": lambda handle: _forward(item([5], handle)),
+    "forward that repeats": lambda handle: _forward(item([5], handle, request_id="same")),
+    "forward, all or nothing": lambda handle: _forward(item([5], handle), all_or_nothing=True),
+    "forward of two": lambda handle: _forward(*_two(handle)),
+    "forward of two, all or nothing": lambda handle: _forward(*_two(handle), all_or_nothing=True),
+    "forward of two, one of them bad": lambda handle: _forward(item([6], NOBODY, item_id=2), _two(handle)[0]),
+    "truncate": lambda handle: {"truncate": {"handles": [handle], "lengths": [2]}},
+    "truncate that repeats": lambda handle: {"truncate": {"handles": [handle], "lengths": [2], "request_id": "cut"}},
+    "fork": lambda handle: {"fork": {"handle": handle}},
+    "release": lambda handle: {"release": {"handles": [handle]}},
+    "release of any version": lambda handle: {"release": {"handles": [handle], "any_version": True}},
     "keep_alive": lambda _: {"keep_alive": session_pb2.SessionKeepAlive()},
 }
 """Every kind of frame that a step can be; the item that matters has the id 1, or is the only one."""
 
-LATER: Final = frozenset(
-    {
-        Reason.SEQUENCE_BUSY,
-        Reason.SEQUENCE_VERSION_MISMATCH,
-        Reason.HANDLE_RELEASED,
-    }
-)
+LATER: Final = frozenset({Reason.SEQUENCE_BUSY, Reason.SEQUENCE_VERSION_MISMATCH, Reason.HANDLE_RELEASED})
 """What the second may be refused for: the first runs, or has changed the sequence or ended it."""
 
 
@@ -112,16 +93,15 @@ async def r21_frames_keep_their_order(size: Size, seed: int = 21) -> Figures:
                 await try_pair(session, *pairs.pop())
 
     async def try_pair(session: RawSession, one: str, other: str) -> None:
-        frame = session_pb2.SessionForward(items=[item(PROMPT)])
-        handle = (await session.ask(forward=frame)).forward.results[0].output.handle
+        [created] = await session.step(item(PROMPT))
+        handle = created.output.handle
         (_, earlier), (_, later) = [await session.send(**FRAMES[each](handle)) for each in (one, other)]
         answers = await earlier, await later
         if (why := refusal(answers[0])) is not None:
             first_refused[f"{one} before {other}: {why.value}"] += 1
         why = refusal(answers[1])
         second["done" if why is None else why.value] += 1
-        left = [handle, *(each for answer in answers for each in made(answer))]
-        await session.ask(release=session_pb2.SessionRelease(handles=left, any_version=True))
+        await session.release(handle, *(each for answer in answers for each in made(answer)))
 
     total = len(pairs)
     async with serve_identity(layers=1, heads=1, kv_heads=1) as served:
@@ -130,13 +110,15 @@ async def r21_frames_keep_their_order(size: Size, seed: int = 21) -> Figures:
         await served.check()
     strange = sum(count for why, count in second.items() if why not in {"done", *(each.value for each in LATER)})
     return Figures(
-        "R21",
         "Frames keep their order",
-        (
-            exactly("frames refused for one that came later", first_refused.total(), 0),
-            exactly("later frames refused for anything but the earlier one", strange, 0),
-            at_least("later frames that met the earlier one", second[Reason.SEQUENCE_BUSY.value], total / 20),
-            exactly("sequences left behind", left, 0),
-        ),
-        {"pairs": total, "kinds": len(kinds), "second": dict(second), "wrong": dict(first_refused.most_common(5))},
+        exactly("frames refused for one that came later", first_refused.total(), 0),
+        exactly("later frames refused for anything but the earlier one", strange, 0),
+        at_least("later frames that met the earlier one", second[Reason.SEQUENCE_BUSY.value], total / 20),
+        exactly("sequences left behind", left, 0),
+        facts={
+            "pairs": total,
+            "kinds": len(kinds),
+            "second": dict(second),
+            "wrong": dict(first_refused.most_common(5)),
+        },
     )

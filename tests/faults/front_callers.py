@@ -1,9 +1,11 @@
 """R22 and R30 with a front in between: callers of a worker that die, and hostile ones. And such callers, a program:
 
     python -m tests.faults.front_callers TARGET STREAMS TOKENS [TOKEN]
+    python -m tests.faults.front_callers TARGET COUNT flood TOKEN REQUEST
 
 asks for so many texts of so many tokens, each with log-probabilities, reads the first message of each and says
-``asked``. With 1,500 tokens it goes on to read; with fewer it reads nothing more. TOKEN: the caller's.
+``asked``. With 1,500 tokens it goes on to read; with fewer it reads nothing more. A flood is so many calls at once of a
+request, in hexadecimal digits, and says ``asked`` once all have been answered. TOKEN: the caller's.
 """
 
 from __future__ import annotations
@@ -14,20 +16,19 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+import grpc
 
+from ferrum_rpc.client import ExecutorClient
 from tests.faults.figures import Figure, Figures, at_least, at_most, exactly
 from tests.faults.fronts import Fronted, engine_of, fronted
-from tests.faults.hostile import HEALTH, MIB, WITHOUT, Trial, sending, unfinished
-from tests.faults.process import dial, program
-from tests.faults.proxy import proxied
+from tests.faults.hostile import ALICE, HEALTH, MIB, WITHOUT, Trial, going_on, sending, unfinished
 from tests.faults.sizes import Size
-from tests.faults.waiting import until
-from tests.workers import request
+from tests.support.process import dial, next_line, program
+from tests.support.proxy import proxied
+from tests.support.tokens import bearer, token_file
+from tests.support.workers import request
 
 SERVICE: Final = "/vllm.grpc.engine.VllmEngine/"
 LONG: Final = 1500
@@ -47,14 +48,16 @@ BUSY_S: Final = 20.0
 LEFT: Final = 16
 """MiB that may be left of a worker's memory."""
 
-ALICE: Final = "a-token-of-alice"
 BOB: Final = "a-token-of-bob"
-"""The hostile caller and its neighbour."""
+"""The neighbour of the hostile caller."""
 
 FLOODED_S: Final = 2.0
 """Within this a neighbour has its text, however many texts of others wait."""
 
-MESSAGE_BYTES: Final = (8 << 20) - 1024
+ROOM_FOR_ALL: Final = ("--kv-blocks", "4096")
+"""Of the executor: room for as many texts of a flood as run at once. While a cache is full, a neighbour waits for runs
+that are under way."""
+
 ARENAS: Final = 32 * MIB
 """What the worker's allocator swings by: it reads large messages in threads, each of which has an arena."""
 
@@ -88,19 +91,16 @@ async def r22_a_front_holds_nothing_of_the_dead(size: Size) -> Figures:
                 at_most(f"memory left after {name}", (both.worker.rss_bytes() - before) / MIB, LEFT, "MiB"),
             ]
             facts[f"seconds after {name}"] = round(seconds, 3)
-        with suppress(TimeoutError):  # the figure below reports it
-            await until(lambda: both.worker.descriptors() <= opened, FREED_S, every_s=0.02)
-        figures.append(at_most("connections left", both.worker.descriptors() - opened, 0))
-    return Figures("R22", "The dead hold nothing: a front", tuple(figures), facts)
+        left, _ = await both.worker.settled_descriptors(opened, FREED_S)
+        figures.append(at_most("connections left", left - opened, 0))
+    return Figures("The dead hold nothing: a front", *figures, facts=facts)
 
 
 async def _died(both: Fronted, name: str, size: Size) -> tuple[int, int, float]:
     """The sequences when a client died, what was left of them, and after how many seconds nothing was."""
     async with proxied(both.worker.target) as proxy:
         target = proxy.target if name == "silence" else both.worker.target
-        async with program("tests.faults.front_callers", target, str(size.front_dead), str(LONG)) as client:
-            assert client.stdout is not None
-            assert await client.stdout.readline() == b"asked\n"
+        async with program("tests.faults.front_callers", target, size.front_dead, LONG, says="asked") as client:
             most, _, _ = await both.held()
             if name == "silence":
                 proxy.weather.silent = True
@@ -113,14 +113,14 @@ async def _died(both: Fronted, name: str, size: Size) -> tuple[int, int, float]:
 # --- R30 --------------------------------------------------------------------------------------------------------------
 
 
-def messages() -> dict[str, tuple[str, bytes]]:
-    """Messages to a worker that take as much to read as they can, by their name; each with its method."""
+def messages(room: int) -> dict[str, tuple[str, bytes]]:
+    """Messages of ``room`` bytes to a worker that take as much to read as they can, by their name; each with its
+    method."""
     from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
     def generate(made: Any) -> tuple[str, bytes]:
         return "Generate", made.SerializeToString()
 
-    room = MESSAGE_BYTES
     grammar = 8 << 10
     return {
         "token ids": generate(request(prompt=[1] * room)),
@@ -146,111 +146,87 @@ def messages() -> dict[str, tuple[str, bytes]]:
 
 async def r30_no_caller_stops_a_front(size: Size) -> Figures:
     """Callers of a worker that send what takes long to read, that flood it, and that read nothing; and a neighbour."""
+    from ferrum_rpc.fronts.port import max_request_bytes
+
     figures: list[Figure] = []
     least, within_s = (20, FLOODED_S) if size.absolute else (4, BUSY_S)
     async with AsyncExitStack() as stack:
-        tokens = Path(stack.enter_context(TemporaryDirectory())) / "tokens"
-        tokens.touch(0o600)
-        tokens.write_text(f"alice {ALICE}\nbob {BOB}\n")
-        both = await stack.enter_async_context(fronted("--serve-tokens", str(tokens), fresh=size.absolute))
+        tokens = stack.enter_context(token_file(f"alice {ALICE}", f"bob {BOB}"))
+        flags = ("--serve-tokens", str(tokens))
+        both = await stack.enter_async_context(fronted(*flags, of_executor=ROOM_FOR_ALL, fresh=size.absolute))
         client = await stack.enter_async_context(dial(both.worker.target))
-        engine, health = engine_of(client.channel), health_pb2_grpc.HealthStub(client.channel)
+        engine = engine_of(client.channel)
 
         async def a_text() -> None:
             async for _ in engine.Generate(request(max_tokens=4), metadata=bearer(BOB)):
                 pass
 
-        probes: Any = {"a health check": lambda: health.Check(health_pb2.HealthCheckRequest())}
-        probes["a neighbour's text"] = a_text
-        sent = messages()
+        probes = {"a health check": client.health_check, "a neighbour's text": a_text}
+        async with ExecutorClient(both.executor.target) as alone:
+            largest = max_request_bytes((await alone.info()).model.max_context)
+        sent = messages(largest - 1024)
         for name in ("token ids", "a long text"):  # the allocator keeps some of what was freed
             method, data = sent[name]
-            async with sending(both.worker, 8, SERVICE + method, data, streams=True) as ended:
+            async with sending(both.worker, size.hostile_messages // 3, SERVICE + method, data, streams=True) as ended:
                 await ended.wait()
         trial = Trial(both.worker, size, probes, ARENAS)
         await trial.alone()
         for name, (method, data) in sent.items():
-            hostile = sending(
-                both.worker,
-                size.hostile_messages // 3,
-                SERVICE + method,
-                data,
-                streams=method == "Generate",
-            )
+            count, streams = size.hostile_messages // 3, method == "Generate"
+            hostile = sending(both.worker, count, SERVICE + method, data, streams=streams)
             figures += await trial.of(name, hostile, 2 * len(data), least=least)
         flood = request(max_tokens=2, n=8, temperature=1.0).SerializeToString()
+        wrong = request(top_p=7.0).SerializeToString()
         for name, hostile, held in (
-            ("a flood of texts", _flooding(both, size, flood), 8 * MIB),
-            ("a flood of refusals", _flooding(both, size, request(top_p=7.0).SerializeToString()), 8 * MIB),
-            ("streams that are not read", _unread(both, size), UNREAD_MIB * MIB),
+            ("a flood of texts", _calling(both, size, "flood", flood), 8 * MIB),
+            ("a flood of refusals", _calling(both, size, "flood", wrong), 8 * MIB),
+            ("streams that are not read", _calling(both, size, str(SHORT)), UNREAD_MIB * MIB),
             ("requests that do not end", unfinished(both.worker, SERVICE + "Generate"), WITHOUT),
             ("health checks that do not end", unfinished(both.worker, HEALTH), WITHOUT),
         ):
             figures += await trial.of(name, hostile, held, times=1.0, least=least, within_s=within_s)
         left, _ = await both.released(BUSY_S)
         figures.append(exactly("sequences, blocks and texts left", left, 0))
-    return Figures("R30", "No caller can stop the server: a front", tuple(figures), trial.facts)
+    return Figures("No caller can stop the server: a front", *figures, facts=trial.facts)
 
 
 @asynccontextmanager
-async def _flooding(both: Fronted, size: Size, data: bytes) -> AsyncIterator[asyncio.Event]:
-    """As `sending`, but with all messages at once."""
-    ended = asyncio.Event()
-
-    async def send(call: Any) -> None:
-        with suppress(Exception):  # refused, as most of them are
-            async for _ in call(data, metadata=bearer(ALICE)):
-                pass
-
-    async def flood() -> None:
-        try:
-            async with dial(both.worker.target) as client:
-                call = client.channel.unary_stream(SERVICE + "Generate")
-                await asyncio.gather(*(send(call) for _ in range(size.front_unread)))
-        finally:
-            ended.set()
-
-    task = asyncio.create_task(flood())
-    try:
+async def _calling(both: Fronted, size: Size, kind: str, data: bytes = b"") -> AsyncIterator[asyncio.Event]:
+    """Callers in a process of their own, until they have said that they asked."""
+    arguments = (both.worker.target, size.front_unread, kind, ALICE, data.hex())
+    async with (
+        program("tests.faults.front_callers", *arguments) as callers,
+        going_on(next_line(callers, "asked")) as ended,
+    ):
         yield ended
-    finally:
-        await task
 
 
-@asynccontextmanager
-async def _unread(both: Fronted, size: Size) -> AsyncIterator[asyncio.Event]:
-    """Streams of another process that reads nothing but their first messages."""
-    ended = asyncio.Event()
-    arguments = (both.worker.target, str(size.front_unread), str(SHORT), ALICE)
-    async with program("tests.faults.front_callers", *arguments) as callers:
-        assert callers.stdout is not None
-        output = callers.stdout
+async def flood(target: str, count: str, token: str, data: str) -> None:
+    """All calls at once; most of them are refused."""
+    async with dial(target) as client:
+        call = client.channel.unary_stream(SERVICE + "Generate")
 
-        async def asked() -> None:
-            try:
-                assert await output.readline() == b"asked\n"
-            finally:
-                ended.set()
+        async def send() -> None:
+            with suppress(grpc.aio.AioRpcError):
+                async for _ in call(bytes.fromhex(data), metadata=bearer(token)):
+                    pass
 
-        task = asyncio.create_task(asked())
-        yield ended
-        await task
+        await asyncio.gather(*(send() for _ in range(int(count))))
 
 
-def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    """The metadata of a caller with a token; none without."""
-    return (("authorization", f"Bearer {token}"),) if token else ()
-
-
-async def main(target: str, streams: str, tokens: str, token: str = "") -> None:
+async def main(target: str, streams: str, tokens: str, token: str = "", data: str = "") -> None:
     """The clients, until they are killed."""
+    if tokens == "flood":
+        await flood(target, streams, token, data)
+        print("asked", flush=True)
+        return
     async with dial(target) as client:
         engine = engine_of(client.channel)
         made = [
             request(name=str(each), stream=True, max_tokens=int(tokens), ignore_eos=True, logprobs=8)
             for each in range(int(streams))
         ]
-        calls = [aiter(engine.Generate(each, metadata=bearer(token))) for each in made]
+        calls = [aiter(engine.Generate(each, metadata=bearer(token) if token else ())) for each in made]
         for call in calls:
             await anext(call)
         print("asked", flush=True)

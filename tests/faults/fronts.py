@@ -14,13 +14,12 @@ from typing import Any, Final
 import grpc
 
 from ferrum_rpc.client import ExecutorClient
-from tests.exposition import fetch, series, value
 from tests.faults.figures import Figures, at_least, at_most, exactly
-from tests.faults.leaks import GRAMMAR_NOISE_BYTES, TEXT_BYTES
-from tests.faults.process import ServerProcess, dial, serving
-from tests.faults.sizes import Size
-from tests.faults.waiting import until
-from tests.workers import request, worker_process, working
+from tests.faults.sizes import GRAMMAR_NOISE_BYTES, TEXT_BYTES, Size
+from tests.support.exposition import fetch, series, value
+from tests.support.process import ServerProcess, dial, serving
+from tests.support.waiting import until
+from tests.support.workers import request, worker_process, working
 
 AT_ONCE: Final = 16
 """Calls of a worker at a time."""
@@ -57,10 +56,9 @@ class Fronted:
     async def held(self) -> tuple[int, int, int]:
         """Sequences and used blocks of the executor, and texts of the worker."""
         async with dial(self.executor.target) as client:
-            pressure = (await client.status()).pressure
+            held = await client.held()
         found = series(await asyncio.to_thread(fetch, self.metrics))
-        texts = sum(value(found, f"ferrum_worker_{each}") for each in ("running", "waiting"))
-        return pressure.sequences, pressure.total_blocks - pressure.free_blocks, int(texts)
+        return *held, int(sum(value(found, f"ferrum_worker_{each}") for each in ("running", "waiting")))
 
     async def released(self, patience_s: float) -> tuple[int, float]:
         """Wait until nothing is held; what still is, and the seconds that it took."""
@@ -77,7 +75,7 @@ async def fronted(*flags: str, of_executor: tuple[str, ...] = (), fresh: bool = 
     """Both processes, with the demo model. ``flags``: of the worker. ``fresh``: as for `serving`."""
     async with (
         serving(*of_executor, model="demo", kv_blocks=2048, fresh=fresh) as executor,
-        worker_process("--target", executor.target, "--metrics-port", "0", *flags) as worker,
+        worker_process("--target", executor.target, "--metrics-port", "0", *flags, fresh=fresh) as worker,
     ):
         worker.target = (await worker.event("ready"))["target"]
         yield Fronted(executor, worker, (await worker.event("metrics_enabled"))["url"])
@@ -195,10 +193,7 @@ KINDS: Final = frozenset(
 
 async def r15_a_front_leaks_nothing(size: Size) -> Figures:
     """Texts of a worker that end in every way: afterwards neither the worker nor the executor has anything of them."""
-    async with (
-        fronted(of_executor=SHORT_MEMORY, fresh=size.absolute) as both,
-        dial(both.worker.target) as client,
-    ):
+    async with fronted(of_executor=SHORT_MEMORY, fresh=size.absolute) as both, dial(both.worker.target) as client:
         caller = Caller(both.worker.target, engine_of(client.channel))
         await caller.texts(WARM_TEXTS if size.absolute else len(list(caller._ways())))
         await both.released(RELEASED_S)
@@ -206,9 +201,7 @@ async def r15_a_front_leaks_nothing(size: Size) -> Figures:
         caller.made.clear()
         await caller.texts(size.front_texts)
         left, seconds = await both.released(10 * RELEASED_S)
-        with suppress(TimeoutError):  # the figure below reports it
-            await until(lambda: both.worker.descriptors() <= opened, RELEASED_S, every_s=0.02)
-        opened = both.worker.descriptors() - opened
+        open_now, _ = await both.worker.settled_descriptors(opened, RELEASED_S)
         grown = [each.rss_bytes() - was for each, was in zip((both.worker, both.executor), warm, strict=True)]
         ended = await both.ended()
     figures = [
@@ -217,7 +210,7 @@ async def r15_a_front_leaks_nothing(size: Size) -> Figures:
         exactly("sequences, blocks and texts left", left, 0),
         exactly("texts that failed", ended["error"], 0),
         at_most("until nothing was left", seconds, RELEASED_S, "s"),
-        at_most("connections of the worker left", opened, 0),
+        at_most("connections of the worker left", open_now - opened, 0),
     ]
     if size.absolute:
         bound = GRAMMAR_NOISE_BYTES + TEXT_BYTES * size.front_texts
@@ -226,7 +219,7 @@ async def r15_a_front_leaks_nothing(size: Size) -> Figures:
             at_most("memory that they took of the executor", grown[1], bound, "bytes"),
         ]
     facts: dict[str, object] = {"ends": dict(caller.made), "rss bytes": warm, "grown": grown}
-    return Figures("R15", "Nothing leaks: a front", tuple(figures), facts)
+    return Figures("Nothing leaks: a front", *figures, facts=facts)
 
 
 # --- R31 --------------------------------------------------------------------------------------------------------------
@@ -272,21 +265,18 @@ async def r31_a_front_loses_no_token(size: Size) -> Figures:
             await operator.drain(60.0)
         found = await texts
         counts = worker.port.methods.load.scheduler.counts
+        with suppress(TimeoutError):  # the figure below reports it
+            await until(lambda: not worker.port.methods.texts, RELEASED_S)
         left = worker.port.methods.texts
     return Figures(
-        "R31",
         "A fleet loses no token: a front",
-        (
-            exactly("texts that ended otherwise than by their length", sum(each[1] != ["length"] for each in found), 0),
-            exactly(
-                "texts unlike those of an undisturbed fleet",
-                sum(a != b for a, b in zip(found, expected, strict=True)),
-                0,
-            ),
-            exactly("errors that a client saw", len(errors), 0),
-            exactly("texts left at the worker", left, 0),
-            at_least("streams that had begun at the kill", at_kill, size.front_streams // 2),
-            at_least("executors lost", counts.executors_lost, 1),
+        exactly("texts that ended otherwise than by their length", sum(each[1] != ["length"] for each in found), 0),
+        exactly(
+            "texts unlike those of an undisturbed fleet", sum(a != b for a, b in zip(found, expected, strict=True)), 0
         ),
-        {"streams": len(found), "tokens of each": FLEET_TOKENS, "errors": errors[:3]},
+        exactly("errors that a client saw", len(errors), 0),
+        exactly("texts left at the worker", left, 0),
+        at_least("streams that had begun at the kill", at_kill, size.front_streams // 2),
+        at_least("executors lost", counts.executors_lost, 1),
+        facts={"streams": len(found), "tokens of each": FLEET_TOKENS, "errors": errors[:3]},
     )

@@ -11,8 +11,6 @@ import asyncio
 import random
 import time
 from collections import Counter
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final
 
 from ferrum_rpc.client import (
@@ -27,10 +25,21 @@ from ferrum_rpc.client import (
     TransportError,
 )
 from ferrum_rpc.errors import Reason
-from tests.faults.figures import Figures, at_least, at_most, exactly, quantile
-from tests.faults.process import serving
+from tests.faults.figures import Figures, at_least, at_most, exactly, milliseconds, quantile
 from tests.faults.sizes import Size
-from tests.grammars import AMBIGUOUS, END, IMPOSSIBLE, SOURCES, TOO_COMPLEX, allowed, compiled, encode, text_by_masks
+from tests.support.grammars import (
+    AMBIGUOUS,
+    END,
+    IMPOSSIBLE,
+    SOURCES,
+    TOO_COMPLEX,
+    allowed,
+    compiled,
+    encode,
+    text_by_masks,
+)
+from tests.support.process import serving
+from tests.support.tokens import token_file
 
 PROMPT: Final = encode("The register of ")
 SLOWER: Final = 3.0
@@ -58,27 +67,24 @@ async def r35_a_grammar_is_a_function_of_tokens(size: Size) -> Figures:
     alone, beside, outcomes, untyped, up = await _beside_hostile(size, hostile)
     floor = size.p99_floor_s
     return Figures(
-        "R35",
         "A grammar is a function of tokens",
-        (
-            exactly("tokens that differ from those of the caller's masks", different, 0),
-            at_least("texts that ended by their grammar", done, size.grammar_texts),
-            exactly("hostile grammars without a typed answer", untyped, 0),
-            at_least("hostile grammars and uses that were refused or ended", sum(outcomes.values()), len(hostile)),
-            exactly("executors that served on", up, 1),
-            at_most(
-                "a neighbour's p99 beside them, in its p99 alone",
-                max(quantile(beside, 0.99), floor) / max(quantile(alone, 0.99), floor),
-                SLOWER,
-                "x",
-            ),
+        exactly("tokens that differ from those of the caller's masks", different, 0),
+        at_least("texts that ended by their grammar", done, size.grammar_texts),
+        exactly("hostile grammars without a typed answer", untyped, 0),
+        at_least("hostile grammars and uses that were refused or ended", sum(outcomes.values()), len(hostile)),
+        exactly("executors that served on", up, 1),
+        at_most(
+            "a neighbour's p99 beside them, in its p99 alone",
+            max(quantile(beside, 0.99), floor) / max(quantile(alone, 0.99), floor),
+            SLOWER,
+            "x",
         ),
-        {
+        facts={
             "texts": size.grammar_texts,
             "tokens": tokens,
             "outcomes": dict(sorted(outcomes.items())),
-            "p99 alone, ms": round(quantile(alone, 0.99) * 1e3, 2),
-            "p99 beside, ms": round(quantile(beside, 0.99) * 1e3, 2),
+            "p99 alone, ms": milliseconds(alone, 0.99),
+            "p99 beside, ms": milliseconds(beside, 0.99),
         },
     )
 
@@ -170,10 +176,7 @@ async def _beside_hostile(
     """Seconds of a neighbour's steps alone and beside a hostile tenant; what that tenant was answered, by reason; its
     calls without a typed answer; and whether the executor serves at the end."""
     outcomes, untyped = Counter[str](), 0
-    with TemporaryDirectory() as folder:
-        tokens = Path(folder) / "tokens"
-        tokens.write_text(f"neighbour {NEIGHBOUR}\nhostile {ATTACKER}\n")
-        tokens.chmod(0o600)
+    with token_file(f"neighbour {NEIGHBOUR}", f"hostile {ATTACKER}") as tokens:
         async with (
             serving("--tokens", str(tokens), *FLAGS, model="demo", kv_blocks=2048) as server,
             ExecutorClient(server.target, token=NEIGHBOUR, session=True) as neighbour,

@@ -7,8 +7,6 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import grpc
@@ -19,11 +17,10 @@ from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
 from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.wire.status import STATUS_METADATA_KEY
 from tests.faults.figures import Figures, exactly
-from tests.faults.process import dial
-from tests.faults.security import bearer, secured
 from tests.faults.sizes import Size
-from tests.serving import Served, serve_identity
-from tests.wiring import item, pb, prefill
+from tests.support.serving import Served, serve_identity
+from tests.support.tokens import token_file
+from tests.support.wiring import decode, item, prefill, refusal, release
 
 BATCH: Final = 4_000
 LIVE: Final = 64
@@ -43,8 +40,7 @@ async def r1_handles_cannot_be_forged(size: Size, seed: int = 0) -> Figures:
         live = [await prefill(served, [1, 2, 3, dice.randrange(256)]) for _ in range(LIVE)]
         foreign = [await prefill(other, [1, 2, 3]) for _ in range(LIVE)]
         gone = [await prefill(served, [1]) for _ in range(LIVE)]
-        for handle in gone:
-            await served.executor.Release(pb.ReleaseRequest(handle=handle))
+        await release(served, *gone)
         known = _secrets([*live, *foreign, *gone])
         before = {record.sequence: (record.version, record.length) for record in served.server.state.handles.records()}
         wrong = wrong_handles(dice, live, foreign, gone)
@@ -53,34 +49,30 @@ async def r1_handles_cannot_be_forged(size: Size, seed: int = 0) -> Figures:
             bad = [next(wrong) for _ in range(min(BATCH, size.handles - tried))]
             tried += len(bad)
             for batch in _without_twins(bad):
-                request = pb.BatchDecodeRequest(items=[item([7], each) for each in batch])
-                response = await served.executor.BatchDecode(request)
+                response = await served.batch_decode(*[item([7], each) for each in batch])
                 accepted += sum(each.HasField("output") for each in response.results)
                 leaks += _leaks(response, known)
                 for result, handle in zip(response.results, batch, strict=True):
                     texts[NUMBER.sub("#", result.error.message)] += 1
                     leaks += _unexplained_number(result, live, handle)
         for handle in [next(wrong) for _ in range(min(size.handles // 100, 2_000))]:
-            accepted += await _accepted_somewhere(served, handle)
+            refusals = [await refusal(call) for call in _every_method(served, handle)]
+            accepted += refusals.count(None)
             tried += 1
         after = {record.sequence: (record.version, record.length) for record in served.server.state.handles.records()}
         changed = sum(after.get(number) != state for number, state in before.items()) + len(after) - len(before)
         for handle in live:
-            answer = await served.executor.Decode(pb.DecodeRequest(item=item([7], handle)))
-            changed += answer.output.handle.seq_len != 5
+            changed += (await decode(served, [7], handle)).seq_len != 5
         await served.check()
     strangers = max(5, size.handles // 10_000)
     differ = await _tenants(strangers)
     return Figures(
-        "R1",
         "Handles cannot be forged or confused",
-        (
-            exactly("wrong handles accepted", accepted, 0),
-            exactly("live sequences changed by them", changed, 0),
-            exactly("answers that carry a part of any handle, or an internal number", leaks, 0),
-            exactly("answers that tell another tenant's handle from one that never was", differ, 0),
-        ),
-        {"handles": tried, "other tenants' handles": strangers, "answers": dict(texts)},
+        exactly("wrong handles accepted", accepted, 0),
+        exactly("live sequences changed by them", changed, 0),
+        exactly("answers that carry a part of any handle, or an internal number", leaks, 0),
+        exactly("answers that tell another tenant's handle from one that never was", differ, 0),
+        facts={"handles": tried, "other tenants' handles": strangers, "answers": dict(texts)},
     )
 
 
@@ -151,46 +143,36 @@ def _unexplained_number(
     return int(not known.issuperset(NUMBER.findall(result.error.message)))
 
 
-def _every_method(executor: Any, handle: types_pb2.KvHandle, **options: Any) -> list[Any]:
+def _every_method(served: Served, handle: types_pb2.KvHandle) -> list[Any]:
     """A call of every method that takes a handle."""
     return [
-        executor.Decode(pb.DecodeRequest(item=item([1], handle)), **options),
-        executor.Prefill(pb.PrefillRequest(item=item([1], handle)), **options),
-        executor.ForwardVerify(pb.ForwardVerifyRequest(item=item([1, 2], handle)), **options),
-        executor.TruncateKv(pb.TruncateKvRequest(handle=handle, length=1), **options),
-        executor.ForkKv(pb.ForkKvRequest(handle=handle), **options),
-        executor.ReserveKv(pb.ReserveKvRequest(handle=handle, tokens=1), **options),
-        executor.Release(pb.ReleaseRequest(handle=handle), **options),
+        served.decode([1], handle),
+        served.prefill([1], handle),
+        served.verify([1, 2], handle),
+        served.truncate(handle, 1),
+        served.fork(handle),
+        served.reserve(handle, 1),
+        served.release(handle),
     ]
 
 
 async def _tenants(count: int) -> int:
     """How often a tenant's answer about another tenant's handle or lease differs from that about one that never was."""
-    differ = 0
-    tokens = {name: secrets.token_urlsafe(32) for name in ("ann", "bob")}
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "tokens"
-        path.touch(mode=0o600)
-        path.write_text("".join(f"{name} {token}\n" for name, token in tokens.items()))
-        async with secured(Security(tokens=path)) as server, dial(server.target) as client:
-            ann, bob = ({"metadata": bearer(tokens[name])} for name in ("ann", "bob"))
+    differ, tokens = 0, [secrets.token_urlsafe(32) for _ in range(2)]
+    with token_file(f"ann {tokens[0]}", f"bob {tokens[1]}") as path:
+        async with serve_identity(security=Security(tokens=path)) as served:
+            ann, bob = map(served.by, tokens)
             for _ in range(count):
-                answer = await client.executor.Prefill(pb.PrefillRequest(item=item([1, 2])), **ann)
-                handle = answer.output.handle
+                handle = await prefill(ann, [1, 2])
                 never = types_pb2.KvHandle(id=handle.id[:8] + secrets.token_bytes(16), seq_len=2, version=1)
-                hers = [await _answer(call) for call in _every_method(client.executor, handle, **bob)]
-                nobodys = [await _answer(call) for call in _every_method(client.executor, never, **bob)]
+                hers, nobodys = [[await _answer(call) for call in _every_method(bob, each)] for each in (handle, never)]
                 differ += sum(one != other for one, other in zip(hers, nobodys, strict=True))
                 differ += sum(Reason.HANDLE_UNKNOWN.encode() not in each for each in hers)
-                await client.executor.Release(pb.ReleaseRequest(handle=handle), **ann)
-            lease = (await client.executor.AcquireLease(pb.AcquireLeaseRequest(), **ann)).lease_id
+                await ann.release(handle)
+            lease = (await ann.acquire()).lease_id
             unknown = lease[:-8] + secrets.token_hex(4)
             of_hers, of_nobodys = [
-                [
-                    await _answer(client.executor.KeepAlive(pb.KeepAliveRequest(lease_id=each), **bob)),
-                    await _answer(client.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=each), **bob)),
-                ]
-                for each in (lease, unknown)
+                [await _answer(call) for call in (bob.keep_alive(each), bob.revoke(each))] for each in (lease, unknown)
             ]
             differ += of_hers != of_nobodys
     return differ
@@ -203,15 +185,3 @@ async def _answer(call: Any) -> bytes:
     except grpc.aio.AioRpcError as error:
         return bytes(dict(error.trailing_metadata() or ())[STATUS_METADATA_KEY])
     return b""
-
-
-async def _accepted_somewhere(served: Served, handle: types_pb2.KvHandle) -> int:
-    """How many of the methods that take a handle accept it."""
-    accepted = 0
-    for call in _every_method(served.executor, handle):
-        try:
-            await call
-        except grpc.aio.AioRpcError:
-            continue
-        accepted += 1
-    return accepted

@@ -12,12 +12,12 @@ import time
 from typing import Any, Final
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from tests.faults.figures import Figures, at_least, at_most, exactly, quantile
-from tests.faults.process import Dialled, ServerProcess, dial, serving
 from tests.faults.sizes import Size
-from tests.wiring import item, pb, prefill
+from tests.support.process import Dialled, ServerProcess, dial, serving
+from tests.support.wiring import decode, prefill, release
 
 SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -66,46 +66,42 @@ async def r19_health_tells_the_truth(size: Size) -> Figures:
     rules = ";".join(f"before_forward=delay:{STALL_S * 1000:.0f}@{2 + n}" for n in range(size.hangs))
     async with serving("--failpoints", f"{rules};truncate=device_lost", *LONG_PROMPTS) as server:
         async with dial(server.target) as client:
-            health: Any = health_pb2_grpc.HealthStub(client.channel)
-            watcher, other = Watcher(health), Watcher(health)
+            watcher, other = Watcher(client.health), Watcher(client.health)
             await watcher.until(SERVING)
             handle = await prefill(client, [1, 2, 3])
             for _ in range(size.hangs):
                 began = time.monotonic()
-                call = asyncio.ensure_future(client.executor.Decode(pb.DecodeRequest(item=item([4], handle))))
+                call = asyncio.ensure_future(decode(client, [4], handle))
                 stalls.append(await watcher.until(NOT_SERVING) - began)
-                handle = (await call).output.handle
+                handle = await call
                 recoveries.append(await watcher.until(SERVING) - began - STALL_S)
             other.reading.cancel()  # a watcher that leaves takes nobody along
             before = watcher.alarms()
-            honest = await _prefill_at_least(client, health, waits)
-            await _stop_for_a_while(server, health)
+            honest = await _prefill_at_least(client, waits)
+            await _stop_for_a_while(server, client)
             false_alarms = watcher.alarms() - before
             began = time.monotonic()
-            truncate = client.executor.TruncateKv(pb.TruncateKvRequest(handle=handle, length=1))
+            truncate = client.truncate(handle, length=1)
             death = await watcher.until(NOT_SERVING) - began
             await asyncio.gather(truncate, return_exceptions=True)
             await watcher.reading
         status = await server.ended()
         fired = server.count("failpoint_fired")  # all of its log has been read
     return Figures(
-        "R19",
         "A health check tells the truth",
-        (
-            at_most("Check, p99, during a long prefill", quantile(waits, 0.99) * 1e3, 50, "ms"),
-            at_most("hang until Watch says NOT_SERVING, worst", max(stalls), 2, "s"),
-            at_most("end of a hang until Watch says SERVING, worst", max(recoveries), 2, "s"),
-            at_most("death of the device until Watch says NOT_SERVING", death, 2, "s"),
-            at_least("an honest prefill", honest, HONEST_S, "s"),
-            exactly("false alarms in it and after SIGSTOP", false_alarms, 0),
-            exactly("failures that were asked for and came", fired, size.hangs + 1),
-            exactly("exit status after the device's death", status, 1),
-        ),
-        {"checks": len(waits), "hangs": size.hangs, "watchers": 2},
+        at_most("Check, p99, during a long prefill", quantile(waits, 0.99) * 1e3, 50, "ms"),
+        at_most("hang until Watch says NOT_SERVING, worst", max(stalls), 2, "s"),
+        at_most("end of a hang until Watch says SERVING, worst", max(recoveries), 2, "s"),
+        at_most("death of the device until Watch says NOT_SERVING", death, 2, "s"),
+        at_least("an honest prefill", honest, HONEST_S, "s"),
+        exactly("false alarms in it and after SIGSTOP", false_alarms, 0),
+        exactly("failures that were asked for and came", fired, size.hangs + 1),
+        exactly("exit status after the device's death", status, 1),
+        facts={"checks": len(waits), "hangs": size.hangs, "watchers": 2},
     )
 
 
-async def _prefill_at_least(client: Dialled, health: Any, waits: list[float]) -> float:
+async def _prefill_at_least(client: Dialled, waits: list[float]) -> float:
     """A prefill that takes `HONEST_S` on this machine, health checked all the while; how long it took."""
     tokens, took = 8192, 0.0
     while took < HONEST_S:  # attention grows with the square of the prompt
@@ -114,19 +110,24 @@ async def _prefill_at_least(client: Dialled, health: Any, waits: list[float]) ->
         call = asyncio.ensure_future(prefill(client, [5] * tokens))
         while not call.done():
             asked = time.monotonic()
-            assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
+            assert await _answer(client) == SERVING
             waits.append(time.monotonic() - asked)
             await asyncio.sleep(0.005)
         took = time.monotonic() - began
-        await client.executor.Release(pb.ReleaseRequest(handle=await call))
+        await release(client, await call)
         tokens = min(int(tokens * min(4.0, max(1.1, (HONEST_S * 1.15 / took) ** 0.5))), 131_000)
     return took
 
 
-async def _stop_for_a_while(server: ServerProcess, health: Any) -> None:
+async def _answer(client: Dialled) -> int:
+    """To a health check."""
+    return int((await client.health_check()).status)
+
+
+async def _stop_for_a_while(server: ServerProcess, client: Dialled) -> None:
     server.signal(signal.SIGSTOP)
     await asyncio.sleep(STOPPED_S)
     server.signal(signal.SIGCONT)
     for _ in range(20):  # longer than a stall would have taken to be told
-        assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
+        assert await _answer(client) == SERVING
         await asyncio.sleep(0.1)

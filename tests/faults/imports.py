@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import grpc
 import numpy as np
 
 from ferrum_rpc.config import ModelSettings
@@ -18,13 +17,13 @@ from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2, types_pb2
 from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.wire.rows import rows_from_proto
-from ferrum_rpc.wire.status import error_from_rpc
 from tests.faults.figures import Figures, at_least, at_most, exactly
 from tests.faults.prefixes import ERROR, MODELS
 from tests.faults.sizes import Size
-from tests.service.transfers import brought, chunks_of, exported, header, imported, sealed
-from tests.serving import Served, serve_model
-from tests.wiring import full, item, pb, prefill
+from tests.support.serving import Served, serve_model
+from tests.support.tokens import write_tokens
+from tests.support.transfers import BYPASS, brought, chunks_of, exported, header, imported, sealed
+from tests.support.wiring import full, item, pb, prefill, refusal, release
 
 kt = kv_transfer_pb2
 CALLERS: Final = {"attacker": "", "victim": "", "mover": " trusted"}
@@ -34,7 +33,6 @@ TOKENS: Final = 6 * BLOCK
 MORE: Final = 2 * BLOCK
 CACHED: Final = forward_pb2.CreateOptions()
 READ_ONLY: Final = forward_pb2.CreateOptions(cache_mode=forward_pb2.CACHE_MODE_READ_ONLY)
-BYPASS: Final = forward_pb2.CreateOptions(cache_mode=forward_pb2.CACHE_MODE_BYPASS)
 
 
 def swapped(chunk: kt.KvChunk) -> None:
@@ -72,7 +70,7 @@ class Callers:
         """The row behind a text, of a sequence that is released then, and how much of the text was found."""
         request = pb.PrefillRequest(item=item([*text, 1], output=full(), create=create))
         answer = await side.executor.Prefill(request)
-        await self.release(side, answer.output.handle)
+        await release(side, answer.output.handle)
         return rows_from_proto(answer.row_blocks)[0]["logits"], answer.output.cached_tokens
 
     async def expected(self, text: Sequence[int]) -> np.ndarray:
@@ -111,7 +109,7 @@ class Callers:
         """Import the cache of another prompt, changed, under the tokens of this text. The checksums are right."""
         handle = await prefill(self.attacker, other, create=BYPASS)
         frames = await exported(self.attacker, handle)
-        await self.release(self.attacker, handle)
+        await release(self.attacker, handle)
         layout, chunks = frames[0].layout, chunks_of(frames)
         del layout.token_ids[:]
         layout.token_ids.extend(text)
@@ -129,22 +127,17 @@ class Callers:
         first = header(layout, name, cache_mode=forward_pb2.CACHE_MODE_UNSPECIFIED)
         return (await imported(side, first, *brought(chunks))).handle
 
-    @staticmethod
-    async def release(side: Served, *handles: types_pb2.KvHandle) -> None:
-        for each in handles:
-            await side.executor.Release(pb.ReleaseRequest(handle=each))
-
     async def drive_out(self) -> None:
         """All that is published goes to the second tier."""
         hogs = [await prefill(self.victim, [5] * (BLOCKS // 2 * BLOCK), create=BYPASS) for _ in range(2)]
-        await self.release(self.victim, *hogs)
+        await release(self.victim, *hogs)
 
 
 @asynccontextmanager
 async def callers(
     model: dict[str, Any], folder: Path, expected: dict[tuple[int, ...], np.ndarray], tally: Tally
 ) -> AsyncIterator[Callers]:
-    (tokens := folder / "tokens").write_text("".join(f"{name} {name}{role}\n" for name, role in CALLERS.items()))
+    tokens = write_tokens(folder, *[f"{name} {name}{role}" for name, role in CALLERS.items()])
     config = ModelSettings(
         device="cpu", kv_blocks=BLOCKS, block_size=BLOCK, kv_tier_dir=folder / "tier", **{**model, "kv_dtype": "auto"}
     )
@@ -168,18 +161,15 @@ async def r32_an_import_harms_nobody_else(size: Size, seed: int = 32) -> Figures
                 await _round(start, forge, f"{name} {number}", dice, tally)
     imports = 2 * size.poisoned_imports
     return Figures(
-        "R32",
         "What is imported harms nobody else",
-        (
-            exactly("rows of another caller that differ", tally.wrong, 0),
-            at_most("largest error of such a row, in standard deviations", tally.error, ERROR),
-            exactly("tokens that another caller has found", tally.foreign, 0),
-            exactly("imports of NaN that were not refused", imports - tally.refused, 0),
-            exactly("own texts that their caller has not found", 12 * imports - tally.own, 0),
-            at_least("rows that are wrong for the caller who imported", tally.harmed, 12 * imports),
-            exactly("prompts of `trusted` callers that others have not found", 2 * imports - tally.shared, 0),
-        ),
-        {"imports": imports, "rows compared": tally.rows},
+        exactly("rows of another caller that differ", tally.wrong, 0),
+        at_most("largest error of such a row, in standard deviations", tally.error, ERROR),
+        exactly("tokens that another caller has found", tally.foreign, 0),
+        exactly("imports of NaN that were not refused", imports - tally.refused, 0),
+        exactly("own texts that their caller has not found", 12 * imports - tally.own, 0),
+        at_least("rows that are wrong for the caller who imported", tally.harmed, 12 * imports),
+        exactly("prompts of `trusted` callers that others have not found", 2 * imports - tally.shared, 0),
+        facts={"imports": imports, "rows compared": tally.rows},
     )
 
 
@@ -196,11 +186,8 @@ async def _round(
     prompt, other, honest = draw(TOKENS), draw(TOKENS), draw(TOKENS)
     texts = [prompt]
     async with start() as each:
-        try:
-            await each.forged(prompt, other, not_a_number, f"{name} nan")
-        except grpc.aio.AioRpcError as refusal:
-            error = error_from_rpc(refusal)
-            tally.refused += error.reason is Reason.KV_CORRUPT and "not_finite" in error.metadata
+        error = await refusal(each.forged(prompt, other, not_a_number, f"{name} nan"))
+        tally.refused += error is not None and error.reason is Reason.KV_CORRUPT and "not_finite" in error.metadata
         await each.hold(texts)
         attacker = each.attacker
         handle = await each.forged(prompt, other, forge, name)
@@ -222,7 +209,7 @@ async def _round(
         hit = await fed(None, prompt)
         again = await each.moved(attacker, child, f"{name} again")
         again = await fed(again, [*texts[-2], 3])
-        await each.release(attacker, grown, child, hit, again)
+        await release(attacker, grown, child, hit, again)
         await each.hold(texts)
         await each.drive_out()
         await each.hold(texts)
@@ -232,7 +219,7 @@ async def _round(
 
         handle = await prefill(each.mover, honest, create=BYPASS)
         handle = await each.moved(each.mover, handle, f"{name} honest")
-        await each.release(each.mover, handle)
+        await release(each.mover, handle)
         await _is_shared(each, honest)
     async with start() as each:
         await each.hold(texts)

@@ -1,40 +1,34 @@
 """R15: nothing leaks, however a call ends.
 
-One thing does, and is told apart: a call whose deadline passes takes some bytes with it in a bare grpc.aio server too
-(55 to 110 a call with 1.76 and 1.85). No Python object is left, so they are of its C or Cython part; which, is not
-known. `_expired` measures both. The endings below show that of ours nothing is left behind by such a call.
+One thing does: a call whose deadline passes takes some bytes with it in a bare grpc.aio server too (55 to 110 a call
+with 1.76 and 1.85). No Python object is left, so they are of its C or Cython part; which, is not known. The endings
+show that of ours nothing is left behind by such a call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-import grpc
-
 from ferrum_rpc.client import TRY_LATER, ExecutorClient, GrammarKind, Greedy
-from ferrum_rpc.executor.v1 import executor_control_pb2, session_pb2
 from ferrum_rpc.scheduler import STEPS_IN_FLIGHT, Scheduler, TextRequest, TokenStream
 from ferrum_rpc.service.handles import TOMBSTONES
 from ferrum_rpc.service.replay import PLAIN_BYTES, RECORDS
 from tests.faults.endings import ENDINGS, World
 from tests.faults.figures import Figures, at_least, at_most, exactly
-from tests.faults.gate import StepGate
-from tests.faults.process import ROOT, Dialled, ServerProcess, dial, serving
-from tests.faults.raw_session import raw_session
-from tests.faults.sizes import Size
-from tests.faults.waiting import until
-from tests.serving import serve_identity
-from tests.wiring import item, pb, prefill
+from tests.faults.sizes import GRAMMAR_NOISE_BYTES, TEXT_BYTES, Size
+from tests.support.process import Dialled, ServerProcess, dialled, runs, serving
+from tests.support.raw_session import raw_session
+from tests.support.serving import Gate, serve_identity
+from tests.support.tokens import token_file
+from tests.support.waiting import until
+from tests.support.wiring import decode, item, prefill, refusal, release
 
 SHORT_LEASE_S: Final = 0.5
 SETTLED_S: Final = 5.0
@@ -52,7 +46,6 @@ WARM_CALLS: Final = 5_000
 
 LEAK_PER_100_000: Final = 1 << 20
 """What R15 allows 100,000 calls."""
-HURRIED_S: Final = 0.0005
 NOISE_BYTES: Final = 512 << 10
 """What allocators and page granularity move a process by without a leak: no bound is held below it."""
 
@@ -62,17 +55,13 @@ MAX_GRAMMARS: Final = 8
 GRAMMARS_OF_A_SCHEDULER: Final = 10
 WARM_GRAMMARS: Final = 240
 """For memory. By then the pool was written once, and steps of nearly all sizes have been computed."""
-GRAMMAR_NOISE_BYTES: Final = 4 << 20
-"""As `NOISE_BYTES`, of a process that computes a model's steps of ever new sizes: measured, 2.5 MB for 50 texts."""
 GRAMMAR_BYTES: Final = 64 << 10
 """Of the text of a grammar, nearly all of it a comment: more than a text by it may leave."""
-TEXT_BYTES: Final = 16 << 10
-"""The answers of a text and the end of its sequence are remembered for a while: measured, 8 KiB."""
 
 
 async def r15_nothing_leaks(size: Size) -> Figures:
     """Every ending in turn: afterwards no sequence, no block, no lease, no session and no queued work is left."""
-    gate = StepGate()
+    gate = Gate()
     left: Counter[str] = Counter()
     async with serve_identity(
         stage=gate, kv_blocks=64, lease_ttl_s=SHORT_LEASE_S, min_lease_ttl_s=SHORT_LEASE_S
@@ -86,64 +75,64 @@ async def r15_nothing_leaks(size: Size) -> Figures:
                     await until(lambda: _clean(state), SETTLED_S)
                 except TimeoutError:
                     left[ending.__name__] += 1
-                    await served.control.Reset(executor_control_pb2.ResetRequest())
+                    await served.reset()
             await served.check()
         created, released = state.counters.sequences_created, state.counters.sequences_released
     grown, warm = await _growth(size.leak_calls, whole_lives=size.leak_whole_lives)
-    facts = await _expired(size.expired_calls) if size.expired_calls else {}
     bound = max(NOISE_BYTES, round(LEAK_PER_100_000 * size.leak_calls / 100_000))
     return Figures(
-        "R15",
         "Nothing leaks",
-        (
-            at_least("endings", len(ENDINGS), 13),
-            exactly("sequences created and not released", created - released, 0),
-            exactly("endings that left something behind", sum(left.values()), 0),
-            at_most("memory that calls after warm-up took", grown, bound, "bytes"),
-        ),
-        {"rounds": size.endings, "sequences": created, "calls": size.leak_calls, "rss bytes": warm, "left": dict(left)}
-        | facts,
+        at_least("endings", len(ENDINGS), 13),
+        exactly("sequences created and not released", created - released, 0),
+        exactly("endings that left something behind", sum(left.values()), 0),
+        at_most("memory that calls after warm-up took", grown, bound, "bytes"),
+        facts={
+            "rounds": size.endings,
+            "sequences": created,
+            "calls": size.leak_calls,
+            "rss bytes": warm,
+            "left": dict(left),
+        },
     )
 
 
 async def r15_grammars_come_and_go(size: Size) -> Figures:
     """Grammars are registered, used by texts that end in every way, evicted for others, and lose their caller. Each has
     a process, which ends with it, and with the server, which is killed."""
-    with TemporaryDirectory() as folder:
-        tokens = Path(folder) / "tokens"
-        tokens.touch(0o600)
-        tokens.write_text("".join(f"{each} secret-{each}\n" for each in CALLERS))
+    with token_file(*[f"{each} secret-{each}" for each in CALLERS]) as tokens:
         flags = ("--tokens", str(tokens), "--max-grammars", str(MAX_GRAMMARS), "--replay-bytes", "64KiB")
-        async with serving(*flags, model="demo", kv_blocks=64, fresh=True) as server:
+        async with serving(*flags, model="demo", kv_blocks=64, fresh=size.leak_whole_lives) as server:
             numbers = itertools.count()
             least = WARM_GRAMMARS if size.leak_whole_lives else 1
             await _grammars(server, max(least, size.adapter_cycles // 4), numbers)
-            warm, opened = await _settled(server), server.descriptors()
+            warm, opened = await server.settled_rss_bytes(), server.descriptors()
             most, ends = await _grammars(server, size.adapter_cycles, numbers)
-            grown, processes = await _settled(server) - warm, server.descendants()
+            grown = await server.settled_rss_bytes() - warm
+            with suppress(TimeoutError):  # the figure below reports it
+                await until(lambda: len(server.descendants()) <= MAX_GRAMMARS + 1, SETTLED_S)
+            processes = server.descendants()
             opened = server.descriptors() - opened
             async with ExecutorClient(server.target, token=f"secret-{CALLERS[0]}", lease=None) as client:
                 pressure = (await client.status()).pressure
             await server.kill()
             with suppress(TimeoutError):  # the figure below reports it
-                await until(lambda: not any(map(_alive, processes)), SETTLED_S)
+                await until(lambda: not any(map(runs, processes)), SETTLED_S)
     held = pressure.sequences + pressure.total_blocks - pressure.free_blocks
     figures = [
         at_least("grammars, each used by a text", sum(ends.values()), size.adapter_cycles),
         exactly("sequences and blocks left", held, 0),
         at_most("grammar processes at a time, with the tokenizer's", most, 2 * MAX_GRAMMARS + 1),
         at_most("grammar processes afterwards, with the tokenizer's", len(processes), MAX_GRAMMARS + 1),
-        exactly("processes that have outlived the server", sum(map(_alive, processes)), 0),
+        exactly("processes that have outlived the server", sum(map(runs, processes)), 0),
         at_most("descriptors left", opened, MAX_GRAMMARS),
     ]
     if size.leak_whole_lives:
         bound = GRAMMAR_NOISE_BYTES + TEXT_BYTES * size.adapter_cycles
         figures.append(at_most("memory that grammars after warm-up took", grown, bound, "bytes"))
     return Figures(
-        "R15",
         "Nothing leaks: grammars that come and go",
-        tuple(figures),
-        {"rss bytes": warm, "grown": grown, "ends": {str(end): count for end, count in ends.items()}},
+        *figures,
+        facts={"rss bytes": warm, "grown": grown, "ends": {str(end): count for end, count in ends.items()}},
     )
 
 
@@ -174,13 +163,8 @@ async def _grammars(server: ServerProcess, count: int, numbers: Iterator[int]) -
         return stream
 
     async def caller(name: str) -> None:
-        connect = partial(
-            ExecutorClient,
-            session=True,
-            steps_in_flight=STEPS_IN_FLIGHT,
-            tokens_ahead=True,
-            token=f"secret-{name}",
-        )
+        ahead = {"session": True, "steps_in_flight": STEPS_IN_FLIGHT, "tokens_ahead": True}
+        connect = partial(ExecutorClient, **ahead, token=f"secret-{name}")
         for _ in range(-(-count // (len(CALLERS) * GRAMMARS_OF_A_SCHEDULER))):
             async with Scheduler(server.target, connect=connect) as scheduler:
                 streams = [await one(scheduler, number % 4) for number in range(GRAMMARS_OF_A_SCHEDULER)]
@@ -188,14 +172,6 @@ async def _grammars(server: ServerProcess, count: int, numbers: Iterator[int]) -
 
     await asyncio.gather(*map(caller, CALLERS))
     return most, ends
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process runs. One that has ended may still have an entry."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _clean(state: Any) -> bool:
@@ -217,24 +193,18 @@ async def _growth(calls: int, *, whole_lives: bool) -> tuple[int, int]:
     filled first; else they are calls on sequences that live from before the warm-up on: each has its most recorded
     answers by then, 21 KB of them."""
     flags = ("--replay-bytes", "64KiB", "--max-sequences", "512", "--max-batch-items", str(FILL_BATCH))
-    async with serving(*flags, kv_blocks=1024, fresh=True) as server, dial(server.target) as client:
+    async with dialled(*flags, kv_blocks=1024, fresh=whole_lives) as (server, client):
         if whole_lives:
             await _fill(client)
             await _whole_lives(client, WARM_LIVES * CALLS_OF_A_LIFE)
-            warm = await _settled(server)
+            warm = await server.settled_rss_bytes()
             await _whole_lives(client, calls)
         else:
             handles = [await prefill(client, [1, 2, 3, number]) for number in range(8)]
             handles = await _long_lives(client, handles, max(WARM_CALLS, calls // 5))
-            warm = await _settled(server)
+            warm = await server.settled_rss_bytes()
             await _long_lives(client, handles, calls)
-        return await _settled(server) - warm, warm
-
-
-async def _settled(server: ServerProcess) -> int:
-    """Its size, once what was freed has gone back."""
-    await asyncio.sleep(0.3)
-    return server.rss_bytes()
+        return await server.settled_rss_bytes() - warm, warm
 
 
 async def _fill(client: Dialled) -> None:
@@ -242,12 +212,9 @@ async def _fill(client: Dialled) -> None:
     async with raw_session(client.executor) as session:
         for first in range(0, 2 * max(ENTRIES, TOMBSTONES), FILL_BATCH):
             items = [item([1], request_id=f"fill:{first + number}") for number in range(FILL_BATCH)]
-            answer = await session.ask(forward=session_pb2.SessionForward(items=items))
-            items = [item([1], each.output.handle, request_id="d") for each in answer.forward.results]
-            answer = await session.ask(forward=session_pb2.SessionForward(items=items))
-            handles = [each.output.handle for each in answer.forward.results]
-            await session.ask(release=session_pb2.SessionRelease(handles=handles))
-        await session.ask(close=session_pb2.SessionClose())
+            items = [item([1], each.output.handle, request_id="d") for each in await session.step(*items)]
+            await session.release(*[each.output.handle for each in await session.step(*items)])
+        await session.close()
 
 
 async def _whole_lives(client: Dialled, count: int) -> None:
@@ -259,8 +226,7 @@ async def _whole_lives(client: Dialled, count: int) -> None:
         while left > 0:
             left -= CALLS_OF_A_LIFE
             handle = await prefill(client, [1, 2, 3, number], request_id=f"{run}:{left}")
-            handle = await _step(client, handle, "d")
-            await client.executor.Release(pb.ReleaseRequest(handle=handle))
+            await release(client, await _step(client, handle, "d"))
 
     await asyncio.gather(*[worker(number) for number in range(8)])
 
@@ -281,45 +247,6 @@ async def _long_lives(client: Dialled, handles: list[Any], count: int) -> list[A
 
 async def _step(client: Dialled, handle: Any, request_id: str, **fields: Any) -> Any:
     """Two calls: a step, and one with the handle that it has made stale."""
-    request = pb.DecodeRequest(item=item([4], handle, request_id=request_id, **fields))
-    answer = await client.executor.Decode(request)
-    with suppress(grpc.aio.AioRpcError):
-        await client.executor.Decode(pb.DecodeRequest(item=item([4], handle)))
-    return answer.output.handle
-
-
-async def _expired(calls: int) -> dict[str, str]:
-    """Bytes that a call takes whose caller does not wait, in our server and in one of grpc.aio alone."""
-    async with serving(fresh=True) as server, dial(server.target) as client:
-        handle = await prefill(client, [1, 2, 3])
-        request = pb.ReserveKvRequest(handle=handle)
-        ours = await _lost(server, lambda: client.executor.ReserveKv(request, timeout=HURRIED_S), calls)
-    echo = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.engines.echo", cwd=ROOT, stderr=asyncio.subprocess.PIPE
-    )
-    bare = ServerProcess(echo)
-    try:
-        async with grpc.aio.insecure_channel((await bare.event("listening"))["target"]) as channel:
-            call = channel.unary_unary("/bench.Echo/Call")
-            grpcs = await _lost(bare, lambda: call(b"", timeout=HURRIED_S), calls)
-    finally:
-        await bare.kill()
-    return {"bytes lost by an expired call": f"{ours:.0f}; in a bare grpc.aio server: {grpcs:.0f}"}
-
-
-async def _lost(server: ServerProcess, call: Callable[[], Awaitable[Any]], calls: int) -> float:
-    """Bytes of the server's memory per expired call, after a fifth as many to warm up."""
-    expired = 0
-
-    async def worker(count: int) -> None:
-        nonlocal expired
-        for _ in range(count):
-            try:
-                await call()
-            except grpc.aio.AioRpcError:
-                expired += 1
-
-    await asyncio.gather(*[worker(calls // 40) for _ in range(8)])
-    before, expired = server.rss_bytes(), 0
-    await asyncio.gather(*[worker(calls // 8) for _ in range(8)])
-    return (server.rss_bytes() - before) / max(1, expired)
+    newest = await decode(client, [4], handle, request_id=request_id, **fields)
+    assert await refusal(decode(client, [4], handle))
+    return newest

@@ -13,8 +13,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import grpc
@@ -23,11 +21,12 @@ from ferrum_rpc.executor.v1 import forward_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.info import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_rpc
 from tests.faults.crowd import TEXTS, crowded
-from tests.faults.figures import Figures, at_least, at_most, exactly, quantile
-from tests.faults.process import Dialled, ServerProcess, dial, serving
+from tests.faults.figures import Figures, at_least, at_most, exactly, milliseconds, quantile
 from tests.faults.sizes import Size
-from tests.faults.waiting import until
-from tests.wiring import full, item, pb
+from tests.support.process import Dialled, ServerProcess, dial, serving
+from tests.support.tokens import token_file
+from tests.support.waiting import until
+from tests.support.wiring import full, item, pb
 
 STEP_MS: Final = 20
 TOGETHER: Final = 8
@@ -55,15 +54,14 @@ class Tenant:
     """One caller on a connection of its own."""
 
     def __init__(self, client: Dialled, name: str) -> None:
-        self._client = client
-        self._metadata = (("authorization", f"Bearer secret-{name}"),)
+        self._client = client.by(f"secret-{name}")
         self.refusals: Counter[str] = Counter()
         self._ids = itertools.count()
 
     async def call(self, method: str, request: Any) -> Any:
         """The answer, or None where it was refused, which is counted."""
         try:
-            return await getattr(self._client.executor, method)(request, metadata=self._metadata)
+            return await getattr(self._client.executor, method)(request)
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure)
             self.refusals[error.reason] += 1
@@ -77,7 +75,7 @@ class Tenant:
 
     async def session(self, lease_id: str) -> Any:
         """An open stream, or None where it was refused."""
-        stream = self._client.executor.Session(metadata=self._metadata)
+        stream = self._client.executor.Session()
         hello = session_pb2.SessionHello(client_revision=SCHEMA_REVISION, lease_id=lease_id)
         try:
             await stream.write(session_pb2.SessionRequest(step_id=1, hello=hello))
@@ -145,10 +143,7 @@ async def until_refused(ask: Callable[[], Awaitable[Any]]) -> list[Any]:
 async def _with_tenants(*flags: str, model: str = "identity") -> AsyncIterator[ServerProcess]:
     """A server whose steps take `STEP_MS`, with two tenants."""
     flags += ("--failpoints", f"before_forward=delay:{STEP_MS}", "--max-batch-items", str(TOGETHER))
-    with TemporaryDirectory() as folder:
-        tokens = Path(folder) / "tokens"
-        tokens.touch(0o600)
-        tokens.write_text("large secret-large\nsmall secret-small\n")
+    with token_file("large secret-large", "small secret-small") as tokens:
         async with serving(*flags, "--tokens", str(tokens), model=model, kv_blocks=BLOCKS) as server:
             yield server
 
@@ -224,26 +219,23 @@ async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
         for one, other in ((beside, alone), (runs_beside, runs_alone), (beside_texts, texts_alone))
     ]
     return Figures(
-        "R30",
         "A neighbour takes its share alone",
-        (
-            at_most("p99 of a step beside a full queue, in those alone", ratio, 3, "x"),
-            at_most("p99 of a run alongside more runs than a caller's share, in those alone", ratio_of_runs, 3, "x"),
-            at_most("p99 of a step alongside a full scheduler with grammars, in those alone", ratio_of_texts, 3, "x"),
-            exactly("refusals to the one that asks for little", small_refusals, 0),
-            exactly("its recorded rows, after another recorded twice the budget", len(again.row_blocks), 1),
-            at_most("leases of the large one", len(leases), LEASES // 2),
-            at_most("sessions of the large one", len(sessions), LEASES // 2),
-            at_most("share of the cache's blocks of the large one", blocks / BLOCKS, 0.5),
-            at_least("kinds of refusals that the large one got", len(large.refusals), 2),
-        ),
-        {
+        at_most("p99 of a step beside a full queue, in those alone", ratio, 3, "x"),
+        at_most("p99 of a run alongside more runs than a caller's share, in those alone", ratio_of_runs, 3, "x"),
+        at_most("p99 of a step alongside a full scheduler with grammars, in those alone", ratio_of_texts, 3, "x"),
+        exactly("refusals to the one that asks for little", small_refusals, 0),
+        exactly("its recorded rows, after another recorded twice the budget", len(again.row_blocks), 1),
+        at_most("leases of the large one", len(leases), LEASES // 2),
+        at_most("sessions of the large one", len(sessions), LEASES // 2),
+        at_most("share of the cache's blocks of the large one", blocks / BLOCKS, 0.5),
+        at_least("kinds of refusals that the large one got", len(large.refusals), 2),
+        facts={
             "steps": len(beside),
-            "p50 and p99 alone, ms": [round(quantile(alone, q) * 1e3, 1) for q in (0.5, 0.99)],
-            "p50 and p99 beside, ms": [round(quantile(beside, q) * 1e3, 1) for q in (0.5, 0.99)],
-            "p50 and p99 of runs alone, ms": [round(quantile(runs_alone, q) * 1e3, 1) for q in (0.5, 0.99)],
-            "p50 and p99 of runs beside, ms": [round(quantile(runs_beside, q) * 1e3, 1) for q in (0.5, 0.99)],
-            "p50 and p99 alongside a scheduler, ms": [round(quantile(beside_texts, q) * 1e3, 1) for q in (0.5, 0.99)],
+            "p50 and p99 alone, ms": milliseconds(alone, 0.5, 0.99),
+            "p50 and p99 beside, ms": milliseconds(beside, 0.5, 0.99),
+            "p50 and p99 of runs alone, ms": milliseconds(runs_alone, 0.5, 0.99),
+            "p50 and p99 of runs beside, ms": milliseconds(runs_beside, 0.5, 0.99),
+            "p50 and p99 alongside a scheduler, ms": milliseconds(beside_texts, 0.5, 0.99),
             "refusals to the large one": dict(large.refusals),
         },
     )

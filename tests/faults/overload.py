@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,9 +24,9 @@ import grpc
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.wire.status import error_from_rpc
 from tests.faults.figures import Figures, at_least, at_most, exactly
-from tests.faults.process import Dialled, ServerProcess, dial, serving
 from tests.faults.sizes import Size
-from tests.wiring import item, pb, prefill
+from tests.support.process import Dialled, ServerProcess, dialled
+from tests.support.wiring import item, pb, prefill
 
 TOKENS: Final = 256
 MODEL: Final = ("--identity-heads", "64", "--identity-kv-heads", "4", "--identity-head-dim", "32")
@@ -91,28 +93,31 @@ class Load:
 
     async def closed_loop(self, ends: Ends, seconds: float) -> None:
         """So many callers, each with its next call when the last is answered."""
-        began, cpu_s = time.monotonic(), self._server.cpu_s()
+        with self._timed(ends) as began:
 
-        async def caller() -> None:
-            while time.monotonic() - began < seconds:
-                await self.call(ends, self._free.popleft())
+            async def caller() -> None:
+                while time.monotonic() - began < seconds:
+                    await self.call(ends, self._free.popleft())
 
-        await asyncio.gather(*[caller() for _ in range(CALLERS)])
-        ends.seconds = time.monotonic() - began
-        ends.cpu_s = self._server.cpu_s() - cpu_s
+            await asyncio.gather(*[caller() for _ in range(CALLERS)])
 
     async def overload(self, ends: Ends, seconds: float) -> None:
         """As many calls as there are sequences, then `FACTOR` for each that was served."""
-        began, cpu_s, sent, running = time.monotonic(), self._server.cpu_s(), 0, set[asyncio.Task[None]]()
-        while time.monotonic() - began < seconds:
-            while sent < POOL + FACTOR * ends.codes["OK"] and self._free:
-                sent += 1
-                running.add(asyncio.ensure_future(self.call(ends, self._free.popleft())))
-            _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        if running:
-            await asyncio.wait(running)
-        ends.seconds = time.monotonic() - began
-        ends.cpu_s = self._server.cpu_s() - cpu_s
+        sent, running = 0, set[asyncio.Task[None]]()
+        with self._timed(ends) as began:
+            while time.monotonic() - began < seconds:
+                while sent < POOL + FACTOR * ends.codes["OK"] and self._free:
+                    sent += 1
+                    running.add(asyncio.ensure_future(self.call(ends, self._free.popleft())))
+                _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if running:
+                await asyncio.wait(running)
+
+    @contextmanager
+    def _timed(self, ends: Ends) -> Iterator[float]:
+        began, cpu_s = time.monotonic(), self._server.cpu_s()
+        yield began
+        ends.seconds, ends.cpu_s = time.monotonic() - began, self._server.cpu_s() - cpu_s
 
 
 async def r9_overload_bends(size: Size) -> Figures:
@@ -120,10 +125,8 @@ async def r9_overload_bends(size: Size) -> Figures:
     flags = (*MODEL, "--max-batch-items", str(TOGETHER), "--max-queued-items", str(QUEUE))
     flags += ("--max-batch-tokens", str(TOGETHER * TOKENS))
     turns: list[tuple[Ends, Ends]] = []
-    async with (
-        serving(*flags, kv_blocks=POOL * (TOKENS // 16 + 2), fresh=True) as server,
-        dial(server.target, ("grpc.enable_retries", 0)) as client,
-    ):
+    about: Any = {"kv_blocks": POOL * (TOKENS // 16 + 2), "fresh": size.absolute}
+    async with dialled(*flags, options=(("grpc.enable_retries", 0),), **about) as (server, client):
         load = Load(server, client, [await prefill(client, [1]) for _ in range(POOL)])
         warm = [Ends(), Ends()]
         await load.closed_loop(warm[0], size.peak_s / 2)
@@ -147,17 +150,14 @@ async def r9_overload_bends(size: Size) -> Figures:
     by_cpu = [over.efficiency / peak.efficiency for peak, over in turns]
     left = max(by_clock + by_cpu)
     return Figures(
-        "R9",
         "Overload bends, never breaks",
-        (
-            at_least("goodput in overload, share of the peak, best turn", left, size.goodput_share, "x"),
-            at_least("share of the calls that were too many", codes["RESOURCE_EXHAUSTED"] / codes.total(), 0.4),
-            at_most("items in the queue", max(over.deepest for over in overs), QUEUE),
-            exactly("refusals that the server did not count", uncounted, 0),
-            exactly("answers other than OK and QUEUE_FULL with RetryInfo", len(wrong), 0),
-            at_most("memory that overload took", grown, FLAT_BYTES, "bytes"),
-        ),
-        {
+        at_least("goodput in overload, share of the peak, best turn", left, size.goodput_share, "x"),
+        at_least("share of the calls that were too many", codes["RESOURCE_EXHAUSTED"] / codes.total(), 0.4),
+        at_most("items in the queue", max(over.deepest for over in overs), QUEUE),
+        exactly("refusals that the server did not count", uncounted, 0),
+        exactly("answers other than OK and QUEUE_FULL with RetryInfo", len(wrong), 0),
+        at_most("memory that overload took", grown, FLAT_BYTES, "bytes"),
+        facts={
             "peak calls/s": [round(peak.goodput, 1) for peak, _ in turns],
             "overload goodput/s": [round(over.goodput, 1) for over in overs],
             "offered/s": [round(over.offered, 1) for over in overs],

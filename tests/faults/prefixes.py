@@ -10,9 +10,9 @@ import numpy as np
 from ferrum_rpc.client import CacheMode, ExecutorClient, FullLogits
 from ferrum_rpc.config import ModelSettings
 from tests.faults.figures import Figures, at_least, at_most, exactly
-from tests.faults.rebuilds import DEMO
 from tests.faults.sizes import Size
-from tests.serving import serve_model
+from tests.support.grammars import MODEL
+from tests.support.serving import serve_model
 
 TENANTS: Final = (b"", b"one", b"another")
 LONGEST: Final = 160
@@ -25,8 +25,8 @@ ROUNDED_ERROR: Final = 5e-3
 
 MODELS: Final[dict[str, dict[str, Any]]] = {
     "identity": {"path": "identity", "identity_positional": True},
-    "demo, float32": {"path": str(DEMO), "dtype": "float32"},
-    "demo, float32, cache in int8": {"path": str(DEMO), "dtype": "float32", "kv_dtype": "int8"},
+    "demo, float32": {"path": str(MODEL), "dtype": "float32"},
+    "demo, float32, cache in int8": {"path": str(MODEL), "dtype": "float32", "kv_dtype": "int8"},
 }
 BITS: Final = "identity"
 """Fed in pieces that give the bits of single tokens, here a hit has the very bits of a miss."""
@@ -69,18 +69,15 @@ async def r27_a_prefix_is_shared_by_those_who_may(size: Size) -> Figures:
     unseen = min(seconds["nobody's"])  # of the quickest: what else runs here only adds
     others, own_s = (min(seconds[name]) / unseen for name in ("another's", "own"))
     return Figures(
-        "R27",
         "A prefix is shared only by those who may",
-        (
-            at_most("largest error of a row behind a hit, in standard deviations", errors[False], ERROR),
-            at_most("the same over a cache in 8 bits", errors[True], ROUNDED_ERROR),
-            exactly("rows with other bits, where pieces give those of single tokens", wrong_bits, 0),
-            exactly("tokens found that the tenant had not fed", foreign, 0),
-            at_least("hits", hits, size.shared_prompts // 4),
-            at_least("time of a prompt that another has seen, of one that nobody has", others, 0.7, "x"),
-            at_most("time of a prompt that the tenant has seen, of the same: the clock would show it", own_s, 0.5, "x"),
-        ),
-        {"prompts": size.shared_prompts * len(MODELS), "timed": size.timed_prompts},
+        at_most("largest error of a row behind a hit, in standard deviations", errors[False], ERROR),
+        at_most("the same over a cache in 8 bits", errors[True], ROUNDED_ERROR),
+        exactly("rows with other bits, where pieces give those of single tokens", wrong_bits, 0),
+        exactly("tokens found that the tenant had not fed", foreign, 0),
+        at_least("hits", hits, size.shared_prompts // 4),
+        at_least("time of a prompt that another has seen, of one that nobody has", others, 0.7, "x"),
+        at_most("time of a prompt that the tenant has seen, of the same: the clock would show it", own_s, 0.5, "x"),
+        facts={"prompts": size.shared_prompts * len(MODELS), "timed": size.timed_prompts},
     )
 
 
@@ -94,7 +91,7 @@ async def _timed(count: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {"nobody's": [], "another's": [], "own": []}
     dice = random.Random(270)
     async with (
-        serve_model(ModelSettings(path=str(DEMO), device="cpu", dtype="float32", kv_blocks=8192)) as served,
+        serve_model(ModelSettings(path=str(MODEL), device="cpu", dtype="float32", kv_blocks=8192)) as served,
         ExecutorClient(served.target) as client,
     ):
 

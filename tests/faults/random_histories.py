@@ -18,8 +18,8 @@ from ferrum_rpc.errors import ExecutorError, Reason
 from ferrum_rpc.executor.v1 import types_pb2
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_rpc, error_from_status
-from tests.faults.process import Dialled, dial
-from tests.wiring import item, pb, top
+from tests.support.process import Dialled, dial
+from tests.support.wiring import item, pb, top
 
 AT_ONCE: Final = 16
 STEPS_OF_A_HISTORY: Final = 25

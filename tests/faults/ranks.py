@@ -5,37 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
 from itertools import product
-from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
-
-from grpc_health.v1 import health_pb2_grpc
+from typing import Final
 
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.errors import ExecutorError
-from tests.checkpoints import make_checkpoint
 from tests.faults.figures import Figures, at_most, exactly
 from tests.faults.health import NOT_SERVING, SERVING, Watcher
-from tests.faults.process import dial, serving
 from tests.faults.sizes import Size
-from tests.faults.waiting import until
+from tests.support.checkpoints import make_checkpoint
+from tests.support.process import dialled, free_port, runs
+from tests.support.waiting import until
 
 CALLERS: Final = 4
 ENDS_S: Final = 5.0
-TORCHRUN: Final = (
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--nproc-per-node",
-    "2",
-    "--no-python",
-    "--master-port",
-)
+TORCHRUN: Final = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", "--master-port")
 KINDS: Final = tuple(product((signal.SIGKILL, signal.SIGSTOP), (True, False), ("shared-memory", "gloo"), ((),)))
 WAYS: Final = ((signal.SIGKILL, True, "shared-memory", TORCHRUN), *reversed(KINDS))
 """How it ends, whether there are callers, the transport, and who starts ranks."""
@@ -51,15 +39,11 @@ async def r29_a_ranks_death_is_known(size: Size) -> Figures:
         for number in range(size.rank_deaths):
             how, busy, transport, prefix = WAYS[number % len(WAYS)]
             if prefix:
-                prefix += (str(_free_port()),)
+                prefix += (str(free_port()),)
             flags = ("--tensor-parallel", "2", "--rank-transport", transport, "--dtype", "float32")
-            async with (
-                serving(*flags, model=folder, kv_blocks=256, prefix=prefix) as server,
-                dial(server.target) as raw,
-            ):
+            async with dialled(*flags, model=folder, kv_blocks=256, prefix=prefix) as (server, raw):
                 joined = await server.event("rank_joined")
-                stub: Any = health_pb2_grpc.HealthStub(raw.channel)
-                watcher = Watcher(stub)
+                watcher = Watcher(raw.health)
                 await watcher.until(SERVING)
                 async with ExecutorClient(server.target, timeout_s=30.0) as client:
                     begun = asyncio.Semaphore(0)
@@ -77,18 +61,15 @@ async def r29_a_ranks_death_is_known(size: Size) -> Figures:
                 if status != 1 or lost["rank"] != 1 or lost["host"] != joined["host"]:
                     wrong.append(f"{how.name} {transport}: status {status}, {lost}")
                 with suppress(TimeoutError):
-                    await until(lambda pid=joined["pid"]: not _lives(pid), ENDS_S)
-                left += _lives(joined["pid"])
+                    await until(lambda pid=joined["pid"]: not runs(pid), ENDS_S)
+                left += runs(joined["pid"])
     return Figures(
-        "R29",
         "A rank's death is known",
-        (
-            at_most("death of a rank until Watch says NOT_SERVING, worst", max(told), 2, "s"),
-            exactly("calls that were not answered", unanswered, 0),
-            exactly("ends that did not name rank and host, or without exit status 1", len(wrong), 0),
-            exactly("ranks that outlived rank 0", left, 0),
-        ),
-        {"deaths": len(told), "calls": calls, "wrong": wrong},
+        at_most("death of a rank until Watch says NOT_SERVING, worst", max(told), 2, "s"),
+        exactly("calls that were not answered", unanswered, 0),
+        exactly("ends that did not name rank and host, or without exit status 1", len(wrong), 0),
+        exactly("ranks that outlived rank 0", left, 0),
+        facts={"deaths": len(told), "calls": calls, "wrong": wrong},
     )
 
 
@@ -106,16 +87,3 @@ async def _decode(client: ExecutorClient, begun: asyncio.Semaphore) -> int:
                 await sequence.truncate(3)
     except ExecutorError:
         return answered + 1
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def _lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"

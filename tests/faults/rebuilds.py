@@ -6,8 +6,9 @@ import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from pathlib import Path
+from contextlib import AsyncExitStack
 from typing import Final
+from unittest import mock
 
 from ferrum_rpc.client import CacheMode, ExecutorClient, FullLogits, Sequence
 from ferrum_rpc.config import ModelSettings
@@ -15,11 +16,11 @@ from ferrum_rpc.models import linear
 from ferrum_rpc.native import cpu
 from ferrum_rpc.service.records import SequenceEnd
 from tests.faults.figures import Figures, at_least, exactly
-from tests.faults.process import serving
 from tests.faults.sizes import Size
-from tests.serving import Served, serve_model
+from tests.support.grammars import MODEL
+from tests.support.process import serving
+from tests.support.serving import Served, serve_model
 
-DEMO: Final = Path(__file__).parents[2] / "ferrum_rpc_demo" / "demo"
 NOTHING: Final = "this machine's kernels promise nothing"
 LONGEST: Final = 90
 HELD: Final = 4
@@ -32,41 +33,29 @@ async def r25_a_lost_sequence_is_rebuilt_exactly(size: Size) -> Figures:
     -9 and a restart, in float32."""
     dice, outcomes = random.Random(25), Counter[str]()
     hidden = cpu.flags() - {linear.AMX}  # a CPU with a matrix unit would choose products that promise nothing
-    flags, cpu.flags = cpu.flags, lambda: hidden
-    try:
-        async with serve_model(ModelSettings(path=str(DEMO), device="cpu", dtype="bfloat16", kv_blocks=512)) as served:
+    with mock.patch.object(cpu, "flags", lambda: hidden):
+        async with serve_model(ModelSettings(path=str(MODEL), device="cpu", dtype="bfloat16", kv_blocks=512)) as served:
             for _ in range(size.rebuilt_histories):
                 await _lost_and_rebuilt(served.target, dice, outcomes, "bfloat16", lambda: _forget(served, dice))
-    finally:
-        cpu.flags = flags
-    server = serving("--identity-positional")
-    running = await server.__aenter__()
-    port = running.port
-    try:
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(serving("--identity-positional"))
+
+        async def restart() -> None:
+            nonlocal server
+            await server.kill()
+            server = await stack.enter_async_context(serving("--identity-positional", port=server.port))
+
         for _ in range(size.restarts):
-
-            async def restart() -> None:
-                nonlocal server, running
-                await running.kill()
-                await server.__aexit__(None, None, None)
-                server = serving("--identity-positional", port=port)
-                running = await server.__aenter__()
-
-            await _lost_and_rebuilt(running.target, dice, outcomes, "float32", restart)
-    finally:
-        await server.__aexit__(None, None, None)
+            await _lost_and_rebuilt(server.target, dice, outcomes, "float32", restart)
     return Figures(
-        "R25",
         "A lost sequence is rebuilt exactly",
-        (
-            exactly("rows of rebuilt sequences with other bits", outcomes["different"], 0),
-            *[
-                at_least(f"rows compared in {name}", outcomes[name], 1)
-                for name in ("bfloat16", "float32")
-                if not outcomes[f"{name}: {NOTHING}"]
-            ],
-        ),
-        dict(outcomes),
+        exactly("rows of rebuilt sequences with other bits", outcomes["different"], 0),
+        *[
+            at_least(f"rows compared in {name}", outcomes[name], 1)
+            for name in ("bfloat16", "float32")
+            if not outcomes[f"{name}: {NOTHING}"]
+        ],
+        facts=dict(outcomes),
     )
 
 

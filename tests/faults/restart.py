@@ -13,9 +13,9 @@ from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import types_pb2
 from ferrum_rpc.wire.status import error_from_status
 from tests.faults.figures import Figures, exactly
-from tests.faults.process import Dialled, dial, serving
 from tests.faults.sizes import Size
-from tests.wiring import item, pb
+from tests.support.process import Dialled, dial, serving
+from tests.support.wiring import item
 
 BATCH: Final = 200
 HELPED: Final = 8
@@ -26,7 +26,7 @@ async def _many(client: Dialled, count: int) -> list[types_pb2.KvHandle]:
     handles: list[types_pb2.KvHandle] = []
     while len(handles) < count:
         items = [item([1, 2, 3]) for _ in range(min(BATCH, count - len(handles)))]
-        response = await client.executor.BatchPrefill(pb.BatchPrefillRequest(items=items))
+        response = await client.batch_prefill(*items)
         handles += [each.output.handle for each in response.results]
     return handles
 
@@ -36,7 +36,7 @@ async def _reasons(client: Dialled, handles: list[types_pb2.KvHandle]) -> Counte
     reasons: Counter[str] = Counter()
     for first in range(0, len(handles), BATCH):
         items = [item([4], each) for each in handles[first : first + BATCH]]
-        response = await client.executor.BatchDecode(pb.BatchDecodeRequest(items=items))
+        response = await client.batch_decode(*items)
         for each in response.results:
             reasons["accepted" if each.HasField("output") else error_from_status(each.error).reason] += 1
     return reasons
@@ -78,11 +78,8 @@ async def r4_a_restart_is_never_mistaken(size: Size) -> Figures:
         )
     different = sum(begun + end != whole for begun, end, whole in zip(tokens, rest, expected, strict=True))
     return Figures(
-        "R4",
         "A restart is never mistaken",
-        (
-            exactly("old handles answered INSTANCE_MISMATCH", reasons[Reason.INSTANCE_MISMATCH], size.old_handles),
-            exactly("sequences that went on with other tokens", different, 0),
-        ),
-        {"answers": dict(reasons), "rebuilt sequences": len(carefree)},
+        exactly("old handles answered INSTANCE_MISMATCH", reasons[Reason.INSTANCE_MISMATCH], size.old_handles),
+        exactly("sequences that went on with other tokens", different, 0),
+        facts={"answers": dict(reasons), "rebuilt sequences": len(carefree)},
     )

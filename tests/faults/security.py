@@ -13,20 +13,18 @@ from typing import Any, Final
 
 import grpc
 import trustme
-from google.protobuf import descriptor_pb2
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.service.server import ExecutorServer
 from ferrum_rpc.service.state import Lifecycle
+from ferrum_rpc.wire.status import error_from_status
+from tests.faults.any_bytes import explanation, methods_by_reflection, path
 from tests.faults.figures import Figures, exactly
 from tests.faults.sizes import Size
-from tests.serving import LIMITS
+from tests.support.serving import serve_identity
+from tests.support.tokens import bearer, token_file
 
 TIMEOUT_S: Final = 20.0
 REFUSED_WITHIN_S: Final = 5.0
@@ -34,6 +32,7 @@ REFUSED_WITHIN_S: Final = 5.0
 
 GET_INFO: Final = "/ferrum_rpc.executor.v1.ModelExecutor/GetInfo"
 LONG_AGO: Final = datetime.datetime(2001, 1, 1, tzinfo=datetime.UTC)
+EXPIRED: Final = {"not_before": LONG_AGO, "not_after": LONG_AGO + datetime.timedelta(days=1)}
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------
@@ -41,15 +40,9 @@ LONG_AGO: Final = datetime.datetime(2001, 1, 1, tzinfo=datetime.UTC)
 
 @asynccontextmanager
 async def secured(security: Security) -> AsyncIterator[ExecutorServer]:
-    """An identity server with these settings, on a free port."""
-    config = ModelSettings(path="identity", device="cpu", kv_blocks=64, block_size=4)
-    server = ExecutorServer(lambda: build_runner(config), LIMITS, host="localhost", security=security)
-    await server.start()
-    try:
-        await server.ready()
-        yield server
-    finally:
-        await server.stop(grace_s=1)
+    """An identity server with these settings, whose certificate may name its host."""
+    async with serve_identity(security=security, host="localhost") as served:
+        yield served.server
 
 
 @asynccontextmanager
@@ -68,10 +61,6 @@ async def dial(
         yield channel
 
 
-def bearer(token: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {token}"),)
-
-
 # --- certificates -----------------------------------------------------------------------------------------------------
 
 
@@ -83,9 +72,7 @@ class Authority:
 
     def server(self, folder: Path, *names: str, expired: bool = False) -> Security:
         """A server with a certificate for these names (``localhost``), whose clients need one of the same authority."""
-        not_after = LONG_AGO + datetime.timedelta(days=1) if expired else None
-        not_before = LONG_AGO if expired else None
-        leaf = self.ca.issue_cert(*(names or ("localhost",)), not_before=not_before, not_after=not_after)
+        leaf = self.ca.issue_cert(*(names or ("localhost",)), **(EXPIRED if expired else {}))
         security = Security(tls_cert=folder / "cert.pem", tls_key=folder / "key.pem", tls_client_ca=folder / "ca.pem")
         write_pair(leaf, folder / "cert.pem", folder / "key.pem")
         self.ca.cert_pem.write_to_path(folder / "ca.pem")
@@ -96,8 +83,7 @@ class Authority:
         roots = (trusts or self).ca.cert_pem.bytes()
         if name is None:
             return grpc.ssl_channel_credentials(roots)
-        not_after = LONG_AGO + datetime.timedelta(days=1) if expired else None
-        leaf = self.ca.issue_cert(name, not_before=LONG_AGO if expired else None, not_after=not_after)
+        leaf = self.ca.issue_cert(name, **(EXPIRED if expired else {}))
         return grpc.ssl_channel_credentials(roots, leaf.private_key_pem.bytes(), chain(leaf))
 
 
@@ -145,113 +131,66 @@ async def r11_only_the_right_certificates_get_in(size: Size) -> Figures:
                 async with dial(server.target, ours.client("alice")) as channel:
                     right += await channel.unary_unary(GET_INFO)(b"", timeout=TIMEOUT_S) != b""
     return Figures(
-        "R11",
         "TLS and mutual TLS",
-        (
-            exactly("wrong connections accepted", accepted, 0),
-            exactly("calls that reached the server", reached, 0),
-            exactly("right connections accepted", right, size.refused_dials),
-        ),
-        {"ways to be wrong": sorted(wrong), "dials of each": size.refused_dials},
+        exactly("wrong connections accepted", accepted, 0),
+        exactly("calls that reached the server", reached, 0),
+        exactly("right connections accepted", right, size.refused_dials),
+        facts={"ways to be wrong": sorted(wrong), "dials of each": size.refused_dials},
     )
 
 
 # --- methods ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Method:
-    """A method as reflection tells it."""
-
-    service: str
-    name: str
-    requests: bool
-    responses: bool
-
-    @property
-    def path(self) -> str:
-        return f"/{self.service}/{self.name}"
-
-    def call(self, channel: grpc.aio.Channel, request: bytes, metadata: Sequence[tuple[str, str]]) -> Any:
-        """Call it with raw bytes."""
-        if self.requests:
-            make = channel.stream_stream if self.responses else channel.stream_unary
-            return make(self.path)(metadata=metadata, timeout=REFUSED_WITHIN_S)
-        make = channel.unary_stream if self.responses else channel.unary_unary
-        return make(self.path)(request, metadata=metadata, timeout=REFUSED_WITHIN_S)
+async def paths(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> list[str]:
+    """The path of every method of every service, asked over the wire."""
+    return list(map(path, await methods_by_reflection(channel, metadata)))
 
 
-async def all_methods(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> list[Method]:
-    """Every method of every service, asked over the wire."""
-    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-    stream = stub.ServerReflectionInfo(metadata=metadata)
-    await stream.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-    methods = []
-    for service in [each.name for each in (await stream.read()).list_services_response.service]:
-        await stream.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=service))
-        for data in (await stream.read()).file_descriptor_response.file_descriptor_proto:
-            file = descriptor_pb2.FileDescriptorProto.FromString(data)
-            methods += [
-                Method(service, each.name, each.client_streaming, each.server_streaming)
-                for described in file.service
-                if f"{file.package}.{described.name}" == service
-                for each in described.method
-            ]
-    stream.cancel()
-    return methods
+def call(channel: grpc.aio.Channel, method: str, request: bytes, metadata: Sequence[tuple[str, str]]) -> Any:
+    """Call a method with raw bytes, whatever its kind: on the wire one message is a stream of them."""
+    return channel.unary_stream(method)(request, metadata=metadata, timeout=REFUSED_WITHIN_S)
 
 
 async def explained(call: Any, reason: Reason, code: grpc.StatusCode) -> bool:
     """Whether a call ends with this code and with ErrorInfo of this reason."""
-    if await call.code() is not code:
-        return False
-    details = dict(await call.trailing_metadata()).get("grpc-status-details-bin", b"")
-    status = status_pb2.Status.FromString(details)
-    info = error_details_pb2.ErrorInfo()
-    return (
-        bool(status.details) and status.details[0].Unpack(info) and (info.reason, info.domain) == (reason, "ferrum_rpc")
-    )
+    status = explanation(await call.trailing_metadata())
+    return await call.code() is code and status is not None and error_from_status(status).reason is reason
 
 
 async def r12_every_method_asks_who_calls(size: Size, seed: int = 0) -> Figures:
     """Call every method, and some that do not exist, without credentials and with wrong ones."""
     dice = random.Random(seed)
-    with TemporaryDirectory() as folder:
-        tokens = Path(folder) / "tokens"
-        tokens.touch(mode=0o600)
-        tokens.write_text("root the-operators-token operator\n")
+    with token_file("root the-operators-token operator") as tokens:
         async with secured(Security(tokens=tokens)) as server, dial(server.target) as channel:
-            methods = await all_methods(channel, bearer("the-operators-token"))
-            closed = [each for each in methods if each.service != health.SERVICE_NAME]
-            closed += [Method(closed[0].service, "Nothing", False, False), Method("no.such.Service", "M", True, True)]
+            methods = await paths(channel, bearer("the-operators-token"))
+            closed = [each for each in methods if not each.startswith(f"/{health.SERVICE_NAME}/")]
+            closed += [closed[0].rpartition("/")[0] + "/Nothing", "/no.such.Service/M"]
             server.calls.methods.clear()
             tried = refused = 0
             let_in: list[str] = []
             for _ in range(size.refused_dials):
                 for method in closed:
                     for metadata in _wrong_credentials(dice):
-                        call = method.call(channel, dice.randbytes(dice.randrange(64)), metadata)
+                        refusal = call(channel, method, dice.randbytes(dice.randrange(64)), metadata)
                         tried += 1
-                        if not await explained(call, Reason.UNAUTHENTICATED, grpc.StatusCode.UNAUTHENTICATED):
-                            let_in.append(method.path)
+                        if not await explained(refusal, Reason.UNAUTHENTICATED, grpc.StatusCode.UNAUTHENTICATED):
+                            let_in.append(method)
                             break  # a stream that is let in takes all of its time; once is enough
                         refused += 1
-            reached = [path for path, count in server.calls.methods.items() if set(count.codes) != {"UNAUTHENTICATED"}]
+            reached = [each for each, count in server.calls.methods.items() if set(count.codes) != {"UNAUTHENTICATED"}]
             counted = sum(count.calls for count in server.calls.methods.values())
-            check = next(each for each in methods if each.path == f"/{health.SERVICE_NAME}/Check")
-            healthy = await check.call(channel, b"", ()).code() is grpc.StatusCode.OK
+            check = channel.unary_unary(f"/{health.SERVICE_NAME}/Check")
+            healthy = await check(b"", timeout=TIMEOUT_S).code() is grpc.StatusCode.OK
             serving = server.state.lifecycle is Lifecycle.SERVING
     return Figures(
-        "R12",
         "default deny",
-        (
-            exactly("calls without credentials refused with a reason", refused, tried),
-            exactly("methods with a call that reached a handler", len(reached), 0),
-            exactly("refusals counted", counted, tried),
-            exactly("health answers without credentials", healthy, 1),
-            exactly("still serves", serving, 1),
-        ),
-        {"methods": len(methods), "calls": tried, "let in": let_in},
+        exactly("calls without credentials refused with a reason", refused, tried),
+        exactly("methods with a call that reached a handler", len(reached), 0),
+        exactly("refusals counted", counted, tried),
+        exactly("health answers without credentials", healthy, 1),
+        exactly("still serves", serving, 1),
+        facts={"methods": len(methods), "calls": tried, "let in": let_in},
     )
 
 

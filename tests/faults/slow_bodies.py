@@ -11,18 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-import hpack
-from hyperframe.frame import (
-    DataFrame,
-    Frame,
-    HeadersFrame,
-    PingFrame,
-    RstStreamFrame,
-    SettingsFrame,
-    WindowUpdateFrame,
-)
+from hyperframe.frame import DataFrame, Frame, HeadersFrame, PingFrame, RstStreamFrame, SettingsFrame, WindowUpdateFrame
 
-from tests.faults.abuser import FRAME_BYTES, PREFACE
+from tests.faults.abuser import FRAME_BYTES, PREFACE, headers
 
 WINDOW: Final = 65_535
 INITIAL_WINDOW: Final = 4
@@ -48,19 +39,9 @@ class SlowBodies:
         self._host, self._port = host, port
         self._streams, self._size = streams, size
         self._window, self._initial = WINDOW, WINDOW
-        self._open: dict[int, Body] = {}
+        self.open: dict[int, Body] = {}
         self._next = 1
-        pairs = [
-            (":method", "POST"),
-            (":scheme", "http"),
-            (":path", path),
-            (":authority", "localhost"),
-            ("te", "trailers"),
-            ("content-type", "application/grpc"),
-            *metadata,
-        ]
-        never = [hpack.NeverIndexedHeaderTuple(*pair) for pair in pairs]
-        self._headers = hpack.Encoder().encode(never, huffman=False)
+        self._headers = headers(path, *metadata)
 
     async def run(self) -> None:
         """Until it is cancelled, or the server has had enough."""
@@ -82,11 +63,11 @@ class SlowBodies:
     def _more(self) -> bytes:
         """What may be sent now."""
         out = []
-        while len(self._open) < self._streams:
+        while len(self.open) < self._streams:
             out.append(HeadersFrame(self._next, data=self._headers, flags=["END_HEADERS"]).serialize())
-            self._open[self._next] = Body(self._size - 1, self._initial)
+            self.open[self._next] = Body(self._size - 1, self._initial)
             self._next += 2
-        for stream, body in self._open.items():
+        for stream, body in self.open.items():
             while (count := min(body.left, body.window - 5, self._window - 5, FRAME_BYTES - 5)) > 0:
                 prefix = b"" if body.begun else b"\0" + struct.pack(">I", self._size)
                 data = prefix + bytes(count)
@@ -101,19 +82,19 @@ class SlowBodies:
         match frame:
             case SettingsFrame() if "ACK" not in frame.flags:
                 initial = frame.settings.get(INITIAL_WINDOW, self._initial)
-                for body in self._open.values():
+                for body in self.open.values():
                     body.window += initial - self._initial
                 self._initial = initial
                 return SettingsFrame(0, flags=["ACK"]).serialize()
             case WindowUpdateFrame(stream_id=0):
                 self._window += frame.window_increment
-            case WindowUpdateFrame() if frame.stream_id in self._open:
-                self._open[frame.stream_id].window += frame.window_increment
+            case WindowUpdateFrame() if frame.stream_id in self.open:
+                self.open[frame.stream_id].window += frame.window_increment
             case PingFrame() if "ACK" not in frame.flags:
                 return PingFrame(0, opaque_data=frame.opaque_data, flags=["ACK"]).serialize()
             case RstStreamFrame():
-                self._open.pop(frame.stream_id, None)
-            case HeadersFrame() if "END_STREAM" in frame.flags and self._open.pop(frame.stream_id, None):
+                self.open.pop(frame.stream_id, None)
+            case HeadersFrame() if "END_STREAM" in frame.flags and self.open.pop(frame.stream_id, None):
                 return RstStreamFrame(frame.stream_id, error_code=8).serialize()
             case _:
                 pass

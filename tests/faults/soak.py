@@ -19,15 +19,15 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, Final
 
-from tests.faults.figures import Figure, Figures
-from tests.faults.netns import NoNetwork
-from tests.faults.promises import PROMISES, number
+from tests.faults.figures import Figure, Figures, Promise, number
+from tests.faults.promises import PROMISES
 from tests.faults.sizes import CI, FULL, Size
-from tests.quiet_logs import quiet_logs
+from tests.support.netns import NoNetwork
+from tests.support.quiet_logs import quiet_logs
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "soak.json"
@@ -51,22 +51,21 @@ def scaled(size: Size, share: float) -> Size:
     return dataclasses.replace(size, name=f"{size.name} x {share:g}", **counts)
 
 
-def run(promise: Callable[[Size], Awaitable[Figures]], size: Size) -> dict[str, Any]:
+def run(promise: Promise, size: Size) -> dict[str, Any]:
     """Try one promise. An exception breaks it as a figure does."""
     began, at = time.time(), time.monotonic()
     error = skipped = ""
+    figures = Figures(promise.__name__.partition("_")[2].replace("_", " "))
     try:
         figures = asyncio.run(_await(promise(size)))
     except NoNetwork as failure:
         skipped = str(failure)
-        figures = Figures(number(promise), promise.__name__.partition("_")[2].replace("_", " "), ())
     except Exception as failure:
         traceback.print_exc()
         error = f"{type(failure).__name__}: {failure}"
-        figures = Figures(number(promise), promise.__name__.partition("_")[2].replace("_", " "), ())
     broken = [error] if error else [] if skipped else figures.broken()
     return {
-        "promise": figures.promise,
+        "promise": number(promise),
         "title": figures.title,
         "broken": broken,
         "skipped": skipped,

@@ -1,4 +1,4 @@
-"""R19, and what the health service does that no figure says."""
+"""What the health service does that no figure of R19 says."""
 
 from __future__ import annotations
 
@@ -19,24 +19,19 @@ from ferrum_rpc.service.health import HealthService
 from ferrum_rpc.service.metrics import Metrics, registry_of
 from ferrum_rpc.service.server import SERVICES
 from ferrum_rpc.wire.info import LIVENESS
-from tests.faults.figures import hold
-from tests.faults.health import NOT_SERVING, SERVING, Watcher, r19_health_tells_the_truth
-from tests.faults.process import dial, serving
-from tests.faults.waiting import until
-from tests.serving import serve_identity
-from tests.wiring import item, pb, prefill, refused
+from tests.faults.health import NOT_SERVING, SERVING, Watcher
+from tests.support.process import dial, serving
+from tests.support.serving import serve_identity
+from tests.support.waiting import until
+from tests.support.wiring import decode, prefill, refused
 
 LIMIT_S = 30.0
-
-
-async def test_r19_health_tells_the_truth() -> None:
-    await hold(r19_health_tells_the_truth)
 
 
 async def test_a_server_whose_device_hangs_ends_when_it_is_told_to() -> None:
     async with serving("--failpoints", "before_forward=hang", "--grace-s", "0.2") as server:
         async with dial(server.target) as client:
-            call = asyncio.ensure_future(client.executor.Prefill(pb.PrefillRequest(item=item([1]))))
+            call = asyncio.ensure_future(prefill(client, [1]))
             await server.event("failpoint_fired")
             server.signal(signal.SIGTERM)
             await server.ended(LIMIT_S)
@@ -47,27 +42,28 @@ async def test_a_server_whose_device_hangs_ends_when_it_is_told_to() -> None:
 async def test_every_service_is_watched_and_a_hang_that_ends_is_taken_back() -> None:
     failpoints = Failpoints(parse_failpoints("before_forward=hang@2"))
     async with serve_identity(failpoints=failpoints) as served:
-        health: Any = health_pb2_grpc.HealthStub(served.channel)
-        streams = [health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", LIVENESS, *SERVICES)]
+        streams = [
+            served.health.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", LIVENESS, *SERVICES)
+        ]
         assert {(await each.read()).status for each in streams} == {SERVING}
         handle = await prefill(served, [1, 2])
-        call = asyncio.ensure_future(served.executor.Decode(pb.DecodeRequest(item=item([3], handle))))
+        call = asyncio.ensure_future(decode(served, [3], handle))
         assert {(await each.read()).status for each in streams} == {NOT_SERVING}
         failpoints.release()
         assert {(await each.read()).status for each in streams} == {SERVING}
-        assert (await call).output.handle.seq_len == 3
+        assert (await call).seq_len == 3
         await served.check()
 
 
 async def test_a_hang_is_one_state_everywhere_and_hides_a_drain() -> None:
     failpoints = Failpoints(parse_failpoints("before_forward=hang@2"))
     async with serve_identity(failpoints=failpoints) as served:
-        server, health = served.server, health_pb2_grpc.HealthStub(served.channel)
+        server, health = served.server, served.health
         metrics = registry_of(Metrics(server.state, server.calls, server.steps))
 
         async def states() -> tuple[str, str, int, int]:
             """By GetStatus, by the metrics, and by health: of the whole server, and whether it lives."""
-            status = await served.executor.GetStatus(pb.GetStatusRequest())
+            status = await served.status()
             shown = (each for family in metrics.collect() for each in family.samples if each.value == 1)
             [metric] = [each.labels["state"] for each in shown if each.name == "ferrum_executor_state"]
             checks = [health.Check(health_pb2.HealthCheckRequest(service=name)) for name in ("", LIVENESS)]
@@ -78,14 +74,14 @@ async def test_a_hang_is_one_state_everywhere_and_hides_a_drain() -> None:
         watcher = Watcher(health)
         await watcher.until(SERVING)
         handle = await prefill(served, [1, 2])
-        call = asyncio.ensure_future(served.executor.Decode(pb.DecodeRequest(item=item([3], handle))))
+        call = asyncio.ensure_future(decode(served, [3], handle))
         await watcher.until(NOT_SERVING)
         assert await states() == ("hung", "hung", NOT_SERVING, NOT_SERVING)
         server.drain(60.0)
         assert await states() == ("hung", "hung", NOT_SERVING, NOT_SERVING)
         await refused(prefill(served, [1]), Reason.DRAINING, grpc.StatusCode.UNAVAILABLE)
         failpoints.release()
-        assert (await call).output.handle.seq_len == 3
+        assert (await call).seq_len == 3
         await until(lambda: server.health.live)
         assert await states() == ("draining", "draining", NOT_SERVING, SERVING)
 
@@ -135,8 +131,7 @@ async def test_a_service_that_is_not_here_is_unknown() -> None:
 async def test_a_watch_does_not_hold_up_the_end_of_the_server() -> None:
     async with asyncio.timeout(LIMIT_S):
         async with serve_identity() as served:
-            health: Any = health_pb2_grpc.HealthStub(served.channel)
-            watcher = Watcher(health)
+            watcher = Watcher(served.health)
             await watcher.until(SERVING)
             await served.server.stop(grace_s=3600)
             await watcher.until(NOT_SERVING)

@@ -11,18 +11,17 @@ import grpc
 import pytest
 
 from ferrum_rpc.client import ExecutorClient, FullLogits
-from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, types_pb2
-from tests.faults.process import Dialled, ServerProcess, dial, serving
-from tests.faults.waiting import until
-from tests.service.transfers import header, imported, kt, row
-from tests.wiring import pb, prefill
+from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
+from tests.support.process import Dialled, ServerProcess, dial, serving
+from tests.support.transfers import BYPASS, as_import, header, imported, kt, row
+from tests.support.waiting import until
+from tests.support.wiring import prefill
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="nixl is not installed: pip install '.[nixl]'"
 )
 
 PROMPT = [(7 * each + each // 250) % 256 for each in range(4000)]
-BYPASS = forward_pb2.CreateOptions(cache_mode=forward_pb2.CACHE_MODE_BYPASS)
 FLAGS = ("--kv-transport", "nixl", "--identity-positional", "--identity-head-dim", "64")
 CHUNK_TOKENS = 64
 BEFORE_KILL = 40
@@ -35,11 +34,11 @@ class Side:
         self.process, self.stubs = process, stubs
 
     async def free(self) -> int:
-        return (await self.stubs.executor.GetStatus(pb.GetStatusRequest())).blocks.free
+        return (await self.stubs.status()).blocks.free
 
     async def empty(self, blocks: int, descriptors: int) -> None:
         """Nothing is held any more, and no connection to what has gone."""
-        await self.stubs.control.Reset(executor_control_pb2.ResetRequest())
+        await self.stubs.reset()
         async with asyncio.timeout(30):
             while await self.free() != blocks:  # each look is a call
                 pass
@@ -64,7 +63,7 @@ async def killed_in_the_middle(source: Side, target: Side, victim: Side, name: s
     count = 0
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         async for frame in frames:
-            await stream.write(kt.ImportKvRequest.FromString(frame.SerializeToString()))
+            await stream.write(*as_import([frame]))
             count += 1
             if count == BEFORE_KILL:
                 await victim.process.kill()
@@ -103,8 +102,8 @@ async def test_what_is_moved_is_there_to_the_bit_and_a_killed_side_leaves_nothin
         async def rest() -> AsyncIterator[kt.ImportKvRequest]:
             yield header(layout, "first")
             async for frame in exporting(three, other, known):
-                if not frame.HasField("layout"):
-                    yield kt.ImportKvRequest.FromString(frame.SerializeToString())
+                for each in as_import([frame]):
+                    yield each
 
         answer = await two.stubs.transfer.ImportKv(rest())
         again = await prefill(two.stubs, PROMPT, create=BYPASS)

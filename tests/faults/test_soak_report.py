@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.faults import soak
-from tests.faults.figures import Figure, Figures, at_least, at_most, exactly, hold, quantile
-from tests.faults.netns import NoNetwork
-from tests.faults.promises import PROMISES, number
+from tests.faults.figures import Figure, Figures, Promise, at_least, at_most, exactly, hold, number, quantile
+from tests.faults.promises import PROMISES
 from tests.faults.sizes import CI, FULL, Size
+from tests.support.netns import NoNetwork
 
 
 async def r1_holds(size: Size) -> Figures:
-    return Figures("R1", "Holds", (exactly("wrong", 0, 0),), {"handles": size.handles})
+    return Figures("Holds", exactly("wrong", 0, 0), facts={"handles": size.handles})
 
 
 async def r2_breaks(size: Size) -> Figures:
-    return Figures("R2", "Breaks", (exactly("lost | twice", 1, 0, "tokens"), at_most("late", 0.5, 1.0, "s")))
+    return Figures("Breaks", exactly("lost | twice", 1, 0, "tokens"), at_most("late", 0.5, 1.0, "s"))
 
 
 async def r3_raises(size: Size) -> Figures:
@@ -28,7 +28,7 @@ async def r3_raises(size: Size) -> Figures:
 
 
 async def r4_measures_nothing(size: Size) -> Figures:
-    return Figures("R4", "Empty", ())
+    return Figures("Empty")
 
 
 async def r5_cannot_run(size: Size) -> Figures:
@@ -80,7 +80,10 @@ def test_a_share_of_the_counts_is_at_least_one_and_leaves_seconds_alone() -> Non
     assert small.leak_whole_lives is FULL.leak_whole_lives
 
 
-def test_every_promise_has_a_number_and_full_is_nowhere_smaller_than_ci() -> None:
+def test_every_promise_is_tried_once_and_full_is_nowhere_smaller_than_ci() -> None:
+    tried = [each.__name__ for each in PROMISES]
+    files = [each for each in Path(__file__).parent.glob("*.py") if not each.name.startswith("test_")]
+    assert sorted(tried) == sorted(re.findall(r"^async def (r\d+_\w+)\(", "".join(map(Path.read_text, files)), re.M))
     known = {f"R{n}" for n in range(1, 37)}
     assert {f"R{n}" for n in range(1, 25)} <= {number(each) for each in PROMISES} <= known
     counts = [name for name in Size.__dataclass_fields__ if isinstance(getattr(CI, name), int)]
@@ -96,13 +99,13 @@ def test_figures_judge_by_their_relation() -> None:
 async def test_times_alone_are_tried_once_more() -> None:
     tried = 0
 
-    def promise(*figures: Figure, then: Figure) -> Callable[[Size], Awaitable[Figures]]:
-        async def attempt(_: Size) -> Figures:
+    def promise(*figures: Figure, then: Figure) -> Promise:
+        async def r30_slow(_: Size) -> Figures:
             nonlocal tried
             tried += 1
-            return Figures("R30", "Slow", figures if tried == 1 else (*figures[1:], then))
+            return Figures("Slow", *figures if tried == 1 else (*figures[1:], then))
 
-        return attempt
+        return r30_slow
 
     slow, quick, lost = at_most("p99", 4, 3, "x"), at_most("p99", 2, 3, "x"), exactly("lost", 1, 0)
     await hold(promise(slow, then=quick))

@@ -20,11 +20,11 @@ from ferrum_rpc.client import Greedy, RowLogprobs
 from ferrum_rpc.executor.v1 import output_pb2, session_pb2
 from ferrum_rpc.scheduler import Scheduler, TextRequest, TokenStream
 from tests.faults.figures import Figure, Figures, at_least, at_most
-from tests.faults.process import ServerProcess, dial, program, serving
-from tests.faults.raw_session import RawSession
 from tests.faults.sizes import Size
-from tests.faults.waiting import until
-from tests.wiring import full, item, pb
+from tests.support.process import ServerProcess, dial, program, serving
+from tests.support.raw_session import RawSession
+from tests.support.waiting import until
+from tests.support.wiring import full, item, pb
 
 MIB: Final = 1 << 20
 VOCABULARY: Final = 8192
@@ -55,7 +55,7 @@ async def r22_the_dead_hold_nothing(size: Size) -> Figures:
     lives = ("--lease-ttl-s", str(LEASE_S), "--idle-ttl-s", str(LEASE_S))
     figures: list[Figure] = []
     facts: dict[str, object] = {"an answer": f"{size.unread_mib} MiB", "may wait": f"{BOUND} MiB"}
-    async with serving(*flags, *limits, *lives, kv_blocks=65_536, fresh=True) as server:
+    async with serving(*flags, *limits, *lives, kv_blocks=65_536, fresh=size.absolute) as server:
         await _asked_and_killed(server, tokens, 1, 1)  # what libraries and allocators keep, they keep from now on
         await _settled(server, 0, LEFT_S)
         for name, asked in (
@@ -78,25 +78,22 @@ async def r22_the_dead_hold_nothing(size: Size) -> Figures:
                 "seconds until gone": seconds,
             }
         async with dial(server.target) as client:
-            status = await client.status()
+            status, over = await client.status(), time.monotonic() + (LEFT_S if size.absolute else BUSY_S)
+            while status.sessions and time.monotonic() < over:  # the last client died just now
+                status = await client.status()
             figures.append(at_most("sessions left", status.sessions, 0))
             facts["sequences that wait for the end of their lease"] = status.pressure.sequences
-            over = time.monotonic() + LEASE_S + BUSY_S
-            while status.pressure.sequences and time.monotonic() < over:
-                await asyncio.sleep(0.05)
-                status = await client.status()
-            figures.append(at_most("sequences left once leases and idle times end", status.pressure.sequences, 0))
-    return Figures("R22", "The dead hold nothing", tuple(figures), facts)
+            sequences, _ = await client.released(LEASE_S + BUSY_S)
+            figures.append(at_most("sequences left once leases and idle times end", sequences, 0))
+    return Figures("The dead hold nothing", *figures, facts=facts)
 
 
 async def _asked_and_killed(
     server: ServerProcess, tokens: int, calls: int, sessions: int, schedulers: int = 0
 ) -> tuple[int, int]:
     """The most memory that the server had while a client did not read, and how many of its calls were refused."""
-    arguments = (server.target, *map(str, (tokens, calls, sessions, schedulers)))
-    async with dial(server.target) as client, program("tests.faults.unread", *arguments) as clients:
-        assert clients.stdout is not None
-        assert await clients.stdout.readline() == b"asked\n"
+    arguments = (server.target, tokens, calls, sessions, schedulers)
+    async with dial(server.target) as client, program("tests.faults.unread", *arguments, says="asked"):
         most = server.rss_bytes()
         # It stands still: what is still to come out of the engine's queue, comes. Then nothing changes any more.
         idle = 0

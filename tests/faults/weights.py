@@ -9,8 +9,8 @@ import sys
 from typing import Final
 
 from tests.faults.figures import Figures, exactly
-from tests.faults.process import ROOT, environment
 from tests.faults.sizes import Size
+from tests.support.process import ROOT, environment
 
 FUZZ: Final = ("tests/unit/test_weights_fuzz.py",)
 CONFIGURATIONS: Final = ("tests/numerics/test_config_keys.py", "tests/unit/test_weights_checkpoint.py")
@@ -20,10 +20,9 @@ async def r13_weights_are_data(size: Size) -> Figures:
     """Run the fuzz of headers, offsets, configurations and index files."""
     status, said = await _run(FUZZ, FERRUM_FUZZ_ROUNDS=size.weight_files)
     return Figures(
-        "R13",
         "Weight files are data",
-        (exactly("exit status of the fuzz", status, 0),),
-        {"files": size.weight_files, "said": said},
+        exactly("exit status of the fuzz", status, 0),
+        facts={"files": size.weight_files, "said": said},
     )
 
 
@@ -32,10 +31,9 @@ async def r24_a_configuration_is_honoured_or_refused(size: Size) -> Figures:
     what the configuration says."""
     status, said = await _run(CONFIGURATIONS, FERRUM_CONFIG_ROUNDS=size.configurations)
     return Figures(
-        "R24",
         "A configuration is honoured or refused",
-        (exactly("exit status of the tests", status, 0),),
-        {"configurations of several keys": size.configurations, "said": said},
+        exactly("exit status of the tests", status, 0),
+        facts={"configurations of several keys": size.configurations, "said": said},
     )
 
 

@@ -7,7 +7,6 @@ server's own packages, so that it runs where only wheels can be carried: `make f
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,14 +37,12 @@ from ferrum_rpc.engine.step import Pending
 from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.models.identity import IdentityConfig
 from ferrum_rpc.sampling.masks import Masks, RowMask, forbid
-from tests.checkpoints import FAMILIES, make_checkpoint, make_model
-from tests.identity_oracle import identity_logits
-from tests.numerics.harness import reference_logits
+from tests.support.checkpoints import FAMILIES, make_checkpoint, make_model
+from tests.support.harness import reference_logits
+from tests.support.identity_oracle import identity_logits
+from tests.support.rows import answered
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 ALL = OutputSpec(Positions.ALL, FullLogits())
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, 256, 90)]
@@ -56,17 +53,10 @@ def span(sequence: int, tokens: list[int], start: int) -> Span:
 
 
 def rows(runner: TorchRunner, *spans: Span) -> list[np.ndarray]:
-    with runner.context():
-        outcomes = runner.forward(Step(tuple(spans))).outcomes
-    answers = []
-    for outcome in outcomes:
-        assert isinstance(outcome, SpanResult) and outcome.rows is not None
-        first = outcome.rows.first
-        answers.append(outcome.rows.block["logits"][first : first + outcome.rows.count])
-    return answers
+    return [columns["logits"] for columns in answered(runner, *spans)]
 
 
-def test_identity_on_the_device_is_the_formula() -> None:
+def test_identity_on_the_device_is_the_formula():
     runner = build_runner(ModelSettings(path="identity", device="cuda", kv_blocks=64, block_size=4))
     assert runner.device.kind == "cuda"
     [first] = rows(runner, span(1, TOKENS[:40], 0))
@@ -77,7 +67,7 @@ def test_identity_on_the_device_is_the_formula() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_families_on_the_device_against_float64(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_families_on_the_device_against_float64(tmp_path, family, dtype):
     window = {"sliding_window": 24} if family == "mistral" else {}
     path = make_checkpoint(tmp_path / family, family, dtype=dtype, **window)
     reference = make_model(family, **window).to(dtype)
@@ -96,7 +86,7 @@ def test_families_on_the_device_against_float64(tmp_path: Path, family: str, dty
     assert [len(each) for each in mixed] == [50, 1, 20]
 
 
-def test_a_failed_step_on_the_device_restores_what_it_overwrote() -> None:
+def test_a_failed_step_on_the_device_restores_what_it_overwrote():
     failing = False
 
     def stage(name: str) -> None:
@@ -114,7 +104,7 @@ def test_a_failed_step_on_the_device_restores_what_it_overwrote() -> None:
     assert (kept == twin).all()
 
 
-def test_greedy_on_the_device_takes_the_lowest_id_of_a_tie() -> None:
+def test_greedy_on_the_device_takes_the_lowest_id_of_a_tie():
     runner = build_runner(ModelSettings(path="identity", device="cuda", kv_blocks=64))
     with runner.context():
         greedy = Span(1, np.array([5], dtype=np.int32), 0, OutputSpec(Positions.LAST, Greedy()), create=True)
@@ -123,7 +113,7 @@ def test_greedy_on_the_device_takes_the_lowest_id_of_a_tie() -> None:
     assert outcome.rows.block["token_ids"][0] == identity_logits([5], [0], IdentityConfig())[0].argmax()
 
 
-def test_replayed_steps_answer_as_eager_ones(tmp_path: Path) -> None:
+def test_replayed_steps_answer_as_eager_ones(tmp_path):
     """Decode, verify and rollback of a decoder: its products round with the padded batch, hence a tolerance. No capture
     begins within a step, where torch would empty its caches and wait."""
     path = str(make_checkpoint(tmp_path / "qwen3", "qwen3"))
@@ -157,7 +147,7 @@ def test_replayed_steps_answer_as_eager_ones(tmp_path: Path) -> None:
     assert replaying.compute.graphs.recorded == captured
 
 
-def test_a_cache_in_fp8_stays_near_and_is_replayed_as_it_is_run(tmp_path: Path) -> None:
+def test_a_cache_in_fp8_stays_near_and_is_replayed_as_it_is_run(tmp_path):
     if torch.cuda.get_device_capability() < FP8_CAPABILITY:
         pytest.skip("no fp8 on this device")
     path = str(make_checkpoint(tmp_path / "qwen3", "qwen3"))
@@ -176,7 +166,7 @@ def test_a_cache_in_fp8_stays_near_and_is_replayed_as_it_is_run(tmp_path: Path) 
     replaying.check()
 
 
-def test_a_failed_replay_restores_what_it_overwrote() -> None:
+def test_a_failed_replay_restores_what_it_overwrote():
     failing = False
 
     def stage(name: str) -> None:
@@ -196,7 +186,7 @@ def test_a_failed_replay_restores_what_it_overwrote() -> None:
 
 
 @pytest.mark.parametrize("kind", [FullLogits(), Greedy(), Greedy(logprob=True), TopTokens(3), SelectedTokens((1, 5))])
-def test_a_step_that_is_begun_behind_another_answers_as_if_it_were_alone(kind: OutputKind) -> None:
+def test_a_step_that_is_begun_behind_another_answers_as_if_it_were_alone(kind):
     config = ModelSettings(path="identity", device="cuda", kv_blocks=64, block_size=4)
     overlapped, alone = build_runner(config), build_runner(replace(config, overlap="off"))
     choices = [dict(runner.device.choices) for runner in (overlapped, alone)]
@@ -222,7 +212,7 @@ def test_a_step_that_is_begun_behind_another_answers_as_if_it_were_alone(kind: O
             np.testing.assert_array_equal(column, two.rows.block[name])
 
 
-def test_nothing_in_begin_waits_for_the_device() -> None:
+def test_nothing_in_begin_waits_for_the_device():
     """Torch raises where the host would wait. Each step has rows of its own, an undo, and a copy of a shared block."""
     runner = build_runner(ModelSettings(path="identity", device="cuda", kv_blocks=64, block_size=4))
     rows(runner, span(1, TOKENS[:30], 0), span(2, TOKENS[:9], 0))
@@ -243,7 +233,7 @@ def test_nothing_in_begin_waits_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("family", [None, "qwen3"])
-def test_a_step_continues_runs_with_tokens_that_nobody_has_read(tmp_path: Path, family: str | None) -> None:
+def test_a_step_continues_runs_with_tokens_that_nobody_has_read(tmp_path, family):
     """Each is begun while the device has the one before, without waiting for it, and ends where a stop id says."""
     path = "identity" if family is None else str(make_checkpoint(tmp_path / family, family))
     config = ModelSettings(path=path, device="cuda", kv_blocks=64, block_size=4, dtype="float32")
@@ -299,7 +289,7 @@ def test_a_step_continues_runs_with_tokens_that_nobody_has_read(tmp_path: Path, 
     assert following.cache_state().free_blocks == following.kv.total_blocks
 
 
-def test_masks_on_the_device_are_those_of_the_host_and_nothing_waits() -> None:
+def test_masks_on_the_device_are_those_of_the_host_and_nothing_waits():
     rng = np.random.default_rng(1)
     logits, contents = torch.randn(5, 1000), [np.packbits(rng.random(1024) < 0.3).tobytes() for _ in range(3)]
     found = []
@@ -318,7 +308,7 @@ def test_masks_on_the_device_are_those_of_the_host_and_nothing_waits() -> None:
     assert torch.equal(*found) and torch.equal(found[0][1], logits[1])
 
 
-def test_blocks_come_back_from_the_second_tier(tmp_path: Path) -> None:
+def test_blocks_come_back_from_the_second_tier(tmp_path):
     """A prompt whose blocks had to give way is found in files, and answered as it was at first."""
     last = OutputSpec(Positions.LAST, FullLogits())
     prompt, other = np.array(TOKENS[:41], dtype=np.int32), np.array(TOKENS[41:85], dtype=np.int32)

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,9 +22,9 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Span, SpanResult, Step
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, StepFailed
-from tests.checkpoints import make_checkpoint
-from tests.faults.process import ROOT, environment, serving
-from tests.faults.waiting import until
+from tests.support.checkpoints import make_checkpoint
+from tests.support.process import ROOT, environment, serving
+from tests.support.waiting import until
 
 REHEARSAL = "FIRST_LIGHT_REHEARSAL" in os.environ
 DEVICE = "cpu" if REHEARSAL else "cuda"
@@ -42,7 +41,7 @@ END_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory) -> str:
     return str(make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", dtype=torch.bfloat16, **SHAPE))
 
 
@@ -57,7 +56,7 @@ async def use(target: str) -> None:
         await sequence.prefill(TOKENS[:40], Greedy())
 
 
-async def test_a_killed_engine_ends_its_server_and_gives_its_memory_back(folder: str) -> None:
+async def test_a_killed_engine_ends_its_server_and_gives_its_memory_back(folder):
     before, flags = device_bytes(), ("--device", DEVICE, "--engine", "process")
     async with serving(*flags, model=folder, fresh=True) as server, ExecutorClient(server.target) as client:
         sequence = client.sequence()
@@ -74,7 +73,7 @@ async def test_a_killed_engine_ends_its_server_and_gives_its_memory_back(folder:
         await use(again.target)
 
 
-def test_a_cache_that_the_memory_does_not_hold_ends_the_start_with_the_option(folder: str) -> None:
+def test_a_cache_that_the_memory_does_not_hold_ends_the_start_with_the_option(folder):
     command = [sys.executable, "-m", "ferrum_rpc.cli", "serve", folder, "--device", DEVICE, "--log-format", "json"]
     command += ["--port", "0", "--kv-memory", "100TiB", "--max-sequences", "1000000000"]
     done = subprocess.run(
@@ -86,7 +85,7 @@ def test_a_cache_that_the_memory_does_not_hold_ends_the_start_with_the_option(fo
 
 
 @needs_cuda
-def test_a_step_without_memory_fails_alone(tmp_path: Path) -> None:
+def test_a_step_without_memory_fails_alone(tmp_path):
     """The cache leaves 300 MiB: a full step does not fit, is undone, and smaller ones go on."""
     shape = {"vocab_size": 131_072, "hidden_size": 1024, "intermediate_size": 8192, "max_position_embeddings": 8192}
     path = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, **shape)
@@ -112,7 +111,7 @@ def test_a_step_without_memory_fails_alone(tmp_path: Path) -> None:
     runner.close()
 
 
-async def test_masks_that_do_not_fit_the_vocabulary_are_refused_and_steps_go_on(folder: str) -> None:
+async def test_masks_that_do_not_fit_the_vocabulary_are_refused_and_steps_go_on(folder):
     flags = ("--device", DEVICE)
     async with serving(*flags, model=folder, fresh=True) as server, ExecutorClient(server.target) as client:
         vocabulary = SHAPE["vocab_size"]
@@ -129,7 +128,7 @@ async def test_masks_that_do_not_fit_the_vocabulary_are_refused_and_steps_go_on(
             assert (await sequence.decode(5, Sample(mask=mask, seed=1))).token == vocabulary - 1
 
 
-async def test_sigterm_under_load_answers_what_runs_and_ends_with_status_0(folder: str) -> None:
+async def test_sigterm_under_load_answers_what_runs_and_ends_with_status_0(folder):
     flags = ("--device", DEVICE, "--grace-s", "5")
     async with (
         serving(*flags, model=folder, fresh=True) as server,

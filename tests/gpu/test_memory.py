@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,18 +10,15 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import OutputSpec, Positions, Sample, Span, SpanResult, Step
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.size import CUDA_RESERVE, LargestStep
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LARGEST = LargestStep()
 SHAPE = {"vocab_size": 131_072, "hidden_size": 1024, "intermediate_size": 8192, "max_position_embeddings": 8192}
 
 
-def test_the_largest_step_fits_beside_a_cache_of_all_that_is_left(tmp_path: Path) -> None:
+def test_the_largest_step_fits_beside_a_cache_of_all_that_is_left(tmp_path):
     """A full step, and all rows that are sampled at once, by top-p; then the same again."""
     folder = make_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, **SHAPE)
     config = ModelSettings(str(folder), device="cuda", dtype="bfloat16", max_sequences=1 << 20)

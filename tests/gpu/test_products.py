@@ -8,10 +8,7 @@ import torch.nn.functional as F
 
 from ferrum_rpc.engine.assembly.choose import fix_products
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 TERMS = 16384
 COLUMNS = 4096
@@ -19,7 +16,7 @@ COLUMNS = 4096
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_long_product_is_float64_rounded_once(dtype: torch.dtype, rows: int) -> None:
+def test_a_long_product_is_float64_rounded_once(dtype, rows):
     """Partial sums in ``dtype`` would change four elements of ten; sums in float32 one of a hundred at most."""
     fix_products()
     torch.manual_seed(0)
@@ -29,7 +26,7 @@ def test_a_long_product_is_float64_rounded_once(dtype: torch.dtype, rows: int) -
     assert (F.linear(x, weight) != exact).float().mean() < 0.05
 
 
-def test_float32_inputs_are_not_rounded_to_tf32() -> None:
+def test_float32_inputs_are_not_rounded_to_tf32():
     fix_products()
     torch.manual_seed(0)
     x, weight = torch.randn(8, 4096, device="cuda"), torch.randn(512, 4096, device="cuda")

@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import Greedy, OutputSpec, Positions, Sample, Span, SpanResult, Step
+from ferrum_rpc.core import Sample
 from ferrum_rpc.distributed import nccl, shared_memory
 from ferrum_rpc.distributed.group import Group, GroupAborted, sum_in_order
 from ferrum_rpc.distributed.staged import StagedGroup
@@ -30,7 +30,8 @@ from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.ranks.compute import RankedCompute
 from ferrum_rpc.errors import DeviceLost, StepFailed
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
+from tests.support.ranks import texts_of as texts
 
 DEVICES = torch.cuda.device_count()
 HERE = torch.cuda.is_available()
@@ -87,7 +88,7 @@ def parts_of(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 
 
 @KINDS
-def test_what_a_group_carries(kind: str) -> None:
+def test_what_a_group_carries(kind):
     with joined(kind) as groups:
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64):
             for shape in ((1,), (3, 17), (50, 1024), (0, 4)):
@@ -115,7 +116,7 @@ def test_what_a_group_carries(kind: str) -> None:
 
 
 @KINDS
-def test_who_waits_for_a_group_that_is_given_up_goes_on(kind: str) -> None:
+def test_who_waits_for_a_group_that_is_given_up_goes_on(kind):
     with joined(kind) as groups, ThreadPoolExecutor(1) as threads:
 
         def alone() -> None:
@@ -161,32 +162,16 @@ def running(checkpoint: Path, tensor: int, pipeline: int, **others: Any) -> Iter
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=4)
 
 
-def texts_of(runner: TorchRunner, steps: int, first: int = 0) -> list[list[int]]:
-    """A greedy sequence and one that is drawn."""
-    kinds = [Greedy(), Sample(seed=4, top_k=20, top_p=0.9)]
-    texts, fed = [[3, 1, 4, 1, 5, 9], [2, 7, 1]], [0, 0]
-    with runner.context():
-        for _ in range(steps):
-            spans = [
-                Span(first + s, np.array(text[at:], np.int32), at, OutputSpec(Positions.LAST, kind), create=at == 0)
-                for s, (text, at, kind) in enumerate(zip(texts, fed, kinds, strict=True))
-            ]
-            for s, outcome in enumerate(runner.forward(Step(tuple(spans))).outcomes):
-                assert isinstance(outcome, SpanResult) and outcome.rows is not None, outcome
-                fed[s] = len(texts[s])
-                texts[s].append(int(outcome.rows.block["token_ids"][outcome.rows.first]))
-    return texts
+texts_of = partial(texts, drawn=Sample(seed=4, top_k=20, top_p=0.9))
 
 
 @TRANSPORTS
 @pytest.mark.parametrize("cut", [(2, 1), (1, 2)], ids=["tensor", "pipeline"])
-def test_tokens_are_those_of_one_rank_and_a_failed_step_leaves_no_trace(
-    checkpoint: Path, cut: tuple[int, int], transport: Any
-) -> None:
+def test_tokens_are_those_of_one_rank_and_a_failed_step_leaves_no_trace(checkpoint, cut, transport):
     with running(checkpoint, 1, 1) as one:
         expected = texts_of(one, 24)
     with running(checkpoint, *cut, rank_transport=transport) as runner:
@@ -206,7 +191,7 @@ def test_tokens_are_those_of_one_rank_and_a_failed_step_leaves_no_trace(
 
 @TRANSPORTS
 @pytest.mark.parametrize("cut", [(2, 1), (1, 2)], ids=["tensor", "pipeline"])
-def test_a_rank_that_is_killed_is_lost_at_once(checkpoint: Path, cut: tuple[int, int], transport: Any) -> None:
+def test_a_rank_that_is_killed_is_lost_at_once(checkpoint, cut, transport):
     with running(checkpoint, *cut, rank_transport=transport) as runner:
         texts_of(runner, 3)
         assert isinstance(runner.compute, RankedCompute)
@@ -218,7 +203,7 @@ def test_a_rank_that_is_killed_is_lost_at_once(checkpoint: Path, cut: tuple[int,
         os.kill(runner.compute.others[0], signal.SIGKILL)
 
 
-def test_ranks_that_share_a_device_say_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_device_say_so(checkpoint, monkeypatch):
     """One of them is enough to try all else."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # of the other rank: this one sees what it saw
     with running(checkpoint, 2, 1) as runner:

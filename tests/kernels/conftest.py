@@ -13,7 +13,7 @@ import torch
 CUDA = torch.cuda.is_available()
 
 if find_spec("triton") is not None and not CUDA:
-    from tests.kernels.interpreter import interpret
+    from tests.support.interpreter import interpret
 
     interpret()
 

@@ -12,8 +12,8 @@ import torch
 
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.engine.cuda.graphs import CudaCapture
-from tests.kernels.fixtures import PagedModel
 from tests.kernels.test_step_graphs import graphed, same
+from tests.support.fixtures import PagedModel
 
 
 def main() -> int:

@@ -1,24 +1,14 @@
-"""The first steps compile what any later step launches: the kernels, and for which kinds of arguments.
-
-Triton compiles a kernel anew for other constants, other types and pointers that are not aligned to 16 bytes, and where
-an integer becomes 1 or a multiple of 16. Launches are noted here and not carried out.
-"""
+"""The first steps compile what any later step launches: the kernels, and for which kinds of arguments."""
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
-
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 from ferrum_rpc.attention.eight_bits import FP8
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
@@ -31,65 +21,18 @@ from ferrum_rpc.models.triton_lora import TritonLoras
 from ferrum_rpc.sampling.draw import PARAMS_DTYPE
 from ferrum_rpc.sampling.triton_sample import TritonSampler
 from ferrum_rpc.selection import Choice
-from tests.kernels.fixtures import BLOCK_SIZE, PagedModel
+from tests.kernels.launches import Launches
 from tests.kernels.test_triton_lora import ADAPTERS, MAX_RANK, load
+from tests.support.checkpoints import TINY
+from tests.support.fixtures import BLOCK_SIZE, PagedModel
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 0,
-}
-Variant = tuple[Any, ...]
-
-
-class Launches:
-    """The variants of kernels that were launched."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: set[Variant] = set()
-        for kind in (InterpretedFunction, JITFunction):
-            monkeypatch.setattr(kind, "run", self._note(kind))
-
-    def _note(self, kind: Any) -> Any:
-        def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> None:
-            del grid, warmup
-            given = getattr(kernel, "kwargs", {})
-            free, anywhere = (
-                set(given.get(name) or ()) for name in ("do_not_specialize", "do_not_specialize_on_alignment")
-            )
-            names = [*inspect.signature(kernel.fn).parameters]
-            key = [
-                (name, _kind_of(each, name in free, name in anywhere))
-                for name, each in zip(names, arguments, strict=False)
-            ]
-            self.seen.add((kernel.fn.__name__, *key, *sorted(constants.items())))
-
-        return run
-
-
-def _kind_of(argument: Any, free: bool, anywhere: bool) -> Any:
-    if isinstance(argument, Tensor):
-        return argument.dtype, anywhere or argument.data_ptr() % 16 == 0
-    if isinstance(argument, int) and not free:
-        return argument == 1, argument % 16 == 0
-    return type(argument)
+CONFIG = {**TINY, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}
+CONFIG |= {"vocab_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "head_dim": 16, "eos_token_id": 0}
 
 
 @pytest.fixture(params=[torch.bfloat16, FP8], ids=["bfloat16", "fp8"])
-def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[PagedModel, Launches]:
-    launches = Launches(monkeypatch)
+def world(request, monkeypatch) -> tuple[PagedModel, Launches]:
+    launches = Launches(monkeypatch, carried_out=False)
     spec, cpu = ModelSpec.from_config(CONFIG), torch.device("cpu")
     model = Decoder(spec, torch.bfloat16, cpu, ops=TritonFusedOps(spec.layers[0]))
     for name, shape in model.expected_tensors().items():
@@ -103,7 +46,7 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tu
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapters"])
-def test_no_later_step_compiles_a_kernel(world: tuple[PagedModel, Launches], adapted: bool) -> None:
+def test_no_later_step_compiles_a_kernel(world, adapted):
     model, launches = world
     loras = None
     if adapted:
@@ -114,7 +57,7 @@ def test_no_later_step_compiles_a_kernel(world: tuple[PagedModel, Launches], ada
         model.adapters = {sequence: 1 + sequence % len(ADAPTERS) for sequence in range(16)}
     with torch.inference_mode():
         run_first_steps(model.compute, BLOCK_SIZE, PREFILL_TOKENS // BLOCK_SIZE, loras)
-    compiled = set(launches.seen)
+    compiled = set(launches.variants)
     needed = {"add_norm_kernel", "gate_kernel", "attend_kernel", "merge_kernel", "sample_kernel"}
     assert {name for name, *_ in compiled} >= needed
     rng = np.random.default_rng(0)
@@ -133,4 +76,4 @@ def test_no_later_step_compiles_a_kernel(world: tuple[PagedModel, Launches], ada
         logits, params = torch.zeros(rows + 1, 61)[1:], np.zeros(rows, PARAMS_DTYPE)
         TritonSampler().draw(logits, params)
         TritonSampler().filtered(logits, params)
-    assert launches.seen - compiled == set()
+    assert launches.variants - compiled == set()

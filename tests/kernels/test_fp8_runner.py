@@ -9,19 +9,19 @@ import torch
 pytest.importorskip("triton")
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
+from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span
 from ferrum_rpc.engine.assembly import choose
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.wire.kv_stream import CacheLayout
+from tests.support.rows import answered
 
 TOKENS = np.arange(3, 33, dtype=np.int32)
 
 
 def logits(runner, start: int, end: int) -> np.ndarray:
     output = OutputSpec(Positions.ALL, FullLogits())
-    with runner.context():
-        [outcome] = runner.forward(Step((Span(1, TOKENS[start:end], start, output, create=start == 0),))).outcomes
-    return outcome.rows.block["logits"][: end - start]
+    [columns] = answered(runner, Span(1, TOKENS[start:end], start, output, create=start == 0))
+    return columns["logits"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there tests/gpu asks it")

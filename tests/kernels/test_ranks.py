@@ -11,7 +11,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import structlog
 import torch
@@ -20,7 +19,6 @@ pytest.importorskip("triton")
 
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import Greedy, OutputSpec, Positions, Sample, Span, SpanResult, Step
 from ferrum_rpc.distributed.gloo import GlooGroup
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.distributed.nccl import NcclGroup
@@ -37,17 +35,16 @@ from ferrum_rpc.engine.ranks.setup import Setup
 from ferrum_rpc.errors import DeviceLost, InvalidRequest, StepFailed
 from ferrum_rpc.models import decoder
 from ferrum_rpc.models.triton_lora import BoundStep, TritonLoras
-from tests.adapters import make_adapter
-from tests.checkpoints import make_checkpoint, make_model
-from tests.fake_async_device import ILLEGAL_ACCESS
-from tests.fake_nccl import use_fake_nccl
-from tests.kernels.fixtures import PlannedTorch
-from tests.kernels.rerun import Rerun
-from tests.ranks import World
+from tests.support.adapters import make_adapter
+from tests.support.checkpoints import make_checkpoint, make_model
+from tests.support.fake_async_device import ILLEGAL_ACCESS
+from tests.support.fake_nccl import use_fake_nccl
+from tests.support.fixtures import PlannedTorch
+from tests.support.ranks import World, texts_of
+from tests.support.rerun import Rerun
 
 CUTS = {"tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels take no tensors of a CPU")
-PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7]]
 SEQUENCES = 4
 ONE_AT_A_TIME = threading.RLock()
 
@@ -87,12 +84,12 @@ def logs() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=2)
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+def captures(monkeypatch) -> Captures:
     found = Captures()
     monkeypatch.setattr(select, "CudaCapture", found)
     monkeypatch.setattr(Setup, "recordable", True)
@@ -116,31 +113,6 @@ def settings_of(checkpoint: Path, cut: tuple[int, int] = (1, 1), **others: Any) 
     )
 
 
-def texts_of(runner: TorchRunner, steps: int, first: int = 0, adapters: tuple[int, ...] = (0, 0, 0)) -> list[list[int]]:
-    """Three sequences, of which one is drawn: their prompts, then a token a step."""
-    kinds = [Greedy(), Sample(seed=4, top_k=20), Greedy()]
-    texts = [[*prompt] for prompt in PROMPTS]
-    fed = [0] * len(texts)
-    with torch.inference_mode():
-        for _ in range(steps):
-            spans = [
-                Span(
-                    first + s,
-                    np.array(text[at:], np.int32),
-                    at,
-                    OutputSpec(Positions.LAST, kind),
-                    create=at == 0,
-                    adapter=adapter,
-                )
-                for s, (text, at, kind, adapter) in enumerate(zip(texts, fed, kinds, adapters, strict=True))
-            ]
-            for s, outcome in enumerate(runner.forward(Step(tuple(spans))).outcomes):
-                assert isinstance(outcome, SpanResult) and outcome.rows is not None, outcome
-                fed[s] = len(texts[s])
-                texts[s].append(int(outcome.rows.block["token_ids"][outcome.rows.first]))
-    return texts
-
-
 @pytest.mark.parametrize(
     ("cut", "backend", "steps"),
     [
@@ -149,15 +121,7 @@ def texts_of(runner: TorchRunner, steps: int, first: int = 0, adapters: tuple[in
     ],
     ids=[*CUTS, "tensor, kernels"],
 )
-def test_replayed_on_ranks_tokens_are_those_of_one(
-    *,
-    checkpoint: Path,
-    cut: tuple[int, int],
-    backend: Any,
-    steps: int,
-    captures: Captures,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_replayed_on_ranks_tokens_are_those_of_one(*, checkpoint, cut, backend, steps, captures, monkeypatch):
     expected = texts_of(build_runner(settings_of(checkpoint)), steps)
     monkeypatch.setattr(choose, "select_backend", lambda *_: ("planned", "asked for here", backend))
     with closing(World(settings_of(checkpoint, cut))) as world:
@@ -171,9 +135,7 @@ def test_replayed_on_ranks_tokens_are_those_of_one(
 
 @INTERPRETED
 @pytest.mark.parametrize("cut", [CUTS["tensor"], CUTS["pipeline"]], ids=["tensor", "pipeline"])
-def test_steps_with_adapters_are_replayed_on_ranks_too(
-    checkpoint: Path, cut: tuple[int, int], captures: Captures, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_steps_with_adapters_are_replayed_on_ranks_too(checkpoint, cut, captures, monkeypatch, tmp_path):
     """By the kernels, loaded after the recordings; one rank computes them by torch. A stage may have nothing of one."""
     model, steps = make_model("qwen3", num_hidden_layers=2), 4
     make_adapter(tmp_path / "all", model, r=3, size=2.0)
@@ -185,7 +147,9 @@ def test_steps_with_adapters_are_replayed_on_ranks_too(
             runner.open_adapter(number, name)
             while runner.read_adapter(number) is None:
                 pass
-        return [texts_of(runner, steps, 10 * n, each) for n, each in enumerate(((1, 0, 2), (0, 2, 0), (0, 0, 0)))]
+        return [
+            texts_of(runner, steps, 10 * n, adapters=each) for n, each in enumerate(((1, 0, 2), (0, 2, 0), (0, 0, 0)))
+        ]
 
     expected = texts(build_runner(settings_of(checkpoint, **adapted)))
     assert len({str(each) for each in expected}) == 3
@@ -203,67 +167,65 @@ def test_steps_with_adapters_are_replayed_on_ranks_too(
     assert [each.replays for each in captures.made] == [3 * (steps - 1)] * 2
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("cut", [(2, 1), (1, 2)], ids=["tensor", "pipeline"])
-def test_after_a_failed_step_all_ranks_record_anew(
-    checkpoint: Path, cut: tuple[int, int], victim: int, captures: Captures
-) -> None:
-    failing = False
+class Failing:
+    """A stage of a rank's steps that fails where it is told to."""
 
-    def stage(name: str) -> None:
-        if failing and name == "forward":
-            raise ValueError(name)
+    def __init__(self, error: Exception) -> None:
+        self.error, self.on = error, False
 
+    def __call__(self, name: str) -> None:
+        if self.on and name == "forward":
+            raise self.error
+
+    def world(self, settings: ModelSettings, victim: int) -> World:
+        return World(settings, *([self] if victim == 0 else [None, {victim: self}]))
+
+    def fail(self, runner: TorchRunner, wanted: type[Exception] = StepFailed, match: str = "") -> None:
+        """A step that does not end."""
+        self.on = True
+        with pytest.raises(wanted, match=match):
+            texts_of(runner, 1, first=10)
+
+
+@pytest.mark.parametrize(
+    ("cut", "victim", "nccl"),
+    [
+        *((CUTS[cut], victim, False) for cut in ("tensor", "pipeline") for victim in (0, 1)),
+        *((cut, 1, True) for cut in CUTS.values()),
+    ],
+    ids=str,
+)
+def test_after_a_failed_step_all_ranks_record_anew(*, checkpoint, cut, victim, nccl, captures, monkeypatch):
+    """By NCCL rows go by one group and what is told of them by another; both are made anew."""
+    if nccl:
+        use_fake_nccl(monkeypatch)
+        monkeypatch.setattr(placing, "choose_transport", lambda *_, **__: ("nccl", "gloo", "asked for here"))
+    failing, count = Failing(ValueError("forward")), cut[0] * cut[1]
     expected = texts_of(build_runner(settings_of(checkpoint)), 5)
-    with closing(World(settings_of(checkpoint, cut), *([stage] if victim == 0 else [None, {1: stage}]))) as world:
+    with closing(failing.world(settings_of(checkpoint, cut), victim)) as world:
+        assert not nccl or dict(world.runner.device.choices)["rank_transport=nccl"] == "asked for here"
         assert texts_of(world.runner, 5) == expected
-        failing = True
-        with pytest.raises(StepFailed):
-            texts_of(world.runner, 1, first=10)
-        failing = False
-        world.runner.check()
-        assert texts_of(world.runner, 5, first=20) == expected
-    old, new = captures.made[:2], captures.made[2:]
-    assert [each.replays for each in (*old, *new)] == [4] * 4
-    assert [each.recordings for each in new] == [len(buckets(SEQUENCES))] * 2
-
-
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_ranks_that_talk_as_by_nccl(
-    checkpoint: Path, cut: tuple[int, int], captures: Captures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows by one group and what is told of them by another, also when both were made anew."""
-    use_fake_nccl(monkeypatch)
-    monkeypatch.setattr(placing, "choose_transport", lambda *_, **__: ("nccl", "gloo", "asked for here"))
-    failing = False
-
-    def stage(name: str) -> None:
-        if failing and name == "forward":
-            raise ValueError(name)
-
-    expected = texts_of(build_runner(settings_of(checkpoint)), 5)
-    with closing(World(settings_of(checkpoint, cut), stages={1: stage})) as world:
-        assert dict(world.runner.device.choices)["rank_transport=nccl"] == "asked for here"
-        assert texts_of(world.runner, 5) == expected
-        failing = True
-        with pytest.raises(StepFailed):
-            texts_of(world.runner, 1, first=10)
-        failing = False
+        failing.fail(world.runner)
+        failing.on = False
         world.runner.check()
         assert texts_of(world.runner, 5, first=20) == expected
         kinds = {type(group) for follower in world.followers for group in follower.groups.each()}  # type: ignore[union-attr]
-    assert kinds == ({NcclGroup, GlooGroup} if cut[0] > 1 else {NcclGroup})
+    if nccl:
+        assert kinds == ({NcclGroup, GlooGroup} if cut[0] > 1 else {NcclGroup})
+    old, new = captures.made[:count], captures.made[count:]
+    assert [each.replays for each in (*old, *new)] == [4] * 2 * count
+    assert [each.recordings for each in new] == [len(buckets(SEQUENCES))] * count
 
 
 @pytest.mark.parametrize(("cut", "victim"), [((2, 1), 0), ((1, 2), 1)], ids=["tensor", "pipeline"])
 def test_what_a_device_did_after_its_group_was_given_up_counts_for_nothing(
-    checkpoint: Path, cut: tuple[int, int], victim: int, captures: Captures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    checkpoint, cut, victim, captures, monkeypatch
+):
     """Nothing raises there until the device was waited for; by the rank that has the rows."""
     expected = texts_of(build_runner(settings_of(checkpoint)), 5)
     with closing(World(settings_of(checkpoint, cut))) as world:
         assert texts_of(world.runner, 3) == [text[:-2] for text in expected]
-        groups = [world.runner.compute._ranks.groups, world.followers[0].groups]  # type: ignore[attr-defined]
+        groups = [world.ranks.groups, world.followers[0].groups]
 
         def check() -> None:
             groups[victim].abort()
@@ -277,7 +239,7 @@ def test_what_a_device_did_after_its_group_was_given_up_counts_for_nothing(
 
 
 @pytest.mark.parametrize("which", [1, 2])
-def test_a_rank_that_cannot_record_ends_the_start(checkpoint: Path, which: int, captures: Captures) -> None:
+def test_a_rank_that_cannot_record_ends_the_start(checkpoint, which, captures):
     """Rank 0 or another, after one recording of each."""
     captures.fails = which
     with pytest.raises(InvalidRequest, match=r"could not be captured \(ValueError: no\).*--cuda-graphs off") as refusal:
@@ -287,9 +249,7 @@ def test_a_rank_that_cannot_record_ends_the_start(checkpoint: Path, which: int, 
 
 @pytest.mark.parametrize("graphs", ["auto", "off"])
 @pytest.mark.parametrize("cut", [CUTS["tensor"], CUTS["pipeline"]], ids=["tensor", "pipeline"])
-def test_the_first_steps_run_on_all_ranks_before_anything_is_recorded(
-    checkpoint: Path, cut: tuple[int, int], graphs: Any, captures: Captures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_steps_run_on_all_ranks_before_anything_is_recorded(checkpoint, cut, graphs, captures, monkeypatch):
     """Also where nothing is recorded: what they compile is needed all the same."""
     ran: list[tuple[StagedCompute, int]] = []
     run = StagedCompute.run
@@ -313,70 +273,55 @@ def test_the_first_steps_run_on_all_ranks_before_anything_is_recorded(
     assert bool(captures.made) is (graphs == "auto")
 
 
-def test_steps_that_verify_drafts_are_recorded_on_all_ranks_on_request(checkpoint: Path, captures: Captures) -> None:
+def test_steps_that_verify_drafts_are_recorded_on_all_ranks_on_request(checkpoint, captures):
     with closing(World(settings_of(checkpoint, CUTS["tensor"], verify_tokens=3))) as world:
         [reason] = [why for name, why in world.runner.device.choices if name.startswith("cuda_graphs=")]
     assert f"verify steps of up to 3 tokens for each of {SEQUENCES}" in reason
     assert [each.recordings for each in captures.made] == [3 * len(buckets(SEQUENCES))] * 2
 
 
-def test_graphs_are_not_recorded_where_nobody_wants_them(checkpoint: Path, captures: Captures) -> None:
+def test_graphs_are_not_recorded_where_nobody_wants_them(checkpoint, captures):
     with closing(World(settings_of(checkpoint, CUTS["tensor"], cuda_graphs="off"))) as world:
         assert dict(world.runner.device.choices)["cuda_graphs=off"] == "requested"
     assert captures.made == []
 
 
-def test_a_rank_whose_device_is_lost_ends(
-    checkpoint: Path, captures: Captures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process would: its thread does."""
-    lost, run = False, Follower.run
+@pytest.fixture
+def quiet_followers(monkeypatch) -> None:
+    """Of a lost device a rank's process would end: its thread does."""
+    run = Follower.run
 
     def run_quietly(follower: Follower) -> None:
-        with suppress(torch.AcceleratorError):  # its process would end
+        with suppress(torch.AcceleratorError):
             run(follower)
 
     monkeypatch.setattr(Follower, "run", run_quietly)
 
-    def stage(name: str) -> None:
-        if lost and name == "forward":
-            raise torch.AcceleratorError("an illegal memory access")
 
-    world = World(settings_of(checkpoint, CUTS["tensor"]), stages={1: stage})
+@pytest.mark.usefixtures("captures", "quiet_followers")
+def test_a_rank_whose_device_is_lost_ends(checkpoint):
+    failing = Failing(torch.AcceleratorError("an illegal memory access"))
+    world = failing.world(settings_of(checkpoint, CUTS["tensor"]), 1)
     texts_of(world.runner, 2)
-    lost = True
-    with pytest.raises(DeviceLost, match="thread 1"):
-        texts_of(world.runner, 1, first=10)
+    failing.fail(world.runner, DeviceLost, "thread 1")
     world.runner.close()
 
 
+@pytest.mark.usefixtures("captures", "quiet_followers")
 @pytest.mark.parametrize("dies", [True, False])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_device_of_a_rank_decides_what_a_failed_step_was(
-    checkpoint: Path, victim: int, dies: bool, captures: Captures, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_of_a_rank_decides_what_a_failed_step_was(checkpoint, victim, dies, monkeypatch):
     """Triton's error has no class of its own. Each rank looks at its device when it restarts."""
-    failing, run = False, Follower.run
-
-    def run_quietly(follower: Follower) -> None:
-        with suppress(torch.AcceleratorError):  # its process would end
-            run(follower)
-
-    def stage(name: str) -> None:
-        if failing and name == "forward":
-            raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+    failing = Failing(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))
 
     def synchronize() -> None:
         of_rank_0 = threading.current_thread() is threading.main_thread()
-        if failing and dies and of_rank_0 == (victim == 0):
+        if failing.on and dies and of_rank_0 == (victim == 0):
             raise torch.AcceleratorError(ILLEGAL_ACCESS)
 
-    monkeypatch.setattr(Follower, "run", run_quietly)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    world = World(settings_of(checkpoint, CUTS["tensor"]), *([stage] if victim == 0 else [None, {1: stage}]))
+    world = failing.world(settings_of(checkpoint, CUTS["tensor"]), victim)
     texts_of(world.runner, 2)
-    failing = True
-    with pytest.raises(DeviceLost if dies else StepFailed):
-        texts_of(world.runner, 1, first=10)
+    failing.fail(world.runner, DeviceLost if dies else StepFailed)
     world.runner.close()

@@ -16,34 +16,30 @@ def integers(*values: int, kind: type = np.int32) -> np.ndarray:
     return np.array(values, dtype=kind)
 
 
-def test_sections_arrive_in_their_types_each_at_a_border(device):
+@pytest.fixture
+def opened(device):
+    """A staging buffer and the sections of `LAYOUT`."""
     staging = Staging(device)
-    sections = staging.open(LAYOUT)
-    tables = integers(*range(40))
-    staging.send(LAYOUT, [integers(1, 1 << 40, 3, kind=np.int64), integers(4, 5), integers(), tables])
+    return staging, staging.open(LAYOUT)
+
+
+def test_sections_arrive_in_their_types_each_at_a_border(opened):
+    staging, sections = opened
+    staging.send(LAYOUT, [integers(1, 1 << 40, 3, kind=np.int64), integers(4, 5), integers(), integers(*range(40))])
     assert [each.tolist() for each in sections] == [[1, 1 << 40, 3], [4, 5, 0, 0, 0], [], list(range(40))]
     assert [each.dtype for each in sections] == [torch.int64, torch.int32, torch.int32, torch.int32]
     assert all(each.data_ptr() % BORDER == sections[0].data_ptr() % BORDER for each in sections if len(each))
 
 
-def test_narrow_integers_may_go_to_a_wide_section(device):
-    staging = Staging(device)
-    sections = staging.open(LAYOUT)
-    staging.send(LAYOUT, [integers(7, 8), integers(), integers(), integers()])
-    assert sections[0].tolist() == [7, 8, 0]
-
-
-def test_a_shorter_array_leaves_zeros_where_a_longer_one_was(device):
-    staging = Staging(device)
-    sections = staging.open(LAYOUT)
+def test_a_shorter_array_leaves_zeros_where_a_longer_one_was(opened):
+    staging, sections = opened
     staging.send(LAYOUT, [integers(9, 9, 9, kind=np.int64), integers(9, 9, 9, 9, 9), integers(), integers(9)])
-    staging.send(LAYOUT, [integers(1, kind=np.int64), integers(2), integers(), integers()])
+    staging.send(LAYOUT, [integers(1), integers(2), integers(), integers()])  # narrow ones fit into a wide section
     assert [each.tolist() for each in sections[:3]] == [[1, 0, 0], [2, 0, 0, 0, 0], []]
 
 
-def test_what_has_no_room_is_not_sent(device):
-    staging = Staging(device)
-    sections = staging.open(LAYOUT)
+def test_what_has_no_room_is_not_sent(opened):
+    staging, sections = opened
     staging.send(LAYOUT, [integers(1, 2, 3, kind=np.int64), integers(4), integers(), integers(5)])
     with pytest.raises(ValueError, match="section of 5"):
         staging.send(LAYOUT, [integers(7, kind=np.int64), integers(*range(6)), integers(), integers()])

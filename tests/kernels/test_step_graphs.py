@@ -20,8 +20,8 @@ pytest.importorskip("triton")
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.engine.compute import TokensBehind
 from ferrum_rpc.engine.cuda.graphs import CaptureFailed, CaptureRefused, CudaCapture, Graphs, GraphShape, buckets
-from tests.kernels.fixtures import PER_SEQUENCE, PagedModel, PlannedTorch
-from tests.kernels.rerun import Rerun
+from tests.support.fixtures import PER_SEQUENCE, PagedModel, PlannedTorch
+from tests.support.rerun import Rerun
 
 KERNELS = partial(TritonPagedAttention, processors=1)
 """No step here is long enough to be split: what is reserved for that is kept small."""
@@ -42,12 +42,12 @@ def graphed(backend, device, capture=None, waits_when=None, **limits) -> PagedMo
 
         world.model.forward = waits
     limits = {"max_spans": 8, "blocks_per_span": PER_SEQUENCE} | limits
-    world.failures = []
+    world.failures, world.capture = [], capture or Rerun()
     with torch.inference_mode():
         world.compute.graphs = Graphs(
             world.compute.run_layers,
             world.attention,
-            capture or Rerun(),
+            world.capture,
             device,
             on_failure=lambda shape, error: world.failures.append((shape, error)),
             **limits,
@@ -77,8 +77,9 @@ def test_replayed_steps_are_the_eager_ones_whatever_their_number_and_lengths(dev
     assert replayed.compute.graphs.recorded == [GraphShape(1, spans) for spans in (1, 8, 4, 2)]
 
 
-@BACKENDS
-@pytest.mark.parametrize("graphs", [True, False], ids=["replayed", "eager"])
+@pytest.mark.parametrize(
+    ("backend", "graphs"), [(KERNELS, True), (PlannedTorch, False)], ids=["kernels, replayed", "torch, eager"]
+)
 def test_tokens_that_the_step_before_chose_are_read_on_the_device(device, backend, graphs):
     """Of any rows of it, in any order; tokens from the host stand behind them."""
     world = graphed(backend, device) if graphs else PagedModel(backend, device)
@@ -97,13 +98,14 @@ def test_tokens_that_the_step_before_chose_are_read_on_the_device(device, backen
         assert torch.equal(found, known.step(*((each, [token]) for each, token in zip(sequences, ids, strict=True))))
         assert torch.equal(world.cached(), known.cached())
     if graphs:
-        assert world.compute.graphs._capture.replays == 4
+        assert world.capture.replays == 4
 
 
 @BACKENDS
 def test_a_verify_is_replayed_on_request_and_rolls_back_as_before(device, backend):
     replayed, eager = models(backend, device, max_spans=4, verify_tokens=5)
-    recordings = replayed.compute.graphs._capture.recordings
+    capture = replayed.capture
+    recordings = capture.recordings
     assert recordings == len(buckets(4)) * 5 == len(replayed.compute.graphs.recorded)
     random = np.random.default_rng(1)
     for step in range(4):
@@ -112,7 +114,6 @@ def test_a_verify_is_replayed_on_request_and_rolls_back_as_before(device, backen
                 world.truncate(sequence, world.lengths.get(sequence, 0) - (3 - min(step, 3) if step else 0))
         drafts = [random.integers(0, 64, 5) for _ in range(3)]
         same(replayed, eager, *enumerate(drafts))
-    capture = replayed.compute.graphs._capture
     assert (capture.recordings, capture.replays) == (recordings, 4)
 
 
@@ -140,7 +141,7 @@ def test_padding_goes_to_the_null_block_alone(device):
 @BACKENDS
 def test_what_fits_no_shape_runs_as_before(device, backend):
     replayed, eager = models(backend, device, max_spans=4, blocks_per_span=3, verify_tokens=2)
-    capture = replayed.compute.graphs._capture
+    capture = replayed.capture
     recordings = capture.recordings
     same(replayed, eager, *((sequence, [5] * (2 + sequence)) for sequence in range(3)))  # spans of their own lengths
     same(replayed, eager, *((sequence, [1]) for sequence in range(5)))  # too many

@@ -1,37 +1,36 @@
 """The paged attention kernels against attention written out in float64, over every kind of span, layer and split.
 
-Here and in `tests/kernels/cases.py` every slot that no sequence owns holds NaN: one read too many shows in the result.
+Here and in `tests/support/cases.py` every slot that no sequence owns holds NaN: one read too many shows in the result.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from ferrum_rpc.attention import triton_paged
+from ferrum_rpc.attention import triton_paged, triton_probe
 from ferrum_rpc.attention.eight_bits import FP8, SCALE_BYTES, to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
-from ferrum_rpc.attention.triton_plan import Multiprocessor, TileShape
+from ferrum_rpc.attention.triton_plan import Multiprocessor, SplitLimits, TileShape
+from ferrum_rpc.attention.triton_probe import probe
 from ferrum_rpc.core import AttentionSpec
-from tests.kernels.cases import LONG, MIX, SPECS, TOLERANCE, PagedStep, paged_step
+from ferrum_rpc.selection import Unsuited
+from tests.kernels.launches import Launches
+from tests.support.cases import LONG, MIX, SPECS, TOLERANCE, PagedStep, paged_step
 
 SMALL = AttentionSpec(4, 2, 16, 0.25)
 FINE = (TileShape(16, 16, 4, 3, 16, programs=3), TileShape(32, 16, 4, 3, 32))
 """Small tiles, so that short sequences have many and are split often."""
-
-TYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
 def kernels(step: PagedStep, processors: int | None = None, tiles: tuple[TileShape, ...] | None = None):
@@ -58,21 +57,37 @@ def test_every_kind_of_layer(device, name):
     assert step.error(attend(step)) <= TOLERANCE[torch.float32]
 
 
-@TYPES
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_every_type(device, dtype):
     step = paged_step(replace(SMALL, heads=8), MIX, device=device, dtype=dtype)
     assert step.error(attend(step)) <= TOLERANCE[dtype]
     assert attend(step).dtype == dtype
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(1, None), (8, 5.0), (16, None), (33, None), (33, 5.0), (None, 5.0)])
-def test_windows_and_caps_across_blocks_and_tiles(device, window, softcap):
-    step = paged_step(replace(SMALL, window=window, softcap=softcap), [*MIX, (61, 40)], device=device, block_size=8)
+GROUPS = {group: AttentionSpec(2 * group, 2, 16, 0.3) for group in (1, 4, 7, 20)}
+STEPS = {
+    "window of one": (replace(SMALL, window=1), [*MIX, (61, 40)], 8),
+    "window of a block": (replace(SMALL, window=16), [*MIX, (61, 40)], 8),
+    "window, cap": (replace(SMALL, window=33, softcap=5.0), [*MIX, (61, 40)], 8),
+    "cap": (replace(SMALL, softcap=5.0), [*MIX, (61, 40)], 8),
+    "blocks of 1": (SMALL, [(37, 1), (0, 33), (5, 3)], 1),
+    "blocks of 3": (SMALL, [(37, 1), (0, 33), (5, 3)], 3),
+    "blocks of 64": (SMALL, [(37, 1), (0, 33), (5, 3)], 64),
+    "long beside short": (SMALL, [(start // 10, -(-count // 10)) for start, count in LONG], 16),
+} | {f"group of {group}": (spec, [(20, 1), (3, 6), (0, 1), (40, 2)], 16) for group, spec in GROUPS.items()}
+"""Layer, spans, and tokens of a block."""
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_rows_across_blocks_and_tiles(device, name):
+    spec, spans, block_size = STEPS[name]
+    step = paged_step(spec, spans, device=device, block_size=block_size)
     assert step.error(attend(step, kernels(step, 8, FINE))) <= TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize(("which", "position"), [("keys", 0), ("values", 17), ("keys", 40)])
+@pytest.mark.parametrize(
+    ("which", "position", "fp8"), [("keys", 0, False), ("values", 17, False), ("values", 17, True), ("keys", 40, True)]
+)
 def test_what_is_no_number_in_an_owned_slot_shows(device, which, position, fp8):
     step = paged_step(SMALL, [(40, 1), (20, 1)], device=device)
     if fp8:
@@ -87,12 +102,6 @@ def test_what_is_no_number_in_an_owned_slot_shows(device, which, position, fp8):
     answer = attend(step, kernels(step, 8, FINE)).cpu()
     assert answer[0, 2:].isnan().all()
     assert torch.equal(answer[0, :2], clean[0, :2]) and torch.equal(answer[1], clean[1])
-
-
-@pytest.mark.parametrize("group", [1, 2, 4, 7, 8, 20])
-def test_group_sizes(device, group):
-    step = paged_step(AttentionSpec(2 * group, 2, 16, 0.3), [(20, 1), (3, 6), (0, 1), (40, 2)], device=device)
-    assert step.error(attend(step, kernels(step, 1, FINE))) <= TOLERANCE[torch.float32]
 
 
 def test_decode_verify_and_prefill_have_tiles_of_their_own(device):
@@ -123,19 +132,9 @@ def test_compiled_kernels_decide_how_many_programs_run_at_once(monkeypatch):
     monkeypatch.setattr(triton_paged, "_device_facts", lambda _: (8, 227 << 10, Multiprocessor(228 << 10, 2048)))
     layer = torch.zeros(9, 16, 2, 16)
     backend = TritonPagedAttention([SMALL, replace(SMALL, window=9)], [layer] * 2, [layer] * 2, tiles=FINE)
-    assert [tile.programs for tile in backend._tiles] == [3, 2]
-    assert [limits.wanted for limits in backend._limits] == [3 * 8 // 2, 2 * 8 // 2]
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
-def test_block_sizes(device, block_size):
-    step = paged_step(SMALL, [(37, 1), (0, 33), (5, 3)], device=device, block_size=block_size)
-    assert step.error(attend(step)) <= TOLERANCE[torch.float32]
-
-
-def test_few_long_sequences_beside_a_short_one(device):
-    step = paged_step(SMALL, [(start // 10, -(-count // 10)) for start, count in LONG], device=device)
-    assert step.error(attend(step, kernels(step, 8))) <= TOLERANCE[torch.float32]
+    reserved = [next(iter(backend.reserve(1, tokens, 1).launches.values()))[0] for tokens in (1, 9)]
+    assert [each.tile.programs for each in reserved] == [3, 2]
+    assert [each.items - 1 for each in reserved] == [SplitLimits(programs * 8 // 2).parts for programs in (3, 2)]
 
 
 @pytest.mark.parametrize(("dtype", "sinks"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
@@ -165,10 +164,7 @@ def test_where_blocks_lie_does_not_change_a_bit(device):
 
 @pytest.mark.parametrize(
     ("dtype", "dim", "block_size", "layer"),
-    [
-        (torch.bfloat16, 20, 3, {"window": 33, "softcap": 5.0}),
-        (torch.float16, 64, 16, {}),
-    ],
+    [(torch.bfloat16, 20, 3, {"window": 33, "softcap": 5.0}), (torch.float16, 64, 16, {})],
     ids=str,
 )
 def test_a_cache_in_fp8_is_read_as_torch_reads_it_wherever_it_lies(device, dtype, dim, block_size, layer):
@@ -188,31 +184,16 @@ def test_a_cache_in_fp8_is_read_as_torch_reads_it_wherever_it_lies(device, dtype
     assert 0.005 < changed.square().mean().sqrt() < 0.03 and changed.abs().max() < 0.25  # of values of unit variance
 
 
-@given(
-    spans=st.lists(st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 40))), min_size=1, max_size=5),
-    heads=st.sampled_from([(2, 2), (6, 2), (7, 1)]),
-    window=st.one_of(st.none(), st.integers(1, 50)),
-    softcap=st.sampled_from([None, 3.0]),
-    block_size=st.sampled_from([2, 5, 16]),
-    processors=st.sampled_from([1, 3, 12]),
-)
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_mix_of_spans(device, spans, heads, window, softcap, block_size, processors):  # noqa: PLR0917
-    spec = AttentionSpec(*heads, 24, 0.2, window, softcap)
-    step = paged_step(spec, spans, device=device, block_size=block_size)
-    assert step.error(attend(step, kernels(step, processors, FINE))) <= TOLERANCE[torch.float32]
-
-
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
 class Reserved:
     """A plan with fixed launches, as a captured graph has it, and what is sent to it."""
 
-    def __init__(self, backend: TritonPagedAttention, **room: int) -> None:
+    def __init__(self, backend: TritonPagedAttention, device: torch.device, **room: int) -> None:
         self.backend, self.room = backend, backend.reserve(**room)
         self.layout = Layout(tuple((np.int32, size) for size in self.room.sizes))
-        self.staging = Staging(backend._device)
+        self.staging = Staging(device)
         self.sections = self.staging.open(self.layout)
         self.plan = backend.bind(self.room, self.sections)
 
@@ -230,7 +211,7 @@ def test_a_reserved_plan_follows_the_step(device, tokens, processors):
         step = paged_step(spec, spans, device=device)
         backend = kernels(step, processors, FINE)
         if reserved is None:
-            reserved = Reserved(backend, spans=3, tokens=tokens, blocks=20)
+            reserved = Reserved(backend, device, spans=3, tokens=tokens, blocks=20)
         reserved.fill(step.geometry)
         assert step.error(backend.attend(0, step.query, reserved.plan)) <= TOLERANCE[torch.float32]
         if tokens == 1:  # then all spans have one tile shape: cut as they would be alone
@@ -240,7 +221,7 @@ def test_a_reserved_plan_follows_the_step(device, tokens, processors):
 
 def test_a_step_that_has_no_room_in_a_plan_leaves_it_as_it_was(device):
     step = paged_step(SMALL, [(20, 1), (3, 1)], device=device)
-    reserved = Reserved(kernels(step, 1), spans=2, tokens=1, blocks=3)
+    reserved = Reserved(kernels(step, 1), device, spans=2, tokens=1, blocks=3)
     reserved.fill(step.geometry)
     before = [each.clone() for each in reserved.sections]
     longer = BatchGeometry.build(16, [40], [1], [np.arange(1, 4, dtype=np.int32)])
@@ -277,12 +258,11 @@ def test_merges_have_a_program_for_each_split_row_and_where_nothing_is_split_non
     device, monkeypatch, tokens
 ):
     """Of a tile of 16 rows: a group of 2 for each token, of both KV heads."""
-    merges = Recorder(triton_paged.merge_kernel)
-    monkeypatch.setattr(triton_paged, "merge_kernel", merges)
+    launches = Launches(monkeypatch)
     for start, expected in ((0, []), (90, [(2 * tokens, 2, 1)])):
         step = paged_step(SMALL, [(start, tokens)], device=device)
         assert step.error(attend(step, kernels(step, 12, FINE))) <= TOLERANCE[torch.float32]
-        assert merges.grids == expected
+        assert [grid for name, grid in launches.made if name == "merge_kernel"] == expected
 
 
 def test_a_row_depends_on_its_neighbours_so_equal_bits_are_not_offered(device):
@@ -319,46 +299,52 @@ def test_an_empty_step_has_an_empty_answer(device):
     assert backend.attend(0, step.query[:0], backend.plan(empty)).shape == (0, 4, 16)
 
 
-class Recorder:
-    """Stands for a kernel and notes its grids, and what decides whether Triton compiles it anew."""
-
-    def __init__(self, kernel) -> None:
-        self.kernel = kernel
-        self.variants: set[tuple] = set()
-        self.grids: list[tuple[int, ...]] = []
-
-    def __getitem__(self, grid):
-        self.grids.append(grid)
-
-        def launch(*arguments, **constants):
-            facts = [
-                (each.dtype, each.data_ptr() % 16 == 0)
-                if isinstance(each, torch.Tensor)
-                else (type(each), each == 1, each % 16 == 0)
-                for each in arguments
-            ]
-            self.variants.add((*facts, *constants.items()))
-            return self.kernel[grid](*arguments, **constants)
-
-        return launch
-
-
 def test_after_a_warm_up_no_step_waits_for_a_compiler(device, monkeypatch):
-    recorders = [Recorder(getattr(triton_paged, name)) for name in ("attend_kernel", "merge_kernel")]
-    monkeypatch.setattr(triton_paged, "attend_kernel", recorders[0])
-    monkeypatch.setattr(triton_paged, "merge_kernel", recorders[1])
+    launches = Launches(monkeypatch)
     specs = [replace(SMALL, softcap=5.0), replace(SMALL, window=9)]
     layer = torch.zeros(9, 16, 2, 16, device=device)
     backend = TritonPagedAttention(specs, [layer] * 2, [layer] * 2, processors=12, tiles=FINE)
     backend.warm_up()
-    warm = [set(each.variants) for each in recorders]
-    assert [len(each) for each in warm] == [4, 2]
+    warm = set(launches.variants)
+    assert Counter(name for name, *_ in warm) == {"attend_kernel": 4, "merge_kernel": 2}
     for blocks in (5, 6):  # what follows the tables in a plan's buffer moves with them
         tables = [np.arange(1, 1 + blocks, dtype=np.int32)] * 2
         step = BatchGeometry.build(16, [blocks * 16 - 1, 0], [1, 9], tables)
         for index in range(2):
             backend.attend(index, torch.zeros(10, 4, 16, device=device), backend.plan(step))
-    assert [each.variants for each in recorders] == warm
+    assert launches.variants == warm
+
+
+# --- whether the kernels can be used: they are asked, and the answer is a reason that a person can act on -------------
+
+
+def test_layers_that_the_kernels_compute_right_have_no_reason_against(device):
+    specs = [SMALL, replace(SMALL, window=4096, softcap=30.0)]
+    assert probe(device, specs, torch.float32) is TritonPagedAttention
+
+
+def test_a_wrong_answer_is_a_reason(device, monkeypatch):
+    monkeypatch.setattr(triton_paged, "_exponent", lambda spec: (spec.scale, 0.0))
+    with pytest.raises(Unsuited, match="differs from float32"):
+        probe(device, [SMALL], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "reason"),
+    [(SMALL, torch.float64, "float64"), (replace(SMALL, head_dim=512), torch.float32, "512")],
+)
+def test_what_the_kernels_do_not_know_is_a_reason(device, spec, dtype, reason):
+    with pytest.raises(Unsuited, match=reason):
+        probe(device, [spec], dtype)
+
+
+def test_no_triton_is_a_reason(monkeypatch):
+    monkeypatch.setattr(triton_probe, "find_spec", lambda _: None)
+    with pytest.raises(Unsuited, match="triton is not installed"):
+        probe(torch.device("cuda"), [SMALL], torch.bfloat16)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -373,7 +359,7 @@ def test_a_captured_graph_follows_the_step():
     first = max(steps, key=lambda step: len(step.keys))
     query, (keys, values) = first.query.clone(), (first.keys.clone(), first.values.clone())
     backend = TritonPagedAttention([spec], [keys], [values])
-    reserved = Reserved(backend, spans=4, tokens=1, blocks=1000)
+    reserved = Reserved(backend, device, spans=4, tokens=1, blocks=1000)
     reserved.fill(first.geometry)
     backend.attend(0, query, reserved.plan)
     torch.cuda.synchronize()

@@ -24,10 +24,12 @@ from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.triton_lora import PROGRAMS, TritonLoras
 from ferrum_rpc.sampling.transfer import to_device
 from ferrum_rpc.selection import Unsuited
-from tests.checkpoints import make_model
-from tests.kernels.fixtures import PER_SEQUENCE, PagedModel, PlannedTorch
-from tests.kernels.rerun import Rerun
-from tests.numerics.harness import native
+from tests.kernels.launches import Launches
+from tests.support.checkpoints import make_model
+from tests.support.fixtures import PER_SEQUENCE, PagedModel, PlannedTorch
+from tests.support.harness import native
+from tests.support.inside import held_bytes
+from tests.support.rerun import Rerun
 
 MAX_RANK = 20
 ADAPTERS: dict[int, dict[str, int]] = {
@@ -49,16 +51,16 @@ def spec(family: str = "qwen3") -> ModelSpec:
     return ModelSpec.from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
 
 
+def adapter(loras: Loras, number: int) -> list[LowRank]:
+    ranks = [(module, ADAPTERS[number].get(module.rpartition(".")[2])) for module in loras.modules]
+    return [LowRank(module, rank, 0.5, module, module) for module, rank in ranks if rank]
+
+
 def load(loras: Loras, number: int, seed: int = 0) -> None:
-    ranks = ADAPTERS[number]
-    adapter = [
-        LowRank(module, rank, 0.5, module, module)
-        for module in loras.modules
-        if (rank := ranks.get(module.rpartition(".")[2]))
-    ]
-    loras.add(number, loras.changes(adapter))
+    changed = adapter(loras, number)
+    loras.add(number, loras.changes(changed))
     generator = torch.Generator().manual_seed(10 * seed + number)
-    for each in adapter:
+    for each in changed:
         size_out, size_in = loras.modules[each.module]
         a = torch.randn((each.rank, size_in), generator=generator) / size_in**0.5
         loras.put(number, each, a, torch.randn((size_out, each.rank), generator=generator))
@@ -110,11 +112,9 @@ def test_a_step_of_several_adapters_and_of_none_is_torchs(device, dtype, toleran
 def test_the_memory_of_an_adapter_is_what_was_announced(device):
     loras = TritonLoras(layout(spec()), torch.bfloat16, device, max_rank=MAX_RANK)
     load(loras, 2)
-    changes = [each.change for each in loras._adapters[2] if each is not None]
-    tensors = [loras._loaded[2].table, *(each._buffer for each in loras._adapters[2] if each is not None)]
-    assert loras.nbytes(changes) == sum(each.nbytes for each in tensors)
+    assert loras.nbytes(loras.changes(adapter(loras, 2))) == held_bytes(loras) > 0
     loras.drop(2)
-    assert len(loras) == 0 and not loras._loaded
+    assert len(loras) == held_bytes(loras) == 0
 
 
 @pytest.mark.parametrize("made", [TorchLoras, partial(TritonLoras, max_rank=MAX_RANK)], ids=["torch", "triton"])
@@ -131,18 +131,7 @@ def test_matrices_are_sent_without_waiting(device, made, monkeypatch):
 @pytest.mark.parametrize("spans", [[(1, 0, 1)], [(2, 0, 20)], MIXED], ids=str)
 def test_all_adapters_of_a_step_are_two_launches_for_each_product_that_any_changes(device, spans, monkeypatch):
     """Whatever their number, their ranks and their rows."""
-    launches = []
-
-    class Counted:
-        def __init__(self, name, kernel):
-            self.name, self.kernel = name, kernel
-
-        def __getitem__(self, grid):
-            launches.append(self.name)
-            return self.kernel[grid]
-
-    for name in ("shrink_kernel", "expand_kernel"):
-        monkeypatch.setattr(triton_lora, name, Counted(name, getattr(triton_lora, name)))
+    launches = Launches(monkeypatch)
     loras = TritonLoras(layout(spec()), torch.float32, device, max_rank=MAX_RANK)
     for number in ADAPTERS:
         load(loras, number)
@@ -152,7 +141,7 @@ def test_all_adapters_of_a_step_are_two_launches_for_each_product_that_any_chang
         before = y.clone()
         step.add(slot, x, y)
         changed += not torch.equal(y, before)
-    assert changed and launches == ["shrink_kernel", "expand_kernel"] * changed
+    assert changed and [name for name, _ in launches.made] == ["shrink_kernel", "expand_kernel"] * changed
 
 
 class Sections:

@@ -17,13 +17,15 @@ from ferrum_rpc.sampling.draw import PARAMS_DTYPE
 from ferrum_rpc.sampling.samplers import NativeSampler, TorchSampler
 from ferrum_rpc.sampling.triton_sample import TritonSampler
 from ferrum_rpc.sampling.vocab_parallel import select_sampler
+from tests.support.draws import any_draws, logits, spoiled
+from tests.support.harness import made_or_skip
 
 CPU = torch.device("cpu")
 ROWS = 24
 
 
 @pytest.fixture
-def blocks(device: torch.device) -> Iterator[None]:
+def blocks(device) -> Iterator[None]:
     """Blocks so small that short rows have several: the interpreter takes half a second for a row otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_sample, "AT_ONCE", 64)
@@ -32,47 +34,26 @@ def blocks(device: torch.device) -> Iterator[None]:
         yield
 
 
-def some_logits(rows: int, vocabulary: int) -> torch.Tensor:
-    """With ties at every border, steep rows, and rows of which half is forbidden."""
-    found = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 2
-    found[::3] = found[::3].round()
-    found[1::7] *= 20
-    found[2::7] = found[2::7].bfloat16().float()
-    found[5::11, ::2] = -torch.inf
-    found[6::13] = 0.25
-    return found
-
-
-def some_params(rows: int, vocabulary: int) -> np.ndarray:
-    rng, made = np.random.default_rng(vocabulary), np.zeros(rows, PARAMS_DTYPE)
-    made["seed"], made["position"] = rng.integers(0, 2**64, rows, dtype=np.uint64), np.arange(rows)
-    made["position"][1::2] += np.uint64(2**33 + 5)
-    made["temperature"] = rng.choice([0, 1e-30, 0.3, 1, 5], rows)
-    made["top_p"] = rng.choice([1, 0.95, 0.5, 1e-6, 0], rows)
-    made["min_p"] = rng.choice([0, 0.1, 1], rows, p=[0.7, 0.2, 0.1])
-    made["top_k"] = rng.choice([0, 1, 3, 50, vocabulary, 10**9], rows)
-    return made
+def some(rows: int, vocabulary: int) -> tuple[torch.Tensor, np.ndarray]:
+    """Logits, and what is drawn from them."""
+    return spoiled(logits(rows, vocabulary, vocabulary)), any_draws(rows, vocabulary, vocabulary)
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("vocabulary", [1, 2, 63, 64, 65, 150])
-def test_its_tokens_are_those_of_torch_and_of_c(device: torch.device, vocabulary: int) -> None:
-    rows, params = some_logits(ROWS, vocabulary), some_params(ROWS, vocabulary)
+@pytest.mark.parametrize("vocabulary", [1, 64, 65, 150])
+def test_its_tokens_are_those_of_torch_and_of_c(device, vocabulary):
+    rows, params = some(ROWS, vocabulary)
     found = TritonSampler().draw(rows.to(device), params).cpu()
     assert (found.dtype, found.shape) == (torch.int64, (ROWS,))
     borderline = device.type == "cuda"  # its exponentials differ in the last place
     assert (found != TorchSampler().draw(rows, params)).sum() <= borderline
-    try:
-        native = NativeSampler()
-    except OSError as error:
-        pytest.skip(f"no C kernels: {error}")
-    assert (found != native.draw(rows, params)).sum() <= borderline
+    assert (found != made_or_skip(NativeSampler).draw(rows, params)).sum() <= borderline
 
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("vocabulary", [1, 150])
-def test_it_keeps_what_torch_keeps(device: torch.device, vocabulary: int) -> None:
-    rows, params = some_logits(ROWS, vocabulary), some_params(ROWS, vocabulary)
+def test_it_keeps_what_torch_keeps(device, vocabulary):
+    rows, params = some(ROWS, vocabulary)
     weights, plain, mass = (each.cpu() for each in TritonSampler().filtered(rows.to(device), params))
     expected, sampled, _ = TorchSampler().filtered(rows, params)
     assert torch.equal(plain, sampled)
@@ -85,7 +66,7 @@ def test_it_keeps_what_torch_keeps(device: torch.device, vocabulary: int) -> Non
 @pytest.mark.usefixtures("blocks")
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
-def test_any_row_keeps_what_torch_keeps(data: st.DataObject) -> None:
+def test_any_row_keeps_what_torch_keeps(data):
     """Weights that are powers of two, so that sums are exact and the borders of both are the same: half of the cases
     have a border exactly between two tokens."""
     vocabulary = data.draw(st.integers(1, 90))
@@ -107,7 +88,7 @@ def test_any_row_keeps_what_torch_keeps(data: st.DataObject) -> None:
 
 
 @pytest.mark.usefixtures("blocks")
-def test_what_cannot_be_drawn_from_takes_the_arg_max(device: torch.device) -> None:
+def test_what_cannot_be_drawn_from_takes_the_arg_max(device):
     rows = torch.randn(7, 100, generator=torch.Generator().manual_seed(0))
     rows[0, 40] = rows[0, 20] = torch.inf
     rows[1, 30] = torch.nan
@@ -125,23 +106,24 @@ def test_what_cannot_be_drawn_from_takes_the_arg_max(device: torch.device) -> No
 
 
 @pytest.mark.usefixtures("blocks")
-def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
-    rows, params = some_logits(8, 97).to(device), some_params(8, 97)
+def test_a_row_does_not_depend_on_the_others(device):
+    rows, params = some(8, 97)
+    rows = rows.to(device)
     found = TritonSampler().draw(rows, params)
     for index in (0, 5, 7):  # rows of 97 logits do not begin at a multiple of 16 bytes
         assert TritonSampler().draw(rows[index : index + 1], params[index : index + 1]) == found[index]
     assert TritonSampler().draw(rows[:0], params[:0]).shape == (0,)
 
 
-def test_rows_longer_than_a_block_of_the_real_size(device: torch.device) -> None:
+def test_rows_longer_than_a_block_of_the_real_size(device):
     vocabulary = 5 * triton_sample.AT_ONCE + 5
-    rows, params = some_logits(3, vocabulary), np.zeros(3, PARAMS_DTYPE)
+    rows, params = some(3, vocabulary)[0], np.zeros(3, PARAMS_DTYPE)
     params["seed"], params["temperature"], params["top_k"], params["top_p"] = 3, 1, [0, 40, 900], 0.9
     assert torch.equal(TritonSampler().draw(rows.to(device), params).cpu(), TorchSampler().draw(rows, params))
 
 
 @pytest.mark.usefixtures("blocks")
-def test_it_is_chosen_where_it_agrees_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_chosen_where_it_agrees_with_torch(monkeypatch):
     monkeypatch.setattr(vocab_parallel, "PROBED_TOKENS", 40)
     name, reason, made = select_sampler(CPU, interpreted=True)
     assert (name, type(made)) == ("triton", TritonSampler) and "not sorted" in reason

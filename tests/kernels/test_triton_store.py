@@ -13,14 +13,12 @@ from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.native.triton_heads import CacheRows, place_heads
-from tests.poison import fill_slots
+from tests.support.poison import fill_slots
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (1, 80), (8, 192)])
 @pytest.mark.parametrize(
-    ("dtype", "cached"),
-    [(each, kept) for each in (torch.float32, torch.bfloat16) for kept in (each, FP8)],
-    ids=str,
+    ("dtype", "cached"), [(each, kept) for each in (torch.float32, torch.bfloat16) for kept in (each, FP8)], ids=str
 )
 def test_it_writes_what_the_torch_path_writes(device, heads, head_dim, dtype, cached):
     generator, specs = torch.Generator().manual_seed(0), [AttentionSpec(heads, heads, head_dim, 1.0)] * 2

@@ -16,14 +16,15 @@ pytest.importorskip("triton")
 from ferrum_rpc.attention import backend, triton_paged, varlen_prompts
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.attention.eight_bits import FP8
+from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.attention.triton_paged import TritonPagedAttention
 from ferrum_rpc.attention.varlen_prompts import VarlenAttention, check_prompts, select_prompts
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.selection import Choice, Unsuited
-from tests.kernels.cases import TOLERANCE, dense, paged_step
-from tests.kernels.fixtures import PagedModel
-from tests.kernels.test_layers import decoder
+from tests.kernels.test_triton_fused_ops import decoder
+from tests.support.cases import TOLERANCE, dense, paged_step
+from tests.support.fixtures import PagedModel
 
 SPEC = AttentionSpec(4, 2, 16, 0.25)
 BF16 = torch.bfloat16
@@ -176,5 +177,6 @@ def test_the_choice_of_attention_has_its_reason_and_one_that_is_requested_comput
     name, reason, factory = select_backend(GPU, [SPEC], BF16)
     assert name == backend.TRITON and reason.endswith("; whole prompts by FA9 (it was here)")
     layer = torch.zeros(2, 16, 2, 16, device=device)
-    assert factory([SPEC], [layer], [layer])._prompts is made
+    prompt = BatchGeometry.build(16, [0], [8], [np.ones(1, np.int32)])
+    assert len(factory([SPEC], [layer], [layer]).draft(prompt)[0].prompts) == 1
     assert select_backend(GPU, [SPEC], BF16, backend.TRITON) == (backend.TRITON, "requested", TritonPagedAttention)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.kv.pool import NULL_BLOCK, BlockPool, CacheCorrupt
+from tests.support.inside import free_list, references
 
 
 def ids(*blocks: int) -> np.ndarray:
@@ -27,6 +28,8 @@ def test_allocation_is_all_or_nothing():
     assert len(pool.allocate(4)) == 4
     assert pool.allocate(1) is None
     assert pool.allocate(0) == []
+    with pytest.raises(ValueError, match="-1"):
+        pool.allocate(-1)
 
 
 @pytest.mark.parametrize("order", [None, [3, 1, 4, 2]])
@@ -51,19 +54,6 @@ def test_a_pool_without_a_usable_block_is_refused(num_blocks):
         BlockPool(num_blocks)
 
 
-def test_a_negative_count_is_refused():
-    with pytest.raises(ValueError, match="-1"):
-        BlockPool(5).allocate(-1)
-
-
-def test_allocating_and_releasing_leaves_no_trace():
-    pool = BlockPool(9, [5, 3, 8, 1, 2, 7, 6, 4])
-    pool.allocate(2)
-    free = list(pool._free)
-    pool.release(pool.allocate(5))
-    assert pool._free == free
-
-
 def test_a_freed_block_is_the_next_one_out():
     pool = BlockPool(9)
     first, second, third = pool.allocate(3)
@@ -73,24 +63,16 @@ def test_a_freed_block_is_the_next_one_out():
     assert pool.allocate(2) == [third, first]
 
 
-def test_a_block_is_free_when_its_last_reference_goes():
-    pool = BlockPool(4)
-    (block,) = pool.allocate(1)
-    pool.acquire(ids(block))
-    pool.release([block])
-    assert pool.free_blocks == 2
-    pool.release([block])
-    assert pool.free_blocks == 3
-
-
-def test_only_the_single_holder_may_write():
+def test_a_block_is_its_single_holders_to_write_and_free_when_its_last_reference_goes():
     pool = BlockPool(4)
     (block,) = pool.allocate(1)
     assert pool.is_writable(block)
     pool.acquire(ids(block))
     assert not pool.is_writable(block)
-    pool.release(ids(block))
-    assert pool.is_writable(block)
+    pool.release([block])
+    assert pool.is_writable(block) and pool.free_blocks == 2
+    pool.release([block])
+    assert pool.free_blocks == 3
 
 
 def test_a_free_block_cannot_be_shared_or_released_and_nothing_changes_then():
@@ -100,27 +82,19 @@ def test_a_free_block_cannot_be_shared_or_released_and_nothing_changes_then():
         with pytest.raises(CacheCorrupt, match="a free block"):
             broken(ids(held[0], 4))
     assert pool.free_blocks == 2
-    assert pool._references.tolist() == [0, 1, 1, 0, 0]
-
-
-def test_check_passes_on_a_full_an_empty_and_a_shared_pool():
-    pool = BlockPool(4)
-    pool.check(np.zeros(4, np.int32))
-    blocks = pool.allocate(3)
-    pool.acquire(ids(blocks[1]))
-    pool.check(np.array([0, 1, 2, 1], np.int32))
+    assert references(pool).tolist() == [0, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (lambda pool: pool._free.append(0), "null block"),
-        (lambda pool: pool._references.__setitem__(0, 1), "null block"),
-        (lambda pool: pool._references.__setitem__(1, 2), "block 1 has 2 references and 1 holders"),
-        (lambda pool: pool._references.__setitem__(3, 1), "block 3 has 1 references and 0 holders"),
-        (lambda pool: pool._free.append(2), "block 2 has 1 references and is 1 times in the free list"),
-        (lambda pool: pool._free.append(4), "block 4 has 0 references and is 2 times in the free list"),
-        (lambda pool: pool._free.pop(), "block 3 has 0 references and is 0 times in the free list"),
+        (lambda pool: free_list(pool).append(0), "null block"),
+        (lambda pool: references(pool).__setitem__(0, 1), "null block"),
+        (lambda pool: references(pool).__setitem__(1, 2), "block 1 has 2 references and 1 holders"),
+        (lambda pool: references(pool).__setitem__(3, 1), "block 3 has 1 references and 0 holders"),
+        (lambda pool: free_list(pool).append(2), "block 2 has 1 references and is 1 times in the free list"),
+        (lambda pool: free_list(pool).append(4), "block 4 has 0 references and is 2 times in the free list"),
+        (lambda pool: free_list(pool).pop(), "block 3 has 0 references and is 0 times in the free list"),
     ],
 )
 def test_check_names_what_is_wrong(tamper, message):

@@ -45,8 +45,3 @@ def test_a_decode_costs_the_same_at_every_length():
 
 def test_a_decode_costs_the_same_with_every_number_of_live_sequences():
     assert ratio(cache(SHORT), cache(SHORT, others=10_000)) < 3
-
-
-def test_a_decode_is_far_below_its_share_of_a_step():
-    kv = cache(LONG)
-    assert min(decode(kv) for _ in range(60)) / 64 < 30e-6

@@ -7,18 +7,18 @@ import pytest
 from ferrum_rpc.core import PrefixUse
 from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.sequence import KvMisuse
-from tests.kv.kv_world import World, everything
+from tests.support.kv_world import World, everything
 
 SIZE = 4
 USE = PrefixUse()
 
 
-def world(usable: int) -> World:
+def world(usable: int, *, tier: bool = False) -> World:
     """In which all tokens are alike."""
-    return World(usable + 1, SIZE, alphabet=1)
+    return World(usable + 1, SIZE, alphabet=1, tier=tier)
 
 
-def test_the_block_that_was_released_longest_ago_goes_first_and_ends_before_beginnings() -> None:
+def test_the_block_that_was_released_longest_ago_goes_first_and_ends_before_beginnings():
     there = world(6)
     for sequence, salt in enumerate((b"older", b"newer")):
         there.write(sequence, 3 * SIZE, prefix=PrefixUse(salt))
@@ -34,11 +34,9 @@ def test_the_block_that_was_released_longest_ago_goes_first_and_ends_before_begi
 
 
 @pytest.mark.parametrize("ran", [False, True])
-def test_a_step_that_found_blocks_and_failed_leaves_no_trace(ran: bool) -> None:
+def test_a_step_that_found_blocks_and_failed_leaves_no_trace(ran):
     """From the middle of a block on: the one that is full in part comes back."""
-    there = world(12)
-    there.write(0, 3 * SIZE, prefix=USE)
-    there.write(1, SIZE + 1, prefix=USE)
+    there = world(12).wrote(0, 3 * SIZE, prefix=USE).wrote(1, SIZE + 1, prefix=USE)
     before = everything(there.kv)
     write = there.reserve(1, SIZE + 1, 3 * SIZE)
     assert write.reservation.cached == 2 * SIZE - 1
@@ -48,44 +46,31 @@ def test_a_step_that_found_blocks_and_failed_leaves_no_trace(ran: bool) -> None:
     assert everything(there.kv) == before
     there.check()
     write = there.reserve(1, SIZE + 1, 3 * SIZE)
-    there.run(write)
-    there.commit(write)
+    there.finish(write)
     assert there.blocks(1)[:3] == there.blocks(0) and there.kv.free_blocks == 12 - 5
     there.check()
 
 
-def test_where_the_rest_finds_no_room_nothing_is_taken() -> None:
-    there = world(6)
-    there.write(0, 2 * SIZE, prefix=USE)
+def test_where_the_rest_finds_no_room_nothing_is_taken():
+    there = world(6).wrote(0, 2 * SIZE, prefix=USE)
     there.release(0)
     there.write(1, 4 * SIZE)
-    before = everything(there.kv)
-    with pytest.raises(KvBlocksExhausted) as refusal:
+    with there.exhausted(3, 2):
         there.reserve(2, 0, 3 * SIZE, create=True, prefix=USE)
-    assert (refusal.value.number("needed_blocks"), refusal.value.number("free_blocks")) == (3, 2)
-    assert everything(there.kv) == before and there.kv.state().cached_blocks == 2
+    assert there.kv.state().cached_blocks == 2
     there.check()
 
 
-def test_a_promise_holds_where_its_sequence_goes_back_into_what_it_published() -> None:
+def test_a_promise_holds_where_its_sequence_goes_back_into_what_it_published():
     """Nobody else has those blocks: they are its own again, and need no copy from an empty pool."""
-    there = world(9)
-    there.write(0, 3 * SIZE, prefix=USE)
-    there.kv.ensure_capacity(0, 4 * SIZE)
-    there.write(0, 2)
-    there.write(1, there.kv.free_blocks * SIZE)
+    there = world(9).wrote(0, 3 * SIZE, prefix=USE).promised(0, 4 * SIZE).wrote(0, 2).full()
     there.truncate(0, 3 * SIZE - 1)
-    if there.kv.free_blocks:
-        there.write(2, there.kv.free_blocks * SIZE)
-    there.check()
-    there.write(0, 4 * SIZE)
-    there.check()
+    there.full().check()
+    there.wrote(0, 4 * SIZE).check()
 
 
-def test_what_was_promised_is_published_when_the_promise_ends() -> None:
-    there = world(12)
-    there.write(0, SIZE, ahead=2 * SIZE, prefix=USE)
-    there.write(0, 2 * SIZE)
+def test_what_was_promised_is_published_when_the_promise_ends():
+    there = world(12).wrote(0, SIZE, ahead=2 * SIZE, prefix=USE).wrote(0, 2 * SIZE)
     for sequence, blocks in ((1, 1), (2, 3)):
         write = there.reserve(sequence, 0, 3 * SIZE + 1, create=True, prefix=USE)
         assert write.reservation.cached == blocks * SIZE
@@ -94,23 +79,18 @@ def test_what_was_promised_is_published_when_the_promise_ends() -> None:
     there.check()
 
 
-def test_one_that_only_reads_publishes_nothing_and_a_fork_does_as_its_parent() -> None:
-    there = world(16)
-    there.write(0, 2 * SIZE, prefix=PrefixUse(publishes=False))
-    there.fork(0, 1)
-    there.write(1, SIZE)
-    assert there.kv.state().cached_blocks == 0
-    there.write(2, SIZE, prefix=USE)
-    there.fork(2, 3)
-    there.write(3, 2 * SIZE)
+def test_one_that_only_reads_publishes_nothing_and_a_fork_does_as_its_parent():
+    there = world(16).wrote(0, 2 * SIZE, prefix=PrefixUse(publishes=False)).forked(0, 1).wrote(1, SIZE)
+    assert len(there.kv.prefixes.published()) == 0
+    there.wrote(2, SIZE, prefix=USE).forked(2, 3).wrote(3, 2 * SIZE)
     for sequence in range(4):
         there.release(sequence)
     assert there.kv.state().cached_blocks == 3
     there.check()
 
 
-def test_what_the_tier_has_is_published_piece_by_piece_as_far_as_there_is_room() -> None:
-    there = World(7, SIZE, alphabet=1, tier=True)
+def test_what_the_tier_has_is_published_piece_by_piece_as_far_as_there_is_room():
+    there = world(6, tier=True)
     there.write(0, 5 * SIZE, prefix=USE)
     tokens = there.tokens[0]
     there.release(0)
@@ -133,12 +113,12 @@ def test_what_the_tier_has_is_published_piece_by_piece_as_far_as_there_is_room()
     there.check()
 
 
-def test_blocks_of_the_pool_are_not_put_behind_those_of_the_tier() -> None:
+def test_blocks_of_the_pool_are_not_put_behind_those_of_the_tier():
     """The table would have them in the wrong order."""
-    there = World(9, SIZE, alphabet=1, tier=True)
+    there = world(8, tier=True)
     there.write(0, 3 * SIZE + 1, prefix=USE)
     first = there.blocks(0)[0]
-    content, hashed = there.content[there._block(first)].tobytes(), there.kv.prefixes.key_of(first)
+    content, hashed = there.content[there.block_slots(first)].tobytes(), there.kv.prefixes.key_of(first)
     there.truncate(0, 1)
     there.kv.ensure_capacity(0, 1)  # the first block is withdrawn, and those behind it are not
     there.write(0, 1)
@@ -154,9 +134,8 @@ def test_blocks_of_the_pool_are_not_put_behind_those_of_the_tier() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_sequence_that_went_back_finds_the_block_that_it_stands_in(shared: bool) -> None:
-    there = World(9, SIZE, alphabet=1)
-    there.write(0, 3 * SIZE, prefix=USE)
+def test_a_sequence_that_went_back_finds_the_block_that_it_stands_in(shared):
+    there = world(8).wrote(0, 3 * SIZE, prefix=USE)
     if shared:
         there.fork(0, 1)
     blocks = there.blocks(0)
@@ -168,20 +147,15 @@ def test_a_sequence_that_went_back_finds_the_block_that_it_stands_in(shared: boo
     assert everything(there.kv) == before
     write = there.reserve(0, SIZE + 1, 2 * SIZE)
     assert write.reservation.cached == 2 * SIZE - 1
-    there.run(write)
-    there.commit(write)
+    there.finish(write)
     assert there.blocks(0)[:3] == blocks
     there.check()
 
 
 @pytest.mark.parametrize("back", [0, 1])
-def test_what_a_fork_published_of_a_promise_takes_no_block_when_the_fork_is_gone(back: int) -> None:
+def test_what_a_fork_published_of_a_promise_takes_no_block_when_the_fork_is_gone(back):
     """The parent filled a block of its promise, and perhaps went back into it since."""
-    there = World(9, SIZE, alphabet=1)
-    there.write(0, SIZE, ahead=2 * SIZE, prefix=USE)
-    there.write(0, SIZE)
-    there.fork(0, 1)
-    there.write(1, SIZE)
+    there = world(8).wrote(0, SIZE, ahead=2 * SIZE, prefix=USE).wrote(0, SIZE).forked(0, 1).wrote(1, SIZE)
     if back:
         there.truncate(0, 2 * SIZE - back)
     there.release(1)
@@ -190,10 +164,8 @@ def test_what_a_fork_published_of_a_promise_takes_no_block_when_the_fork_is_gone
 
 
 @pytest.mark.parametrize("refused", [True, False])
-def test_a_fork_that_never_was_publishes_nothing_of_what_its_parent_was_promised(refused: bool) -> None:
-    there = World(5, SIZE, alphabet=1)
-    there.write(0, SIZE, ahead=SIZE, prefix=USE)
-    there.write(0, SIZE)
+def test_a_fork_that_never_was_publishes_nothing_of_what_its_parent_was_promised(refused):
+    there = world(4).wrote(0, SIZE, ahead=SIZE, prefix=USE).wrote(0, SIZE)
     before = everything(there.kv)
     if refused:
         with pytest.raises(KvBlocksExhausted):
@@ -205,16 +177,14 @@ def test_a_fork_that_never_was_publishes_nothing_of_what_its_parent_was_promised
 
 
 @pytest.mark.parametrize(("hog", "found"), [(3, 3), (5, 2), (6, 1), (7, 0)])
-def test_what_is_overwritten_after_a_roll_back_stays_findable_while_there_is_room(hog: int, found: int) -> None:
-    there = World(9, SIZE)
-    there.write(0, 3 * SIZE, prefix=USE)
+def test_what_is_overwritten_after_a_roll_back_stays_findable_while_there_is_room(hog, found):
+    there = World(9, SIZE).wrote(0, 3 * SIZE, prefix=USE)
     old, [first, *_] = list(there.tokens[0]), there.blocks(0)
     there.truncate(0, 2)
     there.write(1, hog * SIZE)
     before, free = everything(there.kv, ordered=False), there.kv.free_blocks
-    with pytest.raises(KvBlocksExhausted) as refusal:
+    with there.exhausted(8, free):
         there.reserve(0, 2, 8 * SIZE)
-    assert (refusal.value.number("needed_blocks"), refusal.value.number("free_blocks")) == (8, free)
     write = there.reserve(0, 2, 1)
     assert write.reservation.kept == (hog < 7) and (there.blocks(0) == [first]) is (hog == 7)
     there.run(write)
@@ -230,20 +200,17 @@ def test_what_is_overwritten_after_a_roll_back_stays_findable_while_there_is_roo
     there.rollback(write)
 
 
-def test_nothing_that_was_promised_or_is_needed_goes_into_a_copy() -> None:
-    there = World(9, SIZE)
-    there.write(0, 3 * SIZE, prefix=USE)
+def test_nothing_that_was_promised_or_is_needed_goes_into_a_copy():
+    there = World(9, SIZE).wrote(0, 3 * SIZE, prefix=USE)
     there.truncate(0, 2)
-    there.write(1, 1, ahead=3 * SIZE)
-    there.write(2, (there.kv.free_blocks - 1) * SIZE)
+    there.wrote(1, 1, ahead=3 * SIZE).full(free=1)
     write = there.reserve(0, 2, SIZE)
     assert write.reservation.kept == 0, "its second block takes the last one"
     there.rollback(write)
     there.kv.ensure_capacity(0, SIZE)
     write = there.reserve(0, 2, 1)
     assert (write.reservation.kept, write.reservation.spares_used) == (0, 0)
-    there.run(write)
-    there.commit(write)
+    there.finish(write)
     there.check()
 
 
@@ -260,11 +227,8 @@ def cached(there: World, use: PrefixUse, tokens: list[int]) -> int:
     return found
 
 
-def test_what_a_caller_imported_and_what_follows_is_found_by_that_caller_alone() -> None:
-    there = World(30, SIZE, alphabet=1)
-    there.write(0, 2 * SIZE, prefix=IMPORTED)
-    there.fork(0, 1)
-    there.write(1, SIZE)
+def test_what_a_caller_imported_and_what_follows_is_found_by_that_caller_alone():
+    there = world(29).wrote(0, 2 * SIZE, prefix=IMPORTED).forked(0, 1).wrote(1, SIZE)
     whole = there.tokens[1]
     for sequence in range(2):
         there.release(sequence)
@@ -275,18 +239,16 @@ def test_what_a_caller_imported_and_what_follows_is_found_by_that_caller_alone()
     there.write(3, 5 * SIZE, prefix=OTHER)
     assert there.cached == 3 * SIZE + (3 + 5) * SIZE, "the other caller computed all of it"
     there.write(4, 6 * SIZE, prefix=ONE)  # what was computed comes first
-    assert not there._made[there._contents[4][-1]][0] and there.kv.imported_from(4) is None
+    assert not there.made[there.contents[4][-1]][0] and there.kv.imported_from(4) is None
     assert cached(there, USE, there.tokens[4]) == 6 * SIZE
     with pytest.raises(KvMisuse):
         there.reserve(5, 0, 1, create=True, prefix=PrefixUse(imported_from=0))
 
 
-def test_a_sequence_is_for_everybody_again_without_what_was_imported() -> None:
-    there = World(30, SIZE)
-    there.write(0, 2 * SIZE, prefix=USE)
+def test_a_sequence_is_for_everybody_again_without_what_was_imported():
+    there = World(30, SIZE).wrote(0, 2 * SIZE, prefix=USE)
     write = there.reserve(1, 0, 4 * SIZE, create=True, prefix=IMPORTED, tokens=[*there.tokens[0], *range(90, 98)])
-    there.run(write)
-    there.commit(write)
+    there.finish(write)
     assert there.kv.imported_from(1) == 2 * SIZE, "what was there was not imported"
     there.truncate(1, 2 * SIZE + 1)
     there.write(1, 2 * SIZE)
@@ -299,12 +261,10 @@ def test_a_sequence_is_for_everybody_again_without_what_was_imported() -> None:
 
 
 @pytest.mark.parametrize("tier", [False, True])
-def test_a_step_that_found_what_was_imported_and_failed_leaves_no_trace(tier: bool) -> None:
-    there = World(13, SIZE, alphabet=1, tier=tier)
-    there.write(0, 2 * SIZE, prefix=USE)
+def test_a_step_that_found_what_was_imported_and_failed_leaves_no_trace(tier):
+    there = world(12, tier=tier).wrote(0, 2 * SIZE, prefix=USE)
     write = there.reserve(1, 0, 4 * SIZE, create=True, prefix=IMPORTED)
-    there.run(write)
-    there.commit(write)
+    there.finish(write)
     there.release(1)
     if tier:
         there.write(2, there.kv.free_blocks * SIZE)

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 
 from ferrum_rpc.kv import tiers
 from ferrum_rpc.kv.tiers import ABOUT, HEAD_BYTES, BlockFiles
-from ferrum_rpc.private_files import NotPrivateError
+from ferrum_rpc.private_files import NotPrivateError, PrivateFolder
 
 SIZE = 64
 WHOLE = HEAD_BYTES + SIZE
@@ -57,7 +57,7 @@ def names(folder: Path) -> set[str]:
     return {each.name for each in folder.iterdir()} - {"key"}
 
 
-def test_another_process_finds_what_one_has_left(tmp_path: Path) -> None:
+def test_another_process_finds_what_one_has_left(tmp_path):
     files = filled(tmp_path, 3)
     assert [files.read(hashed(number)) for number in range(4)] == [*map(content, range(3)), None]
     files.end([(3, hashed(3))], contents, 10)
@@ -70,7 +70,7 @@ def test_another_process_finds_what_one_has_left(tmp_path: Path) -> None:
     assert not names(tmp_path)
 
 
-def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
+def test_what_was_not_used_for_longest_goes_first(tmp_path):
     files, gone = filled(tmp_path, 3, blocks=3), list[bytes]()
     files.on_gone = gone.append
     assert files.read(hashed(0))
@@ -85,10 +85,6 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     assert len(fewer.hashes()) == len(names(tmp_path)) == 2
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 def flip(at: int) -> Callable[[Path], None]:
     def flip(path: Path) -> None:
         data = bytearray(path.read_bytes())
@@ -96,10 +92,6 @@ def flip(at: int) -> Callable[[Path], None]:
         path.write_bytes(data)
 
     return flip
-
-
-def of_another(path: Path) -> None:
-    path.write_bytes(path.with_name(hashed(1).hex()).read_bytes())
 
 
 def of_another_key(path: Path) -> None:
@@ -117,35 +109,25 @@ def of_one_caller(path: Path) -> None:
     path.with_name(key.hex()).rename(path)
 
 
-def longer(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
-def linked(path: Path) -> None:
-    path.rename(target := path.with_name("elsewhere"))
-    path.symlink_to(target)
-
-
-def a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def writable(path: Path) -> None:
-    path.chmod(0o620)
-
-
-HARM = (
-    *(os.unlink, cut, longer, of_another, of_another_key, of_one_caller, linked, a_pipe, writable),
-    *map(flip, (0, 8, 24, ABOUT.size, HEAD_BYTES - 1, HEAD_BYTES, -1)),
-)
+HARM: dict[str, Callable[[Path], object]] = {
+    "gone": os.unlink,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "of another": lambda path: path.write_bytes(path.with_name(hashed(1).hex()).read_bytes()),
+    "of another key": of_another_key,
+    "of one caller": of_one_caller,
+    "linked": lambda path: path.symlink_to(path.rename(path.with_name("elsewhere"))),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "writable": lambda path: path.chmod(0o620),
+    **{f"byte {at}": flip(at) for at in (0, 8, 24, ABOUT.size, HEAD_BYTES - 1, HEAD_BYTES, -1)},
+}
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_a_file_that_is_not_what_was_written_is_a_miss_and_goes(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+def test_a_file_that_is_not_what_was_written_is_a_miss_and_goes(tmp_path, harm):
     filled(tmp_path, 2).end([], contents, 10)
     files = opened(tmp_path)
-    harm(tmp_path / hashed(0).hex())
+    HARM[harm](tmp_path / hashed(0).hex())
     assert files.read(hashed(0)) is None
     assert files.read(hashed(1)) == content(1)
     assert hashed(0) not in files
@@ -155,7 +137,7 @@ def test_a_file_that_is_not_what_was_written_is_a_miss_and_goes(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("key", ["key", "new", "damaged"])
-def test_the_key_is_made_once_and_what_another_one_wrote_is_a_miss(tmp_path: Path, key: str) -> None:
+def test_the_key_is_made_once_and_what_another_one_wrote_is_a_miss(tmp_path, key):
     filled(tmp_path, 1).end([], contents, 10)
     secret = (tmp_path / "key").read_bytes()
     assert len(secret) == 32
@@ -164,7 +146,7 @@ def test_the_key_is_made_once_and_what_another_one_wrote_is_a_miss(tmp_path: Pat
     elif key == "damaged":
         os.truncate(tmp_path / "key", 31)
     with ThreadPoolExecutor() as pool:  # at one moment, as when one takes the place of the other
-        files = sorted(pool.map(opened, [tmp_path] * 4), key=lambda each: not each._alone)  # first who has the folder
+        files = [*pool.map(opened, [tmp_path] * 4)]
     assert ((tmp_path / "key").read_bytes() == secret) is (key == "key")
     assert [each.read(hashed(0)) for each in files] == [content(0) if key == "key" else None] * 4
     put(files[1], 1)
@@ -172,62 +154,48 @@ def test_the_key_is_made_once_and_what_another_one_wrote_is_a_miss(tmp_path: Pat
     assert opened(tmp_path).read(hashed(1)) == content(1), "they have the same key"
 
 
-def a_folder_for_all(folder: Path) -> None:
-    folder.chmod(0o770)
-
-
-def of_somebody_else(folder: Path) -> None:
-    os.chown(folder, 12345, -1)
-
-
-def elsewhere(folder: Path) -> None:
-    folder.rename(other := folder.with_name("other"))
-    folder.symlink_to(other)
-
-
-def a_key_for_all(folder: Path) -> None:
-    (folder / "key").chmod(0o640)
-
-
-def a_key_of_somebody_else(folder: Path) -> None:
-    os.chown(folder / "key", 12345, -1)
-
-
 def a_folder_for_a_key(folder: Path) -> None:
     (folder / "key").unlink()
     (folder / "key").mkdir()
 
 
-REFUSED = {
-    a_folder_for_all: r"others can write .*/tier, whose mode is 0770: chmod",
-    of_somebody_else: r"/tier belongs to user 12345, and this process is user 0",
-    elsewhere: "/tier is not a folder",
-    a_folder_for_a_key: "/key is not a regular file",
-    a_key_for_all: r"others can read or write .*/key, whose mode is 0640",
-    a_key_of_somebody_else: "/key belongs to user 12345",
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "for all": (lambda folder: folder.chmod(0o770), r"others can write .*/tier, whose mode is 0770: chmod"),
+    "of somebody else": (
+        lambda folder: os.chown(folder, 12345, -1),
+        r"/tier belongs to user 12345, and this process is user 0",
+    ),
+    "elsewhere": (lambda folder: folder.symlink_to(folder.rename(folder.with_name("other"))), "/tier is not a folder"),
+    "a folder for a key": (a_folder_for_a_key, "/key is not a regular file"),
+    "a key for all": (
+        lambda folder: (folder / "key").chmod(0o640),
+        r"others can read or write .*/key, whose mode is 0640",
+    ),
+    "a key of somebody else": (lambda folder: os.chown(folder / "key", 12345, -1), "/key belongs to user 12345"),
 }
 
 
 @pytest.mark.parametrize("harm", REFUSED)
-def test_a_folder_that_is_not_this_user_s_alone_is_refused(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+def test_a_folder_that_is_not_this_user_s_alone_is_refused(tmp_path, harm):
     filled(tmp_path / "tier", 1).end([], contents, 10)
     assert (tmp_path / "tier").stat().st_mode & 0o777 == 0o700
-    if "somebody" in harm.__name__ and os.geteuid():
+    if "somebody" in harm and os.geteuid():
         pytest.skip("only root gives files away")
-    harm(tmp_path / "tier")
-    with pytest.raises(OSError, match=REFUSED[harm]) as caught:
+    change, message = REFUSED[harm]
+    change(tmp_path / "tier")
+    with pytest.raises(OSError, match=message) as caught:
         opened(tmp_path / "tier")
     assert isinstance(caught.value, NotPrivateError)
 
 
-def test_what_an_earlier_version_left_goes(tmp_path: Path) -> None:
+def test_what_an_earlier_version_left_goes(tmp_path):
     head = Struct("<8s16sQI").pack(b"ferrumkv", hashed(0), SIZE, zlib.crc32(content(0)))
     (old := tmp_path / hashed(0).hex()).write_bytes(head + content(0))
     files = opened(tmp_path)
     assert files.read(hashed(0)) is None and not old.exists()
 
 
-def test_files_of_another_length_are_told_once_and_go(tmp_path: Path) -> None:
+def test_files_of_another_length_are_told_once_and_go(tmp_path):
     filled(tmp_path, 5).end([], contents, 10)
     for number, length in enumerate((0, SIZE, 200)):
         os.truncate(tmp_path / hashed(number).hex(), length)
@@ -240,7 +208,7 @@ def test_files_of_another_length_are_told_once_and_go(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 2
 
 
-def test_a_second_process_deletes_what_it_wrote_alone(tmp_path: Path) -> None:
+def test_a_second_process_deletes_what_it_wrote_alone(tmp_path):
     first = filled(tmp_path, 3)
     first.end([], contents, 10)
     first = opened(tmp_path)
@@ -258,7 +226,7 @@ def test_a_second_process_deletes_what_it_wrote_alone(tmp_path: Path) -> None:
     first.end([], contents, 10)
 
 
-def test_a_second_process_has_the_folder_when_the_first_has_ended(tmp_path: Path) -> None:
+def test_a_second_process_has_the_folder_when_the_first_has_ended(tmp_path):
     first = filled(tmp_path, 2)
     second = opened(tmp_path, blocks=4)
     first.end([(2, hashed(2))], contents, 10)
@@ -273,7 +241,7 @@ def test_a_second_process_has_the_folder_when_the_first_has_ended(tmp_path: Path
     assert not names(tmp_path)
 
 
-def test_what_is_no_block_is_left_alone(tmp_path: Path) -> None:
+def test_what_is_no_block_is_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "abcd").write_bytes(b"x")
     (tmp_path / "new.partial").write_bytes(b"another process is writing")
@@ -286,15 +254,15 @@ def test_what_is_no_block_is_left_alone(tmp_path: Path) -> None:
         BlockFiles(tmp_path, SIZE, SIZE)
 
 
-def test_a_slow_disk_loses_blocks_and_not_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_loses_blocks_and_not_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "WAITING_BYTES", 2 * SIZE)
-    held, write = threading.Event(), tiers._write
+    held, rename = threading.Event(), PrivateFolder.rename
 
-    def slow(*args: object) -> None:
+    def slow(folder: PrivateFolder, name: str, new: str) -> None:
         assert held.wait(10)
-        write(*args)  # type: ignore[arg-type]
+        rename(folder, name, new)
 
-    monkeypatch.setattr(tiers, "_write", slow)
+    monkeypatch.setattr(PrivateFolder, "rename", slow)
     files = opened(tmp_path)
     kept = [put(files, number) for number in range(4)]
     assert kept.count(False) >= 2
@@ -304,7 +272,7 @@ def test_a_slow_disk_loses_blocks_and_not_memory(tmp_path: Path, monkeypatch: py
     assert len(names(tmp_path)) == kept.count(True)
 
 
-def test_blocks_of_one_step_are_read_at_once_and_awaited_by_the_writer_alone(tmp_path: Path) -> None:
+def test_blocks_of_one_step_are_read_at_once_and_awaited_by_the_writer_alone(tmp_path):
     """Of those that are there none is read; a block may be read again before it has arrived."""
     files, arrived, asked = filled(tmp_path, 1), threading.Event(), list[list[int]]()
 
@@ -324,7 +292,7 @@ def test_blocks_of_one_step_are_read_at_once_and_awaited_by_the_writer_alone(tmp
     assert names(tmp_path) == {hashed(number).hex() for number in range(4)}
 
 
-def test_what_a_lost_device_had_is_missed_alone(tmp_path: Path) -> None:
+def test_what_a_lost_device_had_is_missed_alone(tmp_path):
     def lost() -> bytes:
         raise RuntimeError("an illegal memory access")
 
@@ -338,14 +306,12 @@ def test_what_a_lost_device_had_is_missed_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "action"), [(28, "make room there"), (2, "start the executor again"), (5, "see why")])
-def test_a_disk_that_fails_costs_the_blocks_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, action: str
-) -> None:
+def test_a_disk_that_fails_costs_the_blocks_alone(tmp_path, monkeypatch, code, action):
     def fails(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch, capture_logs() as logs:
-        patch.setattr(tiers, "_write", fails)
+        patch.setattr(PrivateFolder, "rename", fails)
         files = filled(tmp_path, 3)
         files.end([], contents, 10)
     [told] = logs

@@ -115,7 +115,7 @@ Histories.TestCase.settings = settings(max_examples=60, stateful_step_count=40, 
 TestHistories = Histories.TestCase
 
 
-def test_counts_are_kept_while_every_step_reads_them_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_kept_while_every_step_reads_them_and_no_longer(monkeypatch):
     """A decode step counts its own token; one without penalties ends that, and the next one counts anew."""
     history, calls = TokenHistory(), list[int]()
     monkeypatch.setattr(

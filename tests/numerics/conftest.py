@@ -3,16 +3,25 @@
 import pytest
 import torch
 
+from ferrum_rpc.native import library
 from ferrum_rpc.sampling.samplers import NativeSampler, Sampler, TorchSampler
+from tests.support.harness import made_or_skip
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(params=["torch", "native"], scope="session")
 def sampler(request: pytest.FixtureRequest) -> Sampler:
-    if request.param == "torch":
-        return TorchSampler()
-    try:
-        return NativeSampler()
-    except OSError as error:
-        pytest.skip(f"no kernels: {error}")
+    return TorchSampler() if request.param == "torch" else request.getfixturevalue("native")
+
+
+@pytest.fixture(scope="session")
+def native() -> NativeSampler:
+    return made_or_skip(NativeSampler)
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C library is not installed."""
+    monkeypatch.setattr(library, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(library, "load", library.load.__wrapped__)

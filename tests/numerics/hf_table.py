@@ -32,9 +32,9 @@ from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import ExecutorError, NotSupported
 from ferrum_rpc.models.hf.describe import describe
 from ferrum_rpc.models.spec import ModelSpec
-from tests.numerics.harness import error
-from tests.numerics.hf_families import FAMILIES, HEADS, NATIVE, TINY, UNSAFE, make_family, model_type
 from tests.numerics.test_hf_families import feed, plain_logits, settings
+from tests.support.harness import error
+from tests.support.hf_families import FAMILIES, HEADS, NATIVE, TINY, UNSAFE, make_family, model_type
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TINY_HEAD = HEADS["head_dim"]

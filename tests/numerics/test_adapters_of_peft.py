@@ -3,15 +3,14 @@ accelerate psutil`; this was seen with peft 0.21.2). Elsewhere `test_adapters` c
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.checkpoints import make_model
-from tests.numerics.harness import Executor, error, native, rounded_model
-from tests.numerics.test_adapters import TOKENS, load
+from tests.support.adapters import load_adapters
+from tests.support.checkpoints import make_model
+from tests.support.harness import TOKENS, Executor, error, native, rounded_model
 
 peft: Any = pytest.importorskip("peft")
 
@@ -28,17 +27,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "a regular expression": {"r": 5, "target_modules": r".*\.self_attn\.(q|k)_proj"},
     "one layer": {"r": 4, "target_modules": ["up_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
-    "without one": {
-        "r": 4,
-        "target_modules": ["q_proj", "up_proj"],
-        "exclude_modules": ["layers.0.mlp.up_proj"],
-    },
+    "without one": {"r": 4, "target_modules": ["q_proj", "up_proj"], "exclude_modules": ["layers.0.mlp.up_proj"]},
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_what_peft_computes(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_it_is_what_peft_computes(case, dtype, tmp_path):
     torch.manual_seed(1)
     config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **CASES[case])
     peft.get_peft_model(make_model("qwen3"), config).save_pretrained(tmp_path / "one")
@@ -56,7 +51,6 @@ def test_it_is_what_peft_computes(case: str, dtype: torch.dtype, tmp_path: Path)
     truth = logits(rounded_model("qwen3", dtype))
     theirs = logits(reference.to(dtype))
     _, loras = decoder.take_adapters(64)
-    load(tmp_path, loras)
-    executor = Executor(decoder, loras=loras)
-    executor.adapters[0] = 1
+    load_adapters(tmp_path, loras)
+    executor = Executor(decoder, loras=loras, adapters={0: 1})
     assert error(executor.run(TOKENS, [40]), truth) <= 2 * error(theirs, truth)

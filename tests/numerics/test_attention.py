@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from itertools import cycle, product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from ferrum_rpc.attention.backend import select_backend
+from ferrum_rpc.attention.eight_bits import SCALE_BYTES, row_width, to_rows
 from ferrum_rpc.attention.geometry import BatchGeometry
 from ferrum_rpc.attention.native_paged import SHORT, NativePagedAttention
 from ferrum_rpc.attention.tiles import TILE_ROWS, BandMask, MaskPattern
@@ -17,10 +19,9 @@ from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import CacheSpec, KvStore
-from ferrum_rpc.native import library
-from tests.kernels.cases import dense
-from tests.numerics.harness import check_geometry
-from tests.poison import fill_slots
+from tests.support.cases import MIX, dense, paged_step
+from tests.support.harness import check_geometry, made_or_skip, threads
+from tests.support.poison import fill_slots
 
 CPU = torch.device("cpu")
 
@@ -31,96 +32,66 @@ def backends(specs, store, dtype=torch.float32, sinks=()):
     """The torch path, and where it takes such a cache our kernel in every instruction set of this machine; with queries
     of ``dtype`` where the cache does not say."""
     yield TorchPagedAttention(specs, store.keys, store.values, dtype, sinks=sinks)
-    yield from isas(specs, store, dtype, sinks)
-
-
-def isas(specs, store, dtype=torch.float32, sinks=()):
-    """Of `backends` our kernels."""
     for isa in ISAS:
         with suppress(OSError):
             yield NativePagedAttention(specs, store.keys, store.values, isa, dtype, sinks=sinks)
 
 
-def compare(spec, spans, *, block_size=16, dtype=torch.float32, atol=2e-6, seed=0, device=CPU):
-    """Run ``spans`` (start, count) in one step over a poisoned store; compare every row with `dense`."""
-    rng = np.random.default_rng(seed)
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [-(-(start + count) // block_size) for start, count in spans]
-    blocks = sum(sizes) + 2
-    store = KvStore([CacheSpec(spec.kv_heads, spec.head_dim, dtype)], blocks, block_size, device)
-    fill_slots(store, torch.ones(blocks * block_size, dtype=torch.bool))
-    order = (1 + rng.permutation(blocks - 1)).astype(np.int32)
-    tables = np.split(order[: sum(sizes)], np.cumsum(sizes)[:-1])
-    geometry = BatchGeometry.build(block_size, [s for s, _ in spans], [n for _, n in spans], tables)
-    check_geometry(geometry)
-    content = []
-    for (start, count), table in zip(spans, tables, strict=True):
-        length = start + count
-        key, value = (
-            torch.randn(length, spec.kv_heads, spec.head_dim, generator=generator).to(dtype) for _ in range(2)
-        )
-        position = np.arange(length)
-        slots = torch.from_numpy(table[position // block_size].astype(np.int64) * block_size + position % block_size)
-        TorchPagedAttention([replace(spec, sinks=False)], store.keys, store.values).write(
-            0, slots.to(device), key.to(device), value.to(device)
-        )
-        content.append((key, value))
-    query = torch.randn(geometry.tokens, spec.heads, spec.head_dim, generator=generator).to(dtype)
-    sinks = 2 * torch.randn(spec.heads, generator=generator).to(dtype) if spec.sinks else None
-    for backend in backends([spec], store, sinks=[sinks]):
+def compare(spec, spans, *, atol=2e-6, **options):
+    """Run ``spans`` (start, count) in one step over a poisoned store; hold every row to `dense`."""
+    step = paged_step(spec, spans, **{"device": CPU} | options)
+    check_geometry(step.geometry)
+    store = SimpleNamespace(keys=[step.keys], values=[step.values])
+    for backend in backends([spec], store, step.query.dtype, [step.sinks]):
         for _ in range(2):  # the second time with warm scratch and masks
-            output = backend.attend(0, query.to(device), backend.plan(geometry)).cpu()
-        for span in range(len(spans)):
-            rows = slice(geometry.query_start[span], geometry.query_start[span + 1])
-            expected = dense(spec, query[rows], *content[span], sinks)
-            torch.testing.assert_close(output[rows].double(), expected, rtol=0, atol=atol)
+            output = backend.attend(0, step.query, backend.plan(step.geometry))
+        assert step.error(output) <= atol, backend.name
 
 
-HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
-MIX = [(0, 5), (37, 1), (0, 1), (16, 1), (15, 1), (31, 1), (30, 7), (16, 16), (0, 33), (100, 1)]
+LONG = [(0, 33), (0, 150), (3, 64), (61, 70), (200, 129), (130, 1)]
+TILES = [(0, 2 * TILE_ROWS + 9), (11, TILE_ROWS + 1), (700, TILE_ROWS)]
+SPLIT = [*MIX, (1100, 1), (600, 9), (5, TILE_ROWS + 30)]
+"""Also sequences that are split over several units."""
+
+SINGLE = [(start, 1) for start in np.random.default_rng(1).integers(0, 400, size=60)]
+"""Tokens that fill several groups."""
+
+BF16 = {"dtype": torch.bfloat16, "atol": 0.03}
+FP16 = {"dtype": torch.float16, "atol": 0.004}
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("window", [None, 1, 8, 16, 33])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_every_mix_of_spans(heads, window, softcap):
-    compare(AttentionSpec(*HEADS[heads], 16, 0.25, window, softcap), MIX)
+def layers(head_dim, scale, windows, softcaps=(None, 5.0)):
+    """All of these windows and caps. Numbers of heads and of KV heads take turns."""
+    heads = cycle(((4, 4), (4, 2), (4, 1)))
+    return [AttentionSpec(*next(heads), head_dim, scale, *each) for each in product(windows, softcaps)]
 
 
-@pytest.mark.parametrize("window", [None, 100, TILE_ROWS, 2 * TILE_ROWS + 5])
-def test_spans_longer_than_a_tile(window):
-    spec = AttentionSpec(2, 1, 8, 0.4, window)
-    compare(spec, [(0, 2 * TILE_ROWS + 9), (11, TILE_ROWS + 1), (700, TILE_ROWS)], block_size=32)
+STEPS = [
+    *((spec, MIX, {}) for spec in layers(16, 0.25, [None, 1, 8, 16, 33])),
+    *((spec, LONG, BF16) for spec in layers(32, 0.2, [None, 1, 40, 64, 150])),
+    *((spec, TILES, {"block_size": 32}) for spec in layers(8, 0.4, [100, TILE_ROWS, 2 * TILE_ROWS + 5], [None])),
+    *((spec, TILES, {"block_size": 32}) for spec in layers(8, 0.4, [None], [None, 3.0])),
+    # a cap that hardly bends, as of Gemma 2: its tanh is taken near 0, where what it is made of nearly cancels
+    (AttentionSpec(4, 2, 16, 0.25, 33, 50.0), MIX, {}),
+    (AttentionSpec(4, 2, 64, 0.125), SINGLE, {"block_size": 8}),
+    *((AttentionSpec(8, 2, 32, 0.2), MIX, rounded) for rounded in (BF16, FP16)),
+    *((AttentionSpec(8, 2, 16, 0.25, *each, sinks=True), SPLIT, {}) for each in [(None, None), (33, 5.0)]),
+    *((AttentionSpec(6, 2, 32, 0.2, window, sinks=True), [*LONG, (1100, 1), (0, 1)], BF16) for window in (None, 40)),
+]
+"""Layer, spans, and what else `compare` is to know."""
 
 
-def test_softcap_in_long_spans():
-    compare(AttentionSpec(2, 1, 8, 0.4, None, 3.0), [(0, TILE_ROWS + 30), (9, TILE_ROWS + 1)])
+@pytest.mark.parametrize(("spec", "spans", "options"), STEPS)
+def test_every_row_of_a_step(spec, spans, options):
+    compare(spec, spans, **options)
 
 
-def test_a_cap_that_hardly_bends_costs_no_accuracy():
-    """As of Gemma 2: its tanh is taken near 0, where what it is made of nearly cancels."""
-    spec = AttentionSpec(4, 2, 16, 0.25, 33, 50.0)
-    compare(spec, MIX)
-    assert select_backend(CPU, [spec], torch.float32)[0] == "native"
-
-
-def test_many_single_tokens_fill_several_groups():
-    spec = AttentionSpec(4, 2, 64, 0.125)
-    compare(spec, [(start, 1) for start in np.random.default_rng(1).integers(0, 400, size=60)], block_size=8)
-
-
-@pytest.mark.parametrize("window", [None, 33])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_sinks_in_every_mix_of_spans(window, softcap):
-    """And in sequences that are split over several units."""
-    spec = AttentionSpec(8, 2, 16, 0.25, window, softcap, sinks=True)
-    compare(spec, [*MIX, (1100, 1), (600, 9), (5, TILE_ROWS + 30)])
-
-
-@pytest.mark.parametrize("window", [None, 40])
-def test_sinks_in_sixteen_bits(window):
-    spec = AttentionSpec(6, 2, 32, 0.2, window, sinks=True)
-    compare(spec, [*LONG, (1100, 1), (0, 1)], dtype=torch.bfloat16, atol=0.03)
+@pytest.mark.parametrize(
+    ("head_dim", "block_size"), [(16, 1), (48, 5), (80, 64), (96, 1), (192, 5), (256, 64), (64, 5)]
+)
+def test_long_spans_of_any_head_and_block(head_dim, block_size):
+    spec = AttentionSpec(7, 1, head_dim, head_dim**-0.5)
+    compare(spec, [(0, 40), (90, 65)], block_size=block_size, **BF16)
 
 
 def test_sinks_that_are_not_what_the_layers_say_are_refused():
@@ -130,33 +101,6 @@ def test_sinks_that_are_not_what_the_layers_say_are_refused():
         for backend in (TorchPagedAttention, NativePagedAttention):
             with pytest.raises(ValueError, match=r"sinks|shorter"):
                 backend(specs, store.keys, store.values, sinks=sinks)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_backend_with_sinks_passes_its_probe(dtype):
-    assert select_backend(CPU, [AttentionSpec(4, 2, 32, 0.3, sinks=True)], dtype)[0] == "native"
-
-
-LONG = [(0, 33), (0, 150), (3, 64), (61, 70), (200, 129), (130, 1)]
-
-
-@pytest.mark.parametrize("window", [None, 1, 40, 64, 150])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("heads", HEADS)
-def test_long_spans_in_sixteen_bits(heads, window, softcap):
-    compare(AttentionSpec(*HEADS[heads], 32, 0.2, window, softcap), LONG, dtype=torch.bfloat16, atol=0.03)
-
-
-@pytest.mark.parametrize("head_dim", [16, 48, 80, 96, 192, 256])
-@pytest.mark.parametrize("block_size", [1, 5, 64])
-def test_long_spans_of_any_head_and_block(head_dim, block_size):
-    spec = AttentionSpec(7, 1, head_dim, head_dim**-0.5)
-    compare(spec, [(0, 40), (90, 65)], block_size=block_size, dtype=torch.bfloat16, atol=0.03)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bits(dtype):
-    compare(AttentionSpec(8, 2, 32, 0.2), MIX, dtype=dtype, atol=0.03 if dtype == torch.bfloat16 else 0.004)
 
 
 @pytest.mark.gpu
@@ -170,10 +114,6 @@ def test_the_same_code_is_the_reference_on_a_gpu(dtype, window, softcap):
     compare(spec, [(0, TILE_ROWS + 9), (11, TILE_ROWS + 1)], dtype=dtype, atol=0.05, device=torch.device("cuda"))
 
 
-def test_scale_is_the_specs():
-    compare(AttentionSpec(2, 2, 16, 1.7), MIX)
-
-
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_band_mask_is_what_its_definition_says(window):
     masks = BandMask(MaskPattern(window, True, torch.float32), CPU)
@@ -184,20 +124,6 @@ def test_a_band_mask_is_what_its_definition_says(window):
         if window is not None:
             visible &= column > position - window
         assert torch.equal(masks.view(rows, keys) == 0, visible)
-
-
-def test_layers_may_differ_in_their_window():
-    specs = [AttentionSpec(2, 1, 8, 0.3, window) for window in (None, 3)]
-    store = KvStore([CacheSpec(1, 8, torch.float32)] * 2, 9, 4, CPU)
-    geometry = BatchGeometry.build(4, [0], [20], [np.arange(1, 6, dtype=np.int32)])
-    key = torch.randn(20, 1, 8)
-    query = torch.randn(20, 2, 8)
-    backend = TorchPagedAttention(specs, store.keys, store.values)
-    plan = backend.plan(geometry)
-    for layer, spec in enumerate(specs):
-        backend.write(layer, torch.from_numpy(geometry.slots), key, key)
-        expected = dense(spec, query, key, key)
-        torch.testing.assert_close(backend.attend(layer, query, plan).double(), expected, rtol=0, atol=2e-6)
 
 
 MIXED = [
@@ -246,19 +172,13 @@ def test_layers_may_differ_in_heads_head_dim_and_dtype(dtypes):
     assert names[0] == "torch" and "native" in names
 
 
-def test_a_backend_is_chosen_for_layers_that_differ():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_our_kernel_passes_its_probe_for_layers_of_every_kind(dtype):
     specs = [spec for spec, _ in MIXED]
-    assert select_backend(CPU, specs, torch.float32)[0] == "native"
-    refused = [*specs, AttentionSpec(2, 1, 6, 0.3)]
-    name, reason, _ = select_backend(CPU, refused, torch.float32)
+    for others in ([], [AttentionSpec(4, 2, 32, 0.3, sinks=True)], [AttentionSpec(4, 2, 16, 0.25, 33, 50.0)]):
+        assert select_backend(CPU, [*specs, *others], dtype)[0] == "native"
+    name, reason, _ = select_backend(CPU, [*specs, AttentionSpec(2, 1, 6, 0.3)], dtype)
     assert name == "torch" and "heads of 6" in reason
-
-
-def test_geometry_refuses_what_cannot_be():
-    table = np.arange(1, 3, dtype=np.int32)
-    for starts, counts, tables in (([0], [0], [table]), ([-1], [2], [table]), ([0], [9], [table]), ([0], [1], [])):
-        with pytest.raises(ValueError, match=r"."):
-            BatchGeometry.build(4, starts, counts, tables)
 
 
 def test_an_empty_step_has_a_geometry():
@@ -281,7 +201,7 @@ def test_the_choice_of_a_backend_has_a_reason():
 def test_triton_is_not_for_a_cpu_unless_it_is_interpreted(monkeypatch):
     spec = AttentionSpec(2, 1, 16, 0.3)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(InvalidRequest, match="'triton' is not available"):
+    with pytest.raises(InvalidRequest, match=r"'triton' is not available: .*the kernels support CUDA, not cpu"):
         select_backend(CPU, [spec], torch.float32, "triton")
 
 
@@ -301,9 +221,8 @@ def test_a_cache_that_the_kernel_cannot_read_gets_the_torch_path_and_a_reason(sp
         select_backend(CPU, [spec], dtype, "native")
 
 
-def test_without_the_library_the_torch_path_runs_and_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(library, "PACKAGE", "no_such_package")
-    monkeypatch.setattr(library, "load", library.load.__wrapped__)
+@pytest.mark.usefixtures("no_library")
+def test_without_the_library_the_torch_path_runs_and_says_what_to_do():
     name, reason, _ = select_backend(CPU, [AttentionSpec(2, 1, 8, 0.3)], torch.float32)
     assert name == "torch" and "not installed" in reason and "compiler" in reason
 
@@ -312,22 +231,24 @@ def test_without_the_library_the_torch_path_runs_and_says_what_to_do(monkeypatch
 
 
 class Cache:
-    """A store of one layer with random content, and sequences of these lengths in it."""
+    """A store of one layer with random content, and sequences of these lengths in it. ``cached``: its type, where it is
+    not that of the queries."""
 
-    def __init__(self, lengths, *, spec, block_size=16, dtype=torch.bfloat16):
+    def __init__(self, lengths, *, spec, block_size=16, dtype=torch.bfloat16, cached=None):
         generator = torch.Generator().manual_seed(3)
         sizes = [-(-length // block_size) for length in lengths]
         blocks = sum(sizes) + 1
-        self.spec, self.block_size, self.dtype = spec, block_size, dtype
-        self.store = KvStore([CacheSpec(spec.kv_heads, spec.head_dim, dtype)], blocks, block_size, CPU)
-        shape = self.store.keys[0].shape
-        self.store.keys[0].copy_(torch.randn(shape, generator=generator))
-        self.store.values[0].copy_(torch.randn(shape, generator=generator))
+        self.spec, self.block_size, kept = spec, block_size, cached or dtype
+        layer = CacheSpec(spec.kv_heads, row_width(spec.head_dim, kept), kept)
+        self.store = KvStore([layer], blocks, block_size, CPU)
+        for tensor in (*self.store.keys, *self.store.values):
+            content = torch.randn((blocks, block_size, spec.kv_heads, spec.head_dim), generator=generator)
+            tensor.copy_(content if cached is None else to_rows(content, cached))
         order = 1 + np.random.default_rng(3).permutation(blocks - 1).astype(np.int32)
         self.tables = np.split(order, np.cumsum(sizes)[:-1])
         self.lengths = lengths
         self.queries = torch.randn((len(lengths), 64, spec.heads, spec.head_dim), generator=generator).to(dtype)
-        self.backend = NativePagedAttention([spec], self.store.keys, self.store.values)
+        self.backend = NativePagedAttention([spec], self.store.keys, self.store.values, dtype=dtype)
 
     def attend(self, sequences, counts):
         """The last ``counts`` tokens of these sequences in one step."""
@@ -342,32 +263,26 @@ class Cache:
 def test_an_answer_depends_on_neither_the_threads_nor_the_rest_of_the_batch(window):
     cache = Cache([1, 40, 513, 1100, 2000, 700], spec=AttentionSpec(8, 2, 32, 0.2, window))
     everybody, counts = range(6), [1, 3, 1, 1, 1, 40]
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
+    with threads(3):
         together = cache.attend(everybody, counts)
-        torch.set_num_threads(1)
+    with threads(1):
         again = cache.attend(everybody, counts)
-    finally:
-        torch.set_num_threads(before)
     for sequence, count in zip(everybody, counts, strict=True):
         assert torch.equal(together[sequence], again[sequence])
         assert torch.equal(together[sequence], cache.attend([sequence], [count])[sequence])
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avx2"])
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_long_span_may_be_cut_anywhere_and_have_any_neighbours(window, isa):
+@pytest.mark.parametrize(("window", "cached"), [(None, torch.bfloat16), (100, torch.bfloat16), (None, torch.int8)])
+def test_a_long_span_may_be_cut_anywhere_and_have_any_neighbours(window, cached, isa):
     """Bit for bit, as long as no piece is short. Where torch computes it, only the neighbours are of no account."""
     spec = AttentionSpec(8, 2, 64, 0.125, window)
-    store = KvStore([CacheSpec(2, 64, torch.bfloat16)], 80, 16, CPU)
+    store = KvStore([CacheSpec(2, row_width(64, cached), cached)], 80, 16, CPU)
     for tensor in (*store.keys, *store.values):
-        tensor.copy_(torch.randn(tensor.shape))
+        content = torch.randn(80, 16, 2, 64)
+        tensor.copy_(to_rows(content) if cached == torch.int8 else content)
     tables = np.split((1 + np.random.default_rng(0).permutation(79)).astype(np.int32), [32])
-    try:
-        backend = NativePagedAttention([spec], store.keys, store.values, isa)
-    except OSError as reason:
-        pytest.skip(str(reason))
+    backend = made_or_skip(lambda: NativePagedAttention([spec], store.keys, store.values, isa, torch.bfloat16))
     query = torch.randn(500, 8, 64).bfloat16()
 
     def attend(first, last, neighbour=0):
@@ -376,28 +291,13 @@ def test_a_long_span_may_be_cut_anywhere_and_have_any_neighbours(window, isa):
         rows = torch.cat([query[first:last], query[:neighbour]])
         return backend.attend(0, rows, backend.plan(geometry))[: last - first]
 
-    cuts, before = ((0, 133), (133, 300), (300, 333), (333, 500)), torch.get_num_threads()
+    cuts = (0, 133), (133, 300), (300, 333), (333, 500)
     whole = attend(0, 500)
     expected = whole if backend.takes_long_spans else torch.cat([attend(*each) for each in cuts])
     torch.testing.assert_close(expected, whole, rtol=0, atol=0.03)
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            for neighbour in (0, 1, 90):
-                pieces = [attend(*each, neighbour) for each in cuts]
-                assert torch.equal(torch.cat(pieces), expected)
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_large_scores_of_long_spans_neither_overflow_nor_lose_the_small_ones():
-    cache = Cache([64, 900], spec=AttentionSpec(2, 1, 16, 30.0))
-    oracle = TorchPagedAttention([cache.spec], cache.store.keys, cache.store.values)
-    geometry = BatchGeometry.build(16, [0, 836], [64, 64], cache.tables)
-    query = cache.queries.flatten(0, 1)
-    answer = cache.backend.attend(0, query, cache.backend.plan(geometry))
-    expected = oracle.attend(0, query, oracle.plan(geometry))
-    torch.testing.assert_close(answer.float(), expected.float(), rtol=0, atol=0.05)
+    for count, neighbour in product((1, 3), (0, 1, 90)):
+        with threads(count):
+            assert torch.equal(torch.cat([attend(*each, neighbour) for each in cuts]), expected)
 
 
 def test_short_and_long_spans_of_a_step_go_to_their_kernels_and_come_back_in_order():
@@ -411,37 +311,49 @@ def test_short_and_long_spans_of_a_step_go_to_their_kernels_and_come_back_in_ord
         torch.testing.assert_close(together[sequence], expected, rtol=0, atol=2e-6)
 
 
-def test_large_scores_neither_overflow_nor_lose_the_small_ones():
-    cache = Cache([100, 900], spec=AttentionSpec(2, 1, 16, 30.0), dtype=torch.float32)
+@pytest.mark.parametrize(("count", "dtype", "atol"), [(1, torch.float32, 1e-4), (64, torch.bfloat16, 0.05)])
+def test_large_scores_neither_overflow_nor_lose_the_small_ones(count, dtype, atol):
+    cache = Cache([100, 900], spec=AttentionSpec(2, 1, 16, 30.0), dtype=dtype)
     oracle = TorchPagedAttention([cache.spec], cache.store.keys, cache.store.values)
-    geometry = BatchGeometry.build(16, [99, 899], [1, 1], cache.tables)
-    query = cache.queries[:, 0]
+    geometry = BatchGeometry.build(16, [100 - count, 900 - count], [count] * 2, cache.tables)
+    query = cache.queries[:, :count].flatten(0, 1)
     answer = cache.backend.attend(0, query, cache.backend.plan(geometry))
-    torch.testing.assert_close(answer, oracle.attend(0, query, oracle.plan(geometry)), rtol=0, atol=1e-4)
+    torch.testing.assert_close(answer, oracle.attend(0, query, oracle.plan(geometry)), rtol=0, atol=atol)
 
 
 def poison(cache, tensor, position, head, value):
     """Put ``value`` into the slot of ``position`` of the cache's only sequence, of one KV head; what undoes it."""
-    block, offset = cache.tables[0][position // cache.block_size], position % cache.block_size
-    element = tensor[block, offset, head, 5]
-    before = element.clone()
-    element.fill_(value)
-    return lambda: element.copy_(before)
+    row = tensor[cache.tables[0][position // cache.block_size], position % cache.block_size, head]
+    place = row[-SCALE_BYTES:] if row.dtype == torch.int8 else row[5]
+    before = place.clone()
+    place.fill_(-1 if row.dtype == torch.int8 else value)  # a scale of which every bit is set
+    return lambda: place.copy_(before)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
-    ("dtype", "count"),
-    [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 1), (torch.bfloat16, 3), (torch.bfloat16, SHORT + 8)],
+    ("window", "softcap", "cached", "dtype", "count"),
+    [
+        (None, None, None, torch.float32, 1),
+        (None, 5.0, None, torch.float32, 3),
+        (20, None, None, torch.float32, 3),
+        (20, None, None, torch.bfloat16, 1),
+        (None, 5.0, None, torch.bfloat16, 3),
+        (20, None, None, torch.bfloat16, SHORT + 8),
+        (20, None, torch.int8, torch.float32, 1),
+        (20, None, torch.int8, torch.bfloat16, 3),
+        (20, None, torch.int8, torch.bfloat16, SHORT + 8),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (20, None), (None, 5.0)])
-def test_a_key_that_is_no_number_shows_in_every_row_that_sees_it_and_in_no_other(isa, dtype, window, softcap, count):
+def test_a_key_that_is_no_number_shows_in_every_row_that_sees_it_and_in_no_other(  # noqa: PLR0917
+    isa, window, softcap, cached, dtype, count
+):
     """Of a long span that torch computes it may show in all rows: torch multiplies what is masked by 0."""
     length, head = 70, 1
-    cache = Cache([length], spec=AttentionSpec(4, 2, 32, 0.2, window, softcap), dtype=dtype)
+    cache = Cache([length], spec=AttentionSpec(4, 2, 32, 0.2, window, softcap), dtype=dtype, cached=cached)
     with suppress(OSError):
-        cache.backend = NativePagedAttention([cache.spec], cache.store.keys, cache.store.values, isa)
+        cache.backend = NativePagedAttention([cache.spec], cache.store.keys, cache.store.values, isa, dtype)
     clean = cache.attend([0], [count])[0]
     rows = torch.arange(length - count, length)
     for position in range(length):
@@ -455,10 +367,13 @@ def test_a_key_that_is_no_number_shows_in_every_row_that_sees_it_and_in_no_other
         assert torch.equal(answer[:, :2], clean[:, :2])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("which", ["keys", "values"])
-@pytest.mark.parametrize("length", [1, 17, 1030])
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [(1, torch.float32), (17, torch.float32), (17, torch.bfloat16), (1030, torch.bfloat16)],
+    ids=str,
+)
 def test_what_is_not_finite_counts_as_in_the_definition(dtype, value, which, length):
     cache = Cache([length], spec=AttentionSpec(4, 2, 32, 0.2), dtype=dtype)
     slots = torch.from_numpy(cache.tables[0].astype(np.int64))

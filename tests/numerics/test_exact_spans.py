@@ -10,8 +10,8 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
-from tests.numerics.harness import CPU, Executor, native, rounded_model
 from tests.numerics.test_native_layers import decoder
+from tests.support.harness import CPU, Executor, native, rounded_model
 
 RNG = np.random.default_rng(11)
 PROMPT = RNG.integers(0, 250, size=70)

@@ -13,27 +13,13 @@ from ferrum_rpc.models.fused_ops import NATIVE, NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.rope import RopeSpec
 from ferrum_rpc.models.rotary import Rotary
-from ferrum_rpc.models.spec import ModelSpec
-from ferrum_rpc.native import library
-from tests import exact_rows
-from tests.checkpoints import TINY
-from tests.exact_rows import close
+from tests.support import exact_rows
+from tests.support.exact_rows import draw, model_of
 
 CPU = torch.device("cpu")
-MODEL = ModelSpec.from_config(
-    {**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
-    | {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 2}
-    | {"head_dim": 32, "num_hidden_layers": 1}
-)
+SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "num_key_value_heads": 2}
+MODEL = exact_rows.one_layer(**SIZES, head_dim=32)
 SPEC = MODEL.layers[0]
-
-
-def model(layer):
-    """Of one such layer."""
-    layer = replace(layer, mlp=replace(layer.mlp, hidden=layer.mixer.hidden))
-    return replace(MODEL, layers=(layer,), hidden_size=layer.mixer.hidden, norm=layer.norm)
-
-
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 
 
@@ -42,45 +28,6 @@ def every_way(dtype, spec=SPEC):
     for lanes in (16, 8, 4):
         with suppress(OSError):
             yield NativeFusedOps(spec, dtype, lanes)
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@TYPES
-@pytest.mark.parametrize("rows", [1, 3, 2000], ids=str)  # the last is shared out to threads
-def test_the_sum_is_kept_and_normed(dtype, rows):
-    weight, delta = draw(1, 96, seed=1), draw(rows, 96, dtype=dtype, seed=2)
-    for ops in every_way(dtype):
-        hidden = draw(rows, 96, dtype=dtype) * 3
-        total = hidden + delta
-        for each in (delta, None):
-            normed = ops.add_norm(hidden, each, weight)
-            assert torch.equal(hidden, total)
-            exact = total.double() * (total.double().square().mean(-1, keepdim=True) + SPEC.norm.eps).rsqrt()
-            close(normed, exact * weight.double())
-
-
-@TYPES
-@pytest.mark.parametrize("norms", [False, True], ids=["plain", "normed"])
-def test_queries_and_keys_are_normed_and_rotated_and_values_left_alone(dtype, norms):
-    positions = torch.tensor([0, 1, 500, 30_000])
-    rope = RopeSpec("yarn", factor=4.0, original_context=4096, attention_factor=1.2)
-    cos, sin = (each[0] for each in Rotary([rope], 32, CPU)(positions))
-    norm = draw(8, 32, seed=5) if norms else None
-    for ops in every_way(dtype):
-        qkv = draw(4, 10 * 32, dtype=dtype, seed=3)
-        heads = qkv.clone().view(4, 10, 32).double()
-        rotating = heads[:, :8]
-        if norm is not None:
-            rotating = rotating * (rotating.square().mean(-1, keepdim=True) + SPEC.norm.eps).rsqrt() * norm.double()
-        turned = torch.cat((-rotating[..., 16:], rotating[..., :16]), -1)
-        exact = rotating * cos.double() + turned * torch.cat((sin, sin), -1).double()
-        query, key, value = ops.heads(qkv, norm, cos, sin)
-        close(query, exact[:, :6])
-        close(key, exact[:, 6:])
-        assert torch.equal(value.double(), heads[:, 8:])
 
 
 @TYPES
@@ -102,8 +49,11 @@ def test_every_activation_of_the_kernels_is_tried():
 
 
 @TYPES
-@pytest.mark.parametrize("name", exact_rows.VARIANTS)
-def test_what_families_differ_in(dtype, name):
+@pytest.mark.parametrize(
+    ("name", "rows"), [*((each, 3) for each in exact_rows.VARIANTS), ("plain", 1), ("normed", 2000)]
+)
+def test_what_families_differ_in(dtype, name, rows):
+    """Also of so many rows that they are shared out to threads."""
     spec = exact_rows.variant(SPEC, name)
 
     def near(found, exact):  # in torch a gate's product is of two rounded numbers
@@ -111,7 +61,7 @@ def test_what_families_differ_in(dtype, name):
         torch.testing.assert_close(found.double(), exact, rtol=1.1 * eps if eps > 1e-3 else 32 * eps, atol=4e-6)
 
     for ops in every_way(dtype, spec):
-        exact_rows.check(ops, spec, draw, near, dtype)
+        exact_rows.check(ops, spec, dtype, rows, close_gate=near)
 
 
 def test_what_is_not_a_number_stays_none():
@@ -143,22 +93,20 @@ def test_what_is_not_a_number_stays_none():
     ids=["dtype", "activation", "width"],
 )
 def test_what_the_kernel_cannot_do_torch_does_and_the_reason_says_so(spec, dtype, why):
-    reason, ops = select_fused_ops(model(spec), dtype, CPU)
+    reason, ops = select_fused_ops(model_of(spec, MODEL), dtype, CPU)
     assert ops.name == "torch" and why in reason
 
 
 @TYPES
 @pytest.mark.parametrize("name", exact_rows.VARIANTS)
 def test_the_kernel_of_every_family_is_chosen(name, dtype):
-    reason, ops = select_fused_ops(model(exact_rows.variant(SPEC, name)), dtype, CPU)
+    reason, ops = select_fused_ops(model_of(exact_rows.variant(SPEC, name), MODEL), dtype, CPU)
     assert ops.name == "native", reason
 
 
-def test_the_kernel_is_chosen_where_it_is_built_and_torch_where_not(monkeypatch):
-    assert select_fused_ops(model(SPEC), torch.bfloat16, CPU)[1].name == "native"
-    monkeypatch.setattr(library, "PACKAGE", "no_such_package")
-    monkeypatch.setattr(library, "load", library.load.__wrapped__)
-    reason, ops = select_fused_ops(model(SPEC), torch.bfloat16, CPU)
+@pytest.mark.usefixtures("no_library")
+def test_torch_is_chosen_where_the_kernel_is_not_built():
+    reason, ops = select_fused_ops(MODEL, torch.bfloat16, CPU)
     assert ops.name == "torch" and "compiler" in reason
 
 
@@ -167,5 +115,5 @@ def test_the_kernel_is_chosen_where_it_is_built_and_torch_where_not(monkeypatch)
 def test_a_kernel_that_is_wrong_is_not_used(monkeypatch, name, factor):
     right = getattr(NativeFusedOps, name)
     monkeypatch.setattr(NativeFusedOps, name, lambda *arguments: right(*arguments) * factor)
-    reason, ops = select_fused_ops(model(SPEC), torch.bfloat16, CPU)
+    reason, ops = select_fused_ops(MODEL, torch.bfloat16, CPU)
     assert ops.name == "torch" and "differs from torch's" in reason

@@ -12,16 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
+from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.hf.describe import describe
-from tests.adapters import ALL as ALL_PROJECTIONS
-from tests.adapters import make_adapter, merge
-from tests.numerics.harness import error
-from tests.numerics.hf_families import ATTENTION_ALONE, FAMILIES, NATIVE, TINY, UNSAFE, make_family, model_type
+from tests.support.adapters import ALL as ALL_PROJECTIONS
+from tests.support.adapters import make_adapter, merge
+from tests.support.harness import error
+from tests.support.hf_families import ATTENTION_ALONE, FAMILIES, NATIVE, TINY, UNSAFE, make_family, model_type
+from tests.support.rows import answered
 
 TOKENS = np.random.default_rng(3).integers(3, TINY["vocab_size"], size=(3, 20)).astype(np.int32)
 STEPS = (
@@ -38,16 +39,14 @@ ALL = OutputSpec(Positions.ALL, FullLogits())
 def feed(runner: TorchRunner) -> torch.Tensor:
     """float32 [3, 20, vocab]: the logits of `TOKENS`, whole, in pieces and by single tokens."""
     done, rows = dict.fromkeys(range(len(TOKENS)), 0), {sequence: [] for sequence in range(len(TOKENS))}
-    with runner.context():
-        for counts in STEPS:
-            spans = []
-            for sequence, count in counts.items():
-                start = done[sequence]
-                spans.append(Span(sequence, TOKENS[sequence, start : start + count], start, ALL, create=not start))
-                done[sequence] += count
-            for span, outcome in zip(spans, runner.forward(Step(tuple(spans))).outcomes, strict=True):
-                block = outcome.rows.block["logits"][outcome.rows.first :][: outcome.rows.count]
-                rows[span.sequence].append(torch.from_numpy(block.copy()))
+    for counts in STEPS:
+        spans = []
+        for sequence, count in counts.items():
+            start = done[sequence]
+            spans.append(Span(sequence, TOKENS[sequence, start : start + count], start, ALL, create=not start))
+            done[sequence] += count
+        for span, columns in zip(spans, answered(runner, *spans), strict=True):
+            rows[span.sequence].append(torch.from_numpy(columns["logits"]))
     runner.check()
     return torch.stack([torch.cat(rows[sequence]) for sequence in range(len(TOKENS))])
 
@@ -110,30 +109,6 @@ def test_the_text_part_of_a_model_with_images_is_native(family, tmp_path):
     assert torch.equal(rows, feed(build_runner(settings(renamed(tmp_path), model_backend="auto"))))
 
 
-@pytest.mark.parametrize("family", ["gemma3", *NATIVE])
-def test_the_text_part_errs_in_bfloat16_at_most_twice_as_much_as_transformers(family, tmp_path):
-    model = with_images(family).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    rows = feed(build_runner(settings(tmp_path, model_backend="native", dtype="bfloat16")))
-    theirs = plain_logits(model)
-    truth = plain_logits(type(model).from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager"))
-    assert error(rows, truth.double()) <= 2 * error(theirs, truth.double())
-
-
-def test_adapters_of_the_text_part_are_the_model_with_merged_weights(tmp_path):
-    model = with_images("gemma3")
-    model.save_pretrained(tmp_path / "model")
-    folder = make_adapter(tmp_path / "adapters" / "one", model, targets=("o_proj", "up_proj"))
-    runner = build_runner(settings(tmp_path / "model", model_backend="native", adapter_dir=tmp_path / "adapters"))
-    with runner.context():
-        runner.open_adapter(1, "one")
-        while runner.read_adapter(1) is None:
-            pass
-        span = Span(0, TOKENS[0], 0, ALL, create=True, adapter=1)
-        [outcome] = runner.forward(Step((span,))).outcomes
-    assert error(torch.from_numpy(outcome.rows.block["logits"]), plain_logits(merge(model, folder))[0].double()) <= 1e-5
-
-
 @pytest.mark.parametrize(
     ("name", "match"),
     [
@@ -190,42 +165,41 @@ SCALED = {
 
 def rows_of(runner: TorchRunner, *tokens: np.ndarray) -> list[torch.Tensor]:
     """The logits of sequences that are fed whole in one step."""
+    found = answered(runner, *(Span(index, each, 0, ALL, create=True) for index, each in enumerate(tokens)))
     with runner.context():
-        spans = [Span(index, each, 0, ALL, create=True) for index, each in enumerate(tokens)]
-        outcomes = runner.forward(Step(tuple(spans))).outcomes
         runner.release([*range(len(tokens))])
-    return [
-        torch.from_numpy(each.rows.block["logits"][each.rows.first :][: each.rows.count].copy()) for each in outcomes
-    ]
+    return [torch.from_numpy(each["logits"]) for each in found]
 
 
-@pytest.mark.parametrize("scaling", SCALED)
-def test_a_row_does_not_depend_on_how_long_its_neighbours_are(scaling, tmp_path):
-    family, overrides = SCALED[scaling]
+def alone(model: Any, tokens: np.ndarray) -> torch.Tensor:
+    """float64 [n, vocab], by transformers."""
+    with torch.inference_mode():
+        return model(torch.from_numpy(tokens)[None].long()).logits[0].double()
+
+
+@pytest.fixture(params=SCALED)
+def scaled(request, tmp_path) -> tuple[str, Any]:
+    """Its name, and a model whose checkpoint is in ``tmp_path``."""
+    family, overrides = SCALED[request.param]
     model = make_family(family, **overrides)
     model.save_pretrained(tmp_path)
+    return request.param, model
+
+
+def test_a_row_does_not_depend_on_how_long_its_neighbours_are(scaled, tmp_path):
+    scaling, model = scaled
     runner = build_runner(settings(tmp_path, model_backend="auto", max_context=len(LONG)))
     assert f"of {len(LONG)} tokens" in dict(runner.device.choices)[f"rope={scaling}"]
-    with torch.inference_mode():
-        truth = model(torch.from_numpy(LONG)[None].long()).logits[0].double()
     long, beside = rows_of(runner, LONG, SHORT)
-    assert error(long, truth) <= 1e-5  # its factors are those of the longest sequence
-    [alone] = rows_of(runner, SHORT)
-    assert error(beside, alone.double()) <= 1e-5
-    with torch.inference_mode():
-        shorter = model(torch.from_numpy(SHORT)[None].long()).logits[0].double()
-    assert error(alone, shorter) > 1e-3  # where transformers takes other factors
+    assert error(long, alone(model, LONG)) <= 1e-5  # its factors are those of the longest sequence
+    [single] = rows_of(runner, SHORT)
+    assert error(beside, single.double()) <= 1e-5
+    assert error(single, alone(model, SHORT)) > 1e-3  # where transformers takes other factors
 
 
-@pytest.mark.parametrize("scaling", SCALED)
-def test_a_context_that_needs_no_scaling_has_none(scaling, tmp_path):
-    family, overrides = SCALED[scaling]
-    model = make_family(family, **overrides)
-    model.save_pretrained(tmp_path)
+def test_a_context_that_needs_no_scaling_has_none(scaled, tmp_path):
     runner = build_runner(settings(tmp_path, max_context=16))
-    with torch.inference_mode():
-        truth = model(torch.from_numpy(SHORT)[None].long()).logits[0].double()
-    assert error(rows_of(runner, SHORT)[0], truth) <= 1e-5
+    assert error(rows_of(runner, SHORT)[0], alone(scaled[1], SHORT)) <= 1e-5
 
 
 def test_dynamic_scaling_reaches_factor_times_the_context_where_that_is_asked_for(tmp_path):
@@ -236,27 +210,28 @@ def test_dynamic_scaling_reaches_factor_times_the_context_where_that_is_asked_fo
 
 
 @pytest.mark.parametrize(
-    ("family", "targets"),
+    ("family", "targets", "backend"),
     [
-        ("llama", ALL_PROJECTIONS),
-        ("qwen3_moe", ("q_proj", "o_proj")),
-        ("gpt_neox", ("query_key_value", "dense_h_to_4h")),
+        ("llama", ALL_PROJECTIONS, "hf"),
+        ("qwen3_moe", ("q_proj", "o_proj"), "hf"),
+        ("gpt_neox", ("query_key_value", "dense_h_to_4h"), "hf"),
+        ("gemma3", ("o_proj", "up_proj"), "native"),
     ],
 )
-def test_adapters_behind_its_linear_layers_are_the_model_with_merged_weights(family, targets, tmp_path):
-    model = make_family(family)
+def test_adapters_are_the_model_with_merged_weights(family, targets, backend, tmp_path):
+    """Behind the linear layers of transformers, and in the text part of a model with images."""
+    model = with_images(family)
     model.save_pretrained(tmp_path / "model")
     plain = plain_logits(model)
     folder = make_adapter(tmp_path / "adapters" / "one", model, targets=targets)
-    runner = build_runner(settings(tmp_path / "model", adapter_dir=tmp_path / "adapters"))
+    runner = build_runner(settings(tmp_path / "model", adapter_dir=tmp_path / "adapters", model_backend=backend))
     truth = plain_logits(merge(model, folder))
     with runner.context():
         runner.open_adapter(1, "one")
         while runner.read_adapter(1) is None:
             pass
-        spans = [Span(number, TOKENS[number % 3], 0, ALL, create=True, adapter=number // 3) for number in range(6)]
-        outcomes = runner.forward(Step(tuple(spans))).outcomes
-    rows = [torch.from_numpy(each.rows.block["logits"][each.rows.first :][:20].copy()) for each in outcomes]
+    spans = [Span(number, TOKENS[number % 3], 0, ALL, create=True, adapter=number // 3) for number in range(6)]
+    rows = [torch.from_numpy(each["logits"]) for each in answered(runner, *spans)]
     assert error(torch.stack(rows[3:]), truth.double()) <= 1e-5
     assert error(torch.stack(rows[:3]), plain.double()) <= 1e-5
     assert error(truth, plain.double()) > 0.01

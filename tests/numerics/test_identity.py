@@ -8,8 +8,8 @@ import torch
 
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
-from tests.identity_oracle import identity_logits
-from tests.numerics.harness import CPU, Executor
+from tests.support.harness import CPU, Executor
+from tests.support.identity_oracle import identity_logits
 
 CONFIGS = {
     "default": IdentityConfig(),
@@ -28,19 +28,6 @@ def test_logits_are_the_formula_whole_chunked_and_decoded(name):
     for split in ([50], [1] * 50, [20, 1, 29]):
         ours = Executor(model, block_size=16).run(tokens, split).numpy()
         np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
-
-
-def test_a_double_append_shows():
-    once = identity_logits([5, 9, 9, 17])[-1]
-    twice = identity_logits([5, 9, 9, 9, 17])[-1]
-    assert abs(once - twice).max() > 1e-3
-
-
-def test_order_shows_only_with_the_positional_term():
-    plain, positional = IdentityConfig(), IdentityConfig(positional=True)
-    a, b = [3, 4, 5, 6], [4, 3, 5, 6]
-    assert abs(identity_logits(a, [3], plain) - identity_logits(b, [3], plain)).max() < 1e-12
-    assert abs(identity_logits(a, [3], positional) - identity_logits(b, [3], positional)).max() > 1e-4
 
 
 def test_facts():

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
+from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.models import decoder as decoders
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.layers import PlainLayers
+from ferrum_rpc.models.linear import PlainLinear
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
-from tests.checkpoints import FAMILIES
-from tests.numerics.harness import CPU, Executor, native, rounded_model
+from ferrum_rpc.native import library
+from tests.numerics.ranks import SPLIT, TWO, context_of, decoder_of, on_ranks
+from tests.support.adapters import make_adapter
+from tests.support.checkpoints import FAMILIES
+from tests.support.harness import CPU, Executor, made_or_skip, native, rounded_model, threads
 
 BF16 = torch.bfloat16
 LAYERS = 5
@@ -31,31 +40,21 @@ STEPS = [{0: 70, 1: 3, 2: 130}, {0: 1}, {1: 40, 0: 1, 3: 33, 2: 5}, {0: 1, 1: 1,
 """Tokens of each sequence: short spans, long ones, and both in one step."""
 
 
-def decoder(factory=PairFactory, dtype=BF16, family="qwen3", **overrides):
-    """A decoder whose products are ours, or why there is none: a compiler or an instruction."""
-    try:
-        linear = factory()
-    except OSError as error:
-        pytest.skip(str(error))
-    reference = rounded_model(family, dtype, **(SHAPE | overrides))
-    made = Decoder(native(reference, dtype, "plain").spec, dtype, CPU, linear)
+def loaded(factory=ByteFactory, family="qwen3", **overrides):
+    """A decoder whose products are ours."""
+    reference = rounded_model(family, BF16, **(SHAPE | overrides))
+    made = Decoder(native(reference, BF16, "plain").spec, BF16, CPU, made_or_skip(factory))
     for name in made.expected_tensors():
         made.load(name, reference.state_dict()[name])
-    if not made.native:
-        pytest.skip("norms, rotation and gate are not ours here")
     return made
 
 
-def plain(model):
-    """The same layers, every product and operation called by itself."""
-    return PlainLayers(model._loaded.layers._layers)
-
-
-def by_callbacks(model, kv_dtype="auto"):
-    """An executor that calls back in every layer, whatever could run in C."""
-    executor = Executor(model, kv_dtype=kv_dtype)
-    executor.compute._native = None
-    return executor
+def decoder(factory=ByteFactory, family="qwen3", **overrides):
+    """One that is ours throughout."""
+    made = loaded(factory, family, **overrides)
+    if not made.native:
+        pytest.skip("norms, rotation and gate are not ours here")
+    return made
 
 
 def run(executor):
@@ -81,44 +80,49 @@ def callbacks(executor):
     return called
 
 
-@pytest.mark.parametrize("sights", SIGHTS)
-@pytest.mark.parametrize(("factory", "kv_dtype"), [(PairFactory, "auto"), (ByteFactory, "auto"), (PairFactory, "int8")])
+@pytest.mark.parametrize(
+    ("factory", "kv_dtype", "sights"),
+    [
+        *((ByteFactory, "auto", sights) for sights in SIGHTS),
+        (ByteFactory, "int8", "windows"),
+        (PairFactory, "auto", "soft caps"),
+        (PairFactory, "int8", "all"),
+    ],
+)
 def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(factory, kv_dtype, sights):
     model = decoder(factory)
     model.attention_specs = tuple(
-        dataclasses.replace(spec, window=window, softcap=softcap)
+        replace(spec, window=window, softcap=softcap)
         for spec, (window, softcap) in zip(model.attention_specs, SIGHTS[sights], strict=True)
     )
-    expected, threads = run(by_callbacks(model, kv_dtype)), torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            executor = Executor(model, kv_dtype=kv_dtype)
-            called = callbacks(executor)
-            for ours, theirs in zip(run(executor), expected, strict=True):
-                assert torch.equal(ours, theirs)
-            assert not called
-    finally:
-        torch.set_num_threads(threads)
+    expected = run(Executor(model, kv_dtype=kv_dtype, native=False))
+    for count in (1, 3):
+        executor = Executor(model, kv_dtype=kv_dtype)
+        called = callbacks(executor)
+        with threads(count):
+            found = run(executor)
+        assert not called and all(torch.equal(*each) for each in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    "family", [each for each in FAMILIES if each not in {"llama", "mistral", "ministral", "qwen2"}]
-)
-def test_every_family_runs_in_one_call(family):
+LIKE_OTHERS = {"llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "phi3"}
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each not in LIKE_OTHERS])
+def test_every_family_runs_in_one_call(family, monkeypatch):
     model = decoder(family=family, num_hidden_layers=3)
-    expected, executor = run(by_callbacks(model)), Executor(model)
+    expected, executor = run(Executor(model, native=False)), Executor(model)
     called = callbacks(executor)
     found = run(executor)
     assert not called
-    model._loaded = dataclasses.replace(model._loaded, layers=plain(model))
-    for ours, theirs, apart in zip(found, expected, run(by_callbacks(model)), strict=True):
+    monkeypatch.setattr(decoders, "assemble", PlainLayers)
+    plain = run(Executor(loaded(family=family, num_hidden_layers=3)))
+    for ours, theirs, apart in zip(found, expected, plain, strict=True):
         assert torch.equal(ours, theirs) and torch.equal(ours, apart)
 
 
 def test_spans_that_no_kernel_takes_are_called_back():
     """Heads of 8 channels are too narrow for the kernel of long spans."""
-    executor = Executor(decoder(head_dim=8))
+    executor = Executor(decoder(head_dim=8, num_attention_heads=8))
     called = callbacks(executor)
     executor.step({0: TOKENS[0, :33]})
     assert called == list(range(LAYERS))
@@ -142,7 +146,7 @@ def test_what_is_not_ours_throughout_is_called_back(what):
 
 def test_no_memory_for_buffers_is_said(monkeypatch):
     model = decoder()
-    monkeypatch.setattr(model._loaded.layers._library, "ferrum_layers_run", lambda *_: -1)
+    monkeypatch.setattr(library.load(), "ferrum_layers_run", lambda *_: -1)
     with pytest.raises(MemoryError, match="layer"):
         Executor(model).step({0: TOKENS[0, :3]})
 
@@ -150,3 +154,49 @@ def test_no_memory_for_buffers_is_said(monkeypatch):
 def test_a_model_without_weights_is_not_native():
     spec = native(rounded_model("qwen3", BF16), BF16, "plain").spec
     assert not Decoder(spec, BF16, CPU).native
+
+
+# --- over two ranks ---------------------------------------------------------------------------------------------------
+
+BLOCKS_OF_64 = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+"""Also of half a row."""
+
+
+@pytest.mark.parametrize(
+    ("family", "adapted"), [("qwen3", True), *((each, False) for each in ("qwen3", "gemma2", "starcoder2", "cohere2"))]
+)
+def test_over_ranks_layers_in_one_call_have_the_bits_of_layers_one_by_one(family, adapted, monkeypatch, tmp_path):
+    """Plain ones, where what an adapter adds comes before the sum over the ranks; with norms after each half, with
+    biases, and with both halves of the same row."""
+    decoder(family=family)
+    reference = rounded_model(family, BF16, **BLOCKS_OF_64)
+    if adapted:
+        make_adapter(tmp_path / "one", reference, r=8, dtype=BF16)
+
+    def rows():
+        return on_ranks(reference, TWO, BF16, tmp_path if adapted else None, ByteFactory)
+
+    whole = rows()
+    monkeypatch.setattr(Decoder, "native", False)
+    assert torch.equal(rows(), whole)
+    monkeypatch.setattr(decoders, "assemble", PlainLayers)
+    assert torch.equal(rows(), whole)
+
+
+@pytest.mark.parametrize(("dtype", "linear"), [(torch.float32, lambda: PlainLinear), (BF16, ByteFactory)])
+def test_a_step_ends_where_the_group_is_given_up(dtype, linear):
+    if linear is ByteFactory:
+        decoder()
+    reference, store = rounded_model("qwen3", dtype, **BLOCKS_OF_64), HashStore()
+    with ThreadPoolExecutor(2) as ranks:
+        contexts = [*ranks.map(lambda rank: context_of(rank, TWO, store), range(2))]
+        made = [decoder_of(reference, each, dtype, linear) for each in contexts]
+        alone = ranks.submit(Executor(made[0]).step, {0: TOKENS[0, :3]}, logits=False)
+        time.sleep(0.05)
+        assert not alone.done()
+        contexts[0].group.abort()
+        with pytest.raises(GroupAborted):
+            alone.result(3)
+        list(ranks.map(lambda context: context.group.renew(1), contexts))
+        one, other = ranks.map(lambda each: Executor(each).run(TOKENS[0, :40], SPLIT, logits=False), made)
+        assert torch.equal(one, other)

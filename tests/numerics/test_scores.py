@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import Greedy, NextToken, OutputSpec, Positions, RowLogprobs, Rows, Span, SpanResult, Step
+from ferrum_rpc.core import Greedy, NextToken, OutputSpec, Positions, RowLogprobs, Span
 from ferrum_rpc.engine.assembly.build import build_runner
-from tests.checkpoints import make_checkpoint
-from tests.numerics.harness import reference_logits, rounded_model
+from tests.support.checkpoints import make_checkpoint
+from tests.support.harness import reference_logits, rounded_model
+from tests.support.rows import answered
 
 TOKENS = np.random.default_rng(3).integers(0, 300, size=40).astype(np.int32)
 CHUNKS = (40, 1, 3, 7)
@@ -38,20 +39,13 @@ def case(request, tmp_path_factory):
 def fed(runner, chunk, kind_of, sequence=0):
     """The columns of the rows of `TOKENS`, fed in chunks; ``kind_of(end)`` is what the chunk up to ``end`` wants."""
     found = []
+    for start in range(0, len(TOKENS), chunk):
+        part = TOKENS[start : start + chunk]
+        spec = OutputSpec(Positions.ALL, kind_of(start + len(part)))
+        found += filter(None, answered(runner, Span(sequence, part, start, spec, start == 0)))
     with runner.context():
-        for start in range(0, len(TOKENS), chunk):
-            part = TOKENS[start : start + chunk]
-            spec = OutputSpec(Positions.ALL, kind_of(start + len(part)))
-            [outcome] = runner.forward(Step((Span(sequence, part, start, spec, start == 0),))).outcomes
-            assert isinstance(outcome, SpanResult)
-            if outcome.rows is not None:
-                found.append(columns(outcome.rows))
         runner.release([sequence])
     return {name: np.concatenate([each[name] for each in found]) for name in found[0]}
-
-
-def columns(rows: Rows):
-    return rows.block.between(rows.first, rows.first + rows.count).columns
 
 
 def check(found, truth, tolerance):

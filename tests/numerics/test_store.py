@@ -9,8 +9,8 @@ import torch
 from ferrum_rpc.attention.eight_bits import FP8, MAX_MAGNITUDE, from_rows
 from ferrum_rpc.kv.store import CacheSpec, KvStore
 from ferrum_rpc.sampling.transfer import Marker
-from tests.fake_device import fake_device
-from tests.poison import fill_slots
+from tests.support.fake_device import fake_device
+from tests.support.poison import fill_slots
 
 CPU = torch.device("cpu")
 ALIKE = [CacheSpec(2, 8, torch.float32)] * 3

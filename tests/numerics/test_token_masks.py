@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,21 +9,19 @@ import pytest
 import torch
 from transformers.generation.logits_process import (
     LogitsProcessorList,
-    MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from ferrum_rpc.core import Greedy, MaskRows, Sample
 from ferrum_rpc.sampling.masks import MIN_LOGIT, Masks, RowMask
-from ferrum_rpc.sampling.rows import RowRequest, select_rows
-from ferrum_rpc.sampling.samplers import NativeSampler, TorchSampler
+from ferrum_rpc.sampling.rows import RowRequest
+from ferrum_rpc.sampling.samplers import TorchSampler
 from ferrum_rpc.wire.masks import id_of, pack_mask
-from tests.rows import counted
+from tests.numerics.test_draws import check_counts, filters_of
+from tests.support.draws import logits
+from tests.support.rows import columns_of, counted, selected, tokens_of
 
 
 def random_mask(vocabulary, share, seed):
@@ -37,11 +34,7 @@ def words_of(allowed):
     return torch.frombuffer(bytearray(pack_mask(allowed)), dtype=torch.int32)
 
 
-def logits(rows, vocabulary, seed=0):
-    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 2
-
-
-@pytest.mark.parametrize("vocabulary", [1, 2, 31, 32, 33, 63, 64, 65, 700, 33_001])
+@pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 65, 33_001])
 def test_what_is_not_allowed_is_minus_infinite_and_the_rest_as_it_was(sampler, vocabulary):
     rows = logits(7, vocabulary, vocabulary)
     rows[3, :: max(1, vocabulary // 3)] = -torch.inf
@@ -70,13 +63,7 @@ def by_transformers(row, allowed, sample, history):
         filters.append(RepetitionPenaltyLogitsProcessor(sample.repetition_penalty))
     filters.append(PrefixConstrainedLogitsProcessor(lambda *_: np.flatnonzero(allowed).tolist(), 1))
     if sample.temperature:
-        filters.append(TemperatureLogitsWarper(sample.temperature))
-        if sample.top_k:
-            filters.append(TopKLogitsWarper(sample.top_k))
-        if sample.top_p < 1:
-            filters.append(TopPLogitsWarper(sample.top_p))
-        if sample.min_p:
-            filters.append(MinPLogitsWarper(sample.min_p))
+        filters += filters_of(sample.temperature, sample.top_k, sample.top_p, sample.min_p)
     return filters(torch.from_numpy(history.astype(np.int64))[None], row[None].double())[0]
 
 
@@ -87,11 +74,7 @@ def drawn(row, count, sample, allowed, sampler, *, history=None):
     masks.change([(b"m" * 32, pack_mask(allowed))], [])
     past = None if history is None else counted(history, len(history))
     requests = [RowRequest(each, 1, kind, each, past) for each in range(count)]
-    hidden = torch.zeros(count, 1)
-    found = select_rows(
-        hidden, requests, lambda hidden: row.expand(len(hidden), -1).clone(), None, sampler, masks=masks
-    )
-    return np.concatenate([each.block["token_ids"][each.first : each.first + 1] for each in found])
+    return np.concatenate([*map(tokens_of, selected(row.expand(count, -1), requests, sampler, masks))])
 
 
 HOW = (
@@ -110,14 +93,11 @@ def test_masked_draws_have_the_distribution_that_transformers_leaves(sampler, ho
     sample = Sample(seed=5, **how)
     expected = by_transformers(row, allowed, sample, np.zeros(1)).softmax(-1).numpy()
     found = np.bincount(drawn(row, count, sample, allowed, sampler), minlength=48)
-    assert not found[expected == 0].any() and not found[~allowed].any()
-    kept = expected > 0
-    degrees = kept.sum() - 1
-    chi_square = ((found - count * expected)[kept] ** 2 / (count * expected[kept])).sum()
-    assert chi_square < degrees + 5 * math.sqrt(2 * max(degrees, 1)) + 1, (chi_square, degrees)
+    assert not found[~allowed].any()
+    check_counts(found, expected)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_masked_greedy_is_transformers_arg_max(sampler, seed):
     row, allowed = logits(1, 300, seed)[0], random_mask(300, 0.3, seed)
     history = np.random.default_rng(seed).integers(0, 300, 40).astype(np.int32)
@@ -129,11 +109,7 @@ def test_masked_greedy_is_transformers_arg_max(sampler, seed):
         assert drawn(row, 1, sample, allowed, sampler, history=penalised).tolist() == [expected]
 
 
-def test_c_masks_and_draws_what_torch_does():
-    try:
-        native = NativeSampler()
-    except OSError as error:
-        pytest.skip(f"no kernels: {error}")
+def test_c_masks_and_draws_what_torch_does(native):
     rng, differ = np.random.default_rng(0), 0
     for seed in range(60):
         row, allowed = logits(1, 5_000, seed)[0], random_mask(5_000, rng.choice([0.001, 0.1, 0.9]), seed)
@@ -165,7 +141,8 @@ def test_no_row_whatever_yields_a_forbidden_token(sampler, temperature):
 def test_rows_of_others_and_their_log_probabilities_do_not_change(sampler):
     """Log-probabilities are of the row as the model gave it; each row of an item has a mask of its own, or none."""
     table, masks = logits(9, 200), Masks(torch.device("cpu"))
-    content = [pack_mask(random_mask(200, 0.2, seed)) for seed in range(2)]
+    allowed = [random_mask(200, 0.2, seed) for seed in range(2)]
+    content = [*map(pack_mask, allowed)]
     ids = [id_of(each) for each in content]
     masks.change(list(zip(ids, content, strict=True)), [])
     per_row = Sample(temperature=0.0, logprob=True, row_masks=(ids[0], b"", ids[1]))
@@ -182,10 +159,7 @@ def test_rows_of_others_and_their_log_probabilities_do_not_change(sampler):
         for kind, count in kinds:
             requests.append(RowRequest(first, count, kind, first))
             first += count
-        hidden = torch.arange(9, dtype=torch.float32)[:, None]
-        head = lambda hidden: table.index_select(0, hidden[:, 0].to(torch.int64))  # noqa: E731
-        found = select_rows(hidden, requests, head, None, sampler, masks=masks)
-        return [each.block.cut(each.first, each.first + each.count).columns for each in found]
+        return [*map(columns_of, selected(table, requests, sampler, masks))]
 
     masked = rows(kinds)
     unmasked = [replace(kind, mask=b"", row_masks=()) if isinstance(kind, Sample) else kind for kind, _ in kinds]
@@ -194,17 +168,11 @@ def test_rows_of_others_and_their_log_probabilities_do_not_change(sampler):
         assert all(np.array_equal(masked[index][name], plain[index][name]) for name in plain[index])
     log_softmax = table[1:4].log_softmax(-1)
     expected = []
-    for row, mask in zip(log_softmax, (content[0], None, content[1]), strict=True):
-        allowed = (
-            np.ones(200, bool)
-            if mask is None
-            else np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:200]
-        )
-        expected.append(int(torch.where(torch.from_numpy(allowed.astype(bool)), row, -torch.inf).argmax()))
+    for row, mask in zip(log_softmax, (allowed[0], np.ones(200, bool), allowed[1]), strict=True):
+        expected.append(int(row.where(torch.from_numpy(mask), -torch.inf).argmax()))
     assert masked[1]["token_ids"].tolist() == expected
-    np.testing.assert_allclose(
-        masked[1]["logprobs"], log_softmax[torch.arange(3), torch.tensor(expected)], rtol=0, atol=2e-6
-    )
+    found = log_softmax[torch.arange(3), torch.tensor(expected)]
+    np.testing.assert_allclose(masked[1]["logprobs"], found, rtol=0, atol=2e-6)
     with pytest.raises(KeyError):
         masks.change([], [ids[1]])
         masks.of(per_row, 0, 3)

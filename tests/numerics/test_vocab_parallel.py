@@ -37,13 +37,11 @@ from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.sampling.samplers import NativeSampler, ShardSampler, TorchSampler
 from ferrum_rpc.sampling.vocab_parallel import VocabParallelSampler, VocabShard
 from ferrum_rpc.wire.masks import pack_mask
-from tests.fake_device import fake_device
-from tests.numerics.test_draws import draws, logits
 from tests.numerics.test_token_masks import random_mask
-from tests.rows import counted
+from tests.support.draws import any_draws, draws, logits, spoiled
+from tests.support.fake_device import fake_device
+from tests.support.rows import columns_of, counted
 from tests.unit.test_groups import GLOO, REASON, SHARED, joined
-
-SAMPLERS: dict[str, Callable[[], ShardSampler]] = {"torch": TorchSampler, "native": NativeSampler}
 
 
 class Counting:
@@ -119,63 +117,30 @@ class World:
         for found in self.each(table, rows):
             for request, one, ours in zip(requests, expected, found, strict=True):
                 for name, column in one.block.columns.items():
-                    here, there = (each.block[name][each.first : each.first + each.count] for each in (one, ours))
+                    here, there = (columns_of(each)[name] for each in (one, ours))
                     if column.dtype.kind == "f":
                         np.testing.assert_allclose(there, here, rtol=1e-6, atol=2e-6, err_msg=f"{request.kind} {name}")
                     else:
                         assert (here == there).all(), (request.kind, name)
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4], ids=["two", "three", "four"])
-def groups(request: pytest.FixtureRequest) -> Iterator[list[Group]]:
-    with joined(GLOO if REASON else SHARED, request.param) as made:
-        yield made
+@pytest.fixture(scope="module", params=[(3, TorchSampler), (4, NativeSampler)], ids=["3, torch", "4, native"])
+def world(request) -> Iterator[World]:
+    size, sampler = request.param
+    with joined(GLOO if REASON else SHARED, size) as groups:
+        try:
+            yield World([*groups], sampler)
+        except OSError as error:
+            pytest.skip(f"no kernels: {error}")
 
 
-@pytest.fixture(scope="module", params=SAMPLERS)
-def world(request: pytest.FixtureRequest, groups: list[Group]) -> World:
-    try:
-        return World(groups, SAMPLERS[request.param])
-    except OSError as error:
-        pytest.skip(f"no kernels: {error}")
+@pytest.mark.parametrize("vocabulary", [385, 1000])
+def test_draws_are_those_of_one_rank(world, vocabulary):
+    """A thousand of them, with all filters."""
+    world.check_draws(spoiled(logits(1000, vocabulary, vocabulary)), any_draws(1000, vocabulary, vocabulary))
 
 
-def any_draws(count: int, vocabulary: int, seed: int) -> SamplingParams:
-    rng = np.random.default_rng(seed)
-    return draws(
-        count,
-        seed=rng.integers(0, 2**64, count, dtype=np.uint64),
-        temperature=rng.choice([0, 1e-30, 0.3, 1, 1, 5], count),
-        top_p=rng.choice([1, 1, 0.95, 0.5, 1e-6], count),
-        min_p=rng.choice([0, 0, 0.1, 1], count),
-        top_k=rng.choice([0, 0, 1, 3, 50, 200, vocabulary - 1, vocabulary, 10**9], count),
-    )
-
-
-def spoiled(rows: Tensor) -> Tensor:
-    """With ties, forbidden tokens, and rows that are not drawn from."""
-    vocabulary = rows.shape[-1]
-    rows[::3] = rows[::3].bfloat16().float()
-    rows[1::6] = rows[1::6].round()
-    rows[2::7] *= 20
-    rows[3::11, ::2] = -torch.inf
-    rows[4::23, vocabulary // 2 :] = -torch.inf
-    rows[5::23, : vocabulary - 1] = -torch.inf
-    rows[6::29] = 1.0
-    rows[7::97, vocabulary - 2] = torch.nan
-    rows[8::97, vocabulary // 3] = torch.inf
-    rows[9::97] = -torch.inf
-    return rows
-
-
-@pytest.mark.parametrize("vocabulary", [385, 400, 1000])
-def test_draws_are_those_of_one_rank(world: World, vocabulary: int) -> None:
-    """Thousands of them, with all filters."""
-    for seed in range(2):
-        world.check_draws(spoiled(logits(1000, vocabulary, seed)), any_draws(1000, vocabulary, seed))
-
-
-def test_rows_are_put_together_only_where_candidates_do_not_tell(world: World) -> None:
+def test_rows_are_put_together_only_where_candidates_do_not_tell(world):
     vocabulary, width = 9000, 4 * Shard(0, world.size).token_width(9000)
     steep, flat = logits(8, vocabulary, 1, 6.0), logits(8, vocabulary, 2, 0.01)
     for rows, how, whole in (
@@ -199,9 +164,9 @@ VALUES = [0.0, -0.0, 1.0, 1.5, 2.0, 30.0, -3.0, 1e-4, -torch.inf]
 RARE = [torch.nan, torch.inf, -3.4028234663852886e38]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data())
-def test_any_row_is_drawn_from_as_on_one_rank(world: World, data: st.DataObject) -> None:
+def test_any_row_is_drawn_from_as_on_one_rank(world, data):
     vocabulary = data.draw(st.sampled_from([65, 193, 250, 256, 257]).filter(world.fits))
     values = VALUES[: data.draw(st.integers(1, len(VALUES)))] + data.draw(st.sampled_from([[], RARE]))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -218,7 +183,7 @@ def test_any_row_is_drawn_from_as_on_one_rank(world: World, data: st.DataObject)
 
 
 @pytest.mark.parametrize("vocabulary", [385, 400])
-def test_the_best_and_the_named_are_those_of_one_rank(world: World, vocabulary: int) -> None:
+def test_the_best_and_the_named_are_those_of_one_rank(world, vocabulary):
     rows = spoiled(logits(200, vocabulary))
     tokens = torch.randint(0, vocabulary, (200, 5), generator=torch.Generator().manual_seed(1))
     known = ~rows.isnan().any(-1)
@@ -293,13 +258,13 @@ def rows_of(requests: list[RowRequest], hidden: Tensor, part: Tensor, sampler: S
 
 
 @pytest.mark.parametrize("at_once", [256, 7])
-def test_every_kind_of_rows_is_that_of_one_rank(world: World, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_rows_is_that_of_one_rank(world, at_once, monkeypatch):
     """Also where the head's slices cut through kinds, and with drafts that are accepted and rejected."""
     monkeypatch.setattr(sampling_rows, "HEAD_ROWS", at_once)
     world.check_kinds(300 + 100 * (world.size == 4))
 
 
-def test_rows_may_lie_on_a_device() -> None:
+def test_rows_may_lie_on_a_device():
     """What ranks tell each other lies on the host, where the groups that carry it are."""
     with joined(GLOO if REASON else SHARED, 2) as groups:
         world = World([*groups], TorchSampler, on_device=True)
@@ -311,7 +276,7 @@ def test_rows_may_lie_on_a_device() -> None:
             world.each(logits(2, 300), lambda sampler, part, k=k: sampler.best(part, k))  # type: ignore[misc]
 
 
-def test_drafts_that_were_drawn_are_verified_as_on_one_rank(world: World) -> None:
+def test_drafts_that_were_drawn_are_verified_as_on_one_rank(world):
     """From rows of which no candidates tell a top-p, too."""
     vocabulary, rng = 5000, np.random.default_rng(2)
     table = logits(12, vocabulary, 3, 0.3)
@@ -345,7 +310,7 @@ def test_drafts_that_were_drawn_are_verified_as_on_one_rank(world: World) -> Non
     ],
     ids=str,
 )
-def test_a_rank_tells_a_few_bytes_of_a_row(world: World, kind: OutputKind, told: list[int]) -> None:
+def test_a_rank_tells_a_few_bytes_of_a_row(world, kind, told):
     """What docs/fleet.md has of it."""
     vocabulary = 2048 * world.size
     table = logits(3, vocabulary, 1, 8.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,22 @@ def value_bytes(value: Any) -> bytes:
     return struct.pack("<I", kind) + struct.pack(f"<{letter}", value)
 
 
+def read_gguf(file: Path) -> tuple[dict[str, Any], list[list[Any]], bytes]:
+    """What `gguf_bytes` made a file of."""
+    import gguf
+
+    reader = gguf.GGUFReader(file)
+    metadata = {key: each.contents() for key, each in reader.fields.items() if not key.startswith("GGUF.")}
+    start = reader.data_offset
+    tensors = [
+        [each.name, [int(size) for size in each.shape], int(each.tensor_type), int(each.data_offset) - start]
+        for each in reader.tensors
+    ]
+    return metadata, tensors, file.read_bytes()[start:]
+
+
 def gguf_bytes(
-    metadata: dict[str, Any], tensors: list[tuple[str, list[int], int, int]], data: bytes = b"", alignment: int = 32
+    metadata: dict[str, Any], tensors: Sequence[Sequence[Any]], data: bytes = b"", alignment: int = 32
 ) -> bytes:
     """``tensors``: name, shape in ggml's order, type, offset."""
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]

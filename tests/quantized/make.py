@@ -28,7 +28,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import make_model
+from tests.support.checkpoints import make_model
+from tests.support.harness import reference_logits
 
 SAMPLES = Path(__file__).parent / "samples"
 TOKENS = [3, 1, 4, 15, 9, 26, 5, 31]
@@ -72,11 +73,7 @@ def finish(made: Path, matrices: dict[str, torch.Tensor], family: str = "llama",
         loss = (matrix.float() - state[name]).norm() / state[name].norm()
         assert loss < 0.25, (name, loss)
         state[name].copy_(matrix)
-    with torch.inference_mode():
-        frequencies = model.model.rotary_emb.inv_freq.clone()
-        model.double()
-        model.model.rotary_emb.inv_freq = frequencies
-        logits = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
+    logits = reference_logits(model, TOKENS, torch.float64)
     rows = {name: matrix[torch.tensor(ROWS) % len(matrix)].float().contiguous() for name, matrix in matrices.items()}
     save_file({"logits": logits.float().contiguous(), **rows}, made / "oracle.safetensors")
     for file in made.iterdir():

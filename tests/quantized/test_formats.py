@@ -18,9 +18,9 @@ from ferrum_rpc.engine.assembly.loading import load_model
 from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.weights.checkpoint import Checkpoint
-from tests.checkpoints import loading_peak, make_checkpoint
 from tests.quantized.make import SAMPLES, edit_config, edit_tensors, read_config
 from tests.quantized.makers.fp8 import round_in_blocks
+from tests.support.checkpoints import loading_peak, make_checkpoint
 
 CPU = torch.device("cpu")
 Q = "model.layers.0.self_attn.q_proj."

@@ -20,10 +20,10 @@ from ferrum_rpc.engine.assembly.loading import load_model, read_spec
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.linear import PlainLinear
 from ferrum_rpc.weights.checkpoint import Checkpoint
-from tests.checkpoints import make_model
-from tests.numerics.harness import Executor, error, reference_logits
-from tests.quantized.gguf_files import gguf_bytes, text, write_model
+from tests.quantized.gguf_files import gguf_bytes, read_gguf, text, write_model
 from tests.quantized.make import SAMPLES, SHAPE, TOKENS
+from tests.support.checkpoints import make_model
+from tests.support.harness import Executor, error, reference_logits
 
 gguf = pytest.importorskip("gguf")
 
@@ -39,10 +39,8 @@ FILE = SAMPLES / "gguf-q8_0" / "model.gguf"
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        ("llama", {}),
         ("llama", {"tie_word_embeddings": False, "num_key_value_heads": 2}),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("qwen2", {}),
         ("qwen3", {"tie_word_embeddings": False}),
     ],
     ids=str,
@@ -53,18 +51,6 @@ def test_a_plain_file_is_the_model_that_it_was_made_of(tmp_path, family, changes
     ours = load_model(tmp_path, torch.float32, CPU)
     assert error(Executor(ours).run(TOKENS, [5, 3]), reference_logits(model, TOKENS, torch.float64)) < 5e-6
     assert ours.info("x").eos_token_ids == (2,)
-
-
-@pytest.mark.parametrize(
-    ("kind", "most"),
-    [("F16", 1e-3), ("BF16", 2e-2), ("Q8_0", 2e-2), ("Q5_1", 0.1), ("Q5_0", 0.1), ("Q4_1", 0.2), ("Q4_0", 0.3)],
-)
-def test_types_that_the_package_writes_stay_near_the_model(tmp_path, kind, most):
-    model = make_model("llama", **SHAPE)
-    write_model(tmp_path / "model.gguf", model, KINDS[kind])
-    ours = load_model(tmp_path / "model.gguf", torch.float32, CPU)
-    differs = error(Executor(ours).run(TOKENS, [len(TOKENS)]), reference_logits(model, TOKENS, torch.float64))
-    assert most / 50 < differs < most
 
 
 @pytest.mark.parametrize("kind", [each.name for each in KINDS])
@@ -110,14 +96,10 @@ def test_the_scaling_of_llama_3_is_found_in_its_factors(tmp_path, factor, origin
 
 def add_factors(file, factors):
     """With `rope_freqs.weight`, in the place of one that is there."""
-    reader = gguf.GGUFReader(file)
-    tensors, data = [], b""
-    for each in reader.tensors:
-        if each.name != "rope_freqs.weight":
-            tensors.append((each.name, [int(size) for size in each.shape], int(each.tensor_type), len(data)))
-            data += each.data.tobytes() + bytes(-each.n_bytes % 32)
-    metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    tensors.append(("rope_freqs.weight", [len(factors)], 0, len(data)))
+    metadata, tensors, data = read_gguf(file)
+    data += bytes(-len(data) % 32)
+    tensors = [each for each in tensors if each[0] != "rope_freqs.weight"]
+    tensors.append(["rope_freqs.weight", [len(factors)], 0, len(data)])
     file.write_bytes(gguf_bytes(metadata, tensors, data + factors.numpy().tobytes()))
 
 
@@ -248,10 +230,7 @@ LIES = {
     "twice": (gguf_bytes(minimal(), [("a", [4], 0, 0), ("a", [4], 0, 32)], bytes(64)), "occurs twice"),
     "one in the other": (gguf_bytes(minimal(), [("a", [9], 0, 0), ("b", [4], 0, 32)], bytes(64)), "overlap"),
     "a list in blocks": (gguf_bytes(minimal(), [("a", [64], 8, 0)], bytes(999)), "is for matrices"),
-    "rows for no heads": (
-        gguf_bytes(minimal(), [("blk.0.attn_q.weight", [4, 3], 0, 0)], bytes(64)),
-        "for 2 heads",
-    ),
+    "rows for no heads": (gguf_bytes(minimal(), [("blk.0.attn_q.weight", [4, 3], 0, 0)], bytes(64)), "for 2 heads"),
 }
 
 
@@ -272,25 +251,8 @@ def test_what_is_not_a_file_does_not_hang_the_start(tmp_path):
         Checkpoint.open(tmp_path)
 
 
-VALUES = [
-    True,
-    False,
-    -1,
-    0,
-    1,
-    3,
-    2**31 - 1,
-    0.5,
-    1e30,
-    float("nan"),
-    float("inf"),
-    "",
-    "yarn",
-    "\0" * 9,
-    [],
-    [1, 2],
-    [1.5],
-]
+VALUES = [True, False, -1, 0, 1, 3, 2**31 - 1, 0.5, 1e30, float("nan"), float("inf")]
+VALUES += ["", "yarn", "\0" * 9, [], [1, 2], [1.5]]
 
 
 def test_mutated_files_end_in_typed_errors_or_load(tmp_path):
@@ -300,15 +262,9 @@ def test_mutated_files_end_in_typed_errors_or_load(tmp_path):
     families = SAMPLES.parent / "families"
     samples = [SAMPLES / kind / "model.gguf" for kind in ("gguf-q8_0", "gguf-q4_k_m")]
     for file in (*samples, families / "gemma3.gguf", families / "phi3-longrope.gguf"):
-        reader = gguf.GGUFReader(file)
-        metadata = {name: each.contents() for name, each in reader.fields.items() if not name.startswith("GGUF.")}
-        start = reader.data_offset
-        tensors = [
-            [each.name, [int(size) for size in each.shape], int(each.tensor_type), int(each.data_offset) - start]
-            for each in reader.tensors
-        ]
+        metadata, tensors, data = read_gguf(file)
         content = file.read_bytes()
-        originals.append((metadata, tensors, content[start:], content, start))
+        originals.append((metadata, tensors, data, content, len(content) - len(data)))
     survived = 0
     for round_number in range(rounds := int(os.environ.get("FERRUM_FUZZ_ROUNDS", "400"))):
         metadata, tensors, data, content, start = copy.deepcopy(rng.choice(originals))

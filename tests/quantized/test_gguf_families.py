@@ -12,15 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
-from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.loading import read_spec
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.weights.checkpoint import Checkpoint
-from tests.numerics.harness import error
-from tests.quantized.gguf_files import gguf_bytes
+from tests.quantized.gguf_files import gguf_bytes, read_gguf
+from tests.quantized.test_samples import logits
+from tests.support.harness import error
 
 gguf = pytest.importorskip("gguf")
 
@@ -29,45 +27,21 @@ NAMES = sorted(each.stem for each in FOLDER.glob("*.gguf"))
 TOKENS = np.random.default_rng(5).integers(0, 32, 40).astype(np.int32)
 
 
-def logits(file: Path, **options) -> torch.Tensor:
-    """float32 [T, vocab] of `TOKENS`, fed in two pieces."""
-    options = {"device": "cpu", "dtype": "float32", "kv_blocks": 16, "model_backend": "native"} | options
-    runner, rows = build_runner(ModelSettings(str(file), **options)), []
-    with runner.context():
-        for start, end in ((0, 17), (17, len(TOKENS))):
-            span = Span(1, TOKENS[start:end], start, OutputSpec(Positions.ALL, FullLogits()), create=not start)
-            [outcome] = runner.forward(Step((span,))).outcomes
-            rows.append(torch.from_numpy(outcome.rows.block["logits"].copy()))
-    return torch.cat(rows)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_the_model_that_was_converted(name):
     expected = load_file(FOLDER / f"{name}.safetensors")["logits"].double()
-    assert error(logits(FOLDER / f"{name}.gguf"), expected) < 5e-6
+    assert error(logits(FOLDER / f"{name}.gguf", TOKENS), expected) < 5e-6
 
 
 @pytest.mark.parametrize("name", ["gemma3", "glm4"])
 def test_transformers_gets_the_same_model(name):
     expected = load_file(FOLDER / f"{name}.safetensors")["logits"].double()
-    assert error(logits(FOLDER / f"{name}.gguf", model_backend="hf"), expected) < 5e-6
-
-
-def content(name: str) -> tuple[dict, list[tuple[str, list[int], int, int]], bytes]:
-    """Metadata and tensors of a sample, for `gguf_bytes`, and their bytes."""
-    reader = gguf.GGUFReader(FOLDER / f"{name}.gguf")
-    metadata = {key: each.contents() for key, each in reader.fields.items() if not key.startswith("GGUF.")}
-    start = reader.data_offset
-    tensors = [
-        (each.name, [int(size) for size in each.shape], int(each.tensor_type), int(each.data_offset) - start)
-        for each in reader.tensors
-    ]
-    return metadata, tensors, (FOLDER / f"{name}.gguf").read_bytes()[start:]
+    assert error(logits(FOLDER / f"{name}.gguf", TOKENS, model_backend="hf"), expected) < 5e-6
 
 
 def spec(tmp_path: Path, name: str, changes: dict) -> ModelSpec:
     """Of a sample with other metadata; None takes one out."""
-    metadata, tensors, data = content(name)
+    metadata, tensors, data = read_gguf(FOLDER / f"{name}.gguf")
     metadata = {key: value for key, value in (metadata | changes).items() if value is not None}
     (tmp_path / "model.gguf").write_bytes(gguf_bytes(metadata, tensors, data))
     return read_spec(Checkpoint.open(tmp_path))
@@ -149,9 +123,9 @@ def parts(tmp_path) -> list[Path]:
 
 
 def test_a_file_in_parts_is_the_file(parts):
-    expected = logits(FOLDER / "phi3-longrope.gguf")
+    expected = logits(FOLDER / "phi3-longrope.gguf", TOKENS)
     for given in (parts[0], parts[2], parts[0].parent):
-        assert torch.equal(logits(given), expected)
+        assert torch.equal(logits(given, TOKENS), expected)
 
 
 def test_parts_in_a_cache_of_links_are_found(parts, tmp_path):
@@ -188,7 +162,7 @@ def test_parts_that_do_not_belong_together_are_refused(parts, tmp_path):
 
 
 def test_a_tensor_that_two_parts_have_is_refused(tmp_path):
-    metadata, tensors, data = content("granite")
+    metadata, tensors, data = read_gguf(FOLDER / "granite.gguf")
     for index in range(2):
         told = {"split.no": index, "split.count": 2, "split.tensors.count": 2 * len(tensors)}
         file = tmp_path / f"model-{index + 1:05d}-of-00002.gguf"

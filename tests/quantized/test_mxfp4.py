@@ -14,10 +14,10 @@ from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.weights.checkpoint import Checkpoint
-from tests.numerics.harness import error
-from tests.numerics.hf_families import make_family_checkpoint
 from tests.numerics.test_hf_families import feed, plain_logits, settings
 from tests.quantized.make import edit_config, edit_tensors, read_config
+from tests.support.harness import error
+from tests.support.hf_families import make_family_checkpoint
 
 EXPERTS = "model.layers.0.mlp.experts."
 NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])

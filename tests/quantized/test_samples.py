@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,19 +16,31 @@ import torch
 from safetensors.torch import load_file
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span, Step
+from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.loading import read_spec
 from ferrum_rpc.engine.assembly.parity import compare
 from ferrum_rpc.weights.checkpoint import Checkpoint
-from tests.numerics.harness import error
 from tests.quantized.make import ROWS, SAMPLES, TOKENS
+from tests.support.harness import error
+from tests.support.rows import answered
 
 NAMES = sorted(each.name for each in SAMPLES.iterdir())
 KINDS = [
     pytest.param(name, marks=pytest.mark.skipif(name.startswith("gguf") and not find_spec("gguf"), reason="no gguf"))
     for name in NAMES
 ]
+
+
+def logits(path: Path, tokens: Sequence[int] = TOKENS, **options: Any) -> torch.Tensor:
+    """float32 [T, vocab], fed in two pieces."""
+    options = {"device": "cpu", "dtype": "float32", "kv_blocks": 16, "model_backend": "native"} | options
+    runner, rows = build_runner(ModelSettings(str(path), **options)), []
+    for start, end in ((0, 5), (5, len(tokens))):
+        part = np.array(tokens[start:end], np.int32)
+        [columns] = answered(runner, Span(1, part, start, OutputSpec(Positions.ALL, FullLogits()), create=not start))
+        rows.append(torch.from_numpy(columns["logits"]))
+    return torch.cat(rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -42,29 +57,18 @@ def test_matrices_are_those_of_another_reader(kind):
         torch.testing.assert_close(rows, oracle[name], rtol=2e-7, atol=0)
 
 
+def expected(kind: str) -> torch.Tensor:
+    return load_file(SAMPLES / kind / "oracle.safetensors")["logits"].double()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_dequantized_model(kind):
-    assert error(logits(kind, "native"), load_file(SAMPLES / kind / "oracle.safetensors")["logits"].double()) < 5e-6
+    assert error(logits(SAMPLES / kind), expected(kind)) < 5e-6
 
 
 @pytest.mark.parametrize("kind", ["gptq-4", "bnb-nf4-nested"])
 def test_transformers_gets_the_same_numbers(kind):
-    assert error(logits(kind, "hf"), load_file(SAMPLES / kind / "oracle.safetensors")["logits"].double()) < 5e-6
-
-
-def logits(kind: str, backend: str) -> torch.Tensor:
-    """float32 [T, vocab] of `TOKENS`, fed in two pieces."""
-    runner = build_runner(
-        ModelSettings(str(SAMPLES / kind), device="cpu", dtype="float32", kv_blocks=8, model_backend=backend)
-    )
-    rows = []
-    with runner.context():
-        for start, end in ((0, 5), (5, len(TOKENS))):
-            tokens = np.array(TOKENS[start:end], np.int32)
-            span = Span(1, tokens, start, OutputSpec(Positions.ALL, FullLogits()), create=not start)
-            [outcome] = runner.forward(Step((span,))).outcomes
-            rows.append(torch.from_numpy(outcome.rows.block["logits"].copy()))
-    return torch.cat(rows)
+    assert error(logits(SAMPLES / kind, model_backend="hf"), expected(kind)) < 5e-6
 
 
 @pytest.mark.parametrize("kind", ["gptq-4", KINDS[NAMES.index("gguf-q4_k_m")]])

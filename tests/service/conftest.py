@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from tests.serving import Served, serve_identity
+from tests.support.serving import Served, serve_identity
 
 
 @pytest_asyncio.fixture

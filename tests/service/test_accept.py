@@ -6,7 +6,6 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -15,21 +14,23 @@ from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.tensor import fill_tensor
-from tests.faults.raw_session import raw_session
 from tests.service.test_sample import BAD as BAD_SAMPLES
 from tests.service.test_sample import sample, tokens_of
-from tests.serving import Served, serve_identity
-from tests.wiring import full, item, pb, prefill, refused
+from tests.support.raw_session import raw_session
+from tests.support.serving import Served, serve_identity
+from tests.support.wiring import chosen, full, item, prefill, refused
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [7, 3, 9, 1]
 LAST = 5
 TEXT = 40
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served() -> AsyncIterator[Served]:
-    async with serve_identity(kv_blocks=64, block_size=4, max_context=128, positional=True) as served:
+    async with serve_identity(kv_blocks=512, max_context=128, positional=True) as served:
         yield served
+        await served.check()
 
 
 def accept(ids: Any = None, probabilities: Any = None, **sampling: Any) -> output_pb2.OutputSpec:
@@ -41,8 +42,9 @@ def accept(ids: Any = None, probabilities: Any = None, **sampling: Any) -> outpu
     return output_pb2.OutputSpec(accept=message)
 
 
-async def verify(served: Served, sent: forward_pb2.ForwardItem) -> tuple[types_pb2.KvHandle, list[int]]:
-    answer = await served.executor.ForwardVerify(pb.ForwardVerifyRequest(item=sent))
+async def verify(served: Served, tokens: Sequence[int], handle: types_pb2.KvHandle, **fields: Any) -> Any:
+    """The handle, and the tokens."""
+    answer = await served.verify(tokens, handle, **fields)
     [block], rows = rows_from_proto(answer.row_blocks), answer.output.rows
     assert (rows.first, rows.count) == (0, block.rows), "rows of rejected tokens came"
     return answer.output.handle, block["token_ids"].tolist()
@@ -52,10 +54,10 @@ async def plain(served: Served, output: output_pb2.OutputSpec | None = None) -> 
     """What single decodes choose behind `PROMPT` and `LAST`."""
     handle, text = await prefill(served, PROMPT), [LAST]
     while len(text) <= TEXT:
-        answer = await served.executor.Decode(pb.DecodeRequest(item=item(text[-1:], handle, output=output)))
+        answer = await served.decode(text[-1:], handle, output=output)
         handle = answer.output.handle
-        text.append(int(rows_from_proto(answer.row_blocks)[0]["token_ids"][0]))
-    await served.executor.Release(pb.ReleaseRequest(handle=handle))
+        text += chosen(answer)
+    await served.release(handle)
     return text[1:]
 
 
@@ -63,8 +65,7 @@ def wrong(token: int) -> int:
     return (token + 1) % 256
 
 
-@pytest.mark.parametrize("how", ["greedy", "sampled", "cold"])
-@pytest.mark.parametrize("right", [0, 2, 5])
+@pytest.mark.parametrize(("how", "right"), [("greedy", 0), ("greedy", 5), ("sampled", 2), ("sampled", 5), ("cold", 2)])
 async def test_speculation_emits_what_single_decodes_choose(served: Served, how: str, right: int) -> None:
     """With a draft that is right, wrong, or right at first; penalties count the draft. The cache keeps what was
     accepted, and the version grows by one."""
@@ -76,39 +77,20 @@ async def test_speculation_emits_what_single_decodes_choose(served: Served, how:
         at = len(emitted) - 1
         draft = text[at : at + right] + [wrong(token) for token in text[at + right : at + 5]]
         held, version = handle.seq_len, handle.version
-        handle, chosen = await verify(served, item([emitted[-1], *draft], handle, output=accept(**sampling[how])))
+        handle, chosen = await verify(served, [emitted[-1], *draft], handle, output=accept(**sampling[how]))
         assert len(chosen) == right + 1 and (handle.seq_len, handle.version) == (held + right + 1, version + 1)
         emitted += chosen
     assert emitted[1:] == text[: len(emitted) - 1]
     await served.check()
 
 
-async def test_the_cache_is_that_of_the_accepted_tokens(served: Served) -> None:
-    """Rows, forks, roll-backs and further feeding, as if the rejected tokens had never been fed."""
-    text = await plain(served)
-    handle = await prefill(served, PROMPT)
-    handle, chosen = await verify(served, item([LAST, *text[:2], wrong(text[2]), 9, 9], handle, output=accept()))
-    assert chosen == text[:3] and handle.seq_len == 7
-    other = await prefill(served, [*PROMPT, LAST, *text[:2]])
-    fork = await served.executor.ForkKv(pb.ForkKvRequest(handle=handle, count=1, at_length=6))
-    for mine, theirs, truncate_to in (
-        (handle, other, None),
-        (fork.handles[0], await prefill(served, [*PROMPT, LAST, text[0]]), None),
-    ):
-        items = [item([30, 31], each, truncate_to=truncate_to, output=full()) for each in (mine, theirs)]
-        answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items))
-        rows = rows_from_proto(answer.row_blocks)[0]["logits"]
-        np.testing.assert_array_equal(rows[0], rows[1])
-    await served.check()
-
-
 async def test_a_roll_back_goes_first_and_a_single_token_is_a_plain_choice(served: Served) -> None:
     text = await plain(served)
     handle = await prefill(served, [*PROMPT, 99, 98, 97, 96, 95])
-    handle, chosen = await verify(served, item([LAST, text[0], 1], handle, truncate_to=4, output=accept()))
-    assert chosen == text[:2] and handle.seq_len == 6
-    answer = await served.executor.Decode(pb.DecodeRequest(item=item([text[1]], handle, output=accept())))
-    assert rows_from_proto(answer.row_blocks)[0]["token_ids"].tolist() == [text[2]]
+    handle, found = await verify(served, [LAST, text[0], 1], handle, truncate_to=4, output=accept())
+    assert found == text[:2] and handle.seq_len == 6
+    answer = await served.decode([text[1]], handle, output=accept())
+    assert chosen(answer) == [text[2]]
     assert answer.output.handle.seq_len == 7
     await served.check()
 
@@ -139,7 +121,7 @@ async def test_drafts_and_plain_items_share_a_step_by_call_and_in_a_session(serv
         return found
 
     async def send(chosen: Sequence[int]) -> list[tuple[int, list[bytes]]]:
-        return said(await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=await items(chosen))))
+        return said(await served.unified(*await items(chosen)))
 
     alone = [(await send([n]))[0] for n in range(len(specs))]
     assert [length for length, _ in alone[:1] + alone[5:]] == [8, 6]
@@ -153,12 +135,12 @@ async def test_drafts_and_plain_items_share_a_step_by_call_and_in_a_session(serv
 async def test_log_probabilities_are_those_of_the_emitted_tokens(served: Served) -> None:
     handle = await prefill(served, PROMPT)
     text = await plain(served)
-    sent = item([LAST, *text[:2], wrong(text[2])], handle, output=accept(temperature=0.0, logprob=True))
-    answer = await served.executor.ForwardVerify(pb.ForwardVerifyRequest(item=sent))
+    fed = [LAST, *text[:2], wrong(text[2])]
+    answer = await served.verify(fed, handle, output=accept(temperature=0.0, logprob=True))
     [block] = rows_from_proto(answer.row_blocks)
     assert block["token_ids"].tolist() == text[:3]
-    again = item(sent.token_ids[:3], answer.output.handle, truncate_to=4, output=full())
-    rows = rows_from_proto((await served.executor.ForwardVerify(pb.ForwardVerifyRequest(item=again))).row_blocks)[0]
+    again = await served.verify(fed[:3], answer.output.handle, truncate_to=4, output=full())
+    [rows] = rows_from_proto(again.row_blocks)
     logits = rows["logits"].astype(np.float64)
     expected = logits[range(3), text[:3]] - np.log(np.exp(logits).sum(-1))
     np.testing.assert_allclose(block["logprobs"], expected, atol=1e-4)
@@ -170,26 +152,24 @@ async def test_a_replay_emits_what_the_call_emitted_and_keeps_its_tokens() -> No
         handle = await prefill(served, PROMPT)
         ids, odds = [[9, 8], [7, 9], [1, 5]], [[0.75, 0.25]] * 3
         spec = accept(ids, odds, logprob=True)
-        request = pb.ForwardVerifyRequest(item=item([LAST, 9, 7, 5], handle, output=spec, request_id="once"))
-        first = await served.executor.ForwardVerify(request)
-        again = await served.executor.ForwardVerify(request)
+
+        def once(output: output_pb2.OutputSpec) -> Any:
+            return served.verify([LAST, 9, 7, 5], handle, output=output, request_id="once")
+
+        first, again = [await once(spec) for _ in range(2)]
         assert again.output.replayed and again.row_blocks == first.row_blocks
-        tokens = rows_from_proto(first.row_blocks)[0]["token_ids"].tolist()
-        other = item([1], first.output.handle, output=full(), request_id="large")
-        later = await served.executor.Decode(pb.DecodeRequest(item=other))
-        again = await served.executor.ForwardVerify(request)
-        assert (await served.executor.Decode(pb.DecodeRequest(item=other))).row_blocks == []
+        tokens = chosen(first)
+        other = {"handle": first.output.handle, "output": full(), "request_id": "large"}
+        later = await served.decode([1], **other)
+        again = await once(spec)
+        assert (await served.decode([1], **other)).row_blocks == []
         [block] = rows_from_proto(again.row_blocks)
         assert again.output.replayed and list(block.columns) == ["token_ids"]
         assert block["token_ids"].tolist() == tokens and again.output.handle == first.output.handle
         for changed in (accept(ids, [[0.5, 0.5]] * 3, logprob=True), accept(logprob=True), accept()):
-            request.item.output.CopyFrom(changed)
-            call = served.executor.ForwardVerify(request)
-            await refused(call, Reason.REQUEST_ID_REUSED, grpc.StatusCode.INVALID_ARGUMENT)
-        await served.executor.Release(pb.ReleaseRequest(handle=later.output.handle))
-        request.item.output.CopyFrom(spec)
-        again = await served.executor.ForwardVerify(request)
-        assert rows_from_proto(again.row_blocks)[0]["token_ids"].tolist() == tokens
+            await refused(once(changed), Reason.REQUEST_ID_REUSED)
+        await served.release(later.output.handle)
+        assert chosen(await once(spec)) == tokens
 
 
 async def test_a_child_that_is_made_in_the_step_verifies_a_draft_too() -> None:
@@ -200,40 +180,14 @@ async def test_a_child_that_is_made_in_the_step_verifies_a_draft_too() -> None:
         draft = [LAST, *text[:2], wrong(text[2]), 1, 1, 1]
         sent = item(draft, handle, truncate_to=4, output=accept(), create=fork, request_id="child")
         for replayed in (False, True):
-            answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[sent]))
+            answer = await served.unified(sent)
             output = answer.results[0].output
             assert tokens_of(answer) == [text[:3]]
             assert (output.handle.seq_len, output.replayed) == (7, replayed)
-        assert (await verify(served, item([text[2]], output.handle, output=accept())))[1] == text[3:4]
-        handle, _ = await verify(served, item([LAST, 1], handle, output=accept()))
+        assert (await verify(served, [text[2]], output.handle, output=accept()))[1] == text[3:4]
+        handle, _ = await verify(served, [LAST, 1], handle, output=accept())
         assert handle.seq_len >= 7
         await served.check()
-
-
-async def test_a_draft_that_finds_no_blocks_changes_nothing_and_a_promise_covers_one(served: Served) -> None:
-    handle = await prefill(served, PROMPT)
-    reserved = await served.executor.ReserveKv(pb.ReserveKvRequest(handle=handle, tokens=20))
-    text = await plain(served)
-    hog = await prefill(served, [1] * 120)
-    rest = reserved.pressure.total_blocks - 30 - 6
-    second = await prefill(served, [2] * (4 * rest))
-    long = item([LAST, *text[:30]], handle, output=accept())
-    error = await refused(
-        served.executor.ForwardVerify(pb.ForwardVerifyRequest(item=long)),
-        Reason.KV_BLOCKS_EXHAUSTED,
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-    )
-    assert error.number("free_blocks") == 0
-    emitted = [LAST]
-    while len(emitted) < 14:  # with what was promised, again and again for tokens that are rejected
-        at = len(emitted) - 1
-        draft = [text[at], text[at + 1], wrong(text[at + 2]), 1, 1, 1]
-        handle, chosen = await verify(served, item([emitted[-1], *draft], handle, output=accept()))
-        emitted += chosen
-    assert emitted[1:] == text[: len(emitted) - 1]
-    for each in (hog, second, handle):
-        await served.executor.Release(pb.ReleaseRequest(handle=each))
-    await served.check()
 
 
 IDS = [[9, 1], [8, 2]]
@@ -291,42 +245,34 @@ BAD: dict[str, list[output_pb2.OutputSpec]] = {
 }
 
 
-@pytest.mark.parametrize("field", BAD)
-async def test_a_bad_spec_is_refused_by_its_field_and_changes_nothing(served: Served, field: str) -> None:
+async def test_a_bad_spec_is_refused_by_its_field_and_changes_nothing(served: Served) -> None:
     handle = await prefill(served, PROMPT)
-    for number, spec in enumerate(BAD[field]):
-        call = served.executor.ForwardVerify(pb.ForwardVerifyRequest(item=item(DRAFT, handle, output=spec)))
-        error = await refused(call, Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
-        assert error.field == f"output.{field}", number
+    for field, specs in BAD.items():
+        for number, spec in enumerate(specs):
+            error = await refused(served.verify(DRAFT, handle, output=spec), Reason.INVALID_REQUEST)
+            assert error.field == f"output.{field}", number
     good = accept(IDS, [[0.5, 0.5004], [0.6, 0.3995]], seed=1)  # rounded
-    handle, _ = await verify(served, item(DRAFT, handle, output=good))
+    handle, _ = await verify(served, DRAFT, handle, output=good)
     await served.check()
 
 
 async def test_the_refusal_of_a_cut_draft_says_what_is_to_be_done(served: Served) -> None:
     handle = await prefill(served, PROMPT)
-    cut = item(DRAFT, handle, output=accept(IDS, [[0.5, 0.5], [0.25, 0.25]], seed=1))
-    error = await refused(
-        served.executor.ForwardVerify(pb.ForwardVerifyRequest(item=cut)),
-        Reason.INVALID_REQUEST,
-        grpc.StatusCode.INVALID_ARGUMENT,
-    )
+    cut = accept(IDS, [[0.5, 0.5], [0.25, 0.25]], seed=1)
+    error = await refused(served.verify(DRAFT, handle, output=cut), Reason.INVALID_REQUEST)
     assert "draft token 1 sum to 0.5" in error.message and "by its sum" in error.message
     tokens = accept(IDS, np.array([[0.5, 0.5], [0.25, 0.25]]) / [[1.0], [0.5]], seed=1)
-    await verify(served, item(DRAFT, handle, output=tokens))
+    await verify(served, DRAFT, handle, output=tokens)
 
 
 async def test_a_draft_goes_on_with_a_sequence_and_has_a_limit(served: Served) -> None:
-    info = await served.executor.GetInfo(pb.GetInfoRequest())
+    info = await served.info()
     assert info_pb2.CAPABILITY_OUTPUT_ACCEPT in info.capabilities
     most = info.limits.max_draft_tokens
     assert most >= 16 and info.limits.max_draft_candidates >= 16
-    for request in (item([1, 2], output=accept()), item([1, 2], output=accept(IDS[:1], ODDS[:1]))):
-        call = served.executor.Prefill(pb.PrefillRequest(item=request))
-        error = await refused(call, Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
-        assert error.field == "handle"
+    for output in (accept(), accept(IDS[:1], ODDS[:1])):
+        assert (await refused(served.prefill([1, 2], output=output), Reason.INVALID_REQUEST)).field == "handle"
     handle = await prefill(served, PROMPT)
-    call = served.executor.ForwardVerify(pb.ForwardVerifyRequest(item=item([1] * (most + 2), handle, output=accept())))
-    error = await refused(call, Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
+    error = await refused(served.verify([1] * (most + 2), handle, output=accept()), Reason.INVALID_REQUEST)
     assert error.field == "token_ids" and error.number("max_draft_tokens") == most
-    handle, _ = await verify(served, item([1] * (most + 1), handle, output=accept()))
+    handle, _ = await verify(served, [1] * (most + 1), handle, output=accept())

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -24,17 +23,16 @@ from ferrum_rpc.errors import InvalidRequest, NotSupported, Reason
 from ferrum_rpc.executor.v1 import executor_control_pb2 as control_pb
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, kv_transfer_pb2
 from ferrum_rpc.wire.rows import rows_from_proto
-from tests.adapters import make_adapter, merge
-from tests.checkpoints import make_checkpoint, make_model
-from tests.numerics.harness import reference_logits, worst
-from tests.numerics.hf_families import make_family, make_family_checkpoint
-from tests.service.transfers import brought, chunks_of, exported, header, imported, row
-from tests.serving import Gate, Served, serve_model
-from tests.wiring import full, item, pb, prefill, refused, until
+from tests.support.adapters import make_adapter, merge
+from tests.support.checkpoints import make_checkpoint, make_model
+from tests.support.harness import reference_logits, worst
+from tests.support.hf_families import make_family, make_family_checkpoint
+from tests.support.serving import Gate, Served, serve_model
+from tests.support.transfers import brought, chunks_of, exported, header, imported, row
+from tests.support.wiring import full, item, prefill, refused, until
 
-NOT_FOUND, FAILED = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION
-INVALID, EXHAUSTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]
+ONE = forward_pb2.CreateOptions(adapter="one")
 FAMILY = {"seed": 3, "vocab_size": 300}
 
 
@@ -87,7 +85,7 @@ async def shared(world: World, tmp_path_factory: pytest.TempPathFactory) -> Asyn
 async def served(shared: Served) -> AsyncIterator[Served]:
     """With no sequences, no adapters, and an empty prefix cache."""
     yield shared
-    await shared.control.Reset(control_pb.ResetRequest())
+    await shared.reset()
     for each in await listed(shared):
         assert each.sequences == 0
         await unload(shared, each.name)
@@ -115,12 +113,12 @@ async def rows(served: Served, *names: str, tokens: list[int] = PROMPT) -> list[
     items = [
         item(tokens, create=forward_pb2.CreateOptions(adapter=each, cache_mode=mode), output=full()) for each in names
     ]
-    answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items))
+    answer = await served.unified(*items)
     assert answer.timing.step_sequences == len(names)
     [block] = rows_from_proto(answer.row_blocks)
     found = [block["logits"][each.output.rows.first] for each in answer.results]
     for each in answer.results:
-        await served.executor.Release(pb.ReleaseRequest(handle=each.output.handle))
+        await served.release(each.output.handle)
     return found
 
 
@@ -167,13 +165,13 @@ async def test_it_is_that_of_the_sequence_for_its_life(served: Served, world: Wo
             assert [each.adapter for each in await client.list_sequences()] == ["one", "one"]
             [info] = await client.list_adapters()
             assert (info.name, info.rank, info.sequences) == ("one", 4, 2)
-        handle = await prefill(served, PROMPT[:-1], create=forward_pb2.CreateOptions(adapter="one"))
+        handle = await prefill(served, PROMPT[:-1], create=ONE)
         forked = item([PROMPT[-1]], handle, create=forward_pb2.CreateOptions(fork=True), output=full())
-        answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[forked]))
+        answer = await served.unified(forked)
         [block] = rows_from_proto(answer.row_blocks)
         assert is_of(block["logits"][0], world.truth("one"))
         named = item([1], handle, create=forward_pb2.CreateOptions(fork=True, adapter="one"))
-        answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[named]))
+        answer = await served.unified(named)
         assert "INVALID_REQUEST" in str(answer.results[0].error)
 
 
@@ -230,23 +228,23 @@ async def test_a_router_can_compute_their_hashes_and_events_tell_the_adapter(ser
 
 async def test_a_moved_sequence_needs_the_adapter_where_it_goes(served: Served, world: World, tmp_path: Path) -> None:
     info = await load(served, "one")
-    handle = await prefill(served, PROMPT[:-1], create=forward_pb2.CreateOptions(adapter="one"))
+    handle = await prefill(served, PROMPT[:-1], create=ONE)
     frames = await exported(served, handle)
     layout = frames[0].layout
     assert (layout.adapter, layout.model_fingerprint) == ("one", info.fingerprint)
     others = tmp_path / "adapters"
     async with world.serving(adapter_dir=others) if not others.mkdir() else None as target:
-        error = await refused(imported(target, header(layout)), Reason.ADAPTER_UNKNOWN, NOT_FOUND)
+        error = await refused(imported(target, header(layout)), Reason.ADAPTER_UNKNOWN)
         assert error.field == "header.layout.adapter"
         shutil.copytree(world.adapters / "two", others / "one")
         await load(target, "one")
-        error = await refused(imported(target, header(layout)), Reason.LAYOUT_MISMATCH, FAILED)
+        error = await refused(imported(target, header(layout)), Reason.LAYOUT_MISMATCH)
         assert error.metadata["differs"] == "model_fingerprint"
         await unload(target, "one")
         shutil.rmtree(others / "one")
         shutil.copytree(world.adapters / "one", others / "one")
         await load(target, "one")
-        await refused(imported(target, header(layout, adapter="two")), Reason.INVALID_REQUEST, INVALID)
+        await refused(imported(target, header(layout, adapter="two")), Reason.INVALID_REQUEST)
         for name in ("", "one"):
             answer = await imported(target, header(layout, f"named {name}", adapter=name), *brought(chunks_of(frames)))
             logits = np.frombuffer(await row(target, answer.handle, PROMPT[-1]), np.float32)
@@ -259,15 +257,12 @@ async def test_a_moved_sequence_needs_the_adapter_where_it_goes(served: Served, 
 async def test_a_parked_sequence_keeps_it(served: Served, world: World) -> None:
     await load(served, "two")
     handle = await prefill(served, PROMPT[:-1], create=forward_pb2.CreateOptions(adapter="two"))
-    await served.transfer.ParkKv(kv_transfer_pb2.ParkKvRequest(handle=handle))
-    error = await refused(
-        served.control.UnloadAdapter(control_pb.UnloadAdapterRequest(name="two")), Reason.ADAPTER_IN_USE, FAILED
-    )
-    assert error.number("sequences") == 1
-    await served.control.Reset(control_pb.ResetRequest())  # of cached blocks: it comes back from its file
+    await served.park(handle)
+    assert (await refused(unload(served, "two"), Reason.ADAPTER_IN_USE)).number("sequences") == 1
+    await served.reset()  # of cached blocks: it comes back from its file
     assert [each.sequences for each in await listed(served)] == [0]
     handle = await prefill(served, PROMPT[:-1], create=forward_pb2.CreateOptions(adapter="two"))
-    await served.transfer.ParkKv(kv_transfer_pb2.ParkKvRequest(handle=handle))
+    await served.park(handle)
     assert is_of(np.frombuffer(await row(served, handle, PROMPT[-1]), np.float32), world.truth("two"))
 
 
@@ -276,24 +271,19 @@ async def test_a_parked_sequence_keeps_it(served: Served, world: World) -> None:
 
 async def test_it_stays_while_sequences_have_it(served: Served) -> None:
     await load(served, "one")
-    create = forward_pb2.CreateOptions(adapter="one")
-    handles = [await prefill(served, PROMPT, create=create) for _ in range(3)]
-    answer = await served.executor.ForkKv(pb.ForkKvRequest(handle=handles[0], count=2))
-    handles += answer.handles
+    handles = [await prefill(served, PROMPT, create=ONE) for _ in range(3)]
+    handles += (await served.fork(handles[0], count=2)).handles
     for left in range(len(handles), 0, -1):
-        call = served.control.UnloadAdapter(control_pb.UnloadAdapterRequest(name="one"))
-        error = await refused(call, Reason.ADAPTER_IN_USE, FAILED)
+        error = await refused(unload(served, "one"), Reason.ADAPTER_IN_USE)
         assert error.number("sequences") == left and ("1 sequence and" in error.message) == (left == 1)
-        await served.executor.Release(pb.ReleaseRequest(handle=handles.pop()))
+        await served.release(handles.pop())
     await unload(served, "one")
     assert await listed(served) == []
-    call = served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT, create=create)))
-    error = await refused(call, Reason.ADAPTER_UNKNOWN, NOT_FOUND)
+    error = await refused(served.prefill(PROMPT, create=ONE), Reason.ADAPTER_UNKNOWN)
     assert (error.field, error.message) == ("create.adapter", "no adapter 'one' is loaded")
     for loaded in ("none is loaded", "2 loaded (three, two)"):  # an operator is told which
-        call = served.control.UnloadAdapter(control_pb.UnloadAdapterRequest(name="one"))
-        error = await refused(call, Reason.ADAPTER_UNKNOWN, NOT_FOUND)
-        assert error.message == f"no adapter 'one' is loaded: {loaded}"
+        call = unload(served, "one")
+        assert (await refused(call, Reason.ADAPTER_UNKNOWN)).message == f"no adapter 'one' is loaded: {loaded}"
         for name in ("two", "three"):
             await load(served, name)
 
@@ -310,17 +300,16 @@ async def test_steps_go_on_while_one_is_loaded(world: World) -> None:
     async with world.serving(stage=gate) as served:
         loading = await gate.hold(load(served, "one"))
         waiting = asyncio.create_task(prefill(served, PROMPT))
-        status = await served.executor.GetStatus(pb.GetStatusRequest())
+        status = await served.status()
         assert status.state == info_pb2.EXECUTOR_STATE_SERVING and await listed(served) == []
-        create = forward_pb2.CreateOptions(adapter="one")
-        call = served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT, create=create)))
-        await refused(call, Reason.ADAPTER_UNKNOWN, NOT_FOUND)
+        await refused(served.prefill(PROMPT, create={"adapter": "one"}), Reason.ADAPTER_UNKNOWN)
         gate.open()
         await waiting
         assert (await loading).name == "one"
-        gone = asyncio.create_task(load(served, "two"))
-        await until(lambda: "two" in served.server.state.adapters._loading)
-        gone.cancel()  # its caller: it is loaded all the same
+        async with gate.shut():
+            gone = asyncio.create_task(load(served, "two"))
+            await gate.held()
+            gone.cancel()  # its caller: it is loaded all the same
         await until(lambda: len(served.server.state.adapters) == 2)
 
 
@@ -334,16 +323,12 @@ async def test_what_fails_on_its_way_leaves_nothing(world: World) -> None:
             raise RuntimeError("a disk")
 
     async with world.serving(stage=stage, max_adapters=2) as served:
-        call = served.control.LoadAdapter(control_pb.LoadAdapterRequest(name="one"))
-        await refused(call, Reason.STEP_FAILED, grpc.StatusCode.INTERNAL)
+        await refused(load(served, "one"), Reason.STEP_FAILED)
         pieces = 10
         for name in ("one", "two"):
             await load(served, name)
-        call = served.control.LoadAdapter(control_pb.LoadAdapterRequest(name="three"))
-        error = await refused(call, Reason.SEQUENCES_EXHAUSTED, EXHAUSTED)
-        assert error.number("max_adapters") == 2
-        call = served.control.LoadAdapter(control_pb.LoadAdapterRequest(name="nowhere"))
-        error = await refused(call, Reason.ADAPTER_UNKNOWN, NOT_FOUND)  # however many are loaded
+        assert (await refused(load(served, "three"), Reason.SEQUENCES_EXHAUSTED)).number("max_adapters") == 2
+        error = await refused(load(served, "nowhere"), Reason.ADAPTER_UNKNOWN)  # however many are loaded
         assert "'nowhere'" in error.message
         assert len(served.runner.compute.loras) == 2
 
@@ -351,59 +336,17 @@ async def test_what_fails_on_its_way_leaves_nothing(world: World) -> None:
 async def test_what_they_take_of_the_memory_is_bounded(world: World) -> None:
     async with world.serving(adapter_memory=100_000) as served:
         taken = (await load(served, "one")).bytes
-        call = served.control.LoadAdapter(control_pb.LoadAdapterRequest(name="two"))
-        error = await refused(call, Reason.SEQUENCES_EXHAUSTED, EXHAUSTED)
+        error = await refused(load(served, "two"), Reason.SEQUENCES_EXHAUSTED)
         assert (error.number("adapter_memory"), error.number("held_bytes")) == (100_000, taken)
         await unload(served, "one")
         assert (await load(served, "two")).bytes <= 100_000
-
-
-async def test_cycles_of_loading_under_load_leave_nothing(served: Served) -> None:
-    """Adapters that come and go while sequences of one of them, and of none, are made, fed and released."""
-    stop, answered, turned_away = False, 0, 0
-
-    async def feed(name: str) -> None:
-        nonlocal answered, turned_away
-        create = forward_pb2.CreateOptions(adapter=name)
-        while not stop:
-            try:
-                handle = await prefill(served, PROMPT[:5], create=create)
-            except grpc.aio.AioRpcError as error:
-                assert error.code() is NOT_FOUND
-                turned_away += 1
-                await asyncio.sleep(0.001)
-                continue
-            answer = await served.executor.Decode(pb.DecodeRequest(item=item([1], handle)))
-            await served.executor.Release(pb.ReleaseRequest(handle=answer.output.handle))
-            answered += 1
-            await asyncio.sleep(0.003)  # or it would hardly ever be without a sequence
-
-    feeders = [asyncio.create_task(feed(name)) for name in ("one", "")]
-    cycles, in_use = 0, 0
-    while cycles < 50:
-        name = ("one", "two")[cycles % 4 > 0]
-        await load(served, name)
-        try:
-            await unload(served, name)
-            cycles += 1
-        except grpc.aio.AioRpcError as error:
-            assert error.code() is FAILED
-            in_use += 1
-    stop = True
-    await asyncio.gather(*feeders)
-    assert answered and turned_away and in_use
-    assert not served.runner.compute.loras
-    assert served.runner._adapters is not None
-    assert not served.runner._adapters._bytes and not served.runner._adapters._loading
-    state = served.server.state
-    assert not state.adapters._loading and not any(account.held[0] for account in state.quotas._accounts.values())
 
 
 # --- what is offered --------------------------------------------------------------------------------------------------
 
 
 async def test_capability_and_metrics(served: Served) -> None:
-    answer = await served.executor.GetInfo(pb.GetInfoRequest())
+    answer = await served.info()
     assert info_pb2.CAPABILITY_ADAPTERS in answer.capabilities
     before = served.server.state.counters.adapter_tokens
     await load(served, "one")
@@ -411,9 +354,7 @@ async def test_capability_and_metrics(served: Served) -> None:
     assert served.server.state.counters.adapter_tokens == before + 4
 
 
-async def test_experts_are_not_adapted_and_doctor_reports_that_before(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_experts_are_not_adapted_and_doctor_reports_that_before(tmp_path, capsys):
     """As PEFT writes an adapter of w1, w2 and w3 since transformers joins experts."""
     folder, adapters = make_family_checkpoint(tmp_path / "model", "mixtral"), tmp_path / "adapters"
     attention = ("q_proj", "v_proj")
@@ -421,16 +362,13 @@ async def test_experts_are_not_adapted_and_doctor_reports_that_before(
     rewritten = {"target_parameters": ["down_proj", "gate_up_proj"], "rank_pattern": {r".*\.gate_up_proj": 8}}
     make_adapter(adapters / "experts", make_family("mixtral"), targets=attention, **rewritten)
     with pytest.raises(SystemExit) as done:
-        cli.main(
-            ["doctor", str(folder), "--adapter-dir", str(adapters), "--device", "cpu", "--kv-blocks", "16", "--json"]
-        )
+        cli.main(["doctor", str(folder), "--adapter-dir", str(adapters), "--device=cpu", "--kv-blocks=16", "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert done.value.code == 0
     assert facts["adapters"]["good"] == "rank 4, of 4 modules"
     config = ModelSettings(str(folder), device="cpu", kv_blocks=16, adapter_dir=adapters)
     async with serve_model(config, max_adapters=4) as served:
-        call = served.control.LoadAdapter(control_pb.LoadAdapterRequest(name="experts"))
-        error = await refused(call, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
+        error = await refused(load(served, "experts"), Reason.NOT_SUPPORTED)
         assert "experts are not adapted: down_proj, gate_up_proj" in error.message
         assert facts["adapters"]["experts"] == f"refused: {error.message}"
         assert (await load(served, "good")).rank == 4

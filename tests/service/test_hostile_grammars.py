@@ -12,38 +12,15 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from ferrum_rpc.client import (
-    Answer,
-    ExecutorClient,
-    GrammarKind,
-    GrammarTooComplex,
-    GrammarUnknown,
-    Greedy,
-    InvalidRequest,
-    QueueFull,
-    Run,
-    RunEnd,
-    Sample,
-)
-from ferrum_rpc.errors import Reason
-from ferrum_rpc.service.guard.auth import Security
-from tests.faults.process import serving
-from tests.grammars import (
-    AMBIGUOUS,
-    DEMO,
-    END,
-    IMPOSSIBLE,
-    SOURCES,
-    TOO_COMPLEX,
-    allowed,
-    compiled,
-    decode,
-    encode,
-)
-from tests.serving import Gate, Served, serve_model
-from tests.wiring import pb, until
+from ferrum_rpc.client import Answer, ExecutorClient, GrammarKind, Greedy, Run, RunEnd, Sample
+from ferrum_rpc.errors import GrammarTooComplex, GrammarUnknown, InvalidRequest, QueueFull, Reason
+from tests.support.grammars import AMBIGUOUS, DEMO, END, IMPOSSIBLE, SOURCES, TOO_COMPLEX, allowed, compiled, decode
+from tests.support.inside import grammar_pool
+from tests.support.process import serving
+from tests.support.serving import Gate, Served, serve_model
+from tests.support.wiring import pb, until
 
-PROMPT = encode("The register of ")
+PROMPT = [*b"The register of "]
 TEXT = SOURCES[GrammarKind.JSON_SCHEMA]
 LONGEST = "many rules that refer to each other"
 """It is compiled until all of its processor time is gone."""
@@ -80,9 +57,7 @@ async def decodes(client: ExecutorClient, output: Greedy, stop: asyncio.Event) -
 
 
 @pytest.mark.parametrize("name", [*TOO_COMPLEX, *IMPOSSIBLE])
-async def test_a_grammar_that_cannot_be_compiled_is_refused_and_no_neighbour_waits(
-    served: Served, lowered: list[int], name: str
-) -> None:
+async def test_a_grammar_that_cannot_be_compiled_is_refused_and_no_neighbour_waits(served, lowered, name):
     kind, text = {**TOO_COMPLEX, **IMPOSSIBLE}[name]
     lowered.clear()
     async with ExecutorClient(served.target, session=True) as client, ExecutorClient(served.target) as other:
@@ -95,7 +70,7 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused_and_no_neighbour_wai
         assert await neighbour, "it had steps meanwhile"
         assert name != LONGEST or min(lowered) > 0
         assert text[:40] not in caught.value.message
-        assert len(served.server.state.grammars) == len(served.runner.constraints._pool)
+        assert len(served.server.state.grammars) == len(grammar_pool(served.runner))
         again = await other.register_grammar(GrammarKind.JSON_SCHEMA, TEXT)
         assert again == grammar
 
@@ -133,7 +108,7 @@ async def test_a_mask_that_exceeds_its_time_ends_its_item_alone(served: Served) 
 
 def processes(served: Served) -> list[int]:
     """Those of the grammars, which are children of the first."""
-    first = served.runner.constraints._pool.starter.process.pid
+    first = grammar_pool(served.runner).starter.process.pid
     found = []
     for each in Path("/proc").iterdir():
         if each.name.isdecimal():
@@ -146,8 +121,7 @@ def processes(served: Served) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("what", ["the grammar", "the first process"])
-@pytest.mark.parametrize("stage", ["forward", "commit"])
+@pytest.mark.parametrize(("what", "stage"), [("the grammar", "forward"), ("the first process", "commit")])
 async def test_a_process_that_is_killed_in_a_step_is_started_again_and_nobody_notices(what: str, stage: str) -> None:
     gate = Gate(stage)
     async with serve_model(DEMO, stage=gate) as served, ExecutorClient(served.target, session=True) as client:
@@ -157,7 +131,7 @@ async def test_a_process_that_is_killed_in_a_step_is_started_again_and_nobody_no
             text = [token async for token in plain.generate(PROMPT, output=output)]
             first = (await sequence.prefill(PROMPT, output)).token
             running = await gate.hold(sequence.decode(first, output, run=Run(32)))
-            first_process = served.runner.constraints._pool.starter.process.pid
+            first_process = grammar_pool(served.runner).starter.process.pid
             victims = processes(served) if what == "the grammar" else [first_process]
             assert victims
             for each in victims:
@@ -174,33 +148,29 @@ async def test_a_process_that_is_killed_in_a_step_is_started_again_and_nobody_no
         await served.check()
 
 
-async def test_a_caller_has_its_share_and_finds_nothing_of_others(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("one " + "1" * 32 + "\ntwo " + "2" * 32 + "\n")
-    tokens.chmod(0o600)
-    config = replace(DEMO, max_grammars=4)
-    async with serve_model(config, max_grammars=4, security=Security(tokens=tokens)) as served:
-        one, two = served.by("1" * 32), served.by("2" * 32)
+async def test_a_caller_has_its_share_and_finds_nothing_of_others() -> None:
+    async with serve_model(replace(DEMO, max_grammars=4), max_grammars=4, tokens=("one 1", "two 2")) as served:
+        one, two = map(served.by, "12")
 
         async def register(by: Served, text: str) -> bytes:
             request = pb.RegisterGrammarRequest(kind="GRAMMAR_KIND_REGEX", text=text.encode())
             return bytes((await by.executor.RegisterGrammar(request)).grammar_id)
 
-        async with ExecutorClient(served.target, token="1" * 32) as client:
+        async with ExecutorClient(served.target, token=one.executor.token) as client:
             limits = (await client.info()).limits
             assert (limits.max_grammars, limits.max_grammar_bytes) == (4, 256 << 10)
             first = await register(one, "a")
-            assert await register(two, "a") == first and len(served.runner.constraints._pool) == 2
+            assert await register(two, "a") == first and len(grammar_pool(served.runner)) == 2
             second = await register(two, "b")
             with pytest.raises(GrammarUnknown):
                 await client.sequence().prefill(PROMPT, Greedy(grammar=second, grammar_from=len(PROMPT)))
             kept = [await client.register_grammar(GrammarKind.REGEX, text) for text in ("c", "d", "e")]
-            assert len(served.server.state.grammars) == 4 == len(served.runner.constraints._pool)
+            assert len(served.server.state.grammars) == 4 == len(grammar_pool(served.runner))
             for each, letter in zip(kept, "cde", strict=True):  # the first has gone, and comes back
                 async with client.sequence() as sequence:
                     answer = await sequence.prefill(PROMPT, Greedy(grammar=each, grammar_from=len(PROMPT)))
                     assert answer.token == ord(letter)
-            await until(lambda: len(served.runner.constraints._pool) == 4)
+            await until(lambda: len(grammar_pool(served.runner)) == 4)
 
 
 async def test_grammars_in_use_are_not_dropped() -> None:
@@ -239,16 +209,13 @@ async def test_an_engine_in_a_process_of_its_own_and_a_restart() -> None:
             assert isinstance(answer, Answer) and answer.token == ord("{")
 
 
-@pytest.mark.parametrize("parallel", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}])
-async def test_two_ranks_choose_as_one(parallel: dict[str, int]) -> None:
-    texts = []
-    for config in (DEMO, replace(DEMO, **parallel)):
+async def test_two_ranks_choose_as_one() -> None:
+    kind, texts = GrammarKind.REGEX, []
+    for config in (DEMO, replace(DEMO, tensor_parallel=2), replace(DEMO, pipeline_parallel=2)):
         async with serve_model(config) as served, ExecutorClient(served.target, session=True) as client:
-            grammar = await client.register_grammar(GrammarKind.JSON_SCHEMA, TEXT)
-            outputs = [
-                Greedy(grammar=grammar, grammar_from=len(PROMPT)),
-                Sample(1.0, seed=2, grammar=grammar, grammar_from=len(PROMPT)),
-            ]
+            grammar = await client.register_grammar(kind, SOURCES[kind])
+            about = {"grammar": grammar, "grammar_from": len(PROMPT)}
+            outputs = [Greedy(**about), Sample(1.0, seed=2, **about)]
 
             async def text(output: Greedy | Sample, client: ExecutorClient = client) -> list[int]:
                 async with client.sequence() as sequence:
@@ -256,6 +223,6 @@ async def test_two_ranks_choose_as_one(parallel: dict[str, int]) -> None:
 
             texts.append(await asyncio.gather(*map(text, outputs)))
             await served.check()
-    assert texts[0] == texts[1]
-    source = compiled(GrammarKind.JSON_SCHEMA, TEXT)
+    assert texts[0] == texts[1] == texts[2]
+    source = compiled(kind, SOURCES[kind])
     assert all(allowed(source, [*each, END]) == {END} for each in texts[0])

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from typing import Any
 
-import grpc
 import pytest
 from google.protobuf import duration_pb2
 
-from ferrum_rpc.core import Caller
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
-from ferrum_rpc.service.leases import LeaseTable
 from ferrum_rpc.service.lifecycle import Sweeper
-from ferrum_rpc.service.quotas import Quotas
-from tests.serving import LIMITS, Gate, Served, serve_identity
-from tests.wiring import item, pb, prefill, refused, until
+from tests.support.inside import creating
+from tests.support.serving import Served, gated, serve_identity
+from tests.support.wiring import prefill, refused, until
 
-NOT_FOUND = grpc.StatusCode.NOT_FOUND
 TTL = 30.0
 
 
-async def acquire(served: Served, ttl: float = TTL, name: str = "") -> str:
-    request = pb.AcquireLeaseRequest(ttl=duration_pb2.Duration(seconds=int(ttl)), client_name=name)
-    return (await served.executor.AcquireLease(request)).lease_id
+async def acquire(served: Served, ttl: float = TTL) -> str:
+    return (await served.acquire(ttl=duration_pb2.Duration(seconds=int(ttl)))).lease_id
 
 
 async def leased(served: Served, lease: str, tokens: list[int], **fields: object) -> types_pb2.KvHandle:
@@ -40,11 +37,11 @@ def sweep(served: Served, later: float) -> None:
 
 
 async def decode(served: Served, handle: types_pb2.KvHandle, token: int = 1) -> types_pb2.KvHandle:
-    return (await served.executor.Decode(pb.DecodeRequest(item=item([token], handle)))).output.handle
+    return (await served.decode([token], handle)).output.handle
 
 
 async def free_blocks(served: Served) -> int:
-    return (await served.executor.GetStatus(pb.GetStatusRequest())).pressure.free_blocks
+    return (await served.status()).pressure.free_blocks
 
 
 async def test_an_expired_lease_frees_all_its_sequences_and_no_other(served: Served) -> None:
@@ -57,81 +54,62 @@ async def test_an_expired_lease_frees_all_its_sequences_and_no_other(served: Ser
     sweep(served, 9.9)
     sweep(served, 10.1)
     for handle in gone:
-        await refused(served.executor.Decode(pb.DecodeRequest(item=item([1], handle))), Reason.LEASE_EXPIRED, NOT_FOUND)
-    await refused(served.executor.KeepAlive(pb.KeepAliveRequest(lease_id=doomed)), Reason.LEASE_EXPIRED, NOT_FOUND)
-    await refused(leased(served, doomed, [1]), Reason.LEASE_EXPIRED, NOT_FOUND)
+        await refused(served.decode([1], handle), Reason.LEASE_EXPIRED)
+    await refused(served.keep_alive(doomed), Reason.LEASE_EXPIRED)
+    await refused(leased(served, doomed, [1]), Reason.LEASE_EXPIRED)
     here = await decode(served, here)
-    await served.executor.Release(pb.ReleaseRequest(handle=here))
+    await served.release(here)
     assert await free_blocks(served) == before
-    status = await served.executor.GetStatus(pb.GetStatusRequest())
+    status = await served.status()
     assert (status.counters.leases_expired, status.counters.sequences_expired, status.leases) == (1, 3, 1)
     await served.check()
 
 
-@pytest.mark.parametrize("sign", ["keep_alive", "decode", "truncate", "fork", "reserve", "refused decode"])
+SIGNS: dict[str, Callable[[Served, types_pb2.KvHandle, str], Any]] = {
+    "keep_alive": lambda served, handle, lease: served.keep_alive(lease),
+    "decode": lambda served, handle, lease: served.decode([1], handle),
+    "truncate": lambda served, handle, lease: served.truncate(handle),
+    "fork": lambda served, handle, lease: served.fork(handle),
+    "reserve": lambda served, handle, lease: served.reserve(handle, 4),
+    "refused": lambda served, handle, lease: refused(
+        served.decode([1], types_pb2.KvHandle(id=handle.id, seq_len=9, version=9)), Reason.SEQUENCE_VERSION_MISMATCH
+    ),
+}
+
+
+@pytest.mark.parametrize("sign", SIGNS)
 async def test_every_call_on_one_of_its_handles_renews_a_lease(served: Served, sign: str) -> None:
     lease = await acquire(served, 10)
     handle, other = await leased(served, lease, [1, 2, 3]), await leased(served, lease, [4, 5])
-    held = served.server.state.leases.find(lease, "")
-    held.expires = time.monotonic() + 0.5  # nearly over
-    match sign:
-        case "keep_alive":
-            answer = await served.executor.KeepAlive(pb.KeepAliveRequest(lease_id=lease))
-            assert answer.ttl.seconds == 10
-        case "decode":
-            await decode(served, handle)
-        case "truncate":
-            await served.executor.TruncateKv(pb.TruncateKvRequest(handle=handle, length=1))
-        case "fork":
-            await served.executor.ForkKv(pb.ForkKvRequest(handle=handle))
-        case "reserve":
-            await served.executor.ReserveKv(pb.ReserveKvRequest(handle=handle, tokens=4))
-        case _:
-            stale = types_pb2.KvHandle(id=handle.id, seq_len=9, version=9)
-            with pytest.raises(grpc.aio.AioRpcError):
-                await decode(served, stale)
+    served.server.state.leases.find(lease, "").expires = time.monotonic() + 0.5  # nearly over
+    await SIGNS[sign](served, handle, lease)
     sweep(served, 9.0)
     await decode(served, other)
 
 
-async def test_a_sequence_in_a_running_step_is_pinned() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served:
+async def test_a_sequence_in_a_step_and_one_that_is_being_created_are_pinned() -> None:
+    async with gated() as (served, gate):
         lease = await acquire(served, 10)
-        idle = await leased(served, lease, [1, 2])
-        busy = await leased(served, lease, [3, 4])
+        idle, busy = await leased(served, lease, [1, 2]), await leased(served, lease, [3, 4])
         running = await gate.hold(decode(served, busy))
+        made = asyncio.ensure_future(leased(served, await acquire(served, 10), [1, 2, 3]))
+        await until(lambda: creating(served.server.state) == 1)
         sweep(served, 1000)
         gate.open()
         busy = await running
-        await decode(served, idle)  # the step's end was a sign of life
-        await decode(served, busy)
+        for each in (idle, busy, await made):  # the step's end was a sign of life
+            await decode(served, each)
         sweep(served, 11)
-        await refused(served.executor.Decode(pb.DecodeRequest(item=item([1], busy))), Reason.LEASE_EXPIRED, NOT_FOUND)
+        await refused(served.decode([1], busy), Reason.LEASE_EXPIRED)
         await served.check()
 
 
-async def test_a_creation_longer_than_its_lease_survives_it() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served:
-        lease = await acquire(served, 10)
-        creating = await gate.hold(leased(served, lease, [1, 2, 3]))
-        sweep(served, 1000)
-        gate.open()
-        await decode(served, await creating)
-
-
 async def test_a_step_whose_caller_is_gone_is_no_sign_of_life() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served:
+    async with gated() as (served, gate):
         lease = await acquire(served, 10)
         handle = await leased(served, lease, [1, 2, 3])
-        call = served.executor.Decode(pb.DecodeRequest(item=item([1], handle)))
-
-        async def wait() -> None:
-            await call
-
-        running = await gate.hold(wait())
+        call = served.decode([1], handle)
+        running = await gate.hold(call)
         record = served.server.state.handles.records()[0]
         held = served.server.state.leases.find(lease, "")
         held.expires = due = time.monotonic() + 0.25
@@ -145,45 +123,33 @@ async def test_a_step_whose_caller_is_gone_is_no_sign_of_life() -> None:
 
 
 async def test_revoking_frees_now_what_is_idle_and_what_runs_when_it_ends() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served:
+    async with gated() as (served, gate):
         before = await free_blocks(served)
         lease = await acquire(served)
         idle, busy = await leased(served, lease, [1, 2]), await leased(served, lease, [3])
         running = await gate.hold(decode(served, busy))
         creating = asyncio.ensure_future(leased(served, lease, [7, 8]))
         await until(lambda: served.server.calls.in_flight >= 2)
-        revoking = asyncio.ensure_future(served.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=lease)))
+        revoking = asyncio.ensure_future(served.revoke(lease))
         await until(lambda: not len(served.server.state.leases))
         gate.open()
         assert (await revoking).released_sequences == 3
         for handle in (idle, await running, await creating):
-            await refused(
-                served.executor.Decode(pb.DecodeRequest(item=item([1], handle))), Reason.HANDLE_RELEASED, NOT_FOUND
-            )
-        await refused(served.executor.KeepAlive(pb.KeepAliveRequest(lease_id=lease)), Reason.LEASE_UNKNOWN, NOT_FOUND)
+            await refused(served.decode([1], handle), Reason.HANDLE_RELEASED)
+        await refused(served.keep_alive(lease), Reason.LEASE_UNKNOWN)
         assert await free_blocks(served) == before
         await served.check()
 
 
 async def test_an_unused_sequence_without_a_lease_is_freed_after_the_idle_time(served: Served) -> None:
-    idle_ttl = served.server.state.limits.idle_ttl_s
+    """One whose caller has never come back for the answer, too."""
+    idle_ttl, before = served.server.state.limits.idle_ttl_s, await free_blocks(served)
     handle = await prefill(served, [1, 2, 3])
     sweep(served, idle_ttl - 1)
+    await prefill(served, [1, 2, 3], request_id="lost")
     handle = await decode(served, handle)
     sweep(served, idle_ttl + 1)
-    error = await refused(
-        served.executor.Decode(pb.DecodeRequest(item=item([1], handle))), Reason.LEASE_EXPIRED, NOT_FOUND
-    )
-    assert "no lease" in error.message
-    await served.check()
-
-
-async def test_an_answer_that_nobody_heard_does_not_hold_blocks_for_ever(served: Served) -> None:
-    """A creation with a request id whose caller never comes back."""
-    before = await free_blocks(served)
-    await prefill(served, [1, 2, 3], request_id="lost")
-    sweep(served, served.server.state.limits.idle_ttl_s + 1)
+    assert "no lease" in (await refused(served.decode([1], handle), Reason.LEASE_EXPIRED)).message
     await served.check()
     assert await free_blocks(served) == before
 
@@ -191,49 +157,46 @@ async def test_an_answer_that_nobody_heard_does_not_hold_blocks_for_ever(served:
 async def test_children_live_with_their_parents_lease_or_with_the_one_that_is_named(served: Served) -> None:
     mine, other = await acquire(served, 10), await acquire(served, 100)
     parent = await leased(served, mine, [1, 2, 3])
-    heir = (await served.executor.ForkKv(pb.ForkKvRequest(handle=parent))).handles[0]
-    adopted = (await served.executor.ForkKv(pb.ForkKvRequest(handle=parent, lease_id=other))).handles[0]
+    heir = (await served.fork(parent)).handles[0]
+    adopted = (await served.fork(parent, lease_id=other)).handles[0]
     sweep(served, 11)
     for handle in (parent, heir):
-        await refused(served.executor.Decode(pb.DecodeRequest(item=item([1], handle))), Reason.LEASE_EXPIRED, NOT_FOUND)
+        await refused(served.decode([1], handle), Reason.LEASE_EXPIRED)
     await decode(served, adopted)
 
 
 async def test_a_lease_that_is_not_there_says_which_way(served: Served) -> None:
     lease = await acquire(served)
-    unknown = lease[:-1] + ("0" if lease[-1] != "0" else "1")
-    foreign = "0123456789abcdef" + lease[16:]
-    precondition = grpc.StatusCode.FAILED_PRECONDITION
-    for bad, reason, code in (
-        (unknown, Reason.LEASE_UNKNOWN, NOT_FOUND),
-        ("x", Reason.LEASE_UNKNOWN, NOT_FOUND),
-        (foreign, Reason.INSTANCE_MISMATCH, precondition),
+    for bad, reason in (
+        (lease[:-1] + ("0" if lease[-1] != "0" else "1"), Reason.LEASE_UNKNOWN),
+        ("x", Reason.LEASE_UNKNOWN),
+        ("0123456789abcdef" + lease[16:], Reason.INSTANCE_MISMATCH),
     ):
-        await refused(served.executor.KeepAlive(pb.KeepAliveRequest(lease_id=bad)), reason, code)
-        await refused(served.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=bad)), reason, code)
-        await refused(leased(served, bad, [1]), reason, code)
+        await refused(served.keep_alive(bad), reason)
+        await refused(served.revoke(bad), reason)
+        await refused(leased(served, bad, [1]), reason)
     await served.check()
 
 
 async def test_the_time_of_a_lease_is_told_and_kept_within_limits(served: Served) -> None:
     limits = served.server.state.limits
-    default = await served.executor.AcquireLease(pb.AcquireLeaseRequest())
+    default = await served.acquire()
     assert default.ttl.ToTimedelta().total_seconds() == limits.lease_ttl_s
     assert default.renew_every.ToTimedelta().total_seconds() == limits.lease_ttl_s / 6
-    longest = pb.AcquireLeaseRequest(ttl=duration_pb2.Duration(seconds=315_576_000_000))
-    assert (await served.executor.AcquireLease(longest)).ttl.seconds == limits.max_lease_ttl_s
-    shortest = pb.AcquireLeaseRequest(ttl=duration_pb2.Duration(nanos=1))
-    assert (await served.executor.AcquireLease(shortest)).ttl.seconds == limits.min_lease_ttl_s
-    nonsense = pb.AcquireLeaseRequest(ttl=duration_pb2.Duration(seconds=-5))
-    await refused(served.executor.AcquireLease(nonsense), Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
+    longest = await served.acquire(ttl=duration_pb2.Duration(seconds=315_576_000_000))
+    shortest = await served.acquire(ttl=duration_pb2.Duration(nanos=1))
+    assert (longest.ttl.seconds, shortest.ttl.seconds) == (limits.max_lease_ttl_s, limits.min_lease_ttl_s)
+    for none in ({"seconds": -5}, {"nanos": 0}, {"nanos": -1}):
+        await refused(served.acquire(ttl=duration_pb2.Duration(**none)), Reason.INVALID_REQUEST)
 
 
-async def test_leases_are_bounded() -> None:
+async def test_leases_are_bounded_and_the_refusal_says_that_it_is_they() -> None:
     async with serve_identity(max_leases=2) as served:
-        first = await acquire(served)
-        await acquire(served)
-        await refused(acquire(served), Reason.SEQUENCES_EXHAUSTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
-        await served.executor.RevokeLease(pb.RevokeLeaseRequest(lease_id=first))
+        first, _ = await acquire(served), await acquire(served)
+        error = await refused(served.acquire(), Reason.SEQUENCES_EXHAUSTED)
+        assert error.metadata == {"max_leases": "2"} and error.retry_after_s
+        await prefill(served, [1])  # of sequences there are enough
+        await served.revoke(first)
         await acquire(served)
 
 
@@ -249,61 +212,34 @@ async def test_a_server_that_was_deaf_gives_the_time_back(served: Served) -> Non
 
 async def test_the_sweep_runs_by_itself() -> None:
     async with serve_identity(min_lease_ttl_s=0.01, lease_ttl_s=0.05) as served:
-        lease = (await served.executor.AcquireLease(pb.AcquireLeaseRequest())).lease_id
+        lease = (await served.acquire()).lease_id
         await leased(served, lease, [1, 2, 3])
-        async with asyncio.timeout(5):
-            await served.server.state.empty.wait()
+        await asyncio.wait_for(served.server.state.empty.wait(), 5)
         await served.check()
 
 
-def test_a_lease_of_somebody_else_reads_as_unknown() -> None:
-    book = LeaseTable(LIMITS, Quotas(LIMITS), "00ff")
-    lease = book.acquire(Caller("alice"), None, "a")
-    expired = book.acquire(Caller("alice"), None, "a")
-    book.remove(expired, expired=True)
-    for each in (lease, expired):
-        with pytest.raises(Exception, match="no such lease"):
-            book.find(each.id, "bob")
-    assert book.find(lease.id, "alice") is lease
-
-
-async def test_handles_request_ids_and_leases_belong_to_their_caller(served: Served) -> None:
-    """On the floor below the guard: what a caller's name decides."""
-    from ferrum_rpc.errors import ExecutorError
-    from ferrum_rpc.service.forward import ForwardCall
-    from ferrum_rpc.service.kv_ops import fork, release, reserve, truncate
-    from ferrum_rpc.wire.items import CallShape, item_from_proto
-
-    alice, bob = Caller("alice", operator=False), Caller("bob", operator=False)
-    state = served.server.state
-
-    async def feed(caller: Caller, message: forward_pb2.ForwardItem) -> object:
-        work = item_from_proto(message, CallShape.ANY, state.capabilities)
-        return (await ForwardCall(state, state.quotas.account(caller), [work])).outcomes[0]
-
-    first = await feed(alice, item([1, 2, 3], request_id="same"))
-    second = await feed(bob, item([9, 9], request_id="same"))
-    assert not isinstance(first, ExecutorError)
-    assert not isinstance(second, ExecutorError)
-    assert not second.replayed
-    stolen = types_pb2.KvHandle(id=first.handle.id, seq_len=3, version=first.handle.version)
-    grown = await feed(alice, item([7], stolen, request_id="step"))
-    assert not isinstance(grown, ExecutorError)
-    for message in (item([7], stolen, request_id="step"), item([7], stolen)):
-        refusal = await feed(bob, message)
-        assert isinstance(refusal, ExecutorError)
-        assert (refusal.reason, refusal.message) == (Reason.HANDLE_UNKNOWN, "no such sequence")
-    for call in (
-        truncate(state, first.handle, 1, caller=bob),
-        fork(state, first.handle, caller=bob),
-        release(state, first.handle, caller=bob, any_version=True),
-        reserve(state, first.handle, 4, caller=bob),
-    ):
-        with pytest.raises(ExecutorError, match="no such sequence"):
-            await call
-    await release(state, grown.handle, caller=alice)
-    with pytest.raises(ExecutorError, match="no such sequence"):
-        await release(state, grown.handle, caller=bob)
-    with pytest.raises(ExecutorError, match="was released"):
-        await release(state, grown.handle, caller=alice)
-    await served.check()
+async def test_handles_request_ids_and_leases_belong_to_their_caller() -> None:
+    async with serve_identity(tokens=("alice a", "bob b")) as served:
+        alice, bob = served.by("a"), served.by("b")
+        handle = await prefill(alice, [1, 2, 3], request_id="same")
+        assert not (await bob.prefill([9, 9], request_id="same")).output.replayed
+        grown = (await alice.decode([7], handle, request_id="step")).output.handle
+        for call in (
+            bob.decode([7], handle, request_id="step"),
+            bob.decode([7], handle),
+            bob.truncate(handle, 1),
+            bob.fork(handle),
+            bob.release(handle, any_version=True),
+            bob.reserve(handle, 4),
+        ):
+            assert (await refused(call, Reason.HANDLE_UNKNOWN)).message == "no such sequence"
+        await alice.release(grown)
+        await refused(bob.release(grown), Reason.HANDLE_UNKNOWN)
+        await refused(alice.release(grown), Reason.HANDLE_RELEASED)
+        lease = await acquire(alice, 10)
+        await refused(bob.keep_alive(lease), Reason.LEASE_UNKNOWN)
+        await alice.keep_alive(lease)
+        sweep(served, 11)
+        await refused(bob.keep_alive(lease), Reason.LEASE_UNKNOWN)
+        await refused(alice.keep_alive(lease), Reason.LEASE_EXPIRED)
+        await served.check()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 from unittest import mock
 
@@ -13,31 +12,24 @@ import pytest
 import pytest_asyncio
 
 from ferrum_rpc.errors import InvalidRequest, Reason
-from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, info_pb2, types_pb2
+from ferrum_rpc.executor.v1 import info_pb2, types_pb2
 from ferrum_rpc.service import nixl
 from ferrum_rpc.wire.kv_stream import CacheLayout
-from tests.service.nixl import Fabric
-from tests.service.transfers import Names, brought, chunks_of, exported, header, imported, kt, overflow, row
-from tests.serving import Served, serve_identity
-from tests.wiring import pb, prefill, refused, until
+from tests.support import transfers
+from tests.support.nixl import Fabric
+from tests.support.serving import LIMITS, Served, serve_identity
+from tests.support.transfers import chunks_of, expected_row, exported, fed, header, imported, kt, row
+from tests.support.wiring import refused, until
 
-PROMPT = [*range(100, 131)]
 NIXL = kt.KV_TRANSPORT_NIXL
 CHUNK, ROOM = 2048, 2
 """Bytes of a chunk of 8 tokens, and how many of them a slot has room for."""
-BYPASS = forward_pb2.CreateOptions(cache_mode=forward_pb2.CACHE_MODE_BYPASS)
-INVALID, LOSS = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DATA_LOSS
-FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@asynccontextmanager
-async def serving(fabric: Fabric | None, **options: Any) -> AsyncIterator[Served]:
-    agent = None if fabric is None else fabric.agent
-    about = {"kv_blocks": 64, "max_context": 128, "nixl_agent": agent, **options}
-    async with serve_identity(positional=True, **about) as served:
-        yield served
+def serving(fabric: Fabric, **options: Any) -> Any:
+    return transfers.moving(nixl_agent=fabric.agent, **options)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -50,45 +42,49 @@ async def servers() -> AsyncIterator[tuple[Fabric, Served, Served]]:
 
 
 @pytest.fixture
-def fabric(servers: tuple[Fabric, Served, Served]) -> Iterator[Fabric]:
-    yield servers[0]
+def fabric(servers: tuple[Fabric, Served, Served]) -> Fabric:
+    return servers[0]
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def source(servers: tuple[Fabric, Served, Served]) -> AsyncIterator[Served]:
     yield servers[1]
-    await nothing_left(servers[1])
+    await empty(servers[1])
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def target(servers: tuple[Fabric, Served, Served], request: pytest.FixtureRequest) -> AsyncIterator[Served]:
-    Names.present = f"{abs(hash(request.node.name))} "
+    transfers.Names.present = f"{abs(hash(request.node.name))} "
     fabric, _, target = servers
     with mock.patch.object(nixl, "READ_S", 30.0):
         yield target
     fabric.stuck = fabric.held = False
     fabric.dead.clear()
-    await nothing_left(target)
+    await empty(target)
 
 
-async def nothing_left(served: Served) -> None:
+async def empty(served: Served) -> None:
     """Nor are slots taken, or notifications expected."""
-    await served.control.Reset(executor_control_pb2.ResetRequest())
-    state, carrier = served.server.state, carrier_of(served)
-    await until(lambda: not state.unnamed and len(carrier._free) == carrier._slots)
-    await served.check()
-    assert served.runner.kv.free_blocks == served.runner.kv.total_blocks
-    assert not carrier.waiting and not carrier._reads
+    await served.reset()
+    await transfers.nothing_left(served)
+    carrier = carrier_of(served)
+    await until(lambda: not slots_taken(carrier))
+    assert not carrier.waiting and not reads(carrier)
+
+
+def slots_taken(carrier: nixl.Nixl) -> int:
+    return LIMITS.max_transfers - len(carrier._free)
+
+
+def reads(carrier: nixl.Nixl) -> int:
+    """Those that NIXL has not let go of."""
+    return len(carrier._reads)
 
 
 def carrier_of(served: Served) -> nixl.Nixl:
     carrier = served.server.state.nixl
     assert carrier is not None
     return carrier
-
-
-async def fed(served: Served) -> types_pb2.KvHandle:
-    return await prefill(served, PROMPT, create=BYPASS)
 
 
 def exporting(source: Served, handle: types_pb2.KvHandle, first_token: int = 0) -> Any:
@@ -98,7 +94,7 @@ def exporting(source: Served, handle: types_pb2.KvHandle, first_token: int = 0) 
 
 async def relayed(source: Served, target: Served, **about: Any) -> tuple[kt.ImportKvResponse, list[Any]]:
     """What is exported, imported as it comes; the answer, and the frames."""
-    handle = await fed(source)
+    handle = await about.pop("fed", fed)(source)
     export = exporting(source, handle, about.pop("first_token", 0))
     seen: list[Any] = []
     layout = (await export.read()).layout
@@ -113,7 +109,7 @@ async def relayed(source: Served, target: Served, **about: Any) -> tuple[kt.Impo
         return await target.transfer.ImportKv(frames()), seen
     finally:
         export.cancel()
-        await source.executor.Release(pb.ReleaseRequest(handle=handle))
+        await source.release(handle)
 
 
 async def staged(source: Served) -> tuple[Any, kt.KvLayout, list[kt.ImportKvRequest]]:
@@ -124,8 +120,9 @@ async def staged(source: Served) -> tuple[Any, kt.KvLayout, list[kt.ImportKvRequ
     return export, layout, [kt.ImportKvRequest.FromString(each.SerializeToString()) for each in frames]
 
 
-async def expected_row(served: Served) -> bytes:
-    return await row(served, await fed(served))
+async def arrives(source: Served, target: Served) -> None:
+    answer, _ = await relayed(source, target)
+    assert await row(target, answer.handle) == await expected_row(target)
 
 
 # --- whole ------------------------------------------------------------------------------------------------------------
@@ -141,9 +138,9 @@ async def test_the_data_go_another_way_and_all_else_is_as_in_the_stream(source: 
     for one, other in zip(chunks, chunks_of(plain), strict=True):
         assert (one.crc32c, one.layer, one.first_token) == (other.crc32c, other.layer, other.first_token)
         assert (one.keys.shape, one.keys.dtype) == (other.keys.shape, other.keys.dtype)
-    assert (answer.handle.seq_len, answer.handle.version) == (len(PROMPT), 1)
+    assert (answer.handle.seq_len, answer.handle.version) == (len(transfers.PROMPT), 1)
     assert await row(target, answer.handle) == await expected_row(target)
-    info = await target.executor.GetInfo(pb.GetInfoRequest())
+    info = await target.info()
     assert info_pb2.CAPABILITY_KV_TRANSPORT_NIXL in info.capabilities
 
 
@@ -154,11 +151,9 @@ async def test_an_eight_bit_cache_goes_with_its_scales(fabric: Fabric) -> None:
         assert await row(target, answer.handle) == await expected_row(target)
 
 
-async def test_what_is_there_need_not_travel_and_the_rest_may_come_in_either_way(
-    source: Served, target: Served
-) -> None:
+async def test_what_is_there_need_not_travel_and_the_rest_may_come_in_either_way(source, target):
     plain = await exported(source, await fed(source), chunk_tokens=8)
-    first = brought(chunks_of(plain)[:4])[:-1]
+    first = transfers.brought(chunks_of(plain)[:4])[:-1]
     assert (await imported(target, header(plain[0].layout), *first)).next_token == 16
     answer, frames = await relayed(source, target, first_token=16)
     assert {chunk.first_token for chunk in chunks_of(frames)} == {16, 24}
@@ -173,9 +168,9 @@ async def test_an_export_waits_for_room_and_not_for_ever(source: Served, target:
     with mock.patch.object(carrier, "unread_s", 0.05):
         export, *_ = await staged(source)
         assert len(carrier.waiting) == ROOM
-        error = await refused(export.read(), Reason.QUEUE_FULL, FULL)
+        error = await refused(export.read(), Reason.QUEUE_FULL)
     assert error.retry_after_s and "read nothing" in error.message
-    await nothing_left(source)
+    await empty(source)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "reset"])
@@ -184,22 +179,22 @@ async def test_an_export_that_is_ended_while_it_waits_frees_its_slot(source: Ser
     if how == "cancelled":
         export.cancel()
     else:
-        await source.control.Reset(executor_control_pb2.ResetRequest())
-        await refused(export.read(), Reason.HANDLE_RELEASED, grpc.StatusCode.NOT_FOUND)
-    await nothing_left(source)
+        await source.reset()
+        await refused(export.read(), Reason.HANDLE_RELEASED)
+    await empty(source)
 
 
-async def test_the_trailer_comes_when_all_was_read(source: Served) -> None:
+async def test_the_trailer_comes_when_all_was_read(fabric: Fabric, source: Served) -> None:
     handle = await fed(source)
     export = exporting(source, handle, first_token=24)
     frames = [await export.read() for _ in range(4)]
     trailer = asyncio.ensure_future(export.read())
-    carrier = carrier_of(source)
     for _ in range(20):
         await asyncio.sleep(0)
     assert not trailer.done()
+    agent = fabric.agents[carrier_of(source).metadata.decode()]
     for chunk in chunks_of(frames):
-        carrier._notified([b"of another program", chunk.remote.notification, chunk.remote.notification])
+        agent.notifications += [b"of another program", chunk.remote.notification, chunk.remote.notification]
     assert (await trailer).HasField("trailer")
     assert await export.read() is grpc.aio.EOF
 
@@ -236,19 +231,15 @@ LIES: dict[str, tuple[Any, Reason]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_a_lie_about_the_memory_is_refused_and_nothing_is_read(
-    fabric: Fabric, source: Served, target: Served, lie: str
-) -> None:
+async def test_a_lie_about_the_memory_is_refused_and_nothing_is_read(fabric, source, target, lie):
     change, reason = LIES[lie]
     export, layout, [first, chunk, *_] = await staged(source)
     change(chunk.chunk)
     before = fabric.reads
-    code = INVALID if reason is Reason.INVALID_REQUEST else LOSS
-    await refused(imported(target, header(layout), first, chunk), reason, code)
+    await refused(imported(target, header(layout), first, chunk), reason)
     assert fabric.reads == before
     export.cancel()
-    answer, _ = await relayed(source, target)
-    assert await row(target, answer.handle) == await expected_row(target)
+    await arrives(source, target)
 
 
 async def test_a_stream_has_one_source_before_its_chunks(source: Served, target: Served) -> None:
@@ -256,14 +247,13 @@ async def test_a_stream_has_one_source_before_its_chunks(source: Served, target:
     nowhere = kt.ImportKvRequest(source=kt.KvSource(transport=NIXL))
     unknown = kt.ImportKvRequest(source=kt.KvSource(transport=NIXL, agent=b"unknown"))
     for frames in ((chunk,), (first, first), (first, chunk, first), (nowhere,)):
-        await refused(imported(target, header(layout), *frames), Reason.INVALID_REQUEST, INVALID)
-    await refused(imported(target, header(layout), unknown, chunk), Reason.KV_CORRUPT, LOSS)
+        await refused(imported(target, header(layout), *frames), Reason.INVALID_REQUEST)
+    await refused(imported(target, header(layout), unknown, chunk), Reason.KV_CORRUPT)
     export.cancel()
 
 
 async def broken(target: Served, *frames: kt.ImportKvRequest) -> None:
-    error = await refused(imported(target, *frames), Reason.KV_CORRUPT, LOSS)
-    assert error.number("next_token") == 0
+    assert (await refused(imported(target, *frames), Reason.KV_CORRUPT)).number("next_token") == 0
 
 
 async def test_what_was_changed_on_its_way_is_found(fabric: Fabric, source: Served, target: Served) -> None:
@@ -271,32 +261,26 @@ async def test_what_was_changed_on_its_way_is_found(fabric: Fabric, source: Serv
     fabric.spoil_at = fabric.reads + 1
     await broken(target, header(layout), *frames[:2])
     export.cancel()
-    answer, _ = await relayed(source, target)
-    assert await row(target, answer.handle) == await expected_row(target)
+    await arrives(source, target)
 
 
-async def test_an_exporter_that_dies_is_forgotten_and_the_next_one_goes_on(
-    fabric: Fabric, source: Served, target: Served
-) -> None:
+async def test_an_exporter_that_dies_is_forgotten_and_the_next_one_goes_on(fabric, source, target):
     export, layout, frames = await staged(source)
     assert (await imported(target, header(layout), *frames)).next_token == 8, "two layers of one chunk"
     export.cancel()
     export, layout, frames = await staged(source)
-    fabric.dead.add(carrier_of(source).metadata.decode())
-    error = await refused(imported(target, header(layout), *frames[:2]), Reason.KV_CORRUPT, LOSS)
+    fabric.dead.add(dead := carrier_of(source).metadata.decode())
+    error = await refused(imported(target, header(layout), *frames[:2]), Reason.KV_CORRUPT)
     assert (error.number("next_token"), "Disconnect" in error.message) == (8, True)
-    assert not carrier_of(target)._peers
+    assert dead not in fabric.agents[carrier_of(target).metadata.decode()].known
     export.cancel()
     async with serving(fabric) as other:
-        answer, _ = await relayed(other, target)
-        assert await row(target, answer.handle) == await expected_row(target)
+        await arrives(other, target)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "late"])
 @pytest.mark.parametrize("held", [False, True])
-async def test_a_read_that_does_not_end_is_given_up_and_its_slot_when_it_is_free(
-    fabric: Fabric, source: Served, target: Served, how: str, held: bool
-) -> None:
+async def test_a_read_that_does_not_end_is_given_up_and_its_slot_when_it_is_free(fabric, source, target, how, held):
     export, layout, frames = await staged(source)
     fabric.stuck, fabric.held = True, held
     carrier = carrier_of(target)
@@ -307,25 +291,22 @@ async def test_a_read_that_does_not_end_is_given_up_and_its_slot_when_it_is_free
         stream = target.transfer.ImportKv()
         for frame in (header(layout), *frames):
             await stream.write(frame)
-        await until(lambda: bool(carrier._reads))
+        await until(lambda: bool(reads(carrier)))
         stream.cancel()
-    await until(lambda: len(carrier._free) == carrier._slots - held and len(carrier._reads) == held)
+    await until(lambda: slots_taken(carrier) == reads(carrier) == held)
     fabric.stuck = fabric.held = False
-    await until(lambda: len(carrier._free) == carrier._slots)
+    await until(lambda: not slots_taken(carrier))
     export.cancel()
-    answer, _ = await relayed(source, target)
-    assert await row(target, answer.handle) == await expected_row(target)
+    await arrives(source, target)
 
 
 async def test_values_that_are_not_finite_are_refused_here_too(source: Served, target: Served) -> None:
     async def spoilt(served: Served) -> types_pb2.KvHandle:
-        handle = await prefill(served, PROMPT, create=BYPASS)
-        [record] = served.server.state.handles.records()
-        await overflow(served, record)
+        handle = await fed(served)
+        await transfers.overflow(served, served.server.state.handles.live[handle.id])
         return handle
 
-    with mock.patch(f"{__name__}.fed", spoilt):
-        error = await refused(relayed(source, target), Reason.KV_CORRUPT, LOSS)
+    error = await refused(relayed(source, target, fed=spoilt), Reason.KV_CORRUPT)
     assert error.metadata["not_finite"] == "values" and not target.server.state.unnamed
 
 
@@ -333,11 +314,9 @@ async def test_without_a_free_slot_nothing_is_started(source: Served, target: Se
     """Slots of reads that NIXL did not let go of."""
     export, layout, frames = await staged(source)
     for served in (source, target):
-        carrier = carrier_of(served)
-        free, carrier._free = carrier._free, []
-        call = exported(source, await fed(source), chunk_tokens=8, transport=NIXL) if served is source else None
-        await refused(call or imported(target, header(layout), frames[0]), Reason.QUEUE_FULL, FULL)
-        carrier._free = free
+        with mock.patch.object(carrier_of(served), "_free", []):
+            call = exported(source, await fed(source), chunk_tokens=8, transport=NIXL) if served is source else None
+            await refused(call or imported(target, header(layout), frames[0]), Reason.QUEUE_FULL)
     export.cancel()
 
 
@@ -346,7 +325,7 @@ async def test_without_a_free_slot_nothing_is_started(source: Served, target: Se
 
 async def test_where_it_is_not_offered_both_ends_say_so(source: Served) -> None:
     export, layout, frames = await staged(source)
-    async with serving(None) as plain:
+    async with transfers.moving() as plain:
         handle = await fed(plain)
         strange = kt.ImportKvRequest(source=kt.KvSource(transport=99, agent=b"x"))
         for call, why in (
@@ -355,10 +334,10 @@ async def test_where_it_is_not_offered_both_ends_say_so(source: Served) -> None:
             (imported(plain, header(layout), frames[0]), "no --kv-transport nixl"),
             (imported(plain, header(layout, "strange"), strange), "unknown transport 99"),
         ):
-            error = await refused(call, Reason.NOT_SUPPORTED, grpc.StatusCode.UNIMPLEMENTED)
+            error = await refused(call, Reason.NOT_SUPPORTED)
             assert error.metadata["capability"] == nixl.CAPABILITY and error.message.endswith(why)
-        await refused(imported(plain, header(layout, "other"), frames[1]), Reason.INVALID_REQUEST, INVALID)
-        info = await plain.executor.GetInfo(pb.GetInfoRequest())
+        await refused(imported(plain, header(layout, "other"), frames[1]), Reason.INVALID_REQUEST)
+        info = await plain.info()
         assert info_pb2.CAPABILITY_KV_TRANSPORT_NIXL not in info.capabilities
     export.cancel()
 

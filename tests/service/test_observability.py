@@ -1,9 +1,10 @@
-"""What a running server shows: its numbers under load, its refusals in the log, its calls as spans."""
+"""What a running server shows: its numbers under load, its refusals in the log, its calls as spans, and to operators
+what each caller holds, and which calls were slow."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,20 +17,20 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import session_pb2, types_pb2
+from ferrum_rpc.executor.v1 import executor_control_pb2, session_pb2, types_pb2
 from ferrum_rpc.service.error_log import ADVICE
 from ferrum_rpc.service.metrics import Metrics, registry_of
 from ferrum_rpc.service.metrics_server import MetricsServer
 from ferrum_rpc.service.telemetry import Tracing
-from tests.exposition import Series, fetch, problems, series, value
 from tests.service.test_session import opened
-from tests.serving import Gate, Served, serve_identity
-from tests.wiring import item, pb, prefill, refused, until
+from tests.support.exposition import Series, fetch, problems, series, value
+from tests.support.raw_session import raw_session
+from tests.support.serving import Served, gated, serve_identity
+from tests.support.wiring import item, pb, prefill, refused, until
 
 SERVICE = "ferrum_rpc.executor.v1.ModelExecutor"
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 IDS = (("x-request-id", "r-7"), ("traceparent", f"00-{TRACE}-{SPAN}-01"))
-NOT_FOUND, INVALID = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT
 
 
 @contextmanager
@@ -62,12 +63,6 @@ def logged() -> Iterator[list[Any]]:
         structlog.configure(**before)
 
 
-@pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    async with serve_identity() as served:
-        yield served
-
-
 # --- metrics ----------------------------------------------------------------------------------------------------------
 
 
@@ -78,14 +73,14 @@ async def conversation(served: Served, number: int) -> None:
         request = pb.DecodeRequest(item=item([token], handle, request_id=f"{token}"))
         handle = (await served.executor.Decode(request)).output.handle
     assert (await served.executor.Decode(request)).output.replayed
-    child = (await served.executor.ForkKv(pb.ForkKvRequest(handle=handle, count=1))).handles[0]
-    handle = (await served.executor.TruncateKv(pb.TruncateKvRequest(handle=handle, length=6))).handle
+    child = (await served.fork(handle, count=1)).handles[0]
+    handle = (await served.truncate(handle, length=6)).handle
     for each in (handle, child):
-        await served.executor.Release(pb.ReleaseRequest(handle=each))
+        await served.release(each)
 
 
 async def test_scrapes_under_load_count_what_was_done(served: Served) -> None:
-    conversations = 25
+    conversations = 12
     with scrapes(served) as scrape:
         before = await scrape()
         load = asyncio.gather(*(conversation(served, number) for number in range(conversations)))
@@ -96,9 +91,7 @@ async def test_scrapes_under_load_count_what_was_done(served: Served) -> None:
         unknown = types_pb2.KvHandle(id=served.server.state.handles.instance + bytes(16), seq_len=5, version=1)
         batch = pb.BatchDecodeRequest(items=[item([1], unknown), item([2], await prefill(served, [1]))])
         assert (await served.executor.BatchDecode(batch)).results[0].HasField("error")
-        await refused(
-            served.executor.Decode(pb.DecodeRequest(item=item([1], unknown))), Reason.HANDLE_UNKNOWN, NOT_FOUND
-        )
+        await refused(served.decode([1], unknown), Reason.HANDLE_UNKNOWN)
         after = await scrape()
     assert len(during) > 1
     for earlier, later in zip(during, [*during[1:], after], strict=True):
@@ -141,7 +134,7 @@ async def test_nothing_that_a_caller_sends_makes_a_series(served: Served) -> Non
         ids = (("x-request-id", name), ("traceparent", f"00-{name}-{SPAN}-01"), (f"x-{name}", name))
         handle = types_pb2.KvHandle(id=served.server.state.handles.instance + number.to_bytes(16, "big"), version=1)
         decode = pb.DecodeRequest(item=item([1], handle, request_id=name, item_id=number))
-        await refused(served.executor.Decode(decode, metadata=ids), Reason.HANDLE_UNKNOWN, NOT_FOUND)
+        await refused(served.executor.Decode(decode, metadata=ids), Reason.HANDLE_UNKNOWN)
         for path in (f"/{SERVICE}/M{number}", f"/s{number}/Decode"):
             with pytest.raises(grpc.aio.AioRpcError):
                 await served.channel.unary_unary(path)(b"", metadata=ids)
@@ -151,24 +144,22 @@ async def test_nothing_that_a_caller_sends_makes_a_series(served: Served) -> Non
     with scrapes(served) as scrape:
         await trouble(1)
         before = await scrape()
-        for first in range(2, 1002, 50):
-            await asyncio.gather(*(trouble(number) for number in range(first, first + 50)))
+        await asyncio.gather(*(trouble(number) for number in range(2, 21)))
         after = await scrape()
     assert set(after) == set(before)
-    assert value(after, "ferrum_rpcs_total", method=f"{SERVICE}/Decode", code="NOT_FOUND") == 1001
-    assert value(after, "ferrum_rpcs_total", method=f"{SERVICE}/Decode", code="INVALID_ARGUMENT") == 1001
-    assert value(after, "ferrum_rpcs_total", method="unknown", code="UNIMPLEMENTED") == 2002
+    assert value(after, "ferrum_rpcs_total", method=f"{SERVICE}/Decode", code="NOT_FOUND") == 20
+    assert value(after, "ferrum_rpcs_total", method=f"{SERVICE}/Decode", code="INVALID_ARGUMENT") == 20
+    assert value(after, "ferrum_rpcs_total", method="unknown", code="UNIMPLEMENTED") == 40
 
 
 async def test_how_a_call_ended_is_its_code() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served:
+    async with gated() as (served, gate):
         count = served.server.calls.methods[f"{SERVICE}/Prefill"]
-        running = await gate.hold(served.executor.Prefill(pb.PrefillRequest(item=item([1]))))
+        running = await gate.hold(served.prefill([1]))
         late = served.executor.Prefill(pb.PrefillRequest(item=item([2])), timeout=0.05)
         with pytest.raises(grpc.aio.AioRpcError):
             await late
-        given_up = served.executor.Prefill(pb.PrefillRequest(item=item([3])))
+        given_up = served.prefill([3])
         await until(lambda: count.calls == 3)
         given_up.cancel()
         await until(lambda: "CANCELLED" in count.codes)
@@ -195,7 +186,7 @@ async def test_items_of_a_session_are_timed_until_each_is_answered(served: Serve
     async with opened(served) as stream:
         for apart in (False, True):
             items = [item([1, each]) for each in range(3)] + [item([])]
-            step = await stream.send(forward=session_pb2.SessionForward(items=items, apart=apart))
+            step = await stream.step(*items, apart=apart)
             answered = 0
             while answered < len(items):
                 answer = await stream.read()
@@ -216,7 +207,7 @@ async def test_items_of_a_session_are_timed_until_each_is_answered(served: Serve
 async def test_a_refused_call_is_one_event_with_its_ids_and_what_to_do(served: Served) -> None:
     with logged() as events:
         call = served.executor.Decode(pb.DecodeRequest(item=item([1, 2])), metadata=IDS)
-        error = await refused(call, Reason.INVALID_REQUEST, INVALID)
+        error = await refused(call, Reason.INVALID_REQUEST)
     (event,) = [each for each in events if each["event"] == "request_refused"]
     assert (event["reason"], event["message"]) == ("INVALID_REQUEST", error.message)
     assert (event["request_id"], event["trace_id"]) == ("r-7", TRACE)
@@ -226,7 +217,7 @@ async def test_a_refused_call_is_one_event_with_its_ids_and_what_to_do(served: S
 
 async def test_each_refused_item_of_a_batch_is_an_event_that_says_which(served: Served) -> None:
     good, gone = await prefill(served, [1]), await prefill(served, [2])
-    await served.executor.Release(pb.ReleaseRequest(handle=gone))
+    await served.release(gone)
     with logged() as events:
         request = pb.BatchDecodeRequest(items=[item([1], gone), item([2], good), item([999], good)])
         request.items[2].handle.CopyFrom(await prefill(served, [3]))
@@ -248,16 +239,13 @@ async def test_want_of_room_is_a_warning_with_a_time_to_come_back() -> None:
         assert "grpc-retry-pushback-ms" not in dict(caught.value.trailing_metadata() or ())
 
 
-async def test_a_bug_is_an_error_with_its_stack_and_tells_the_caller_nothing(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bug_is_an_error_with_its_stack_and_tells_the_caller_nothing(served, monkeypatch):
     def broken() -> None:
         raise RuntimeError("the secret of the machine")
 
     monkeypatch.setattr(served.server.state, "pressure", broken)
     with logged() as events:
-        call = served.executor.GetStatus(pb.GetStatusRequest(), metadata=IDS)
-        error = await refused(call, Reason.INTERNAL_ERROR, grpc.StatusCode.INTERNAL)
+        error = await refused(served.executor.GetStatus(pb.GetStatusRequest(), metadata=IDS), Reason.INTERNAL_ERROR)
     monkeypatch.undo()
     assert "secret" not in error.message
     (event,) = [each for each in events if each["event"] == "request_refused"]
@@ -295,13 +283,11 @@ async def test_a_call_is_a_span_below_the_callers_with_its_step(served: Served, 
     assert attributes["ferrum.forward_seconds"] == answer.timing.forward_micros / 1e6
 
 
-async def test_without_a_traceparent_the_log_names_the_trace_that_we_began(
-    served: Served, spans: InMemorySpanExporter
-) -> None:
+async def test_without_a_traceparent_the_log_names_the_trace_that_we_began(served, spans):
     with logged() as events:
         ids = (("traceparent", "00-garbage"),)
         call = served.executor.Decode(pb.DecodeRequest(item=item([1, 2])), metadata=ids)
-        await refused(call, Reason.INVALID_REQUEST, INVALID)
+        await refused(call, Reason.INVALID_REQUEST)
     await until(lambda: len(spans.get_finished_spans()) == 1)
     (span,) = spans.get_finished_spans()
     (event,) = [each for each in events if each["event"] == "request_refused"]
@@ -311,11 +297,51 @@ async def test_without_a_traceparent_the_log_names_the_trace_that_we_began(
     assert span.status.status_code is StatusCode.UNSET  # the caller's error, not the server's
 
 
-async def test_a_caller_that_does_not_record_its_trace_makes_no_span(
-    served: Served, spans: InMemorySpanExporter
-) -> None:
+async def test_a_caller_that_does_not_record_its_trace_makes_no_span(served, spans):
     ids = (("traceparent", f"00-{TRACE}-{SPAN}-00"),)
     await served.executor.GetInfo(pb.GetInfoRequest(), metadata=ids)
-    await served.executor.GetStatus(pb.GetStatusRequest())
+    await served.status()
     await until(lambda: len(spans.get_finished_spans()) == 1)
     assert [span.name for span in spans.get_finished_spans()] == [f"{SERVICE}/GetStatus"]
+
+
+# --- what operators are shown of callers ------------------------------------------------------------------------------
+
+
+async def test_an_operator_sees_what_callers_hold_and_which_calls_were_slow() -> None:
+    async with gated(tokens=("alice a", "bob b", "ops o operator")) as (served, gate):
+        alice, bob, ops = map(served.by, "abo")
+
+        async def activity() -> Any:
+            return await ops.control.GetActivity(executor_control_pb2.GetActivityRequest())
+
+        assert not (await activity()).callers
+        await bob.acquire()
+        calls = [each.batch_prefill(item([1] * 20), item([2])) for each in (alice, bob)]
+        first = await gate.hold(calls[0])
+        await until(lambda: len(served.server.state.quotas.holding()) == 2 and served.server.calls.in_flight == 2)
+        held = {each.identity: each for each in (await activity()).callers}
+        assert (held["alice"].items, held["bob"].items, held["bob"].leases) == (2, 2, 1)
+        gate.open()
+        await asyncio.gather(first, calls[1])
+        await refused(bob.prefill([1], types_pb2.KvHandle(id=b"?")), Reason.INVALID_REQUEST)
+        found = await activity()
+        held = {each.identity: (each.sequences, each.blocks, each.items) for each in found.callers}
+        assert held == {"alice": (2, 6, 0), "bob": (2, 6, 0)}
+        slow = [(each.method.rpartition("/")[2], each.identity, each.code) for each in found.slowest_calls]
+        assert sorted(slow[:2]) == [("BatchPrefill", name, "OK") for name in ("alice", "bob")]
+        assert ("Prefill", "bob", "INVALID_ARGUMENT") in slow
+        times = [each.elapsed.ToNanoseconds() for each in found.slowest_calls]
+        assert times == sorted(times, reverse=True) and times[-1] > 0
+        request = executor_control_pb2.GetActivityRequest()
+        await refused(alice.control.GetActivity(request), Reason.PERMISSION_DENIED)
+
+
+async def test_frames_of_a_session_are_among_the_slowest_calls(served: Served) -> None:
+    async with raw_session(served.executor) as session:
+        await session.ask(forward=session_pb2.SessionForward(items=[item([1, 2])]))
+        both = session_pb2.SessionForward(items=[item([1])], apart=True, all_or_nothing=True)
+        assert (await session.ask(forward=both)).HasField("error")
+        found = (await served.control.GetActivity(executor_control_pb2.GetActivityRequest())).slowest_calls
+    codes = sorted(each.code for each in found if each.method.endswith("/Session"))
+    assert codes == ["INVALID_ARGUMENT", "OK"]

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import structlog
@@ -22,16 +21,17 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from ferrum_rpc.errors import DeviceLost
-from ferrum_rpc.executor.v1 import executor_control_pb2 as control_messages
-from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
 from ferrum_rpc.executor.v1 import model_executor_pb2 as messages
-from ferrum_rpc.wire.status import error_from_rpc, error_from_status
-from tests.faults.waiting import until
-from tests.identity_oracle import identity_logits
-from tests.serving import Served, serve_identity
+from ferrum_rpc.wire.rows import rows_from_proto
+from tests.support import wiring
+from tests.support.identity_oracle import OracleConfig, identity_logits
+from tests.support.inside import creating
+from tests.support.serving import Served, serve_identity
+from tests.support.waiting import until
+from tests.support.wiring import full, reason_of, refusal
 
 PATIENCE_S = 20.0
-FULL = output_pb2.OutputSpec(full_logits=output_pb2.FullLogitsOutput(dtype=types_pb2.D_TYPE_F32))
 
 
 class Hold:
@@ -96,7 +96,7 @@ class Scheduler:
         return self.executor.Decode(messages.DecodeRequest(item=item(handle, [token], request_id)), **how)
 
     def unified(self, *items: forward_pb2.ForwardItem, all_or_nothing: bool = False) -> Any:
-        return self.executor.UnifiedForward(messages.UnifiedForwardRequest(items=items, all_or_nothing=all_or_nothing))
+        return self.served.unified(*items, all_or_nothing=all_or_nothing)
 
     def truncate(self, handle: types_pb2.KvHandle, length: int, request_id: str = "", **how: Any) -> Any:
         request = messages.TruncateKvRequest(handle=handle, length=length, request_id=request_id)
@@ -115,7 +115,7 @@ class Scheduler:
         return (await self.prefill(*(tokens or (1, 2, 3)))).output.handle
 
     async def counters(self) -> Any:
-        return (await self.executor.GetStatus(messages.GetStatusRequest())).counters
+        return (await self.served.status()).counters
 
     # --- moments ----------------------------------------------------------------------------------------------------
 
@@ -123,10 +123,6 @@ class Scheduler:
         """So many handlers run. A handler that waits for something has registered what it waits for."""
         await until(lambda: self.served.server.calls.in_flight == calls)
         await asyncio.sleep(0)
-
-    async def books_have(self, condition: Callable[[], bool]) -> None:
-        """Something that only the server's books show."""
-        await until(condition)
 
     @asynccontextmanager
     async def busy(self) -> AsyncIterator[None]:
@@ -150,30 +146,14 @@ class Scheduler:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    async def check(self) -> None:
-        """`Served.check`, from outside of the model thread: an assertion that fails in there ends it."""
-        lengths = {record.sequence: record.length for record in self.state.handles.records()}
-        faults: list[BaseException] = []
-
-        def look(runner: Any) -> None:
-            try:
-                runner.kv.check()
-                assert {number: runner.kv.length(number) for number in runner.kv._sequences} == lengths
-            except BaseException as error:
-                faults.append(error)
-
-        await self.served.between_steps(look)
-        if faults:
-            raise faults[0]
-
     async def nothing_is_left(self, *handles: types_pb2.KvHandle) -> None:
         """With the sequences of ``handles`` released, every block is free and no sequence lives."""
         for handle in (*handles, *self.blockers):
             await self.release(handle)
         for _ in range(2):  # the step that runs now, and then the releases that its end asks for
             await self.served.between_steps(lambda runner: None)
-        await self.check()
-        status = await self.executor.GetStatus(messages.GetStatusRequest())
+        await self.served.check()
+        status = await self.served.status()
         assert status.pressure.sequences == 0, "a sequence is left that nobody has a handle of"
         assert status.pressure.free_blocks == status.pressure.total_blocks
         assert (status.pressure.queued_items, status.pressure.queued_tokens) == (0, 0)
@@ -210,51 +190,39 @@ async def scheduling(**options: Any) -> AsyncIterator[Scheduler]:
 def item(
     handle: types_pb2.KvHandle | None, tokens: Any, request_id: str = "", **fields: Any
 ) -> forward_pb2.ForwardItem:
-    return forward_pb2.ForwardItem(handle=handle, token_ids=tokens, request_id=request_id, output=FULL, **fields)
-
-
-def logits(answer: Any) -> np.ndarray:
-    """The one row of an answer."""
-    output = answer.output
-    block = answer.row_blocks[output.rows.block].logits.logits
-    return np.frombuffer(block.data, np.float32).reshape(tuple(block.shape))[output.rows.first]
+    return wiring.item(tokens, handle, request_id=request_id, output=full(), **fields)
 
 
 def is_after(answer: Any, *tokens: int) -> None:
     """The answer's row is the one after exactly these tokens: none lost, none twice, none elsewhere."""
-    expected = identity_logits(tokens, [len(tokens) - 1], Positional())[0]
-    np.testing.assert_allclose(logits(answer), expected, rtol=0, atol=1e-5)
+    rows = answer.output.rows
+    found = rows_from_proto(answer.row_blocks)[rows.block]["logits"][rows.first]
+    expected = identity_logits(tokens, [len(tokens) - 1], OracleConfig(positional=True))[0]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     assert answer.output.handle.seq_len == len(tokens)
-
-
-class Positional:
-    vocab_size, heads, kv_heads, head_dim, positional = 256, 4, 4, 8, True
-
-
-async def reason(call: Any) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as refusal:
-        await call
-    return str(error_from_rpc(refusal.value).reason)
 
 
 async def outcome(call: Any) -> Any:
     """The answer, or why there is none."""
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        return str(error_from_rpc(error).reason)
+    error = await refusal(call)
+    return await call if error is None else str(error.reason)
+
+
+async def reason(call: Any) -> str:
+    found = await outcome(call)
+    assert isinstance(found, str), found
+    return found
 
 
 # --- duplicates -----------------------------------------------------------------------------------------------------
 
 
 async def duplicates(scheduler: Scheduler, moment: str, count: int, call: Callable[[], Any]) -> list[Any]:
-    """The answers to a call that is made ``count`` times: in one step's time, behind another step, or anyhow."""
+    """The answers to a call that is made ``count`` times: in one step's time, or behind another step."""
 
     async def send(running: int) -> list[Any]:
         calls = [asyncio.ensure_future(call()) for _ in range(count)]
-        if moment != "any":
-            await scheduler.in_flight(count + running)
+        await scheduler.in_flight(count + running)
         return calls
 
     if moment == "queued":
@@ -267,75 +235,25 @@ async def duplicates(scheduler: Scheduler, moment: str, count: int, call: Callab
     return await asyncio.gather(*calls)
 
 
-@pytest.mark.parametrize("moment", ["in flight", "queued", "any"])
+@pytest.mark.parametrize(("kind", "moment"), [("decode", "in flight"), ("decode", "queued"), ("creation", "queued")])
 @patiently
-async def test_fifty_duplicates_of_a_decode_append_once_and_share_one_answer(scheduler, moment):
+async def test_fifty_duplicates_are_applied_once_and_share_one_answer(scheduler, kind, moment):
     handle = await scheduler.new(1, 2, 3)
     before = await scheduler.counters()
-    answers = await duplicates(scheduler, moment, 50, lambda: scheduler.decode(handle, 7, "one"))
+    if kind == "decode":
+        answers = await duplicates(scheduler, moment, 50, lambda: scheduler.decode(handle, 7, "one"))
+        tokens, left = (1, 2, 3, 7), []
+    else:
+        answers = await duplicates(scheduler, moment, 50, lambda: scheduler.prefill(4, request_id="one"))
+        tokens, left = (4,), [handle]
     assert sorted(answer.output.replayed for answer in answers) == [False] + [True] * 49
     for answer in answers:
         assert answer.output.handle == answers[0].output.handle
-        is_after(answer, 1, 2, 3, 7)
+        is_after(answer, *tokens)
     after = await scheduler.counters()
     assert after.replays - before.replays == 49
     assert after.tokens - before.tokens == 1 + 2 * (moment == "queued")
-    await scheduler.nothing_is_left(answers[0].output.handle)
-
-
-@pytest.mark.parametrize("moment", ["in flight", "queued", "any"])
-@patiently
-async def test_duplicates_of_a_creation_give_one_sequence(scheduler, moment):
-    answers = await duplicates(scheduler, moment, 20, lambda: scheduler.prefill(4, 5, request_id="one"))
-    assert len({answer.output.handle.id for answer in answers}) == 1
-    assert sum(not answer.output.replayed for answer in answers) == 1
-    for answer in answers:
-        is_after(answer, 4, 5)
-    await scheduler.nothing_is_left(answers[0].output.handle)
-
-
-@patiently
-async def test_a_creation_twice_in_one_batch_gives_one_sequence(scheduler):
-    answer = await scheduler.unified(item(None, [4, 5], "one"), item(None, [4, 5], "one"), item(None, [4, 5], "two"))
-    first, second, other = (result.output for result in answer.results)
-    assert first.handle == second.handle != other.handle
-    assert [first.replayed, second.replayed, other.replayed] == [False, True, False]
-    await scheduler.nothing_is_left(first.handle, other.handle)
-
-
-@patiently
-async def test_every_item_of_a_batch_is_replayed_with_its_own_rows(scheduler):
-    prompts = [(1,), (2, 3), (4, 5, 6)]
-    answer = await scheduler.unified(*(item(None, tokens, f"{len(tokens)}") for tokens in prompts))
-    handles = [result.output.handle for result in answer.results]
-    for tokens, handle in reversed(list(zip(prompts, handles, strict=True))):
-        again = await scheduler.prefill(*tokens, request_id=f"{len(tokens)}")
-        assert again.output.replayed and again.output.handle == handle
-        is_after(again, *tokens)
-    await scheduler.nothing_is_left(*handles)
-
-
-@patiently
-async def test_duplicates_of_operations_are_done_once(scheduler):
-    handle = await scheduler.new(1, 2, 3, 4, 5, 6)
-    async with scheduler.busy():
-        calls = [asyncio.ensure_future(scheduler.truncate(handle, 4, "back")) for _ in range(10)]
-        await scheduler.in_flight(11)
-    answers = await asyncio.gather(*calls)
-    assert sorted(answer.replayed for answer in answers) == [False] + [True] * 9
-    assert len({answer.handle.version for answer in answers}) == 1
-    handle = answers[0].handle
-    async with scheduler.busy():
-        calls = [asyncio.ensure_future(scheduler.fork(handle, 3, "split")) for _ in range(10)]
-        await scheduler.in_flight(11)
-    answers = await asyncio.gather(*calls)
-    children = list(answers[0].handles)
-    assert all(list(answer.handles) == children for answer in answers) and len(children) == 3
-    async with scheduler.busy():
-        calls = [asyncio.ensure_future(scheduler.release(handle, "end")) for _ in range(10)]
-        await scheduler.in_flight(11)
-    assert sorted([answer.replayed for answer in await asyncio.gather(*calls)]) == [False] + [True] * 9
-    await scheduler.nothing_is_left(*children)
+    await scheduler.nothing_is_left(answers[0].output.handle, *left)
 
 
 @patiently
@@ -350,48 +268,26 @@ async def test_other_content_under_an_id_in_flight_is_refused_at_once(scheduler)
     await scheduler.nothing_is_left((await first).output.handle)
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
 @patiently
-async def test_duplicates_share_a_failed_step_and_the_next_retry_is_a_fresh_one(scheduler):
-    handle = await scheduler.new(1, 2, 3)
-    hold = scheduler.gate.hold("select", failing=True)
-    calls = [asyncio.ensure_future(reason(scheduler.decode(handle, 7, "one"))) for _ in range(10)]
-    await scheduler.in_flight(10)
-    hold.go()
-    assert await asyncio.gather(*calls) == ["STEP_FAILED"] * 10
-    answer = await scheduler.decode(handle, 7, "one")
-    assert not answer.output.replayed
-    is_after(answer, 1, 2, 3, 7)
-    await scheduler.nothing_is_left(answer.output.handle)
-
-
-@patiently
-async def test_a_retry_in_a_batch_that_waits_for_a_call_in_flight_is_applied_once(scheduler):
+async def test_a_retry_in_a_batch_that_waits_for_a_queued_call_shares_its_result(scheduler, cancelled):
+    """`a duplicate in flight waits for and shares the first one's result`, whether or not the first is cancelled."""
     mine, other = await scheduler.new(1, 2, 3), await scheduler.new(4, 5)
     async with scheduler.busy():
-        first = asyncio.ensure_future(scheduler.decode(mine, 7, "one"))
+        first = scheduler.decode(mine, 7, "one")
         await scheduler.in_flight(2)
         batch = asyncio.ensure_future(scheduler.unified(item(mine, [7], "one"), item(other, [8])))
         await scheduler.in_flight(3)
-    answer, results = await first, (await batch).results
-    assert results[0].output.handle == answer.output.handle and results[0].output.replayed
-    await scheduler.nothing_is_left(answer.output.handle, results[1].output.handle)
+        if cancelled:
+            await scheduler.cancel(first)
+    results = (await batch).results
+    assert results[0].HasField("output"), reason_of(results[0])
+    if not cancelled:
+        assert results[0].output.handle == (await first).output.handle and results[0].output.replayed
+    await scheduler.nothing_is_left(results[0].output.handle, results[1].output.handle)
 
 
 # --- cancelled, or too late -----------------------------------------------------------------------------------------
-
-
-@patiently
-async def test_cancelled_before_dispatch_nothing_happened(scheduler):
-    handle = await scheduler.new(1, 2, 3)
-    async with scheduler.busy():
-        call = scheduler.decode(handle, 7, "one")
-        await scheduler.in_flight(2)
-        await scheduler.cancel(call)
-        assert scheduler.state.engine.queued_items == 0
-    answer = await scheduler.decode(handle, 7, "one")
-    assert not answer.output.replayed
-    is_after(answer, 1, 2, 3, 7)
-    await scheduler.nothing_is_left(answer.output.handle)
 
 
 @pytest.mark.parametrize("stage", ["reserve", "forward", "commit"])
@@ -422,18 +318,6 @@ async def test_a_batch_with_a_retry_of_its_own_is_cancelled_like_any_other(sched
     await scheduler.nothing_is_left(handle)
 
 
-@patiently
-async def test_a_deadline_that_passes_in_the_queue_means_nothing_happened(scheduler):
-    handle = await scheduler.new(1, 2, 3)
-    async with scheduler.busy():
-        calls = [scheduler.decode(handle, 7, "one", timeout=0.5), scheduler.prefill(4, 5, timeout=0.5)]
-        assert [await reason(call) for call in calls] == ["DEADLINE_EXCEEDED"] * 2
-        await scheduler.in_flight(1)
-    answer = await scheduler.decode(handle, 7)
-    is_after(answer, 1, 2, 3, 7)
-    await scheduler.nothing_is_left(answer.output.handle)
-
-
 @pytest.mark.parametrize("queued", [True, False], ids=["queued", "in flight"])
 @pytest.mark.parametrize("ending", ["cancelled", "too late"])
 @patiently
@@ -450,6 +334,7 @@ async def test_an_abandoned_creation_without_request_id_leaves_no_sequence(sched
             assert await reason(call) == "DEADLINE_EXCEEDED"
         await until(lambda: scheduler.served.server.calls.in_flight == running + 1)
         await scheduler.cancel(batch)
+        assert creating(scheduler.state) == running or not queued
 
     if queued:
         async with scheduler.busy():
@@ -488,44 +373,24 @@ async def test_a_queued_call_that_duplicates_wait_for_survives_its_caller(schedu
     await scheduler.nothing_is_left(answer.output.handle)
 
 
+@pytest.mark.parametrize(("ending", "request_id"), [("cancelled", ""), ("cancelled", "one"), ("too late", "one")])
 @patiently
-async def test_a_batch_that_waits_for_a_queued_call_is_not_told_of_its_cancellation(scheduler):
-    """`a duplicate in flight waits for and shares the first one's result`, also when it waits inside of a batch."""
-    mine, other = await scheduler.new(1, 2, 3), await scheduler.new(4, 5)
-    async with scheduler.busy():
-        first = scheduler.decode(mine, 7, "one")
-        await scheduler.in_flight(2)
-        batch = asyncio.ensure_future(scheduler.unified(item(mine, [7], "one"), item(other, [8])))
-        await scheduler.in_flight(3)
-        await scheduler.cancel(first)
-    results = (await batch).results
-    assert results[0].HasField("output"), error_from_status(results[0].error).reason
-    await scheduler.nothing_is_left(results[0].output.handle, results[1].output.handle)
-
-
-@pytest.mark.parametrize("kind", ["truncate", "fork", "release"])
-@pytest.mark.parametrize("ending", ["cancelled", "too late"])
-@pytest.mark.parametrize("request_id", ["", "one"], ids=["without id", "with id"])
-@patiently
-async def test_an_operation_abandoned_before_dispatch_did_not_happen(scheduler, kind, ending, request_id):
-    """`Cancel or deadline before dispatch: nothing happened` is not said of forward calls only."""
+async def test_what_is_abandoned_before_dispatch_did_not_happen(scheduler, ending, request_id):
+    """A forward call or an operation. Its place is another's at once."""
     handle = await scheduler.new(1, 2, 3)
     how: dict[str, Any] = {"request_id": request_id} | ({} if ending == "cancelled" else {"timeout": 0.5})
-    async with scheduler.busy():
-        match kind:
-            case "truncate":
-                call = scheduler.truncate(handle, 1, **how)
-            case "fork":
-                call = scheduler.fork(handle, 2, **how)
-            case _:
-                call = scheduler.release(handle, **how)
-        await scheduler.in_flight(2)
-        if ending == "cancelled":
-            await scheduler.cancel(call)
-        else:
-            assert await reason(call) == "DEADLINE_EXCEEDED"
-            await scheduler.in_flight(1)
-    answer = await scheduler.decode(handle, 7)
+    for call, *about in ((scheduler.decode, 7), (scheduler.truncate, 1), (scheduler.fork, 1), (scheduler.release,)):
+        async with scheduler.busy():
+            abandoned = call(handle, *about, **how)
+            await scheduler.in_flight(2)
+            if ending == "cancelled":
+                await scheduler.cancel(abandoned)
+            else:
+                assert await reason(abandoned) == "DEADLINE_EXCEEDED"
+                await scheduler.in_flight(1)
+            assert (scheduler.state.engine.queued_items, creating(scheduler.state)) == (0, 1), "the blocker's alone"
+    answer = await scheduler.decode(handle, 7, request_id)
+    assert not answer.output.replayed
     is_after(answer, 1, 2, 3, 7)
     await scheduler.nothing_is_left(answer.output.handle)
 
@@ -556,51 +421,27 @@ async def test_an_operation_that_breaks_the_model_thread_is_answered(scheduler):
         assert await behind == "DEVICE_LOST"
 
 
-@patiently
-async def test_an_operation_abandoned_with_request_id_is_done_once(scheduler):
-    handle = await scheduler.new(1, 2, 3)
-    async with scheduler.busy():
-        call = scheduler.fork(handle, 2, "split")
-        await scheduler.in_flight(2)
-        await scheduler.cancel(call)
-    children = (await scheduler.fork(handle, 2, "split")).handles
-    await scheduler.nothing_is_left(handle, *children)
-
-
 # --- all or nothing -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("why", "blocks"), [("KV_BLOCKS_EXHAUSTED", 4), ("STEP_FAILED", 64)])
 @patiently
-async def test_all_or_nothing_with_a_retry_of_a_call_that_runs_out_of_blocks():
-    """`All items succeed, or none does`: the call in flight that the batch repeats was refused."""
-    async with scheduling(kv_blocks=4) as scheduler:
+async def test_all_or_nothing_with_a_retry_of_a_call_that_is_refused(why, blocks):
+    """`All items succeed, or none does`: also the one that the batch repeats, and that is in flight."""
+    async with scheduling(kv_blocks=blocks) as scheduler:
         full, roomy, rest = await scheduler.new(1, 2, 3, 4), await scheduler.new(5, 6), await scheduler.new(7)
         async with scheduler.busy():
+            if why == "STEP_FAILED":
+                scheduler.gate.hold("forward", failing=True).go()
             first = asyncio.ensure_future(reason(scheduler.decode(full, 7, "one")))
             await scheduler.in_flight(2)
             items = item(full, [7], "one"), item(roomy, [8])
             batch = asyncio.ensure_future(reason(scheduler.unified(*items, all_or_nothing=True)))
             await scheduler.in_flight(3)
-        assert await first == await batch == "KV_BLOCKS_EXHAUSTED"
+        assert await first == await batch == why
         answer = await scheduler.decode(roomy, 8)
         is_after(answer, 5, 6, 8)
         await scheduler.nothing_is_left(full, answer.output.handle, rest)
-
-
-@patiently
-async def test_all_or_nothing_with_a_retry_of_a_call_that_fails(scheduler):
-    mine, other = await scheduler.new(1, 2, 3), await scheduler.new(4, 5)
-    hold = scheduler.gate.hold("forward", failing=True)
-    first = asyncio.ensure_future(reason(scheduler.decode(mine, 7, "one")))
-    await hold.reached()
-    items = item(mine, [7], "one"), item(other, [8]), item(None, [9])
-    batch = asyncio.ensure_future(reason(scheduler.unified(*items, all_or_nothing=True)))
-    await scheduler.in_flight(2)
-    hold.go()
-    assert await first == await batch == "STEP_FAILED"
-    answer = await scheduler.decode(other, 8)
-    is_after(answer, 4, 5, 8)
-    await scheduler.nothing_is_left(mine, answer.output.handle)
 
 
 @patiently
@@ -653,32 +494,18 @@ async def test_a_duplicate_of_an_item_of_a_refused_batch_is_told_a_reason_of_its
 
 @patiently
 async def test_releasing_any_version_during_a_step_frees_the_sequence_when_it_ends(scheduler):
+    """`How full the executor is, the sequence's blocks included`: its answer counts what it freed."""
     handle = await scheduler.new(1, 2, 3)
     hold = scheduler.gate.hold("forward")
     call = asyncio.ensure_future(scheduler.decode(handle, 7, "one"))
     await hold.reached()
     release = asyncio.ensure_future(scheduler.release(handle, any_version=True))
-    await scheduler.books_have(lambda: any(record.pending_end for record in scheduler.state.handles.records()))
+    await until(lambda: any(record.pending_end for record in scheduler.state.handles.records()))
     hold.go()
     is_after(await call, 1, 2, 3, 7)
-    await release
-    assert await reason(scheduler.decode((await call).output.handle, 8)) == "HANDLE_RELEASED"
-    await scheduler.nothing_is_left()
-
-
-@patiently
-async def test_the_answer_of_a_release_counts_the_blocks_that_it_freed(scheduler):
-    """`How full the executor is, the sequence's blocks included`, also where a call was in flight."""
-    handle = await scheduler.new(1, 2, 3)
-    hold = scheduler.gate.hold("forward")
-    call = asyncio.ensure_future(scheduler.decode(handle, 7))
-    await hold.reached()
-    release = asyncio.ensure_future(scheduler.release(handle, any_version=True))
-    await scheduler.books_have(lambda: any(record.pending_end for record in scheduler.state.handles.records()))
-    hold.go()
     pressure = (await release).pressure
     assert (pressure.free_blocks, pressure.sequences) == (pressure.total_blocks, 0)
-    await call
+    assert await reason(scheduler.decode((await call).output.handle, 8)) == "HANDLE_RELEASED"
     await scheduler.nothing_is_left()
 
 
@@ -697,7 +524,7 @@ async def test_a_reset_is_answered_when_every_sequence_is_released(scheduler, qu
     await scheduler.in_flight(1 + queued)
     if blocking is None:
         await hold.reached()
-    reset = asyncio.ensure_future(scheduler.served.control.Reset(control_messages.ResetRequest()))
+    reset = asyncio.ensure_future(scheduler.served.reset())
     await scheduler.in_flight(2 + queued)
     if blocking is not None:
         blocking.go()
@@ -714,25 +541,6 @@ async def test_a_reset_is_answered_when_every_sequence_is_released(scheduler, qu
     await scheduler.nothing_is_left()
 
 
-@patiently
-async def test_what_was_abandoned_takes_no_place_among_the_sequences():
-    async with scheduling(max_sequences=4) as scheduler:
-        handle = await scheduler.new(1, 2, 3)
-        async with scheduler.busy():
-            for _ in range(3):
-                calls = [scheduler.prefill(1), scheduler.prefill(2, request_id="one")]
-                await scheduler.in_flight(3)
-                for call in calls:
-                    await scheduler.cancel(call)
-                call = scheduler.fork(handle, 2)
-                await scheduler.in_flight(2)
-                await scheduler.cancel(call)
-        await scheduler.release(scheduler.blockers.pop())
-        children = (await scheduler.fork(handle, 3)).handles
-        assert await reason(scheduler.prefill(1)) == "SEQUENCES_EXHAUSTED"
-        await scheduler.nothing_is_left(handle, *children)
-
-
 # --- what GetStatus and StepTiming tell of refusals -----------------------------------------------------------------
 
 
@@ -743,7 +551,7 @@ async def test_a_step_in_which_nothing_ran_is_not_a_forward_pass():
         handle = await scheduler.new(1, 2, 3, 4)
         before = await scheduler.counters()
         answer = await scheduler.unified(item(handle, [5]))
-        assert error_from_status(answer.results[0].error).reason == "KV_BLOCKS_EXHAUSTED"
+        assert reason_of(answer.results[0]) == "KV_BLOCKS_EXHAUSTED"
         assert (await scheduler.counters()).steps == before.steps
         answer = await scheduler.unified(item(handle, [9], truncate_to=3), item(None, [1]))
         assert answer.results[0].HasField("output") and answer.results[1].HasField("error")
@@ -757,106 +565,15 @@ async def test_items_of_refused_batches_are_counted_like_those_of_refused_single
     handle = await scheduler.new(1, 2, 3)
     await reason(scheduler.decode(handle, 300))
     await reason(scheduler.unified(item(handle, [300]), item(None, [1]), all_or_nothing=True))
-    methods = (await scheduler.executor.GetStatus(messages.GetStatusRequest())).methods
+    methods = (await scheduler.served.status()).methods
     counts = {method.method.rsplit("/", 1)[1]: method for method in methods}
     assert (counts["Decode"].calls, counts["Decode"].errors, counts["Decode"].items) == (1, 1, 1)
-    assert (counts["UnifiedForward"].calls, counts["UnifiedForward"].errors, counts["UnifiedForward"].items) == (
-        1,
-        1,
-        2,
-    )
+    unified = counts["UnifiedForward"]
+    assert (unified.calls, unified.errors, unified.items) == (1, 1, 2)
     await scheduler.nothing_is_left(handle)
 
 
-@patiently
-async def test_the_refusal_of_all_or_nothing_names_the_item_that_was_refused():
-    async with scheduling(kv_blocks=2) as scheduler:
-        roomy, full = await scheduler.new(1, 2), await scheduler.new(1, 2, 3, 4)
-        with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            await scheduler.unified(item(roomy, [5]), item(full, [5]), all_or_nothing=True)
-        error = error_from_rpc(refusal.value)
-        assert (error.reason, error.metadata["item"]) == ("KV_BLOCKS_EXHAUSTED", "1")
-        await scheduler.nothing_is_left(roomy, full)
-
-
 # --- any mix --------------------------------------------------------------------------------------------------------
-
-MOMENTS = [None, None, 0, 10, 50, 100, 150, 200, 250, 300, 350, 400, 500, 700, 1000]
-ATTEMPTS = st.lists(st.sampled_from(MOMENTS), max_size=4)
-"""Calls of one request id that are sent together. A number: how many turns of the event loop until it is cancelled; an
-answer takes some hundreds."""
-
-CALLS = st.lists(st.tuples(st.sampled_from(["decode", "decode", "truncate", "fork", "verify"]), ATTEMPTS), max_size=5)
-
-
-@settings(
-    max_examples=max(1, int(40 * float(os.environ.get("FERRUM_FUZZ_ROUNDS", "1")))),
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[phase for phase in Phase if phase is not Phase.explain],
-)
-@given(sequences=st.lists(st.tuples(ATTEMPTS, CALLS), min_size=1, max_size=4), failures=st.integers(0, 3))
-def test_whatever_is_repeated_and_cancelled_is_applied_once(sequences, failures):
-    """Every request id is sent several times at once, some are cancelled at any moment, steps fail; then it is sent
-    until it is answered. The sequence is the one of a run without faults, and no sequence is left over."""
-
-    async def insist(send: Callable[[], Any], attempts: list[int | None]) -> Any:
-        async def attempt(turns: int | None) -> None:
-            call = send()
-            if turns is None:
-                await call.code()
-                return
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            call.cancel()
-
-        await asyncio.gather(*map(attempt, attempts))
-        while True:
-            try:
-                return await send()
-            except grpc.aio.AioRpcError as error:
-                assert error_from_rpc(error).reason == "STEP_FAILED"
-
-    async def play(scheduler: Scheduler, name: int, born: list[int | None], calls: list[Any]) -> list[Any]:
-        tokens = [name + 1, 2, 3]
-        answer = await insist(lambda: scheduler.prefill(*tokens, request_id=f"new {name}"), born)
-        is_after(answer, *tokens)
-        handle, children = answer.output.handle, []
-        for number, (kind, attempts) in enumerate(calls):
-            key = f"{name} {number}"
-            if kind in ("decode", "verify"):
-                fed = [10 + number] if kind == "decode" else [20 + number, 30]
-                request = messages.ForwardVerifyRequest(item=item(handle, fed, key))
-                if kind == "decode":
-                    answer = await insist(lambda h=handle, f=fed, k=key: scheduler.decode(h, f[0], k), attempts)
-                else:
-                    answer = await insist(lambda r=request: scheduler.executor.ForwardVerify(r), attempts)
-                tokens += fed
-                handle = answer.output.handle
-                assert handle.seq_len == len(tokens)
-            elif kind == "truncate":
-                del tokens[-1:]
-                answer = await insist(lambda h=handle, k=key: scheduler.truncate(h, max(0, h.seq_len - 1), k), attempts)
-                handle = answer.handle
-                assert handle.seq_len == len(tokens)
-            else:
-                answer = await insist(lambda h=handle, k=key: scheduler.fork(h, 2, k), attempts)
-                children += answer.handles
-        answer = await insist(lambda: scheduler.decode(handle, 99, f"last {name}"), [])
-        is_after(answer, *tokens, 99)
-        return [answer.output.handle, *children]
-
-    async def scenario() -> None:
-        async with scheduling(kv_blocks=256) as scheduler:
-            for stage in ("forward", "select", "commit")[:failures]:
-                scheduler.gate.hold(stage, failing=True).go()
-            played = [play(scheduler, name, *each) for name, each in enumerate(sequences)]
-            handles = [handle for each in await asyncio.gather(*played) for handle in each]
-            await scheduler.in_flight(0)
-            await scheduler.nothing_is_left(*handles)
-
-    asyncio.run(asyncio.wait_for(scenario(), 2 * PATIENCE_S))
-
 
 REFUSALS = {
     "INVALID_REQUEST",
@@ -904,7 +621,7 @@ class Chaos:
             case "release" if handle is not None:
                 return scheduler.release(handle, request_id, any_version=choose.random() < 0.7, **how)
             case "reset" if choose.random() < 0.1:
-                return scheduler.served.control.Reset(control_messages.ResetRequest())
+                return scheduler.served.reset()
             case _:
                 items = [self.item() for _ in range(choose.randrange(1, 4))]
                 return scheduler.unified(*items, all_or_nothing=choose.random() < 0.5)
@@ -933,7 +650,7 @@ class Chaos:
                 if result.HasField("output"):
                     self.handles.append(result.output.handle)
                 else:
-                    assert error_from_status(result.error).reason in REFUSALS
+                    assert reason_of(result) in REFUSALS
 
 
 @settings(
@@ -951,8 +668,8 @@ def test_after_any_chaos_the_books_are_in_order(seed):
             chaos = Chaos(scheduler, seed)
             await asyncio.gather(*(chaos.client(40) for _ in range(6)))
             await scheduler.in_flight(0)
-            await scheduler.check()
-            await scheduler.served.control.Reset(control_messages.ResetRequest())
+            await scheduler.served.check()
+            await scheduler.served.reset()
             await scheduler.nothing_is_left()
 
     asyncio.run(asyncio.wait_for(scenario(), 2 * PATIENCE_S))

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
 
 from ferrum_rpc.executor.v1 import session_pb2
 from ferrum_rpc.service.guard import accept
-from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.service.guard.bodies import Bodies
-from ferrum_rpc.service.server import ExecutorServer
-from tests.faults.raw_session import RawSession
-from tests.serving import LIMITS, Served, serve_identity
-from tests.wiring import full, item, pb, prefill, until
+from ferrum_rpc.wire.info import SCHEMA_REVISION
+from tests.support.raw_session import RawSession
+from tests.support.serving import Served, gated, serve_identity
+from tests.support.wiring import full, item, pb, prefill, until
 
 SERVICE = "/ferrum_rpc.executor.v1.ModelExecutor/"
 HEALTH = "/grpc.health.v1.Health/Check"
@@ -47,15 +47,14 @@ async def silent(channel: grpc.aio.Channel, path: str) -> Any:
     return stream
 
 
-@pytest.mark.parametrize("method", ["BatchPrefill", "BatchDecode", "UnifiedForward", "Session"])
-async def test_a_megabyte_of_empty_items_is_refused_before_it_is_parsed(method: str) -> None:
+async def test_a_megabyte_of_empty_items_is_refused_before_it_is_parsed() -> None:
     async with serve_identity() as served:
-        request = EMPTY_ITEMS if method != "Session" else b"\x12\x80\x80\x40" + EMPTY_ITEMS
-        if method == "Session":
-            stream = served.channel.stream_stream(SERVICE + method)(iter((request,)))
-            assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
-        else:
-            assert await code_of(call(served.channel, SERVICE + method)(request)) is grpc.StatusCode.INVALID_ARGUMENT
+        for method in ("BatchPrefill", "BatchDecode", "UnifiedForward"):
+            answer = call(served.channel, SERVICE + method)(EMPTY_ITEMS)
+            assert await code_of(answer) is grpc.StatusCode.INVALID_ARGUMENT
+        request = b"\x12\x80\x80\x40" + EMPTY_ITEMS
+        stream = served.channel.stream_stream(SERVICE + "Session")(iter((request,)))
+        assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
         # The items reached no handler: had they, each would have been counted and refused by itself.
         assert all(not count.items for count in served.server.calls.methods.values())
 
@@ -69,31 +68,10 @@ async def test_a_health_check_is_a_name_and_nothing_longer() -> None:
         assert await code_of(health(unknown * 600)) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-class Secured(ExecutorServer):
-    """A server that asks for tokens, of no model: nobody gets as far."""
-
-    def __init__(self, tokens: Path) -> None:
-        def build() -> Any:
-            raise RuntimeError("no model")
-
-        super().__init__(build, LIMITS, security=Security(tokens=tokens))
-
-
-@pytest.fixture
-async def secured(tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("alice a-token\n")
-    tokens.chmod(0o600)
-    server = Secured(tokens)
-    await server.start()
-    async with grpc.aio.insecure_channel(server.target) as channel:
-        yield channel
-    await server.stop()
-
-
-async def test_who_has_no_token_is_refused_before_a_body_comes(secured: grpc.aio.Channel) -> None:
-    for method in ("BatchPrefill", "GetStatus", "Session", "NoSuchMethod"):
-        assert await (await silent(secured, SERVICE + method)).code() is grpc.StatusCode.UNAUTHENTICATED
+async def test_who_has_no_token_is_refused_before_a_body_comes() -> None:
+    async with serve_identity(tokens=("alice a-token",)) as served:
+        for method in ("BatchPrefill", "GetStatus", "Session", "NoSuchMethod"):
+            assert await (await silent(served.channel, SERVICE + method)).code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_bodies_that_never_come_hold_up_nobody() -> None:
@@ -118,22 +96,14 @@ def alone(index: int) -> tuple[tuple[str, Any], ...]:
 
 
 @pytest.mark.parametrize("known", [True, False])
-async def test_a_grpcio_whose_private_functions_differ_accepts_one_by_one(
-    known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_grpcio_whose_private_functions_differ_accepts_one_by_one(known, monkeypatch):
     if not known:
         monkeypatch.setattr(accept, "_SIGNATURES", {"_schedule_rpc_coro": ("another", "signature")})
-    accepted: list[str] = []
-    loop_of_ours = accept.Acceptors._accept
-
-    async def noted(self: Any, path: str, handler: Any) -> None:
-        accepted.append(path)
-        await loop_of_ours(self, path, handler)
-
-    monkeypatch.setattr(accept.Acceptors, "_accept", noted)
-    async with serve_identity() as served:
-        await asyncio.gather(*(call(served.channel, SERVICE + "GetStatus")(b"") for _ in range(32)))
-    assert bool(accepted) is known
+    ours = accept.Acceptors._accept
+    with mock.patch.object(accept.Acceptors, "_accept", autospec=True, side_effect=ours) as accepted:
+        async with serve_identity() as served:
+            await asyncio.gather(*(call(served.channel, SERVICE + "GetStatus")(b"") for _ in range(32)))
+    assert accepted.called is known
 
 
 async def test_the_time_before_a_call_is_queued_counts_as_queueing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +121,7 @@ async def test_the_time_before_a_call_is_queued_counts_as_queueing(monkeypatch: 
         await taken.wait()
         began = time.monotonic()
         for _ in range(100):
-            await served.executor.GetStatus(pb.GetStatusRequest())
+            await served.status()
         late = time.monotonic() - began
         await stream.write(pb.DecodeRequest(item=item([3], handle)).SerializeToString())
         answer = pb.DecodeResponse.FromString(await stream)
@@ -200,3 +170,60 @@ async def test_what_has_ended_leaves_nothing_for_the_collector(end: Callable[[Se
             gc.garbage.clear()
             gc.enable()
         assert ours == []
+
+
+# --- many at once -----------------------------------------------------------------------------------------------------
+
+
+async def test_what_piles_up_during_a_step_is_the_next_step() -> None:
+    async with gated() as (served, gate):
+        handles = [await prefill(served, [1, index]) for index in range(8)]
+        held = await gate.hold(served.prefill([1]))
+        waiting = [asyncio.ensure_future(served.decode([7], handle)) for handle in handles]
+        await until(lambda: served.server.state.engine.queued_items == len(handles))
+        pressure = (await served.status()).pressure
+        assert (pressure.queued_items, pressure.queued_tokens) == (8, 8)
+        gate.open()
+        timings = [(await each).timing for each in waiting]
+        first = (await held).timing.step
+        assert {timing.step for timing in timings} == {first + 1}
+        assert {timing.step_sequences for timing in timings} == {8}
+
+
+CALLS = 1500
+"""More than gRPC lets wait by its own defaults: beyond 1,000 that wait to be accepted it resets some at random, which a
+caller reads as CANCELLED; of so many some sixty. Server and client share an event loop here, and the client starts all
+of its calls in one turn of it: nearly all of them wait."""
+
+
+async def ended(*calls: Awaitable[Any]) -> Counter[object]:
+    async with asyncio.timeout(60):
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+    return Counter(each.code() if isinstance(each, grpc.aio.AioRpcError) else type(each) for each in answers)
+
+
+async def test_calls_that_begin_at_once_are_all_answered() -> None:
+    async with serve_identity() as served:
+        calls = [served.status() for _ in range(CALLS)]
+        assert await ended(*calls) == {pb.GetStatusResponse: CALLS}
+
+
+async def test_sessions_that_begin_at_once_are_all_welcome() -> None:
+    async with serve_identity(max_leases=CALLS) as served:
+        hello = session_pb2.SessionRequest(step_id=1, hello=session_pb2.SessionHello(client_revision=SCHEMA_REVISION))
+
+        async def begin(call: Any) -> str:
+            await call.write(hello)
+            return (await call.read()).WhichOneof("frame")
+
+        calls = [served.executor.Session() for _ in range(CALLS)]
+        assert await ended(*map(begin, calls)) == {str: CALLS}
+
+        async def end(call: Any) -> str:
+            """Wholly: gRPC hands what is left of a call to whatever loop there is, the next test's too."""
+            await call.done_writing()
+            while await call.read() is not grpc.aio.EOF:
+                pass
+            return (await call.code()).name
+
+        assert await ended(*map(end, calls)) == {str: CALLS}

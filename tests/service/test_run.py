@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -13,17 +14,17 @@ import pytest
 from google.protobuf import duration_pb2
 
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, output_pb2, session_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.service.records import SequenceEnd, no_follower
-from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_status
 from tests.service.test_session import Stream, opened
-from tests.serving import Gate, Served, serve_identity
-from tests.wiring import item, pb, prefill, refused, top, until
+from tests.support.inside import arrived, creating
+from tests.support.serving import Served, gated, serve_identity
+from tests.support.wiring import chosen, item, pb, prefill, reason_of, refused, top, until
 
 PROMPT = [3, 1, 4, 1, 5]
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
-MAX_TOKENS, STOP_ID, CONTEXT, CUT = 1, 2, 3, 4
+MAX_TOKENS, STOP_ID, CUT = 1, 2, 4
 SAMPLE = output_pb2.OutputSpec(sample=output_pb2.SampleOutput(seed=5, temperature=3.0, repetition_penalty=1.3))
 """The identity model's greedy tokens soon repeat; these do not."""
 
@@ -38,40 +39,27 @@ def running(
     return item(tokens, handle, run=forward_pb2.Run(max_tokens=most, stop_token_ids=stop), **fields)
 
 
-def chosen(answer: Any, output: forward_pb2.ForwardOutput | None = None) -> list[int]:
-    output = answer.output if output is None else output
-    block = rows_from_proto(answer.row_blocks)[output.rows.block]
-    return block["token_ids"][output.rows.first : output.rows.first + output.rows.count].tolist()
-
-
-def results(answer: Any) -> list[tuple[list[int], int, int]]:
-    """Of each item: its tokens, the sequence's length after it, and why its run ended."""
-    found = []
-    for result in answer.results:
-        assert not result.HasField("error"), result
-        found.append((chosen(answer, result.output), result.output.handle.seq_len, result.output.run_end))
-    return found
+def ask(served: Served, tokens: list[int], handle: types_pb2.KvHandle | None = None, **how: Any) -> Any:
+    """A call of one run."""
+    return served.executor.Prefill(pb.PrefillRequest(item=running(tokens, handle, **how)))
 
 
 async def single_decodes(
     served: Served, tokens: list[int], count: int, output: output_pb2.OutputSpec = SAMPLE
 ) -> list[int]:
     """What ``count`` calls choose, one after the other."""
-    answer: Any = await served.executor.Prefill(pb.PrefillRequest(item=item(tokens, output=output)))
+    answer: Any = await served.prefill(tokens, output=output)
     found = chosen(answer)
     while len(found) < count:
         one = item(found[-1:], answer.output.handle, output=output)
         answer = await served.executor.Decode(pb.DecodeRequest(item=one))
         found += chosen(answer)
-    await served.executor.Release(pb.ReleaseRequest(handle=answer.output.handle))
+    await served.release(answer.output.handle)
     return found
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 32])
-@pytest.mark.parametrize("output", [SAMPLE, output_pb2.OutputSpec()], ids=["sample", "greedy"])
-async def test_runs_of_any_length_choose_what_single_decodes_do(
-    served: Served, length: int, output: output_pb2.OutputSpec
-) -> None:
+@pytest.mark.parametrize(("length", "output"), [(1, SAMPLE), (7, SAMPLE), (32, SAMPLE), (7, output_pb2.OutputSpec())])
+async def test_runs_of_any_length_choose_what_single_decodes_do(served, length, output):
     expected = await single_decodes(served, PROMPT, 64, output)
     found: list[int] = []
     handle, tokens = None, PROMPT
@@ -93,7 +81,7 @@ async def test_runs_and_others_share_their_steps(served: Served) -> None:
     expected = await single_decodes(served, PROMPT, 9)
     before = served.server.state.engine.counters.steps
     items = [running(PROMPT, most=9), item(PROMPT, output=top(3)), running(PROMPT, most=4), running(PROMPT, most=1)]
-    answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items))
+    answer = await served.unified(*items)
     assert served.server.state.engine.counters.steps == before + 9
     assert [chosen(answer, answer.results[at].output) for at in (0, 2, 3)] == [expected[:9], expected[:4], expected[:1]]
     assert [each.output.run_end for each in answer.results] == [MAX_TOKENS, 0, MAX_TOKENS, MAX_TOKENS]
@@ -101,42 +89,23 @@ async def test_runs_and_others_share_their_steps(served: Served) -> None:
     await served.check()
 
 
-async def test_a_stop_id_ends_a_run_and_is_its_last_token(served: Served) -> None:
-    expected = await single_decodes(served, PROMPT, 20)
-    at = next(i for i in range(5, 20) if expected[i] not in expected[:i])
-    answer = await served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=20, stop=(expected[at],))))
-    assert (chosen(answer), answer.output.run_end) == (expected[: at + 1], STOP_ID)
-    assert answer.output.handle.seq_len == len(PROMPT) + at
-
-
-async def test_a_run_is_cut_to_the_context(served: Served) -> None:
-    """The last token that is chosen needs no place."""
-    long = [1] * 125
-    answer = await served.executor.Prefill(pb.PrefillRequest(item=running(long, most=32)))
-    assert (len(chosen(answer)), answer.output.handle.seq_len, answer.output.run_end) == (4, 128, CONTEXT)
-
-
 async def test_a_run_holds_its_blocks_and_gives_back_what_it_does_not_use() -> None:
     async with serve_identity(kv_blocks=10, block_size=4) as served:  # 10 that can be had
         state = served.server.state
         handle = await prefill(served, [1] * 4)
         other = await prefill(served, [2] * 20)  # 6 in use
-        too_long = running([1], handle, most=32)
-        code = grpc.StatusCode.RESOURCE_EXHAUSTED
-        await refused(served.executor.Decode(pb.DecodeRequest(item=too_long)), Reason.KV_BLOCKS_EXHAUSTED, code)
+        await refused(ask(served, [1], handle, most=32), Reason.KV_BLOCKS_EXHAUSTED)
         assert state.engine.cache.free_blocks == 4
-        stop = chosen(await served.executor.Decode(pb.DecodeRequest(item=item([1], handle, output=SAMPLE))))
+        stop = chosen(await served.decode([1], handle, output=SAMPLE))
         handle.version, handle.seq_len = 2, 5
-        answer = await served.executor.Decode(
-            pb.DecodeRequest(item=running([1], handle, truncate_to=4, most=13, stop=(stop[0],)))
-        )
+        answer = await ask(served, [1], handle, truncate_to=4, most=13, stop=(stop[0],))
         assert (answer.output.run_end, answer.output.handle.seq_len) == (STOP_ID, 5)
         assert state.engine.cache.free_blocks == 3  # of the 3 that were held besides, none is left
-        held = await served.executor.ReserveKv(pb.ReserveKvRequest(handle=answer.output.handle, tokens=4))
-        answer = await served.executor.Decode(pb.DecodeRequest(item=running([1], held.handle, most=2)))
+        held = await served.reserve(answer.output.handle, tokens=4)
+        answer = await ask(served, [1], held.handle, most=2)
         assert state.engine.cache.free_blocks == 2  # what ReserveKv holds stays
-        await served.executor.Release(pb.ReleaseRequest(handle=answer.output.handle))
-        await served.executor.Release(pb.ReleaseRequest(handle=other))
+        await served.release(answer.output.handle)
+        await served.release(other)
         await served.check()
         assert state.engine.cache.free_blocks == 10
 
@@ -144,8 +113,7 @@ async def test_a_run_holds_its_blocks_and_gives_back_what_it_does_not_use() -> N
 async def test_all_or_nothing_is_decided_by_the_first_step() -> None:
     async with serve_identity(kv_blocks=10, block_size=4) as served:
         items = [running([1] * 4, most=2), running([2] * 20, most=20)]
-        call = served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items, all_or_nothing=True))
-        error = await refused(call, Reason.KV_BLOCKS_EXHAUSTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        error = await refused(served.unified(*items, all_or_nothing=True), Reason.KV_BLOCKS_EXHAUSTED)
         assert error.metadata["item"] == "1"
         assert served.server.state.engine.cache.free_blocks == 10 and not served.server.state.handles.live
 
@@ -158,83 +126,65 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("field", BAD)
-async def test_a_bad_run_is_refused_by_its_field(served: Served, field: str) -> None:
-    request = pb.PrefillRequest(item=running(PROMPT, **{"most": 2, **BAD[field]}))
-    error = await refused(served.executor.Prefill(request), Reason.INVALID_REQUEST, INVALID)
-    assert error.field == field and not served.server.state.handles.live
+async def test_a_bad_run_is_refused_by_its_field(served: Served) -> None:
+    for field, fields in BAD.items():
+        error = await refused(ask(served, PROMPT, **{"most": 2, **fields}), Reason.INVALID_REQUEST)
+        assert error.field == field and not served.server.state.handles.live
 
 
 async def test_runs_beyond_the_limits_are_refused(served: Served) -> None:
-    limits = (await served.executor.GetInfo(pb.GetInfoRequest())).limits
+    limits = (await served.info()).limits
     assert (limits.max_run_tokens, limits.max_running, limits.max_followers) == (32, 64, 1)
     for most, stop in ((33, ()), (2, (256,))):
-        request = pb.PrefillRequest(item=running(PROMPT, most=most, stop=stop))
-        await refused(served.executor.Prefill(request), Reason.INVALID_REQUEST, INVALID)
+        await refused(ask(served, PROMPT, most=most, stop=stop), Reason.INVALID_REQUEST)
     everywhere = output_pb2.OutputSpec(positions=output_pb2.POSITIONS_ALL)
     masks = output_pb2.OutputSpec(greedy=output_pb2.GreedyOutput(row_mask_ids=[b"m" * 32]))
     for output in (everywhere, masks):
-        request = pb.PrefillRequest(item=running(PROMPT, most=2, output=output))
-        await refused(served.executor.Prefill(request), Reason.INVALID_REQUEST, INVALID)
+        await refused(ask(served, PROMPT, most=2, output=output), Reason.INVALID_REQUEST)
     items = [running(PROMPT, most=2) for _ in range(65)]
-    error = await refused(
-        served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items)), Reason.INVALID_REQUEST, INVALID
-    )
-    assert error.metadata["max_running"] == "64"
+    assert (await refused(served.unified(*items), Reason.INVALID_REQUEST)).metadata["max_running"] == "64"
 
 
 async def test_how_long_and_how_many_runs_may_be_is_set() -> None:
     async with serve_identity(max_run_tokens=3, max_running=2) as served:
-        limits = (await served.executor.GetInfo(pb.GetInfoRequest())).limits
+        limits = (await served.info()).limits
         assert (limits.max_run_tokens, limits.max_running) == (3, 2)
-        request = pb.PrefillRequest(item=running(PROMPT, most=3))
-        assert len(chosen(await served.executor.Prefill(request))) == 3
-        request = pb.PrefillRequest(item=running(PROMPT, most=4))
-        error = await refused(served.executor.Prefill(request), Reason.INVALID_REQUEST, INVALID)
+        assert len(chosen(await ask(served, PROMPT, most=3))) == 3
+        error = await refused(ask(served, PROMPT, most=4), Reason.INVALID_REQUEST)
         assert (error.field, error.metadata["max_run_tokens"]) == ("run.max_tokens", "3")
-        many = pb.UnifiedForwardRequest(items=[running(PROMPT, most=2) for _ in range(3)])
-        error = await refused(served.executor.UnifiedForward(many), Reason.INVALID_REQUEST, INVALID)
+        error = await refused(served.unified(*[running(PROMPT, most=2) for _ in range(3)]), Reason.INVALID_REQUEST)
         assert error.metadata["max_running"] == "2"
 
 
-async def test_a_run_happens_once(served: Served) -> None:
+async def test_a_run_happens_once() -> None:
     """A retry gets the recorded tokens; one that meets it in flight shares them; other content is refused. The tokens
     stay when the rows' budget is used up."""
-    expected = await single_decodes(served, PROMPT, 6)
-    request = pb.PrefillRequest(item=running(PROMPT, most=6))
-    first, second = await asyncio.gather(served.executor.Prefill(request), served.executor.Prefill(request))
-    assert chosen(first) == chosen(second) == expected
-    assert first.output.replayed != second.output.replayed and first.output.handle == second.output.handle
-    replay = served.server.state.replay
-    replay._budget = 0
-    await prefill(served, [1], request_id="another")
-    again = await served.executor.Prefill(request)
-    assert again.output.replayed and chosen(again) == expected and again.output.run_end == MAX_TOKENS
-    request.item.run.max_tokens = 7
-    await refused(served.executor.Prefill(request), Reason.REQUEST_ID_REUSED, INVALID)
-
-
-async def test_without_a_seed_a_replay_still_has_the_tokens_that_were_drawn(served: Served) -> None:
-    output = output_pb2.OutputSpec(sample=output_pb2.SampleOutput(temperature=5.0))
-    request = pb.PrefillRequest(item=running(PROMPT, most=8, output=output))
-    first = await served.executor.Prefill(request)
-    assert chosen(first) == chosen(await served.executor.Prefill(request))
-    other = await served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=8, output=output)))
-    assert chosen(other) != chosen(first)
+    async with serve_identity(replay_bytes=8) as served:
+        expected, once = await single_decodes(served, PROMPT, 6), {"most": 6, "request_id": "once"}
+        first, second = await asyncio.gather(ask(served, PROMPT, **once), ask(served, PROMPT, **once))
+        assert chosen(first) == chosen(second) == expected
+        assert first.output.replayed != second.output.replayed and first.output.handle == second.output.handle
+        await prefill(served, [1], request_id="another")
+        again = await ask(served, PROMPT, **once)
+        assert again.output.replayed and chosen(again) == expected and again.output.run_end == MAX_TOKENS
+        await refused(ask(served, PROMPT, most=7, request_id="once"), Reason.REQUEST_ID_REUSED)
 
 
 # --- cut --------------------------------------------------------------------------------------------------------------
 
 
 class Steps:
-    """A stage hook that lets as many steps run as were allowed, and holds the model thread at the next."""
+    """A stage hook that lets as many steps run as were allowed, and holds the model thread at the next, which counts as
+    ``begun`` too."""
 
     def __init__(self, count: int) -> None:
         self._allowed = threading.Semaphore(count)
         self._free = False
         self._held = threading.Event()
+        self.begun = 0
 
     def __call__(self, stage: str) -> None:
+        self.begun += stage == "forward"
         if stage == "forward" and not self._free and not self._allowed.acquire(blocking=False):
             self._held.set()
             assert self._allowed.acquire(timeout=30)
@@ -244,26 +194,34 @@ class Steps:
         assert await asyncio.to_thread(self._held.wait, 30)
 
     def allow(self, count: int) -> None:
-        self._allowed.release(count)
+        for _ in range(count):
+            self._allowed.release()
 
     def free(self) -> None:
         self._free = True
         self._allowed.release()
 
 
+@asynccontextmanager
+async def stepping(count: int, **options: Any) -> AsyncIterator[tuple[Served, Steps]]:
+    """Serve the identity model, so many steps of it at first."""
+    steps = Steps(count)
+    async with serve_identity(stage=steps, **options) as served:
+        yield served, steps
+
+
 async def cut_at_the_third_step(cut: Callable[[Served, Any, Any], Awaitable[object]]) -> tuple[Any, list[int]]:
     """A run of which the third step is under way when ``cut(served, handle, call)`` is awaited: its answer, and the
     tokens of one that was left to itself."""
-    steps = Steps(3)
-    async with serve_identity(stage=steps) as served:
+    async with stepping(3) as (served, steps):
         handle = await prefill(served, PROMPT)
-        request = pb.DecodeRequest(item=running([9], handle, most=10))
-        call = asyncio.ensure_future(served.executor.Decode(request))
+        once = {"most": 10, "request_id": "once"}
+        call = asyncio.ensure_future(ask(served, [9], handle, **once))
         await steps.held()
         await cut(served, handle, call)
         steps.free()
         await asyncio.wait([call])
-        answer = await served.executor.Decode(request) if call.cancelled() else call.result()
+        answer = await ask(served, [9], handle, **once) if call.cancelled() else call.result()
         await served.check()
         return answer, await single_decodes(served, [*PROMPT, 9], 10)
 
@@ -272,33 +230,30 @@ def cause(answer: Any) -> Reason:
     return error_from_status(answer.output.run_cause).reason
 
 
-async def test_a_released_sequence_ends_its_run_with_the_tokens_so_far() -> None:
-    async def release(served: Served, handle: Any, call: Any) -> None:
-        asyncio.ensure_future(served.executor.Release(pb.ReleaseRequest(handle=handle, any_version=True)))  # noqa: RUF006
-        await until(lambda: any(each.pending_end for each in served.server.state.handles.records()))
+async def release(served: Served, handle: Any, call: Any) -> None:
+    asyncio.ensure_future(served.release(handle, any_version=True))  # noqa: RUF006
+    await until(lambda: any(each.pending_end for each in served.server.state.handles.records()))
 
-    answer, expected = await cut_at_the_third_step(release)
-    assert (chosen(answer), answer.output.run_end, cause(answer)) == (expected[:3], CUT, Reason.HANDLE_RELEASED)
+
+async def leave(served: Served, handle: Any, call: Any) -> None:
+    call.cancel()
+    await until(lambda: arrived(served.server.state.engine) > 0)
+
+
+@pytest.mark.parametrize(("end", "reason"), [(release, Reason.HANDLE_RELEASED), (leave, Reason.CANCELLED)])
+async def test_what_ends_a_run_leaves_the_tokens_so_far(end: Any, reason: Reason) -> None:
+    """A caller that has gone can ask for them again."""
+    answer, expected = await cut_at_the_third_step(end)
+    assert answer.output.replayed == (end is leave)
+    assert (chosen(answer), answer.output.run_end, cause(answer)) == (expected[:3], CUT, reason)
     assert answer.output.handle.seq_len == len(PROMPT) + 3
 
 
-async def test_a_caller_that_goes_cuts_its_run_which_can_be_asked_for_again() -> None:
-    async def leave(served: Served, handle: Any, call: Any) -> None:
-        call.cancel()
-        await until(lambda: served.server.state.engine._arrived.qsize() > 0)
-
-    answer, expected = await cut_at_the_third_step(leave)
-    assert answer.output.replayed
-    assert (chosen(answer), answer.output.run_end, cause(answer)) == (expected[:3], CUT, Reason.CANCELLED)
-
-
 async def test_a_duplicate_keeps_a_run_going_when_its_caller_goes() -> None:
-    steps = Steps(2)
-    async with serve_identity(stage=steps) as served:
-        request = pb.PrefillRequest(item=running(PROMPT, most=5))
-        first = asyncio.ensure_future(served.executor.Prefill(request))
+    async with stepping(2) as (served, steps):
+        first = asyncio.ensure_future(ask(served, PROMPT, most=5, request_id="once"))
         await steps.held()
-        second = asyncio.ensure_future(served.executor.Prefill(request))
+        second = asyncio.ensure_future(ask(served, PROMPT, most=5, request_id="once"))
         calls = served.server.calls.methods["ferrum_rpc.executor.v1.ModelExecutor/Prefill"]
         await until(lambda: calls.items == 2)
         first.cancel()
@@ -309,13 +264,9 @@ async def test_a_duplicate_keeps_a_run_going_when_its_caller_goes() -> None:
 
 
 async def test_the_end_of_a_lease_cuts_a_run_and_frees_the_sequence() -> None:
-    steps = Steps(2)
-    async with serve_identity(stage=steps) as served:
-        lease = await served.executor.AcquireLease(pb.AcquireLeaseRequest())
-        create = forward_pb2.CreateOptions(lease_id=lease.lease_id)
-        call = asyncio.ensure_future(
-            served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=10, create=create)))
-        )
+    async with stepping(2) as (served, steps):
+        create = forward_pb2.CreateOptions(lease_id=(await served.acquire()).lease_id)
+        call = asyncio.ensure_future(ask(served, PROMPT, most=10, create=create))
         await steps.held()
         [found] = served.server.state.leases.due(float("inf"))  # a run does not keep it alive
         state = served.server.state
@@ -323,45 +274,39 @@ async def test_the_end_of_a_lease_cuts_a_run_and_frees_the_sequence() -> None:
         steps.free()
         answer = await call
         assert (len(chosen(answer)), answer.output.run_end, cause(answer)) == (3, CUT, Reason.LEASE_EXPIRED)
-        gone = served.executor.Decode(pb.DecodeRequest(item=item([1], answer.output.handle)))
-        await refused(gone, Reason.LEASE_EXPIRED, grpc.StatusCode.NOT_FOUND)
+        await refused(served.decode([1], answer.output.handle), Reason.LEASE_EXPIRED)
         await served.check()
         assert served.server.state.engine.cache.sequences == 0
 
 
 async def test_a_reset_ends_sequences_that_are_being_created() -> None:
     """A run under way, and a plain creation and a fork that wait for the step behind it."""
-    steps = Steps(3)
-    async with serve_identity(stage=steps) as served:
+    async with stepping(3) as (served, steps):
         parent = await prefill(served, PROMPT)
-        run = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=10))))
+        run = asyncio.ensure_future(ask(served, PROMPT, most=10))
         await steps.held()
         plain = asyncio.ensure_future(prefill(served, PROMPT))
-        fork = asyncio.ensure_future(served.executor.ForkKv(pb.ForkKvRequest(handle=parent, count=2)))
-        await until(lambda: len(served.server.state._creating) == 4)
-        reset = asyncio.ensure_future(served.control.Reset(executor_control_pb2.ResetRequest()))
+        fork = asyncio.ensure_future(served.fork(parent, count=2))
+        await until(lambda: creating(served.server.state) == 4)
+        reset = asyncio.ensure_future(served.reset())
         await until(lambda: all(each.pending_end for each in served.server.state.sequences()))
         steps.free()
         answer = await run
         assert (len(chosen(answer)), answer.output.run_end, cause(answer)) == (3, CUT, Reason.HANDLE_RELEASED)
         for handle in (answer.output.handle, await plain, parent, *(await fork).handles):
-            decode = served.executor.Decode(pb.DecodeRequest(item=item([1], handle)))
-            error = await refused(decode, Reason.HANDLE_RELEASED, grpc.StatusCode.NOT_FOUND)
-            assert "reset" in error.message
+            assert "reset" in (await refused(served.decode([1], handle), Reason.HANDLE_RELEASED)).message
         assert (await reset).released_sequences == 5
         await served.check()
         assert served.server.state.engine.cache.sequences == 0
 
 
 async def test_a_deadline_cuts_a_run() -> None:
-    steps = Steps(2)
-    async with serve_identity(stage=steps) as served, opened(served) as stream:
+    async with stepping(2) as (served, steps), opened(served) as stream:
         timeout = duration_pb2.Duration(seconds=60)
-        await stream.send(forward=session_pb2.SessionForward(items=[running(PROMPT, most=10)], timeout=timeout))
+        await stream.step(running(PROMPT, most=10), timeout=timeout)
         await steps.held()
-        engine: Any = served.server.state.engine
-        [call] = engine._runs.calls
-        call.work.deadline = 0.0
+        [record] = served.server.state.sequences()
+        record.submission.deadline = 0.0
         steps.free()
         answer = (await stream.read()).forward
         output = answer.results[0].output
@@ -369,73 +314,23 @@ async def test_a_deadline_cuts_a_run() -> None:
         assert error_from_status(output.run_cause).reason is Reason.DEADLINE_EXCEEDED
 
 
-async def test_the_end_of_a_drain_cuts_a_run() -> None:
-    steps = Steps(2)
-    async with serve_identity(stage=steps) as served:
-        call = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=10))))
-        await steps.held()
-        served.server.drain(0.0)
-        await until(lambda: served.server.state._closed)
-        steps.free()
-        answer = await call
-        assert (len(chosen(answer)), answer.output.run_end, cause(answer)) == (3, CUT, Reason.DRAINING)
-
-
-async def test_a_step_that_fails_cuts_a_run_and_refuses_one_that_has_not_begun() -> None:
-    async with serve_identity() as served:
-        expected = await single_decodes(served, PROMPT, 10)
-        count = itertools.count()
-
-        def fail_third(stage: str) -> None:
-            if stage == "select" and next(count) == 2:
-                raise RuntimeError("as asked")
-
-        served.runner._stage = fail_third
-        answer = await served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=10)))
-        assert (chosen(answer), answer.output.run_end, cause(answer)) == (expected[:2], CUT, Reason.STEP_FAILED)
-        handle = answer.output.handle
-
-        def fail(stage: str) -> None:
-            if stage == "select":
-                raise RuntimeError("as asked")
-
-        served.runner._stage = fail
-        call = served.executor.Decode(pb.DecodeRequest(item=running(expected[1:2], handle, most=4)))
-        await refused(call, Reason.STEP_FAILED, grpc.StatusCode.INTERNAL)
-        served.runner._stage = None
-        on = await served.executor.Decode(pb.DecodeRequest(item=running(expected[1:2], handle, most=4)))
-        assert chosen(on) == expected[2:6]
-        await served.check()
-
-
 # --- beside others ----------------------------------------------------------------------------------------------------
 
 
 async def test_a_running_sequence_is_busy_and_others_join_its_steps() -> None:
-    steps = Steps(2)
-    async with serve_identity(stage=steps) as served:
+    async with stepping(2) as (served, steps):
         handle = await prefill(served, PROMPT)
-        call = asyncio.ensure_future(served.executor.Decode(pb.DecodeRequest(item=running([9], handle, most=5))))
+        call = asyncio.ensure_future(ask(served, [9], handle, most=5))
         await steps.held()
-        busy = served.executor.Decode(pb.DecodeRequest(item=item([1], handle)))
-        await refused(busy, Reason.SEQUENCE_BUSY, grpc.StatusCode.ABORTED)
-        pressure = (await served.executor.GetStatus(pb.GetStatusRequest())).pressure
+        await refused(served.decode([1], handle), Reason.SEQUENCE_BUSY)
+        pressure = (await served.status()).pressure
         assert pressure.running_items == 1
-        other = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=item([1, 2]))))
+        other = asyncio.ensure_future(served.prefill([1, 2]))
         await until(lambda: served.server.state.engine.queued_items == 1)
         steps.free()
         assert (await other).timing.step_sequences == 2
         assert len(chosen(await call)) == 5
-        assert (await served.executor.GetStatus(pb.GetStatusRequest())).pressure.running_items == 0
-
-
-async def test_more_runs_than_may_run_wait_for_their_places() -> None:
-    async with serve_identity(kv_blocks=512, max_running=4) as served:
-        expected = await single_decodes(served, PROMPT, 8)
-        calls = [served.executor.Prefill(pb.PrefillRequest(item=running(PROMPT, most=8))) for _ in range(13)]
-        for answer in await asyncio.gather(*calls):
-            assert chosen(answer) == expected and answer.timing.step_sequences <= 4
-        await served.check()
+        assert (await served.status()).pressure.running_items == 0
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
@@ -456,18 +351,14 @@ async def read_parts(stream: Stream) -> tuple[list[Any], list[tuple[int, int, li
 
 @pytest.mark.parametrize("revision", [6, 7])
 async def test_items_that_are_apart_are_answered_as_they_end(revision: int) -> None:
-    steps = Steps(0)
-    async with (
-        serve_identity(stage=steps) as served,
-        opened(served, tokens=True, client_revision=revision) as stream,
-    ):
+    async with stepping(0) as (served, steps), opened(served, tokens=True, client_revision=revision) as stream:
         items = [
             running(PROMPT, most=12),
             running(PROMPT, most=3),
             item(PROMPT, output=top(2)),
             item([999], output=top(2)),
         ]
-        await stream.send(forward=session_pb2.SessionForward(items=items, apart=True))
+        await stream.step(*items, apart=True)
         reading = asyncio.ensure_future(read_parts(stream))
         steps.allow(4)
         await steps.held()  # at the fifth: that of three tokens is over
@@ -479,7 +370,7 @@ async def test_items_that_are_apart_are_answered_as_they_end(revision: int) -> N
         for part in parts:
             for result in part.results:
                 if result.item_index == 3:
-                    assert error_from_status(result.error).reason is Reason.INVALID_REQUEST
+                    assert reason_of(result) is Reason.INVALID_REQUEST
                 elif result.item_index < 2:
                     assert chosen(part, result.output) == expected[: [12, 3][result.item_index]]
         for index, most in enumerate([12, 3]):
@@ -492,15 +383,11 @@ async def test_items_that_are_apart_are_answered_as_they_end(revision: int) -> N
 
 @pytest.mark.parametrize("revision", [6, 7])
 async def test_tokens_of_several_steps_share_a_frame_for_clients_that_know_it(revision: int) -> None:
-    steps = Steps(0)
-    async with (
-        serve_identity(stage=steps) as served,
-        opened(served, tokens=True, client_revision=revision) as stream,
-    ):
+    async with stepping(0) as (served, steps), opened(served, tokens=True, client_revision=revision) as stream:
         runs_of = [session_pb2.SessionForward(items=[running(PROMPT, most=12)]) for _ in range(3)]
         numbers = [await stream.send(forward=each) for each in runs_of]
         await steps.held()
-        await until(lambda: len(served.server.state._creating) == 3)
+        await until(lambda: creating(served.server.state) == 3)
         steps.allow(4)
         found: dict[int, list[int]] = {number: [] for number in numbers}
         results: dict[int, list[int]] = {}
@@ -528,18 +415,17 @@ async def test_tokens_of_several_steps_share_a_frame_for_clients_that_know_it(re
 
 
 async def test_one_item_of_a_step_is_cancelled() -> None:
-    steps = Steps(0)
-    async with serve_identity(stage=steps) as served, opened(served) as stream:
-        first = asyncio.ensure_future(served.executor.Prefill(pb.PrefillRequest(item=item([1]))))
+    async with stepping(0) as (served, steps), opened(served) as stream:
+        first = asyncio.ensure_future(served.prefill([1]))
         await steps.held()
         items = [running(PROMPT, most=6), running(PROMPT, most=6)]
-        step = await stream.send(forward=session_pb2.SessionForward(items=items, apart=True))
+        step = await stream.step(*items, apart=True)
         await until(lambda: served.server.state.engine.queued_items == 2)
         steps.allow(3)
         await first
         await steps.held()
         await stream.send(cancel=session_pb2.SessionCancel(step_id=step, item_indexes=[1]))
-        await until(lambda: served.server.state.engine._arrived.qsize() > 0)
+        await until(lambda: arrived(served.server.state.engine) > 0)
         steps.free()
         parts, _ = await read_parts(stream)
         ends = {r.item_index: (r.output.run_end, r.output.rows.count) for part in parts for r in part.results}
@@ -555,14 +441,10 @@ async def test_a_step_lets_go_of_sequences_first(served: Served) -> None:
             await stream.forward(item([1], kept), release=[kept])
         await stream.forward(item([1], kept))
         gone = await stream.forward(item([1], old))
-        assert error_from_status(gone.results[0].error).reason is Reason.HANDLE_RELEASED
+        assert reason_of(gone.results[0]) is Reason.HANDLE_RELEASED
         held = await stream.ask(reserve=session_pb2.SessionReserve(handle=kept, tokens=4))
-        assert error_from_status(held.handles.results[0].error).reason is Reason.SEQUENCE_VERSION_MISMATCH
+        assert reason_of(held.handles.results[0]) is Reason.SEQUENCE_VERSION_MISMATCH
         await served.check()
-
-
-def frame(*items: forward_pb2.ForwardItem, **fields: Any) -> session_pb2.SessionForward:
-    return session_pb2.SessionForward(items=items, **fields)
 
 
 def ahead(handle: types_pb2.KvHandle, grown: int, versions: int = 1) -> types_pb2.KvHandle:
@@ -577,44 +459,25 @@ def following(handle: types_pb2.KvHandle, creation: str = "", **fields: Any) -> 
     return item([], handle, follow=forward_pb2.Follow(feed_chosen=True, creation=creation), **fields)
 
 
-async def test_runs_follow_each_other_without_waiting_for_answers(served: Served) -> None:
-    expected = await single_decodes(served, PROMPT, 32)
-    async with opened(served) as stream:
-        handle = await stream.prefill(PROMPT[:-1])
-        first = running(PROMPT[-1:], handle, most=8)
-        await stream.send(forward=frame(first))
-        found: list[int] = []
-        at = ahead(handle, 8)
-        for _ in range(3):
-            await stream.send(forward=frame(following(at, run=forward_pb2.Run(max_tokens=8))))
-            found += chosen((answer := (await stream.read()).forward), answer.results[0].output)
-            assert answer.results[0].output.handle == at
-            at = ahead(at, 8)
-        found += chosen((answer := (await stream.read()).forward), answer.results[0].output)
-        assert found == expected
-
-
 async def test_a_follower_behind_a_creation_and_chunks_of_a_prompt(served: Served) -> None:
     expected = await single_decodes(served, PROMPT, 6)
     async with opened(served) as stream:
         none = output_pb2.OutputSpec(positions=output_pb2.POSITIONS_NONE)
-        await stream.send(forward=frame(item(PROMPT[:2], output=none, request_id="made")))
+        await stream.step(item(PROMPT[:2], output=none, request_id="made"))
         behind = types_pb2.KvHandle(seq_len=2, version=1)
         chunk = item(PROMPT[2:], behind, output=SAMPLE, request_id="c", follow=forward_pb2.Follow(creation="made"))
-        await stream.send(forward=frame(chunk))
+        await stream.step(chunk)
         made, fed = (await stream.read()).forward, (await stream.read()).forward
         handle = fed.results[0].output.handle
         assert handle.id == made.results[0].output.handle.id and handle.seq_len == 5
-        more = (
-            await stream.ask(forward=frame(following(ahead(handle, 0, 0), run=forward_pb2.Run(max_tokens=5))))
-        ).forward
+        more = await stream.forward(following(ahead(handle, 0, 0), run=forward_pb2.Run(max_tokens=5)))
         assert chosen(fed, fed.results[0].output) + chosen(more, more.results[0].output) == expected
-        again = (await stream.ask(forward=frame(chunk))).forward  # the same bytes, long after
+        again = await stream.forward(chunk)  # the same bytes, long after
         assert again.results[0].output.replayed and again.results[0].output.handle == handle
 
 
 async def broken(stream: Stream, sent: forward_pb2.ForwardItem, reason: Reason = Reason.CHAIN_BROKEN) -> Any:
-    answer = (await stream.ask(forward=frame(sent))).forward
+    answer = await stream.forward(sent)
     error = error_from_status(answer.results[0].error)
     assert error.reason is reason, error
     return error
@@ -645,19 +508,17 @@ async def test_a_follower_whose_chain_broke_is_sent_again(served: Served) -> Non
         await broken(stream, sent)
         handle = (await stream.forward(item([1], handle, output=SAMPLE))).results[0].output.handle
         assert (handle.seq_len, handle.version) == (6, 2), "nothing of it was fed"
-        again = (await stream.ask(forward=frame(sent))).forward.results[0].output
+        again = (await stream.forward(sent)).results[0].output
         assert not again.replayed and again.handle.version == 3
-        assert (await stream.ask(forward=frame(sent))).forward.results[0].output.replayed
+        assert (await stream.forward(sent)).results[0].output.replayed
 
 
 async def test_a_follower_of_what_is_refused_is_refused_and_one_is_enough() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served, opened(served) as stream:
+    async with gated() as (served, gate), opened(served) as stream:
         handle = await stream.prefill(PROMPT, output=SAMPLE)
-        await gate.hold(stream.send(forward=frame(item([1], handle, output=SAMPLE))))
-        await stream.send(forward=frame(following(ahead(handle, 2))))  # a length that does not come
-        second = await stream.ask(forward=frame(following(ahead(handle, 1))))
-        assert error_from_status(second.forward.results[0].error).reason is Reason.SEQUENCE_BUSY
+        await gate.hold(stream.step(item([1], handle, output=SAMPLE)))
+        await stream.step(following(ahead(handle, 2)))  # a length that does not come
+        await broken(stream, following(ahead(handle, 1)), Reason.SEQUENCE_BUSY)
         gate.open()
         first, follower = await stream.read(), await stream.read()
         assert first.forward.results[0].output.handle.seq_len == 6
@@ -667,33 +528,31 @@ async def test_a_follower_of_what_is_refused_is_refused_and_one_is_enough() -> N
 
 
 async def test_what_waits_is_taken_back_with_its_step_and_with_its_stream() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served:
+    async with gated() as (served, gate):
         async with opened(served) as stream:
             handle = await stream.prefill(PROMPT, output=SAMPLE)
-            await gate.hold(stream.send(forward=frame(item([1], handle, output=SAMPLE))))
+            await gate.hold(stream.step(item([1], handle, output=SAMPLE)))
             sent = following(ahead(handle, 1))
-            step = await stream.send(forward=frame(sent))
+            step = await stream.step(sent)
             await stream.send(cancel=session_pb2.SessionCancel(step_id=step))
             answer = await stream.read()
-            assert answer.step_id == step and error_from_status(answer.error).reason is Reason.CANCELLED
-            await stream.send(forward=frame(sent))
+            assert answer.step_id == step and reason_of(answer) is Reason.CANCELLED
+            await stream.step(sent)
             [record] = served.server.state.handles.records()
             await until(lambda: record.follower is not no_follower)
         await until(lambda: record.follower is no_follower)  # the stream is gone
         gate.open()
         async with opened(served) as stream:
-            answer = (await stream.ask(forward=frame(sent))).forward  # as if it had never been sent
+            answer = await stream.forward(sent)  # as if it had never been sent
             assert answer.results[0].output.handle == ahead(handle, 2, 2)
         await served.check()
 
 
 async def test_a_follower_whose_turn_comes_after_a_drain_leaves_its_sequence_free() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served, opened(served) as stream:
+    async with gated() as (served, gate), opened(served) as stream:
         handle = await stream.prefill(PROMPT, output=SAMPLE)
-        await gate.hold(stream.send(forward=frame(item([1], handle, output=SAMPLE))))
-        await stream.send(forward=frame(following(ahead(handle, 1))))
+        await gate.hold(stream.step(item([1], handle, output=SAMPLE)))
+        await stream.step(following(ahead(handle, 1)))
         [record] = served.server.state.handles.records()
         await until(lambda: record.follower is not no_follower)
         served.server.drain(0)
@@ -701,57 +560,30 @@ async def test_a_follower_whose_turn_comes_after_a_drain_leaves_its_sequence_fre
         gate.open()
         first, follower = await stream.read(), await stream.read()
         assert first.forward.results[0].output.handle.seq_len == 6
-        assert error_from_status(follower.forward.results[0].error).reason is Reason.DRAINING
+        assert reason_of(follower.forward.results[0]) is Reason.DRAINING
         assert not record.busy
 
 
-async def test_a_released_sequence_has_no_followers() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served, opened(served) as stream:
-        handle = await stream.prefill(PROMPT, output=SAMPLE)
-        await gate.hold(stream.send(forward=frame(item([1], handle, output=SAMPLE))))
-        await stream.send(forward=frame(following(ahead(handle, 1))))
-        await stream.send(release=session_pb2.SessionRelease(handles=[handle], any_version=True))
-        await until(lambda: any(each.pending_end for each in served.server.state.handles.records()))
-        gate.open()
-        answers = [await stream.read() for _ in range(3)]
-        [error] = [
-            error_from_status(each.forward.results[0].error)
-            for each in answers
-            if each.WhichOneof("frame") == "forward" and each.forward.results[0].HasField("error")
-        ]
-        assert error.reason is Reason.HANDLE_RELEASED
-        await served.check()
-
-
-BAD_FOLLOWERS = {
-    "request_id": {"request_id": ""},
-    "handle": {"creation": "x"},
-    "token_ids": {"token_ids": [1]},
-}
-
-
-@pytest.mark.parametrize("field", BAD_FOLLOWERS)
-async def test_a_bad_follower_is_refused_by_its_field(served: Served, field: str) -> None:
+async def test_a_bad_follower_is_refused_by_its_field(served: Served) -> None:
     async with opened(served) as stream:
         handle = await stream.prefill(PROMPT, output=SAMPLE)
-        changes: dict[str, Any] = dict(BAD_FOLLOWERS[field])
-        token_ids = changes.pop("token_ids", [])
-        sent = following(handle, **changes)
-        sent.token_ids.extend(token_ids)
-        error = await broken(stream, sent, Reason.INVALID_REQUEST)
-        assert error.field == field
-    unary = pb.UnifiedForwardRequest(items=[following(handle)])
-    answer = await served.executor.UnifiedForward(unary)
+        fed = following(handle)
+        fed.token_ids.append(1)
+        for field, sent in (
+            ("request_id", following(handle, request_id="")),
+            ("handle", following(handle, creation="x")),
+            ("token_ids", fed),
+        ):
+            assert (await broken(stream, sent, Reason.INVALID_REQUEST)).field == field
+    answer = await served.unified(following(handle))
     assert error_from_status(answer.results[0].error).field == "follow"
 
 
 async def test_verified_drafts_are_followed_by_nothing() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served, opened(served) as stream:
+    async with gated() as (served, gate), opened(served) as stream:
         handle = await stream.prefill(PROMPT)
         accept = output_pb2.OutputSpec(accept=output_pb2.AcceptOutput())
-        await gate.hold(stream.send(forward=frame(item([1, 2], handle, output=accept))))
+        await gate.hold(stream.step(item([1, 2], handle, output=accept)))
         await broken(stream, following(ahead(handle, 2)), Reason.SEQUENCE_BUSY)
         gate.open()
         await stream.read()

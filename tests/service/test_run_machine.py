@@ -17,7 +17,6 @@ import asyncio
 import itertools
 import os
 import random
-import signal
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, nullcontext
@@ -40,17 +39,17 @@ from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.commands import Command
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.places import Places
-from ferrum_rpc.engine.process.parent import EngineProcess, Program
+from ferrum_rpc.engine.process.parent import Program
 from ferrum_rpc.errors import ExecutorError, Reason
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
-from ferrum_rpc.service.guard.auth import Security
 from ferrum_rpc.service.records import Account, Resource
 from ferrum_rpc.wire.output import output_from_proto
-from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_rpc, error_from_status
-from tests.faulty_engine import FAIL, HOLD, LOSE, STAGES, Fault, Forge, audit
-from tests.serving import Served, serve_identity
-from tests.wiring import item, pb, until
+from tests.support.faulty_engine import FAIL, HOLD, LOSE, STAGES, Fault, Forge, audit
+from tests.support.inside import accounts, creating, uses
+from tests.support.serving import Served, serve_identity
+from tests.support.tokens import bearer
+from tests.support.wiring import chosen, item, pb, refusal, until
 
 ROUNDS = float(os.environ.get("FERRUM_FUZZ_ROUNDS", "1"))
 BLOCK, BLOCKS, CONTEXT = 4, 24, 40
@@ -70,7 +69,6 @@ BROKEN = {Reason.CHAIN_BROKEN, Reason.SEQUENCE_BUSY}
 HELD_BY_CALLS = (Resource.QUEUED_ITEMS, Resource.QUEUED_TOKENS, Resource.UNREAD_BYTES)
 
 forge = cache(Forge)
-Metadata = tuple[tuple[str, str], ...]
 
 
 # --- the oracle -------------------------------------------------------------------------------------------------------
@@ -140,9 +138,7 @@ class Answered:
 def answered(answer: Any, result: Any, told: list[int] | None = None) -> Answered:
     if result.HasField("error"):
         return Answered(error_from_status(result.error), told=told or [])
-    output = result.output
-    rows = rows_from_proto(answer.row_blocks)[output.rows.block]["token_ids"]
-    tokens = rows[output.rows.first : output.rows.first + output.rows.count].tolist()
+    output, tokens = result.output, chosen(answer, result.output)
     assert (told or []) == tokens[: len(told or [])]
     cause = error_from_status(output.run_cause).reason if output.HasField("run_cause") else None
     return Answered(None, tokens, ENDS[output.run_end], cause, output.handle, output.replayed, told or [])
@@ -175,19 +171,27 @@ def checked_hold(places: Places, work: Submission) -> None:
     assert places._held[work.caller] <= work.max_running and places.count <= RUNNING
 
 
+def history(**drawn: Any) -> Callable[..., Any]:
+    """A rule that is a coroutine function, and draws what it does from a seed: see above."""
+
+    def make(method: Callable[..., Any]) -> Any:
+        def act(machine: RunMachine, seed: int, **about: Any) -> None:
+            machine.run(method(machine, random.Random(seed), **about))
+
+        act.__name__ = method.__name__
+        return rule(seed=SEED, **drawn)(act)
+
+    return make
+
+
 class RunMachine(RuleBasedStateMachine):
     @initialize(process=st.booleans(), several=st.booleans())
     def start(self, process: bool, several: bool) -> None:
         self.loop = asyncio.new_event_loop()
         self.folder = tempfile.TemporaryDirectory()
         self.process, self.path = process, Path(self.folder.name) / "fault"
-        self.security, self.mine, self.neighbours = Security(), Metadata(), Metadata()
-        if several:
-            tokens = Path(self.folder.name) / "tokens"
-            tokens.touch(0o600)
-            tokens.write_text("mine secret-m\nneighbour secret-n\n")
-            self.security = Security(tokens=tokens)
-            self.mine, self.neighbours = [(("authorization", f"Bearer secret-{each}"),) for each in "mn"]
+        self.tokens = ("mine m", "neighbour n") if several else ()
+        self.mine, self.neighbours = map(bearer, "mn") if several else ((), ())
         self.fault = Fault(self.path, kills=False)
         self.numbers = itertools.count(1)
         self.known: list[Known] = []
@@ -206,13 +210,14 @@ class RunMachine(RuleBasedStateMachine):
                     max_context=CONTEXT,
                     max_running=RUNNING,
                     max_blocks_per_caller=8 * BLOCKS,  # the pool refuses, and no quota
-                    security=self.security,
+                    tokens=self.tokens,
                     stage=self.fault,
                     program=self.engine,
                 )
             )
         self.state = self.served.server.state
         self.raised: list[object] = []
+        self.unhandled: Any = self.loop.get_exception_handler()
         self.loop.set_exception_handler(self.note)
         self.lease = (await self.call("AcquireLease", pb.AcquireLeaseRequest())).lease_id
         await self.connect()
@@ -231,15 +236,13 @@ class RunMachine(RuleBasedStateMachine):
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work, 30))
 
-    async def call(self, method: str, request: Any, metadata: Metadata | None = None) -> Any:
+    async def call(self, method: str, request: Any, metadata: Any = None) -> Any:
         """The answer, or the refusal."""
-        try:
-            return await getattr(self.served.executor, method)(request, metadata=metadata or self.mine)
-        except grpc.aio.AioRpcError as error:
-            return error_from_rpc(error)
+        call = getattr(self.served.executor, method)(request, metadata=metadata or self.mine)
+        return await refusal(call) or await call
 
     def accounts(self) -> Iterable[Account]:
-        return self.state.quotas._accounts.values()
+        return accounts(self.state)
 
     async def held(self) -> None:
         """The engine stands where the fault holds it, or does not get there."""
@@ -360,7 +363,8 @@ class RunMachine(RuleBasedStateMachine):
                 self.grew(known, tokens, found.told)
             return
         if found.end == "RUN_END_CUT":
-            assert found.cause in reasons and (self.state._closed or found.cause is not Reason.DRAINING)
+            over = self.served.server.draining.done.is_set()
+            assert found.cause in reasons and (over or found.cause is not Reason.DRAINING)
             expected = expected[: len(found.tokens)]
         else:
             assert found.end == end and found.cause is None
@@ -383,11 +387,8 @@ class RunMachine(RuleBasedStateMachine):
 
     # --- rules ------------------------------------------------------------------------------------------------------
 
-    @rule(seed=SEED, unary=st.booleans(), again=st.booleans(), fail=st.sampled_from([None, None, 0, 1, 3]))
-    def a_run(self, seed: int, unary: bool, again: bool, fail: int | None) -> None:
-        self.run(self._run(random.Random(seed), unary, again, fail))
-
-    async def _run(self, rng: random.Random, unary: bool, again: bool, fail: int | None) -> None:
+    @history(unary=st.booleans(), again=st.booleans(), fail=st.sampled_from([None, None, 0, 1, 3]))
+    async def a_run(self, rng: random.Random, unary: bool, again: bool, fail: int | None) -> None:
         sent = self.draw(rng)
         if fail is not None:
             self.fault.arm(FAIL, fail)
@@ -399,11 +400,8 @@ class RunMachine(RuleBasedStateMachine):
             assert repeated.replayed and (repeated.tokens, repeated.end) == (found.tokens, found.end)
             assert repeated.handle == found.handle and not repeated.told
 
-    @rule(seed=SEED, most=st.integers(1, 9), fail=st.sampled_from([None, None, 0, 2, 5]), twice=st.booleans())
-    def a_run_and_a_follower(self, seed: int, most: int, fail: int | None, twice: bool) -> None:
-        self.run(self._follow(random.Random(seed), most, fail, twice))
-
-    async def _follow(self, rng: random.Random, most: int, fail: int | None, twice: bool) -> None:
+    @history(most=st.integers(1, 9), fail=st.sampled_from([None, None, 0, 2, 5]), twice=st.booleans())
+    async def a_run_and_a_follower(self, rng: random.Random, most: int, fail: int | None, twice: bool) -> None:
         first = self.draw(rng)
         behind = self.draw_follower(first, most)
         if behind is None:
@@ -429,12 +427,9 @@ class RunMachine(RuleBasedStateMachine):
                 else:
                     self.settle_follower(first, behind, other, Reason.STEP_FAILED)
 
-    @rule(seed=SEED, cancelled=st.booleans())
-    def a_neighbour_runs_too(self, seed: int, cancelled: bool) -> None:
+    @history(cancelled=st.booleans())
+    async def a_neighbour_runs_too(self, rng: random.Random, cancelled: bool) -> None:
         """Another caller, where there is one: what it asks for while others of ours wait for their share."""
-        self.run(self._neighbour(random.Random(seed), cancelled))
-
-    async def _neighbour(self, rng: random.Random, cancelled: bool) -> None:
         self.fault.arm(HOLD, 0)
         under_way = await self.begin_some(rng, RUNNING)
         await self.soon(lambda: sum(each.held[Resource.QUEUED_ITEMS] for each in self.accounts()) == RUNNING)
@@ -460,12 +455,9 @@ class RunMachine(RuleBasedStateMachine):
         else:
             assert found.reason is Reason.KV_BLOCKS_EXHAUSTED or (cancelled and found.reason is Reason.CANCELLED)
 
-    @rule(seed=SEED, at=st.integers(0, 6))
-    def a_stream_breaks(self, seed: int, at: int) -> None:
+    @history(at=st.integers(0, 6))
+    async def a_stream_breaks(self, rng: random.Random, at: int) -> None:
         """What was under way can be asked for again, whatever became of it."""
-        self.run(self._break(random.Random(seed), at))
-
-    async def _break(self, rng: random.Random, at: int) -> None:
         sent = self.draw(rng)
         self.fault.arm(HOLD, at)
         await self.send_each(sent.item)
@@ -501,18 +493,14 @@ class RunMachine(RuleBasedStateMachine):
 
     # --- the end of an engine, and of a server ------------------------------------------------------------------------
 
-    @rule(seed=SEED, at=st.integers(0, 12), stage=st.sampled_from(STAGES))
-    def the_engine_dies(self, seed: int, at: int, stage: str) -> None:
-        self.run(self._die(random.Random(seed), at, stage))
-
-    async def _die(self, rng: random.Random, at: int, stage: str) -> None:
+    @history(at=st.integers(0, 12), stage=st.sampled_from(STAGES))
+    async def the_engine_dies(self, rng: random.Random, at: int, stage: str) -> None:
         self.fault.arm(LOSE, at, stage)
         under_way = await self.begin_some(rng)
         await self.end_some(under_way, Reason.DEVICE_LOST)
-        engine = self.state.engine
-        if self.fault.armed and isinstance(engine, EngineProcess):  # they ended before
+        if self.fault.armed and self.process:  # they ended before
             self.fault.arm(0)
-            os.kill(engine._process.pid, signal.SIGKILL)
+            forge().last.kill()
         elif self.fault.armed:
             self.fault.arm(LOSE)
             longest = max(self.known, key=lambda known: len(known.tokens), default=None)  # needs no block
@@ -530,11 +518,8 @@ class RunMachine(RuleBasedStateMachine):
         self.nothing_is_under_way()
         await self.go_on(rng)
 
-    @rule(seed=SEED, at=st.integers(0, 6), grace=st.booleans())
-    def the_server_drains(self, seed: int, at: int, grace: bool) -> None:
-        self.run(self._drain(random.Random(seed), at, grace))
-
-    async def _drain(self, rng: random.Random, at: int, grace: bool) -> None:
+    @history(at=st.integers(0, 6), grace=st.booleans())
+    async def the_server_drains(self, rng: random.Random, at: int, grace: bool) -> None:
         self.fault.arm(HOLD, at)
         under_way = await self.begin_some(rng)
         await self.held()
@@ -626,7 +611,7 @@ class RunMachine(RuleBasedStateMachine):
     def note(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """What a callback has raised, for whoever reads a failure of this test."""
         self.raised.append(context)
-        self.state.supervisor._unhandled(loop, context)
+        self.unhandled(loop, context)
 
     async def close(self) -> None:
         self.stream.cancel()
@@ -660,13 +645,12 @@ class RunMachine(RuleBasedStateMachine):
         state, engine = self.state, self.state.engine
         assert (engine.counters.running, engine.queued_items, engine.queued_tokens) == (0, 0, 0)
         records = state.handles.records()
-        assert not state._creating and not any(each.busy or each.cut or each.follower for each in records)
+        assert not creating(state) and not any(each.busy or each.cut or each.follower for each in records)
         assert not any(account.held[each] for account in self.accounts() for each in HELD_BY_CALLS)
-        assert not any(mask.uses for owner in state.masks._owners.values() for mask in owner.contents.values())
+        assert not any(uses(state.masks))
         assert not state.masks._on_way and not state.unread.bytes
         assert not any(state.supervisor.failures.values()), self.raised[:3]
-        if isinstance(engine, EngineProcess):
-            assert not engine._open
+        assert not self.process or not engine._open
 
     def teardown(self) -> None:
         if hasattr(self, "served"):

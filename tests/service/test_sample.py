@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
-import grpc
 import numpy as np
-import pytest
 
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, output_pb2
 from ferrum_rpc.wire.rows import rows_from_proto
-from tests.serving import Served
-from tests.wiring import full, item, pb, prefill, refused
+from tests.service.test_session import opened
+from tests.support.serving import Served
+from tests.support.wiring import chosen, full, item, prefill, refused
 
 PROMPT = [7, 3, 9, 1]
 
@@ -26,19 +24,17 @@ def sample(positions: int = 0, bias: dict[int, float] | None = None, **fields: A
 
 def tokens_of(answer: Any) -> list[list[int]]:
     """Of each item of a batch's answer."""
-    blocks = rows_from_proto(answer.row_blocks)
-    ranges = [result.output.rows for result in answer.results]
-    return [blocks[each.block]["token_ids"][each.first : each.first + each.count].tolist() for each in ranges]
+    return [chosen(answer, result.output) for result in answer.results]
 
 
 async def batch(served: Served, items: list[forward_pb2.ForwardItem]) -> list[list[int]]:
-    answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items))
+    answer = await served.unified(*items)
     assert not any(result.HasField("error") for result in answer.results)
     return tokens_of(answer)
 
 
 async def logits(served: Served) -> np.ndarray:
-    answer = await served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT, output=full())))
+    answer = await served.prefill(PROMPT, output=full())
     return rows_from_proto(answer.row_blocks)[0]["logits"][0]
 
 
@@ -61,60 +57,38 @@ async def test_a_draw_is_of_its_seed_and_position_whatever_is_beside_it(served: 
         item(PROMPT[:2], output=sample(seed=1)),
     ]
     assert (await batch(served, beside[:2] + beside[3:]))[1] == single
-    pieces = []
-    handle = None
-    for token in PROMPT:  # the same positions, one by one, in a session
-        sent = item([token], handle, output=sample(seed=11))
-        stream = served.executor.Session()
-        await stream.write(session_pb2.SessionRequest(step_id=1, hello=session_pb2.SessionHello(client_revision=2)))
-        await stream.write(session_pb2.SessionRequest(step_id=2, forward=session_pb2.SessionForward(items=[sent])))
-        await stream.read()
-        answer = (await stream.read()).forward
-        await stream.done_writing()
-        handle = answer.results[0].output.handle
-        pieces += tokens_of(answer)[0]
+    pieces, handle = [], None
+    async with opened(served) as stream:
+        for token in PROMPT:  # the same positions, one by one, in a session
+            answer = await stream.forward(item([token], handle, output=sample(seed=11)))
+            handle = answer.results[0].output.handle
+            pieces += tokens_of(answer)[0]
     assert pieces == single
     assert (await batch(served, [item(PROMPT, output=sample(everything, seed=12))]))[0] != single
 
 
-async def test_draws_follow_the_probabilities_of_the_row(served: Served) -> None:
-    """Of tokens within a bias of each other, and of their log-probabilities in the row as it was."""
+async def test_a_biased_draw_has_the_log_probability_of_the_row_as_it_was(served: Served) -> None:
     row = await logits(served)
-    liked = {40: 500.0 - row[40], 41: 500.0 - row[41] + math.log(3)}  # one to three
-    taken: Counter[int] = Counter()
-    for start in range(0, 2000, 50):
-        items = [item(PROMPT, output=sample(bias=liked, seed=start + each, logprob=True)) for each in range(50)]
-        answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items))
-        taken.update(token for [token] in tokens_of(answer))
-        logprobs = rows_from_proto(answer.row_blocks)[0]["logprobs"]
-        for [token], logprob in zip(tokens_of(answer), logprobs, strict=True):
-            expected = row[token] - np.log(np.exp(row.astype(np.float64) - row.max()).sum()) - row.max()
-            assert logprob == pytest.approx(expected, abs=1e-4)
-        for result in answer.results:
-            await served.executor.Release(pb.ReleaseRequest(handle=result.output.handle))
-    assert set(taken) == {40, 41} and abs(taken[41] - 1500) < 5 * math.sqrt(2000 * 3 / 16)
-
-
-async def test_temperature_nothing_and_one_candidate_are_greedy(served: Served) -> None:
-    best = int((await logits(served)).argmax())
-    specs = [sample(temperature=0), sample(top_k=1), sample(top_p=1e-6), sample(min_p=1.0), sample(temperature=1e-6)]
-    assert await batch(served, [item(PROMPT, output=each) for each in specs]) == [[best]] * len(specs)
+    liked = {40: 500.0 - row[40], 41: 500.0 - row[41]}
+    answer = await served.unified(
+        *[item(PROMPT, output=sample(bias=liked, seed=seed, logprob=True)) for seed in range(20)]
+    )
+    tokens = [token for [token] in tokens_of(answer)]
+    assert set(tokens) == {40, 41}
+    expected = row - (np.log(np.exp(row.astype(np.float64) - row.max()).sum()) + row.max())
+    np.testing.assert_allclose(rows_from_proto(answer.row_blocks)[0]["logprobs"], expected[tokens], atol=1e-4)
 
 
 async def test_a_replay_draws_what_the_call_drew(served: Served) -> None:
     """With a seed or without."""
     handle = await prefill(served, PROMPT)
     for number, fields in enumerate([{}, {"seed": 3}]):
-        request = pb.DecodeRequest(
-            item=item([1], handle, truncate_to=4, request_id=f"r{number}", output=sample(**fields))
-        )
-        first = await served.executor.Decode(request)
-        again = await served.executor.Decode(request)
+        sent = {"truncate_to": 4, "request_id": f"r{number}", "output": sample(**fields)}
+        first, again = [await served.decode([1], handle, **sent) for _ in range(2)]
         assert again.output.replayed and not first.output.replayed
         assert first.row_blocks == again.row_blocks
         handle = first.output.handle
-    changed = pb.DecodeRequest(item=item([1], handle, request_id="r1", output=sample(seed=4)))
-    await refused(served.executor.Decode(changed), Reason.REQUEST_ID_REUSED, grpc.StatusCode.INVALID_ARGUMENT)
+    await refused(served.decode([1], handle, request_id="r1", output=sample(seed=4)), Reason.REQUEST_ID_REUSED)
 
 
 BAD = {
@@ -133,14 +107,13 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("field", BAD)
-async def test_a_bad_spec_is_refused_by_its_field_and_changes_nothing(served: Served, field: str) -> None:
+async def test_a_bad_spec_is_refused_by_its_field_and_changes_nothing(served: Served) -> None:
     handle = await prefill(served, PROMPT)
-    for fields in BAD[field]:
-        call = served.executor.Decode(pb.DecodeRequest(item=item([1], handle, output=sample(**fields))))
-        error = await refused(call, Reason.INVALID_REQUEST, grpc.StatusCode.INVALID_ARGUMENT)
-        assert error.field == f"output.sample.{field}", fields
-    await served.executor.Decode(pb.DecodeRequest(item=item([1], handle)))
+    for field, specs in BAD.items():
+        for fields in specs:
+            error = await refused(served.decode([1], handle, output=sample(**fields)), Reason.INVALID_REQUEST)
+            assert error.field == f"output.sample.{field}", fields
+    await served.decode([1], handle)
 
 
 async def test_as_many_biases_as_an_item_may_have_fit_a_call(served: Served) -> None:
@@ -171,11 +144,11 @@ async def test_penalties_count_what_the_sequence_holds_after_roll_backs_and_fork
         """Feed ``fed`` with rows and with penalties, each from the same place; returns the handle."""
         del held[len(held) if truncate_to is None else truncate_to :]
         sent = item(fed, handle, truncate_to=truncate_to, output=full(positions=output_pb2.POSITIONS_ALL))
-        raw = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[sent]))
+        raw = await served.unified(sent)
         rows = rows_from_proto(raw.row_blocks)[0]["logits"]
         drawn = sample(output_pb2.POSITIONS_ALL, penalty_from=start, **spec)
         again = item(fed, raw.results[0].output.handle, truncate_to=len(held), output=drawn)
-        answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[again]))
+        answer = await served.unified(again)
         expected = []
         for row, token in zip(rows, fed, strict=True):
             held.append(token)
@@ -186,13 +159,9 @@ async def test_penalties_count_what_the_sequence_holds_after_roll_backs_and_fork
     handle = await prefill(served, held)
     handle = await check(handle, None, [7, 40, 7])
     handle = await check(handle, 5, [9, 1, 1, 1])
-    await refused(
-        served.executor.Decode(pb.DecodeRequest(item=item([77], handle, truncate_to=99))),
-        Reason.TRUNCATE_BEYOND_LENGTH,
-        grpc.StatusCode.OUT_OF_RANGE,
-    )
+    await refused(served.decode([77], handle, truncate_to=99), Reason.TRUNCATE_BEYOND_LENGTH)
     handle = await check(handle, None, [2])
-    fork = await served.executor.ForkKv(pb.ForkKvRequest(handle=handle, count=1, at_length=6))
+    fork = await served.fork(handle, count=1, at_length=6)
     parent = list(held)
     del held[6:]
     await check(fork.handles[0], None, [60, 61])

@@ -6,7 +6,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
@@ -14,13 +13,13 @@ from ferrum_rpc.core import RowBlock
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.rows import rows_from_proto
-from tests.identity_oracle import identity_logits
-from tests.serving import Served, serve_identity
-from tests.wiring import full, item, pb, prefill, refused, top
+from tests.service.test_session import opened
+from tests.support.identity_oracle import identity_logits
+from tests.support.serving import Served, serve_identity
+from tests.support.wiring import full, item, prefill, refused, top
 
 PROMPT = [7, 3, 9, 1, 40, 41, 7, 250, 0, 12, 77, 3, 3]
 ALL = output_pb2.POSITIONS_ALL
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
 def beside(k: int = 0, ids: tuple[int, ...] = ()) -> output_pb2.RowLogprobs:
@@ -53,7 +52,7 @@ def rows_of(answer: Any, frames: list[session_pb2.SessionRows] | None = None) ->
 
 
 async def batch(served: Served, *items: forward_pb2.ForwardItem) -> tuple[Any, list[RowBlock | None]]:
-    answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items))
+    answer = await served.unified(*items)
     return answer, rows_of(answer)
 
 
@@ -117,15 +116,11 @@ async def test_ties_stand_by_rising_id(served: Served) -> None:
 async def test_large_ones_come_in_row_frames(served: Served) -> None:
     items = [item(PROMPT, output=greedy(7, (2,) * 9, ALL, logprob=True)), item(PROMPT, output=greedy(3, (), ALL))]
     items.append(item(PROMPT, output=scores(logprobs=beside(7, (2,)))))
-    stream, frames = served.executor.Session(), []
-    await stream.write(
-        session_pb2.SessionRequest(step_id=1, hello=session_pb2.SessionHello(client_revision=3, inline_bytes=16))
-    )
-    assert (await stream.read()).welcome.inline_bytes < 4 * 7 * len(PROMPT)
-    await stream.write(session_pb2.SessionRequest(step_id=2, forward=session_pb2.SessionForward(items=items)))
-    while (response := await stream.read()).WhichOneof("frame") == "rows":
-        frames.append(response.rows)
-    await stream.done_writing()
+    frames: list[session_pb2.SessionRows] = []
+    async with opened(served, inline_bytes=16) as stream:
+        await stream.step(*items)
+        while (response := await stream.read()).WhichOneof("frame") == "rows":
+            frames.append(response.rows)
     assert {each.field for each in frames if each.block == 0} == {3, 4, 5}
     framed, (_, whole) = rows_of(response.forward, frames), await batch(served, *items)
     for one, other in zip(framed, whole, strict=True):
@@ -143,7 +138,7 @@ async def test_a_replay_has_them_and_other_ones_are_another_call(served: Served)
         assert again.results[0].output.replayed and first.row_blocks == again.row_blocks
         assert recorded[0] is not None and rows[0] is not None and recorded[0].nbytes == rows[0].nbytes
         changed = item([1, 2], handle, request_id=f"r{number}", output=other)
-        [result] = (await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[changed]))).results
+        [result] = (await served.unified(changed)).results
         assert "REQUEST_ID_REUSED" in str(result.error)
 
 
@@ -157,8 +152,7 @@ async def test_masked_tokens_and_accepted_drafts_have_those_of_the_row_as_the_mo
     draft = [50, int(truth([*PROMPT[:4], 50])[4].argmax()), 9, 9]
     choice = output_pb2.SampleOutput(temperature=0, logprobs=beside(2))
     spec = output_pb2.OutputSpec(accept=output_pb2.AcceptOutput(sampling=choice))
-    sent = item(draft, await prefill(served, PROMPT[:4]), output=spec)
-    answer = await served.executor.ForwardVerify(pb.ForwardVerifyRequest(item=sent))
+    answer = await served.verify(draft, await prefill(served, PROMPT[:4]), output=spec)
     rows = answer.output.rows
     assert rows.count >= 2
     [block] = rows_from_proto(answer.row_blocks)
@@ -169,8 +163,7 @@ async def test_masked_tokens_and_accepted_drafts_have_those_of_the_row_as_the_mo
 # --- scores of the item's own tokens ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, len(PROMPT)])
-@pytest.mark.parametrize("first", [0, 1, 5, 12, 99])
+@pytest.mark.parametrize(("chunk", "first"), [(1, 0), (3, 1), (3, 5), (7, 12), (7, 99), (len(PROMPT), 0)])
 async def test_scores_are_the_same_in_whatever_pieces(served: Served, chunk: int, first: int) -> None:
     """Each chunk names the next one's first token; the rest of a step does not matter."""
     expected, handle, found = truth(PROMPT), None, []
@@ -200,15 +193,14 @@ async def test_an_item_that_scores_nothing_runs_and_has_no_rows(served: Served) 
     )
     assert rows == [None, None, None] and not answer.row_blocks
     assert [each.output.handle.seq_len for each in answer.results] == [1, 3, 3]
-    again = await served.executor.Decode(pb.DecodeRequest(item=item([8], answer.results[0].output.handle)))
+    again = await served.decode([8], answer.results[0].output.handle)
     assert again.output.handle.seq_len == 2
 
 
 async def test_scores_of_a_verify_and_after_a_roll_back_count_positions_of_the_sequence(served: Served) -> None:
     handle = await prefill(served, PROMPT)
     spec = scores(first_position=6, following_token=4)
-    sent = item([50, 51, 52], handle, truncate_to=5, output=spec)
-    answer = await served.executor.ForwardVerify(pb.ForwardVerifyRequest(item=sent))
+    answer = await served.verify([50, 51, 52], handle, truncate_to=5, output=spec)
     [block] = rows_from_proto(answer.row_blocks)
     assert block["token_ids"].tolist() == [52, 4]
     check(block, truth([*PROMPT[:5], 50, 51, 52])[6:], 0, (), logprob=True)
@@ -230,14 +222,13 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("field", BAD)
-async def test_a_bad_spec_is_refused_by_its_field_and_changes_nothing(served: Served, field: str) -> None:
+async def test_a_bad_spec_is_refused_by_its_field_and_changes_nothing(served: Served) -> None:
     handle = await prefill(served, PROMPT)
-    for spec in BAD[field]:
-        call = served.executor.Decode(pb.DecodeRequest(item=item([1], handle, output=spec)))
-        error = await refused(call, Reason.INVALID_REQUEST, INVALID)
-        assert error.field == f"output.{field}", spec
-    await served.executor.Decode(pb.DecodeRequest(item=item([1], handle)))
+    for field, specs in BAD.items():
+        for spec in specs:
+            error = await refused(served.decode([1], handle, output=spec), Reason.INVALID_REQUEST)
+            assert error.field == f"output.{field}", spec
+    await served.decode([1], handle)
 
 
 async def test_nothing_asked_for_is_nothing_extra(served: Served) -> None:
@@ -248,29 +239,16 @@ async def test_nothing_asked_for_is_nothing_extra(served: Served) -> None:
 async def test_answers_and_calls_are_bounded() -> None:
     """By the bytes of the rows, of the rows alone that are scored; and by the ids of a call."""
     async with serve_identity(max_response_bytes=4096, max_selected_tokens=64, kv_blocks=512) as served:
-        code = grpc.StatusCode.RESOURCE_EXHAUSTED
         fits, long = greedy(9, (1, 2), ALL, logprob=True), [3] * 44  # 88 bytes a row, 256 the item
-        await served.executor.Prefill(pb.PrefillRequest(item=item(long[:-1], output=fits)))
-        too_many = served.executor.Prefill(pb.PrefillRequest(item=item(long, output=fits)))
-        await refused(too_many, Reason.OUTPUT_TOO_LARGE, code)
+        await served.prefill(long[:-1], output=fits)
+        await refused(served.prefill(long, output=fits), Reason.OUTPUT_TOO_LARGE)
         handle = await prefill(served, [1] * 400)
-        for tokens, at, spec in (([2] * 400, None, 750), ([2] * 400, 10, 360)):
-            sent = {"handle": handle, "output": scores(first_position=spec, following_token=1, logprobs=beside(8))}
-            fields = {} if at is None else {"truncate_to": at}
-            answer = await served.executor.Prefill(pb.PrefillRequest(item=item(tokens, **sent, **fields)))
+        for first, fields in ((750, {}), (360, {"truncate_to": 10})):
+            spec = scores(first_position=first, following_token=1, logprobs=beside(8))
+            answer = await served.prefill([2] * 400, handle, output=spec, **fields)
             assert answer.output.rows.count == 50
             handle = answer.output.handle
-        large = item([2] * 400, handle, output=scores(first_position=700, logprobs=beside(8)))
-        await refused(served.executor.Prefill(pb.PrefillRequest(item=large)), Reason.OUTPUT_TOO_LARGE, code)
-        ids = tuple(range(64))
-        items = [item([1, 2], output=greedy(0, ids), request_id="x" * 100) for _ in range(128)]
-        await refused(
-            served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items)), Reason.INVALID_REQUEST, INVALID
-        )
-
-
-async def test_capabilities_say_so(served: Served) -> None:
-    needs = [26, 25]  # ROW_LOGPROBS, OUTPUT_NEXT_TOKEN
-    assert set(needs) <= set((await served.executor.GetInfo(pb.GetInfoRequest())).capabilities)
-    _, [block] = await batch(served, item([1, 2], output=scores(), needs=needs))
-    assert block is not None and block["token_ids"].tolist() == [2]
+        large = scores(first_position=700, logprobs=beside(8))
+        await refused(served.prefill([2] * 400, handle, output=large), Reason.OUTPUT_TOO_LARGE)
+        items = [item([1, 2], output=greedy(0, tuple(range(64))), request_id="x" * 100) for _ in range(128)]
+        await refused(served.unified(*items), Reason.INVALID_REQUEST)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,22 @@ import pytest
 
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.executor.v1 import executor_control_pb2, forward_pb2, output_pb2
+from ferrum_rpc.executor.v1 import forward_pb2
+from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.wire.rows import rows_from_proto
 from tests.service.test_kv_events import Router
-from tests.serving import Served, serve_model
-from tests.wiring import item, pb, until
+from tests.support.serving import Served, serve_model
+from tests.support.wiring import full, item, until
 
 BLOCK = 4
 PROMPT = [(7 * i + 3) % 251 for i in range(5 * BLOCK + 2)]
 OTHER = [250 - each for each in PROMPT]
-FULL = output_pb2.OutputSpec(full_logits=output_pb2.FullLogitsOutput())
 SALTED = forward_pb2.CreateOptions(cache_salt=b"tenant")
 
 
-@asynccontextmanager
-async def tiered(folder: Path | None, *, blocks: int = 8, **more: Any) -> AsyncIterator[Served]:
-    config = ModelSettings(
-        path="identity", device="cpu", kv_blocks=blocks, block_size=BLOCK, kv_tier_dir=folder, **more
-    )
-    async with serve_model(config) as served:
-        yield served
+def tiered(folder: Path | None, *, blocks: int = 8, **more: Any) -> AbstractAsyncContextManager[Served]:
+    about = {"kv_blocks": blocks, "block_size": BLOCK, "kv_tier_dir": folder, **more}
+    return serve_model(ModelSettings(path="identity", device="cpu", **about))
 
 
 def folders(folder: Path) -> list[Path]:
@@ -47,8 +42,8 @@ def files(folder: Path) -> list[Path]:
 
 async def seen(served: Served, tokens: list[int], **fields: Any) -> tuple[int, np.ndarray]:
     """Prefill and release: tokens that were found, and the row."""
-    answer = await served.executor.Prefill(pb.PrefillRequest(item=item(tokens, output=FULL, **fields)))
-    await served.executor.Release(pb.ReleaseRequest(handle=answer.output.handle))
+    answer = await served.prefill(tokens, output=full(), **fields)
+    await served.release(answer.output.handle)
     return answer.output.cached_tokens, rows_from_proto(answer.row_blocks)[0]["logits"]
 
 
@@ -67,7 +62,7 @@ async def test_blocks_that_gave_way_come_back_with_their_bits(tmp_path: Path) ->
             assert cached == 5 * BLOCK
             np.testing.assert_array_equal(again, expected)
             await served.check()
-        status = await served.executor.GetStatus(pb.GetStatusRequest())
+        status = await served.status()
         assert status.blocks.parked_bytes
         while "parked" not in {each.WhichOneof("kind") for each in router.seen}:
             await router.read()
@@ -81,21 +76,17 @@ async def test_a_step_reads_nothing_and_an_operation_a_piece(tmp_path: Path, mon
         _, expected = await seen(served, PROMPT)
         await seen(served, OTHER)
         runner, read = served.runner, list[str]()
-        fetch, begin, tier = runner.fetch_prefix, runner.begin, runner._tier
-        assert tier is not None
-        content = tier.read
+        fetch, begin, content = runner.fetch_prefix, runner.begin, BlockFiles.read
         monkeypatch.setattr(runner, "fetch_prefix", lambda *about: read.append("piece") or fetch(*about))
         monkeypatch.setattr(runner, "begin", lambda step: read.append("step") or begin(step))
-        monkeypatch.setattr(tier, "read", lambda hashed: read.append("read") or content(hashed))
+        monkeypatch.setattr(BlockFiles, "read", lambda *about: read.append("read") or content(*about))
         cached, row = await seen(served, PROMPT)
         assert (cached, read) == (5 * BLOCK, [*["piece", "read"] * 3, "piece", "step"]), "two blocks had not to leave"
         np.testing.assert_array_equal(row, expected)
         await served.check()
 
 
-async def test_a_call_that_is_cancelled_while_the_disk_is_read_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_that_is_cancelled_while_the_disk_is_read_leaves_nothing(tmp_path, monkeypatch):
     async with tiered(tmp_path) as served:
         for tokens in (PROMPT, OTHER):
             await seen(served, tokens)
@@ -107,15 +98,12 @@ async def test_a_call_that_is_cancelled_while_the_disk_is_read_leaves_nothing(
             return fetch(*about)
 
         monkeypatch.setattr(served.runner, "fetch_prefix", held)
-        asked: list[str] = []
-        submit = served.server.state.engine.submit
-        monkeypatch.setattr(
-            served.server.state.engine, "submit", lambda work: asked.append(type(work).__name__) or submit(work)
-        )
-        steps = served.server.state.engine.counters.steps
-        calls = [served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT))) for _ in range(2)]
+        asked, engine = list[str](), served.server.state.engine
+        submit, steps = engine.submit, engine.counters.steps
+        monkeypatch.setattr(engine, "submit", lambda work: asked.append(type(work).__name__) or submit(work))
+        calls = [served.prefill(PROMPT) for _ in range(2)]
         await asyncio.to_thread(begun.wait, 30)
-        await until(lambda: sum(map(len, served.server.state.tier_reads._waiting.values())) == 1)  # behind the one
+        await until(lambda: len(served.server.state.tier_reads.waiting) == 1)  # behind the one
         assert asked == ["Operation"], "the second waits until the first is read"
         for call in calls:
             call.cancel()
@@ -123,7 +111,7 @@ async def test_a_call_that_is_cancelled_while_the_disk_is_read_leaves_nothing(
         go.set()
         await until(served.server.state.empty.is_set)
         await served.check()
-        assert served.server.state.engine.counters.steps == steps
+        assert engine.counters.steps == steps
         assert (await seen(served, PROMPT))[0] == 5 * BLOCK
 
 
@@ -132,11 +120,10 @@ async def test_a_chunk_goes_on_with_what_the_disk_has(tmp_path: Path) -> None:
         _, expected = await seen(served, PROMPT)
         await seen(served, OTHER)
         for first in (BLOCK, 2 * BLOCK, 2 * BLOCK + 1):
-            begun = await served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT[:first])))
-            rest = item(PROMPT[first:], begun.output.handle, output=FULL)
-            answer = await served.executor.Prefill(pb.PrefillRequest(item=rest))
+            begun = await served.prefill(PROMPT[:first])
+            answer = await served.prefill(PROMPT[first:], begun.output.handle, output=full())
             np.testing.assert_array_equal(rows_from_proto(answer.row_blocks)[0]["logits"], expected)
-            await served.executor.Release(pb.ReleaseRequest(handle=answer.output.handle))
+            await served.release(answer.output.handle)
             await seen(served, OTHER)
             await served.check()
 
@@ -146,9 +133,11 @@ async def test_forks_in_a_step_go_on_with_what_the_disk_has(tmp_path: Path) -> N
         _, expected = await seen(served, PROMPT)
         for _ in range(2):
             await seen(served, OTHER)
-        begun = await served.executor.Prefill(pb.PrefillRequest(item=item(PROMPT[: BLOCK + 1])))
-        fork = item(PROMPT[BLOCK + 1 :], begun.output.handle, output=FULL, create=forward_pb2.CreateOptions(fork=True))
-        answer = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=[fork]))
+        begun = await served.prefill(PROMPT[: BLOCK + 1])
+        fork = item(
+            PROMPT[BLOCK + 1 :], begun.output.handle, output=full(), create=forward_pb2.CreateOptions(fork=True)
+        )
+        answer = await served.unified(fork)
         assert answer.results[0].output.cached_tokens == 4 * BLOCK - 1
         np.testing.assert_array_equal(rows_from_proto(answer.row_blocks)[0]["logits"], expected)
         await served.check()
@@ -166,36 +155,22 @@ async def test_the_next_process_of_the_same_model_finds_them(tmp_path: Path) -> 
     assert len(folders(tmp_path)) == 2
 
 
-async def test_a_damaged_file_is_computed_again(tmp_path: Path) -> None:
-    async with tiered(tmp_path, blocks=64) as served:
-        _, expected = await seen(served, PROMPT)
-    for each in files(tmp_path):
-        each.write_bytes(each.read_bytes()[:-1] + b"\x55")
-    async with tiered(tmp_path, blocks=64) as served:
-        cached, row = await seen(served, PROMPT)
-        assert cached == 0
-        np.testing.assert_array_equal(row, expected)
-        assert (await seen(served, PROMPT))[0] == 5 * BLOCK
-
-
 async def test_a_reset_empties_the_disk_too(tmp_path: Path) -> None:
     async with tiered(tmp_path) as served:
         await seen(served, PROMPT)
         await seen(served, OTHER)
-        await served.control.Reset(executor_control_pb2.ResetRequest())
+        await served.reset()
         assert (await seen(served, PROMPT))[0] == 0
-        await served.control.Reset(executor_control_pb2.ResetRequest())
-        assert not (await served.executor.GetStatus(pb.GetStatusRequest())).blocks.parked_bytes
+        await served.reset()
+        assert not (await served.status()).blocks.parked_bytes
 
         await seen(served, PROMPT)
-        begun = await served.executor.Prefill(pb.PrefillRequest(item=item([1])))
-        await served.executor.ReserveKv(
-            pb.ReserveKvRequest(handle=begun.output.handle, tokens=7 * BLOCK)
-        )  # they leave,
-        await served.control.Reset(executor_control_pb2.ResetRequest())  # and no step has saved them yet
+        begun = await served.prefill([1])
+        await served.reserve(begun.output.handle, tokens=7 * BLOCK)  # they leave,
+        await served.reset()  # and no step has saved them yet
         await seen(served, OTHER)
         assert (await seen(served, PROMPT))[0] == 0
-        await served.control.Reset(executor_control_pb2.ResetRequest())
+        await served.reset()
     assert len(folders(tmp_path)) == 1
     assert not files(tmp_path)
 

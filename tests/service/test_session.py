@@ -15,15 +15,16 @@ from google.protobuf import duration_pb2
 
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, session_pb2, types_pb2
+from ferrum_rpc.service import session
+from ferrum_rpc.service.records import SequenceEnd
 from ferrum_rpc.service.session import Session
 from ferrum_rpc.wire.info import SCHEMA_REVISION
-from ferrum_rpc.wire.status import error_from_status
 from tests.faults.frame_order import FRAMES
 from tests.faults.frame_order import refusal as frame_refusal
-from tests.serving import Gate, Served, serve_identity
-from tests.wiring import full, item, pb, prefill, refused, top, until
+from tests.support.failing import failing
+from tests.support.serving import Served, gated, serve_identity
+from tests.support.wiring import full, item, prefill, reason_of, refused, top, until
 
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
 PROMPT = [3, 1, 4, 1, 5]
 
 
@@ -54,6 +55,10 @@ class Stream:
     async def hello(self, **fields: Any) -> session_pb2.SessionWelcome:
         return (await self.ask(hello=session_pb2.SessionHello(**{"client_revision": SCHEMA_REVISION} | fields))).welcome
 
+    async def step(self, *items: forward_pb2.ForwardItem, **fields: Any) -> int:
+        """Send a forward frame; its step id."""
+        return await self.send(forward=session_pb2.SessionForward(items=items, **fields))
+
     async def forward(self, *items: forward_pb2.ForwardItem, **fields: Any) -> session_pb2.SessionForwardAnswer:
         answer = await self.ask(forward=session_pb2.SessionForward(items=items, **fields))
         assert answer.WhichOneof("frame") == "forward", answer
@@ -73,22 +78,27 @@ async def opened(served: Served, **hello: Any) -> AsyncIterator[Stream]:
         stream.call.cancel()
 
 
-def refusal(answer: session_pb2.SessionResponse) -> tuple[int, Reason]:
+def refusal(answer: session_pb2.SessionResponse) -> tuple[int, Reason | None]:
     assert answer.WhichOneof("frame") == "error"
-    return answer.step_id, error_from_status(answer.error).reason
+    return answer.step_id, reason_of(answer)
 
 
 class Script:
-    """A stream whose frames lie there already: each is read without giving anything else a turn."""
+    """A stream whose frames lie there already behind a hello: each is read without giving anything else a turn. Answers
+    to steps are written once they ``may_go``."""
 
-    def __init__(self, frames: list[session_pb2.SessionRequest]) -> None:
-        self._frames = iter(frames)
+    def __init__(self, *frames: dict[str, Any]) -> None:
+        hello = {"hello": session_pb2.SessionHello()}
+        self._frames = iter([session_pb2.SessionRequest(step_id=n, **each) for n, each in enumerate([hello, *frames])])
         self.answers: dict[int, session_pb2.SessionResponse] = {}
+        self.may_go = asyncio.Event()
 
     async def read(self) -> Any:
         return next(self._frames, grpc.aio.EOF)
 
     async def write(self, answer: session_pb2.SessionResponse) -> None:
+        if answer.HasField("forward"):
+            await self.may_go.wait()
         self.answers[answer.step_id] = answer
 
     def invocation_metadata(self) -> tuple[()]:
@@ -96,6 +106,12 @@ class Script:
 
     def peer(self) -> str:
         return "script"
+
+    async def run(self, served: Served) -> dict[int, session_pb2.SessionResponse]:
+        """The last answer to each frame."""
+        stream: Any = self
+        await Session(served.server.state, served.server.calls, served.server.sessions, stream).run()
+        return self.answers
 
 
 OUTPUTS = {
@@ -125,7 +141,7 @@ async def test_answers_are_the_unary_ones_byte_for_byte(served: Served) -> None:
             listed = [item([2, 7], handle, item_id=i, output=output) for i, (handle, output) in enumerate(pairs)]
             return [*listed[:3], bad, *listed[3:]]
 
-        one = await served.executor.UnifiedForward(pb.UnifiedForwardRequest(items=items(unary)))
+        one = await served.unified(*items(unary))
         other = await stream.forward(*items(framed))
         assert one.row_blocks
         assert [each.SerializeToString() for each in one.row_blocks] == [
@@ -144,9 +160,7 @@ async def test_large_answers_come_in_row_frames_and_join_to_the_same(served: Ser
     output = full(positions=output_pb2.POSITIONS_ALL)
     many = top(90, output_pb2.POSITIONS_ALL)
     async with opened(served, inline_bytes=3000) as stream:
-        step = await stream.send(
-            forward=session_pb2.SessionForward(items=[item(range(20), output=output), item([1, 2, 3], output=many)])
-        )
+        step = await stream.step(item(range(20), output=output), item([1, 2, 3], output=many))
         parts: list[session_pb2.SessionRows] = []
         while (answer := await stream.read()).WhichOneof("frame") == "rows":
             assert answer.step_id == step
@@ -159,9 +173,7 @@ async def test_large_answers_come_in_row_frames_and_join_to_the_same(served: Ser
             row = 4 * int(np.prod(tensor.shape[1:]))
             assert len(tensor.data) == part.first * row  # in order, nothing left out
             tensor.data += part.rows.data
-        unary = await served.executor.UnifiedForward(
-            pb.UnifiedForwardRequest(items=[item(range(20), output=output), item([1, 2, 3], output=many)])
-        )
+        unary = await served.unified(item(range(20), output=output), item([1, 2, 3], output=many))
         assert len(parts) == 10  # 20 rows of 1 kB, 2 a frame; the small ones inline
         assert [each.SerializeToString() for each in blocks] == [each.SerializeToString() for each in unary.row_blocks]
 
@@ -169,19 +181,17 @@ async def test_large_answers_come_in_row_frames_and_join_to_the_same(served: Ser
 async def test_an_answer_too_large_for_a_message_goes_through_a_session() -> None:
     async with serve_identity(max_response_bytes=8000, max_session_response_bytes=40_000) as served:
         output = full(positions=output_pb2.POSITIONS_ALL)
-        request = pb.PrefillRequest(item=item(range(20), output=output))
-        exhausted = grpc.StatusCode.RESOURCE_EXHAUSTED
-        await refused(served.executor.Prefill(request), Reason.OUTPUT_TOO_LARGE, exhausted)
+        assert (await refused(served.prefill(range(20), output=output), Reason.OUTPUT_TOO_LARGE)).number("bytes")
+        assert not served.server.state.engine.counters.steps, "it is refused before the forward"
         async with opened(served) as stream:
-            await stream.send(forward=session_pb2.SessionForward(items=[item(range(20), output=output)]))
+            await stream.step(item(range(20), output=output))
             size = 0
             while (answer := await stream.read()).WhichOneof("frame") == "rows":
                 size += len(answer.rows.rows.data)
             assert size == 20 * 1024
             [alone] = (await stream.forward(item(range(60), output=output))).results
-            assert error_from_status(alone.error).reason is Reason.OUTPUT_TOO_LARGE
-            two = [item(range(30), output=output)] * 2  # neither is too large, together they are
-            step = await stream.send(forward=session_pb2.SessionForward(items=two))
+            assert reason_of(alone) is Reason.OUTPUT_TOO_LARGE
+            step = await stream.step(*[item(range(30), output=output)] * 2)  # neither is too large, together they are
             assert refusal(await stream.read()) == (step, Reason.OUTPUT_TOO_LARGE)
 
 
@@ -194,50 +204,45 @@ async def test_operations_answer_per_handle(served: Served) -> None:
         )
         first, second, third = cut.handles.results
         assert first.handle == types_pb2.KvHandle(id=one.id, seq_len=2, version=2)
-        assert error_from_status(second.error).reason is Reason.HANDLE_UNKNOWN
-        assert error_from_status(third.error).reason is Reason.TRUNCATE_BEYOND_LENGTH
+        assert (reason_of(second), reason_of(third)) == (Reason.HANDLE_UNKNOWN, Reason.TRUNCATE_BEYOND_LENGTH)
         again = await stream.ask(truncate=session_pb2.SessionTruncate(handles=[one], lengths=[2], request_id="cut"))
         assert again.handles.results[0].handle == first.handle
         forked = await stream.ask(fork=session_pb2.SessionFork(handle=two, count=3, at_length=4))
         children = [each.handle for each in forked.handles.results]
         assert [child.seq_len for child in children] == [4, 4, 4]
         released = await stream.ask(release=session_pb2.SessionRelease(handles=[*children, gone, one]))
-        reasons = [error_from_status(each.error).reason for each in released.handles.results if each.HasField("error")]
-        assert reasons == [Reason.HANDLE_UNKNOWN, Reason.SEQUENCE_VERSION_MISMATCH]
+        reasons = list(map(reason_of, released.handles.results))
+        assert reasons == [None] * 3 + [Reason.HANDLE_UNKNOWN, Reason.SEQUENCE_VERSION_MISMATCH]
         uneven = await stream.ask(truncate=session_pb2.SessionTruncate(handles=[two], lengths=[]))
         assert refusal(uneven)[1] is Reason.INVALID_REQUEST
-        assert (await served.executor.GetStatus(pb.GetStatusRequest())).pressure.sequences == 2
+        assert (await served.status()).pressure.sequences == 2
     await served.check()
 
 
 @pytest.mark.parametrize("first", FRAMES)
 async def test_frames_claim_their_sequence_in_the_order_in_which_they_are_read(served: Served, first: str) -> None:
-    server = served.server
     for second in FRAMES:
         handle = await prefill(served, PROMPT)
-        frames = [{"hello": session_pb2.SessionHello()}, FRAMES[first](handle), FRAMES[second](handle)]
-        script: Any = Script([session_pb2.SessionRequest(step_id=n, **frame) for n, frame in enumerate(frames)])
-        await Session(server.state, server.calls, server.sessions, script).run()
-        assert frame_refusal(script.answers[1]) is None, second
+        script = Script(FRAMES[first](handle), FRAMES[second](handle))
+        script.may_go.set()
+        answers = await script.run(served)
+        assert frame_refusal(answers[1]) is None, second
         shares = first == second and "repeats" in first
         waits = second == "release of any version"
         if shares or waits or "keep_alive" in {first, second}:
-            assert frame_refusal(script.answers[2]) is None, second
+            assert frame_refusal(answers[2]) is None, second
         else:
-            assert frame_refusal(script.answers[2]) is Reason.SEQUENCE_BUSY, second
+            assert frame_refusal(answers[2]) is Reason.SEQUENCE_BUSY, second
     await served.check()
 
 
 async def test_several_steps_are_in_flight_and_one_more_is_refused() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served, opened(served, steps_in_flight=3) as stream:
+    async with gated() as (served, gate), opened(served, steps_in_flight=3) as stream:
         handles = [await stream.prefill([i, 1]) for i in range(4)]
-        first = await gate.hold(stream.send(forward=session_pb2.SessionForward(items=[item([5], handles[0])])))
+        first = await gate.hold(stream.step(item([5], handles[0])))
         steps = [await first]
-        steps += [
-            await stream.send(forward=session_pb2.SessionForward(items=[item([5], handle)])) for handle in handles[1:3]
-        ]
-        extra = await stream.send(forward=session_pb2.SessionForward(items=[item([5], handles[3])]))
+        steps += [await stream.step(item([5], handle)) for handle in handles[1:3]]
+        extra = await stream.step(item([5], handles[3]))
         assert refusal(await stream.read()) == (extra, Reason.QUEUE_FULL)
         gate.open()
         answers = [await stream.read() for _ in steps]
@@ -248,11 +253,10 @@ async def test_several_steps_are_in_flight_and_one_more_is_refused() -> None:
 
 
 async def test_a_step_is_taken_back_before_it_begins_and_answered_if_it_has_begun() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served, opened(served) as stream:
+    async with gated() as (served, gate), opened(served) as stream:
         one, two = await stream.prefill([1, 2]), await stream.prefill([3, 4])
-        running = await (await gate.hold(stream.send(forward=session_pb2.SessionForward(items=[item([5], one)]))))
-        queued = await stream.send(forward=session_pb2.SessionForward(items=[item([5], two)]))
+        running = await (await gate.hold(stream.step(item([5], one))))
+        queued = await stream.step(item([5], two))
         for step in (running, queued, 999):
             await stream.send(cancel=session_pb2.SessionCancel(step_id=step))
         assert refusal(await stream.read()) == (queued, Reason.CANCELLED)
@@ -264,13 +268,10 @@ async def test_a_step_is_taken_back_before_it_begins_and_answered_if_it_has_begu
 
 
 async def test_a_step_that_has_not_begun_by_its_deadline_never_does() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served, opened(served) as stream:
+    async with gated() as (served, gate), opened(served) as stream:
         one, two = await stream.prefill([1, 2]), await stream.prefill([3, 4])
-        running = await (await gate.hold(stream.send(forward=session_pb2.SessionForward(items=[item([5], one)]))))
-        late = await stream.send(
-            forward=session_pb2.SessionForward(items=[item([5], two)], timeout=duration_pb2.Duration(nanos=1000))
-        )
+        running = await (await gate.hold(stream.step(item([5], one))))
+        late = await stream.step(item([5], two), timeout=duration_pb2.Duration(nanos=1000))
         await until(lambda: [each.busy for each in served.server.state.handles.records()] == [True, True])
         gate.open()
         answers = {(await stream.read()).step_id: None for _ in range(2)}
@@ -279,65 +280,47 @@ async def test_a_step_that_has_not_begun_by_its_deadline_never_does() -> None:
 
 
 async def test_a_step_that_repeats_one_in_flight_waits_for_it_and_shares_its_answer() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served, opened(served) as stream:
+    async with gated() as (served, gate), opened(served) as stream:
         one, two = await stream.prefill([1, 2]), await stream.prefill([3, 4])
-        frame = session_pb2.SessionForward(items=[item([5], one, request_id="once")])
-        first = await (await gate.hold(stream.send(forward=frame)))
-        again = await stream.send(forward=frame)
-        other = await stream.send(forward=session_pb2.SessionForward(items=[item([5], two)]))
+        once = item([5], one, request_id="once")
+        first = await (await gate.hold(stream.step(once)))
+        again = await stream.step(once)
+        other = await stream.step(item([5], two))
         gate.open()
         answers = {answer.step_id: answer.forward.results[0].output for answer in [await stream.read() for _ in "abc"]}
         assert {step: output.replayed for step, output in answers.items()} == {first: False, again: True, other: False}
-        assert answers[first].handle == answers[again].handle
-        assert answers[first].handle.seq_len == 3
+        assert answers[first].handle == answers[again].handle and answers[first].handle.seq_len == 3
         await served.check()
 
 
-async def test_a_step_that_nobody_expected_to_fail_is_answered_and_the_session_goes_on(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("unexpected")
-
+async def test_a_step_that_nobody_expected_to_fail_is_answered_and_the_session_goes_on(served: Served) -> None:
     async with opened(served) as stream:
         handle = await stream.prefill(PROMPT)
         frame = session_pb2.SessionForward(items=[item([5], handle)])
-        with monkeypatch.context() as patch:
-            patch.setattr("ferrum_rpc.service.session.ForwardCall", fail)
-            assert refusal(await stream.ask(forward=frame))[1] is Reason.INTERNAL_ERROR
-        with monkeypatch.context() as patch:  # the step ran by then
-            patch.setattr(served.server.state, "pressure", fail)
-            assert refusal(await stream.ask(forward=frame))[1] is Reason.INTERNAL_ERROR
+        for owner, name in ((session, "ForwardCall"), (served.server.state, "pressure")):  # by then the step has run
+            with failing(owner, name):
+                assert refusal(await stream.ask(forward=frame))[1] is Reason.INTERNAL_ERROR
         stands = types_pb2.KvHandle(id=handle.id, seq_len=len(PROMPT) + 1, version=handle.version + 1)
         assert (await stream.forward(item([5], stands))).results[0].output.handle.seq_len == len(PROMPT) + 2
     await served.check()
 
 
 async def test_a_lost_stream_takes_back_what_waits_commits_what_runs_and_keeps_the_sequences() -> None:
-    gate = Gate("forward")
-    async with serve_identity(stage=gate) as served:
+    async with gated() as (served, gate):
         stream = Stream(served)
         lease = (await stream.hello()).lease_id
         one, two = await stream.prefill([1, 2]), await stream.prefill([3, 4])
-        await (
-            await gate.hold(
-                stream.send(forward=session_pb2.SessionForward(items=[item([5], one, request_id="running")]))
-            )
-        )
-        await stream.send(forward=session_pb2.SessionForward(items=[item([5], two, request_id="queued")]))
+        await (await gate.hold(stream.step(item([5], one, request_id="running"))))
+        await stream.step(item([5], two, request_id="queued"))
         state = served.server.state
         await until(lambda: all(record.busy for record in state.handles.records()))
         stream.call.cancel()
         await until(lambda: not state.sessions)
         gate.open()
         async with opened(served, lease_id=lease) as again:
-            replayed = await again.forward(item([5], one, request_id="running"))
-            assert replayed.results[0].output.replayed
-            assert replayed.results[0].output.handle.seq_len == 3
-            fresh = await again.forward(item([5], two, request_id="queued"))
-            assert not fresh.results[0].output.replayed
-            assert fresh.results[0].output.handle.seq_len == 3
+            sent = item([5], one, request_id="running"), item([5], two, request_id="queued")
+            results = (await again.forward(*sent)).results
+            assert [(each.output.replayed, each.output.handle.seq_len) for each in results] == [(True, 3), (False, 3)]
         await served.check()
 
 
@@ -345,13 +328,13 @@ async def test_a_half_closed_stream_is_answered_and_is_no_close(served: Served) 
     stream = Stream(served)
     await stream.hello()
     handle = await stream.prefill(PROMPT)
-    step = await stream.send(forward=session_pb2.SessionForward(items=[item([5], handle)]))
+    step = await stream.step(item([5], handle))
     await stream.call.done_writing()
     answer = await stream.read()
     assert answer.step_id == step
     assert await stream.call.read() is grpc.aio.EOF
     after = answer.forward.results[0].output.handle
-    assert (await served.executor.Decode(pb.DecodeRequest(item=item([1], after)))).output.handle.seq_len == 7
+    assert (await served.decode([1], after)).output.handle.seq_len == 7
 
 
 async def test_close_waits_for_the_steps_in_flight_and_releases_what_the_session_made(served: Served) -> None:
@@ -360,19 +343,17 @@ async def test_close_waits_for_the_steps_in_flight_and_releases_what_the_session
     lease = (await stream.hello()).lease_id
     made = [await stream.prefill(PROMPT) for _ in range(3)]
     await stream.ask(fork=session_pb2.SessionFork(handle=made[0]))
-    step = await stream.send(forward=session_pb2.SessionForward(items=[item([5], made[1])]))
+    step = await stream.step(item([5], made[1]))
     close = await stream.send(close=session_pb2.SessionClose(release_sequences=True))
     assert (await stream.read()).step_id == step
     goodbye = await stream.read()
     assert (goodbye.step_id, goodbye.goodbye.released_sequences) == (close, 4)
     assert await stream.call.read() is grpc.aio.EOF
     assert await stream.call.code() is grpc.StatusCode.OK
-    status = await served.executor.GetStatus(pb.GetStatusRequest())
+    status = await served.status()
     assert (status.pressure.sequences, status.leases, status.sessions) == (1, 0, 0)
-    await refused(
-        served.executor.KeepAlive(pb.KeepAliveRequest(lease_id=lease)), Reason.LEASE_UNKNOWN, grpc.StatusCode.NOT_FOUND
-    )
-    assert (await served.executor.Decode(pb.DecodeRequest(item=item([1], elsewhere)))).output.handle.seq_len == 6
+    await refused(served.keep_alive(lease), Reason.LEASE_UNKNOWN)
+    assert (await served.decode([1], elsewhere)).output.handle.seq_len == 6
     await served.check()
 
 
@@ -388,49 +369,40 @@ async def test_every_frame_renews_the_lease_and_an_expired_one_is_told(served: S
             lease.expires = 0.0
             await stream.ask(**frame)
             assert lease.expires > 0.0
-        served.server.state.end(served.server.state.end_lease(lease, expired=True), _expired())
+        served.server.state.end(served.server.state.end_lease(lease, expired=True), SequenceEnd.EXPIRED)
         answer = await stream.ask(keep_alive=session_pb2.SessionKeepAlive())
         assert refusal(answer)[1] is Reason.LEASE_EXPIRED
         results = (await stream.forward(item([1], handle), item([1, 2]))).results
-        assert [error_from_status(each.error).reason for each in results] == [Reason.LEASE_EXPIRED] * 2
+        assert list(map(reason_of, results)) == [Reason.LEASE_EXPIRED] * 2
 
 
-def _expired() -> Any:
-    from ferrum_rpc.service.records import SequenceEnd
+HELLO, KEEP = {"hello": session_pb2.SessionHello()}, {"keep_alive": session_pb2.SessionKeepAlive()}
+WRONG: dict[str, tuple[list[tuple[int, dict[str, Any]]], Reason]] = {
+    "no hello": ([(1, KEEP)], Reason.INVALID_REQUEST),
+    "two hellos": ([(1, HELLO), (2, HELLO)], Reason.INVALID_REQUEST),
+    "a step id twice": ([(1, HELLO), (1, KEEP)], Reason.INVALID_REQUEST),
+    "an empty frame": ([(1, HELLO), (2, {})], Reason.INVALID_REQUEST),
+    "no lease": ([(1, {"hello": session_pb2.SessionHello(lease_id="x")})], Reason.LEASE_UNKNOWN),
+    "a lease of another": (
+        [(1, {"hello": session_pb2.SessionHello(lease_id="0123456789abcdef-00")})],
+        Reason.INSTANCE_MISMATCH,
+    ),
+}
 
-    return SequenceEnd.EXPIRED
 
-
-@pytest.mark.parametrize("wrong", ["no hello", "two hellos", "step id", "empty frame", "lease", "other lease"])
+@pytest.mark.parametrize("wrong", WRONG)
 async def test_a_broken_frame_order_ends_the_stream_with_its_reason(served: Served, wrong: str) -> None:
-    stream = Stream(served)
-    keep = session_pb2.SessionKeepAlive()
-    reason, code = Reason.INVALID_REQUEST, INVALID
-    match wrong:
-        case "no hello":
-            await stream.send(keep_alive=keep)
-        case "two hellos":
-            await stream.hello()
-            await stream.send(hello=session_pb2.SessionHello())
-        case "step id":
-            await stream.hello()
-            await stream.call.write(session_pb2.SessionRequest(step_id=1, keep_alive=keep))
-        case "empty frame":
-            await stream.hello()
-            await stream.send()
-        case "lease":
-            await stream.send(hello=session_pb2.SessionHello(lease_id="x"))
-            reason, code = Reason.LEASE_UNKNOWN, grpc.StatusCode.NOT_FOUND
-        case _:
-            await stream.send(hello=session_pb2.SessionHello(lease_id="0123456789abcdef-00"))
-            reason, code = Reason.INSTANCE_MISMATCH, grpc.StatusCode.FAILED_PRECONDITION
+    frames, reason = WRONG[wrong]
+    call = served.executor.Session()
+    for step, frame in frames:
+        await call.write(session_pb2.SessionRequest(step_id=step, **frame))
 
     async def end() -> None:
         async with asyncio.timeout(5):
-            while await stream.call.read() is not grpc.aio.EOF:
+            while await call.read() is not grpc.aio.EOF:
                 pass
 
-    await refused(end(), reason, code)
+    await refused(end(), reason)
     assert served.server.state.sessions == 0
 
 
@@ -447,13 +419,11 @@ async def test_a_client_that_does_not_read_holds_its_own_answers_only() -> None:
         async with opened(served, steps_in_flight=2) as stream:
             output = full(positions=output_pb2.POSITIONS_ALL)
             for _ in range(6):
-                frame = session_pb2.SessionForward(items=[item([1] * 2000, output=output)])
-                await stream.send(forward=frame)
+                await stream.step(item([1] * 2000, output=output))
             async with asyncio.timeout(20):
                 await until(lambda: len(served.server.state.handles) >= 2)
                 for _ in range(20):
-                    handle = await prefill(served, PROMPT)
-                    await served.executor.Release(pb.ReleaseRequest(handle=handle))
+                    await served.release(await prefill(served, PROMPT))
             assert len(served.server.state.handles) == 2
         await served.check()
 
@@ -461,21 +431,16 @@ async def test_a_client_that_does_not_read_holds_its_own_answers_only() -> None:
 @pytest.mark.parametrize("order", [[0], [2, 0, 1]], ids=["one", "three"])
 async def test_every_result_says_which_item_it_answers(served: Served, order: list[int]) -> None:
     """By every call that has results: good ones, refused ones, replayed ones."""
-    executor = served.executor
     first = [await prefill(served, [each, 1]) for each in order]
     new = [item([each, 2], item_id=7, request_id=f"new {order} {each}") for each in order]
     fed = [item([each], handle, item_id=7, request_id="fed") for each, handle in zip(order, first, strict=True)]
     bad = [item([1], types_pb2.KvHandle(id=b"none"), item_id=7) for _ in order]
     mixed = [*bad[:1], *fed, *bad[:1], *new]
-    batches: list[tuple[Any, Any, list[forward_pb2.ForwardItem]]] = [
-        (executor.BatchPrefill, pb.BatchPrefillRequest, new),
-        (executor.BatchDecode, pb.BatchDecodeRequest, [*fed, *bad]),
-        (executor.UnifiedForward, pb.UnifiedForwardRequest, mixed),
-    ]
+    batches = ((served.batch_prefill, new), (served.batch_decode, [*fed, *bad]), (served.unified, mixed))
     async with opened(served) as stream:
-        for call, request, items in batches:
+        for call, items in batches:
             for replayed in (False, True):
-                found = (await call(request(items=items))).results
+                found = (await call(*items)).results
                 assert [each.item_index for each in found] == list(range(len(items)))
                 if items is not mixed:
                     assert found[0].output.replayed is replayed
@@ -485,27 +450,14 @@ async def test_every_result_says_which_item_it_answers(served: Served, order: li
             assert found[items.index(fed[0])].output.replayed
 
 
-async def test_only_items_that_are_apart_lose_their_order_also_in_one_part(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_items_that_are_apart_lose_their_order_also_in_one_part(served: Served) -> None:
     """Items end while an earlier answer is being written; the one that is refused at once, first."""
-    write, blocked, sessions = Session._write, asyncio.Event(), list[Session]()
-
-    async def slow(self: Session, answer: session_pb2.SessionResponse, leaving: bool = False) -> None:
-        if answer.HasField("forward"):
-            sessions.append(self)
-            await blocked.wait()
-        await write(self, answer, leaving)
-
-    async with opened(served) as stream:
-        monkeypatch.setattr(Session, "_write", slow)
-        await stream.send(forward=session_pb2.SessionForward(items=[item([1])]))
-        await until(lambda: bool(sessions))
-        items = [item([1], item_id=5), item([999], item_id=6)]
-        step = await stream.send(forward=session_pb2.SessionForward(items=items, apart=True))
-        await until(lambda: step in sessions[0]._open and not sessions[0]._open[step].waits)
-        blocked.set()
-        await stream.read()
-        answer = (await stream.read()).forward
-        assert not answer.more
-        assert [(each.item_index, each.item_id) for each in answer.results] == [(1, 6), (0, 5)]
+    apart = session_pb2.SessionForward(items=[item([1], item_id=5), item([999], item_id=6)], apart=True)
+    script = Script({"forward": session_pb2.SessionForward(items=[item([999])])}, {"forward": apart})
+    running = asyncio.ensure_future(script.run(served))
+    await until(lambda: len(served.server.state.handles) == 1)
+    await served.between_steps(lambda runner: None)  # by then its call has ended
+    script.may_go.set()
+    answer = (await running)[2].forward
+    assert not answer.more
+    assert [(each.item_index, each.item_id) for each in answer.results] == [(1, 6), (0, 5)]

@@ -15,9 +15,11 @@ import asyncio
 import itertools
 import os
 import random
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -26,19 +28,16 @@ import grpc
 import numpy as np
 import structlog
 import torch
-from google.rpc import error_details_pb2, status_pb2
-from hypothesis import HealthCheck, Phase, note, settings
+from hypothesis import HealthCheck, Phase, note, reject, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.executor.v1 import executor_control_pb2 as control
-from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2, output_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, output_pb2, types_pb2
 from ferrum_rpc.executor.v1 import model_executor_pb2 as messages
 from ferrum_rpc.service.replay import record_bytes
-from tests.identity_oracle import _embeddings
-from tests.poison import poison
 from tests.service.model import (
-    CODE,
     EXHAUSTED,
     INVALID,
     TOO_MANY,
@@ -56,8 +55,12 @@ from tests.service.model import (
     check_row,
     logits_after,
 )
-from tests.service.transfers import brought, chunks_of, exported, header, imported
-from tests.serving import Served, serve_identity
+from tests.support.identity_oracle import _embeddings
+from tests.support.inside import recorded, sequences, table_of
+from tests.support.poison import poison
+from tests.support.serving import Served, serve_identity
+from tests.support.transfers import brought, chunks_of, exported, header, imported
+from tests.support.wiring import error_of, error_of_call
 
 ROUNDS = float(os.environ.get("FERRUM_FUZZ_ROUNDS", "1"))
 PATIENCE_S = 10.0
@@ -82,6 +85,8 @@ DTYPES = {
     "bf16": types_pb2.D_TYPE_BF16,
     "f16": types_pb2.D_TYPE_F16,
 }
+MOMENTS = [None, None, 0, 10, 50, 100, 150, 200, 250, 300, 350, 400, 500, 700, 1000]
+"""Turns of the loop until a call is cancelled; an answer takes some hundreds."""
 NUMPY = {
     types_pb2.D_TYPE_F32: np.float32,
     types_pb2.D_TYPE_F16: np.float16,
@@ -101,34 +106,6 @@ one that often has only ties of zeros at the top."""
 # --- the wire -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A status, of a call or of an item."""
-
-    code: int
-    message: str
-    reason: str
-    metadata: dict[str, str]
-
-
-def refusal_of(status: status_pb2.Status) -> Refusal:
-    info = error_details_pb2.ErrorInfo()
-    found = [detail for detail in status.details if detail.Is(info.DESCRIPTOR)]
-    assert len(found) == 1, f"every non-OK answer carries ErrorInfo: {status}"
-    found[0].Unpack(info)
-    assert info.domain == "ferrum_rpc"
-    return Refusal(status.code, status.message, info.reason, dict(info.metadata))
-
-
-def call_refusal(error: grpc.aio.AioRpcError) -> Refusal:
-    for key, value in error.trailing_metadata() or ():
-        if key == "grpc-status-details-bin":
-            refusal = refusal_of(status_pb2.Status.FromString(value))
-            assert refusal.code == error.code().value[0] and refusal.message == error.details()
-            return refusal
-    raise AssertionError(f"a status without details: {error.code()} {error.details()}")
-
-
 def handle_message(handle: Handle) -> types_pb2.KvHandle:
     return types_pb2.KvHandle(id=handle.id, seq_len=handle.seq_len, version=handle.version)
 
@@ -140,21 +117,14 @@ def handle_of(message: types_pb2.KvHandle) -> Handle:
 def output_message(output: Output) -> output_pb2.OutputSpec | None:
     if output == Output():
         return None
-    message = output_pb2.OutputSpec(positions=POSITIONS[output.positions])
-    match output.kind:
-        case "greedy" | "logprob":
-            message.greedy.logprob = output.kind == "logprob"
-            message.greedy.SetInParent()
-        case "top":
-            message.top_tokens.k = output.k
-            message.top_tokens.SetInParent()
-        case "selected":
-            message.selected_tokens.token_ids.extend(output.ids)
-            message.selected_tokens.SetInParent()
-        case "full":
-            message.full_logits.dtype = DTYPES[output.dtype]
-            message.full_logits.SetInParent()
-    return message
+    kinds: dict[str, dict[str, Any]] = {
+        "greedy": {"greedy": output_pb2.GreedyOutput()},
+        "logprob": {"greedy": output_pb2.GreedyOutput(logprob=True)},
+        "top": {"top_tokens": output_pb2.TopTokensOutput(k=output.k)},
+        "selected": {"selected_tokens": output_pb2.SelectedTokensOutput(token_ids=output.ids)},
+        "full": {"full_logits": output_pb2.FullLogitsOutput(dtype=DTYPES[output.dtype])},
+    }
+    return output_pb2.OutputSpec(positions=POSITIONS[output.positions], **kinds.get(output.kind, {}))
 
 
 SALTS: Final = itertools.count()
@@ -215,6 +185,9 @@ class RowReader:
                 assert taken == set(range(tensor.shape[0])), "a row that belongs to no item of this answer"
 
 
+CAUSE = "made to fail by the test"
+
+
 class Failing:
     """A stage hook that raises once where it was told to."""
 
@@ -224,7 +197,7 @@ class Failing:
     def __call__(self, stage: str) -> None:
         if stage == self.at:
             self.at = None
-            raise RuntimeError("made to fail by the test")
+            raise RuntimeError(CAUSE)
 
 
 # --- the machine ----------------------------------------------------------------------------------------------------
@@ -254,7 +227,7 @@ class ExecutorMachine(RuleBasedStateMachine):
             max_batch_tokens=48,
             max_top_tokens=20,
             max_selected_tokens=6,
-            max_response_bytes=20_000,
+            max_response_bytes=6_000,
             max_sequences=12,
             replay_bytes=replay_bytes,
         )
@@ -262,10 +235,14 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.failing = Failing()
         self.random = random.Random(seed)
         self.calls = 0
+        self.attempts: list[int | None] = []
+        """Besides each call that is sent: how many turns of the loop until it is cancelled; None: it is not."""
         self.request_ids: Counter[bytes | None] = Counter()
         self.steps = 0
         self.sent: list[tuple[str, Item]] = []
         """Forward items with a request id that were committed, and the shape they were sent in."""
+        self.followed: defaultdict[Any, set[int]] = defaultdict(set)
+        """By a family and a beginning of some tokens of it: the tokens that have followed there."""
         self.operations: list[tuple[str, Any]] = []
         """Operations with a request id that were done."""
         self.loop = asyncio.new_event_loop()
@@ -296,54 +273,75 @@ class ExecutorMachine(RuleBasedStateMachine):
     def everything_is_given_back(self):
         self.broken = True
         for sequence in list(self.oracle.live.values()):
-            answer = self.send("Release", messages.ReleaseRequest(handle=handle_message(sequence.handle)))
-            assert not isinstance(answer, Refusal), answer
+            answer = self.send(self.served.release, handle_message(sequence.handle))
+            assert not isinstance(answer, ExecutorError), answer
             self.oracle.remove(sequence)
         self.the_books_agree()
-        status = self.send("GetStatus", messages.GetStatusRequest())
+        status = self.send(self.served.status)
         assert status.pressure.free_blocks == status.pressure.total_blocks
         assert status.counters.sequences_created == status.counters.sequences_released
         assert not status.blocks.parked_bytes
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    async def call(self, method: str, request: Any) -> Any:
-        """The response, or a `Refusal`."""
-        served = self.served
-        stub = {"Reset": served.control, "Warmup": served.control, "ParkKv": served.transfer}.get(
-            method, served.executor
-        )
+    async def told(self, call: Any) -> Any:
+        """The response, or what refused the call."""
         try:
-            return await getattr(stub, method)(request)
+            return await call
         except grpc.aio.AioRpcError as error:
-            return call_refusal(error)
+            return error_of_call(error)
 
-    def send(self, method: str, request: Any) -> Any:
+    def send(self, call: Callable[..., Any], *about: Any, **fields: Any) -> Any:
+        """What a call is answered."""
         self.broken = True
         self.calls += 1
-        answer = self.run(self.call(method, request))
+        answer = self.run(self.insist(partial(call, *about, **fields)))
         self.failing.at = None
         return answer
 
-    def request(self, method: str, items: list[Item], all_or_nothing: bool = False) -> Any:
+    async def insist(self, call: Callable[[], Any]) -> Any:
+        """The answer, once what is sent at the same time and cancelled after some turns of the loop has been."""
+
+        async def attempt(turns: int | None) -> Any:
+            sent = asyncio.ensure_future(self.told(call()))
+            if turns is None:
+                return await sent
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            sent.cancel()
+            await asyncio.wait([sent])
+            return None
+
+        answers = await asyncio.gather(*map(attempt, self.attempts))
+        self.oracle.counts["echoes"] += len(self.attempts)
+        answer = await self.told(call())
+        while self.attempts and isinstance(answer, ExecutorError) and answer.reason == "STEP_FAILED":
+            answer = await self.told(call())
+        if self.attempts:
+            answers = [each for each in (*answers, answer) if each is not None]
+            good = [getattr(each, "output", each) for each in answers if not isinstance(each, ExecutorError)]
+            assert sum(not each.replayed for each in good) <= 1, "applied twice"
+            reasons = {each.reason for each in answers if isinstance(each, ExecutorError)}
+            assert reasons <= {"STEP_FAILED", getattr(answer, "reason", None)}, "they share what one of them is told"
+        return answer
+
+    def ask(self, method: str, items: list[Item], all_or_nothing: bool = False) -> Callable[[], Any]:
         kind = getattr(messages, f"{method}Request")
         numbered = [item_message(item, 1000 + 7 * index) for index, item in enumerate(items)]
-        return kind(items=numbered, all_or_nothing=all_or_nothing) if method in BATCHES else kind(item=numbered[0])
+        batch = {"items": numbered, "all_or_nothing": all_or_nothing}
+        request = kind(**batch) if method in BATCHES else kind(item=numbered[0])
+        return partial(getattr(self.served.executor, method), request)
 
     def forward(self, method: str, items: list[Item], *, all_or_nothing: bool = False, failing: str | None = None):
-        self.failing.at = failing
-        answer = self.send(method, self.request(method, items, all_or_nothing))
+        self.failing.at = failing or self.failing.at
+        answer = self.send(self.ask(method, items, all_or_nothing))
         self.judge(method, items, answer, all_or_nothing=all_or_nothing, failing=failing)
 
     def judge(self, method: str, items: list[Item], answer: Any, **how: Any) -> list[Outcome] | Refused:
         """The answer to a forward call is what it must be."""
-        refusal = answer if isinstance(answer, Refusal) else None
+        refusal = answer if isinstance(answer, ExecutorError) else None
         expected = self.oracle.forward(
-            items,
-            SHAPES[method],
-            refused=refusal.reason if refusal else None,
-            single=method not in BATCHES,
-            **how,
+            items, SHAPES[method], refused=refusal.reason if refusal else None, single=method not in BATCHES, **how
         )
         note(f"{method} {items} {how} -> {refusal or 'OK'}; expected {expected}")
         if isinstance(expected, Refused):
@@ -364,7 +362,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         if any(isinstance(outcome, Refused) for outcome in expected):
             self.forgive("replays")
         committed = [item for item, outcome in zip(items, expected, strict=True) if isinstance(outcome, Committed)]
-        if committed:
+        if committed and not self.attempts:
             assert answer.timing.step > self.steps
             self.steps = answer.timing.step
             assert answer.timing.step_tokens == sum(len(item.tokens) for item in committed)
@@ -374,18 +372,21 @@ class ExecutorMachine(RuleBasedStateMachine):
     def check_result(self, shape: str, item: Item, outcome: Outcome, result: Any, rows: RowReader) -> None:
         if isinstance(outcome, Refused):
             assert result.WhichOneof("result") == "error", f"{item} should have been refused: {outcome}"
-            refusal = refusal_of(result.error)
+            refusal = error_of(result.error)
             self.check_refusal(refusal, outcome)
             self.oracle.counts["kv_exhausted"] += refusal.reason == EXHAUSTED
             return
         assert result.WhichOneof("result") == "output", f"{item} was refused: {result.error}"
         output = result.output
-        assert output.cached_tokens == 0
+        if output.cached_tokens:
+            assert isinstance(outcome, Committed) and outcome.sequence.family is not None
+            reject()  # a relative has published these tokens, which were all that were left: see `unlike`
         if isinstance(outcome, Replayed):
             self.check_replay(item, outcome.record, output, rows)
             return
-        assert not output.replayed
+        assert not output.replayed or self.attempts
         self.oracle.learn(outcome.sequence, handle_of(output.handle))
+        self.remember(outcome.sequence)
         assert output.HasField("rows") == bool(outcome.prefixes)
         found = None
         if outcome.prefixes:
@@ -409,17 +410,21 @@ class ExecutorMachine(RuleBasedStateMachine):
         else:
             assert not self.oracle.keeps_rows(record)
 
-    def check_refusal(self, refusal: Refusal, expected: Refused) -> None:
+    def check_refusal(self, refusal: ExecutorError, expected: Refused) -> None:
         assert refusal.reason in expected.reasons, f"{refusal}; expected one of {set(expected.reasons)}"
-        assert refusal.code == CODE[refusal.reason] and refusal.message
-        for sequence in self.oracle.live.values():
-            assert sequence.handle.id.hex() not in refusal.message
+        assert refusal.message
+        told = refusal.message + "".join(refusal.metadata.values())
+        assert CAUSE not in told and not any(each.hex() in told or each[8:].hex() in told for each in self.oracle.live)
         if refusal.reason == "SEQUENCE_VERSION_MISMATCH" and expected.sequence is not None:
             handle = expected.sequence.handle
             assert int(refusal.metadata["version"]) == handle.version
             assert int(refusal.metadata["seq_len"]) == handle.seq_len
         if refusal.reason == "TRUNCATE_BEYOND_LENGTH" and expected.sequence is not None:
             assert int(refusal.metadata["seq_len"]) == expected.sequence.length
+        if refusal.reason == "CONTEXT_LENGTH_EXCEEDED":
+            assert int(refusal.metadata["max_context"]) == self.limits.max_context
+            if expected.sequence is not None:  # it may have been rolled back first
+                assert int(refusal.metadata["seq_len"]) <= expected.sequence.length
         if "needed_blocks" in refusal.metadata:
             assert int(refusal.metadata["needed_blocks"]) > int(refusal.metadata["free_blocks"])
 
@@ -432,7 +437,11 @@ class ExecutorMachine(RuleBasedStateMachine):
 
     def forgive(self, *counters: str) -> None:
         """Counters of which the contract does not say what a refused call adds."""
-        real = self.run(self.call("GetStatus", messages.GetStatusRequest())).counters
+
+        async def look() -> Any:
+            return (await self.served.status()).counters
+
+        real = self.run(look())
         for name in counters:
             self.oracle.counts[name] = getattr(real, name)
 
@@ -451,7 +460,7 @@ class ExecutorMachine(RuleBasedStateMachine):
                 runner.kv.check()
                 assert runner.kv.state().free_blocks == oracle.blocks.free
                 records = [record for record in state.handles.records() if not record.parked]
-                assert runner.kv._sequences.keys() == {record.sequence for record in records}
+                assert sequences(runner.kv).keys() == {record.sequence for record in records}
                 for record in records:
                     assert runner.kv.length(record.sequence) == record.length
                     self.check_content(runner, record.sequence, oracle.live[record.id])
@@ -461,7 +470,7 @@ class ExecutorMachine(RuleBasedStateMachine):
 
         async def look() -> Any:
             await self.served.between_steps(inspect)
-            return await self.served.executor.GetStatus(messages.GetStatusRequest())
+            return await self.served.status()
 
         status, counts = self.run(look()), oracle.counts
         if faults:
@@ -481,15 +490,9 @@ class ExecutorMachine(RuleBasedStateMachine):
         assert 0 <= counters.blocks_copied - counts["copied"] <= counts["kept"]
         assert 0 <= counters.replays - counts["replays"] <= counts["echoes"]
         assert 0 <= counts["kv_exhausted"] - counters.kv_exhausted <= counts["echoes"]
-        entries = [
-            entry
-            for owner in state.replay._owners.values()
-            for each in owner.scopes.values()
-            for entry in each.values()
-        ]
         assert state.replay.rows <= self.limits.replay_bytes
         assert state.replay.rows == sum(each.row_bytes for each in oracle.records.values() if oracle.keeps_rows(each))
-        assert state.replay.records == sum(map(record_bytes, entries))
+        assert state.replay.records == sum(map(record_bytes, recorded(state.replay)))
         assert status.replay_bytes == state.replay.rows + state.replay.records
         self.broken = False
 
@@ -497,12 +500,11 @@ class ExecutorMachine(RuleBasedStateMachine):
         """The cache holds what the tokens of the sequence stand for, in every layer."""
         if not sequence.length:
             return
-        table = runner.kv._sequences[number].table
-        blocks = torch.tensor(table.view(len(table)).tolist())
+        blocks = torch.tensor(table_of(runner.kv, number).tolist())
         expected = _embeddings(np.array(sequence.tokens), self.config)
         for store in (*runner.store.keys, *runner.store.values):
             held = store[blocks].flatten(0, 1)[: sequence.length].numpy()
-            np.testing.assert_allclose(held, expected, rtol=0, atol=1e-6, err_msg=repr(sequence))
+            assert np.abs(held - expected).max() <= 1e-6, sequence  # of NaN it is not
 
     # --- choices ----------------------------------------------------------------------------------------------------
 
@@ -512,6 +514,19 @@ class ExecutorMachine(RuleBasedStateMachine):
 
     def tokens(self, data, most: int) -> tuple[int, ...]:
         return tuple(self.random.randrange(self.limits.vocab) for _ in range(data.draw(st.integers(1, most), "tokens")))
+
+    def remember(self, sequence: Sequence) -> None:
+        for place, token in enumerate(sequence.tokens if sequence.family is not None else ()):
+            self.followed[sequence.family, tuple(sequence.tokens[:place])].add(token)
+
+    def unlike(self, handle: Handle | None, tokens: tuple[int, ...], start: int | None = None) -> tuple[int, ...]:
+        """Tokens of which the first has followed on no relative: the oracle knows no blocks that chance finds."""
+        sequence = None if handle is None else self.oracle.live.get(handle.id)
+        if sequence is None or sequence.family is None:
+            return tokens
+        known = self.followed[sequence.family, tuple(sequence.tokens[:start])]
+        others = [each for each in range(self.limits.vocab) if each not in known]
+        return tokens if not others or tokens[0] not in known else (self.random.choice(others), *tokens[1:])
 
     def request_id(self, data, handle: Handle | None = None, *, sure: bool = False) -> str:
         """Unique on its sequence, or among the creations; not beyond."""
@@ -524,14 +539,12 @@ class ExecutorMachine(RuleBasedStateMachine):
     def output(self, data) -> Output:
         positions = data.draw(st.sampled_from(["unset", "unset", "last", "all", "all", "none"]), label="positions")
         kind = data.draw(st.sampled_from(["unset", "greedy", "logprob", "top", "selected", "full"]), label="kind")
-        vocab = self.limits.vocab
         match kind:
             case "top":
                 return Output(positions, kind, k=data.draw(st.sampled_from([1, 2, 5, 20, 20])))
             case "selected":
-                return Output(
-                    positions, kind, ids=tuple(data.draw(st.lists(st.integers(0, vocab - 1), min_size=1))[:6])
-                )
+                ids = data.draw(st.lists(st.integers(0, self.limits.vocab - 1), min_size=1, max_size=6))
+                return Output(positions, kind, ids=tuple(ids))
             case "full":
                 return Output(positions, kind, dtype=data.draw(st.sampled_from(list(DTYPES))))
             case _:
@@ -540,15 +553,14 @@ class ExecutorMachine(RuleBasedStateMachine):
     def forge(self, data, real: Handle) -> Handle:
         """A handle that nobody was given."""
         how = data.draw(st.sampled_from(["foreign", "unknown", "cut", "long", "empty"]), label="forged")
-        malformed = frozenset({INVALID, "HANDLE_UNKNOWN", "INSTANCE_MISMATCH"})
-        forged, reasons = {
-            "foreign": (bytes([real.id[0] ^ 1]) + real.id[1:], frozenset({"INSTANCE_MISMATCH"})),
-            "unknown": (real.id[:-1] + bytes([real.id[-1] ^ 1]), frozenset({"HANDLE_UNKNOWN"})),
-            "cut": (real.id[:-1], malformed),
-            "long": (real.id + b"\0", malformed),
-            "empty": (b"", malformed | {"REQUEST_ID_REUSED"}),
+        forged, reason = {
+            "foreign": (bytes([real.id[0] ^ 1]) + real.id[1:], "INSTANCE_MISMATCH"),
+            "unknown": (real.id[:-1] + bytes([real.id[-1] ^ 1]), "HANDLE_UNKNOWN"),
+            "cut": (real.id[:-1], INVALID),
+            "long": (real.id + b"\0", INVALID),
+            "empty": (b"", INVALID),
         }[how]
-        self.oracle.forged[forged] = reasons
+        self.oracle.forged[forged] = {reason} if forged else {reason, "REQUEST_ID_REUSED"}
         return replace(real, id=forged)
 
     def wrong_handle(self, data, sequence: Sequence) -> Handle:
@@ -593,7 +605,8 @@ class ExecutorMachine(RuleBasedStateMachine):
     def old_item(self, data, most: int) -> Item:
         handle = self.handle(data)
         request_id = self.request_id(data, handle)
-        return Item(handle, self.tokens(data, most), self.back(data, handle), self.output(data), request_id)
+        tokens, back = self.tokens(data, most), self.back(data, handle)
+        return Item(handle, self.unlike(handle, tokens, back), back, self.output(data), request_id)
 
     def spoil(self, data, item: Item) -> Item:
         """Make an item bad in some way."""
@@ -687,10 +700,11 @@ class ExecutorMachine(RuleBasedStateMachine):
         sequence = self.pick(data)
         for _ in range(rounds):
             before = sequence.length
-            item = Item(sequence.handle, self.tokens(data, 5), output=self.output(data))
-            self.forward("ForwardVerify", [item])
-            accepted = data.draw(st.integers(0, sequence.length - before), label="accepted")
-            self.forward("ForwardVerify", [Item(sequence.handle, self.tokens(data, 5), before + accepted)])
+            draft = self.unlike(sequence.handle, self.tokens(data, 5))
+            self.forward("ForwardVerify", [Item(sequence.handle, draft, output=self.output(data))])
+            back = before + data.draw(st.integers(0, sequence.length - before), label="accepted")
+            draft = self.unlike(sequence.handle, self.tokens(data, 5), back)
+            self.forward("ForwardVerify", [Item(sequence.handle, draft, back)])
 
     @rule(
         data=st.data(),
@@ -718,31 +732,19 @@ class ExecutorMachine(RuleBasedStateMachine):
     def operate(self, kind: str, arguments: tuple[Any, ...]) -> None:
         """Send a truncate, fork, release or reserve and compare."""
         handle = arguments[0]
-        match kind:
-            case "truncate":
-                request = messages.TruncateKvRequest(
-                    handle=handle_message(handle), length=arguments[1], request_id=arguments[2]
-                )
-            case "fork":
-                request = messages.ForkKvRequest(
-                    handle=handle_message(handle), count=arguments[1], at_length=arguments[2], request_id=arguments[3]
-                )
-            case "release":
-                request = messages.ReleaseRequest(
-                    handle=handle_message(handle), any_version=arguments[1], request_id=arguments[2]
-                )
-            case _:
-                request = messages.ReserveKvRequest(handle=handle_message(handle), tokens=arguments[1])
-        methods = {"truncate": "TruncateKv", "fork": "ForkKv", "release": "Release", "reserve": "ReserveKv"}
-        answer = self.send(methods[kind], request)
+        names = {
+            "truncate": ("length", "request_id"),
+            "fork": ("count", "at_length", "request_id"),
+            "release": ("any_version", "request_id"),
+            "reserve": ("tokens",),
+        }
+        fields = dict(zip(names[kind], arguments[1:], strict=True))
+        answer = self.send(getattr(self.served, kind), handle_message(handle), **fields)
         expected = getattr(self.oracle, kind)(*arguments)
         note(f"{kind} {arguments} -> {answer}; expected {expected}")
-        if isinstance(expected, frozenset):
-            assert isinstance(answer, Refusal), f"{kind} should have been refused with one of {set(expected)}"
-            self.check_refusal(answer, Refused(expected, self.oracle.live.get(handle.id)))
+        if self.was_refused(answer, expected, self.oracle.live.get(handle.id)):
             self.forgive("kv_exhausted")
             return
-        assert not isinstance(answer, Refusal), answer
         handles = () if kind == "release" else answer.handles if kind == "fork" else (answer.handle,)
         told = tuple(handle_of(each) for each in handles)
         if isinstance(expected, Replayed):
@@ -750,7 +752,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         elif kind == "reserve":
             assert told == (expected.handle,), "nothing in the sequence changed"
         else:
-            assert not answer.replayed
+            assert not answer.replayed or self.attempts
             changed = expected if kind == "fork" else [expected] if kind == "truncate" else []
             for sequence, each in zip(changed, told, strict=True):
                 self.oracle.learn(sequence, each)
@@ -781,9 +783,10 @@ class ExecutorMachine(RuleBasedStateMachine):
         known = set(self.oracle.live)
         self.operate("fork", (parent.handle, count, at, self.request_id(data, parent.handle)))
         family = [parent, *(each for key, each in self.oracle.live.items() if key not in known)]
-        items = [
-            Item(each.handle, self.tokens(data, 3), self.back(data, each.handle), self.output(data)) for each in family
-        ]
+        items = []
+        for each in family:
+            tokens, back = self.tokens(data, 3), self.back(data, each.handle)
+            items.append(Item(each.handle, self.unlike(each.handle, tokens, back), back, self.output(data)))
         self.forward("UnifiedForward", items, all_or_nothing=all_or_nothing, failing=self.stage(data))
 
     @precondition(some_live)
@@ -797,16 +800,19 @@ class ExecutorMachine(RuleBasedStateMachine):
     def reserve(self, data, tokens):
         self.operate("reserve", (self.handle(data), tokens))
 
+    def others_may_take_the_rest(self, data):
+        if data.draw(st.booleans(), label="others take the rest") and self.oracle.blocks.free:
+            most = min(self.oracle.blocks.free * self.oracle.blocks.size, 40)
+            self.forward("Prefill", [Item(None, (0,) * most)])
+
     @precondition(some_live)
     @rule(data=st.data(), tokens=st.integers(1, 9))
     def use_what_was_reserved(self, data, tokens):
         """Whatever others take and whatever fails in between."""
         sequence = self.pick(data)
         self.operate("reserve", (sequence.handle, tokens))
-        if data.draw(st.booleans(), label="others take the rest") and self.oracle.blocks.free:
-            most = min(self.oracle.blocks.free * self.oracle.blocks.size, 40)
-            self.forward("Prefill", [Item(None, (0,) * most)])
-        fed = Item(sequence.handle, self.tokens(data, tokens), output=self.output(data))
+        self.others_may_take_the_rest(data)
+        fed = Item(sequence.handle, self.unlike(sequence.handle, self.tokens(data, tokens)), output=self.output(data))
         failing = data.draw(st.sampled_from(["plan", "forward", "select", "commit", None]), label="fails at")
         self.forward("Prefill", [fed], failing=failing)
         if failing:
@@ -822,22 +828,34 @@ class ExecutorMachine(RuleBasedStateMachine):
         sequence = self.oracle.live.get(handle.id)
         if sequence is not None and self.oracle.finds_blocks(sequence):
             return
-        answer = self.send("ParkKv", kv_transfer_pb2.ParkKvRequest(handle=handle_message(handle)))
+        answer = self.send(self.served.park, handle_message(handle))
         expected = self.oracle.park(handle)
         note(f"park {handle} -> {answer}; expected {expected}")
-        if isinstance(expected, frozenset):
-            assert isinstance(answer, Refusal), f"parking should have been refused with one of {set(expected)}"
-            self.check_refusal(answer, Refused(expected, sequence))
-            return
-        assert not isinstance(answer, Refusal), answer
-        assert (handle_of(answer.handle), answer.freed_blocks) == (handle, expected)
-        self.check_pressure(answer.pressure)
+        if not self.was_refused(answer, expected, sequence):
+            assert (handle_of(answer.handle), answer.freed_blocks) == (handle, expected)
+            self.check_pressure(answer.pressure)
+            self.others_may_take_the_rest(data)
+            match data.draw(
+                st.sampled_from(["later", "step", "verify", "truncate", "fork", "reserve"]), "it returns by"
+            ):
+                case "step" | "verify" as how:
+                    item = Item(handle, self.tokens(data, 3), output=self.output(data))
+                    self.forward("ForwardVerify" if how == "verify" else "UnifiedForward", [item])
+                case "truncate":
+                    self.operate("truncate", (handle, handle.seq_len - 1, ""))
+                case "fork":
+                    self.operate("fork", (handle, 1, None, ""))
+                case "reserve":
+                    self.operate("reserve", (handle, 4))
 
-    async def transfer(self, work: Any) -> Any:
-        try:
-            return await work
-        except grpc.aio.AioRpcError as error:
-            return call_refusal(error)
+    def was_refused(self, answer: Any, expected: Any, sequence: Sequence | None = None) -> bool:
+        """Whether an operation was refused, as it must be where reasons are ``expected``."""
+        if isinstance(expected, frozenset):
+            assert isinstance(answer, ExecutorError), f"it should have been refused with one of {set(expected)}"
+            self.check_refusal(answer, Refused(expected, sequence))
+            return True
+        assert not isinstance(answer, ExecutorError), answer
+        return False
 
     @precondition(some_live)
     @rule(
@@ -851,15 +869,12 @@ class ExecutorMachine(RuleBasedStateMachine):
         """Export a sequence, and import it as another one beside it, or a part of it and no more."""
         self.broken = True
         handle = self.handle(data)
-        frames = self.run(self.transfer(exported(self.served, handle_message(handle), chunk_tokens=chunk_tokens)))
+        frames = self.run(self.told(exported(self.served, handle_message(handle), chunk_tokens=chunk_tokens)))
         source = self.oracle.export(handle)
-        note(f"export {handle} -> {frames if isinstance(frames, Refusal) else len(frames)}; expected {source}")
-        if isinstance(source, frozenset):
-            assert isinstance(frames, Refusal), f"the export should have been refused with one of {set(source)}"
-            self.check_refusal(frames, Refused(source, self.oracle.live.get(handle.id)))
+        note(f"export {handle} -> {frames if isinstance(frames, ExecutorError) else len(frames)}; expected {source}")
+        if self.was_refused(frames, source, self.oracle.live.get(handle.id)):
             self.forgive("kv_exhausted")
             return
-        assert not isinstance(frames, Refusal), frames
         assert list(frames[0].layout.token_ids) == source.tokens
         chunks = chunks_of(frames)
         expected = self.oracle.begin_import(list(source.tokens), reserve, cached=cached)
@@ -867,37 +882,33 @@ class ExecutorMachine(RuleBasedStateMachine):
         if cached:
             options |= {"cache_mode": forward_pb2.CACHE_MODE_UNSPECIFIED, "cache_salt": b"%d" % next(SALTS)}
         if how == "given up":
-            options["lease_id"] = self.send("AcquireLease", messages.AcquireLeaseRequest()).lease_id
+            options["lease_id"] = self.send(self.served.acquire).lease_id
         first, rest = header(frames[0].layout, f" {next(SALTS)}", **options), brought(chunks)
         some = rest[: data.draw(st.integers(0, len(chunks)), label="chunks of the first stream")]
         if how != "at once" and not isinstance(expected, frozenset):
-            answer = self.run(self.transfer(imported(self.served, first, *some)))
+            answer = self.run(self.told(imported(self.served, first, *some)))
             whole = some[self.config.layers - 1 :: self.config.layers]  # tokens that came in all layers
             assert answer.next_token == sum(each.chunk.keys.shape[0] for each in whole)
         if how == "given up":
             begun = not isinstance(expected, frozenset)
             if begun:
                 self.oracle.blocks.release(expected, self.oracle.live.values())
-            request = messages.RevokeLeaseRequest(lease_id=options["lease_id"])
-            assert self.send("RevokeLease", request).released_sequences == begun
+            assert self.send(self.served.revoke, options["lease_id"]).released_sequences == begun
             return
         if isinstance(expected, frozenset):
             rest = []  # gRPC may lose the refusal of the header to what is written behind it
-        answer = self.run(self.transfer(imported(self.served, first, *rest)))
+        answer = self.run(self.told(imported(self.served, first, *rest)))
         note(f"import with {options} -> {answer}; expected {expected}")
-        if isinstance(expected, frozenset):
-            assert isinstance(answer, Refusal), f"the import should have been refused with one of {set(expected)}"
-            self.check_refusal(answer, Refused(expected))
-            return
-        assert not isinstance(answer, Refusal), answer
-        self.oracle.learn(expected, handle_of(answer.handle))
-        self.oracle.counts["created"] += 1
-        self.check_pressure(answer.pressure)
+        if not self.was_refused(answer, expected):
+            self.oracle.learn(expected, handle_of(answer.handle))
+            self.remember(expected)
+            self.oracle.counts["created"] += 1
+            self.check_pressure(answer.pressure)
 
     @precondition(lambda self: self.calls > 25)
     @rule(foreign=st.booleans())
     def reset(self, foreign):
-        answer = self.send("Reset", control.ResetRequest(instance_id="00" * 8 if foreign else ""))
+        answer = self.send(self.served.control.Reset, control.ResetRequest(instance_id="00" * 8 if foreign else ""))
         if foreign:
             assert answer.reason == "INSTANCE_MISMATCH"
             return
@@ -911,8 +922,9 @@ class ExecutorMachine(RuleBasedStateMachine):
     @rule(batch_size=st.sampled_from([0, 1, 5, 99]), prefill_tokens=st.sampled_from([0, 1, 30, 49, 1000]))
     def warm_up(self, batch_size, prefill_tokens):
         """Whatever it runs, and however little room it has, it leaves nothing."""
-        answer = self.send("Warmup", control.WarmupRequest(batch_size=batch_size, prefill_tokens=prefill_tokens))
-        if isinstance(answer, Refusal):
+        request = control.WarmupRequest(batch_size=batch_size, prefill_tokens=prefill_tokens)
+        answer = self.send(self.served.control.Warmup, request)
+        if isinstance(answer, ExecutorError):
             self.check_refusal(answer, Refused(frozenset({INVALID, EXHAUSTED, TOO_MANY})))
         else:
             if answer.steps:
@@ -956,11 +968,39 @@ class ExecutorMachine(RuleBasedStateMachine):
 
     # --- at the same time -------------------------------------------------------------------------------------------
 
+    @rule(
+        data=st.data(),
+        what=st.sampled_from(["new", "decode", "verify", "truncate", "fork", "release"]),
+        attempts=st.lists(st.sampled_from(MOMENTS), min_size=1, max_size=4),
+    )
+    def repeat_and_cancel(self, data, what, attempts):
+        """A request id is sent several times at once, some calls are cancelled at any moment, a step fails. Then it is
+        sent until it is answered: it is applied once."""
+        handle = self.pick(data).handle if self.oracle.live and what != "new" else None
+        request_id = self.request_id(data, handle, sure=True)
+        self.attempts = attempts
+        stages = ["reserve", "forward", "select", "commit"]
+        self.failing.at = data.draw(st.sampled_from([*4 * [None], *stages]), label="fails at")
+        try:
+            if handle is not None and what == "truncate":
+                self.operate("truncate", (handle, max(0, handle.seq_len - 1), request_id))
+            elif handle is not None and what == "fork":
+                self.operate("fork", (handle, 2, None, request_id))
+            elif handle is not None and what == "release":
+                self.operate("release", (handle, False, request_id))
+            else:
+                tokens = self.unlike(handle, self.tokens(data, 1 if what == "decode" else 3))
+                item = Item(handle, tokens, output=Output("last", "greedy"), request_id=request_id)
+                method = "Prefill" if handle is None else {"decode": "Decode"}.get(what, "ForwardVerify")
+                self.forward(method, [item])
+        finally:
+            self.attempts = []
+
     def send_together(self, calls: list[tuple[str, Item]]) -> list[Any]:
         self.broken = True
 
         async def together() -> list[Any]:
-            return await asyncio.gather(*(self.call(method, self.request(method, [item])) for method, item in calls))
+            return await asyncio.gather(*(self.told(self.ask(method, [item])()) for method, item in calls))
 
         return self.run(together())
 
@@ -973,7 +1013,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         ids = [self.request_id(data, handle, sure=True) if named else "" for _ in range(count)]
         items = [Item(handle, self.tokens(data, 1), request_id=each) for each in ids]
         answers = self.send_together([("Decode", item) for item in items])
-        won = [index for index, answer in enumerate(answers) if not isinstance(answer, Refusal)]
+        won = [index for index, answer in enumerate(answers) if not isinstance(answer, ExecutorError)]
         assert len(won) <= 1, "two calls on one handle were both applied"
         first = won[0] if won else next(i for i, each in enumerate(answers) if each.reason != "SEQUENCE_BUSY")
         expected = self.judge("Decode", [items[first]], answers[first])
@@ -996,7 +1036,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         calls = [(data.draw(methods, label="method"), item) for _ in range(count)]
         answers = self.send_together(calls)
         outputs = [self.only_output(answer) for answer in answers]
-        fresh = [i for i, output in enumerate(outputs) if not isinstance(output, Refusal) and not output.replayed]
+        fresh = [i for i, output in enumerate(outputs) if not isinstance(output, ExecutorError) and not output.replayed]
         if not fresh:
             expected = self.oracle.forward([item], "any", refused=outputs[0].reason, single=True)
             assert isinstance(expected, Refused)
@@ -1016,12 +1056,12 @@ class ExecutorMachine(RuleBasedStateMachine):
 
     @staticmethod
     def only_output(answer: Any) -> Any:
-        if isinstance(answer, Refusal):
+        if isinstance(answer, ExecutorError):
             return answer
         if not hasattr(answer, "results"):
             return answer.output
         result = answer.results[0]
-        return result.output if result.HasField("output") else refusal_of(result.error)
+        return result.output if result.HasField("output") else error_of(result.error)
 
     @rule(data=st.data(), count=st.integers(2, 5))
     def strangers_at_the_same_time(self, data, count):
@@ -1029,7 +1069,10 @@ class ExecutorMachine(RuleBasedStateMachine):
         live = [each for each in self.oracle.live.values() if not each.parked]
         idle = [each for each in live if not each.promised and each.length + 4 < 60]
         chosen = [idle[i] for i in data.draw(st.sets(st.integers(0, len(idle) - 1), max_size=count))] if idle else []
-        items = [Item(each.handle, self.tokens(data, 4), output=self.output(data)) for each in chosen]
+        items = [
+            Item(each.handle, self.unlike(each.handle, self.tokens(data, 4)), output=self.output(data))
+            for each in chosen
+        ]
         room = self.limits.max_sequences - len(self.oracle.live)
         new = min(count - len(chosen), room)
         items += [Item(None, self.tokens(data, 6), output=self.output(data)) for _ in range(new)]
@@ -1038,7 +1081,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         answers = self.send_together([("UnifiedForward", item) for item in items])
         steps: dict[int, list[int]] = {}
         for index, answer in enumerate(answers):
-            assert not isinstance(answer, Refusal), answer
+            assert not isinstance(answer, ExecutorError), answer
             steps.setdefault(answer.timing.step, []).append(index)
         for step in sorted(steps):
             together = [items[index] for index in steps[step]]
@@ -1056,7 +1099,7 @@ class ExecutorMachine(RuleBasedStateMachine):
 
 
 ExecutorMachine.TestCase.settings = settings(
-    max_examples=max(1, int(18 * ROUNDS)),
+    max_examples=max(1, int(60 * ROUNDS)),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

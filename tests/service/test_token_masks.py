@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from itertools import product
 from typing import Any
 
-import grpc
 import numpy as np
-import pytest
 
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, output_pb2, session_pb2, types_pb2
-from ferrum_rpc.service.guard.auth import Security
+from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, output_pb2, types_pb2
 from ferrum_rpc.wire.masks import id_of, pack_mask, words_to_proto
 from ferrum_rpc.wire.rows import rows_from_proto
 from ferrum_rpc.wire.status import error_from_status
-from tests.faults.process import dial, serving
-from tests.serving import Gate, Served, serve_identity
-from tests.wiring import full, item, pb, prefill, refused, until
+from tests.service.test_session import opened
+from tests.support.inside import recorded, uses
+from tests.support.process import dial, serving
+from tests.support.serving import Served, gated, serve_identity
+from tests.support.wiring import chosen, full, item, pb, prefill, refused, until
 
-INVALID, NOT_FOUND = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 ALL = output_pb2.POSITIONS_ALL
+I8, I32 = types_pb2.D_TYPE_I8, types_pb2.D_TYPE_I32
 PROMPT = [7, 3, 9, 1]
 VOCAB = 256
 
@@ -41,9 +40,8 @@ def sample(positions: int = 0, **fields: Any) -> output_pb2.OutputSpec:
 
 
 def registering(content: bytes, sha256: bytes | None = None) -> pb.RegisterTokenMaskRequest:
-    return pb.RegisterTokenMaskRequest(
-        words=words_to_proto(content), sha256=id_of(content) if sha256 is None else sha256
-    )
+    sha256 = id_of(content) if sha256 is None else sha256
+    return pb.RegisterTokenMaskRequest(words=words_to_proto(content), sha256=sha256)
 
 
 async def register(executor: Any, *allowed: int) -> bytes:
@@ -55,14 +53,10 @@ async def register(executor: Any, *allowed: int) -> bytes:
 async def batch(executor: Any, items: list[Any], **fields: Any) -> list[Any]:
     """Of each item its tokens, or its error."""
     answer = await executor.UnifiedForward(pb.UnifiedForwardRequest(items=items, **fields))
-    blocks, found = rows_from_proto(answer.row_blocks), []
-    for result in answer.results:
-        rows = result.output.rows
-        if result.HasField("error"):
-            found.append(error_from_status(result.error))
-        else:
-            found.append(blocks[rows.block]["token_ids"][rows.first : rows.first + rows.count].tolist())
-    return found
+    return [
+        error_from_status(each.error) if each.HasField("error") else chosen(answer, each.output)
+        for each in answer.results
+    ]
 
 
 async def rows_of(executor: Any, tokens: list[int]) -> np.ndarray:
@@ -106,11 +100,10 @@ async def play(executor: Any) -> list[Any]:
 
 async def test_masks_leave_their_tokens_and_touch_no_other_item(served: Served) -> None:
     await play(served.executor)
-    assert served.runner.compute.masks._words.keys() == {
-        id_of(words(*each)) for each in ((5, 77, 200), (8, 9), (30, 31))
-    }
+    there = {mask_id for mask_id, _ in served.runner.compute.masks.all()}
+    assert there == {id_of(words(*each)) for each in ((5, 77, 200), (8, 9), (30, 31))}
     assert len(served.server.state.masks) == 3
-    info = await served.executor.GetInfo(pb.GetInfoRequest())
+    info = await served.info()
     assert info_pb2.CAPABILITY_TOKEN_MASKS in info.capabilities and info.limits.max_token_masks == 2048
     await served.check()
 
@@ -139,11 +132,11 @@ async def test_the_least_recently_used_mask_goes_and_its_next_item_is_refused() 
         third = await register(ask, 3)
         for _ in range(2):
             call = ask.Decode(pb.DecodeRequest(item=item([1], handle, output=greedy(token_mask_id=second))))
-            error = await refused(call, Reason.TOKEN_MASK_UNKNOWN, NOT_FOUND)
+            error = await refused(call, Reason.TOKEN_MASK_UNKNOWN)
             assert (error.field, error.metadata["token_mask_id"]) == ("output.token_mask_id", second.hex())
         row_masks = greedy(ALL, row_mask_ids=[first, second])
         call = ask.ForwardVerify(pb.ForwardVerifyRequest(item=item([1, 1], handle, output=row_masks)))
-        assert (await refused(call, Reason.TOKEN_MASK_UNKNOWN, NOT_FOUND)).field == "output.row_mask_ids"
+        assert (await refused(call, Reason.TOKEN_MASK_UNKNOWN)).field == "output.row_mask_ids"
         assert await batch(ask, [item([1], handle, output=greedy(token_mask_id=third))]) == [[3]]
         assert await register(ask, 2) == second
         await served.check()
@@ -152,16 +145,14 @@ async def test_the_least_recently_used_mask_goes_and_its_next_item_is_refused() 
 
 async def test_what_a_call_in_flight_names_does_not_go() -> None:
     """However many are registered while it waits for its step."""
-    gate = Gate("forward")
-    async with serve_identity(max_token_masks=2, stage=gate) as served:
+    async with gated(max_token_masks=2) as (served, gate):
         ask = served.executor
         masks = [await register(ask, number) for number in (1, 2)]
         busy = await gate.hold(ask.Prefill(pb.PrefillRequest(item=item(PROMPT))))
         named = [item(PROMPT, output=greedy(token_mask_id=mask)) for mask in masks]
         waiting = asyncio.ensure_future(batch(ask, named))
         await until(lambda: bool(served.server.state.engine.queued_items))
-        call = ask.RegisterTokenMask(registering(words(3)))
-        error = await refused(call, Reason.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED)
+        error = await refused(ask.RegisterTokenMask(registering(words(3))), Reason.QUEUE_FULL)
         assert error.retry_after_s
         [full] = await batch(ask, [item(PROMPT, output=greedy(token_mask=words_to_proto(words(3))))])
         assert full.reason is Reason.QUEUE_FULL
@@ -178,14 +169,8 @@ BAD = {
     "two ways at once": ("token_mask_id", {"token_mask_id": bytes(32), "row_mask_ids": [b""]}),
     "both of one mask": ("token_mask_id", {"token_mask_id": bytes(32), "token_mask": types_pb2.Tensor()}),
     "words without a type": ("token_mask", {"token_mask": types_pb2.Tensor(shape=[8], data=bytes(32))}),
-    "words of bytes": (
-        "token_mask",
-        {"token_mask": types_pb2.Tensor(dtype=types_pb2.D_TYPE_I8, shape=[32], data=bytes(32))},
-    ),
-    "a shape unlike the bytes": (
-        "token_mask",
-        {"token_mask": types_pb2.Tensor(dtype=types_pb2.D_TYPE_I32, shape=[8], data=bytes(31))},
-    ),
+    "words of bytes": ("token_mask", {"token_mask": types_pb2.Tensor(dtype=I8, shape=[32], data=bytes(32))}),
+    "a shape unlike the bytes": ("token_mask", {"token_mask": types_pb2.Tensor(dtype=I32, shape=[8], data=bytes(31))}),
     "too few words": ("", {"token_mask": words_to_proto(b"\xff" * 28)}),
     "too many words": ("", {"token_mask": words_to_proto(b"\xff" * 36)}),
     "no token": ("", {"token_mask": words_to_proto(bytes(32))}),
@@ -193,19 +178,17 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-async def test_a_bad_spec_is_refused_by_its_field_and_changes_nothing(served: Served, name: str) -> None:
+async def test_a_bad_spec_is_refused_by_its_field_and_changes_nothing(served: Served) -> None:
     handle = await prefill(served, PROMPT)
-    field, fields = BAD[name]
-    for kind, make in (("greedy", greedy), ("sample", sample)):
-        call = served.executor.Decode(pb.DecodeRequest(item=item([1], handle, output=make(**fields))))
-        error = await refused(call, Reason.INVALID_REQUEST, INVALID)
+    kinds = {"greedy": greedy, "sample": sample}
+    for (name, (field, fields)), (kind, make) in product(BAD.items(), kinds.items()):
+        error = await refused(served.decode([1], handle, output=make(**fields)), Reason.INVALID_REQUEST)
         wanted = f"output.{kind}.{field}" if field else f"output.{next(iter(fields))}"
         assert error.field == wanted
         if name.endswith("words"):
             assert error.metadata == {"words": "8", "vocab_size": "256"}
     assert not len(served.server.state.masks)
-    await served.executor.Decode(pb.DecodeRequest(item=item([1], handle)))
+    await served.decode([1], handle)
 
 
 async def test_a_wrong_number_of_row_masks_is_refused_whatever_the_positions(served: Served) -> None:
@@ -225,8 +208,7 @@ async def test_registering_refuses_what_is_no_mask_and_a_wrong_hash(served: Serv
         (registering(words(1) * 2), "words"),
         (pb.RegisterTokenMaskRequest(sha256=id_of(b"")), "words"),
     ):
-        error = await refused(served.executor.RegisterTokenMask(request), Reason.INVALID_REQUEST, INVALID)
-        assert error.field == field
+        assert (await refused(served.executor.RegisterTokenMask(request), Reason.INVALID_REQUEST)).field == field
     assert not len(served.server.state.masks)
 
 
@@ -256,14 +238,10 @@ async def test_a_refused_item_registers_nothing_and_its_neighbours_run(served: S
     assert error.reason is Reason.TOKEN_MASK_UNKNOWN
     before = len(served.server.state.handles)
     good = [item([1], handle, output=greedy(token_mask=ok)), item(PROMPT, output=greedy(token_mask_id=bytes(32)))]
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await batch(served.executor, good, all_or_nothing=True)
-    assert caught.value.code() is NOT_FOUND
+    await refused(batch(served.executor, good, all_or_nothing=True), Reason.TOKEN_MASK_UNKNOWN)
     assert len(served.server.state.handles) == before
     assert await batch(served.executor, good[:1], all_or_nothing=True) == [[11]]
-    assert not any(
-        mask.uses for owner in served.server.state.masks._owners.values() for mask in owner.contents.values()
-    )
+    assert not any(uses(served.server.state.masks))
     await served.check()
 
 
@@ -279,99 +257,38 @@ async def test_a_replay_needs_no_mask_and_an_inline_one_is_the_same_content() ->
             assert again.output.replayed and again.row_blocks == first.row_blocks
         other = sample(seed=1, token_mask_id=id_of(words(1)))
         call = ask.Decode(pb.DecodeRequest(item=item([1], handle, request_id="r", output=other)))
-        await refused(call, Reason.REQUEST_ID_REUSED, INVALID)
-        entries = [
-            entry for scope in served.server.state.replay._owners[""].scopes.values() for entry in scope.values()
-        ]
+        await refused(call, Reason.REQUEST_ID_REUSED)
+        entries = recorded(served.server.state.replay)
         assert not any(getattr(part, "words", b"") for entry in entries for part in entry.fingerprint)
 
 
-async def test_another_callers_mask_is_as_unknown_as_none(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("alice alice-token-0123456789abcdef\nbob bob-token-0123456789abcdef\n")
-    tokens.chmod(0o600)
-    async with serve_identity(max_token_masks=8, security=Security(tokens=tokens)) as served:
-        alice, bob = ((("authorization", f"Bearer {name}-token-0123456789abcdef"),) for name in ("alice", "bob"))
-        ask = served.executor
-        mask = (await ask.RegisterTokenMask(registering(words(1)), metadata=alice)).token_mask_id
-        errors = []
+async def test_another_callers_mask_is_as_unknown_as_none() -> None:
+    async with serve_identity(max_token_masks=8, tokens=("alice a", "bob b")) as served:
+        alice, bob = served.by("a"), served.by("b")
+        mask, errors = await register(alice.executor, 1), []
         for unknown in (mask, bytes(32)):
-            call = ask.Prefill(pb.PrefillRequest(item=item(PROMPT, output=greedy(token_mask_id=unknown))), metadata=bob)
-            error = await refused(call, Reason.TOKEN_MASK_UNKNOWN, NOT_FOUND)
+            call = bob.prefill(PROMPT, output=greedy(token_mask_id=unknown))
+            error = await refused(call, Reason.TOKEN_MASK_UNKNOWN)
             errors.append((error.message, error.field, error.metadata.keys()))
         assert errors[0] == errors[1]
-        for number in range(10):  # a share of four
-            await ask.RegisterTokenMask(registering(words(number)), metadata=bob)
-        await ask.Prefill(pb.PrefillRequest(item=item(PROMPT, output=greedy(token_mask_id=mask))), metadata=alice)
-        assert len(served.server.state.masks) == 5
-
-
-async def test_a_mask_holds_for_every_row_of_a_run_and_row_masks_do_not_go_with_one() -> None:
-    """It stays for as long as the run does, however many are registered meanwhile."""
-    gate = Gate("forward")
-    async with serve_identity(max_token_masks=1, stage=gate) as served:
-        ask = served.executor
-        inline = words_to_proto(words(21, 22, 23))
-        run = forward_pb2.Run(max_tokens=8)
-        running = item(PROMPT, run=run, request_id="run", output=sample(seed=5, token_mask=inline))
-        task = await gate.hold(ask.UnifiedForward(pb.UnifiedForwardRequest(items=[running])))
-        await refused(
-            ask.RegisterTokenMask(registering(words(1))), Reason.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED
-        )
-        gate.open()
-        answer = await task
-        tokens = rows_from_proto(answer.row_blocks)[0]["token_ids"].tolist()
-        assert len(tokens) == 8 and set(tokens) <= {21, 22, 23} and len(set(tokens)) > 1
-        single, handle, last = [], None, PROMPT
-        for _ in range(8):
-            request = item(last, handle, output=sample(seed=5, token_mask=inline))
-            one = await ask.UnifiedForward(pb.UnifiedForwardRequest(items=[request]))
-            handle, last = one.results[0].output.handle, rows_from_proto(one.row_blocks)[0]["token_ids"].tolist()
-            single += last
-        assert tokens == single
-        assert await register(ask, 1)
-        bad = item(PROMPT, run=run, request_id="bad", output=sample(row_mask_ids=[id_of(words(1))]))
-        [error] = await batch(ask, [bad])
-        assert (error.reason, error.field) == (Reason.INVALID_REQUEST, "output.row_mask_ids")
+        await alice.prefill(PROMPT, output=greedy(token_mask_id=mask))
 
 
 async def test_a_follower_keeps_its_mask_while_it_waits() -> None:
-    gate = Gate("forward")
-    async with serve_identity(max_token_masks=2, stage=gate) as served:
-        ask, stream = served.executor, served.executor.Session()
+    async with gated(max_token_masks=2) as (served, gate), opened(served) as stream:
+        ask = served.executor
         mask, next_mask = await register(ask, 40), await register(ask, 41)
-        await stream.write(session_pb2.SessionRequest(step_id=1, hello=session_pb2.SessionHello(client_revision=3)))
-        await stream.read()
-        made = item(PROMPT, request_id="made", output=greedy(token_mask_id=mask))
-        chosen = forward_pb2.Follow(feed_chosen=True, creation="made")
-        later = item(
-            [],
-            types_pb2.KvHandle(seq_len=4, version=1),
-            follow=chosen,
-            request_id="f",
-            output=greedy(token_mask_id=next_mask),
-        )
-        gate.closed = True
-        for step, each in ((2, made), (3, later)):
-            await stream.write(
-                session_pb2.SessionRequest(step_id=step, forward=session_pb2.SessionForward(items=[each]))
-            )
-        await asyncio.to_thread(gate.reached.wait, 30)
-        await until(
-            lambda: sum(m.uses for o in served.server.state.masks._owners.values() for m in o.contents.values()) == 2
-        )
-        await refused(
-            ask.RegisterTokenMask(registering(words(1))), Reason.QUEUE_FULL, grpc.StatusCode.RESOURCE_EXHAUSTED
-        )
+        await gate.hold(stream.step(item(PROMPT, request_id="made", output=greedy(token_mask_id=mask))))
+        made, follow = types_pb2.KvHandle(seq_len=4, version=1), forward_pb2.Follow(feed_chosen=True, creation="made")
+        await stream.step(item([], made, follow=follow, request_id="f", output=greedy(token_mask_id=next_mask)))
+        await until(lambda: sum(uses(served.server.state.masks)) == 2)
+        await refused(ask.RegisterTokenMask(registering(words(1))), Reason.QUEUE_FULL)
         gate.open()
-        assert [tokens_of_frame(await stream.read()) for _ in range(2)] == [[40], [41]]
-        await stream.done_writing()
+        for token in (40, 41):
+            answer = (await stream.read()).forward
+            assert chosen(answer, answer.results[0].output) == [token]
+        await stream.call.done_writing()
         assert await register(ask, 1)
-
-
-def tokens_of_frame(answer: Any) -> list[int]:
-    assert not answer.forward.results[0].HasField("error"), answer
-    return rows_from_proto(answer.forward.row_blocks)[0]["token_ids"].tolist()
 
 
 async def test_drafts_are_verified_under_masks_of_their_rows(served: Served) -> None:

@@ -7,11 +7,10 @@ import hashlib
 import io
 import json
 import math
-import random
 import re
 import zipfile
-from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,59 +20,40 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import generate_latest
 
-from ferrum_rpc.client import (
-    ContextLengthExceeded,
-    DeviceLost,
-    Draining,
-    ExecutorClient,
-    GrammarTooComplex,
-    Greedy,
-    HiddenStates,
-    InstanceMismatch,
-    InvalidRequest,
-    KvBlocksExhausted,
-    NotSupported,
-    OutputSpec,
-    Positions,
-    PrefixIndex,
-    QueueFull,
-    QuotaExceeded,
-    RowLogprobs,
-    Sample,
-    SequencesExhausted,
-    Starting,
-    StepFailed,
-    StreamToken,
-    TransportError,
-    Unauthenticated,
-)
-from ferrum_rpc.errors import ERROR_BY_REASON
+from ferrum_rpc import errors
+from ferrum_rpc.client import ExecutorClient, Greedy, HiddenStates, PrefixIndex, RowLogprobs, Sample
 from ferrum_rpc.scheduler import ExecutorGone
-from tests.e2e.test_scheduler_runs import assert_nothing_is_left
-from tests.faults.process import serving
-from tests.faults.waiting import until
-from tests.grammars import DEMO, END, MODEL, PERSON
-from tests.serving import Gate, Served, serve_model
-from tests.workers import PROMPT, Working, request, working
+from tests.support.grammars import DEMO, END, MODEL, PERSON
+from tests.support.process import serving
+from tests.support.scheduling import assert_nothing_is_left
+from tests.support.serving import Gate, Served, serve_model
+from tests.support.tokens import bearer, write_tokens
+from tests.support.waiting import until
+from tests.support.workers import PROMPT, Working, request, working
 
 pb = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2", reason="smg-grpc-proto is not installed")
 from smg_grpc_proto.generated import common_pb2  # noqa: E402 - behind the skip
 
-from ferrum_rpc.fronts import servicer  # noqa: E402 - behind the skip
+from ferrum_rpc.fronts import blocks, servicer  # noqa: E402 - behind the skip
+from ferrum_rpc.fronts.load import WorkLoad, registry_of_worker  # noqa: E402 - behind the skip
 from ferrum_rpc.fronts.port import status_of  # noqa: E402 - behind the skip
 
 CODE = grpc.StatusCode
+ENDLESS = {"stream": True, "max_tokens": 1500, "ignore_eos": True}
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def alone(served: Served, output: Greedy | Sample, max_tokens: int = 24, **options: Any) -> list[StreamToken]:
+async def alone(served: Served, output: Greedy | Sample, max_tokens: int = 24, **options: Any) -> list[Any]:
     """The same text by the client."""
     async with ExecutorClient(served.target) as client, client.sequence() as sequence:
         stream = sequence.stream(PROMPT, max_tokens=max_tokens, output=output, **options)
         return [token async for token in stream]
 
 
-def ids(tokens: list[StreamToken]) -> list[int]:
+def ids(tokens: list[Any]) -> list[int]:
     return [each.token for each in tokens]
 
 
@@ -88,18 +68,35 @@ async def refusal(call: Any) -> tuple[Any, str]:
     return refused.value.code(), refused.value.details()
 
 
-@pytest_asyncio.fixture
-async def served() -> AsyncIterator[Served]:
-    async with serve_model(DEMO) as one:
-        yield one
-        await until(lambda: len(one.server.state.handles) == 0, 10)
-        await assert_nothing_is_left(one)
+async def emptied(served: Served) -> None:
+    """Its sequences end soon, and nothing is left."""
+    await until(lambda: len(served.server.state.handles) == 0, 10)
+    await assert_nothing_is_left(served)
 
 
-@pytest_asyncio.fixture
-async def worker(served: Served) -> AsyncIterator[Working]:
-    async with working(served.target) as one:
-        yield one
+def subscribe(worker: Working, **request: Any) -> Any:
+    return worker.engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(**request))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def both() -> AsyncIterator[tuple[Served, Working]]:
+    async with serve_model(DEMO) as served, working(served.target) as worker:
+        yield served, worker
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def served(both: tuple[Served, Working]) -> AsyncIterator[Served]:
+    yield both[0]
+    await emptied(both[0])
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def worker(both: tuple[Served, Working], served: Served) -> AsyncIterator[Working]:
+    """Which has nothing left of any text, however that ended."""
+    yield both[1]
+    methods = both[1].port.methods
+    await until(lambda: methods.texts == 0, 10)
+    assert (methods.load.waiting_tokens, methods.load.waiting, methods._streams) == (0, 0, {})
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
@@ -141,9 +138,7 @@ OUTPUTS: dict[str, tuple[dict[str, Any], Sample]] = {
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-async def test_what_a_request_asks_of_its_tokens_is_the_clients_output(
-    served: Served, worker: Working, name: str
-) -> None:
+async def test_what_a_request_asks_of_its_tokens_is_the_clients_output(served, worker, name):
     sampling, output = OUTPUTS[name]
     [found] = await worker.generate(request(**{"temperature": 0.0, **sampling}))
     assert list(found.complete.output_ids) == ids(await alone(served, output))
@@ -234,8 +229,7 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", CONSTRAINTS)
+@pytest.mark.parametrize(("name", "temperature"), [*((name, 1.0) for name in CONSTRAINTS), ("json_schema", 0.0)])
 async def test_a_constrained_text_is_of_its_language(worker: Working, name: str, temperature: float) -> None:
     sampling, holds = CONSTRAINTS[name]
     if name == "json_object":  # objects without an end are of its language too
@@ -252,7 +246,7 @@ async def test_a_constrained_text_is_of_its_language(worker: Working, name: str,
 
 
 async def test_aborted_texts_end_with_what_they_have(worker: Working) -> None:
-    call = worker.engine.Generate(request(name="one", stream=True, max_tokens=1500, n=2, ignore_eos=True))
+    call = worker.engine.Generate(request(name="one", n=2, **ENDLESS))
     messages = aiter(call)
     assert (await anext(messages)).chunk.token_ids
     await worker.engine.Abort(pb.AbortRequest(request_ids=["unknown", "one"]))
@@ -267,7 +261,7 @@ async def test_a_text_that_is_left_ends_with_the_present_step(by: str) -> None:
     gate = Gate("forward")
     async with serve_model(DEMO, stage=gate) as served, working(served.target) as worker:
         state = served.server.state
-        call = worker.engine.Generate(request(stream=True, max_tokens=1500, ignore_eos=True))
+        call = worker.engine.Generate(request(**ENDLESS))
         await call.read()
         gate.closed = True
         await asyncio.to_thread(gate.reached.wait, 10)
@@ -293,8 +287,7 @@ async def test_a_client_that_leaves_before_its_first_token_leaves_nothing() -> N
         call.cancel()
         await until(lambda: worker.port.methods.texts == 0, 10)
         gate.open()
-        await until(lambda: len(served.server.state.handles) == 0, 10)
-        await assert_nothing_is_left(served)
+        await emptied(served)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -308,13 +301,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_caller_gets_wrong_is_an_invalid_argument(worker: Working, name: str, stream: bool) -> None:
-    given, words = REFUSED[name]
-    code, details = await refusal(worker.generate(request(stream=stream, **given)))
-    assert code is CODE.INVALID_ARGUMENT
-    assert re.search(words, details)
+async def test_what_the_caller_gets_wrong_is_an_invalid_argument(worker: Working) -> None:
+    for name, (given, words) in REFUSED.items():
+        code, details = await refusal(worker.generate(request(stream=True, **given)))
+        assert code is CODE.INVALID_ARGUMENT and re.search(words, details), name
 
 
 @pytest.mark.parametrize("constrained", [True, False])
@@ -323,7 +313,7 @@ async def test_a_text_that_cannot_go_on_under_its_constraint_says_so(worker: Wor
 
     async def fails(streams: Any) -> Any:
         yield 0, await streams[0].arrived()
-        raise GrammarTooComplex("the mask of a row exceeds the time or memory of the grammar")
+        raise errors.GrammarTooComplex("the mask of a row exceeds the time or memory of the grammar")
 
     made = request(stream=True, **({"regex": "a{9}"} if constrained else {}))
     with mock.patch.object(servicer, "_together", fails), pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -335,32 +325,32 @@ async def test_a_text_that_cannot_go_on_under_its_constraint_says_so(worker: Wor
 
 
 STATUSES: dict[type[Exception], Any] = {
-    InvalidRequest: CODE.INVALID_ARGUMENT,
-    NotSupported: CODE.INVALID_ARGUMENT,
-    ContextLengthExceeded: CODE.INVALID_ARGUMENT,
-    GrammarTooComplex: CODE.INVALID_ARGUMENT,
-    QueueFull: CODE.RESOURCE_EXHAUSTED,
-    SequencesExhausted: CODE.RESOURCE_EXHAUSTED,
-    KvBlocksExhausted: CODE.RESOURCE_EXHAUSTED,
-    QuotaExceeded: CODE.RESOURCE_EXHAUSTED,
-    Draining: CODE.UNAVAILABLE,
-    Starting: CODE.UNAVAILABLE,
-    TransportError: CODE.UNAVAILABLE,
-    InstanceMismatch: CODE.UNAVAILABLE,
-    DeviceLost: CODE.UNAVAILABLE,
+    errors.InvalidRequest: CODE.INVALID_ARGUMENT,
+    errors.NotSupported: CODE.INVALID_ARGUMENT,
+    errors.ContextLengthExceeded: CODE.INVALID_ARGUMENT,
+    errors.GrammarTooComplex: CODE.INVALID_ARGUMENT,
+    errors.QueueFull: CODE.RESOURCE_EXHAUSTED,
+    errors.SequencesExhausted: CODE.RESOURCE_EXHAUSTED,
+    errors.KvBlocksExhausted: CODE.RESOURCE_EXHAUSTED,
+    errors.QuotaExceeded: CODE.RESOURCE_EXHAUSTED,
+    errors.Draining: CODE.UNAVAILABLE,
+    errors.Starting: CODE.UNAVAILABLE,
+    errors.TransportError: CODE.UNAVAILABLE,
+    errors.InstanceMismatch: CODE.UNAVAILABLE,
+    errors.DeviceLost: CODE.UNAVAILABLE,
     ExecutorGone: CODE.UNAVAILABLE,
-    Unauthenticated: CODE.INTERNAL,
-    StepFailed: CODE.INTERNAL,
+    errors.Unauthenticated: CODE.INTERNAL,
+    errors.StepFailed: CODE.INTERNAL,
     ValueError: CODE.INTERNAL,
 }
 
 
-def test_every_error_of_an_executor_has_a_status_of_the_protocol() -> None:
+async def test_every_error_of_an_executor_has_a_status_of_the_protocol() -> None:
     for kind, expected in STATUSES.items():
         code, message = status_of(kind("why"))
         assert code is expected
         assert "why" in message
-    for kind in ERROR_BY_REASON.values():
+    for kind in errors.ERROR_BY_REASON.values():
         assert status_of(kind("why"))[0] in set(STATUSES.values())
 
 
@@ -375,57 +365,13 @@ async def test_without_an_executor_texts_fail_as_unavailable_and_the_worker_is_n
     async with serving(model="demo") as process, working(process.target, flags=("--patience-s", "0.5")) as worker:
         health = await worker.engine.HealthCheck(pb.HealthCheckRequest())
         assert (health.healthy, health.message) == (True, "Health")
-        messages = aiter(worker.engine.Generate(request(stream=True, max_tokens=1500, ignore_eos=True)))
-        await anext(messages)
+        text = asyncio.ensure_future(worker.generate(request(**ENDLESS)))
+        await until(lambda: worker.port.methods.load.chosen_tokens > 0, 10)
         await process.kill()
-
-        async def rest() -> None:
-            async for _ in messages:
-                pass
-
-        assert (await refusal(rest()))[0] is CODE.UNAVAILABLE
+        assert (await refusal(text))[0] is CODE.UNAVAILABLE
         assert (await refusal(worker.generate(request())))[0] is CODE.UNAVAILABLE
         health = await worker.engine.HealthCheck(pb.HealthCheckRequest())
         assert (health.healthy, health.message) == (False, "no executor serves")
-
-
-async def test_a_flood_of_calls_that_end_in_every_way_leaves_nothing(served: Served, worker: Working) -> None:
-    await worker.generate(request())
-    dice, tasks = random.Random(5), len(asyncio.all_tasks())
-
-    async def one(number: int) -> str:
-        ways: list[dict[str, Any]] = [{}, {"n": 3}, {"top_p": 7.0}, {"regex": "[a-z]{9}"}, {"logprobs": 1}]
-        ways += [{"prompt_logprobs": 0}, {"regex": "[a"}, {"stop": ["e"]}]
-        prompt = [*PROMPT, *f"{number % 7}".encode()]
-        made = request(prompt=prompt, stream=dice.random() < 0.5, name=str(number), max_tokens=40, **dice.choice(ways))
-        call = worker.engine.Generate(made)
-        leaves, aborts = dice.random() < 0.3, dice.random() < 0.2
-        try:
-            messages = aiter(call)
-            if leaves and dice.random() < 0.3:
-                call.cancel()
-            async for each in messages:
-                if aborts:
-                    await worker.engine.Abort(pb.AbortRequest(request_ids=[str(number)]))
-                if leaves:
-                    call.cancel()
-                last = each
-            return str(last.complete.finish_reason)
-        except grpc.aio.AioRpcError as error:
-            return error.code().name
-        except asyncio.CancelledError:
-            return "CANCELLED"
-
-    ends = Counter(await asyncio.gather(*map(one, range(250))))
-    known = {"length", "stop", "INVALID_ARGUMENT", "CANCELLED"}
-    assert known <= ends.keys() <= {"abort", *known}
-    load = worker.port.methods.load
-    await until(lambda: load.requests == 0, 20)
-    await until(lambda: len(asyncio.all_tasks()) <= tasks, 20)
-    assert (load.waiting_tokens, load.waiting, worker.port.methods._streams) == (0, 0, {})
-    assert sum(load.finished.values()) >= ends["length"] + ends["stop"]
-    [after] = await worker.generate(request())
-    assert list(after.complete.output_ids) == ids(await alone(served, Greedy()))
 
 
 # --- fleets and drains ------------------------------------------------------------------------------------------------
@@ -459,8 +405,8 @@ async def test_texts_survive_a_killed_executor_unchanged() -> None:
 
 async def test_a_drain_serves_what_was_begun_and_refuses_the_rest(served: Served) -> None:
     async with working(served.target) as worker:
-        expected = ids(await alone(served, Greedy(), 300, stop=()))
-        messages = aiter(worker.engine.Generate(request(stream=True, max_tokens=300, ignore_eos=True)))
+        expected = ids(await alone(served, Greedy(), 120, stop=()))
+        messages = aiter(worker.engine.Generate(request(**{**ENDLESS, "max_tokens": 120})))
         tokens = list((await anext(messages)).chunk.token_ids)
         draining = asyncio.create_task(worker.port.methods.drain())
         await until(lambda: worker.port.methods.draining, 10)
@@ -480,7 +426,7 @@ async def test_a_drain_serves_what_was_begun_and_refuses_the_rest(served: Served
 
 async def test_an_embedding_is_the_last_row_at_length_1(served: Served, worker: Working) -> None:
     async with ExecutorClient(served.target) as client, client.sequence() as sequence:
-        row = (await sequence.prefill(PROMPT, OutputSpec(Positions.LAST, HiddenStates()))).hidden_states[0]
+        row = (await sequence.prefill(PROMPT, HiddenStates())).hidden_states[0]
     found = await worker.engine.Embed(pb.EmbedRequest(request_id="e", tokenized=pb.TokenizedInput(input_ids=PROMPT)))
     assert (found.prompt_tokens, found.embedding_dim) == (len(PROMPT), 256)
     assert math.isclose(float(np.linalg.norm(found.embedding)), 1, rel_tol=1e-6)
@@ -508,7 +454,7 @@ async def test_the_load_is_that_of_the_texts(worker: Working) -> None:
 
     before = await load()
     assert (before.num_total_reqs, before.num_running_reqs, before.token_usage) == (0, 0, 0.0)
-    call = worker.engine.Generate(request(stream=True, max_tokens=1500, ignore_eos=True))
+    call = worker.engine.Generate(request(**ENDLESS))
     await call.read()
     during = await load()
     assert (during.num_total_reqs, during.num_running_reqs, during.num_waiting_reqs) == (1, 1, 0)
@@ -529,10 +475,18 @@ async def test_the_tokenizer_is_a_zip_with_its_digest(worker: Working, tmp_path:
         assert archive.read("tokenizer.json") == (MODEL / "tokenizer.json").read_bytes()
 
 
-async def test_cached_blocks_are_reported_with_their_tokens(served: Served, worker: Working) -> None:
+@pytest_asyncio.fixture(loop_scope="module")
+async def fresh() -> AsyncIterator[tuple[Served, Working]]:
+    """With nothing in the cache."""
+    async with serve_model(DEMO) as served, working(served.target) as worker:
+        yield served, worker
+
+
+async def test_cached_blocks_are_reported_with_their_tokens(fresh: tuple[Served, Working]) -> None:
+    served, worker = fresh
     async with ExecutorClient(served.target) as client:
         index = PrefixIndex.of(await client.info())
-    call = worker.engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+    call = subscribe(worker)
     assert (await call.read()).events[0].WhichOneof("data") == "cleared"
     [made] = await worker.generate(request(max_tokens=60))
     text = [*PROMPT, *made.complete.output_ids]
@@ -547,23 +501,17 @@ async def test_cached_blocks_are_reported_with_their_tokens(served: Served, work
     parents = [each.parent_block_hash if each.HasField("parent_block_hash") else None for each in found]
     assert parents == [None, *expected[:-1]]
     call.cancel()
-    again = worker.engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+    again = subscribe(worker)
     await again.read()
     assert [each.stored.blocks[0].block_hash for each in (await again.read()).events] == expected
     again.cancel()
-    late = worker.engine.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(start_sequence_number=3))
-    assert (await refusal(late.read()))[0] is CODE.OUT_OF_RANGE
-
-
-async def test_methods_that_are_not_offered_are_unimplemented(worker: Working) -> None:
-    call = worker.engine.FlushCache(common_pb2.FlushCacheRequest())
-    assert (await refusal(call))[0] is CODE.UNIMPLEMENTED
+    assert (await refusal(subscribe(worker, start_sequence_number=3).read()))[0] is CODE.OUT_OF_RANGE
 
 
 # --- the port ---------------------------------------------------------------------------------------------------------
 
 
-async def test_bytes_that_are_no_request_are_refused(worker: Working) -> None:
+async def test_bytes_that_are_no_request_and_methods_that_are_not_offered_are_refused(worker: Working) -> None:
     async with grpc.aio.insecure_channel(worker.port.target) as channel:
         for method, kind in (("Generate", channel.unary_stream), ("Abort", channel.unary_unary)):
             call = kind(f"/vllm.grpc.engine.VllmEngine/{method}")(b"\xff")
@@ -571,6 +519,7 @@ async def test_bytes_that_are_no_request_are_refused(worker: Working) -> None:
             assert await call.details() == "the request is not a valid message of this method"
         call = channel.unary_unary("/grpc.health.v1.Health/Check")(b"\x0a\x00" * 600)
         assert await call.details() == "the request has 1200 bytes of at most 1024"
+    assert (await refusal(worker.engine.FlushCache(common_pb2.FlushCacheRequest())))[0] is CODE.UNIMPLEMENTED
     assert (await worker.engine.HealthCheck(pb.HealthCheckRequest())).healthy
 
 
@@ -583,15 +532,58 @@ async def test_a_text_whose_client_does_not_read_is_ended(served: Served, monkey
             sent.append(message)
             await reads.wait()
 
-        text = asyncio.create_task(
-            worker.port.methods.generate(request(stream=True, max_tokens=1900, ignore_eos=True), send)
-        )
+        text = asyncio.create_task(worker.port.methods.generate(request(**ENDLESS), send))
         await until(lambda: bool(sent), 20)
         assert len(served.server.state.handles) == 1
         await until(lambda: len(served.server.state.handles) == 0, 20)
         reads.set()
         await text
         assert sent[-1].complete.finish_reason == "abort"
+
+
+async def test_more_texts_than_the_worker_holds_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkLoad, "max_texts", 3)
+    async with working(served.target) as worker:
+        assert await refusal(worker.generate(request(n=4))) == (CODE.RESOURCE_EXHAUSTED, "0 texts are not sent yet")
+        for _ in range(2):  # those that have been sent count no more
+            assert len(await worker.generate(request(n=3, max_tokens=2))) == 3
+
+
+async def test_more_subscribers_than_allowed_are_refused(worker: Working, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MOST_SUBSCRIBERS", 1)
+    first = subscribe(worker)
+    assert (await first.read()).events[0].WhichOneof("data") == "cleared"
+    code, details = await refusal(subscribe(worker).read())
+    assert (code, details) == (CODE.RESOURCE_EXHAUSTED, "there are 1 subscribers already")
+    first.cancel()
+    async with asyncio.timeout(20):
+        while True:
+            with suppress(grpc.aio.AioRpcError):  # the worker has not seen yet that the first has left
+                await (next_one := subscribe(worker)).read()
+                break
+    next_one.cancel()
+
+
+async def test_prompt_scores_wait_while_others_are_not_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer, "MAX_SCORES_BYTES", servicer.SCORE_BYTES * len(PROMPT))
+    async with working(served.target) as worker:
+        reads, sent = asyncio.Event(), {name: list[Any]() for name in ("first", "second", "unscored")}
+
+        async def text(name: str, **options: Any) -> None:
+            async def send(message: Any) -> None:
+                sent[name].append(message)
+                await (reads.wait() if name == "first" else asyncio.sleep(0))
+
+            await worker.port.methods.generate(request(name=name, max_tokens=4, **options), send)
+
+        first = asyncio.create_task(text("first", prompt_logprobs=0))
+        await until(lambda: bool(sent["first"]), 20)
+        second = asyncio.create_task(text("second", prompt_logprobs=0))
+        await text("unscored")
+        assert sent["unscored"] and not sent["second"]
+        reads.set()
+        await asyncio.gather(first, second)
+        assert len(sent["second"][0].complete.input_logprobs.token_ids) == len(PROMPT)
 
 
 async def test_every_watcher_of_the_health_hears_of_a_drain(served: Served) -> None:
@@ -607,24 +599,17 @@ async def test_every_watcher_of_the_health_hears_of_a_drain(served: Served) -> N
 
 
 async def test_with_tokens_only_their_callers_are_served(served: Served, tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("router secret\n")
-    tokens.chmod(0o600)
+    tokens = write_tokens(tmp_path, "router secret")
     async with working(served.target, flags=("--serve-tokens", str(tokens))) as worker:
-        for metadata in ((), (("authorization", "Bearer wrong"),)):
+        for metadata in ((), bearer("wrong")):
             call = worker.engine.HealthCheck(pb.HealthCheckRequest(), metadata=metadata)
             assert (await refusal(call))[0] is CODE.UNAUTHENTICATED
             stream = worker.engine.Generate(request(), metadata=metadata)
             assert (await refusal(stream.read()))[0] is CODE.UNAUTHENTICATED
-        metadata = (("authorization", "Bearer secret"),)
-        assert (await worker.engine.HealthCheck(pb.HealthCheckRequest(), metadata=metadata)).healthy
+        assert (await worker.engine.HealthCheck(pb.HealthCheckRequest(), metadata=bearer("secret"))).healthy
 
 
 async def test_the_metrics_count_texts_tokens_and_statuses(served: Served) -> None:
-    from prometheus_client import generate_latest
-
-    from ferrum_rpc.fronts.load import registry_of_worker
-
     async with working(served.target) as worker:
         await worker.generate(request(n=2, max_tokens=3))
         with pytest.raises(grpc.aio.AioRpcError):

@@ -1,35 +1,28 @@
 """Quick runs of benchmarks in this process, with servers that are forked: a process of its own imports torch, once for
 itself and once for each server, and that is most of what a quick run takes."""
 
-from __future__ import annotations
-
 import asyncio
 import io
+import json
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import compare
-from tests.faults.forking import ROOT, fork
-
-QuickRun = Callable[..., str]
-"""``(module, *arguments)``: the benchmark's command line, behind ``--quick``. Returns what it prints."""
+from tests.support.forking import ROOT, fork
 
 SERVER = (sys.executable, "-m", "ferrum_rpc.cli")
 
 
 @pytest.fixture(scope="module")
-def forked_servers() -> Iterator[None]:
+def forked_servers():
     """The servers of benchmarks are forked, and no turn is repeated because others use the machine: the suite does."""
     execute = asyncio.create_subprocess_exec
 
-    async def start(*command: str, **options: Any) -> Any:
+    async def start(*command, **options):
         if command[:3] != SERVER or Path(options["cwd"]) != ROOT:
             return await execute(*command, **options)
         return await fork(list(command[3:]), options["env"])
@@ -43,12 +36,19 @@ def forked_servers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def quick_run(forked_servers: None) -> QuickRun:
-    """Runs a benchmark."""
+def quick_run(forked_servers, tmp_path_factory):
+    """Runs a benchmark: ``(module, *arguments)``, its command line behind ``--quick``. Returns the result that it
+    writes."""
 
-    def run(module: ModuleType, *arguments: str) -> str:
+    def run(module, *arguments):
+        out = tmp_path_factory.mktemp("quick") / "result.json"
+        main = module.main if hasattr(module, "main") else module.BENCHMARK.main
         with redirect_stdout(io.StringIO()) as told:
-            module.main(["--quick", *arguments])
-        return told.getvalue()
+            try:
+                main(["--quick", "--out", str(out), *arguments])
+            except SystemExit as ended:
+                assert not ended.code, told.getvalue()
+        assert str(out) in told.getvalue()
+        return json.loads(out.read_text(encoding="utf-8"))
 
     return run

@@ -1,9 +1,6 @@
 """The demo models can be trained anew: weights of the committed shape, and a card with the figures of the run."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +14,7 @@ TEXT = "It was so. " * 700
 PACKAGES = ("r-cran-janeaustenr", "golang-github-pierrec-lz4-dev", "bible-kjv", "bible-kjv-text")
 
 
-def test_a_run_writes_weights_of_the_committed_shape_and_its_figures_into_the_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_writes_weights_of_the_committed_shape_and_its_figures_into_the_card(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "load", lambda cache: Corpus([TEXT], [TEXT[:600]], dict.fromkeys(PACKAGES, "9.9-9")))
     monkeypatch.setattr(train, "sample", lambda model, prompt, new, temperature: f"{prompt}it was {temperature} so")
     monkeypatch.setattr(train, "RECIPES", train.RECIPES | {"target": train.Recipe(2, 9, 3e-3)})
@@ -42,13 +37,13 @@ def test_a_run_writes_weights_of_the_committed_shape_and_its_figures_into_the_ca
         assert {each.name for each in (tmp_path / folder).iterdir()} == {*train.GIVEN, "model.safetensors"}
 
 
-def test_a_figure_without_a_place_in_the_card_is_an_error() -> None:
+def test_a_figure_without_a_place_in_the_card_is_an_error():
     assert train.update_card("| seed | 1 |", {r"^\| seed \| [^\n]*": "| seed | 2 |"}) == "| seed | 2 |"
     with pytest.raises(ValueError, match="no place for"):
         train.update_card("nothing", {r"^\| seed \| [^\n]*": "| seed | 2 |"})
 
 
-def test_text_is_reduced_to_ascii_and_words() -> None:
+def test_text_is_reduced_to_ascii_and_words():
     assert to_ascii("\u201cBrontë\u201d \u2014 caf\u00e9") == '"Bronte" -- cafe'
     assert split_words('"Oh!--no," said she') == ["oh", "no", "said", "she"]
     header, length = (2, 0, 0, 16, 1), (0x40009, 2)

@@ -3,8 +3,6 @@
 The Python here is a shell script that answers what is asked of it, so nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import shutil
@@ -12,21 +10,21 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.tools.running import ran
 from tools import environment
+from tools.commands import ROOT
 
-ROOT = Path(__file__).parents[2]
 REAL = sys.executable
 PRETENDING = """
 import runpy, sys
 sys.version_info, sys.argv = (3, 10, 12), sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name='__main__')
 """
+"""Makes a Python say that it is 3.10."""
 
 FAKE = """#!/bin/sh
 # -m venv --clear FOLDER; -m pip install ...; -c PROBE
@@ -39,7 +37,7 @@ esac
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch):
     """A checkout with the fake as the user's Python, which is in order."""
     folder = tmp_path / "check out"
     (folder / "tools").mkdir(parents=True)
@@ -55,36 +53,29 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture
-def wrong(root: Path) -> Iterator[Path]:
-    """A Python that says it is 3.10, and is otherwise the one that runs this."""
-    python = root / "python3.10"
-    python.write_text(f'#!/bin/sh\nexec "{REAL}" -c "{PRETENDING}" "$@"\n')
-    python.chmod(0o755)
-    yield python
-
-
-def installations(root: Path) -> int:
+def installations(root):
     return len((root / "pip").read_text().splitlines()) if (root / "pip").exists() else 0
 
 
-def marked(root: Path) -> bool:
+def marked(root):
     return (root / ".venv" / ".unfinished").exists()
 
 
 @pytest.mark.parametrize("target", ["demo", "test"])
-def test_another_python_is_named_and_nothing_is_left(root: Path, wrong: Path, target: str) -> None:
-    make = ["make", "--no-print-directory", target, f"PYTHON=./{wrong.name}"]
-    done = subprocess.run(make, cwd=root, capture_output=True, text=True, check=False)
+def test_another_python_is_named_and_nothing_is_left(root, target):
+    wrong = root / "python3.10"
+    wrong.write_text(f'#!/bin/sh\nexec "{REAL}" -c "{PRETENDING}" "$@"\n')
+    wrong.chmod(0o755)
+    done = ran(["make", "--no-print-directory", target, f"PYTHON=./{wrong.name}"], cwd=root)
     assert done.returncode != 0
     assert "this is Python 3.10.12, and 3.11 to 3.13 are needed" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (root / ".venv").exists()
 
 
-def test_who_watches_sees_the_progress_of_pip_and_a_pipe_does_not(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_watches_sees_the_progress_of_pip_and_a_pipe_does_not(root, monkeypatch):
     class Screen(io.StringIO):
-        def isatty(self) -> bool:
+        def isatty(self):
             return True
 
     for stream, quiet in ((Screen(), False), (io.StringIO(), True)):
@@ -93,27 +84,19 @@ def test_who_watches_sees_the_progress_of_pip_and_a_pipe_does_not(root: Path, mo
         assert ("--quiet" in (root / "pip").read_text().splitlines()[-1].split()) is quiet
 
 
-def test_type_checkers_find_an_editable_installation(tmp_path: Path) -> None:
-    """It is a path and no import hook, which they could not follow."""
-    checkout, venv, elsewhere = (tmp_path / name for name in ("checkout", "venv", "elsewhere"))
-    shutil.copytree(ROOT / "ferrum_rpc", checkout / "ferrum_rpc", ignore=shutil.ignore_patterns("__pycache__"))
+def test_an_editable_installation_is_a_path_and_no_import_hook(tmp_path):
+    """Or type checkers could not follow it."""
+    shutil.copytree(ROOT / "ferrum_rpc", tmp_path / "ferrum_rpc", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, checkout)
-    build = "import sys; from setuptools import build_meta; print(build_meta.build_editable(sys.argv[1]))"
-    run = partial(subprocess.run, capture_output=True, text=True, check=True)
-    wheel = run([REAL, "-c", build, str(tmp_path)], cwd=checkout).stdout.split()[-1]
-    run([REAL, "-m", "venv", "--without-pip", str(venv)])
-    [packages] = venv.glob("lib/*/site-packages")
-    zipfile.ZipFile(tmp_path / wheel).extractall(packages)
-    elsewhere.mkdir()
-    (elsewhere / "program.py").write_text("from ferrum_rpc.client import ExecutorClient\nreveal_type(ExecutorClient)\n")
-    python = str(venv / "bin" / "python")
-    checker = [REAL, "-m", "mypy", "--python-executable", python, "--ignore-missing-imports", "--follow-imports=silent"]
-    said = run([*checker, "program.py"], cwd=elsewhere).stdout
-    assert "-> ferrum_rpc.client.client.ExecutorClient" in said and "Success" in said
+        shutil.copy(ROOT / name, tmp_path)
+    build = "from setuptools import build_meta; print(build_meta.build_editable('.'))"
+    done = ran([REAL, "-c", build], cwd=tmp_path)
+    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+        [found] = [name for name in wheel.namelist() if ".dist-info/" not in name]
+        assert found.endswith(".pth") and Path(wheel.read(found).decode().strip()) == tmp_path
 
 
-def test_the_right_python_installs_into_an_environment_of_its_own(root: Path) -> None:
+def test_the_right_python_installs_into_an_environment_of_its_own(root):
     assert environment.main("server", root) == 0
     assert (root / ".venv" / "bin" / "python").exists()
     assert installations(root) == 1
@@ -121,7 +104,7 @@ def test_the_right_python_installs_into_an_environment_of_its_own(root: Path) ->
 
 
 @pytest.mark.parametrize("version", ["3 10", "3 14", "no answer"])
-def test_an_environment_of_another_python_or_without_pip_is_replaced(root: Path, version: str) -> None:
+def test_an_environment_of_another_python_or_without_pip_is_replaced(root, version):
     environment.main("server", root)
     rest = root / ".venv" / "rest"
     rest.touch()
@@ -131,9 +114,7 @@ def test_an_environment_of_another_python_or_without_pip_is_replaced(root: Path,
     assert not rest.exists()
 
 
-def test_an_environment_that_works_is_kept_whatever_python_make_names(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_that_works_is_kept_whatever_python_make_names(root, monkeypatch):
     environment.main("server", root)
     (root / ".venv" / "rest").touch()
     monkeypatch.setattr(sys, "version_info", (3, 10, 12))
@@ -141,14 +122,14 @@ def test_an_environment_that_works_is_kept_whatever_python_make_names(
     assert (root / ".venv" / "rest").exists()
 
 
-def test_nothing_is_left_where_no_environment_can_be_made(root: Path) -> None:
+def test_nothing_is_left_where_no_environment_can_be_made(root):
     (root / "python").write_text('#!/bin/sh\nmkdir -p "$4/bin"; exit 1\n')  # Debian without python3-venv
     with pytest.raises(SystemExit, match="python3-venv"):
         environment.main("server", root)
     assert not (root / ".venv").exists()
 
 
-def test_a_first_installation_that_fails_begins_anew(root: Path) -> None:
+def test_a_first_installation_that_fails_begins_anew(root):
     (root / "status").write_text("1")
     assert environment.main("server", root) == 1
     assert marked(root)
@@ -158,7 +139,7 @@ def test_a_first_installation_that_fails_begins_anew(root: Path) -> None:
     assert not (root / ".venv" / "rest").exists()
 
 
-def test_a_later_installation_that_fails_leaves_what_was_there(root: Path) -> None:
+def test_a_later_installation_that_fails_leaves_what_was_there(root):
     environment.main("server", root)
     (root / ".venv" / ".server").touch()
     (root / "status").write_text("1")
@@ -167,7 +148,7 @@ def test_a_later_installation_that_fails_leaves_what_was_there(root: Path) -> No
 
 
 @pytest.mark.parametrize("stage", ["server", "server,dev"])
-def test_an_installation_that_is_interrupted_is_said_in_a_line_and_begun_anew(root: Path, stage: str) -> None:
+def test_an_installation_that_is_interrupted_is_said_in_a_line_and_begun_anew(root, stage):
     program = "import sys; from pathlib import Path; from tools import environment; sys.executable = './python'; "
     program += "sys.exit(environment.main(sys.argv[1], Path.cwd()))"
     if stage == "server,dev":

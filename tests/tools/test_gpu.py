@@ -1,62 +1,45 @@
 """The check for a GPU runs without one, as far as it can: its cells on a CPU, its kernels through the interpreter."""
 
-from __future__ import annotations
-
 import asyncio
-import json
 import os
-import subprocess
-import sys
 import weakref
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from benchmarks import limits, record, report, tables, targets
+from benchmarks import limits, report
 from benchmarks.cases import QUICK_CELLS
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
 from benchmarks.gpu import check
-from benchmarks.gpu.check import BOTH_BYTES, LLAMA, LOADS, ONE_RANK, Load, run_suite
+from benchmarks.gpu.check import BOTH_BYTES, LLAMA, LOADS, Load
 from benchmarks.limits import Machine
-from benchmarks.machine import ROOT
 from benchmarks.record import Contest
+from benchmarks.table import reached
+from ferrum_rpc.core import AttentionSpec
+from tests.support.interpreter import interpret
+from tools.commands import ROOT, run
 
 
-def python(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_the_cells_run_without_a_gpu_and_that_is_no_result(tmp_path, quick_run):
-    out = tmp_path / "gpu.json"
-    with pytest.raises(SystemExit) as ended:
-        quick_run(check, "--out", str(out))
-    assert not ended.value.code
-    found = json.loads(out.read_text(encoding="utf-8"))
+def test_the_cells_run_without_a_gpu_and_that_is_no_result(quick_run):
+    found = quick_run(check)
     assert found["failed"] == [] and [cell["cell"] for cell in found["cells"]] == [cell.name for cell in QUICK_CELLS]
     for cell in found["cells"]:
         assert set(cell["sides"]) == {REFERENCE, INSIDE} and cell["roof"]["tokens_per_s"] > 0
         assert cell["sides"][INSIDE]["same_tokens"] == cell["sides"][REFERENCE]["same_tokens"]
-    shared = found["two_ranks"]
-    assert [set(cell["sides"]) for cell in shared["cells"]] == [{ONE_RANK, "tensor 2"}] * len(QUICK_CELLS)
-    assert shared["transport"] in {"shared-memory", "gloo"} and shared["said"].startswith("NCCL was not run")
     with pytest.raises(ValueError, match="rehearsed"):
         report.document([("gpu-check.json", found)])
     page = report.document([("gpu-check.json", found | {"benchmark": "gpu"})])
-    assert shared["said"] in page
-    for row in [*tables.cells(found["cells"]).rows, *tables.cells(shared["cells"]).rows]:
-        assert "| " + " | ".join(row) + " |" in page
+    assert all(f"| {cell.name} | {INSIDE} | " in page for cell in QUICK_CELLS)
 
 
 def test_make_starts_it_without_an_environment_for_development(tmp_path):
     """So that it runs where only wheels can be carried: `make` installs nothing for it, also in an empty folder."""
     command = ["make", "--dry-run", "-f", str(ROOT / "Makefile"), "-C", str(tmp_path), "gpu-check", "PYTHON=python"]
-    environment = os.environ | {"MAKEFLAGS": "", "MAKELEVEL": ""}
-    done = subprocess.run([*command, "-s"], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "python -m benchmarks.gpu\n"), done.stderr
+    assert run([*command, "-s"], env=os.environ | {"MAKEFLAGS": "", "MAKELEVEL": ""}) == "python -m benchmarks.gpu\n"
 
 
 def test_without_a_device_the_check_fails():
@@ -66,43 +49,36 @@ def test_without_a_device_the_check_fails():
         check.main([])
 
 
-def test_the_kernels_are_timed_beside_those_of_torch():
+async def test_the_kernels_are_timed_beside_those_of_torch():
     pytest.importorskip("triton")
-    program = (
-        "from tests.kernels.interpreter import interpret; interpret();"
-        "import asyncio, json, torch; from benchmarks.gpu.check import AttentionSpec, Load, attention;"
-        "spec = AttentionSpec(4, 1, 128, 0.1);"
-        "loads = (Load('decode', 2, 19, 1), Load('prefill', 1, 0, 24));"
-        "limits = {'read_gb_s': 10.0, 'bf16_tflops': 1.0};"
-        "print(json.dumps(asyncio.run(attention(torch.device('cpu'), loads, limits, 1, spec))))"
-    )
-    loads = json.loads(python("-c", program).splitlines()[-1])
-    for load in loads:
+    interpret()
+    loads, limits = (Load("decode", 2, 19, 1), Load("prefill", 1, 0, 24)), {"read_gb_s": 10.0, "bf16_tflops": 1.0}
+    found = await check.attention(torch.device("cpu"), loads, limits, 1, AttentionSpec(4, 1, 128, 0.1))
+    for load in found:
         assert {"sdpa", "varlen_attn"} == set(load["ratios"]) | set(load["absent"]) and "sdpa" in load["ratios"]
         assert 0 < load["share_of_bandwidth"] < 1 and 0 < load["share_of_matrix_units"] < 1
-    assert len(tables.attention({"attention": loads}).rows) == 2
+    assert [row["attention alone"] for row in check.attention_rows(found)] == ["decode", "prefill"]
 
 
-def test_one_side_at_a_time_gives_the_same_result(tmp_path, monkeypatch):
+@pytest.fixture
+def contest(tmp_path):
+    """Before anything is run."""
+    options = check.BENCHMARK.parse(["--quick", "--out", str(tmp_path / "gpu.json")])
+    options.cells = QUICK_CELLS
+    return Contest(options, "tiny")
+
+
+def test_one_side_at_a_time_gives_the_same_result(contest, monkeypatch):
     """As on a device that does not hold both; here its memory alone is said."""
-    options = check.parse(["--quick", "--only", "cells", "--out", str(tmp_path / "gpu.json")])
-    here = Contest(options, "gpu, rehearsed", "tiny")
     monkeypatch.setattr(check.torch.cuda, "empty_cache", lambda: None)
-    asyncio.run(check.one_at_a_time(here, "cpu"))
-    found = here.record.values["cells"]
+    asyncio.run(check.one_at_a_time(contest, "cpu"))
+    found = contest.record.values["cells"]
     assert [each["cell"] for each in found] == [cell.name for cell in QUICK_CELLS]
     for each in found:
         assert set(each["sides"]) == {REFERENCE, INSIDE} and set(each["ratios"]) == {INSIDE}
         assert each["roof"]["tokens_per_s"] > 0 and each["ratios"][INSIDE]["median"] > 0
         assert each["sides"][INSIDE]["samples"] == each["sides"][REFERENCE]["samples"]
         assert each["sides"][INSIDE]["same_tokens"] == each["sides"][REFERENCE]["same_tokens"]
-
-
-@pytest.fixture
-def contest(tmp_path):
-    """Before anything is run."""
-    options = check.parse(["--quick", "--out", str(tmp_path / "gpu.json")])
-    return Contest(options, "gpu, rehearsed", "tiny")
 
 
 def test_a_device_that_does_not_hold_both_sides_has_one_at_a_time(contest, monkeypatch):
@@ -112,27 +88,12 @@ def test_a_device_that_does_not_hold_both_sides_has_one_at_a_time(contest, monke
     class Alone(Exception):
         """One side is."""
 
-    def raising(error):
-        def call(*_):
-            raise error
-
-        return call
-
-    monkeypatch.setattr(check.Client, "open", raising(Both))
-    monkeypatch.setattr(check, "one_at_a_time", raising(Alone))
+    monkeypatch.setattr(check.Client, "open", Mock(side_effect=Both))
+    monkeypatch.setattr(check, "one_at_a_time", Mock(side_effect=Alone))
     for total, expected in ((80 << 30, Alone), (BOTH_BYTES, Both)):
         monkeypatch.setattr(check.torch.cuda, "mem_get_info", lambda total=total: (total, total))
         with pytest.raises(expected):
             asyncio.run(check.cells(contest, "cuda"))
-
-
-def test_the_checkpoint_is_written_for_those_who_need_it(contest, monkeypatch):
-    """Not for the kernels alone, and once."""
-    written = []
-    monkeypatch.setattr(record, "checkpoint", lambda shape: written.append(shape) or "a folder")
-    here = Contest(contest.options, "gpu, rehearsed", "tiny")
-    assert not written
-    assert here.folder == here.folder == "a folder" and written == ["tiny"]
 
 
 def test_the_buffers_of_a_reading_are_gone_after_it(monkeypatch):
@@ -164,88 +125,40 @@ def test_calls_that_are_timed_have_caches_of_their_own(monkeypatch):
 
 
 def test_calls_read_more_than_the_l2_cache_holds(monkeypatch):
-    class Properties:
-        L2_cache_size = 50 << 20
-
-    monkeypatch.setattr(check.torch.cuda, "get_device_properties", lambda _: Properties)
+    monkeypatch.setattr(check.torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=50 << 20))
     device = check.torch.device("cuda")
     assert check._copies(device, 8 * 1024 * 4096) == 7 and check._copies(device, 1 << 30) == 1
 
 
-def a_check():
-    """As `benchmarks.gpu` writes it, with figures that nobody measured."""
-
-    def cell(name, inside, grpc, limit):
-        ratios = {INSIDE: {"median": grpc / inside, "low": 0.9, "high": 1.0}}
-        figures = {"low": 1.0, "high": 2.0, "step_ms": dict.fromkeys(("median", "p10", "p90"), 1.0)}
-        sides = {REFERENCE: {"tokens_per_s": grpc}, INSIDE: {"tokens_per_s": inside}}
-        sides = {side: {**figures, **each, "same_tokens": [1, 1]} for side, each in sides.items()}
-        roof = {"tokens_per_s": limit, "bound_by": "memory"}
-        return {"cell": name, "roof": roof, "sides": sides, "ratios": ratios, "absent": {}, "disturbed": [0, 0]}
-
-    load = {"name": LOADS[0].name, "ms": 0.31, "share_of_bandwidth": 0.83, "share_of_matrix_units": 0.05}
-    sdpa = {"median": 2.0, "low": 1.9, "high": 2.1}
-    return {
-        "schema": 1,
-        "benchmark": "gpu",
-        "command": "python -m benchmarks.gpu",
-        "began": "2026-11-21T06:00:00+00:00",
-        "ended": "2026-11-21T06:10:00+00:00",
-        "commit": {"id": "0123456789abcdef0123", "dirty": False},
-        "hardware": {"cpu": "Some CPU", "cores": 2, "memory_gib": 23.4, "flags": ["avx2"], "huge_pages": "madvise"},
-        "versions": {"python": "3.12.3", "torch": "2.13.0"},
-        "others_cpu": 0.0,
-        "settings": {"gpu": "Some GPU", "rounds": 5, "round_s": 2.0, "openmp_waits": "", "output": "greedy", "seed": 1},
-        "model": {"name": "qwen3-8b", "parameters": 8 << 30, "dtype": "bfloat16"},
-        "sides": {},
-        "left_out": {"transformers static, compiled": "no such module"},
-        "cells": [
-            cell("prefill 8192", 30000.0, 29000.0, 48000.0),
-            cell("decode b1 @1024", 220.0, 210.0, 250.0),
-            cell("decode b64 @2048", 11360.0, 11132.8, 16000.0),
-        ],
-        "attention": [load | {"ratios": {"sdpa": sdpa}, "absent": {"varlen_attn": "no such | thing"}}],
-        "tests": {"tests/kernels": {"passed": 120, "skipped": 2, "failed": 1, "status": 1}},
-        "failed": ["tests/kernels: 1 failed"],
-    }
+def cell(name, inside, grpc, limit):
+    """A result of a check, with figures that nobody measured."""
+    sides = {REFERENCE: {"tokens_per_s": grpc}, INSIDE: {"tokens_per_s": inside}}
+    ratios = {INSIDE: {"median": grpc / inside}}
+    return {"cell": name, "roof": {"tokens_per_s": limit}, "sides": sides, "ratios": ratios}
 
 
-def test_what_waits_for_a_gpu_is_not_yet_measured_until_a_check_of_one_is_there():
-    def of_the_gpu(results):
-        return [line for line in targets.standing(targets.newest(results)).rows if line[0].startswith("CUDA")]
-
-    assert [line[1] for line in of_the_gpu([])] == [tables.NOT_YET] * 5
-    found = of_the_gpu([("gpu-check.json", a_check())])
-    assert [(line[1], line[3]) for line in found] == [
-        ("0.880", "yes"),
-        ("0.710", "no"),
-        ("0.625", "yes"),
-        ("0.830", "yes"),
-        ("0.980", "yes"),
+def test_targets_of_a_gpu_are_shares_of_its_limits():
+    cells = [
+        cell("prefill 8192", 30000.0, 29000.0, 48000.0),
+        cell("decode b1 @1024", 220.0, 210.0, 250.0),
+        cell("decode b64 @2048", 11360.0, 11132.8, 16000.0),
     ]
-    some = a_check()
-    del some["attention"]
-    some["cells"] = some["cells"][:1]
-    assert [line[1] for line in of_the_gpu([("gpu-check.json", some)])] == [tables.NOT_YET] * 2 + ["0.625"] + [
-        tables.NOT_YET
-    ] * 2
+    found = check.targets({"cells": cells, "attention": [{"name": LOADS[0].name, "share_of_bandwidth": 0.83}]})
+    assert [each["value"] for each in found] == [0.88, 0.71, 0.625, 0.83, pytest.approx(0.98)]
+    assert [reached(each) for each in found] == [True, False, True, True, True]
+    assert [each["value"] for each in check.targets({"cells": cells[:1]})] == [None, None, 0.625, None, None]
 
 
-def test_the_page_says_what_a_gpu_reached_what_it_missed_and_what_did_not_run():
-    page = report.document([("gpu-check.json", a_check())])
-    for text in (
-        "| decode b1 @1024 | ours, in process | 220 (1.00 to 2.00) |",
-        "| decode, 64 x 4k | 0.310 | 0.83 | 0.05 | 2.00 (1.90 to 2.10) × | none: no such \\| thing |",
-        "`tests/kernels`: 120 passed, 2 skipped, 1 failed",
-        "missed or failed: tests/kernels: 1 failed",
-        "transformers static, compiled was left out: no such module",
-        "| GPU | Some GPU |",
-    ):
-        assert text in page, text
+def test_what_waits_for_a_gpu_is_on_the_page_until_it_is_measured():
+    [waiting] = [each["waiting"] for each in report.PAGE["question"] if "waiting" in each]
+    assert {each["what"]: f"≥ {each['bound']:g}" for each in check.targets({})} == waiting
+    page = report.standing([])
+    assert page.count(report.NOT_YET) == len(waiting) == 5
 
 
-def test_a_suite_is_counted(tmp_path):
-    (tmp_path / "test_three.py").write_text(
-        "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\n@pytest.mark.skip\ndef test_c(): pass\n"
-    )
-    assert run_suite(str(tmp_path)) == {"passed": 1, "skipped": 1, "failed": 1, "status": 1}
+def test_a_load_says_what_its_peers_took_and_why_one_is_absent():
+    shares = {"share_of_bandwidth": 0.83, "share_of_matrix_units": 0.05}
+    sdpa = {"median": 2.0, "low": 1.9, "high": 2.1}
+    load = {"name": LOADS[0].name, "ms": 0.31, **shares, "ratios": {"sdpa": sdpa}, "absent": {"varlen_attn": "none"}}
+    [row] = check.attention_rows([load])
+    assert row["sdpa took, ×"] == sdpa and row["varlen_attn took, ×"] == "none: none"

@@ -1,13 +1,9 @@
 """What `deploy/kubernetes` promises, read from the files: their schemas, and what no schema knows."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,38 +12,40 @@ import pytest
 from ruamel.yaml import YAML
 
 from ferrum_rpc.cli import build_parser
-from ferrum_rpc.config import SETTINGS, ServeSettings, load_settings, read_bytes, read_file
+from ferrum_rpc.config import SETTINGS, load_settings, read_bytes
 from ferrum_rpc.engine.ranks.world import World
+from tools.commands import ROOT, run
 
-ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "kubernetes"
 WAYS = ("statefulset", "leaderworkerset")
-COMPONENT, NAME = "app.kubernetes.io/component", "app.kubernetes.io/name"
+COMPONENT = "app.kubernetes.io/component"
 LONGEST_STEP_S = 10.0
+FLEET_DOCS = (ROOT / "docs" / "fleet.md").read_text("utf-8")
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [each for each in YAML(typ="safe", pure=True).load_all(path.read_text("utf-8")) if each]
+def read(source):
+    """The documents of a file or of a text."""
+    return [each for each in YAML(typ="safe", pure=True).load_all(source) if each]
 
 
-def objects(way: str) -> list[dict[str, Any]]:
+def kustomization(folder):
+    [found] = read(DEPLOY / folder / "kustomization.yaml")
+    return found
+
+
+def objects(way):
     """What a kustomization's files say, the generated map aside."""
     named = [DEPLOY / folder / name for folder in ("common", way) for name in kustomization(folder)["resources"]]
     return [each for path in named if path.suffix == ".yaml" for each in read(path)]
 
 
-def kustomization(folder: str) -> dict[str, Any]:
-    [found] = read(DEPLOY / folder / "kustomization.yaml")
-    return found
+[GENERATED_MAP] = kustomization("common")["configMapGenerator"]
 
 
-def generated_map() -> dict[str, Any]:
-    [found] = kustomization("common")["configMapGenerator"]
-    return found
-
-
-def one(way: str, kind: str, name: str | None = None) -> dict[str, Any]:
-    [found] = [each for each in objects(way) if each["kind"] == kind and name in (None, each["metadata"]["name"])]
+def one(source, kind, name=None):
+    """The object of a kind, of a way or of what was rendered."""
+    given = objects(source) if isinstance(source, str) else source
+    [found] = [each for each in given if each["kind"] == kind and name in (None, each["metadata"]["name"])]
     return found
 
 
@@ -59,25 +57,23 @@ class Pod(NamedTuple):
     container: dict[str, Any]
 
     @property
-    def labels(self) -> dict[str, str]:
-        found: dict[str, str] = self.template["metadata"]["labels"]
-        return found
+    def labels(self):
+        return self.template["metadata"]["labels"]
 
     @property
-    def variables(self) -> dict[str, Any]:
+    def variables(self):
         return {each["name"]: each for each in self.container["env"]}
 
     @property
-    def ports(self) -> dict[str, int]:
+    def mounts(self):
+        return {each["mountPath"]: each for each in self.container["volumeMounts"]}
+
+    @property
+    def ports(self):
         return {each["name"]: each["containerPort"] for each in self.container["ports"]}
 
-    def stop_s(self) -> float:
-        [command, seconds] = self.container["lifecycle"]["preStop"]["exec"]["command"]
-        assert command == "sleep"
-        return float(seconds)
 
-
-def templates(document: dict[str, Any]) -> dict[str, Pod]:
+def templates(document):
     """The pods of a StatefulSet or of a LeaderWorkerSet, by who they are."""
     spec = document["spec"]
     if document["kind"] == "StatefulSet":
@@ -85,25 +81,22 @@ def templates(document: dict[str, Any]) -> dict[str, Pod]:
     else:
         group = spec["leaderWorkerTemplate"]
         found = {"leader": group["leaderTemplate"], "worker": group["workerTemplate"]}
-    pods = {}
-    for name, template in found.items():
-        [container] = template["spec"]["containers"]
-        pods[name] = Pod(template, template["spec"], container)
-    return pods
+    assert all(len(template["spec"]["containers"]) == 1 for template in found.values())
+    return {name: Pod(each, each["spec"], each["spec"]["containers"][0]) for name, each in found.items()}
 
 
 STATEFUL = one("statefulset", "StatefulSet")
 RANKS = one("leaderworkerset", "LeaderWorkerSet")
 PODS = {**templates(STATEFUL), **templates(RANKS)}
-ALL = pytest.mark.parametrize("who", list(PODS))
-SERVING = pytest.mark.parametrize("who", ["executor", "leader"])
+ALL = pytest.mark.parametrize("pod", PODS.values(), ids=PODS)
+SERVING = pytest.mark.parametrize("pod", [PODS["executor"], PODS["leader"]], ids=["executor", "leader"])
 
 
-def settings(pod: Pod) -> ServeSettings:
+def settings(pod):
     """What the pod's container serves, as the program would read it."""
     parsed = build_parser()[0].parse_args(pod.container["args"])
     assert parsed.command == "serve"
-    assert parsed.config.name in generated_map()["files"]
+    assert parsed.config.name in GENERATED_MAP["files"]
     flags = {name: value for name, value in vars(parsed).items() if name in SETTINGS}
     return load_settings(parsed.model, flags, DEPLOY / "common" / parsed.config.name)
 
@@ -111,7 +104,7 @@ def settings(pod: Pod) -> ServeSettings:
 # --- schemas ------------------------------------------------------------------------------------------------------
 
 
-def strict(schema: Any) -> Any:
+def strict(schema):
     """A schema as a server with strict fields takes it: no property that it does not name."""
     if isinstance(schema, list):
         return [strict(each) for each in schema]
@@ -123,7 +116,7 @@ def strict(schema: Any) -> Any:
     return made
 
 
-def check_set(document: dict[str, Any]) -> None:
+def check_set(document):
     """Raises where a LeaderWorkerSet is not what its definition says; its pods aside."""
     [definition] = read(ROOT / "third_party" / "lws" / "leaderworkersets.yaml")
     [version] = definition["spec"]["versions"]
@@ -131,96 +124,52 @@ def check_set(document: dict[str, Any]) -> None:
     jsonschema.validate(document, strict(version["schema"]["openAPIV3Schema"]))
 
 
-def check_kind(document: dict[str, Any]) -> None:
+def check_kind(document):
     """Raises where a document is not what Kubernetes 1.37 says; of a LeaderWorkerSet its pods."""
     validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate").validate
     checked = [document]
     if document["kind"] == "LeaderWorkerSet":
-        pods = templates(document).values()
-        checked = [
-            {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": pod.template}
-            for pod in pods
-        ]
+        named = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}}
+        checked = [named | {"template": pod.template} for pod in templates(document).values()]
     for each in checked:
         validate(each, "1.37", strict=True)
 
 
-def test_leader_worker_set_is_what_its_definition_says() -> None:
+def test_a_leader_worker_set_is_what_its_definition_says_and_a_word_that_does_not_exist_is_found():
     check_set(RANKS)
+    broken = copy.deepcopy(RANKS)
+    broken["spec"]["leaderWorkerTemplate"]["terminationGraceSeconds"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="terminationGraceSeconds"):
+        check_set(broken)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_files_are_what_their_schemas_say(way: str) -> None:
+def test_files_are_what_their_schemas_say(way):
     assert len(objects(way)) >= 4
     for document in objects(way):
         check_kind(document)
 
 
-@pytest.mark.parametrize(
-    ("path", "check"),
-    [
-        ("spec", check_set),
-        ("spec.leaderWorkerTemplate", check_set),
-        ("spec.leaderWorkerTemplate.workerTemplate.spec", check_kind),
-    ],
-)
-def test_a_word_that_does_not_exist_is_found(path: str, check: Callable[[dict[str, Any]], None]) -> None:
-    broken = copy.deepcopy(RANKS)
-    inner: Any = broken
-    for part in path.split("."):
-        inner = inner[part]
-    inner["terminationGraceSeconds"] = 1
-    with pytest.raises(Exception, match="terminationGraceSeconds"):
-        check(broken)
-
-
-def render(folder: Path) -> list[dict[str, Any]]:
+def render(folder):
     """What `kubectl apply -k` would send."""
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl")
-    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [each for each in YAML(typ="safe", pure=True).load_all(done.stdout) if each]
+    return read(run(["kubectl", "kustomize", str(folder)]))
 
 
-def maps_named(document: Any) -> Iterator[str]:
-    """Names of ConfigMaps, wherever a pod has one."""
-    if isinstance(document, list):
-        for each in document:
-            yield from maps_named(each)
-    elif isinstance(document, dict):
-        for key, value in document.items():
-            if key in ("configMap", "configMapKeyRef"):
-                yield value["name"]
-            else:
-                yield from maps_named(value)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_rendered_pods_name_the_map_that_was_generated(way: str) -> None:
-    rendered = render(DEPLOY / way)
-    [generated] = [each for each in rendered if each["kind"] == "ConfigMap"]
-    assert re.fullmatch(r"ferrum-executor-\w{10}", generated["metadata"]["name"])
-    assert generated["data"]["executor.toml"] == (DEPLOY / "common" / "executor.toml").read_text("utf-8")
-    names = [name for each in rendered for name in maps_named(each)]
-    assert len(names) == 2
-    assert set(names) == {generated["metadata"]["name"]}
-
-
-def test_the_overlay_of_the_docs_arrives(tmp_path: Path) -> None:
+def test_the_overlay_of_the_docs_arrives(tmp_path):
     """The example in docs/fleet.md: its image, model, number of executors, cores and namespace."""
-    text = (ROOT / "docs" / "fleet.md").read_text("utf-8")
-    [overlay] = re.findall(r"```yaml\n(apiVersion: kustomize.*?)```", text, re.DOTALL)
+    [overlay] = re.findall(r"```yaml\n(apiVersion: kustomize.*?)```", FLEET_DOCS, re.DOTALL)
     shutil.copytree(DEPLOY, tmp_path / "deploy" / "kubernetes")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "kustomization.yaml").write_text(overlay)
     rendered = render(tmp_path / "mine")
-    [found] = [each for each in rendered if each["kind"] == "StatefulSet"]
+    found = one(rendered, "StatefulSet")
     assert (found["metadata"]["namespace"], found["spec"]["replicas"]) == ("qwen3", 8)
     [pod] = templates(found).values()
     assert pod.container["image"].startswith("registry.example/")
     assert pod.container["resources"]["limits"]["cpu"] == "16"
-    [generated] = [each for each in rendered if each["kind"] == "ConfigMap"]
+    generated = one(rendered, "ConfigMap")
     assert generated["data"]["model"] == "/models/Qwen3-8B"
     assert "executor.toml" in generated["data"]
     for each in rendered:
@@ -228,7 +177,7 @@ def test_the_overlay_of_the_docs_arrives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_components_are_added_to_either_way(way: str, tmp_path: Path) -> None:
+def test_components_are_added_to_either_way(way, tmp_path):
     shutil.copytree(DEPLOY, tmp_path / "deploy")
     (tmp_path / "mine").mkdir()
     components = ["../deploy/gpu", "../deploy/alerts"]
@@ -236,8 +185,13 @@ def test_components_are_added_to_either_way(way: str, tmp_path: Path) -> None:
     images = [{"name": "ferrum-rpc/executor", "newName": "registry.example/executor"}]
     (tmp_path / "mine" / "kustomization.yaml").write_text(json.dumps(mine | {"images": images}))
     rendered = render(tmp_path / "mine")
-    kinds = [each["kind"] for each in rendered]
-    assert kinds.count("PrometheusRule") == 1 and not any(each["kind"] == "PrometheusRule" for each in objects(way))
+    one(rendered, "PrometheusRule")
+    assert "PrometheusRule" not in {each["kind"] for each in objects(way)}
+    generated = one(rendered, "ConfigMap")
+    assert re.fullmatch(r"ferrum-executor-\w{10}", generated["metadata"]["name"])
+    assert generated["data"]["executor.toml"] == (DEPLOY / "common" / "executor.toml").read_text("utf-8")
+    named = re.findall(r'"configMap(?:KeyRef)?": {[^{}]*"name": "([^"]+)"', json.dumps(rendered))
+    assert named == [generated["metadata"]["name"]] * 2
     [found] = [each for each in rendered if each["kind"] in {"StatefulSet", "LeaderWorkerSet"}]
     if way == "leaderworkerset":
         check_set(found)
@@ -251,9 +205,8 @@ def test_components_are_added_to_either_way(way: str, tmp_path: Path) -> None:
         assert pod.container["image"] == "registry.example/executor:local-gpu"
         assert pod.variables["TRITON_CACHE_DIR"]["value"].startswith("/tmp/")
         if who != "worker":  # rank 0 tells it the device
-            assert (
-                load_settings("demo", {"device": pod.variables["FERRUM_DEVICE"]["value"]}, None).model.device == "cuda"
-            )
+            device = pod.variables["FERRUM_DEVICE"]["value"]
+            assert load_settings("demo", {"device": device}, None).model.device == "cuda"
         assert pod.spec["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
         assert [each["emptyDir"]["sizeLimit"] for each in pod.spec["volumes"] if "emptyDir" in each] == ["2Gi"]
 
@@ -262,8 +215,7 @@ def test_components_are_added_to_either_way(way: str, tmp_path: Path) -> None:
 
 
 @SERVING
-def test_ports_are_those_that_the_program_listens_on(who: str) -> None:
-    pod = PODS[who]
+def test_ports_are_those_that_the_program_listens_on(pod):
     served = settings(pod)
     assert (served.host, served.metrics_host) == ("0.0.0.0", "0.0.0.0")  # noqa: S104
     assert (pod.ports["grpc"], pod.ports["metrics"]) == (served.port, served.metrics_port)
@@ -272,19 +224,17 @@ def test_ports_are_those_that_the_program_listens_on(who: str) -> None:
 
 
 @SERVING
-def test_arguments_and_variables_are_settings(who: str) -> None:
-    pod = PODS[who]
+def test_arguments_and_variables_are_settings(pod):
     known = {f"FERRUM_{name.upper()}" for name in SETTINGS}
     assert {name for name in pod.variables if name.upper().startswith("FERRUM")} <= known
     assert settings(pod).model.path == "$(MODEL)"
     assert pod.variables["MODEL"]["valueFrom"]["configMapKeyRef"] == {"name": "ferrum-executor", "key": "model"}
-    assert [each.partition("=")[0] for each in generated_map()["literals"]] == ["model"]
+    assert [each.partition("=")[0] for each in GENERATED_MAP["literals"]] == ["model"]
     assert pod.variables["FERRUM_THREADS"]["valueFrom"]["resourceFieldRef"]["containerName"] == pod.container["name"]
 
 
 @SERVING
-def test_probes_ask_the_health_of_the_port_that_is_served_with_the_ca_that_is_mounted(who: str) -> None:
-    pod = PODS[who]
+def test_probes_ask_the_health_that_is_served_and_leave_time_for_a_drain(pod):
     parser, _ = build_parser()
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         probe = pod.container[name]
@@ -294,39 +244,27 @@ def test_probes_ask_the_health_of_the_port_that_is_served_with_the_ca_that_is_mo
         assert asked.live == (name == "livenessProbe"), "one that drains is not ready, and is not to be ended for it"
         assert asked.target == f"localhost:{settings(pod).port}"
         assert asked.timeout < probe["timeoutSeconds"] < probe["periodSeconds"] + 1
-        assert str(asked.tls_ca.parent) in {each["mountPath"] for each in pod.container["volumeMounts"]}
+        assert str(asked.tls_ca.parent) in pod.mounts
     starting = pod.container["startupProbe"]
     assert starting["periodSeconds"] * starting["failureThreshold"] >= 600  # a large model on a slow volume
-
-
-@SERVING
-def test_readiness_takes_one_late_probe_and_no_hang_for_long(who: str) -> None:
-    readiness, liveness = PODS[who].container["readinessProbe"], PODS[who].container["livenessProbe"]
-    assert readiness["failureThreshold"] == 2
-    unready, ended = (
-        each["failureThreshold"] * each["periodSeconds"] + each["timeoutSeconds"] for each in (readiness, liveness)
-    )
-    assert unready <= 25 < ended, "it leaves the Service before it is ended"
+    probes = (pod.container["readinessProbe"], pod.container["livenessProbe"])
+    hidden, ended = (each["failureThreshold"] * each["periodSeconds"] + each["timeoutSeconds"] for each in probes)
+    assert hidden <= 25 < ended, "one that hangs leaves the Service before it is ended"
+    [command, stop_s] = pod.container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "sleep"
+    drained_s = float(stop_s) + 2 * settings(pod).grace_s + LONGEST_STEP_S
+    assert pod.spec["terminationGracePeriodSeconds"] >= drained_s
 
 
 @ALL
-def test_the_nodes_disk_has_room_for_what_a_pod_writes(who: str) -> None:
-    pod = PODS[who]
+def test_the_nodes_disk_has_room_for_what_a_pod_writes(pod):
     [tmp] = [each["emptyDir"]["sizeLimit"] for each in pod.spec["volumes"] if "emptyDir" in each]
     logs = 50 * 2**20  # five files of 10 MiB, as the kubelet keeps them
-    assert read_bytes("tmp", tmp) + logs <= read_bytes(
-        "disk", pod.container["resources"]["limits"]["ephemeral-storage"]
-    )
+    disk = pod.container["resources"]["limits"]["ephemeral-storage"]
+    assert read_bytes("tmp", tmp) + logs <= read_bytes("disk", disk)
 
 
-@SERVING
-def test_a_drain_ends_before_the_kill(who: str) -> None:
-    pod = PODS[who]
-    grace = settings(pod).grace_s
-    assert pod.spec["terminationGracePeriodSeconds"] >= pod.stop_s() + 2 * grace + LONGEST_STEP_S
-
-
-def test_a_rank_may_live_as_long_as_its_leader() -> None:
+def test_a_rank_may_live_as_long_as_its_leader():
     """It lets SIGTERM pass, and has nothing else that would end it."""
     leader, worker = PODS["leader"], PODS["worker"]
     assert worker.spec["terminationGracePeriodSeconds"] == leader.spec["terminationGracePeriodSeconds"]
@@ -334,36 +272,24 @@ def test_a_rank_may_live_as_long_as_its_leader() -> None:
 
 
 @SERVING
-def test_secrets_and_settings_lie_where_the_settings_look(who: str) -> None:
-    pod = PODS[who]
+def test_secrets_and_settings_lie_where_the_settings_look(pod):
     served = settings(pod)
-    mounted = {each["mountPath"]: each["name"] for each in pod.container["volumeMounts"]}
     volumes = {each["name"]: each for each in pod.spec["volumes"]}
-    secrets = {}
-    for path in (served.tls_cert, served.tls_key, served.tokens):
-        assert path is not None
-        secrets[path.name] = volumes[mounted[str(path.parent)]]["secret"]["secretName"]
+    mounted = {path: volumes[mount["name"]] for path, mount in pod.mounts.items()}
+    paths = (served.tls_cert, served.tls_key, served.tokens)
+    secrets = {path.name: mounted[str(path.parent)]["secret"]["secretName"] for path in paths}
     assert secrets == {"tls.crt": "ferrum-tls", "tls.key": "ferrum-tls", "tokens": "ferrum-tokens"}
     assert not served.insecure
     config = pod.container["args"][pod.container["args"].index("--config") + 1]
-    assert volumes[mounted[str(Path(config).parent)]]["configMap"]["name"] == "ferrum-executor"
-    text = (ROOT / "docs" / "fleet.md").read_text("utf-8")
-    for name in {*secrets.values(), "ferrum-models"}:
-        assert name in text, name
-
-
-@SERVING
-def test_what_is_in_the_file_of_settings_is_not_said_twice(who: str) -> None:
-    said = set(read_file(DEPLOY / "common" / "executor.toml"))
-    assert not said & {name.removeprefix("FERRUM_").lower() for name in PODS[who].variables}
-    assert not said & {each.removeprefix("--").replace("-", "_") for each in PODS[who].container["args"]}
+    assert mounted[str(Path(config).parent)]["configMap"]["name"] == "ferrum-executor"
+    assert all(name in FLEET_DOCS for name in {*secrets.values(), "ferrum-models"})
 
 
 # --- the objects of each other ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_labels_names_and_ports_are_those_that_others_select(way: str) -> None:
+def test_labels_names_and_ports_are_those_that_others_select(way):
     serving = PODS["executor" if way == "statefulset" else "leader"]
     service = one(way, "Service")
     assert service["spec"]["clusterIP"] == "None"
@@ -375,10 +301,10 @@ def test_labels_names_and_ports_are_those_that_others_select(way: str) -> None:
     for selector in (one(way, "PodDisruptionBudget")["spec"]["selector"], network["spec"]["podSelector"]):
         for pod in (serving, PODS["worker"]):
             assert selector["matchLabels"].items() <= pod.labels.items()
-    assert f"dns:///{service['metadata']['name']}:{port['port']}" in (ROOT / "docs" / "fleet.md").read_text("utf-8")
+    assert f"dns:///{service['metadata']['name']}:{port['port']}" in FLEET_DOCS
 
 
-def test_a_stateful_set_selects_its_own_pods_by_its_own_service() -> None:
+def test_a_stateful_set_selects_its_own_pods_by_its_own_service():
     spec, labels = STATEFUL["spec"], PODS["executor"].labels
     assert spec["selector"]["matchLabels"].items() <= labels.items()
     assert spec["serviceName"] == one("statefulset", "Service")["metadata"]["name"]
@@ -386,7 +312,7 @@ def test_a_stateful_set_selects_its_own_pods_by_its_own_service() -> None:
     assert spread["labelSelector"]["matchLabels"].items() <= labels.items()
 
 
-def test_schedulers_reach_leaders_and_never_ranks() -> None:
+def test_schedulers_reach_leaders_and_never_ranks():
     assert PODS["worker"].labels[COMPONENT] != one("leaderworkerset", "Service")["spec"]["selector"][COMPONENT]
     assert "ports" not in PODS["worker"].container
     # the controller makes a Service of the set's own name
@@ -395,15 +321,7 @@ def test_schedulers_reach_leaders_and_never_ranks() -> None:
     assert own == {"leaderworkerset.sigs.k8s.io/name": RANKS["metadata"]["name"]}
 
 
-def test_a_rank_may_ask_for_names_wherever_the_cluster_has_them() -> None:
-    egress = one("leaderworkerset", "NetworkPolicy", "ferrum-ranks")["spec"]["egress"]
-    [names] = [rule for rule in egress if "ports" in rule]
-    assert {(each["port"], each["protocol"]) for each in names["ports"]} == {(53, "UDP"), (53, "TCP")}
-    assert [each["ipBlock"]["cidr"] for each in names["to"] if "ipBlock" in each] == ["169.254.20.10/32"]
-    assert any("namespaceSelector" in each for each in names["to"])
-
-
-def test_ranks_meet_by_what_the_controller_says() -> None:
+def test_ranks_meet_by_what_the_controller_says():
     leader, worker = PODS["leader"], PODS["worker"]
     told = {
         "RANK": "$(LWS_WORKER_INDEX)",
@@ -422,15 +340,14 @@ def test_ranks_meet_by_what_the_controller_says() -> None:
     assert (model.ranks, model.trust_rank_network) == (size, True)
     parsed = build_parser()[0].parse_args(worker.container["args"])
     assert (parsed.command, parsed.trust_rank_network) == ("rank", True)
-    models = {each["mountPath"] for each in worker.container["volumeMounts"] if each["name"] == "models"}
-    assert models == {each["mountPath"] for each in leader.container["volumeMounts"] if each["name"] == "models"}
+    [own], [leaders] = ([each for each in pod.mounts.values() if each["name"] == "models"] for pod in (worker, leader))
+    assert own["mountPath"] == leaders["mountPath"]
     assert RANKS["spec"]["startupPolicy"] == "LeaderCreated"  # a leader is ready only when its ranks are there
     assert RANKS["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupAfterStart"
 
 
 @ALL
-def test_pods_may_do_little(who: str) -> None:
-    pod = PODS[who]
+def test_pods_may_do_little(pod):
     assert pod.spec["enableServiceLinks"] is False  # FERRUM_* variables of Services are no settings
     assert pod.spec["automountServiceAccountToken"] is False
     outer, inner = pod.spec["securityContext"], pod.container["securityContext"]
@@ -439,13 +356,14 @@ def test_pods_may_do_little(who: str) -> None:
     dropped = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
     assert inner == dropped
     assert {"hostNetwork", "hostPID", "hostIPC"}.isdisjoint(pod.spec)
-    assert {each["name"] for each in pod.container["volumeMounts"] if not each.get("readOnly")} == {"tmp"}
-    assert {each["name"] for each in pod.container["volumeMounts"]} == {each["name"] for each in pod.spec["volumes"]}
-    assert not any("subPath" in each for each in pod.container["volumeMounts"])  # or no rotation arrives
+    mounts = pod.container["volumeMounts"]
+    assert {each["name"] for each in mounts if not each.get("readOnly")} == {"tmp"}
+    assert {each["name"] for each in mounts} == {each["name"] for each in pod.spec["volumes"]}
+    assert not any("subPath" in each for each in mounts)  # or no rotation arrives
     assert pod.container["resources"]["requests"] == pod.container["resources"]["limits"]
 
 
-def test_both_ways_start_the_same_executor() -> None:
+def test_both_ways_start_the_same_executor():
     """What is said twice is said alike."""
     executor, leader = PODS["executor"], PODS["leader"]
     for name in ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle", "volumeMounts", "resources", "image"):

@@ -16,56 +16,33 @@ class FakeEngine(ModuleType):
     vocabulary."""
 
     __version__ = "0"
+    llama_backend_init = llama_model_default_params = llama_context_default_params = staticmethod(SimpleNamespace)
+    llama_model_load_from_file = staticmethod(lambda path, params: path.decode().endswith(".gguf"))
+    llama_model_get_vocab = staticmethod(lambda model: model)
+    llama_vocab_n_tokens = staticmethod(lambda vocab: VOCABULARY)
+    llama_print_system_info = staticmethod(lambda: b"AVX")
+    llama_get_memory = staticmethod(lambda context: "memory")
 
     def __init__(self):
         super().__init__("llama_cpp")
-        self.lengths = {}
-        self.freed = 0
-
-    def llama_backend_init(self):
-        pass
-
-    def llama_model_default_params(self):
-        return SimpleNamespace()
-
-    llama_context_default_params = llama_model_default_params
-
-    def llama_model_load_from_file(self, path, params):
-        return path.decode().endswith(".gguf")
-
-    def llama_model_get_vocab(self, model):
-        return model
-
-    def llama_vocab_n_tokens(self, vocab):
-        return VOCABULARY
-
-    def llama_print_system_info(self):
-        return b"AVX"
+        self.lengths, self.freed = {}, 0
 
     def llama_init_from_model(self, model, params):
         self.params, self.lengths = params, dict.fromkeys(range(params.n_seq_max), 0)
         return "context"
 
-    def llama_free(self, context):
+    def llama_free(self, _):
         self.freed += 1
 
-    def llama_get_memory(self, context):
-        return "memory"
+    llama_batch_free = llama_free
 
     def llama_memory_seq_rm(self, memory, sequence, first, last):
         assert (sequence, last) == (-1, -1)
         self.lengths = {name: min(length, first) for name, length in self.lengths.items()}
 
     def llama_batch_init(self, tokens, embedded, sequences):
-        def blank():
-            return [0] * tokens
-
-        return SimpleNamespace(
-            token=blank(), pos=blank(), n_seq_id=blank(), seq_id=[[0] for _ in range(tokens)], logits=blank()
-        )
-
-    def llama_batch_free(self, batch):
-        self.freed += 1
+        blank = {name: [0] * tokens for name in ("token", "pos", "n_seq_id", "logits")}
+        return SimpleNamespace(**blank, seq_id=[[0] for _ in range(tokens)])
 
     def llama_decode(self, context, batch):
         assert batch.n_tokens <= self.params.n_batch

@@ -1,15 +1,12 @@
 """What `make lint` makes of the answers about what can be installed. uv is a function here: nothing asks an index."""
 
-from __future__ import annotations
-
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tools import lock, wheels
+from tools import lock
 
 UNREACHABLE = "error: Failed to fetch\n  cause: client error (Connect)\n  cause: dns error"
 CONFLICT = "error: No solution found\n  cause: torch depends on another triton"
@@ -19,13 +16,13 @@ class Uv:
     """In the place of `subprocess.run`. ``errors``: what it says where its command contains a text; ``text``: the list
     that it makes, and nothing new by default."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.commands: list[str] = []
         self.environments: list[Mapping[str, str]] = []
         self.errors: dict[str, str] = {}
         self.text = ""
 
-    def __call__(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def __call__(self, command, **options):
         said = " ".join(command)
         self.commands.append(said)
         self.environments.append(options["env"])
@@ -36,13 +33,13 @@ class Uv:
 
 
 @pytest.fixture
-def uv(monkeypatch: pytest.MonkeyPatch) -> Uv:
+def uv(monkeypatch):
     made = Uv()
     monkeypatch.setattr(lock.subprocess, "run", made)
     return made
 
 
-def test_both_installations_are_resolved_for_every_python_that_the_project_takes(uv: Uv) -> None:
+def test_both_installations_are_resolved_for_every_python_that_the_project_takes(uv):
     assert lock.check() == 0
     resolved = [each for each in uv.commands if "--python-platform" in each]
     assert len(resolved) == 6
@@ -53,7 +50,7 @@ def test_both_installations_are_resolved_for_every_python_that_the_project_takes
     assert all("-c constraints.txt" in each for each in uv.commands)
 
 
-def test_no_setting_of_the_machine_is_heard(uv: Uv, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_setting_of_the_machine_is_heard(uv, monkeypatch):
     for name in ("PIP_CONFIG_FILE", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_FIND_LINKS"):
         monkeypatch.setenv(name, "/nowhere")
     monkeypatch.setenv("HTTPS_PROXY", "a proxy")
@@ -64,7 +61,7 @@ def test_no_setting_of_the_machine_is_heard(uv: Uv, monkeypatch: pytest.MonkeyPa
         assert environment["HTTPS_PROXY"] == "a proxy"
 
 
-def test_what_cannot_be_resolved_fails_and_is_named(uv: Uv, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_resolved_fails_and_is_named(uv, capsys):
     uv.errors = {"--extra uvloop --only-binary :all: --python-version 3.12": CONFLICT}
     assert lock.check() == 1
     said = capsys.readouterr().err
@@ -73,21 +70,19 @@ def test_what_cannot_be_resolved_fails_and_is_named(uv: Uv, capsys: pytest.Captu
     assert said.count("FAILED") == 1
 
 
-def test_without_a_network_it_says_that_it_skips(uv: Uv, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_network_it_says_that_it_skips(uv, capsys):
     uv.errors = {"": UNREACHABLE}
     assert lock.check() == 0
     assert "SKIPPED: the package index cannot be reached" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error", [UNREACHABLE, "error: cannot read constraints.txt"])
-def test_one_failure_beside_answers_is_never_a_skip(uv: Uv, error: str) -> None:
+def test_one_failure_beside_answers_is_never_a_skip(uv, error):
     uv.errors = {"3.13": error}
     assert lock.check() == 1
 
 
-def test_a_list_that_is_not_what_constraints_say_fails_until_it_is_written(
-    uv: Uv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_list_that_is_not_what_constraints_say_fails_until_it_is_written(uv, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lock, "path_of", lambda name: tmp_path / "locked" / f"{name}.txt")
     uv.text = "a==1 \\\n    --hash=sha256:0\n"
     assert lock.write() == 0
@@ -101,18 +96,9 @@ def test_a_list_that_is_not_what_constraints_say_fails_until_it_is_written(
     assert lock.check() == 0
 
 
-def test_hashes_alone_do_not_put_a_list_out_of_step() -> None:
+def test_hashes_alone_do_not_put_a_list_out_of_step():
     text = (
         "a==1 ; sys_platform == 'linux' \\\n    --hash=sha256:0 \\\n    --hash=sha256:1\nb==2 \\\n    --hash=sha256:2"
     )
     assert lock.pins(text) == lock.pins(text.replace("--hash=sha256:1", "--hash=sha256:3"))
     assert lock.pins(text) == {"a==1 ; sys_platform == 'linux'", "b==2"}
-
-
-def test_the_executor_image_offers_grammars_and_the_schedulers_does_not_need_them() -> None:
-    named = {name: lock.pins(lock.path_of(name).read_text()) for name in ("executor", "scheduler")}
-    assert [any(pin.startswith("llguidance==") for pin in pins) for pins in named.values()] == [True, False]
-    collected = wheels.requirements()
-    assert any(each.startswith("llguidance") for each in collected) and any(
-        each.startswith("torch") for each in collected
-    )

@@ -3,20 +3,21 @@
 import asyncio
 import io
 import json
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import peers
 from benchmarks.cases import QUICK_CELLS, SHAPES, write_checkpoint
-from benchmarks.compare import Round, Unsupported
+from benchmarks.compare import Unsupported
 from benchmarks.engines.grpc import INT8
 from benchmarks.engines.peers import lines
 from benchmarks.engines.peers.generating import Generating
 from benchmarks.engines.peers.hf import Transformers
 from benchmarks.engines.process import REFERENCE, PeerFailed, PeerKind, PeerProcess
 from benchmarks.machine import ROOT
+from tests.tools.running import Scripted
 
 
 class Engine:
@@ -83,49 +84,34 @@ async def test_a_peer_that_ends_is_an_error_with_its_last_words():
             raise AssertionError("it was never there")
 
 
-def test_a_peer_that_does_not_start_is_left_out_and_the_file_says_why(tmp_path, forked_servers):
+def test_a_peer_that_does_not_start_is_left_out_and_the_file_says_why(tmp_path, forked_servers, monkeypatch):
+    monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(peers, "install", lambda name: ("a==1", "no compiler") if name == "llama_cpp" else None)
     out = tmp_path / "peers.json"
     names = ["OpenVINO GenAI bf16", "llama.cpp bf16"]
-    options = peers.parse(["--quick", "--out", str(out), "--installed", str(tmp_path), "--peers", *names])
-    asyncio.run(peers.run(options, {"llama_cpp": ("a==1", "no compiler")}))
+    options = peers.BENCHMARK.parse(["--quick", "--out", str(out), "--peers", *names])
+    asyncio.run(peers.run(options))
     result = json.loads(out.read_text(encoding="utf-8"))
     assert "No such file" in result["left_out"][names[0]]
     assert result["left_out"][names[1]] == "not installed: a==1: no compiler"
-    assert result["cells"] == [] and result["not_installed"] == {"a==1": "no compiler"}
+    assert result["cells"] == [] and f"{names[1]} was left out: not installed: a==1: no compiler" in result["notes"]
 
 
 @pytest.mark.parametrize("offered", [True, False])
 def test_a_peer_of_eight_bits_is_measured_against_ours_of_eight_bits(tmp_path, monkeypatch, offered):
-    class Player:
-        def __init__(self, name):
-            self.facts = {"name": name, "threads": 1}
-
-        async def prepare(self, cell):
-            pass
-
-        async def round(self, cell, number, steps):
-            return Round(step_s=[0.001] * steps, last=[1])
-
-    @asynccontextmanager
-    async def bfloat16(*_):
-        yield Player(REFERENCE)
-
     @asynccontextmanager
     async def int8(*_):
         if not offered:
             raise Unsupported("no products of bytes")
-        yield Player(INT8)
+        yield Scripted(INT8)
 
-    @asynccontextmanager
-    async def peer(kind, *_):
-        yield Player(kind.name)
-
-    monkeypatch.setattr(peers, "Client", SimpleNamespace(open=bfloat16))
+    monkeypatch.setattr(peers, "Client", SimpleNamespace(open=lambda *_: nullcontext(Scripted(REFERENCE))))
     monkeypatch.setattr(peers, "open_int8", int8)
-    monkeypatch.setattr(peers, "PeerProcess", SimpleNamespace(open=peer))
+    monkeypatch.setattr(peers, "PeerProcess", SimpleNamespace(open=lambda kind, *_: nullcontext(Scripted(kind.name))))
     names = [peers.EAGER.name, "llama.cpp Q8_0"]
-    options = peers.parse(["--quick", "--out", str(tmp_path / "peers.json"), "--peers", *names])
-    result = asyncio.run(peers.run(options, {})).values
+    options = peers.BENCHMARK.parse(["--quick", "--out", str(tmp_path / "peers.json"), "--peers", *names])
+    options.installed = tmp_path
+    result = asyncio.run(peers.run(options)).values
     ours = {name: {each["reference"] for each in result["cells"] if name in each["sides"]} for name in names}
     assert ours == {names[0]: {REFERENCE}, names[1]: {INT8 if offered else REFERENCE}}
     assert (INT8 in result["sides"]) is offered and (INT8 in result["left_out"]) is not offered

@@ -1,16 +1,21 @@
 """docs/benchmarks.md is generated: every figure of the page comes from the JSON, and nothing is silently left out."""
 
 import json
+import re
 
 import pytest
 
 from benchmarks import report
-from benchmarks.cases import DECODE, Cell
+from benchmarks.cases import CELLS, DECODE, Cell
 from benchmarks.compare import Round, figures, ratio
-from benchmarks.record import Record
-from benchmarks.sections import conditions
-from benchmarks.tables import WIRE_COLUMNS, wire
-from ferrum_rpc.runtime import polled
+from benchmarks.machine import ROOT
+from benchmarks.peers import PEERS
+from benchmarks.record import CELL_LEGEND, LIMIT, cell_rows
+from benchmarks.report import NOT_YET, document, newest
+from benchmarks.table import markdown, rows_of, shown, table, target
+from benchmarks.wire import row, targets
+
+AMX, PLAIN = ["avx2", "amx_bf16"], ["avx2", "avx512f"]
 
 
 def rounds(step_s, forward_s=None):
@@ -24,125 +29,167 @@ def a_point(model="qwen3-0.6b", batch=8, output="greedy", **times):
     grpc = rounds(times["grpc_s"], times["forward_s"])
     cell = Cell(DECODE, batch, 256, output=output)
     sides = {"in process": inside, "gRPC": grpc, "echo": echo}
-    return {
-        "model": model,
-        "batch": batch,
-        "output": output,
-        "sides": {name: figures(cell, each, grpc) for name, each in sides.items()},
-        "ratios": {"in process": ratio(inside, grpc)},
-        "disturbed": [0, 0],
-    }
+    return row(
+        {
+            "model": model,
+            "batch": batch,
+            "output": output,
+            "sides": {name: figures(cell, each, grpc) for name, each in sides.items()},
+            "ratios": {"in process": ratio(inside, grpc)},
+        }
+    )
 
 
-def a_result(points, **changes):
+def a_result(benchmark="wire", flags=AMX, ended="2026-11-21T06:10", **more):
+    tables = {"steps": table([a_point()], left=3, legend={"ratio": "of pairs"})}
     return {
-        "schema": 1,
-        "benchmark": "wire",
-        "command": "python -m benchmarks.wire --models qwen3-0.6b",
-        "began": "2026-11-21T06:00:00+00:00",
-        "ended": "2026-11-21T06:10:00+00:00",
+        "schema": 2,
+        "benchmark": benchmark,
+        "variant": "",
+        "command": f"python -m benchmarks {benchmark}",
+        "began": "2026-11-21T06:00",
+        "ended": ended,
         "commit": {"id": "0123456789abcdef0123", "dirty": True},
-        "hardware": {
-            "cpu": "Some CPU",
-            "cores": 2,
-            "memory_gib": 23.4,
-            "flags": ["avx2", "avx512_bf16"],
-            "huge_pages": "madvise",
-        },
-        "versions": {"python": "3.12.3", "torch": "2.13.0", "grpcio": "1.85.1"},
+        "hardware": {"cpu": "Some CPU", "cores": 2, "memory_gib": 23.4, "flags": flags, "huge_pages": "madvise"},
+        "versions": {"python": "3.12.3", "torch": "2.13.0"},
         "others_cpu": 0.012,
-        "settings": {
-            "threads_in_process": 2,
-            "threads_server": 2,
-            "processes": "three",
-            "transport": "TCP loopback, insecure, unary",
-            "request_ids": True,
-            "block_size": 16,
-            "seed": 1,
-            "lead_in_steps": 2,
-            "rounds": 3,
-            "round_s": 1.5,
-            "max_steps": 128,
-        },
-        "models": [
-            {
-                "name": name,
-                "parameters": 596049920,
-                "vocab_size": 151936,
-                "weight_dtype": "bfloat16",
-                "kv_dtype": "bfloat16",
-                "context": 256,
-                "settings": {},
-                "choices": [["attention=torch", "the portable path"]],
-            }
-            for name in dict.fromkeys(each["model"] for each in points)
-        ],
-        "cells": points,
-    } | changes
+        "settings": {"seed": 1, "lead_in_steps": 2},
+        "tables": tables,
+        "targets": targets(rows_of(tables["steps"]), "unary"),
+        "notes": [],
+    } | more
 
 
-def row(point):
-    return wire([point]).rows[0]
-
-
-def test_a_point_tells_wire_and_bookkeeping_apart():
+def test_a_row_tells_wire_and_bookkeeping_apart():
     found = a_point()
-    assert found["ratios"]["in process"]["pairs"] == pytest.approx([80 / 82] * 3, abs=1e-3)
-    assert row(found)[-2:] == ("1.50", "0.500")
-    assert found["sides"]["gRPC"]["tokens_per_s"] == pytest.approx(8 / 0.082, rel=1e-3)
-    assert found["sides"]["in process"]["same_rounds"] == [3, 3]
-    json.dumps(found)
+    assert found["ratio"]["pairs"] == pytest.approx([80 / 82] * 3, abs=1e-3)
+    assert (found["ours, ms"], found["around forward, ms"]) == (1.5, 0.5)
+    assert found["tok/s gRPC"] == pytest.approx(8 / 0.082, rel=1e-3)
+    assert found["target"] == "≥ 0.97" and a_point(output="full-bf16")["target"] is None
+    identity = a_point("identity", in_process_s=4e-4, grpc_s=1.5e-3, forward_s=4e-4)
+    assert identity["target"] == "≤ 2 echoes: 3.00"
 
 
-def test_targets_stand_beside_the_ratios_and_judge_nothing():
-    assert "≥ 0.97" in row(a_point(output="greedy", batch=1))
-    assert "≥ 0.85" in row(a_point(output="full-bf16", batch=32))
-    assert row(a_point(output="full-bf16", batch=8))[8] == ""
-    assert "≤ 2 echoes: 3.00" in row(a_point("identity", in_process_s=4e-4, grpc_s=1.5e-3, forward_s=4e-4))
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        ("2 of 2", "2 of 2"),
+        (12345, "12,345"),
+        (1772.4, "1,772"),
+        (29.62, "29.6"),
+        (0.9756, "0.976"),
+        (0.00123, "0.00123"),
+        ({"median": 1.234, "low": 1.0, "high": 99.96}, "1.23 (1.00 to 100.0)"),
+        ({"median": 300.2, "p10": 2.0, "p90": 400.0}, "300 (2.00 to 400)"),
+    ],
+)
+def test_a_cell_is_written_with_three_digits(value, text):
+    assert shown(value) == text
 
 
-def test_the_page_has_every_point_and_what_made_it():
-    points = [a_point(batch=batch, output=output) for batch in (1, 8, 32) for output in ("greedy", "full-bf16")]
-    page = report.document([("wire-2cpu-avx512_bf16.json", a_result([*points, a_point("identity")]))])
-    for each in points:
-        assert "| " + " | ".join(row(each)) + " |" in page
+def test_a_line_in_a_cell_does_not_end_it():
+    assert markdown(("a", "b"), [("x | y", 1)]).splitlines()[-1] == "| x \\| y | 1 |"
+
+
+def test_the_page_has_what_the_file_has_and_what_made_it():
+    page = document([("wire-2cpu.json", a_result(notes=["Others disturbed nothing."]))])
+    [line] = [line for line in page.splitlines() if line.startswith("| qwen3-0.6b | 8 | greedy | 2cpu-amx_bf16 |")]
+    for cell in list(a_point().values())[3:]:
+        assert f" {shown(cell)} |" in line
     for text in (
-        "### qwen3-0.6b",
-        "### identity",
-        "596 million parameters",
-        "`attention=torch`",
-        "21 of 21 pairs",
+        "| 2cpu-amx_bf16 | Some CPU | 2 | 23.4 | avx2, amx_bf16 | madvise |",
+        "- **ratio**: of pairs",
+        "- 2cpu-amx_bf16: Others disturbed nothing.",
         "`0123456789ab` with uncommitted changes",
-        "2 × Some CPU, 23.4 GiB, avx2, avx512_bf16",
         "torch 2.13.0",
         "1.2% of the cores' time",
-        "2 in process, 2 in the server",
-        "python -m benchmarks.wire --models qwen3-0.6b",
-        "benchmarks/results/wire-2cpu-avx512_bf16.json",
+        "| lead in steps | 2 |",
+        "`python -m benchmarks wire`",
+        "benchmarks/results/wire-2cpu.json",
+        "| gRPC against in process, b8, greedy, unary calls | ≥ 0.97 |  | 0.976, yes |",
     ):
-        assert text in page
-    tables = [line for line in page.splitlines() if line.startswith("| model")]
-    assert len(tables) == 2 and all(line.count("|") == len(WIRE_COLUMNS) + 1 for line in tables)
+        assert text in page, text
 
 
-def test_a_record_says_how_sockets_were_read_and_one_that_does_not_is_read_too(tmp_path):
-    record = Record("wire", {}, tmp_path / "wire.json")
-    said = a_result([a_point()], sockets=record.values["sockets"])
-    assert f"| gRPC's sockets | read {polled()} |" in conditions("wire.json", said, ())
-    assert "sockets" not in conditions("wire.json", a_result([a_point()]), ())
+def test_kinds_of_machines_stand_side_by_side_the_newest_of_each():
+    rate = [{"step": "one", "ms": 1.0}, {"step": "two", "ms": 2.0}]
+    results = [
+        ("old.json", a_result(ended="2026-01", tables={"steps": table([{"step": "one", "ms": 9.0}])})),
+        ("amx.json", a_result(ended="2026-02", tables={"steps": table(rate)})),
+        ("plain.json", a_result(flags=PLAIN, ended="2026-03", tables={"steps": table([{"step": "two", "ms": 5.0}])})),
+    ]
+    page = document(results)
+    lines = [line for line in page.splitlines() if line.startswith(("| one |", "| two |"))]
+    assert lines == [
+        "| two | 2cpu-avx512f | 5.00 |",
+        "| two | 2cpu-amx_bf16 | 2.00 |",
+        "| one | 2cpu-amx_bf16 | 1.00 |",
+    ]
+    assert page.count("## What does gRPC cost?") == 1
+    assert "| file | `benchmarks/results/plain.json` | `benchmarks/results/amx.json` |" in page
+
+
+def test_every_question_is_asked_once_and_an_open_one_says_so():
+    page = document([("wire.json", a_result())])
+    headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    assert len(headings) == len({*headings}) == 2 + len(report.PAGE["question"])
+    assert page.count("\nNot yet measured.\n") == len(report.PAGE["question"]) - 1
+
+
+def test_all_engines_are_at_a_glance_with_those_that_were_not_measured():
+    side = {"low": 1.0, "high": 2.0, "step_ms": {"median": 1.0, "p10": 1.0, "p90": 1.0}, "same_tokens": [1, 1]}
+    sides = {"ours, gRPC session": side | {"tokens_per_s": 90.0}, "vLLM CPU bf16": side | {"tokens_per_s": 45.0}}
+    cell = {
+        "cell": CELLS[0].name,
+        "roof": {"tokens_per_s": 100.0, "bound_by": "memory"},
+        "sides": sides,
+        "ratios": {"vLLM CPU bf16": {"median": 2.0, "low": 1.0, "high": 3.0}},
+        "absent": {"llama.cpp bf16": "it cannot"},
+    }
+    rows = cell_rows([cell])
+    assert [each["of the limit"] for each in rows if "of the limit" in each] == [0.9, 0.45]
+    tables = {"cells": table(rows, left=2, legend=CELL_LEGEND)}
+    found = newest([("peers.json", a_result("peers", tables=tables, left_out={PEERS[0].name: "no compiler"}))])
+    page = report.glance(found)
+    others = f" {NOT_YET} |" * (len(CELLS) - 1)
+    assert f"| {LIMIT} | 100 |{others}" in page
+    assert f"| ours, gRPC session | 90.0 |{others}" in page
+    assert f"| vLLM CPU bf16 | 45.0 (2.00 ×) |{others}" in page
+    assert f"| llama.cpp bf16 | – |{others}" in page
+    assert f"| {PEERS[0].name} |" + " left out |" * len(CELLS) in page
+    assert all(f"| {peer.name} |" in page for peer in PEERS)
+    [(_, bars)] = report.panels(found).items()
+    assert [(bar.value, bar.kind) for bar in bars] == [(100.0, "limit"), (90.0, "ours"), (45.0, "peer")]
+
+
+def test_a_target_stands_on_every_kind_of_machine():
+    def result(flags, value):
+        return a_result(flags=flags, targets=[target("a step", value, 2.0, least=False, unit=" ms", goal=1.0)])
+
+    page = report.standing(newest([("a.json", result(AMX, 1.5)), ("b.json", result(PLAIN, 3.0))]))
+    assert "| a step | ≤ 2 ms | ≤ 1 ms | 1.50 ms, yes | 3.00 ms, no |" in page
+    assert f"| a step | ≤ 2 ms | ≤ 1 ms | {NOT_YET} |" in report.standing(newest([("a.json", result(AMX, None))]))
 
 
 def test_the_page_without_results_says_how_to_get_some():
-    assert "make bench" in report.document([])
+    assert "make bench" in document([])
 
 
-def test_a_file_of_another_kind_is_an_error_that_names_it():
+@pytest.mark.parametrize("change", [{"benchmark": "guesses"}, {"schema": 1}])
+def test_a_file_of_another_kind_is_an_error_that_names_it(change):
     with pytest.raises(ValueError, match=r"guesses\.json"):
-        report.document([("guesses.json", a_result([a_point()], benchmark="guesses"))])
+        document([("guesses.json", a_result() | change)])
 
 
 def test_the_program_writes_the_page_from_a_folder(tmp_path):
-    (tmp_path / "wire-2cpu.json").write_text(json.dumps(a_result([a_point()])))
+    (tmp_path / "wire-2cpu.json").write_text(json.dumps(a_result()))
     page = tmp_path / "docs" / "benchmarks.md"
     report.main(["--results", str(tmp_path), "--out", str(page)])
     assert "0.976 (0.976 to 0.976)" in page.read_text(encoding="utf-8")
+
+
+def test_the_page_of_this_repository_is_that_of_its_results(tmp_path):
+    page = tmp_path / "benchmarks.md"
+    report.main(["--out", str(page)])
+    assert page.read_text("utf-8") == (ROOT / "docs" / "benchmarks.md").read_text("utf-8")

@@ -1,6 +1,6 @@
 """`python -m benchmarks.suite --quick` runs: our two sides, a real peer, the other parts, the file and its page."""
 
-import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -8,30 +8,29 @@ from xml.etree import ElementTree
 import pytest
 
 import benchmarks.suite
-from benchmarks import compare, glance, parts, report, tables, targets
+from benchmarks import compare, parts, report
 from benchmarks.cases import CELLS, DECODE, PREFILL, QUICK_CELLS, SHAPES, Cell, settings
 from benchmarks.compare import Round, Unsupported, alternate, contest
 from benchmarks.engines.grpc import INT8
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
 from benchmarks.limits import roof
-from benchmarks.parts import Size, slope
-from benchmarks.peers import PEERS
-from benchmarks.profile import Column, Profile, medians, table
+from benchmarks.parts import MIXED, Size, slope
+from benchmarks.picture import Bar, svg
+from benchmarks.profile import STAGE, Column, Profile, medians, rows
+from benchmarks.record import cell_rows
 from benchmarks.suite import EAGER
-from benchmarks.tables import NOT_YET
+from benchmarks.table import rows_of
 from ferrum_rpc.models.spec import ModelSpec
+from tests.tools.running import Scripted
 
 QWEN3_0_6B = ModelSpec.from_config(SHAPES["qwen3-0.6b"])
 LIMITS = {"read_gb_s": 30.0, "bf16_tflops": 2.0, "threads": 2, "readings": []}
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory, quick_run):
-    out = tmp_path_factory.mktemp("suite") / "suite.json"
-    told = quick_run(benchmarks.suite, "--out", str(out), "--only", "cells", "outputs", "mixed", "bookkeeping")
-    assert str(out) in told
-    return json.loads(out.read_text(encoding="utf-8"))
+def quick(quick_run):
+    return quick_run(benchmarks.suite, "--only", "cells", "outputs", "mixed", "bookkeeping")
 
 
 def test_a_quick_run_plays_every_cell_on_every_side(quick):
@@ -49,30 +48,20 @@ def test_a_quick_run_plays_every_cell_on_every_side(quick):
 
 
 def test_a_quick_run_has_the_other_parts_and_makes_the_page(quick):
-    assert quick["mixed"]["p99_ms"] >= quick["mixed"]["p50_ms"] > 0 and quick["mixed"]["chunks"] > 0
-    assert quick["bookkeeping"][0]["all_us"] > 0 and "admit" in str(quick["bookkeeping"][0]["stages_us"])
-    prefill, *decodes = quick["outputs"]
-    assert set(prefill["ratios"]) == set(parts.PREFILLED)
-    assert decodes and all(set(each["ratios"]) == set(parts.DECODED) for each in decodes)
+    rows = rows_of(quick["tables"]["parts"])
+    assert [each["what"].partition(" ")[0] for each in rows] == ["bookkeeping", "p99"]
+    assert math.isfinite(rows[0]["measured"]), "a difference of times, which noise makes negative"
+    assert rows[1]["measured"] >= 1
+    assert "admit" in rows[0]["of which"] and "chunks" in rows[1]["of which"]
+    outputs = rows_of(quick["tables"]["outputs"])
+    prefill, *decodes = quick["tables"]["outputs"]["columns"][1:]
+    assert {each["output"] for each in outputs if each[prefill]} == {*parts.PREFILLED, "greedy, ms"}
+    for decode in decodes:
+        assert {each["output"] for each in outputs if each[decode]} == {*parts.DECODED, "greedy, ms"}
+    assert [each["value"] for each in quick["targets"] if each["what"] == MIXED] == [rows[1]["measured"]]
     page = report.document([("suite-2cpu.json", quick)])
-    for row in (*tables.cells(quick["cells"]).rows, *tables.outputs(quick["outputs"]).rows):
-        assert "| " + " | ".join(row) + " |" in page
-
-
-class Scripted:
-    """A side whose steps take what the script says; it notes when its turns come."""
-
-    def __init__(self, name, step_s, turns, refuses=False):
-        self.facts = {"name": name, "threads": 1}
-        self._name, self._step_s, self._turns, self._refuses = name, step_s, turns, refuses
-
-    async def prepare(self, cell):
-        if self._refuses:
-            raise Unsupported("it cannot")
-
-    async def round(self, cell, number, steps):
-        self._turns.append((number, self._name))
-        return Round(step_s=[self._step_s] * steps, last=[1, 2])
+    for each in rows_of(quick["tables"]["cells"]):
+        assert f"| {each['cell']} | {each['side']} | " in page
 
 
 async def test_sides_alternate_and_ratios_are_of_pairs():
@@ -84,6 +73,12 @@ async def test_sides_alternate_and_ratios_are_of_pairs():
     assert found["sides"]["ours"]["tokens_per_s"] == 200.0
     assert found["sides"]["peer"]["same_tokens"] == [6, 6]
     assert found["steps"] == 5
+
+
+def test_a_spread_is_of_all_steps():
+    seconds = [each / 1000 for each in range(1, 102)]
+    assert compare.spread(seconds) == {"median": 51.0, "p10": 11.0, "p90": 91.0}
+    assert (compare.percentile(seconds, 99, 4), compare.median(seconds)) == (0.1, 0.051)
 
 
 async def test_a_turn_that_others_disturbed_is_repeated_but_not_for_ever(monkeypatch):
@@ -104,7 +99,7 @@ async def test_a_side_that_cannot_play_says_why_and_the_others_go_on():
     players = {"ours": Scripted("ours", 0.01, []), "peer": Scripted("peer", 0.01, [], refuses=True)}
     found = await contest(QUICK_CELLS[1], players, "ours", 1, 0.01)
     assert set(found["sides"]) == {"ours"} and found["absent"] == {"peer": "it cannot"}
-    assert any("none: it cannot" in row for row in tables.cells([found]).rows)
+    assert [each["step, ms"] for each in cell_rows([found]) if each["side"] == "peer"] == ["none: it cannot"]
     with pytest.raises(Unsupported):
         await contest(QUICK_CELLS[1], players, "peer", 1, 0.01)
 
@@ -141,51 +136,27 @@ async def test_loading_is_what_a_start_takes_beyond_one_without_weights(tmp_path
 
     monkeypatch.setattr(parts, "_start", start)
     found = await parts.starting(tmp_path, {}, 3)
-    assert (found["ready_s"], found["without_weights_s"], found["loading_s"]) == (8.0, 2.5, 5.5)
-    assert (found["weight_bytes"], found["starts_s"]) == (5000, [9.0, 7.0, 8.0])
-    assert any("plain read" in row[2] for row in tables.parts({"start": found}).rows)
+    assert found["measured"] == 8.0 and found["of which"].startswith("loading 5.50; a plain read takes 0.0")
 
 
 def test_bookkeeping_is_the_slope_between_one_sequence_and_many():
-    one = Profile({"server: admit": 50.0, "model thread: forward": 200.0, "wire: answer": 90.0}, {}, 340.0, (b"", b""))
+    one = Profile({"server: admit": 50.0, "model thread: forward": 200.0, "wire: answer": 90.0}, 340.0, (b"", b""))
     many = replace(one, stages={"server: admit": 120.0, "model thread: commit": 14.0, "model thread: forward": 900.0})
     found = slope(Size(8, 16, 8), one, many)
-    assert (found["one_us"], found["all_us"], found["per_sequence_us"]) == (50.0, 134.0, 12.0)
-    assert found["stages_us"] == {"server: admit": 10.0, "model thread: commit": 2.0}
+    assert (found["measured"], found["of which"]) == (12.0, "admit 10.0, commit 2.00")
 
 
 def test_the_profile_is_one_table_of_all_cases():
     found = medians([{"a: x": 1.0, "b: y": 3.0}, {"a: x": 3.0, "b: y": 5.0}, {"a: x": 2.0, "b: y": 4.0}])
     assert found == {"a: x": 2.0, "b: y": 4.0}
-    cases = [Column(name, Profile(found, {"attention": 1.0}, 6.0, (b"", b"")), 3.0) for name in ("one", "two")]
-    rows = table(cases).rows
-    assert all(len(row) == 3 for row in rows)
-    assert ("b: y", "4.00 (66.7%)", "4.00 (66.7%)") in rows
-    assert ("whole step, in echoes", "2.00", "2.00") in rows
+    cases = [Column(name, Profile(found, 6.0, (b"", b"")), 3.0) for name in ("one", "two")]
+    found = rows(cases)
+    assert {"one": "4.00 (66.7%)", "two": "4.00 (66.7%)", STAGE: "b: y"} in found
+    assert {"one": 2.0, "two": 2.0, STAGE: "whole step, in echoes"} in found
 
 
 def test_a_picture_has_a_bar_for_every_figure_and_the_largest_is_the_longest():
-    picture = glance.svg({"tokens & more": [glance.Bar("ours <", 20.0, "ours"), glance.Bar("limit", 40.0, "limit")]})
+    picture = svg({"tokens & more": [Bar("ours <", 20.0, "ours"), Bar("limit", 40.0, "limit")]})
     tree = ElementTree.fromstring(picture)  # noqa: S314 - our own
     widths = [float(each.get("width")) for each in tree.iter("{http://www.w3.org/2000/svg}rect")][1:]
     assert widths[1] == 2 * widths[0]
-
-
-def test_what_was_not_measured_says_so():
-    table = targets.standing({}).rows
-    assert len(table) == len(targets.TARGETS) and all(row[1] == NOT_YET for row in table)
-    page = glance.glance({})
-    assert page.count(NOT_YET) == len(CELLS) * (4 + len(PEERS))
-    page = glance.glance({"peers": ("peers.json", {"cells": [], "left_out": {PEERS[0].name: "no compiler"}})})
-    assert f"| {PEERS[0].name} |" + " left out |" * len(CELLS) in page
-
-
-def test_a_target_is_reached_or_not_by_the_newest_file():
-    def result(rate, ended):
-        sides = {REFERENCE: {"tokens_per_s": rate}}
-        cells = [{"cell": CELLS[1].name, "reference": REFERENCE, "sides": sides}]
-        return {"benchmark": "suite", "ended": ended, "cells": cells}
-
-    found = targets.newest([("new.json", result(20.0, "2026-02")), ("old.json", result(9.0, "2026-01"))])
-    row = next(row for row in targets.standing(found).rows if CELLS[1].name in row[0])
-    assert row[1:] == ("20.0 tok/s", "≥ 14.5 tok/s", "yes", "≥ 22 tok/s", "`new.json`")

@@ -12,16 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ferrum_rpc.core import (
-    CacheState,
-    RowBlock,
-    RowKind,
-    Rows,
-    SpanOutcome,
-    SpanResult,
-    Step,
-    StepResult,
-)
+from ferrum_rpc.core import CacheState, RowBlock, RowKind, Rows, SpanOutcome, SpanResult, Step, StepResult
 from ferrum_rpc.engine.process.child import work
 from ferrum_rpc.errors import DeviceLost, ExecutorError, InvalidRequest, KvBlocksExhausted, StepFailed
 
@@ -65,9 +56,8 @@ class TokenRunner:
         return nullcontext()
 
     def begin(self, step: Step) -> StepResult:
-        self._seen.append(
-            ([span.sequence for span in step.spans], [(group.start, group.stop) for group in step.atomic])
-        )
+        groups = [(group.start, group.stop) for group in step.atomic]
+        self._seen.append(([span.sequence for span in step.spans], groups))
         asked = {int(span.tokens[0]) for span in step.spans}
         if WAIT in asked:
             self._gate.with_suffix(".reached").write_bytes(b"x")  # a pipe as well: returns once somebody reads

@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.errors import AdapterUnknown, ExecutorError, InvalidRequest, NotSupported
-from ferrum_rpc.models.adapter_config import read_adapter
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.lora import Loras, TorchLoras
 from ferrum_rpc.models.spec import ModelSpec
-from tests.adapters import PREFIX, Weights, make_adapter
-from tests.checkpoints import TINY
+from tests.support.adapters import PREFIX, Weights, make_adapter
+from tests.support.checkpoints import TINY
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 SPEC = ModelSpec.from_config({**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama"})
@@ -68,9 +67,9 @@ def refused(folder: Path, error: type[ExecutorError], match: str, name: str = "o
 
 KEYS: dict[str, tuple[dict[str, Any], type[ExecutorError], str]] = {
     "DoRA": ({"use_dora": True}, NotSupported, "use_dora.*with PEFT [^-]*$"),
-    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, NotSupported, "init_lora_weights"),
-    "OLoRA": ({"init_lora_weights": "olora"}, NotSupported, "init_lora_weights"),
-    "LoftQ": ({"init_lora_weights": "loftq"}, NotSupported, "init_lora_weights"),
+    "PiSSA": ({"init_lora_weights": "pissa_niter_4"}, NotSupported, "init_lora_weights.*convert it with PEFT"),
+    "OLoRA": ({"init_lora_weights": "olora"}, NotSupported, "init_lora_weights.*convert it with PEFT"),
+    "LoftQ": ({"init_lora_weights": "loftq"}, NotSupported, "init_lora_weights.*convert it with PEFT"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, NotSupported, "modules_to_save"),
     "biases": ({"bias": "lora_only"}, NotSupported, "bias"),
     "biases of its own": ({"lora_bias": True}, NotSupported, "lora_bias"),
@@ -136,6 +135,11 @@ def change_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     return lambda tensors: tensors.update({name: change(tensors[name]).contiguous()})
 
 
+def added(name: str, *shape: int) -> Callable[[dict[str, Any]], object]:
+    return lambda tensors: tensors.update({name: torch.zeros(shape)})
+
+
+EXPERTS = "mlp.experts", "mlp.experts.base_layer", "block_sparse_moe.experts.3.w1", "block_sparse_moe.input_linear"
 TENSORS_CASES: dict[str, tuple[Callable[[dict[str, Any]], object], type[ExecutorError], str]] = {
     "one of two": (lambda tensors: tensors.pop(f"{QUERY}.lora_B.weight"), InvalidRequest, "one of the two"),
     "none": (dict.clear, InvalidRequest, "no tensors"),
@@ -144,41 +148,14 @@ TENSORS_CASES: dict[str, tuple[Callable[[dict[str, Any]], object], type[Executor
     "turned": (change_tensor(f"{QUERY}.lora_A.weight", lambda each: each.T), InvalidRequest, "shapes"),
     "integers": (change_tensor(f"{QUERY}.lora_A.weight", lambda each: each.to(torch.int8)), NotSupported, "int8"),
     "NaN": (change_tensor(f"{QUERY}.lora_A.weight", lambda each: each / 0), InvalidRequest, "NaN"),
-    "an embedding": (
-        lambda tensors: tensors.update({f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.zeros(4, 300)}),
-        NotSupported,
-        "embed_tokens",
-    ),
-    "a head": (
-        lambda tensors: tensors.update({f"{PREFIX}lm_head.lora_A.weight": torch.zeros(4, 64)}),
-        NotSupported,
-        "lm_head",
-    ),
+    "an embedding": (added(f"{PREFIX}model.embed_tokens.lora_embedding_A", 4, 300), NotSupported, "embed_tokens"),
+    "a head": (added(f"{PREFIX}lm_head.lora_A.weight", 4, 64), NotSupported, "lm_head"),
     **{
-        f"experts: {name}": (
-            lambda tensors, name=name: tensors.update(
-                {f"{PREFIX}model.layers.0.{name}.lora_A.weight": torch.zeros(4, 64)}
-            ),
-            NotSupported,
-            "experts are not adapted",
-        )
-        for name in (
-            "mlp.experts",
-            "mlp.experts.base_layer",
-            "block_sparse_moe.experts.3.w1",
-            "block_sparse_moe.input_linear",
-        )
+        name: (added(f"{PREFIX}model.layers.0.{name}.lora_A.weight", 4, 64), NotSupported, "experts are not adapted")
+        for name in EXPERTS
     },
-    "a magnitude": (
-        lambda tensors: tensors.update({f"{QUERY}.lora_magnitude_vector": torch.zeros(64)}),
-        NotSupported,
-        "lora_magnitude_vector",
-    ),
-    "a layer that there is not": (
-        lambda tensors: tensors.update({QUERY.replace("0", "9") + ".lora_A.weight": torch.zeros(4, 64)}),
-        NotSupported,
-        "layers.9",
-    ),
+    "a magnitude": (added(f"{QUERY}.lora_magnitude_vector", 64), NotSupported, "lora_magnitude_vector"),
+    "a layer that there is not": (added(QUERY.replace("0", "9") + ".lora_A.weight", 4, 64), NotSupported, "layers.9"),
 }
 
 
@@ -213,14 +190,8 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     folder = made(tmp_path)
     content = (folder / TENSORS).read_bytes()
     other = content.replace(b'"F32"', b'"I32"', 1)
-    for changed in (
-        content[:-4],
-        content[:5],
-        b"",
-        other,
-        b"\xff" * 8 + content[8:],
-        content.replace(b"lora_A", b"lora_C"),
-    ):
+    renamed, headless = content.replace(b"lora_A", b"lora_C"), b"\xff" * 8 + content[8:]
+    for changed in (content[:-4], content[:5], b"", other, headless, renamed):
         into = loras()
         adapters = Adapters(tmp_path, into, bytes(32), 16, 1 << 30)
         adapters.open(1, "one")
@@ -238,19 +209,8 @@ def test_a_name_is_a_folder_of_the_adapter_folder_and_nothing_else(tmp_path: Pat
     made(root)
     made(tmp_path / "outside")
     (root / "file").write_text("")
-    for name in (
-        "",
-        ".",
-        "..",
-        "../outside/one",
-        "one/../one",
-        "/",
-        str(root / "one"),
-        "none",
-        "file",
-        "x" * 5000,
-        "\0",
-    ):
+    paths = ("", ".", "..", "../outside/one", "one/../one", "/", str(root / "one"))
+    for name in (*paths, "none", "file", "x" * 5000, "\0"):
         with pytest.raises(AdapterUnknown):
             load(root, name)
     (root / "leads out").symlink_to(tmp_path / "outside" / "one")
@@ -265,9 +225,3 @@ def test_a_name_is_a_folder_of_the_adapter_folder_and_nothing_else(tmp_path: Pat
         (root / "three" / CONFIG).write_text((root / "one" / CONFIG).read_text())
         os.mkfifo(root / "three" / TENSORS)
         refused(root, InvalidRequest, "regular file", "three")
-
-
-def test_adapters_over_changed_weights_are_to_be_converted_and_their_key_is_not_to_be_removed() -> None:
-    config = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "init_lora_weights": "pissa"}
-    with pytest.raises(NotSupported, match="convert it with PEFT"):
-        read_adapter(config, {}, {"model.layers.0.self_attn.q_proj": (8, 8)}, 64)

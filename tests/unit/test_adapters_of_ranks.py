@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 import torch
 
 from ferrum_rpc.config import ModelSettings
@@ -21,19 +20,12 @@ from ferrum_rpc.core import FullLogits, Greedy, OutputSpec, Positions, PrefixUse
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.ranks.follower import Follower
-from ferrum_rpc.errors import (
-    AdapterUnknown,
-    DeviceLost,
-    ExecutorError,
-    InvalidRequest,
-    NotSupported,
-    SequencesExhausted,
-    StepFailed,
-)
-from tests.adapters import make_adapter
-from tests.checkpoints import make_checkpoint, make_model
-from tests.fake_async_device import ILLEGAL_ACCESS
-from tests.ranks import World
+from ferrum_rpc.errors import AdapterUnknown, DeviceLost, InvalidRequest, NotSupported, SequencesExhausted, StepFailed
+from tests.support.adapters import make_adapter
+from tests.support.checkpoints import make_checkpoint, make_model
+from tests.support.fake_async_device import ILLEGAL_ACCESS
+from tests.support.inside import adapters_of
+from tests.support.ranks import World
 from tests.unit.test_runner_transactions import Saboteur
 
 FAMILY = {"num_hidden_layers": 4, "vocab_size": 500}
@@ -42,14 +34,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "late": {"targets": ("k_proj", "down_proj"), "r": 8, "layers_to_transform": [3]},
 }
 CUTS = {"2": (2, 1), "4, two of which have a KV head": (4, 1), "2 stages": (1, 2), "2 x 2": (2, 2)}
-EACH_CUT = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 PROMPT = list(range(20, 43))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def silence() -> Iterator[None]:
-    with structlog.testing.capture_logs():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -119,37 +104,39 @@ def texts(runner: TorchRunner, adapters: dict[int, int], tokens: int, first: int
 # --- the same as one ------------------------------------------------------------------------------------------------
 
 
-@EACH_CUT
-def test_texts_of_mixed_adapters_are_those_of_one_rank(folder: Path, cut: tuple[int, int]) -> None:
-    """Of some and of none in one step, when one has come again, and behind cached prefixes, which are of one adapter
-    each."""
-    mixed = {1: 1, 2: 0, 3: 2, 4: 1, 5: 1, 6: 0}
-    found, plain = list[Any](), list[Any]()
+def played(runner: TorchRunner) -> dict[str, Any]:
+    """Texts without adapters, and of mixed ones: of some and of none in one step, when one has come again, and behind
+    cached prefixes, which are of one adapter each."""
+    mixed, cached = {1: 1, 2: 0, 3: 2, 4: 1, 5: 1, 6: 0}, []
+    with torch.inference_mode():
+        plain = texts(runner, dict.fromkeys(mixed, 0), 8)
+        fingerprints = [load(runner, number, name) for number, name in enumerate(ADAPTERS, 1)]
+        together = texts(runner, mixed, 8)
+        runner.drop_adapter(1)
+        assert load(runner, 3, "all") == fingerprints[0]
+        again = {each: 3 if number == 1 else number for each, number in mixed.items()}
+        assert texts(runner, again, 8) == together != plain
+        uses = [(0, PrefixUse())]
+        for number, name, fingerprint in zip((3, 2), ADAPTERS, fingerprints, strict=True):
+            uses.append((number, PrefixUse(adapter=name, fingerprint=fingerprint)))
+        for sequence, (number, use) in enumerate(uses * 2, 30):
+            [result] = run(runner, span(sequence, PROMPT, 0, number, use))
+            cached.append((result.cached_tokens, chosen(result)))
+            runner.release([sequence])
+        assert [tokens for tokens, _ in cached] == [0, 0, 0, 20, 20, 20] and cached[0][1] == cached[3][1]
+        runner.check()
+    return {"plain": plain, "fingerprints": fingerprints, "together": together, "cached": cached}
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(folder):
+    return played(build_runner(settings_of(folder)))
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_texts_of_mixed_adapters_are_those_of_one_rank(folder, cut, of_one_rank):
     with closing(World(settings_of(folder, cut))) as world:
-        for runner in (build_runner(settings_of(folder)), world.runner):
-            with torch.inference_mode():
-                plain.append(texts(runner, dict.fromkeys(mixed, 0), 12))
-                fingerprints = [load(runner, number, name) for number, name in enumerate(ADAPTERS, 1)]
-                together = texts(runner, mixed, 12)
-                runner.drop_adapter(1)
-                assert load(runner, 3, "all") == fingerprints[0]
-                again = {each: 3 if number == 1 else number for each, number in mixed.items()}
-                assert texts(runner, again, 12) == together
-                uses = [(0, PrefixUse())]
-                uses += [
-                    (number, PrefixUse(adapter=name, fingerprint=fingerprint))
-                    for number, name, fingerprint in zip((3, 2), ADAPTERS, fingerprints, strict=True)
-                ]
-                cached = []
-                for sequence, (number, use) in enumerate(uses * 2, 30):
-                    [result] = run(runner, span(sequence, PROMPT, 0, number, use))
-                    cached.append((result.cached_tokens, chosen(result)))
-                    runner.release([sequence])
-                assert [tokens for tokens, _ in cached] == [0, 0, 0, 20, 20, 20] and cached[0][1] == cached[3][1]
-                runner.check()
-                found.append((fingerprints, together, cached))
-    assert plain[0] == plain[1] and found[0] == found[1]
-    assert plain[0] != found[0][1]
+        assert played(world.runner) == of_one_rank
 
 
 def test_sequences_with_an_adapter_move_between_one_rank_and_several(folder: Path) -> None:
@@ -189,10 +176,9 @@ def test_a_rank_keeps_its_part_only(folder: Path) -> None:
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
-@EACH_CUT
-def test_a_step_that_fails_leaves_adapters_as_they_were(folder: Path, cut: tuple[int, int]) -> None:
+def test_a_step_that_fails_leaves_adapters_as_they_were(folder: Path) -> None:
     saboteur, mixed = Saboteur(), {1: 1, 2: 0, 3: 1}
-    with closing(World(settings_of(folder, cut), stages={1: saboteur})) as world, torch.inference_mode():
+    with closing(World(settings_of(folder, (2, 2)), stages={1: saboteur})) as world, torch.inference_mode():
         runner = world.runner
         load(runner, 1, "all")
         expected = texts(runner, mixed, 4)
@@ -220,44 +206,33 @@ def test_an_adapter_is_loaded_while_a_step_fails(folder: Path) -> None:
         assert texts(world.runner, {1: 1}, 4) != texts(world.runner, {1: 0}, 4)
 
 
-def other_numbers(adapters: Path) -> None:
-    shutil.rmtree(adapters / "all")
-    make_adapter(adapters / "all", make_model("qwen3", **FAMILY), seed=9, **ADAPTERS["all"])
+def another(**options: Any) -> Callable[[Path], object]:
+    """Another adapter in the place of one."""
+
+    def replaced(one: Path) -> None:
+        shutil.rmtree(one)
+        make_adapter(one, make_model("qwen3", **FAMILY), **options)
+
+    return replaced
 
 
-def fewer_layers(adapters: Path) -> None:
-    shutil.rmtree(adapters / "all")
-    make_adapter(adapters / "all", make_model("qwen3", **FAMILY), r=3, layers_to_transform=[0, 1, 2])
-
-
-def fewer_tensors(adapters: Path) -> None:
-    shutil.rmtree(adapters / "all")
-    make_adapter(adapters / "all", make_model("qwen3", **FAMILY), r=3, targets=("q_proj",))
-
-
-def pickled(adapters: Path) -> None:
-    (adapters / "all" / "adapter_model.safetensors").rename(adapters / "all" / "adapter_model.bin")
-
-
-def broken_header(adapters: Path) -> None:
-    (adapters / "all" / "adapter_model.safetensors").write_bytes(b"\0" * 40)
-
-
-ELSEWHERE: dict[str, tuple[Callable[[Path], object], type[ExecutorError], str]] = {
-    "no such folder": (lambda adapters: shutil.rmtree(adapters / "all"), AdapterUnknown, "has no folder 'all'"),
-    "pickled": (pickled, NotSupported, "pickled"),
-    "a broken header": (broken_header, InvalidRequest, "safetensors"),
-    "other numbers": (other_numbers, InvalidRequest, "files are not those of rank 0"),
-    "fewer layers": (fewer_layers, InvalidRequest, "files are not those of rank 0"),
-    "fewer tensors": (fewer_tensors, InvalidRequest, "files are not those of rank 0"),
+TENSORS, NOT_THE_SAME = "adapter_model.safetensors", "files are not those of rank 0"
+ELSEWHERE = {
+    "no such folder": (shutil.rmtree, AdapterUnknown, "has no folder 'all'"),
+    "pickled": (lambda one: (one / TENSORS).rename(one / "adapter_model.bin"), NotSupported, "pickled"),
+    "a broken header": (lambda one: (one / TENSORS).write_bytes(b"\0" * 40), InvalidRequest, "safetensors"),
+    "other numbers": (another(seed=9, **ADAPTERS["all"]), InvalidRequest, NOT_THE_SAME),
+    "fewer layers": (another(r=3, layers_to_transform=[0, 1, 2]), InvalidRequest, NOT_THE_SAME),
+    "fewer tensors": (another(r=3, targets=("q_proj",)), InvalidRequest, NOT_THE_SAME),
 }
 
 
-def nothing_is_left(world: World) -> None:
-    followers: list[Any] = world.followers
-    adapters: list[Any] = [world.runner._adapters, *(each.phase._adapters for each in followers)]
-    for each in adapters:
-        assert not each._loading and not each._bytes and not each._loras
+def nothing_is_left(world: World, number: int) -> None:
+    for part in (world.runner, *(each.phase for each in world.followers)):
+        each = adapters_of(part)
+        assert not each.held_bytes and not each.loras
+        with pytest.raises(KeyError):  # nor is it being read
+            each.read(number)
 
 
 @pytest.mark.parametrize("cut", [(2, 1), (1, 2)], ids=["tensor", "pipeline"])
@@ -265,28 +240,28 @@ def test_a_load_that_one_rank_refuses_is_refused(folder: Path, cut: tuple[int, i
     """With that rank's reason, and its name; then all are as before."""
     saboteur = Saboteur()
     with closing(World(settings_of(folder, cut), stages={1: saboteur})) as world, torch.inference_mode():
-        follower: Any = world.followers[0].phase
+        theirs = adapters_of(world.followers[0].phase)
         expected = texts(world.runner, {1: 0}, 4)
         for number, (change, error, words) in enumerate(ELSEWHERE.values(), 1):
             there = tmp_path / str(number)
             shutil.copytree(folder / "adapters", there)
-            change(there)
-            follower._adapters._root = there
+            change(there / "all")
+            theirs.root = there
             with pytest.raises(error, match=f"rank 1 on thread 1: .*{words}"):
                 load(world.runner, number, "all")
-            nothing_is_left(world)
-        follower._adapters._root = folder / "adapters"
+            nothing_is_left(world, number)
+        theirs.root = folder / "adapters"
         for failure, words in ((OSError(errno.EIO, "Input/output error"), "Input/output"), (MemoryError(), "Memory")):
             saboteur.arm("adapter", 2, failure)
             with pytest.raises(StepFailed, match=f"rank 1 on thread 1: .*{words}"):
                 load(world.runner, 20, "all")
-            nothing_is_left(world)
-        follower._adapters._max_bytes = 100
+            nothing_is_left(world, 20)
+        theirs.max_bytes = 100
         with pytest.raises(SequencesExhausted, match="rank 1 on thread 1") as refusal:
             load(world.runner, 21, "all")
         assert refusal.value.number("adapter_memory") == 100
-        nothing_is_left(world)
-        follower._adapters._max_bytes = 1 << 20
+        nothing_is_left(world, 21)
+        theirs.max_bytes = 1 << 20
         assert texts(world.runner, {1: 0}, 4) == expected
         load(world.runner, 22, "all")
         assert texts(world.runner, {1: 22}, 4) != expected
@@ -321,7 +296,7 @@ def test_what_this_rank_refuses_comes_first(folder: Path, tmp_path: Path) -> Non
     with closing(World(replace(settings_of(folder, (2, 1)), adapter_dir=adapters))) as world, torch.inference_mode():
         with pytest.raises(InvalidRequest, match=r"^(?!rank).*NaN"):
             load(world.runner, 1, "bad")
-        nothing_is_left(world)
+        nothing_is_left(world, 1)
         with pytest.raises(AdapterUnknown, match=r"^the executor's"):
             load(world.runner, 2, "nowhere")
         load(world.runner, 3, "all")

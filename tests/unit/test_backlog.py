@@ -24,6 +24,13 @@ def work(caller: int, items: int = 1, tokens: int = 1) -> Submission:
     return Submission((span,) * items, lambda *_: None, caller=caller)
 
 
+def filled(*works: Submission) -> Backlog:
+    backlog = Backlog(ITEMS, TOKENS)
+    for each in works:
+        backlog.add(each)
+    return backlog
+
+
 def step(backlog: Backlog) -> list[Submission]:
     """A step's worth, as `EngineLoop` takes it."""
     claimed: list[Submission] = []
@@ -50,9 +57,7 @@ sizes = st.tuples(st.integers(1, ITEMS), st.integers(1, TOKENS // ITEMS))
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), sizes) | st.sampled_from(["take", "drop"])))
-def test_each_caller_is_served_in_its_order_and_nothing_is_lost(
-    history: list[tuple[int, tuple[int, int]] | str],
-) -> None:
+def test_each_caller_is_served_in_its_order_and_nothing_is_lost(history):
     backlog, waiting = Backlog(ITEMS, TOKENS), {caller: deque[Submission]() for caller in range(4)}
     for each in history:
         if not isinstance(each, str):
@@ -61,11 +66,7 @@ def test_each_caller_is_served_in_its_order_and_nothing_is_lost(
             waiting[caller].append(added)
         elif backlog:
             first = backlog.first()
-            assert (
-                (backlog.take() if each == "take" else backlog.take(counted=False))
-                is first
-                is waiting[first.caller].popleft()
-            )
+            assert backlog.take(counted=each == "take") is first is waiting[first.caller].popleft()
     while backlog:
         first = backlog.take()
         assert first is waiting[first.caller].popleft()
@@ -74,11 +75,8 @@ def test_each_caller_is_served_in_its_order_and_nothing_is_lost(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(sizes, min_size=12, max_size=12), min_size=2, max_size=3))
-def test_while_all_wait_none_has_more_than_another_by_a_whole_step(queues: list[list[tuple[int, int]]]) -> None:
-    backlog = Backlog(ITEMS, TOKENS)
-    for caller, queue in enumerate(queues):
-        for size in queue:
-            backlog.add(work(caller, *size))
+def test_while_all_wait_none_has_more_than_another_by_a_whole_step(queues):
+    backlog = filled(*(work(caller, *size) for caller, queue in enumerate(queues) for size in queue))
     had, taken = Counter(dict.fromkeys(range(len(queues)), 0)), Counter[int]()
     while max(taken.values(), default=0) < len(queues[0]):
         assert max(had.values()) - min(had.values()) <= ITEMS * TOKENS, "a submission takes a whole step at most"
@@ -88,41 +86,32 @@ def test_while_all_wait_none_has_more_than_another_by_a_whole_step(queues: list[
 
 
 @pytest.mark.parametrize("flood", [{"items": ITEMS}, {"tokens": TOKENS}, {}])
-def test_whoever_comes_beside_a_flood_is_in_the_next_step_but_one(flood: dict[str, int]) -> None:
-    backlog = Backlog(ITEMS, TOKENS)
-    for _ in range(100):
-        backlog.add(work(1, **flood))
+def test_whoever_comes_beside_a_flood_is_in_the_next_step_but_one(flood):
+    backlog = filled(*(work(1, **flood) for _ in range(100)))
     for _ in range(10):
         step(backlog)
         backlog.add(work(2))
         assert 2 in parts([*step(backlog), *step(backlog)])
 
 
-def test_many_short_calls_are_worth_one_long_one() -> None:
+def test_many_short_calls_are_worth_one_long_one():
     """Turn by turn, they would wait for a step of the other's each."""
-    backlog = Backlog(ITEMS, TOKENS)
-    for _ in range(10):
-        backlog.add(work(1, tokens=TOKENS))
-    for _ in range(ITEMS):
-        backlog.add(work(2))
+    backlog = filled(*(work(1, tokens=TOKENS) for _ in range(10)), *(work(2) for _ in range(ITEMS)))
     steps = [step(backlog) for _ in range(3)]
     assert sum(each.caller == 2 for served in steps for each in served) == ITEMS
 
 
-def test_time_without_work_earns_nothing() -> None:
-    backlog = Backlog(ITEMS, TOKENS)
-    backlog.add(work(2))
-    backlog.take()
-    for _ in range(50):
-        backlog.add(work(1, ITEMS))
+def test_time_without_work_earns_nothing():
+    backlog = filled(work(2), *(work(1, ITEMS) for _ in range(70)))
+    for _ in range(51):
         backlog.take()
-    for caller in (1, 2) * 20:
-        backlog.add(work(caller, ITEMS))
+    for _ in range(20):
+        backlog.add(work(2, ITEMS))
     had = parts([backlog.take() for _ in range(20)])
     assert abs(had[1] - had[2]) <= ITEMS * TOKENS
 
 
-def test_the_loop_takes_its_steps_in_that_order_and_what_was_cancelled_counts_for_nothing() -> None:
+def test_the_loop_takes_its_steps_in_that_order_and_what_was_cancelled_counts_for_nothing():
     runner, order = Fake(depth=1), []
     works = [work(1, ITEMS) for _ in range(6)] + [work(2) for _ in range(3)]
     for number, each in enumerate(works):
@@ -198,9 +187,7 @@ class Board:
     st.lists(st.sampled_from([2, PART, 2 * PLACES]), min_size=1, max_size=4),
     st.lists(st.tuples(st.sampled_from(["ask", "ask", "end", "cancel"]), st.integers(0, 99), st.integers(1, PLACES))),
 )
-def test_runs_begin_in_each_callers_order_within_its_part_and_nothing_waits_for_ever(
-    parts: list[int], history: list[tuple[str, int, int]]
-) -> None:
+def test_runs_begin_in_each_callers_order_within_its_part_and_nothing_waits_for_ever(parts, history):
     board = Board(*parts)
     asked: list[Submission] = []
     for kind, which, count in history:
@@ -220,14 +207,14 @@ def test_runs_begin_in_each_callers_order_within_its_part_and_nothing_waits_for_
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, PLACES), max_size=40), st.integers(1, PART))
-def test_a_run_within_its_callers_part_begins_at_once_whatever_one_other_asks_for(many: list[int], few: int) -> None:
+def test_a_run_within_its_callers_part_begins_at_once_whatever_one_other_asks_for(many, few):
     board = Board(PART, PART)
     for count in many:
         board.ask(0, count)
     assert board.ask(1, few) in board.begun
 
 
-def test_of_several_that_wait_the_one_with_fewest_places_is_next_and_a_large_one_is_not_passed_for_ever() -> None:
+def test_of_several_that_wait_the_one_with_fewest_places_is_next_and_a_large_one_is_not_passed_for_ever():
     board = Board(PART, PART, PART)
     first, _ = board.ask(0, PART), board.ask(1, PART)
     for _ in range(20):
@@ -245,7 +232,7 @@ def test_of_several_that_wait_the_one_with_fewest_places_is_next_and_a_large_one
     assert alone.begun == [one, large, small]
 
 
-def test_more_runs_than_a_part_begin_when_their_caller_has_none_and_keep_nobody_from_the_rest() -> None:
+def test_more_runs_than_a_part_begin_when_their_caller_has_none_and_keep_nobody_from_the_rest():
     board = Board(PART, PART)
     one, large, other = board.ask(0, 1), board.ask(0, PLACES), board.ask(1, 1)
     assert board.begun == [one, other]

@@ -1,45 +1,48 @@
 """A run of `ferrum-rpc bench` against a server in this process: what is counted, from when, and what is left behind."""
 
-from __future__ import annotations
-
-import argparse
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from ferrum_rpc.bench.measure import measure
-from ferrum_rpc.bench.options import add_flags, workload_from
 from ferrum_rpc.bench.stats import Stats
-from ferrum_rpc.client import NEVER_RESEND, Answer, ExecutorClient, Item
-from ferrum_rpc.errors import ExecutorError, InvalidRequest, KvBlocksExhausted, OutputTooLarge, Reason
-from tests.serving import Gate, Served, serve_identity
+from ferrum_rpc.client import NEVER_RESEND, Answer, ExecutorClient
+from ferrum_rpc.errors import InvalidRequest, KvBlocksExhausted, OutputTooLarge, Reason
+from tests.support.serving import Gate, serve_identity
+from tests.unit.test_bench_cmd_options import workload as workload_of
 
-SMALL = ("--context", "8")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served():
+    async with serve_identity() as served:
+        yield served
 
 
 class Recording(ExecutorClient):
-    """Notes the tokens of batches."""
+    """Notes the tokens of batches, and the lengths of their answers."""
 
-    def __init__(self, target: str, **options: Any) -> None:
+    def __init__(self, target, **options):
         super().__init__(target, **options)
         self.fed: list[int] = []
+        self.lengths: list[int] = []
 
-    async def batch_decode(self, items: Iterable[Item], **options: Any) -> list[Answer | ExecutorError]:
+    async def batch_decode(self, items, **options):
         listed = list(items)
         self.fed += [token for item in listed for token in item.tokens]
-        return await super().batch_decode(listed, **options)
+        answers = await super().batch_decode(listed, **options)
+        self.lengths += [each.length for each in answers if isinstance(each, Answer)]
+        return answers
 
 
 @asynccontextmanager
-async def client_of(served: Served, *flags: str) -> AsyncIterator[tuple[Recording, Any]]:
+async def client_of(served, *flags):
     """A client for a workload, and the workload. Afterwards the server holds no sequence, and its books agree."""
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    workload = workload_from(parser.parse_args([*SMALL, *flags]))
+    workload = workload_of("--context", "8", *flags)
     session = workload.way == "session"
     options = {"session": session, "steps_in_flight": 2 * workload.in_flight, "resend": NEVER_RESEND}
     async with Recording(served.target, **options) as client:
@@ -48,14 +51,14 @@ async def client_of(served: Served, *flags: str) -> AsyncIterator[tuple[Recordin
     await served.check()
 
 
-async def run(served: Served, *flags: str) -> Stats:
+async def run(served, *flags):
     stats = Stats()
     async with client_of(served, *flags) as (client, workload):
         await measure(client, workload, stats)
     return stats
 
 
-async def until(true: Callable[[], bool], running: asyncio.Future[None]) -> None:
+async def until(true, running):
     """Wait while a run has not come so far. One that has ended raises what it ended with."""
     while not true():
         if running.done():
@@ -76,9 +79,8 @@ async def until(true: Callable[[], bool], running: asyncio.Future[None]) -> None
         (("--rate", "100000", "--callers", "2"), 1),
     ],
 )
-async def test_every_step_is_counted_once_and_nothing_is_left(flags: tuple[str, ...], tokens_a_step: int) -> None:
-    async with serve_identity() as served:
-        stats = await run(served, "--steps", "12", "--warmup", "2", *flags)
+async def test_every_step_is_counted_once_and_nothing_is_left(served, flags, tokens_a_step):
+    stats = await run(served, "--steps", "12", "--warmup", "2", *flags)
     assert (stats.attempts, stats.step.count, stats.tokens) == (12, 12, 12 * tokens_a_step)
     assert stats.forward.count == stats.queue.count == 12 and stats.forwards <= 12
     assert not stats.errors and stats.wall_s > 0
@@ -86,40 +88,28 @@ async def test_every_step_is_counted_once_and_nothing_is_left(flags: tuple[str, 
     assert 0 < forward["p50"] < figures["p50"] <= figures["p99_9"] <= figures["max"]
 
 
-async def test_warm_up_is_run_and_not_counted() -> None:
-    async with serve_identity() as served:
-        stats = Stats()
-        async with client_of(served, "--steps", "3", "--warmup", "4", "--batch", "2") as (client, workload):
-            before = (await client.status()).counters.tokens
-            await measure(client, workload, stats)
-            ran = (await client.status()).counters.tokens - before
+async def test_warm_up_is_run_and_not_counted(served):
+    stats = Stats()
+    async with client_of(served, "--steps", "3", "--warmup", "4", "--batch", "2") as (client, workload):
+        before = (await client.status()).counters.tokens
+        await measure(client, workload, stats)
+        ran = (await client.status()).counters.tokens - before
     assert (stats.step.count, stats.tokens, stats.prompt.count, stats.prompt_tokens) == (3, 6, 2, 16)
     assert ran == (8 + 16) + (4 + 3) * 2
 
 
 @pytest.mark.parametrize(("prompt", "context"), [("5", "11"), ("11", "5"), ("7", "7")])
-async def test_steps_begin_at_the_context_whatever_the_prompt_was(prompt: str, context: str) -> None:
-    async with serve_identity() as served:
-        lengths: list[int] = []
-
-        class Watching(Recording):
-            async def batch_decode(self, items: Iterable[Item], **options: Any) -> list[Answer | ExecutorError]:
-                answers = await super().batch_decode(items, **options)
-                lengths.extend(each.length for each in answers if isinstance(each, Answer))
-                return answers
-
-        parser = argparse.ArgumentParser()
-        add_flags(parser)
-        flags = ("--prompt-tokens", prompt, "--context", context, "--steps", "66", "--warmup", "0")
-        stats = Stats()
-        async with Watching(served.target) as client:
-            await measure(client, workload_from(parser.parse_args(flags)), stats)
+async def test_steps_begin_at_the_context_whatever_the_prompt_was(served, prompt, context):
+    stats = Stats()
+    flags = ("--prompt-tokens", prompt, "--context", context, "--steps", "66", "--warmup", "0")
+    async with client_of(served, *flags) as (client, workload):
+        await measure(client, workload, stats)
     first = int(context) + 1
-    assert lengths == [*range(first, first + 64), first, first + 1]
+    assert client.lengths == [*range(first, first + 64), first, first + 1]
     assert stats.prompt_tokens == int(prompt)
 
 
-async def test_tokens_are_of_the_vocabulary_never_zero_and_by_the_seed() -> None:
+async def test_tokens_are_of_the_vocabulary_never_zero_and_by_the_seed():
     fed = []
     async with serve_identity(vocab_size=3) as served:
         for seed in ("1", "1", "2"):
@@ -130,7 +120,7 @@ async def test_tokens_are_of_the_vocabulary_never_zero_and_by_the_seed() -> None
     assert fed[0] == fed[1] != fed[2]
 
 
-async def test_an_open_loop_counts_the_wait_of_every_step_that_a_stall_delays() -> None:
+async def test_an_open_loop_counts_the_wait_of_every_step_that_a_stall_delays():
     """One call stalls; the steps that fall due meanwhile wait for the only caller, and their times say so."""
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served:
@@ -155,7 +145,7 @@ async def test_an_open_loop_counts_the_wait_of_every_step_that_a_stall_delays() 
     assert stats.late.sum >= sum(waited[1:])
 
 
-async def test_an_open_loop_counts_refusals_apart_and_sends_them_once() -> None:
+async def test_an_open_loop_counts_refusals_apart_and_sends_them_once():
     """A step holds 16 callers at most and the queue 16 more: of 40 some are refused, at once, again and again."""
     gate = Gate("forward")
     async with serve_identity(stage=gate, kv_blocks=1024, max_queued_items=16) as served:
@@ -173,7 +163,7 @@ async def test_an_open_loop_counts_refusals_apart_and_sends_them_once() -> None:
     assert stats.attempts == 300 == stats.step.count + full
 
 
-async def test_a_cancelled_run_leaves_no_sequence_even_with_a_step_in_the_forward_pass() -> None:
+async def test_a_cancelled_run_leaves_no_sequence_even_with_a_step_in_the_forward_pass():
     gate = Gate("forward")
     async with serve_identity(stage=gate) as served:
         stats = Stats()
@@ -188,16 +178,22 @@ async def test_a_cancelled_run_leaves_no_sequence_even_with_a_step_in_the_forwar
     assert running.cancelled() and stats.tokens == 4 * stats.step.count
 
 
-async def test_a_caller_whose_sequences_are_gone_gives_up_and_says_why() -> None:
-    async with serve_identity() as served:
-        stats = Stats()
-        async with client_of(served, "--callers", "2", "--seconds", "60") as (client, workload):
-            running = asyncio.ensure_future(measure(client, workload, stats))
-            await until(lambda: stats.attempts > 0, running)
-            await client.reset()
-            await running
+async def test_a_caller_whose_sequences_are_gone_gives_up_and_says_why(served):
+    stats = Stats()
+    async with client_of(served, "--callers", "2", "--seconds", "60") as (client, workload):
+        running = asyncio.ensure_future(measure(client, workload, stats))
+        await until(lambda: stats.attempts > 0, running)
+        await client.reset()
+        await running
     assert stats.gave_up == 2 and stats.errors.total() == 2
     assert stats.reason is not None and stats.reason.reason is Reason.HANDLE_RELEASED
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def small():
+    limits = {"max_batch_items": 8, "max_sequences": 16, "max_steps_in_flight": 2, "max_response_bytes": 1 << 13}
+    async with serve_identity(max_context=128, kv_blocks=224, **limits) as served:
+        yield served
 
 
 @pytest.mark.parametrize(
@@ -212,15 +208,6 @@ async def test_a_caller_whose_sequences_are_gone_gives_up_and_says_why() -> None
         (("--output", "full", "--batch", "8"), OutputTooLarge, "bytes"),
     ],
 )
-async def test_what_the_executor_cannot_run_is_refused_before_it_begins(
-    flags: tuple[str, ...], error: type[ExecutorError], says: str
-) -> None:
-    limits = {
-        "max_batch_items": 8,
-        "max_sequences": 16,
-        "max_steps_in_flight": 2,
-        "max_response_bytes": 1 << 13,
-    }
-    async with serve_identity(max_context=128, kv_blocks=224, **limits) as served:
-        with pytest.raises(error, match=says):
-            await run(served, *flags, "--steps", "1")
+async def test_what_the_executor_cannot_run_is_refused_before_it_begins(small, flags, error, says):
+    with pytest.raises(error, match=says):
+        await run(small, *flags, "--steps", "1")

@@ -37,6 +37,14 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
+async def read_all(body: bytes, *calls: Call) -> list[bytes]:
+    """What each has read, once those have their ``body`` that had none."""
+    for call in calls:
+        if not call.body.done():
+            call.body.set_result(body)
+    return await asyncio.gather(*(call.task for call in calls))
+
+
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies_module, "TIMEOUT_S", 3600.0)
@@ -57,10 +65,7 @@ async def test_one_connection_has_its_share_and_the_others_have_theirs() -> None
     mine[1].body.set_result(b"x")
     await settled()
     assert late.reading.is_set() and not mine[3].reading.is_set()
-    for call in (*mine, *yours, late):
-        if not call.body.done():
-            call.body.set_result(b"y")
-    assert await asyncio.gather(*(call.task for call in (*mine, *yours, late))) == [b"x", b"x", *[b"y"] * 6]
+    assert await read_all(b"y", *mine, *yours, late) == [b"x", b"x", *[b"y"] * 6]
     assert bodies.under_way == 0
     await fresh(bodies, 4)
 
@@ -114,26 +119,25 @@ async def test_a_body_that_has_come_is_not_late_however_long_the_loop_is_away(mo
 ALICE, BOB = Caller("alice", operator=False, shares=True), Caller("bob", operator=False, shares=True)
 
 
-async def test_one_of_several_callers_has_its_share_however_many_connections_it_has() -> None:
-    bodies = Bodies(4, 1, 2)
+async def test_one_of_several_callers_has_its_share_however_many_connections_it_has(monkeypatch) -> None:
+    bodies, timers = Bodies(4, 1, 2), list[Any]()
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_later", lambda delay, call: timers.append(call))
     many = [Call(bodies, f"a{number}", ALICE) for number in range(6)]
     await settled()
     assert [call.reading.is_set() for call in many] == [True, True, *[False] * 4]
     few = [Call(bodies, f"b{number}", BOB) for number in range(3)]
     await settled()
     assert [call.reading.is_set() for call in few] == [True, True, False]
-    bodies._refuse_late()  # nobody has had its time
+    timers[0]()  # nobody has had its time
     many[0].body.set_result(b"")
     await settled()
     assert many[2].reading.is_set() and not few[2].reading.is_set(), "bob is at his share"
     few[0].body.set_result(b"")
     await settled()
     assert few[2].reading.is_set() and not many[3].reading.is_set()
-    for call in (*many, *few):
-        if not call.body.done():
-            call.body.set_result(b"")
-    await asyncio.gather(*(call.task for call in (*many, *few)))
-    assert not bodies._slots._held and not bodies._slots.waiting
+    await read_all(b"", *many, *few)
+    slots = bodies._slots
+    assert not slots._held and not slots.waiting
     await fresh(bodies, 4)
 
 
@@ -149,9 +153,7 @@ async def test_who_waits_for_its_own_share_has_no_others_body_refused(monkeypatc
             await call.task
     await waits.reading.wait()
     assert not slow.task.done(), "it is slow, and in nobody's way"
-    for call in (slow, waits):
-        call.body.set_result(b"x")
-        assert await call.task == b"x"
+    assert await read_all(b"x", slow, waits) == [b"x", b"x"]
     await fresh(bodies, 4)
 
 
@@ -167,6 +169,4 @@ async def fresh(bodies: Bodies, slots: int) -> None:
     calls = [Call(bodies, f"fresh {index}") for index in range(slots)]
     await settled()
     assert bodies.under_way == slots
-    for call in calls:
-        call.body.set_result(b"")
-    await asyncio.gather(*(call.task for call in calls))
+    await read_all(b"", *calls)

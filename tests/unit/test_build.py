@@ -22,7 +22,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from ferrum_rpc.native import library
 from ferrum_rpc.serve import _action, _banner
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 PRESSURE = Pressure(8, 8, 16, 0, 0, 0)
 STATE = SimpleNamespace(handles=SimpleNamespace(instance_id="1"), pressure=lambda: PRESSURE)
@@ -38,24 +38,32 @@ def logits(runner, tokens):
     return torch.from_numpy(outcome.rows.block["logits"][outcome.rows.first].copy())
 
 
+def error_of(rounded, plain):
+    """Of the logits, in their standard deviations."""
+    tokens = np.arange(5, 45, dtype=np.int32)
+    exact = logits(plain, tokens)
+    return (logits(rounded, tokens) - exact).square().mean().sqrt() / exact.std()
+
+
+def there(*makes):
+    """Skip where one of these cannot be made."""
+    for make in makes:
+        try:
+            make()
+        except OSError as reason:
+            pytest.skip(str(reason))
+
+
 def test_eight_bit_weights_are_told_with_their_error_and_stay_near(tmp_path):
-    try:
-        ByteFactory()
-    except OSError as reason:
-        pytest.skip(str(reason))
+    there(ByteFactory)
     folder = make_checkpoint(tmp_path, "qwen3", hidden_size=128, intermediate_size=256)
     config = ModelSettings(str(folder), dtype="bfloat16", kv_blocks=8)
     plain, rounded = build_runner(config), build_runner(replace(config, quantize="int8"))
     told = dict(rounded.device.choices)["quantize=int8"]
     assert 0.002 < float(told.split("by ")[1].split("%")[0]) / 100 < 0.01
-    assert (plain.info.weight_dtype, rounded.info.weight_dtype, rounded.info.kv_dtype) == (
-        "bfloat16",
-        "int8",
-        "bfloat16",
-    )
-    tokens = np.arange(5, 45, dtype=np.int32)
-    exact, near = logits(plain, tokens), logits(rounded, tokens)
-    assert 0 < (near - exact).square().mean().sqrt() / exact.std() < 0.05
+    assert (plain.info.weight_dtype, rounded.info.weight_dtype) == ("bfloat16", "int8")
+    assert rounded.info.kv_dtype == "bfloat16"
+    assert 0 < error_of(rounded, plain) < 0.05
 
 
 @pytest.mark.parametrize("attention", ["native", "torch"])
@@ -76,9 +84,7 @@ def test_an_eight_bit_cache_is_told_with_its_error_and_stays_near(tmp_path, atte
     assert rounded.kv.total_blocks > 3 * plain.kv.total_blocks
     [buffer] = rounded.store.buffers
     assert buffer.nbytes == (rounded.kv.total_blocks + 1) * 16 * info.kv_bytes_per_token
-    tokens = np.arange(5, 45, dtype=np.int32)
-    exact, near = logits(plain, tokens), logits(rounded, tokens)
-    assert 0 < (near - exact).square().mean().sqrt() / exact.std() < 0.02
+    assert 0 < error_of(rounded, plain) < 0.02
 
 
 @pytest.mark.parametrize(
@@ -87,10 +93,11 @@ def test_an_eight_bit_cache_is_told_with_its_error_and_stays_near(tmp_path, atte
         ({"kv_dtype": "fp8"}, "use int8"),
         ({"kv_dtype": "int8", "identity_head_dim": 6}, "multiple of 4"),
         ({"kv_dtype": "int8", "attention": "triton"}, "not available"),
+        ({"quantize": "int8"}, "no weights"),
     ],
     ids=str,
 )
-def test_a_cache_that_is_not_there_is_refused(config, why):
+def test_rounding_that_is_not_there_is_refused(config, why):
     with pytest.raises(InvalidRequest, match=why):
         build_runner(ModelSettings("identity", device="cpu", kv_blocks=8, **config))
 
@@ -132,25 +139,10 @@ def test_an_eight_bit_cache_of_few_slots_has_an_error_too(kv_blocks):
     runner.check()
 
 
-def test_rounding_that_is_not_there_is_refused(tmp_path):
-    folder = make_checkpoint(tmp_path, "qwen3")
-    with pytest.raises(InvalidRequest, match="float32"):
-        build_runner(ModelSettings(str(folder), dtype="float32", quantize="int8"))
-
-
-def test_nothing_is_rounded_where_there_are_no_weights():
-    with pytest.raises(InvalidRequest, match="no weights"):
-        build_runner(ModelSettings("identity", quantize="int8"))
-
-
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_an_answer_depends_on_neither_neighbours_nor_threads(tmp_path, quantize):
     """The whole model, bit for bit, where its kernels are ours."""
-    try:
-        ByteFactory()
-        PairFactory()
-    except OSError as reason:
-        pytest.skip(str(reason))
+    there(ByteFactory, PairFactory)
     folder = make_checkpoint(tmp_path, "qwen3", hidden_size=128, intermediate_size=256)
     runner = build_runner(ModelSettings(str(folder), dtype="bfloat16", kv_blocks=64, quantize=quantize))
     if not {"rows=native", "attention=native"} <= {choice for choice, _ in runner.device.choices}:
@@ -184,16 +176,12 @@ def choices(**config):
     return runner, dict(runner.device.choices)
 
 
-def test_a_size_that_is_lowered_says_what_it_became():
+def test_a_size_that_is_lowered_says_what_it_became_and_one_that_is_honoured_that_it_was():
     identity = {"identity_layers": 2, "identity_kv_heads": 4, "identity_head_dim": 8, "identity_max_context": 64}
     runner, told = choices(**identity, max_context=1000, kv_memory=64 << 20, max_sequences=2)
     assert runner.info.max_context == 64
     assert told["max_context=64"] == f"1000 requested, {NO_MORE}"
     assert told["kv_blocks=32 (64 KiB)"] == "64 MiB requested; 2 sequences of 64 tokens need no more"
-
-
-def test_a_size_that_is_honoured_says_so():
-    identity = {"identity_layers": 2, "identity_kv_heads": 4, "identity_head_dim": 8, "identity_max_context": 64}
     _, told = choices(**identity, max_context=32, kv_memory=1 << 20, max_sequences=1000)
     assert told["max_context=32"] == "requested" and told["kv_blocks=512 (1024 KiB)"] == "requested"
 
@@ -225,9 +213,8 @@ def test_a_path_without_a_model_is_told_whole(tmp_path, monkeypatch, model, says
 
 def test_a_demo_model_that_is_not_installed_names_its_package(monkeypatch):
     monkeypatch.setattr(building, "DEMO_PACKAGE", "no_such_package")
-    with pytest.raises(
-        InvalidRequest, match=r"demo is in the package ferrum-rpc-demo, which is not installed .*make setup"
-    ):
+    says = "demo is in the package ferrum-rpc-demo, which is not installed .*make setup"
+    with pytest.raises(InvalidRequest, match=says):
         model_folder("demo")
 
 
@@ -252,10 +239,7 @@ def test_a_start_without_kernels_says_so_once_aloud_and_what_to_do(monkeypatch, 
 
 
 def test_a_start_with_kernels_warns_of_nothing():
-    try:
-        library.load()
-    except OSError as reason:
-        pytest.skip(str(reason))
+    there(library.load)
     runner, told = choices()
     assert NO_KERNELS not in told
     with capture_logs() as logs:

@@ -8,7 +8,7 @@ import pytest
 from ferrum_rpc.client import Answer, BatchResults, HandleRef, NoSuchRowsError, Pressure, QueueFull, RunEnd, StepFailed
 from ferrum_rpc.client.answer import joined
 from ferrum_rpc.core import RowBlock, RowKind, Rows
-from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
+from tests.support.rows import logit_rows, selected_rows, token_rows, top_token_rows
 
 PRESSURE = Pressure(1, 2, 3, 0, 0, 0)
 
@@ -46,6 +46,11 @@ def test_each_kind_is_read_under_its_name_and_cut_to_the_items_rows() -> None:
     assert answer(SELECTED, 0, 2).selected.logits.shape == (2, 4)
     assert answer(LOGITS).logits.tolist() == [[4, 5, 6, 7]]
     assert answer(None).length == 9
+    both = answer(BESIDE, 1, 2)
+    assert both.top_logprobs.token_ids.tolist() == [[2, 3], [4, 5]]
+    assert both.top_logprobs.logprobs.tolist() == [[-2, -3], [-4, -5]]
+    assert both.selected_logprobs.tolist() == [[-8], [-9]]
+    assert both.tokens.tolist() == [6, 7]
 
 
 def test_logits_are_float32_whatever_they_travelled_as() -> None:
@@ -56,19 +61,6 @@ def test_logits_are_float32_whatever_they_travelled_as() -> None:
     for each in (bf16, f16):
         assert each.dtype == np.float32
         assert each.tolist() == [values.tolist()]
-
-
-@pytest.mark.parametrize("name", ["token", "tokens", "logprobs", "top_tokens", "selected", "logits"])
-def test_rows_that_were_not_asked_for_say_so(name: str) -> None:
-    fitting = {"token": TOKENS, "tokens": TOKENS, "logprobs": TOKENS, "top_tokens": TOP, "selected": SELECTED}
-    for block in (TOKENS, TOP, SELECTED, LOGITS):
-        if fitting.get(name, LOGITS) is not block:
-            with pytest.raises(NoSuchRowsError, match="ask with"):
-                getattr(answer(block), name)
-    with pytest.raises(NoSuchRowsError, match="without rows"):
-        getattr(answer(None), name)
-    with pytest.raises(NoSuchRowsError, match="rows are gone"):
-        getattr(answer(None, replayed=True), name)
 
 
 def test_an_answer_prints_in_a_line_what_it_holds() -> None:
@@ -104,7 +96,13 @@ def test_the_results_of_a_batch_come_apart() -> None:
         results.split("ab")
 
 
-def test_one_token_is_read_of_one_row_only() -> None:
+def test_rows_that_are_not_there_say_why() -> None:
+    """Rows of another kind: `test_output_kinds`."""
+    for name in ("token", "tokens", "logprobs", "top_tokens", "selected", "logits"):
+        with pytest.raises(NoSuchRowsError, match="without rows"):
+            getattr(answer(None), name)
+        with pytest.raises(NoSuchRowsError, match="rows are gone"):
+            getattr(answer(None, replayed=True), name)
     with pytest.raises(NoSuchRowsError, match="2 rows"):
         _ = answer(TOKENS, 0, 2).token
 
@@ -114,14 +112,6 @@ def test_log_probabilities_must_be_asked_for() -> None:
     for name, ask_with in (("logprobs", "logprob=True"), ("top_logprobs", "k"), ("selected_logprobs", "token_ids")):
         with pytest.raises(NoSuchRowsError, match=f"ask with .*{ask_with}"):
             getattr(tokens, name)
-
-
-def test_log_probabilities_beside_tokens_are_those_of_the_items_rows() -> None:
-    both = answer(BESIDE, 1, 2)
-    assert both.top_logprobs.token_ids.tolist() == [[2, 3], [4, 5]]
-    assert both.top_logprobs.logprobs.tolist() == [[-2, -3], [-4, -5]]
-    assert both.selected_logprobs.tolist() == [[-8], [-9]]
-    assert both.tokens.tolist() == [6, 7]
 
 
 @pytest.mark.parametrize("block", [TOKENS, BESIDE, token_rows(TOKENS.columns["token_ids"]), TOP, SELECTED, LOGITS])

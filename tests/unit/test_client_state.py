@@ -7,25 +7,10 @@ from typing import Any
 
 import pytest
 
-from ferrum_rpc.client import (
-    FullLogits,
-    Greedy,
-    HandleRef,
-    HiddenStates,
-    NextToken,
-    OutputSpec,
-    Positions,
-    RowDType,
-    RowLogprobs,
-    Sample,
-    SelectedTokens,
-    SequenceMisuseError,
-    TopTokens,
-)
+from ferrum_rpc.client import Greedy, HandleRef, NextToken, OutputSpec, Positions, RowLogprobs, Sample
 from ferrum_rpc.client.connection import Connection
-from ferrum_rpc.client.state import Item, SequenceState
+from ferrum_rpc.client.state import Item, SequenceMisuseError, SequenceState
 from ferrum_rpc.errors import (
-    ExecutorError,
     HandleReleased,
     KvBlocksExhausted,
     QueueFull,
@@ -57,7 +42,7 @@ def item(of: SequenceState, tokens: list[int], truncate_to: int | None = None) -
     return of.item(1, tokens, SPEC, truncate_to)
 
 
-def test_the_handle_advances_with_an_answer_and_with_nothing_else() -> None:
+def test_the_handle_advances_with_an_answer_and_with_nothing_else():
     sequence = state()
     first = item(sequence, [1, 2])
     sequence.failed(first, KvBlocksExhausted("no"), no_repeat)
@@ -68,7 +53,7 @@ def test_the_handle_advances_with_an_answer_and_with_nothing_else() -> None:
     assert sequence.handle == handle(1, 2)
 
 
-def test_a_late_replay_of_an_older_answer_does_not_turn_the_handle_back() -> None:
+def test_a_late_replay_of_an_older_answer_does_not_turn_the_handle_back():
     sequence = state(tokens=[])
     first = item(sequence, [1])
     sequence.committed(first, handle(1, 1), 0)
@@ -79,7 +64,7 @@ def test_a_late_replay_of_an_older_answer_does_not_turn_the_handle_back() -> Non
     assert sequence.tokens == [1, 2]
 
 
-def test_every_item_has_a_request_id_of_its_own() -> None:
+def test_every_item_has_a_request_id_of_its_own():
     sequence = state()
     ids = {item(sequence, [1]).request_id for _ in range(100)}
     assert len(ids) == 100
@@ -87,7 +72,7 @@ def test_every_item_has_a_request_id_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("error", [LOST, asyncio.CancelledError(), QueueFull("no"), SequenceBusy("no")])
-def test_the_same_call_after_an_unknown_fate_carries_the_same_request_id(error: BaseException) -> None:
+def test_the_same_call_after_an_unknown_fate_carries_the_same_request_id(error):
     sequence = state(handle=handle(1, 4))
     lost = item(sequence, [7])
     sequence.failed(lost, error, no_repeat)
@@ -95,17 +80,13 @@ def test_the_same_call_after_an_unknown_fate_carries_the_same_request_id(error: 
     assert item(sequence, [8]).request_id != lost.request_id
     assert item(sequence, [7], truncate_to=2).request_id != lost.request_id
     sequence.committed(lost, handle(2, 5), 0)
-    assert item(sequence, [7]).request_id != lost.request_id
+    following = item(sequence, [7])
+    assert following.request_id != lost.request_id
+    sequence.failed(following, KvBlocksExhausted("no"), no_repeat)
+    assert item(sequence, [7]).request_id != following.request_id, "it was refused for good"
 
 
-def test_a_refusal_for_good_frees_the_request_id() -> None:
-    sequence = state(handle=handle(1, 4))
-    refused = item(sequence, [7])
-    sequence.failed(refused, KvBlocksExhausted("no"), no_repeat)
-    assert item(sequence, [7]).request_id != refused.request_id
-
-
-def test_a_doubtful_creation_stays_known_until_it_is_settled() -> None:
+def test_a_doubtful_creation_stays_known_until_it_is_settled():
     sequence = state()
     lost = item(sequence, [1])
     sequence.failed(lost, LOST, no_repeat)
@@ -116,17 +97,13 @@ def test_a_doubtful_creation_stays_known_until_it_is_settled() -> None:
     assert sequence.creation.request_id == lost.request_id, "it may have created a sequence; the other one did not"
     sequence.committed(lost, handle(1, 1), 0)
     assert sequence.creation is None
-
-
-def test_a_creation_that_was_refused_at_the_door_is_not_worth_repeating_to_release_it() -> None:
-    sequence = state()
-    sequence.failed(item(sequence, [1]), QueueFull("no"), no_repeat)
-    assert sequence.creation is not None
-    assert sequence.creation.repeat is None
+    refused = state()
+    refused.failed(item(refused, [1]), QueueFull("no"), no_repeat)
+    assert refused.creation is not None and refused.creation.repeat is None, "there is nothing to be released"
 
 
 @pytest.mark.parametrize("error", [KvBlocksExhausted("no"), SequenceBusy("no"), QueueFull("no")])
-def test_what_another_call_is_told_does_not_settle_an_unknown_fate(error: ExecutorError) -> None:
+def test_what_another_call_is_told_does_not_settle_an_unknown_fate(error):
     sequence = state(handle=handle(1, 4))
     lost = item(sequence, [7])
     sequence.failed(lost, LOST, no_repeat)
@@ -134,7 +111,7 @@ def test_what_another_call_is_told_does_not_settle_an_unknown_fate(error: Execut
     assert item(sequence, [7]).request_id == lost.request_id
 
 
-def test_kept_tokens_follow_feeding_and_rolling_back() -> None:
+def test_kept_tokens_follow_feeding_and_rolling_back():
     sequence = state(tokens=[])
     sequence.committed(item(sequence, [1, 2, 3]), handle(1, 3), 0)
     sequence.committed(item(sequence, [9], truncate_to=1), handle(2, 2), 0)
@@ -143,7 +120,7 @@ def test_kept_tokens_follow_feeding_and_rolling_back() -> None:
     assert sequence.tokens == [1]
 
 
-def test_an_item_that_the_sequence_has_left_behind_is_refused_but_the_last_one_may_be_sent_again() -> None:
+def test_an_item_that_the_sequence_has_left_behind_is_refused_but_the_last_one_may_be_sent_again():
     sequence = state(handle=handle(1, 4))
     stale, last = item(sequence, [1]), item(sequence, [2])
     sequence.committed(last, handle(2, 5), 0)
@@ -152,7 +129,7 @@ def test_an_item_that_the_sequence_has_left_behind_is_refused_but_the_last_one_m
         sequence.check(stale)
 
 
-def test_one_call_at_a_time_and_none_after_the_release() -> None:
+def test_one_call_at_a_time_and_none_after_the_release():
     sequence = state()
     sequence.claim("decode")
     with pytest.raises(SequenceMisuseError, match="truncate while decode is in flight"):
@@ -166,7 +143,7 @@ def test_one_call_at_a_time_and_none_after_the_release() -> None:
 
 
 @pytest.mark.parametrize("ends_first", [0, 1])
-def test_an_item_may_be_sent_again_while_its_follower_is_in_flight(ends_first: int) -> None:
+def test_an_item_may_be_sent_again_while_its_follower_is_in_flight(ends_first):
     """Two resent one after the other would have to wait for each other."""
     sequence = state(handle=handle(1, 4))
     first, other = item(sequence, [1]), item(sequence, [2])
@@ -187,7 +164,7 @@ def test_an_item_may_be_sent_again_while_its_follower_is_in_flight(ends_first: i
     sequence.claim_item(other, "forward")
 
 
-def test_creation_options_travel_only_with_the_creation() -> None:
+def test_creation_options_travel_only_with_the_creation():
     sequence = SequenceState(forward_pb2.CreateOptions(reserve_tokens=9))
     creation = item(sequence, [1])
     assert creation.proto.create.reserve_tokens == 9
@@ -196,7 +173,7 @@ def test_creation_options_travel_only_with_the_creation() -> None:
     assert not item(state(), [1]).proto.HasField("create")
 
 
-def test_a_child_is_made_by_its_first_item_and_by_no_other() -> None:
+def test_a_child_is_made_by_its_first_item_and_by_no_other():
     parent = state(handle=handle(3, 7), tokens=[1, 2, 3, 4, 5, 6, 7], lease_id="mine")
     whole, part = parent.child(7), parent.child(5)
     assert (whole.length, part.length, part.tokens, part.lease_id) == (7, 5, [1, 2, 3, 4, 5], "mine")
@@ -217,25 +194,7 @@ def test_a_child_is_made_by_its_first_item_and_by_no_other() -> None:
     assert (part.length, again.start, again.proto.HasField("handle"), again.proto.create.fork) == (0, 0, False, False)
 
 
-def test_the_bytes_of_a_row_are_known_before_it_is_asked_for() -> None:
-    kinds = [
-        Greedy(),
-        Greedy(logprob=True),
-        TopTokens(5),
-        SelectedTokens((1, 2)),
-        FullLogits(),
-        FullLogits(RowDType.F16),
-        HiddenStates(RowDType.BF16),
-        Greedy(logprobs=RowLogprobs(3, (1, 2))),
-        Sample(logprob=True, logprobs=RowLogprobs(3)),
-        NextToken(),
-        NextToken(logprobs=RowLogprobs(0, (7,))),
-    ]
-    expected = [4, 8, 44, 12, 400, 200, 60, 36, 32, 8, 12]
-    assert [OutputSpec(kind=kind).row_bytes(100, 30) for kind in kinds] == expected
-
-
-def test_outputs_that_an_older_executor_would_take_for_others_name_what_they_need() -> None:
+def test_outputs_that_an_older_executor_would_take_for_others_name_what_they_need():
     sequence = state()
     for kind, needs in (
         (Greedy(), []),
@@ -250,7 +209,7 @@ def test_outputs_that_an_older_executor_would_take_for_others_name_what_they_nee
         assert output.HasField("next_token") == (output.positions == 0) == isinstance(kind, NextToken)
 
 
-async def test_a_release_waits_for_a_sequence_that_is_still_busy() -> None:
+async def test_a_release_waits_for_a_sequence_that_is_still_busy():
     outcomes: list[list[Any]] = [[SequenceBusy("no"), HandleReleased("no"), StepFailed("no")], [SequenceBusy("no")]]
     sent: list[tuple[int, str]] = []
 

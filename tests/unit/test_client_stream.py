@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.client.retry import Deadline, fate_unknown
-from ferrum_rpc.client.session.frames import FrameCapacity, StreamRequest
+from ferrum_rpc.client.session.frames import UNSHARED, FrameCapacity, StreamRequest
 from ferrum_rpc.client.session.stream import METHOD, SessionStream
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import Forwarded, outcomes_of
@@ -32,6 +32,7 @@ from ferrum_rpc.wire.status import CODE_BY_REASON, STATUS_METADATA_KEY, status_f
 
 FOREVER = Deadline(None)
 SLOTS = 3
+ROOM = FrameCapacity(items=8, tokens=64, row_bytes=256, request_bytes=1 << 16, vocab_size=256, hidden_size=32)
 
 Frame = session_pb2.SessionRequest
 Reply = session_pb2.SessionResponse
@@ -121,9 +122,10 @@ async def executor() -> AsyncIterator[tuple[Executor, grpc.aio.Channel]]:
 
 
 @asynccontextmanager
-async def opened() -> AsyncIterator[tuple[Executor, SessionStream]]:
+async def opened(capacity: FrameCapacity = UNSHARED) -> AsyncIterator[tuple[Executor, SessionStream]]:
     async with executor() as (fake, channel):
         stream = SessionStream(channel, (("authorization", "Bearer t"),))
+        stream.capacity = capacity
         await stream.open(Frame(hello=session_pb2.SessionHello()), FOREVER)
         yield fake, stream
         stream.end(TransportError("the test is over"))
@@ -141,9 +143,6 @@ async def step(stream: SessionStream, item_id: int = 0, within_s: float | None =
     frame.forward.items.append(item.proto)
     forwarded: Forwarded = await submitted(stream, StreamRequest(frame=frame, items=[item]), within_s)
     return forwarded
-
-
-ROOM = FrameCapacity(items=8, tokens=64, row_bytes=256, request_bytes=1 << 16, vocab_size=256, hidden_size=32)
 
 
 def an_item(item_id: int, *, tokens: int = 1, kind: OutputKind = Greedy(), sequence: bytes = b"") -> Item:  # noqa: B008
@@ -173,8 +172,7 @@ def ids(frame: Frame) -> list[int]:
 @asynccontextmanager
 async def busy(items: Sequence[Item], within_s: float | None = None) -> AsyncIterator[Any]:
     """A stream in which one frame is in flight and items wait for it to be answered."""
-    async with opened() as (fake, stream):
-        stream.capacity = ROOM
+    async with opened(ROOM) as (fake, stream):
         first = feeding(stream, an_item(99))
         [held] = await fake.received("forward")
         calls = [feeding(stream, item, within_s) for item in items]
@@ -260,41 +258,30 @@ async def test_no_more_steps_are_in_flight_than_were_granted() -> None:
         await asyncio.gather(*calls)
 
 
-async def test_a_refused_frame_is_the_callers_error() -> None:
+@pytest.mark.parametrize("how", ["deadline", "cancelled"])
+async def test_who_gives_up_takes_the_step_back_and_leaves_nothing_behind(how: str) -> None:
     async with opened() as (fake, stream):
-        call = asyncio.create_task(step(stream))
+        call = asyncio.create_task(step(stream, within_s=0.02 if how == "deadline" else None))
         [frame] = await fake.received("forward")
-        fake.reply(Reply(step_id=frame.step_id, error=status_from_error(QueueFull("no", retry_after_s=0.5))))
-        with pytest.raises(QueueFull) as full:
-            await call
-        assert full.value.retry_after_s == 0.5
-
-
-async def test_a_deadline_ends_the_wait_takes_the_step_back_and_leaves_nothing_behind() -> None:
-    async with opened() as (fake, stream):
-        with pytest.raises(DeadlineExceeded) as late:
-            await step(stream, within_s=0.02)
-        assert fate_unknown(late.value)
-        [frame], [cancel] = await fake.received("forward"), await fake.received("cancel")
-        assert cancel.cancel.step_id == frame.step_id
-        assert len(stream._steps) == 1, "the executor has not let go of it, so it still counts"
-        fake.reply(Reply(step_id=frame.step_id, error=status_from_error(QueueFull("late"))))
-        await until_answered(fake, stream)
-        assert not stream._steps
-
-
-async def test_a_cancelled_caller_takes_the_step_back() -> None:
-    async with opened() as (fake, stream):
-        call = asyncio.create_task(step(stream))
-        [frame] = await fake.received("forward")
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
+        if how == "cancelled":
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        else:
+            with pytest.raises(DeadlineExceeded) as late:
+                await call
+            assert fate_unknown(late.value)
         [cancel] = await fake.received("cancel")
         assert cancel.cancel.step_id == frame.step_id
-        fake.answer(frame)
+        assert unanswered(stream) == 1, "the executor has not let go of it, so it still counts"
+        fake.refuse(frame, QueueFull("late"))
         await until_answered(fake, stream)
-        assert not stream._steps
+        assert not unanswered(stream)
+
+
+def unanswered(stream: SessionStream) -> int:
+    """Steps that the executor has not let go of."""
+    return len(stream._steps)
 
 
 async def until_answered(fake: Executor, stream: SessionStream) -> None:
@@ -312,7 +299,7 @@ async def test_a_stream_whose_every_step_was_given_up_is_given_up_itself() -> No
         for call in calls:
             call.cancel()
         await asyncio.wait(calls)
-        assert len(stream._steps) == SLOTS and stream.over is None
+        assert unanswered(stream) == SLOTS and stream.over is None
         with pytest.raises(DeadlineExceeded, match="nothing was sent"):
             await step(stream, within_s=0.01)
         assert stream.over is not None, "an executor that answers nothing does not hold the client"
@@ -332,7 +319,7 @@ async def test_when_the_stream_ends_nobody_knows_what_became_of_the_steps(end: E
             assert fate_unknown(failure)
         assert await waiting is None, "who had sent nothing opens another"
         assert stream.over is not None
-        assert not stream._steps
+        assert not unanswered(stream)
         with pytest.raises(lost):
             await stream.control(Frame(keep_alive=session_pb2.SessionKeepAlive()), FOREVER)
 
@@ -380,8 +367,7 @@ async def test_closing_does_not_wait_for_ever() -> None:
 
 
 async def test_what_is_ready_in_one_turn_goes_in_one_frame_and_each_hears_its_own_answer() -> None:
-    async with opened() as (fake, stream):
-        stream.capacity = ROOM
+    async with opened(ROOM) as (fake, stream):
         calls = [feeding(stream, an_item(number)) for number in range(1, 6)]
         [frame] = await fake.received("forward")
         assert ids(frame) == [1, 2, 3, 4, 5]
@@ -390,14 +376,6 @@ async def test_what_is_ready_in_one_turn_goes_in_one_frame_and_each_hears_its_ow
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert [each for each in outcomes if not isinstance(each, InvalidRequest)] == [1, 2, 4, 5]
         assert isinstance(outcomes[2], InvalidRequest)
-
-
-async def test_what_waits_for_an_answer_goes_together_in_the_next_frame() -> None:
-    async with busy([an_item(number) for number in range(1, 4)]) as (fake, _, calls):
-        frame = (await fake.received("forward", 2))[1]
-        assert ids(frame) == [1, 2, 3]
-        fake.answer(frame)
-        assert await asyncio.gather(*calls) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -419,8 +397,7 @@ async def test_a_frame_holds_what_the_executor_takes_in_one(items: list[Item], f
 
 
 async def test_large_rows_go_alone_and_leave_a_place_to_the_small() -> None:
-    async with opened() as (fake, stream):
-        stream.capacity = ROOM
+    async with opened(ROOM) as (fake, stream):
         large = [feeding(stream, an_item(number, kind=FullLogits())) for number in range(1, SLOTS + 1)]
         await fake.received("forward", SLOTS - 1)
         small = feeding(stream, an_item(50))
@@ -458,8 +435,7 @@ async def test_a_full_line_of_steps_is_waited_for_together() -> None:
 
 
 async def test_a_frame_has_the_deadline_of_its_most_hurried_item_and_cuts_nobody_else_short() -> None:
-    async with opened() as (fake, stream):
-        stream.capacity = ROOM
+    async with opened(ROOM) as (fake, stream):
         calls = [feeding(stream, an_item(number), within_s) for number, within_s in ((1, 60), (2, 50), (3, 1000))]
         [frame] = await fake.received("forward")
         assert ids(frame) == [1, 2], "the patient one has a frame of its own"
@@ -502,12 +478,11 @@ async def test_who_gives_up_on_a_step_that_runs_leaves_it_to_the_others() -> Non
         assert await calls[1] == 2
         assert len(fake.of("forward")) == 2
         assert len(fake.of("cancel")) == 1
-        assert not stream._steps
+        assert not unanswered(stream)
 
 
 async def test_who_gives_up_while_waiting_was_never_sent() -> None:
-    async with opened() as (fake, stream):
-        stream.capacity = ROOM
+    async with opened(ROOM) as (fake, stream):
         first = feeding(stream, an_item(1))
         [held] = await fake.received("forward")
         second, third = feeding(stream, an_item(2)), feeding(stream, an_item(3))
@@ -526,11 +501,8 @@ async def test_an_item_that_was_sent_before_keeps_nobody_waiting() -> None:
     async with busy([]) as (fake, stream, _):
         resent: StreamRequest[Any] = StreamRequest(items=[an_item(1)])
         resent.resent = True
-        calls = [
-            asyncio.ensure_future(submitted(stream, resent)),
-            feeding(stream, an_item(2)),
-            feeding(stream, an_item(3)),
-        ]
+        again = asyncio.ensure_future(submitted(stream, resent))
+        calls = [again, feeding(stream, an_item(2)), feeding(stream, an_item(3))]
         frames = (await fake.received("forward", 3))[1:]
         assert [ids(each) for each in frames] == [[1], [2, 3]]
         for frame in frames:
@@ -549,8 +521,7 @@ async def test_an_answer_to_other_items_is_nobodys() -> None:
 
 
 async def test_who_is_answered_asks_again_together_with_those_who_wait() -> None:
-    async with opened() as (fake, stream):
-        stream.capacity = ROOM
+    async with opened(ROOM) as (fake, stream):
 
         async def crowd(number: int) -> list[int]:
             return [await asyncio.wait_for(feeding(stream, an_item(number)), 30) for _ in range(2)]

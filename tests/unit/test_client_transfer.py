@@ -32,7 +32,7 @@ async def test_frames_are_closed_once_nobody_reads_them_however_often_the_sender
             closed.append(True)
 
     call: Any = Call()
-    sending = asyncio.create_task(transfer._send(call, pb.ImportKvHeader(), frames()))
+    sending = asyncio.create_task(transfer.send(call, pb.ImportKvHeader(), frames()))
     await reads.wait()
     answered.set()  # the importer refuses: the frames that are coming are not wanted any more
     for _ in range(5):

@@ -3,35 +3,28 @@ capture begins, because a failed one costs the process; and the log names the co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import structlog
 import torch
 from torch import Tensor
 
 from ferrum_rpc.engine.assembly import build
 from ferrum_rpc.engine.cuda import select
 from ferrum_rpc.engine.cuda.graphs import SPARE_BYTES, CaptureFailed, CaptureRefused, CudaCapture
-from tests.fake_async_device import FakeCuda
-from tests.kernels.fixtures import PlannedTorch
-from tests.kernels.rerun import Rerun
+from tests.support.fake_async_device import FakeCuda
+from tests.support.fixtures import PlannedTorch
+from tests.support.rerun import Rerun
 from tests.unit.test_staged_runner import CONFIG, replaying
 
 HIDDEN = torch.zeros(1)
 GIB = 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def logs() -> Iterator[list[Any]]:
-    with structlog.testing.capture_logs() as logs:
-        yield logs
-
-
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+def cuda(monkeypatch):
     return FakeCuda(monkeypatch)
 
 
@@ -64,27 +57,27 @@ def unharmed(cuda: FakeCuda) -> bool:
     return cuda.stream is cuda.main and cuda.mode == 0 and not cuda.lost
 
 
-def test_a_capture_warms_up_and_then_captures(cuda: FakeCuda) -> None:
+def test_a_capture_warms_up_and_then_captures(cuda):
     replay, output = CudaCapture(torch.device("cuda"))(step(cuda))
     assert output is HIDDEN and unharmed(cuda)
     replay()
     assert cuda.log == ["launched", "capture", "captured", "replay"]
 
 
-def test_a_step_that_waits_is_refused_before_a_capture(cuda: FakeCuda) -> None:
+def test_a_step_that_waits_is_refused_before_a_capture(cuda):
     with pytest.raises(CaptureRefused, match="called a synchronizing CUDA operation"):
         CudaCapture(torch.device("cuda"))(step(cuda, cuda.wait, cuda.wait))
     assert cuda.log == ["launched"] and unharmed(cuda)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("x"), RuntimeError("Triton Error [CUDA]: out of resources")])
-def test_a_warm_up_that_fails_is_refused(cuda: FakeCuda, error: Exception) -> None:
+def test_a_warm_up_that_fails_is_refused(cuda, error):
     with pytest.raises(CaptureRefused, match=type(error).__name__) as raised:
         CudaCapture(torch.device("cuda"))(step(cuda, raising(error)))
     assert raised.value.__cause__ is error and cuda.log == ["launched"] and unharmed(cuda)
 
 
-def test_too_little_memory_is_refused_before_a_capture_and_the_pool_counts(cuda: FakeCuda) -> None:
+def test_too_little_memory_is_refused_before_a_capture_and_the_pool_counts(cuda):
     capture = CudaCapture(torch.device("cuda"))
     cuda.free = 2 * GIB + SPARE_BYTES - 1
     with pytest.raises(CaptureRefused, match="2111 MiB of device memory are free, and a capture needs 2112"):
@@ -104,14 +97,14 @@ def test_too_little_memory_is_refused_before_a_capture_and_the_pool_counts(cuda:
         RuntimeError("Triton Error [CUDA]: operation not permitted when stream is capturing"),
     ],
 )
-def test_a_capture_that_fails_leaves_stream_and_device(cuda: FakeCuda, error: Exception) -> None:
+def test_a_capture_that_fails_leaves_stream_and_device(cuda, error):
     with pytest.raises(CaptureFailed, match=type(error).__name__):
         CudaCapture(torch.device("cuda"))(step(cuda, none, raising(error)))
     assert cuda.log == ["launched", "capture", "captured"] and unharmed(cuda) and cuda.checks == 1
 
 
 @pytest.mark.parametrize("at", ["warm-up", "capture"])
-def test_a_device_that_dies_is_no_failed_capture(cuda: FakeCuda, at: str) -> None:
+def test_a_device_that_dies_is_no_failed_capture(cuda, at):
     dies = raising(RuntimeError("Triton Error [CUDA]: illegal address"), then=lambda: setattr(cuda, "lost", True))
     faults = [dies] if at == "warm-up" else [none, dies]
     with pytest.raises(torch.AcceleratorError):
@@ -127,9 +120,7 @@ def test_a_device_that_dies_is_no_failed_capture(cuda: FakeCuda, at: str) -> Non
         (CaptureRefused("x"), "2.13.0", "none needed"),
     ],
 )
-def test_the_log_says_when_a_restart_is_due(
-    error: Exception, version: str, says: str, logs: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_says_when_a_restart_is_due(error, version, says, logs, monkeypatch):
     def capture(run: Callable[[], Tensor]) -> Any:
         raise error
 
@@ -141,7 +132,7 @@ def test_the_log_says_when_a_restart_is_due(
     assert ("--cuda-graphs off" in entry["action"]) is (says == "restart with --cuda-graphs off")
 
 
-def test_an_older_torch_is_named_at_the_start(logs: list[Any]) -> None:
+def test_an_older_torch_is_named_at_the_start(logs):
     select.warn_of_torch("2.13.0+cu130")
     assert not logs
     select.warn_of_torch("2.12.1")
@@ -150,7 +141,7 @@ def test_an_older_torch_is_named_at_the_start(logs: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_torch_is_looked_at_on_a_gpu_before_anything_is_loaded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_looked_at_on_a_gpu_before_anything_is_loaded(kind, monkeypatch):
     class Loads(Exception):
         """The weights are being loaded."""
 
@@ -165,7 +156,7 @@ def test_torch_is_looked_at_on_a_gpu_before_anything_is_loaded(kind: str, monkey
     assert len(looked) == (kind == "cuda")
 
 
-def test_the_first_steps_run_before_any_capture() -> None:
+def test_the_first_steps_run_before_any_capture():
     """They compile and allocate what a warm-up, and a caller's step, must not."""
     order: list[str] = []
 
@@ -184,7 +175,7 @@ def test_the_first_steps_run_before_any_capture() -> None:
     assert order == ["first steps", *["capture"] * 3]
 
 
-def test_the_kernels_of_attention_are_compiled_before_the_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_of_attention_are_compiled_before_the_first_steps(monkeypatch):
     """All of them: the first steps use the tiles of some spans only."""
     order: list[str] = []
     monkeypatch.setattr(PlannedTorch, "warm_up", lambda _: order.append("compiled"))

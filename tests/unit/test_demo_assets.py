@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,6 @@ WORDS = frozenset((Path(__file__).parent / "demo_words.txt").read_text("utf-8").
 PROMPTS = ("It was a fine morning, and ", "She looked at him ", "And the king said unto ")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def offline() -> Iterator[None]:
-    """Loading a local folder must never wait for a network: `transformers` asks its hub unless told not to."""
-    before = os.environ.get("HF_HUB_OFFLINE")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    yield
-    if before is None:
-        del os.environ["HF_HUB_OFFLINE"]
-    else:
-        os.environ["HF_HUB_OFFLINE"] = before
-
-
 def shapes(folder: Path) -> dict[str, list[int]]:
     """Tensor shapes out of the header of `model.safetensors`, read without any library."""
     with (folder / "model.safetensors").open("rb") as file:
@@ -40,13 +27,7 @@ def shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def parameters(folder: Path) -> int:
-    total = 0
-    for shape in shapes(folder).values():
-        size = 1
-        for extent in shape:
-            size *= extent
-        total += size
-    return total
+    return sum(map(math.prod, shapes(folder).values()))
 
 
 def config(folder: Path) -> dict[str, Any]:
@@ -54,10 +35,9 @@ def config(folder: Path) -> dict[str, Any]:
     return found
 
 
-@BOTH
-def test_tokenizer_ids_are_the_utf8_bytes_and_decode_back(folder: Path) -> None:
+def test_tokenizer_ids_are_the_utf8_bytes_and_decode_back() -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     rng = random.Random(7)
     scalars = [*range(0xD800), *range(0xE000, 0x110000)]
     texts = ["".join(map(chr, rng.choices(scalars[:limit], k=500))) for limit in (128, 0x800, 0x8000, len(scalars))]
@@ -67,39 +47,26 @@ def test_tokenizer_ids_are_the_utf8_bytes_and_decode_back(folder: Path) -> None:
         assert tokenizer.decode(ids) == text
     assert tokenizer.encode("a<|endoftext|>b").ids == [97, 256, 98]
     assert tokenizer.decode([97, 256, 98]) == "ab"
-    assert tokenizer.get_vocab_size() == config(folder)["vocab_size"]
-
-
-def test_both_models_share_one_tokenizer() -> None:
+    assert tokenizer.get_vocab_size() == config(TARGET)["vocab_size"] == config(DRAFT)["vocab_size"]
     assert (TARGET / "tokenizer.json").read_bytes() == (DRAFT / "tokenizer.json").read_bytes()
 
 
 def test_assets_stay_small() -> None:
     assert sum(path.stat().st_size for folder in (TARGET, DRAFT) for path in folder.iterdir()) < 12_000_000
-
-
-def test_parameter_counts() -> None:
     target, draft = parameters(TARGET), parameters(DRAFT)
     assert 2_000_000 <= target <= 5_000_000
     assert 0.07 <= draft / target <= 0.13
 
 
 @BOTH
-def test_config_is_a_plain_grouped_query_qwen3_that_fits_the_weights(folder: Path) -> None:
-    found, tensors = config(folder), shapes(folder)
+def test_config_is_a_plain_grouped_query_qwen3(folder: Path) -> None:
+    found = config(folder)
     assert found["architectures"] == ["Qwen3ForCausalLM"]
     assert found["model_type"] == "qwen3"
     assert found["tie_word_embeddings"] is True
-    assert "lm_head.weight" not in tensors
+    assert "lm_head.weight" not in shapes(folder)
     assert found["num_key_value_heads"] < found["num_attention_heads"]
     assert found["bos_token_id"] == found["eos_token_id"] == 256
-    assert tensors["model.embed_tokens.weight"] == [found["vocab_size"], found["hidden_size"]]
-    for layer in range(found["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}.self_attn."
-        heads, groups, size = found["num_attention_heads"], found["num_key_value_heads"], found["head_dim"]
-        assert tensors[prefix + "q_proj.weight"] == [heads * size, found["hidden_size"]]
-        assert tensors[prefix + "k_proj.weight"] == [groups * size, found["hidden_size"]]
-        assert tensors[prefix + "q_norm.weight"] == [size]
 
 
 @BOTH
@@ -116,7 +83,8 @@ def test_model_card_states_what_one_needs_to_judge_and_repeat_it(folder: Path) -
 
 
 @BOTH
-def test_greedy_text_is_english_words(folder: Path) -> None:
+def test_greedy_text_is_english_words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a local folder never waits for a network
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     model = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

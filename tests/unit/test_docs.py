@@ -21,6 +21,10 @@ PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
 NAME = re.compile(r"[A-Za-z_]\w+(?:\.[A-Za-z_]\w+)*(?=\(|$)")
 
 
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text("utf-8")
+
+
 def code(text: str) -> list[str]:
     """What stands between backticks, code blocks aside."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
@@ -29,20 +33,17 @@ def code(text: str) -> list[str]:
 @cache
 def words() -> frozenset[str]:
     """Every word of the sources, file names among them, and those of the Makefile."""
-    files = [
-        path for name in SOURCES for path in (ROOT / name).rglob("*") if path.suffix in {".py", ".c", ".h", ".proto"}
-    ]
+    files = [path for name in SOURCES for path in (ROOT / name).rglob("*.*")]
     found = set(re.findall(r"\w+", (ROOT / "Makefile").read_text()))
-    for path in files:
+    for path in [each for each in files if each.suffix in {".py", ".c", ".h", ".proto"}]:
         found |= {path.stem, *re.findall(r"\w+", path.read_text())}
     return frozenset(found)
 
 
 def missing_paths(text: str) -> list[str]:
     """Paths that no file or folder has. A word is a path where it has a slash in it, or a suffix of ours."""
-    paths = [
-        each for each in code(text) if PATH.fullmatch(each) and re.search(r"/|\.(py|c|h|md|toml|yml|proto)$", each)
-    ]
+    ours = re.compile(r"/|\.(py|c|h|md|toml|yml|proto)$")
+    paths = [each for each in code(text) if PATH.fullmatch(each) and ours.search(each)]
     return [each for each in paths if not any(list(folder.glob(each)) for folder in FOLDERS)]
 
 
@@ -54,15 +55,13 @@ def missing_names(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", LAYOUT)
 def test_files_and_names_that_the_layout_mentions_exist(name: str) -> None:
-    text = (ROOT / "docs" / name).read_text("utf-8")
+    text = page(name)
     assert missing_paths(text) == []
     assert missing_names(text) == []
 
 
 def test_the_picture_mentions_files_that_exist() -> None:
-    [picture] = re.findall(
-        r"^```\n(.*?)^```", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.DOTALL | re.MULTILINE
-    )
+    [picture] = re.findall(r"^```\n(.*?)^```", page("architecture.md"), re.DOTALL | re.MULTILINE)
     paths = re.findall(r"(?<![\w/])(?:service|wire|engine|kv|attention|models|sampling|native)/\w*", picture)
     assert len(paths) > 12
     assert [each for each in paths if not any((ROOT / "ferrum_rpc").glob(f"{each.rstrip('/')}*"))] == []
@@ -97,20 +96,17 @@ def test_links_end_at_files_and_at_headings(path: Path) -> None:
 
 
 def test_the_figures_of_the_readme_are_those_of_the_benchmarks() -> None:
-    [glance] = re.findall(
-        r"^## All engines at a glance$(.*?)^## ", (ROOT / "docs" / "benchmarks.md").read_text(), re.S | re.M
-    )
+    [glance] = re.findall(r"^## All engines at a glance$(.*?)^## ", page("benchmarks.md"), re.S | re.M)
     figures = re.findall(r"([\d.]+) ×", (ROOT / "README.md").read_text("utf-8"))
     assert len(figures) >= 4
     assert [each for each in figures if f"({each} ×)" not in glance] == []
 
 
-TEXTS = [".md", ".py", ".toml", ".yaml"]
+TEXTS = (".md", ".py", ".toml", ".yaml", "Dockerfile", "Makefile")
 
 
 def test_what_a_fleet_lacks_is_on_its_page() -> None:
-    text = (ROOT / "docs" / "fleet.md").read_text("utf-8")
-    table = text.partition("`ExecutorClient` has these methods, and a fleet does not:")[2].split("\n\n")[1]
+    table = page("fleet.md").partition("`ExecutorClient` has these methods, and a fleet does not:")[2].split("\n\n")[1]
     named = {name for row in table.splitlines()[2:] for name in code(row.split("|")[1])}
     lacking = {each for each in dir(ExecutorClient) if not each.startswith("_")} - {*dir(FleetClient)}
     assert named - {"all_or_nothing", "lease_id"} == lacking
@@ -123,9 +119,7 @@ def test_nothing_says_that_this_project_is_on_a_package_index() -> None:
     assert not said.search("pip install '.[x]' ./ferrum_rpc_kernels")
     folders = [ROOT / each for each in ("benchmarks", "clients", "deploy", "docs", "tests", "tools")]
     files = [each for folder in (*folders, *ROOT.glob("ferrum_rpc*")) for each in folder.rglob("*")]
-    files = [
-        each for each in (*files, *ROOT.glob("*")) if each.suffix in TEXTS or each.name in {"Dockerfile", "Makefile"}
-    ]
+    files = [each for each in (*files, *ROOT.glob("*")) if each.name.endswith(TEXTS)]
     assert len(files) > 400
     assert [str(each) for each in files if each != Path(__file__) and said.search(each.read_text("utf-8"))] == []
 
@@ -136,7 +130,7 @@ def test_every_flag_of_serve_is_explained(capsys: pytest.CaptureFixture[str]) ->
         cli.main(("serve", "--help"))
     flags = set(re.findall(r"^ +(--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE))
     assert len(flags) > 70
-    text = "".join((ROOT / "docs" / name).read_text("utf-8") for name in ("operations.md", "fleet.md"))
+    text = page("operations.md") + page("fleet.md")
     named = set(re.findall(r"--[a-z0-9-]+", text))
     named |= {f"--{each.replace('_', '-')}" for each in re.findall(r"`([a-z_]+)`", text)}
     named |= {f"--{each.replace('_', '-')}" for each in re.findall(r"^([a-z_]+) = ", text, re.MULTILINE)}

@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ferrum_rpc.client import InvalidRequest
 from ferrum_rpc.fronts.ebnf import is_ebnf, lark_of
-from tests.grammars import END, MODEL, VOCABULARY
+from tests.support.grammars import END, MODEL, VOCABULARY
 
 
 @cache
@@ -19,26 +19,27 @@ def tokenizer() -> LLTokenizer:
     return LLTokenizer((MODEL / "tokenizer.json").read_text("utf-8"), n_vocab=VOCABULARY, eos_token=END)
 
 
-def accepts(lark: str, text: str) -> bool:
-    """Whether a text is complete under a grammar. The demo's tokens are bytes."""
+def matcher_of(lark: str) -> LLMatcher:
     matcher = LLMatcher(tokenizer(), LLMatcher.grammar_from_lark(lark), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+def accepts(matcher: LLMatcher, text: str) -> bool:
+    """Whether a text is complete under a grammar. The demo's tokens are bytes."""
     ids = [*text.encode(), END]
     return matcher.validate_tokens(ids) == len(ids)
 
 
 def language(lark: str, alphabet: str, longest: int) -> set[str]:
+    matcher = matcher_of(lark)
     texts = ("".join(each) for size in range(longest + 1) for each in itertools.product(alphabet, repeat=size))
-    return {text for text in texts if accepts(lark, text)}
+    return {text for text in texts if accepts(matcher, text)}
 
 
 LANGUAGES = {
     "a literal that begins another one": ('root ::= ("a" | "ab") "bc"', "abc", {"abc", "abbc"}),
-    "a set that has the next literal": (
-        'root ::= [ab]+ "b" "!"',
-        "ab!",
-        {"ab!", "bb!", "aab!", "abb!", "bab!", "bbb!"},
-    ),
+    "a set that has the next one": ('root ::= [ab]+ "b" "!"', "ab!", {"ab!", "bb!", "aab!", "abb!", "bab!", "bbb!"}),
     "a rule that calls itself": ('root ::= "(" root? ")"', "()", {"()", "(())"}),
     "rules with dashes, comments and lines": (
         'root ::= item ("," item){0,1} # list\nitem ::=\n  "x"\n  | the-other\nthe-other ::= [^x,]',
@@ -101,9 +102,9 @@ string ::= "\"" ( [^"\\] | "\\" (["\\/bfnrt]) )* "\"" ws
 number ::= ("-"? ([0-9] | [1-9] [0-9]*)) ("." [0-9]+)? ws
 ws ::= ([ \t\n] ws)?
 """
-    lark = lark_of(ebnf)
+    matcher = matcher_of(lark_of(ebnf))
     value = {"name": 'a"b\\c', "of": [1, -2.5, True, None, {}], "é": "ü"}
-    assert accepts(lark, json.dumps(value, ensure_ascii=False))
-    assert accepts(lark, "{}")
-    assert not accepts(lark, '{"a": }')
-    assert not accepts(lark, "[1]")
+    assert accepts(matcher, json.dumps(value, ensure_ascii=False))
+    assert accepts(matcher, "{}")
+    assert not accepts(matcher, '{"a": }')
+    assert not accepts(matcher, "[1]")

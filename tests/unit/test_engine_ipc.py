@@ -10,43 +10,29 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from ferrum_rpc.core import (
-    FullLogits,
-    Greedy,
-    OutputSpec,
-    Positions,
-    RowBlock,
-    RowDType,
-    RowKind,
-    Rows,
-    SelectedTokens,
-    Span,
-    SpanResult,
-    StepTiming,
-    TopTokens,
-)
+from ferrum_rpc import core
 from ferrum_rpc.engine.channel import INLINE_BYTES, Messages, dump
 from ferrum_rpc.engine.process.ipc import KEPT_BYTES, UNIT, SharedMemory, pack_span, unpack_span
 from ferrum_rpc.errors import KvBlocksExhausted
-from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
+from tests.support.rows import logit_rows, selected_rows, token_rows, top_token_rows
 
 u32 = st.integers(0, 2**32 - 1)
 kinds = st.one_of(
-    st.builds(Greedy, st.booleans()),
-    st.builds(TopTokens, st.integers(1, 1024)),
-    st.builds(SelectedTokens, st.lists(u32, min_size=1, max_size=5).map(tuple)),
-    st.builds(FullLogits, st.sampled_from(RowDType)),
+    st.builds(core.Greedy, st.booleans()),
+    st.builds(core.TopTokens, st.integers(1, 1024)),
+    st.builds(core.SelectedTokens, st.lists(u32, min_size=1, max_size=5).map(tuple)),
+    st.builds(core.FullLogits, st.sampled_from(core.RowDType)),
 )
 spans = st.builds(
-    Span,
+    core.Span,
     st.integers(0, 2**64 - 1),
     arrays.arrays(np.int32, st.integers(1, 9)),
     u32,
-    st.builds(OutputSpec, st.sampled_from(Positions), kinds),
+    st.builds(core.OutputSpec, st.sampled_from(core.Positions), kinds),
     st.booleans(),
     u32,
 )
@@ -62,8 +48,9 @@ def fed(data: bytes, sizes: list[int], view: Any = None) -> list[Any]:
     return found
 
 
+@settings(max_examples=30)
 @given(st.lists(st.lists(spans, max_size=5), max_size=6), cuts)
-def test_work_arrives_as_it_was_sent(sent: list[list[Span]], sizes: list[int]) -> None:
+def test_work_arrives_as_it_was_sent(sent: list[list[core.Span]], sizes: list[int]) -> None:
     arrived = fed(b"".join([dump(list(map(pack_span, each))) for each in sent]), sizes)
     for taken, wanted in zip(arrived, sent, strict=True):
         spans = [unpack_span(*each) for each in taken]
@@ -89,7 +76,8 @@ def blocks(draw: Callable[[Any], Any]) -> Any:
         case "logprobs":
             return token_rows(draw(ids(rows)), draw(floats(rows)))
         case "beside":
-            return RowBlock(RowKind.TOKENS, {"token_ids": draw(ids(rows)), "selected_logprobs": draw(floats(rows, 4))})
+            found = {"token_ids": draw(ids(rows)), "selected_logprobs": draw(floats(rows, 4))}
+            return core.RowBlock(core.RowKind.TOKENS, found)
         case "top":
             return top_token_rows(draw(ids(rows, 4)), draw(floats(rows, 4)), draw(floats(rows)))
         case "selected":
@@ -106,15 +94,17 @@ def columns(block: Any) -> list[Any]:
     return list(block.columns.items())
 
 
+@settings(max_examples=30)
 @given(st.data(), st.lists(blocks(), min_size=1, max_size=3), cuts, st.booleans())
 def test_answers_arrive_as_they_were_given(data: Any, held: list[Any], sizes: list[int], room: bool) -> None:
     """Rows of spans that share a block share it on the other side; large ones lie where they were put."""
+    rows = st.builds(core.Rows, st.sampled_from(held), st.integers(0, 9), st.integers(0, 9))
     outcomes = st.one_of(
-        st.builds(SpanResult, u32, st.none()),
-        st.builds(SpanResult, u32, st.builds(Rows, st.sampled_from(held), st.integers(0, 9), st.integers(0, 9))),
+        st.builds(core.SpanResult, u32, st.none()),
+        st.builds(core.SpanResult, u32, rows),
         st.just(KvBlocksExhausted("no room", metadata={"needed_blocks": 2}, retry_after_s=0.5)),
     )
-    timings = st.none() | st.builds(StepTiming, u32, u32, u32, st.floats(0, 9), st.floats(0, 9))
+    timings = st.none() | st.builds(core.StepTiming, u32, u32, u32, st.floats(0, 9), st.floats(0, 9))
     answers = data.draw(st.lists(st.tuples(u32, st.lists(outcomes, max_size=4).map(tuple), timings), max_size=4))
     placed: list[bytes] = []
 
@@ -130,7 +120,7 @@ def test_answers_arrive_as_they_were_given(data: Any, held: list[Any], sizes: li
     for (slot, told, timing), (sent_slot, sent, sent_timing) in zip(found, answers, strict=True):
         assert (slot, timing) == (sent_slot, sent_timing)
         for outcome, wanted in zip(told, sent, strict=True):
-            if not isinstance(wanted, SpanResult):
+            if not isinstance(wanted, core.SpanResult):
                 assert isinstance(outcome, KvBlocksExhausted) and vars(outcome) == vars(wanted)
                 continue
             assert outcome.length == wanted.length and (outcome.rows is None) == (wanted.rows is None)
@@ -149,8 +139,8 @@ def test_answers_arrive_as_they_were_given(data: Any, held: list[Any], sizes: li
 def test_an_answer_does_not_keep_what_was_read_with_it() -> None:
     """Recorded answers live long, and a read brings 64 KiB."""
     block = token_rows(np.array([7], dtype=np.uint32))
-    (outcome,) = fed(dump(SpanResult(3, Rows(block, 0, 1)), lambda _: None), [])
-    assert isinstance(outcome, SpanResult) and outcome.rows is not None
+    (outcome,) = fed(dump(core.SpanResult(3, core.Rows(block, 0, 1)), lambda _: None), [])
+    assert isinstance(outcome, core.SpanResult) and outcome.rows is not None
     assert memoryview(outcome.rows.block["token_ids"].base).nbytes == 4  # type: ignore[arg-type]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import select
 import shutil
 import signal
 import struct
@@ -24,6 +25,7 @@ import pytest
 from ferrum_rpc.core import FullLogits, OutputSpec, Run, RunEnd, SelectedTokens, Span, SpanResult
 from ferrum_rpc.engine import liveness
 from ferrum_rpc.engine.api import Operation, Submission
+from ferrum_rpc.engine.channel import Messages
 from ferrum_rpc.engine.commands import Command
 from ferrum_rpc.engine.liveness import Liveness, runs_compiler
 from ferrum_rpc.engine.process.parent import EngineDied, EngineProcess, Program
@@ -37,7 +39,7 @@ from ferrum_rpc.errors import (
     KvBlocksExhausted,
     StepFailed,
 )
-from tests.faults.waiting import until
+from tests.support.waiting import until
 from tests.unit.engine_program import COMPILE, COUNT, DIE, FAIL, LARGE, LARGE_SHAPE, LOSE, REFUSE, SPIN, WAIT
 
 PROGRAM = str(Path(__file__).with_name("engine_program.py"))
@@ -76,19 +78,27 @@ class Harness:
         return submission, done
 
     async def outcome(self, *spans: Span) -> Any:
-        return (await self.submit(*spans)[1])[0][0]
+        return await only(self.submit(*spans)[1])
 
     async def do(self, method: str, *arguments: Any) -> Any:
         done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self.engine.submit(Operation(Command(SimpleNamespace(__name__=method), *arguments), done.set_result))
         return await done
 
-    async def reached(self) -> None:
-        """A step stands at the gate."""
+    async def held(self, *spans: Span) -> tuple[Submission, asyncio.Future[Any]]:
+        """As `submit`; returns when their step stands at the gate."""
+        submitted = self.submit(*spans)
         await asyncio.to_thread(self.gate.with_suffix(".reached").read_bytes)
+        return submitted
 
     async def open(self) -> None:
         await asyncio.to_thread(self.gate.write_bytes, b"x")
+
+
+async def only(done: asyncio.Future[Any]) -> Any:
+    """The outcome of a submission of one span."""
+    (outcome,), _ = await done
+    return outcome
 
 
 @asynccontextmanager
@@ -101,7 +111,7 @@ async def harness(folder: Path, **more: Any) -> AsyncIterator[Harness]:
         await made.engine.stop()
 
 
-async def test_submissions_that_wait_become_one_step_within_its_budget(tmp_path: Path) -> None:
+async def test_submissions_that_wait_become_one_step_within_its_budget(tmp_path):
     made = Harness(tmp_path, items=3, tokens=10)
     waiting = [made.submit(span(index)) for index in range(3)] + [made.submit(span(9, tokens=9))]
     assert (made.engine.queued_items, made.engine.queued_tokens) == (4, 12)
@@ -124,10 +134,9 @@ async def test_submissions_that_wait_become_one_step_within_its_budget(tmp_path:
     assert await made.engine.stop()
 
 
-async def test_a_submission_is_never_split_and_atomic_groups_are_its_spans(tmp_path: Path) -> None:
+async def test_a_submission_is_never_split_and_atomic_groups_are_its_spans(tmp_path):
     async with harness(tmp_path, items=4) as made:
-        _, held = made.submit(span(0, WAIT))
-        await made.reached()
+        _, held = await made.held(span(0, WAIT))
         _, first = made.submit(span(1))
         _, group = made.submit(span(2), span(3, REFUSE), all_or_nothing=True)
         await made.open()
@@ -138,10 +147,9 @@ async def test_a_submission_is_never_split_and_atomic_groups_are_its_spans(tmp_p
         assert await made.do("seen") == [([0], []), ([1, 2, 3], [(1, 3)])]
 
 
-async def test_cancelled_before_the_claim_never_runs_and_after_it_completes(tmp_path: Path) -> None:
+async def test_cancelled_before_the_claim_never_runs_and_after_it_completes(tmp_path):
     async with harness(tmp_path) as made:
-        running, ran = made.submit(span(1, WAIT))
-        await made.reached()
+        running, ran = await made.held(span(1, WAIT))
         queued, never = made.submit(span(2))
         operation: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         undone = Operation(Command(SimpleNamespace(__name__="bug")), operation.set_result)
@@ -158,32 +166,31 @@ async def test_cancelled_before_the_claim_never_runs_and_after_it_completes(tmp_
         assert not made.engine.cancel(running)
 
 
-async def test_every_piece_of_work_gives_its_place_back(tmp_path: Path) -> None:
+async def test_every_piece_of_work_gives_its_place_back(tmp_path):
     """More work than there are places, a part of it cancelled, and each answer is its own."""
     async with harness(tmp_path, slots=8) as made:
         for turn in range(20):
-            _, held = made.submit(span(0, WAIT))
-            await made.reached()
+            _, held = await made.held(span(0, WAIT))
             work = [made.submit(span(index, 100 + index)) for index in range(1, 6)]
             for submission, _ in work[turn % 2 :: 2]:
                 assert made.engine.cancel(submission)
             await made.open()
             await held
             for submission, done in work[1 - turn % 2 :: 2]:
-                (outcome,), _ = await done
+                outcome = await only(done)
                 assert outcome.rows.block["token_ids"][outcome.rows.first] == submission.spans[0].tokens[0]
             assert await made.do("process")
         assert made.engine.queued_items == 0
 
 
-async def test_a_deadline_that_has_passed_is_answered_without_a_step(tmp_path: Path) -> None:
+async def test_a_deadline_that_has_passed_is_answered_without_a_step(tmp_path):
     async with harness(tmp_path) as made:
         (outcome,), timing = await made.submit(span(1), deadline=0.0)[1]
         assert isinstance(outcome, DeadlineExceeded) and timing is None
         assert await made.do("seen") == []
 
 
-async def test_failures_and_refusals_are_answers_and_the_process_lives(tmp_path: Path) -> None:
+async def test_failures_and_refusals_are_answers_and_the_process_lives(tmp_path):
     async with harness(tmp_path) as made:
         assert isinstance(await made.outcome(span(1, FAIL)), StepFailed)
         refusal = await made.do("refuse")
@@ -193,16 +200,14 @@ async def test_failures_and_refusals_are_answers_and_the_process_lives(tmp_path:
 
 
 @pytest.mark.parametrize("token", [DIE, LOSE])
-async def test_its_death_answers_the_running_the_queued_and_the_later(token: int, tmp_path: Path) -> None:
+async def test_its_death_answers_the_running_the_queued_and_the_later(token, tmp_path):
     async with harness(tmp_path, items=1) as made:
-        _, held = made.submit(span(0, WAIT))
-        await made.reached()
+        _, held = await made.held(span(0, WAIT))
         waiting = [made.submit(span(index, token))[1] for index in range(3)]
         await made.open()
         await held
         for done in waiting:
-            (outcome,), _ = await done
-            assert isinstance(outcome, DeviceLost)
+            assert isinstance(await only(done), DeviceLost)
         assert isinstance(await made.outcome(span(9)), DeviceLost)
         assert isinstance(await made.do("seen"), DeviceLost)
         (failure,) = made.failures
@@ -214,7 +219,7 @@ async def test_its_death_answers_the_running_the_queued_and_the_later(token: int
 @pytest.mark.parametrize(
     ("bug", "told"), [("bug", ValueError("as asked")), ("foreign_bug", RuntimeError("Foreign: as asked"))]
 )
-async def test_a_bug_in_an_operation_ends_it_and_says_what_it_was(bug: str, told: Exception, tmp_path: Path) -> None:
+async def test_a_bug_in_an_operation_ends_it_and_says_what_it_was(bug, told, tmp_path):
     async with harness(tmp_path) as made:
         assert isinstance(await made.do(bug), DeviceLost)
         assert isinstance(await made.outcome(span(1)), DeviceLost)
@@ -222,50 +227,42 @@ async def test_a_bug_in_an_operation_ends_it_and_says_what_it_was(bug: str, told
         assert repr(failure) == repr(told)
 
 
-async def test_a_build_that_fails_is_told_and_nobody_waits_for_ever(tmp_path: Path) -> None:
+async def test_a_build_that_fails_is_told_and_nobody_waits_for_ever(tmp_path):
     async with harness(tmp_path, setup="") as made:
         assert isinstance(await made.outcome(span(1)), DeviceLost)
         (failure,) = made.failures
         assert isinstance(failure, ExecutorError) and str(failure) == "no such model"
 
 
-async def test_stop_finishes_what_is_queued_and_refuses_what_comes_later(tmp_path: Path) -> None:
+async def test_stop_finishes_what_is_queued_and_refuses_what_comes_later(tmp_path):
     async with harness(tmp_path, items=1) as made:
         waiting = [made.submit(span(index))[1] for index in range(3)]
         assert await made.engine.stop()
         for done in waiting:
-            (outcome,), _ = await done
-            assert isinstance(outcome, SpanResult)
+            assert isinstance(await only(done), SpanResult)
         assert isinstance(await made.outcome(span(9)), Draining)
         assert not made.failures
 
 
-async def test_one_that_hangs_is_told_and_killed_at_the_end(tmp_path: Path) -> None:
-    async with harness(tmp_path, liveness=Liveness(stall_timeout_s=1.0)) as made:
+@pytest.mark.parametrize(
+    ("fed", "liveness", "says"),
+    [
+        (span(1, WAIT), Liveness(stall_timeout_s=1.0), "neither moved on nor computed"),
+        (span(SPIN), Liveness(device_timeout_s=0.5, max_step_s=30), "the device has not finished"),
+    ],
+    ids=["it waits", "it spins for a device"],
+)
+async def test_one_that_hangs_is_told_and_killed_at_the_end(fed, liveness, says, tmp_path):
+    async with harness(tmp_path, liveness=liveness) as made:
         await made.ready
-        assert await made.do("process")
-        _, done = made.submit(span(1, WAIT))
-        await made.reached()
+        _, done = made.submit(fed)
         await until(lambda: made.engine.hang_reason(time.monotonic()) is not None)
+        assert says in str(made.engine.hang_reason(time.monotonic()))
         assert not await made.engine.stop()
-        (outcome,), _ = await done
-        assert isinstance(outcome, Draining)
+        assert isinstance(await only(done), Draining)
 
 
-async def test_one_that_spins_for_a_device_that_hangs_is_told_and_killed_at_the_end(tmp_path: Path) -> None:
-    async with harness(tmp_path, liveness=Liveness(device_timeout_s=0.5, max_step_s=30)) as made:
-        await made.ready
-        _, done = made.submit(span(SPIN))
-        await until(lambda: made.engine.hang_reason(time.monotonic()) is not None)
-        assert "the device has not finished" in str(made.engine.hang_reason(time.monotonic()))
-        assert not await made.engine.stop()
-        (outcome,), _ = await done
-        assert isinstance(outcome, Draining)
-
-
-async def test_a_step_that_waits_for_a_compiler_is_waited_for_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_step_that_waits_for_a_compiler_is_waited_for_at_the_end(tmp_path, monkeypatch):
     tmp_path.joinpath("ptxas").symlink_to(str(shutil.which("cat")))
     looks: list[bool] = []
 
@@ -276,19 +273,17 @@ async def test_a_step_that_waits_for_a_compiler_is_waited_for_at_the_end(
     monkeypatch.setattr(liveness, "runs_compiler", look)
     async with harness(tmp_path, liveness=Liveness(stall_timeout_s=1.0)) as made:
         await made.ready
+        process = await made.do("process")
         _, done = made.submit(span(1, COMPILE))
-        process = made.engine._process
-        assert process is not None
-        await until(lambda: runs_compiler(process.pid))
+        await until(lambda: runs_compiler(process))
         stopping = asyncio.ensure_future(made.engine.stop())
         await until(lambda: looks[-2:] == [True, True])  # silent for longer than a hang
         await made.open()
         assert await stopping
-        (outcome,), _ = await done
-        assert isinstance(outcome, SpanResult)
+        assert isinstance(await only(done), SpanResult)
 
 
-async def test_one_that_is_stopped_while_it_waits_for_work_is_in_trouble(tmp_path: Path) -> None:
+async def test_one_that_is_stopped_while_it_waits_for_work_is_in_trouble(tmp_path):
     async with harness(tmp_path, liveness=Liveness(stall_timeout_s=0.2)) as made:
         process = await made.do("process")
         await until(lambda: made.engine.hang_reason(time.monotonic()) is None)
@@ -302,20 +297,20 @@ async def test_one_that_is_stopped_while_it_waits_for_work_is_in_trouble(tmp_pat
         await until(lambda: made.engine.hang_reason(time.monotonic()) is None)
 
 
-async def test_what_cannot_be_read_ends_it_and_answers_what_it_owes(tmp_path: Path) -> None:
+async def test_what_cannot_be_read_ends_it_and_answers_what_it_owes(tmp_path, monkeypatch):
+    feed = Messages.feed
     async with harness(tmp_path) as made:
-        _, running = made.submit(span(1, WAIT))
+        _, running = await made.held(span(1, WAIT))
         _, queued = made.submit(span(2))
-        await made.reached()
-        made.engine._messages._data += struct.pack("<II", 4, 0) + b"none"
+        broken = struct.pack("<II", 4, 0) + b"none"
+        monkeypatch.setattr(Messages, "feed", lambda messages, data: feed(messages, broken + data))
         await made.open()
         for each in (running, queued):
-            (outcome,), _ = await each
-            assert isinstance(outcome, DeviceLost)
+            assert isinstance(await only(each), DeviceLost)
         assert isinstance(made.failures[0], pickle.UnpicklingError)
 
 
-async def test_large_rows_arrive_whole_and_their_memory_is_used_again(tmp_path: Path) -> None:
+async def test_large_rows_arrive_whole_and_their_memory_is_used_again(tmp_path):
     full = OutputSpec(kind=FullLogits())
     async with harness(tmp_path) as made:
         kept = await made.outcome(span(7, LARGE, output=full))
@@ -334,21 +329,19 @@ async def test_large_rows_arrive_whole_and_their_memory_is_used_again(tmp_path: 
         np.testing.assert_array_equal(first, expected + 7)
 
 
-async def test_more_than_a_pipe_holds_goes_over_in_order(tmp_path: Path) -> None:
+async def test_more_than_a_pipe_holds_goes_over_in_order(tmp_path):
     async with harness(tmp_path, items=4, tokens=1 << 20) as made:
-        _, held = made.submit(span(0, WAIT))
-        await made.reached()
+        _, held = await made.held(span(0, WAIT))
         specs = [OutputSpec(kind=SelectedTokens(tuple(range(index, index + 500)))) for index in range(4)]
         work = [made.submit(span(index, 5, tokens=50_000, output=specs[index % 4]))[1] for index in range(1, 41)]
         await made.open()
         await held
         for done in work:
-            (outcome,), _ = await done
-            assert outcome.length == 50_000
+            assert (await only(done)).length == 50_000
         assert [sequence for step, _ in await made.do("seen") for sequence in step] == list(range(41))
 
 
-def test_it_dies_with_its_server(tmp_path: Path) -> None:
+def test_it_dies_with_its_server(tmp_path):
     """Even where it computes: nobody is left to stop it."""
     reading, writing = os.pipe()
     server = os.fork()
@@ -360,8 +353,7 @@ def test_it_dies_with_its_server(tmp_path: Path) -> None:
                 made = Harness(tmp_path)
                 made.engine.start()
                 pid = await made.do("process")
-                made.submit(span(1, WAIT))
-                await made.reached()
+                await made.held(span(1, WAIT))
                 os.write(writing, str(pid).encode())
                 threading.Event().wait()
 
@@ -373,8 +365,6 @@ def test_it_dies_with_its_server(tmp_path: Path) -> None:
     watched = os.pidfd_open(engine)
     os.kill(server, signal.SIGKILL)
     os.waitpid(server, 0)
-    import select
-
     assert select.select([watched], [], [], 30)[0], "the engine process outlived its server"
 
 
@@ -386,12 +376,11 @@ def tokens_of(outcome: Any) -> list[int]:
     return rows.block["token_ids"][rows.first : rows.first + rows.count].tolist()
 
 
-async def test_a_run_goes_on_by_itself_and_passes_its_tokens_on(tmp_path: Path) -> None:
+async def test_a_run_goes_on_by_itself_and_passes_its_tokens_on(tmp_path):
     async with harness(tmp_path) as made:
         chosen: list[Any] = []
-        _, done = made.submit(
-            span(1), span(2, COUNT, run=Run(4)), span(3, 1500, run=Run(9, (1503,))), on_tokens=chosen.extend
-        )
+        spans = span(1), span(2, COUNT, run=Run(4)), span(3, 1500, run=Run(9, (1503,)))
+        _, done = made.submit(*spans, on_tokens=chosen.extend)
         outcomes, timing = await done
         assert [tokens_of(each) for each in outcomes] == [[5], [1001, 1002, 1003, 1004], [1501, 1502, 1503]]
         assert [each.length for each in outcomes] == [1, 4, 3]
@@ -404,10 +393,9 @@ async def test_a_run_goes_on_by_itself_and_passes_its_tokens_on(tmp_path: Path) 
         assert [len(waits) for _, waits in made.timings] == [1, 0, 0, 0]
 
 
-async def test_a_run_is_cut_where_it_stands(tmp_path: Path) -> None:
+async def test_a_run_is_cut_where_it_stands(tmp_path):
     async with harness(tmp_path) as made:
-        first, done = made.submit(span(1, WAIT), span(2, COUNT, run=Run(30)), span(3, COUNT, run=Run(3)))
-        await made.reached()
+        first, done = await made.held(span(1, WAIT), span(2, COUNT, run=Run(30)), span(3, COUNT, run=Run(3)))
         assert not made.engine.cancel(first)
         made.engine.interrupt(first, 1, Cancelled("as asked"))
         await made.open()
@@ -418,28 +406,16 @@ async def test_a_run_is_cut_where_it_stands(tmp_path: Path) -> None:
         assert await made.outcome(span(4)) is not None
 
 
-async def test_runs_of_an_engine_that_dies_are_answered(tmp_path: Path) -> None:
-    async with harness(tmp_path) as made:
-        _, done = made.submit(span(1, WAIT), span(2, COUNT, run=Run(30)))
-        await made.reached()
-        _, fatal = made.submit(span(3, DIE))
-        await made.open()
-        for each in (done, fatal):
-            outcomes, _ = await each
-            assert all(isinstance(outcome, DeviceLost) for outcome in outcomes)
-
-
 def behind(sequence: int, start: int, most: int) -> Span:
     """A run that feeds the token which what it follows chooses last."""
     return Span(sequence, np.zeros(1, np.int32), start, OutputSpec(), run=Run(most))
 
 
-async def test_a_run_begins_in_the_step_after_the_one_that_it_follows(tmp_path: Path) -> None:
+async def test_a_run_begins_in_the_step_after_the_one_that_it_follows(tmp_path):
     async with harness(tmp_path) as made:
         order: list[str] = []
-        first, done = made.submit(span(1, COUNT, run=Run(2)), span(2, WAIT))
+        first, done = await made.held(span(1, COUNT, run=Run(2)), span(2, WAIT))
         done.add_done_callback(lambda _: order.append("done"))
-        await made.reached()
         _, follows = made.submit(behind(1, 2, 3), behind=(first, 0), begins=lambda: order.append("begins"))
         _, wrong = made.submit(behind(2, 5, 3), behind=(first, 1), begins=lambda: order.append("wrong"))
         withdrawn, never = made.submit(behind(2, 1, 3), behind=(first, 1), begins=lambda: order.append("wrong"))
@@ -458,10 +434,9 @@ async def test_a_run_begins_in_the_step_after_the_one_that_it_follows(tmp_path: 
         assert (made.engine.queued_items, made.engine.queued_tokens) == (0, 0)
 
 
-async def test_what_follows_in_an_engine_that_dies_is_answered(tmp_path: Path) -> None:
+async def test_runs_and_what_follows_them_are_answered_when_the_engine_dies(tmp_path):
     async with harness(tmp_path) as made:
-        first, done = made.submit(span(1, COUNT, run=Run(9)), span(2, WAIT))
-        await made.reached()
+        first, done = await made.held(span(1, COUNT, run=Run(9)), span(2, WAIT))
         _, fatal = made.submit(span(3, DIE))
         _, follows = made.submit(behind(1, 9, 3), behind=(first, 0), begins=lambda: None)
         await made.open()

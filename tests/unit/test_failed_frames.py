@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import OutputSpec, Positions, Span, Step
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.ranks.follower import Follower, Phase
+from ferrum_rpc.engine.ranks.messages import END
 from ferrum_rpc.errors import StepFailed
 
 
@@ -23,7 +23,7 @@ class Graph:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_collected() -> Iterator[None]:
+def nothing_is_collected():
     """Cycles stay."""
     gc.disable()
     yield
@@ -47,7 +47,7 @@ def failing(graphs: list[Any]) -> Any:
     return run
 
 
-def test_of_the_first_rank() -> None:
+def test_of_the_first_rank():
     runner = build_runner(ModelSettings("identity", device="cpu", kv_blocks=8, block_size=4))
     graphs, left = list[Any](), list[Any]()
     compute: Any = runner.compute
@@ -60,18 +60,31 @@ def test_of_the_first_rank() -> None:
     assert failed.value.__cause__ is not None and failed.value.__cause__.__traceback__ is not None, "for the log"
 
 
+class Channel:
+    """To a rank 0 that asks for a step and ends the rank. ``sent``: what the rank reports of it."""
+
+    def __init__(self, answering: tuple[int, ...]) -> None:
+        self.requests = iter([(7, answering, "step", ()), (8, (), END, ("over",))])
+        self.sent: list[str] = []
+
+    def receive(self) -> Any:
+        return next(self.requests)
+
+    def send(self, message: Any) -> None:
+        if message[0] != "heartbeat":
+            self.sent.append(message[0])
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize("answering", [(), (1,)])
-def test_of_another_rank(answering: tuple[int, ...]) -> None:
-    graphs, sent = list[Any](), list[Any]()
-
-    class Sends:
-        def send(self, message: Any) -> None:
-            sent.append(message[0])
-
-    follower = Follower(Sends(), 1, HashStore())  # type: ignore[arg-type]
+def test_of_another_rank(answering):
+    graphs, channel = list[Any](), Channel(answering)
+    follower = Follower(channel, 1, HashStore())
     phase: Any = Phase()
     phase.step = failing(graphs)
     follower.phase = phase
-    follower._obey(7, answering, "step", ())
-    assert follower.failed and sent == ["answer" if answering else "failed"]
+    assert follower.run() == "over"
+    assert follower.failed and channel.sent == ["answer" if answering else "failed"]
     assert graphs[0]() is None

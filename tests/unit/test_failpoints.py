@@ -6,11 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import structlog
 import torch
 
 from ferrum_rpc.config import load_settings
@@ -18,12 +15,6 @@ from ferrum_rpc.engine.assembly.build import POINT_OF_STAGE, failing_stage
 from ferrum_rpc.errors import DeviceLost
 from ferrum_rpc.failpoints import NO_FAILPOINTS, Failpoint, FailpointError, Failpoints, parse_failpoints
 from ferrum_rpc.usage import ConfigError
-
-
-@pytest.fixture(autouse=True)
-def logs() -> Iterator[list[Any]]:
-    with structlog.testing.capture_logs() as events:
-        yield events
 
 
 def fires(text: str, point: str, hits: int, seed: int = 0) -> list[int]:
@@ -39,35 +30,35 @@ def fires(text: str, point: str, hits: int, seed: int = 0) -> list[int]:
     return fired
 
 
-def test_a_rule_fires_every_time_at_one_time_or_from_one_on() -> None:
+def test_a_rule_fires_every_time_at_one_time_or_from_one_on():
     assert fires("fork=error", "fork", 3) == [1, 2, 3]
     assert fires("fork=error@3", "fork", 5) == [3]
     assert fires("fork=error@3+", "fork", 5) == [3, 4, 5]
     assert fires("fork=error@1; fork=error@4", "fork", 5) == [1, 4]
 
 
-def test_a_probability_fires_about_that_often_and_the_same_for_a_seed() -> None:
+def test_a_probability_fires_about_that_often_and_the_same_for_a_seed():
     first = fires("fork=error@p0.25", "fork", 1000, seed=1)
     assert 180 < len(first) < 320
     assert first == fires("fork=error@p0.25", "fork", 1000, seed=1)
     assert first != fires("fork=error@p0.25", "fork", 1000, seed=2)
 
 
-def test_points_without_rules_do_and_count_nothing() -> None:
+def test_points_without_rules_do_and_count_nothing():
     failpoints = Failpoints(parse_failpoints("fork=error"))
     failpoints.reach("release")
     NO_FAILPOINTS.reach("fork")
     assert failpoints.hits == {"fork": 0} and NO_FAILPOINTS.hits == {}
 
 
-def test_what_fires_is_logged_before_it_happens(logs: list[Any]) -> None:
+def test_what_fires_is_logged_before_it_happens(logs):
     with pytest.raises(FailpointError):
         Failpoints(parse_failpoints("truncate=error")).reach("truncate")
     assert (logs[0]["event"], logs[0]["failpoint"], logs[0]["effect"]) == ("failpoint_fired", "truncate", "error")
     assert logs[0]["action"]
 
 
-def test_out_of_memory_and_a_lost_device_look_as_the_device_makes_them() -> None:
+def test_out_of_memory_and_a_lost_device_look_as_the_device_makes_them():
     stage = failing_stage(Failpoints(parse_failpoints("before_forward=oom;truncate=device_lost")))
     with pytest.raises(torch.OutOfMemoryError):
         stage("forward")
@@ -78,11 +69,11 @@ def test_out_of_memory_and_a_lost_device_look_as_the_device_makes_them() -> None
         Failpoints(parse_failpoints("fork=oom")).reach("fork")
 
 
-def test_every_point_of_the_model_thread_has_its_stage() -> None:
+def test_every_point_of_the_model_thread_has_its_stage():
     assert set(POINT_OF_STAGE.values()) == set(Failpoint) - {Failpoint.BEFORE_REPLY}
 
 
-def test_what_hangs_goes_on_when_released_and_nothing_hangs_after() -> None:
+def test_what_hangs_goes_on_when_released_and_nothing_hangs_after():
     failpoints = Failpoints(parse_failpoints("fork=hang"))
     passed = threading.Event()
     thread = threading.Thread(target=lambda: (failpoints.reach("fork"), passed.set()), daemon=True)
@@ -94,13 +85,13 @@ def test_what_hangs_goes_on_when_released_and_nothing_hangs_after() -> None:
     assert failpoints.fired["fork"] == 2
 
 
-def test_a_delay_takes_its_time() -> None:
+def test_a_delay_takes_its_time():
     began = time.monotonic()
     Failpoints(parse_failpoints("fork=delay:30")).reach("fork")
     assert time.monotonic() - began >= 0.03
 
 
-def test_a_crash_is_sigkill_after_its_log_line() -> None:
+def test_a_crash_is_sigkill_after_its_log_line():
     program = "from ferrum_rpc.failpoints import *; Failpoints(parse_failpoints('fork=crash')).reach('fork')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == -9
@@ -122,13 +113,13 @@ def test_a_crash_is_sigkill_after_its_log_line() -> None:
         ("fork=error,release=error", "point=action"),
     ],
 )
-def test_a_setting_that_is_wrong_says_what_would_be_right(text: str, hint: str) -> None:
+def test_a_setting_that_is_wrong_says_what_would_be_right(text, hint):
     with pytest.raises(ConfigError, match="failpoints: ") as caught:
         load_settings("identity", {"failpoints": text})
     assert hint in str(caught.value)
 
 
-def test_a_setting_that_is_right_is_kept_as_written() -> None:
+def test_a_setting_that_is_right_is_kept_as_written():
     text = "before_commit=error@3;after_forward=crash@10+; fork=delay:20@p0.5;"
     assert load_settings("identity", {"failpoints": text}).failpoints == text
     assert len(parse_failpoints(text)) == 3

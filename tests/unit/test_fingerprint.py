@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.source import _sample
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 IDENTITY = ModelSettings("identity", kv_blocks=8)
 

@@ -38,16 +38,14 @@ ROOT = Path(__file__).parents[2]
         ([], "required: model"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_starts(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_said_before_anything_starts(arguments, says, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["fleet", "up", *arguments])
     assert caught.value.code == cli.EXIT_USAGE
     assert says in capsys.readouterr().err
 
 
-def test_flags_of_the_fleet_are_no_settings_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_the_fleet_are_no_settings_of_serve(capsys):
     with pytest.raises(SystemExit):
         cli.main(["fleet", "up", "--help"])
     told = capsys.readouterr().out
@@ -56,7 +54,7 @@ def test_flags_of_the_fleet_are_no_settings_of_serve(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_executors_get_the_arguments_of_serve_as_they_were_written(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executors_get_the_arguments_of_serve_as_they_were_written(ranks, monkeypatch):
     of_serve = ["identity", "--kv-memory", "1GiB", "--no-warmup"]
     if ranks > 1:
         of_serve += ["--tensor-parallel", str(ranks)]
@@ -79,7 +77,7 @@ def test_executors_get_the_arguments_of_serve_as_they_were_written(ranks: int, m
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
 @pytest.mark.parametrize("arguments", [["up", "identity"], ["down"], ["status"], ["targets", "file"]])
-def test_without_ray_it_says_which_extra_has_it(arguments: list[str]) -> None:
+def test_without_ray_it_says_which_extra_has_it(arguments):
     with pytest.raises(SystemExit, match=r"this needs ray, .*\[ray\]"):
         cli.main(["fleet", *arguments])
 
@@ -95,14 +93,14 @@ def child(monkeypatch: pytest.MonkeyPatch, *lines: str, then: str = "") -> tuple
 READY = json.dumps({"event": "ready", "target": "10.0.0.3:4711", "instance_id": "ab"})
 
 
-def test_an_executor_says_where_it_serves_and_its_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_says_where_it_serves_and_its_end_is_told(monkeypatch):
     serving, ended = child(monkeypatch, "no json", '{"event": "backend_selected"}', READY, '{"event": "later"}')
     serving.wait_until_it_serves()
     assert (serving.target, serving.instance_id) == ("10.0.0.3:4711", "ab")
     assert ended.wait(10)
 
 
-def test_an_executor_that_was_stopped_is_no_surprise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_that_was_stopped_is_no_surprise(monkeypatch):
     then = "import signal; signal.signal(15, lambda *_: sys.exit(3)); print('armed', flush=True); time.sleep(60)"
     serving, ended = child(monkeypatch, READY, then=then)
     serving.wait_until_it_serves()
@@ -118,9 +116,7 @@ def test_an_executor_that_was_stopped_is_no_surprise(monkeypatch: pytest.MonkeyP
         ([], "it said nothing"),
     ],
 )
-def test_an_executor_that_does_not_serve_says_why(
-    lines: list[str], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_executor_that_does_not_serve_says_why(lines, reason, monkeypatch):
     serving, ended = child(monkeypatch, *lines)
     with pytest.raises(DidNotServeError, match=reason):
         serving.wait_until_it_serves()
@@ -128,7 +124,7 @@ def test_an_executor_that_does_not_serve_says_why(
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_paths_begin_in_the_folder_of_who_asked(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_begin_in_the_folder_of_who_asked(there, tmp_path, monkeypatch):
     monkeypatch.setattr(process, "BOUND", "import os, sys; sys.exit(os.getcwd())")
     folder = tmp_path if there else tmp_path / "no such"
     serving = ServeProcess([], {}, lambda: None, folder=str(folder))
@@ -136,7 +132,7 @@ def test_paths_begin_in_the_folder_of_who_asked(there: bool, tmp_path: Path, mon
         serving.wait_until_it_serves()
 
 
-def test_an_executor_dies_with_what_started_it() -> None:
+def test_an_executor_dies_with_what_started_it():
     script = """if True:
         from ferrum_rpc.fleet.process import ServeProcess
         import time
@@ -159,7 +155,7 @@ def test_an_executor_dies_with_what_started_it() -> None:
             assert time.monotonic() < end
 
 
-def test_targets_are_those_where_somebody_listens() -> None:
+def test_targets_are_those_where_somebody_listens():
     with socket.create_server(("127.0.0.1", 0)) as there, socket.socket() as gone:
         gone.bind(("127.0.0.1", 0))
         reports = {name: {"target": f"127.0.0.1:{each.getsockname()[1]}"} for name, each in (("a", there), ("b", gone))}
@@ -167,7 +163,7 @@ def test_targets_are_those_where_somebody_listens() -> None:
     assert listening({}) == set()
 
 
-def test_the_file_of_targets_is_written_whole(tmp_path: Path) -> None:
+def test_the_file_of_targets_is_written_whole(tmp_path):
     file = tmp_path / "targets"
     publish(file, ["10.0.0.3:4711", "10.0.0.4:4711"])
     with file.open() as before:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ferrum_rpc.attention.geometry import BatchGeometry, Int32Array
-from tests.numerics.harness import check_geometry
+from tests.support.harness import check_geometry
 
 BLOCK_SIZE = 4
 SHAPES = {

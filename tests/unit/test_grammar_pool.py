@@ -3,28 +3,69 @@
 from __future__ import annotations
 
 import random
+import signal
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ferrum_rpc.core import Grammar, GrammarKind, MaskRows
-from ferrum_rpc.engine.grammars import process
+from ferrum_rpc.engine.grammars import process, starter
 from ferrum_rpc.engine.grammars.messages import MASK_ROWS, NUMBERS, TOO_COMPLEX, Ask, error, error_of
 from ferrum_rpc.engine.grammars.pool import GrammarPool
-from ferrum_rpc.engine.grammars.process import MAX_STATES, GrammarProcess
+from ferrum_rpc.engine.grammars.process import MAX_STATES
+from ferrum_rpc.engine.grammars.starter import GrammarStarter
 from ferrum_rpc.engine.grammars.text import GrammarText
-from ferrum_rpc.errors import ExecutorError, GrammarUnknown, InvalidRequest
-from tests.grammars import END, MODEL, SOURCES, VOCABULARY, allowed, compiled
+from ferrum_rpc.errors import ExecutorError, GrammarTooComplex, GrammarUnknown, InvalidRequest
+from tests.support.grammars import END, MODEL, SOURCES, VOCABULARY, allowed, compiled
 
 KEY = b"k" * 32
 LIST = r"[a-f]+(,[a-f]+)*"
 DEADLINE_S = 60.0
 
 
+class Watched(socket.socket):
+    """The engine's end of a grammar's process. ``sent``: the tokens in each message of requests."""
+
+    def __init__(self, plain: socket.socket) -> None:
+        super().__init__(fileno=plain.detach())
+        self.setblocking(False)
+        self.sent: list[int] = []
+
+    def send(self, numbers: Any) -> int:
+        size = super().send(numbers)
+        assert len(numbers) <= NUMBERS
+        if len(numbers) > 2:  # not the grammar itself
+            tokens, at = 0, 1 + numbers[0]
+            while at < len(numbers):
+                ask = Ask._make(numbers[at : at + len(Ask._fields)])
+                tokens += ask.size
+                at += len(Ask._fields) + ask.size
+            assert at == len(numbers)
+            self.sent.append(tokens)
+        return size
+
+
 @pytest.fixture
-def pool() -> Iterator[GrammarPool]:
+def sockets(monkeypatch):
+    """Of all processes that are started."""
+    found, start = list[Watched](), GrammarStarter.start
+
+    def watch(starter: GrammarStarter, masks: int) -> Watched | None:
+        if (plain := start(starter, masks)) is None:
+            return None
+        found.append(Watched(plain))
+        return found[-1]
+
+    monkeypatch.setattr(GrammarStarter, "start", watch)
+    return found
+
+
+@pytest.fixture
+def pool(sockets):
     pool = GrammarPool(MODEL / "tokenizer.json", VOCABULARY, (END,), 256 << 20)
     pool.check()
     register(pool, LIST)
@@ -32,12 +73,22 @@ def pool() -> Iterator[GrammarPool]:
     pool.close()
 
 
+@pytest.fixture
+def sent(pool, sockets):
+    """The tokens of each message to the process of `LIST`."""
+    return sockets[-1].sent
+
+
+def poll(pool: GrammarPool, until: Callable[[], object], every_s: float = 0.1) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not until():
+        pool.poll(every_s)
+        assert time.monotonic() < end
+
+
 def register(pool: GrammarPool, text: str, kind: GrammarKind = GrammarKind.REGEX) -> None:
     pool.change([(KEY, Grammar(kind, text.encode()))], [KEY])
-    until = time.monotonic() + DEADLINE_S
-    while not pool.compiled(KEY):
-        pool.poll(0.1)
-        assert time.monotonic() < until
+    poll(pool, lambda: pool.compiled(KEY))
 
 
 def ask(pool: GrammarPool, sequence: int, tokens: list[int], *, rows: int = 1) -> GrammarText:
@@ -48,10 +99,14 @@ def ask(pool: GrammarPool, sequence: int, tokens: list[int], *, rows: int = 1) -
 
 
 def answered(pool: GrammarPool, *texts: GrammarText) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while any(text.outcome is None for text in texts):
-        pool.poll(0.1)
-        assert time.monotonic() < until
+    poll(pool, lambda: all(text.outcome is not None for text in texts))
+
+
+def answer(pool: GrammarPool, sequence: int, tokens: list[int]) -> GrammarText:
+    """As `ask`, and wait for the answer."""
+    text = ask(pool, sequence, tokens)
+    answered(pool, text)
+    return text
 
 
 def tokens_of(text: GrammarText, row: int = -1) -> set[int]:
@@ -60,41 +115,15 @@ def tokens_of(text: GrammarText, row: int = -1) -> set[int]:
     return set(np.unpackbits(words[first : first + rows][row].view(np.uint8), bitorder="little").nonzero()[0].tolist())
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of each message that the engine makes."""
-    found: list[int] = []
-    plain = GrammarProcess._put
-
-    def put(asked: GrammarProcess, piece: int) -> None:
-        plain(asked, piece)
-        numbers, tokens = asked._unsent, 0
-        assert len(numbers) <= NUMBERS
-        if numbers:
-            at = 1 + numbers[0]
-            while at < len(numbers):
-                ask = Ask._make(numbers[at : at + len(Ask._fields)])
-                tokens += ask.size
-                at += len(Ask._fields) + ask.size
-            assert at == len(numbers)
-            found.append(tokens)
-
-    monkeypatch.setattr(GrammarProcess, "_put", put)
-    return found
-
-
-@pytest.mark.parametrize("states", [MAX_STATES, 3])
-@pytest.mark.parametrize("kind", list(GrammarKind))
-def test_masks_are_those_of_the_tokens_whatever_was_asked_before(
-    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch, kind: GrammarKind, states: int
-) -> None:
+@pytest.mark.parametrize(("kind", "states"), [*((kind, 3) for kind in GrammarKind), (GrammarKind.REGEX, MAX_STATES)])
+def test_masks_are_those_of_the_tokens_whatever_was_asked_before(pool, monkeypatch, kind, states):
     """Requests of several texts, some replaced before they are answered, forks, and states that were dropped."""
     monkeypatch.setattr(process, "MAX_STATES", states)
     register(pool, SOURCES[kind], kind)
     source, dice = compiled(kind, SOURCES[kind]), random.Random(5)
     texts: dict[int, list[int]] = {0: []}
     compared = 0
-    for number in range(1, 400):
+    for number in range(1, 250):
         sequence = dice.choice(list(texts))
         text = texts[sequence]
         match dice.choice(["append", "append", "append", "cut", "fork", "forget", "wrong"]):
@@ -116,8 +145,7 @@ def test_masks_are_those_of_the_tokens_whatever_was_asked_before(
                 pool.forget([sequence])
                 del texts[sequence]
             case "wrong":
-                found = ask(pool, sequence, [*text, 263])
-                answered(pool, found)
+                found = answer(pool, sequence, [*text, 263])
                 assert isinstance(found.outcome, InvalidRequest)
                 assert found.outcome.metadata == {"at": str(len(text))}
         if dice.random() < 0.3:
@@ -129,7 +157,7 @@ def test_masks_are_those_of_the_tokens_whatever_was_asked_before(
     assert compared > 100
 
 
-def test_more_masks_than_the_shared_memory_has_rows(pool: GrammarPool) -> None:
+def test_more_masks_than_the_shared_memory_has_rows(pool):
     text = list(b"ab,cd,ef")
     texts = [ask(pool, sequence, text, rows=8) for sequence in range(MASK_ROWS // 8 + 10)]
     answered(pool, *texts)
@@ -138,7 +166,7 @@ def test_more_masks_than_the_shared_memory_has_rows(pool: GrammarPool) -> None:
         assert [tokens_of(each, row) for row in range(8)] == expected
 
 
-def test_a_long_text_is_read_in_pieces_and_others_do_not_wait_for_it(pool: GrammarPool, sent: list[int]) -> None:
+def test_a_long_text_is_read_in_pieces_and_others_do_not_wait_for_it(pool, sent):
     long = ask(pool, 1, list(b"abc," * 5000 + b"d"))
     short = ask(pool, 2, list(b"ab"))
     for token in b"abcdef" * 5:
@@ -149,16 +177,14 @@ def test_a_long_text_is_read_in_pieces_and_others_do_not_wait_for_it(pool: Gramm
     assert tokens_of(long) == tokens_of(short) == {*b"abcdef,", END}
     assert max(sent) <= 2 * process.PIECE_TOKENS
     pool.spare_s, sent[:] = 1.0, []
-    again = ask(pool, 3, list(b"abc," * 2000))
-    answered(pool, again)
+    answer(pool, 3, list(b"abc," * 2000))
     assert len(sent) == 2, "more time to spare, longer pieces"
 
 
-def test_a_child_of_a_long_text_gets_a_copy_of_its_state(pool: GrammarPool, sent: list[int]) -> None:
+def test_a_child_of_a_long_text_gets_a_copy_of_its_state(pool, sent):
     pool.spare_s = 1.0
     text = list(b"abc," * 5000 + b"d")
-    parent = ask(pool, 1, text)
-    answered(pool, parent)
+    answer(pool, 1, text)
     sent.clear()
     pool.fork(1, [2, 3])
     pool.forget([1])
@@ -174,19 +200,17 @@ def test_a_child_of_a_long_text_gets_a_copy_of_its_state(pool: GrammarPool, sent
     assert pool.text(10) is None
 
 
-def test_a_long_text_that_is_not_allowed_is_refused_at_its_place(pool: GrammarPool) -> None:
+def test_a_long_text_that_is_not_allowed_is_refused_at_its_place(pool):
     text = list(b"abc," * 300)
     text[777] = ord("x")
-    found = ask(pool, 1, text)
-    answered(pool, found)
+    found = answer(pool, 1, text)
     assert isinstance(found.outcome, InvalidRequest) and found.outcome.metadata == {"at": "777"}
     text[777] = ord("a")
-    found = ask(pool, 1, text)
-    answered(pool, found)
+    found = answer(pool, 1, text)
     assert tokens_of(found) == {*b"abcdef"}
 
 
-def test_what_a_dropped_grammar_has_not_answered_is_refused_and_can_be_asked_again(pool: GrammarPool) -> None:
+def test_what_a_dropped_grammar_has_not_answered_is_refused_and_can_be_asked_again(pool):
     text = ask(pool, 1, list(b"ab"))
     pool.flush()
     queued = ask(pool, 2, list(b"ab"))
@@ -194,12 +218,36 @@ def test_what_a_dropped_grammar_has_not_answered_is_refused_and_can_be_asked_aga
     assert isinstance(text.outcome, GrammarUnknown) and isinstance(queued.outcome, GrammarUnknown)
     assert isinstance(ask(pool, 1, list(b"ab")).outcome, GrammarUnknown)
     register(pool, LIST)
-    text = ask(pool, 1, list(b"ab"))
-    answered(pool, text)
+    text = answer(pool, 1, list(b"ab"))
     assert not isinstance(text.outcome, ExecutorError) and ord(",") in tokens_of(text)
 
 
-def test_more_texts_than_a_message_has_room_for(pool: GrammarPool, sent: list[int]) -> None:
+def test_a_grammar_that_cannot_be_compiled_again_refuses_what_waits_and_no_later_request(pool, sockets, monkeypatch):
+    """Something else than its limits may have ended its process, so the next request tries anew."""
+    monkeypatch.setattr(starter, "RESTART_S", 0.0)
+    answered(pool, ask(pool, 1, list(b"ab")))
+    kill_the_starter(pool, sockets)  # and with it the process that has compiled the grammar
+    text = ask(pool, 1, list(b"ab,"))
+    for _ in range(process.TRIES):
+        assert text.outcome is None
+        kill_the_starter(pool, sockets, text)
+    assert isinstance(text.outcome, GrammarTooComplex)
+    text = answer(pool, 1, list(b"ab,"))
+    assert tokens_of(text) == {*b"abcdef"}
+
+
+def kill_the_starter(pool: GrammarPool, sockets: list[Watched], *texts: GrammarText) -> None:
+    """Kill the process that starts those of grammars before it starts another, though the engine has its end; wait
+    until the pool has started it again, or refused a text."""
+    first = pool.starter.process
+    assert first is not None
+    first.send_signal(signal.SIGSTOP)
+    poll(pool, lambda: sockets[-1].fileno() >= 0, 0.01)
+    first.kill()
+    poll(pool, lambda: pool.starter.process is not first or any(each.outcome for each in texts), 0.01)
+
+
+def test_more_texts_than_a_message_has_room_for(pool, sent):
     texts = [ask(pool, sequence, list(b"abcde," * 9 + b"a")) for sequence in range(300)]
     answered(pool, *texts)
     assert len(sent) > 1 and sum(sent) == 300 * 55
@@ -207,7 +255,7 @@ def test_more_texts_than_a_message_has_room_for(pool: GrammarPool, sent: list[in
 
 
 @pytest.mark.parametrize("message", ["", "a", "8 bytes.", "naïve", "\udcff", "ß" * 200])
-def test_messages_of_errors_are_read_as_they_were_written(message: str) -> None:
+def test_messages_of_errors_are_read_as_they_were_written(message):
     kind, *_ = found = error(TOO_COMPLEX, message)
     assert kind == TOO_COMPLEX
     assert error_of(found[1:]) == message.replace("\udcff", "?")

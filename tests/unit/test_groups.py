@@ -5,13 +5,12 @@ Ranks are threads here, for the calls let go of the interpreter; a rank that is 
 
 from __future__ import annotations
 
+import asyncio
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from ferrum_rpc.distributed import shared_memory
 from ferrum_rpc.distributed.gloo import UNDER_WAY, GlooGroup
 from ferrum_rpc.distributed.group import Group, GroupAborted, sum_in_order
+from tests.support.forking import fork
 
 SHARED, GLOO = "shared memory", "gloo"
 REASON = shared_memory.available()
@@ -39,6 +39,12 @@ def on_all(groups: list[Group], call: Callable[[Group], Any]) -> list[Any]:
     """What each rank's call returns; the first error, once all have ended."""
     with ThreadPoolExecutor(len(groups)) as ranks:
         return [each.result(20) for each in [ranks.submit(call, group) for group in groups]]
+
+
+def given_up(waits: Future[Any]) -> None:
+    """Who waits is told soon that the group was given up."""
+    with pytest.raises(GroupAborted):
+        waits.result(SOON_S)
 
 
 def join(kind: str, store: Any, rank: int, size: int) -> Group:
@@ -80,32 +86,35 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64])
-@pytest.mark.parametrize("shape", [(1,), (3,), (2, 17), (32769,), (50, 1024)])
-def test_a_sum_has_the_same_bits_everywhere(groups: list[Group], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    parts = [random(shape, dtype, rank) for rank in range(len(groups))]
-    exact = torch.stack(parts).double().sum(0) if dtype.is_floating_point else torch.stack(parts).sum(0)
-    wanted = torch.empty_like(parts[0])
-    sum_in_order(torch.stack(parts), wanted)
+def test_a_sum_has_the_same_bits_everywhere(groups: list[Group], dtype: torch.dtype) -> None:
+    for shape in ((1,), (3,), (2, 17), (32769,), (50, 1024)):
+        check_sum(groups, [random(shape, dtype, rank) for rank in range(len(groups))])
+
+
+def check_sum(groups: list[Group], parts: list[Tensor]) -> None:
+    whole, wanted = torch.stack(parts), torch.empty_like(parts[0])
+    sum_in_order(whole, wanted)
     on_all(groups, lambda group: group.all_reduce(parts[group.rank]))
     assert all(same(part, wanted) for part in parts)
-    if dtype.is_floating_point:  # rounded once: half of the last bit, and what float32 loses
-        torch.testing.assert_close(wanted.double(), exact, rtol=torch.finfo(dtype).eps * 0.5 + 2e-7, atol=1e-6)
+    if whole.dtype.is_floating_point:  # rounded once: half of the last bit, and what float32 loses
+        rtol = torch.finfo(whole.dtype).eps * 0.5 + 2e-7
+        torch.testing.assert_close(wanted.double(), whole.double().sum(0), rtol=rtol, atol=1e-6)
     else:
-        assert torch.equal(wanted, exact)
+        assert torch.equal(wanted, whole.sum(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("shape", [(), (5,), (3, 40000), (0, 4)])
-def test_parts_are_gathered_as_they_are(groups: list[Group], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    parts = [random(shape, torch.int64, rank).to(dtype) for rank in range(len(groups))]
-    for found in on_all(groups, lambda group: group.all_gather(parts[group.rank])):
-        assert torch.equal(found, torch.stack(parts))
-
-
-def test_a_lone_element_of_a_column_is_gathered(groups: list[Group]) -> None:
-    """torch calls it contiguous, and leaves it the column's stride."""
-    parts = [torch.arange(12.0).view(3, 4)[1:2, rank] for rank in range(len(groups))]
+def test_parts_are_gathered_as_they_are(groups: list[Group], dtype: torch.dtype) -> None:
+    """Also a lone element of a column, which torch calls contiguous with the column's stride."""
+    for shape in ((), (5,), (3, 40000), (0, 4)):
+        check_gathered(groups, [random(shape, torch.int64, rank).to(dtype) for rank in range(len(groups))])
+    columns = torch.arange(12).to(dtype).view(3, 4)
+    parts = [columns[1:2, rank] for rank in range(len(groups))]
     assert parts[0].is_contiguous() and parts[0].stride() == (4,)
+    check_gathered(groups, parts)
+
+
+def check_gathered(groups: list[Group], parts: list[Tensor]) -> None:
     for found in on_all(groups, lambda group: group.all_gather(parts[group.rank])):
         assert torch.equal(found, torch.stack(parts))
 
@@ -184,8 +193,7 @@ def test_who_waits_is_told_that_the_group_was_given_up(kind: str, waiting: str) 
         time.sleep(0.05)
         assert not waits.done()
         groups[0].abort()
-        with pytest.raises(GroupAborted):
-            waits.result(SOON_S)
+        given_up(waits)
         for call in WAITING.values():
             with pytest.raises(GroupAborted):
                 call(groups[0])
@@ -205,8 +213,7 @@ def test_in_shared_memory_any_rank_gives_up_for_all() -> None:
         time.sleep(0.02)
         groups[2].abort()
         for each in waits:
-            with pytest.raises(GroupAborted):
-                each.result(SOON_S)
+            given_up(each)
 
 
 @needs_shared
@@ -218,8 +225,7 @@ def test_a_slow_rank_does_not_take_a_new_epoch_for_its_own() -> None:
         groups[0].renew(1)
         rows = torch.ones(4)
         early = threads.submit(groups[0].all_reduce, rows)
-        with pytest.raises(GroupAborted):
-            late.result(SOON_S)
+        given_up(late)
         groups[1].renew(1)
         groups[1].all_reduce(torch.ones(4))
         early.result(SOON_S)
@@ -236,8 +242,7 @@ def test_a_group_that_is_given_up_while_it_connects_is_given_up() -> None:
         time.sleep(0.05)
         groups[0].abort()
         groups[1].renew(1)
-        with pytest.raises(GroupAborted):
-            renews.result(SOON_S)
+        given_up(renews)
         with pytest.raises(GroupAborted):
             groups[1].all_reduce(torch.ones(1))
 
@@ -248,28 +253,28 @@ def test_calls_that_do_not_agree_give_the_group_up() -> None:
         on_all(groups, lambda group: group.all_reduce(torch.ones(4 + group.rank)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_that_is_killed_keeps_nobody(kind: str) -> None:
+async def test_a_rank_that_is_killed_keeps_nobody() -> None:
     """gloo sees the connection's end; in shared memory whoever watches the processes gives the group up."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-m", "tests.unit.group_program", kind, str(store.port)]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2]) as process:
-        try:
-            with closing(join(kind, store, 0, 2)) as group, ThreadPoolExecutor(1) as threads:
-                rows = torch.ones(1024)
-                group.all_reduce(rows)
-                assert (rows == 3.0).all()
-                waits = threads.submit(group.all_reduce, rows)
-                process.kill()
-                process.wait()
-                if kind == SHARED:
-                    time.sleep(0.05)
-                    assert not waits.done()
-                    group.abort()
-                with pytest.raises(GroupAborted):
-                    waits.result(SOON_S)
-        finally:
-            process.kill()
+    kinds = [GLOO] if REASON else [GLOO, SHARED]
+    process = await fork(["-m", "tests.unit.group_program", str(store.port), *kinds], dict(os.environ))
+    with ExitStack() as stack:
+        stack.callback(process.kill)
+        groups = [stack.enter_context(closing(join(kind, PrefixStore(kind, store), 0, 2))) for kind in kinds]
+        rows = [torch.ones(1024) for _ in kinds]
+        for group, each in zip(groups, rows, strict=True):
+            group.all_reduce(each)
+            assert (each == 3.0).all()
+        threads = stack.enter_context(ThreadPoolExecutor(2))
+        waits = [threads.submit(group.all_reduce, each) for group, each in zip(groups, rows, strict=True)]
+        process.kill()
+        await process.wait()
+        for kind, group, waiting in zip(kinds, groups, waits, strict=True):
+            if kind == SHARED:
+                await asyncio.sleep(0.05)
+                assert not waiting.done()
+                group.abort()
+            given_up(waiting)
 
 
 @needs_shared
@@ -296,12 +301,12 @@ def test_all_ranks_are_told_which_one_cannot_share(monkeypatch: pytest.MonkeyPat
 @needs_shared
 @pytest.mark.parametrize("place", ["", "{name} /proc/self/exe", "{other} {path}"], ids=["none", "exe", "another"])
 def test_a_segment_that_is_not_meant_is_not_taken(place: str) -> None:
-    descriptor, mapping, real = shared_memory._create(4096)
+    descriptor, mapping, real = shared_memory.create_segment(4096)
     try:
         name, _, path = real.partition(" ")
-        assert shared_memory._map(real, 4096)[:] == mapping[:]
+        assert shared_memory.map_segment(real, 4096)[:] == mapping[:]
         with pytest.raises(OSError):
-            shared_memory._map(place.format(name=name, path=path, other="00" * 16), 4096)
+            shared_memory.map_segment(place.format(name=name, path=path, other="00" * 16), 4096)
     finally:
         os.close(descriptor)
 

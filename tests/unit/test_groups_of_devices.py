@@ -11,8 +11,8 @@ from torch.distributed import HashStore
 from ferrum_rpc.distributed import nccl
 from ferrum_rpc.distributed.group import Group, GroupAborted
 from ferrum_rpc.distributed.staged import StagedGroup
-from tests.fake_device import fake_device
-from tests.fake_nccl import use_fake_nccl
+from tests.support.fake_device import fake_device
+from tests.support.fake_nccl import use_fake_nccl
 from tests.unit.test_groups import GLOO, REASON, SHARED, joined, on_all, random
 
 
@@ -26,12 +26,8 @@ def test_rows_of_a_device_pass_through_the_host(size: int) -> None:
             staged.all_reduce(rows)
             assert (rows.cpu() == size * (size + 1) / 2).all()
             gathered = staged.all_gather(torch.arange(4).to(device) + group.rank)
-            assert gathered.device == device and (gathered.cpu() - torch.arange(size)[:, None])[-1].tolist() == [
-                0,
-                1,
-                2,
-                3,
-            ]
+            assert gathered.device == device
+            assert (gathered.cpu() - torch.arange(size)[:, None])[-1].tolist() == [0, 1, 2, 3]
             staged.send(rows * (1 + group.rank), (group.rank + 1) % size)
             found = torch.zeros_like(rows)
             staged.receive(found, before := (group.rank - 1) % size)

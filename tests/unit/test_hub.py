@@ -19,7 +19,7 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.hub import is_hub_name
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "someone/tiny-llama"
@@ -40,10 +40,8 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         names = sorted(each.name for each in self.folder.iterdir())
         if path.startswith(f"/api/models/{NAME}/tree/"):
-            found = [
-                {"type": "file", "path": name, "size": (self.folder / name).stat().st_size, "oid": name}
-                for name in names
-            ]
+            sizes = {name: (self.folder / name).stat().st_size for name in names}
+            found = [{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()]
             self.answer(200, json.dumps(found).encode())
         elif path in (f"/api/models/{NAME}/revision/{each}" for each in ("main", COMMIT)):
             siblings = [{"rfilename": name} for name in names]
@@ -115,28 +113,17 @@ def test_what_the_hub_does_not_have_says_how_to_get_it(hub):
 
 def test_a_hub_that_cannot_be_reached_is_told_in_plain_words(hub):
     hub.stop()
-    with pytest.raises(
-        InvalidRequest, match=r"on the Hugging Face hub: it is not in the cache, and the hub could not"
-    ) as told:
+    says = "on the Hugging Face hub: it is not in the cache, and the hub could not"
+    with pytest.raises(InvalidRequest, match=says) as told:
         found(ModelSettings(NAME))
     assert "refused" in told.value.message and "Error:" not in told.value.message
 
 
-@pytest.mark.parametrize(
-    ("model", "is_one"),
-    [
-        ("a/b", True),
-        ("Qwen/Qwen3-0.6B@main", True),
-        ("tests/nothing", False),  # `tests` is a folder here
-        ("/a/b", False),
-        ("./a", False),
-        ("../a/b", False),
-        ("a/b/c", False),
-        ("a", False),
-        ("a/b@", False),
-        ("a/-b", False),
-    ],
-)
-def test_a_path_is_no_hub_name(monkeypatch, model, is_one):
+HUB_NAMES = ("a/b", "Qwen/Qwen3-0.6B@main")
+OTHERS = ("tests/nothing", "/a/b", "./a", "../a/b", "a/b/c", "a", "a/b@", "a/-b")  # `tests` is a folder here
+
+
+@pytest.mark.parametrize("model", [*HUB_NAMES, *OTHERS])
+def test_a_path_is_no_hub_name(monkeypatch, model):
     monkeypatch.chdir(Path(__file__).parents[2])
-    assert is_hub_name(model) is is_one
+    assert is_hub_name(model) is (model in HUB_NAMES)

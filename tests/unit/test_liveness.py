@@ -9,13 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from ferrum_rpc.engine import liveness as liveness_module
 from ferrum_rpc.engine.liveness import Liveness, own_clock, runs_compiler
-from tests.faults.waiting import until
+from tests.support.waiting import until
 
 
 class Engine:
@@ -33,6 +32,13 @@ class Engine:
             self.now += 0.25
             seen = self.liveness.hang_reason(self.now, self.busy_since, self.waiting_since)
         return seen
+
+    def lives(self, seconds: int, computing: Computing) -> None:
+        """Nothing is wrong in each of so many seconds, in which it computes."""
+        for _ in range(seconds):
+            computing.some_more()
+            assert self.look(1) is None
+        computing.some_more()
 
     @contextmanager
     def thread(self, work: Callable[[threading.Event], None]) -> Iterator[None]:
@@ -79,7 +85,7 @@ class Computing:
             self._moved.wait_for(lambda: self.cpu_s >= enough)
 
 
-def test_an_engine_that_waits_for_work_is_not_judged() -> None:
+def test_an_engine_that_waits_for_work_is_not_judged():
     engine = Engine()
     assert engine.look(60) is None
     with engine.thread(wait):
@@ -87,7 +93,7 @@ def test_an_engine_that_waits_for_work_is_not_judged() -> None:
         assert engine.look(60) is None
 
 
-def test_work_without_computing_is_a_hang_within_two_seconds_and_its_end_ends_it() -> None:
+def test_work_without_computing_is_a_hang_within_two_seconds_and_its_end_ends_it():
     engine = Engine()
     with engine.thread(wait):
         assert engine.look(1.5) is None
@@ -96,7 +102,7 @@ def test_work_without_computing_is_a_hang_within_two_seconds_and_its_end_ends_it
         assert engine.look(0.25) is None
 
 
-def test_steps_that_end_are_progress_though_they_compute_next_to_nothing() -> None:
+def test_steps_that_end_are_progress_though_they_compute_next_to_nothing():
     engine = Engine()
     with engine.thread(wait):
         for _ in range(20):
@@ -104,27 +110,24 @@ def test_steps_that_end_are_progress_though_they_compute_next_to_nothing() -> No
             assert engine.look(0.5) is None
 
 
-def test_one_that_computes_lives_until_its_step_is_too_long() -> None:
+def test_one_that_computes_lives_until_its_step_is_too_long():
     engine = Engine(max_step_s=60)
     computing = Computing()
     with engine.thread(computing):
-        for _ in range(60):
-            computing.some_more()
-            assert engine.look(1) is None
-        computing.some_more()
+        engine.lives(60, computing)
         assert "step has taken" in (engine.look(0.25) or "")
         engine.busy_since = 0.0
         assert engine.look(0.25) is None
 
 
-def test_where_no_clock_can_be_read_the_length_of_a_step_is_judged_alone() -> None:
+def test_where_no_clock_can_be_read_the_length_of_a_step_is_judged_alone():
     engine = Engine(max_step_s=60)
     engine.busy_since = engine.now
     assert engine.look(60) is None
     assert "step has taken" in (engine.look(0.25) or "")
 
 
-def test_time_in_which_nothing_looked_proves_nothing() -> None:
+def test_time_in_which_nothing_looked_proves_nothing():
     """A process that was stopped for a minute looks at a thread that had no chance to compute."""
     engine = Engine()
     with engine.thread(wait):
@@ -135,7 +138,7 @@ def test_time_in_which_nothing_looked_proves_nothing() -> None:
         assert engine.look(1) is not None
 
 
-def test_a_thread_that_has_ended_does_not_break_the_look() -> None:
+def test_a_thread_that_has_ended_does_not_break_the_look():
     engine = Engine()
     with engine.thread(lambda stop: None):
         pass
@@ -145,41 +148,35 @@ def test_a_thread_that_has_ended_does_not_break_the_look() -> None:
 # --- a device, and compilers ------------------------------------------------------------------------------------------
 
 
-def test_a_device_that_hangs_while_its_waiting_thread_spins_is_found_after_thirty_seconds() -> None:
+def test_a_device_that_hangs_while_its_waiting_thread_spins_is_found_after_thirty_seconds():
     engine, computing = Engine(), Computing()
     with engine.thread(computing):
         engine.waiting_since = engine.now
-        for _ in range(30):
-            computing.some_more()
-            assert engine.look(1) is None
-        computing.some_more()
+        engine.lives(30, computing)
         assert "the device has not finished its step for 30 s" in (engine.look(0.5) or "")
         engine.waiting_since = engine.now  # it has, and computes the next one
         computing.some_more()
         assert engine.look(0.25) is None
 
 
-def test_a_thread_that_hangs_while_it_waits_for_a_device_is_found_within_two_seconds() -> None:
+def test_a_thread_that_hangs_while_it_waits_for_a_device_is_found_within_two_seconds():
     engine = Engine()
     with engine.thread(wait):
         engine.waiting_since = engine.now
         assert "neither" in (engine.look(2) or "")
 
 
-def test_a_device_is_not_judged_by_time_in_which_nothing_looked() -> None:
+def test_a_device_is_not_judged_by_time_in_which_nothing_looked():
     engine, computing = Engine(), Computing()
     with engine.thread(computing):
         engine.waiting_since = engine.now
         assert engine.look(1) is None
         engine.now += 60
-        for _ in range(30):
-            computing.some_more()
-            assert engine.look(1) is None
-        computing.some_more()
+        engine.lives(30, computing)
         assert engine.look(0.5) is not None
 
 
-def test_a_step_that_waits_for_a_compiler_lives_for_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_waits_for_a_compiler_lives_for_a_minute(monkeypatch):
     running = True
     monkeypatch.setattr(liveness_module, "runs_compiler", lambda process: running and process == 7)
     engine = Engine()
@@ -196,7 +193,7 @@ def test_a_step_that_waits_for_a_compiler_lives_for_a_minute(monkeypatch: pytest
 
 
 @pytest.fixture
-def programs(tmp_path: Path) -> Iterator[Callable[..., int]]:
+def programs(tmp_path):
     """Starts a program that waits, under a name, perhaps as the child of a shell."""
     sleep = shutil.which("sleep")
     started: list[subprocess.Popen[bytes]] = []
@@ -215,7 +212,7 @@ def programs(tmp_path: Path) -> Iterator[Callable[..., int]]:
 
 
 @pytest.mark.parametrize("name", ["ptxas", "cc1", "x86_64-linux-gnu-gcc-12"])
-async def test_a_compiler_is_found_by_its_name(programs: Callable[..., int], name: str) -> None:
+async def test_a_compiler_is_found_by_its_name(programs, name):
     assert not runs_compiler(os.getpid())
     compiler = programs(name)
     await until(lambda: runs_compiler(os.getpid()))
@@ -223,7 +220,7 @@ async def test_a_compiler_is_found_by_its_name(programs: Callable[..., int], nam
     await until(lambda: not runs_compiler(os.getpid()))  # one that nobody has waited for yet is dead all the same
 
 
-async def test_a_compiler_of_a_child_is_found_and_other_children_prove_nothing(programs: Callable[..., int]) -> None:
+async def test_a_compiler_of_a_child_is_found_and_other_children_prove_nothing(programs):
     programs("server")
     programs("ptxas-helper")
     shell = programs("ptxas", below=True)

@@ -15,7 +15,8 @@ from ferrum_rpc.service.masks import MaskTable
 from ferrum_rpc.service.quotas import Quotas
 from ferrum_rpc.service.records import Resource
 from ferrum_rpc.wire.masks import id_of, pack_mask
-from tests.serving import LIMITS
+from tests.support.inside import owners
+from tests.support.serving import LIMITS
 
 VOCAB = 70
 
@@ -82,9 +83,8 @@ class World:
     def check(self) -> None:
         held = sum(account.held[Resource.TOKEN_MASKS] for account in self.accounts.values())
         assert held == len(self.table) <= self.limits.max_token_masks
-        owners = self.table._owners.values()
-        assert set(self.engine.masks) == {each for owner in owners for each in owner.contents}
-        for owner in owners:
+        assert set(self.engine.masks) == {each for owner in owners(self.table) for each in owner.contents}
+        for owner in owners(self.table):
             assert owner.contents and list(owner.idle) == [each for each in owner.idle if not owner.contents[each].uses]
             assert len(owner.idle) == sum(not mask.uses for mask in owner.contents.values())
 

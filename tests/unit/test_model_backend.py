@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import random
 import re
+import shutil
 import sys
 import weakref
 from dataclasses import replace
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from ferrum_rpc import cli
 from ferrum_rpc.client import ExecutorClient
@@ -26,51 +24,51 @@ from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.hf.describe import HfSpec, _is_window, describe
 from ferrum_rpc.weights.checkpoint import Checkpoint
-from tests.checkpoints import make_checkpoint
-from tests.numerics.hf_families import make_family_checkpoint
-from tests.serving import serve_model
+from tests.support.checkpoints import configure, make_checkpoint, rewrite
+from tests.support.hf_families import make_family_checkpoint
+from tests.support.inside import module_of
+from tests.support.serving import serve_model
 
 
 @pytest.fixture(scope="module")
-def native_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def native_folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("native"), "qwen3")
 
 
 @pytest.fixture(scope="module")
-def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_folder(tmp_path_factory):
     """Of a family that the native decoder will hardly ever have."""
     return make_family_checkpoint(tmp_path_factory.mktemp("other"), "gpt_neox")
 
 
 @pytest.fixture
-def folder(other_folder: Path, tmp_path: Path) -> Path:
+def folder(other_folder, tmp_path):
     """A copy to be changed."""
-    for file in other_folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
+    return shutil.copytree(other_folder, tmp_path, dirs_exist_ok=True)
 
 
 def settings(folder: Path, **options: Any) -> ModelSettings:
     return ModelSettings(str(folder), **{"device": "cpu", "kv_blocks": 16, "block_size": 4} | options)
 
 
-def configure(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    config = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in config.items() if value != "gone"}))
+def run(command: str, folder: Path, *flags: str) -> Any:
+    """The exit status of `ferrum-rpc` ``command``."""
+    with pytest.raises(SystemExit) as done:
+        cli.main([command, str(folder), "--device", "cpu", "--kv-blocks", "16", *flags])
+    return done.value.code
 
 
 def reason(folder: Path, choice: str, **options: Any) -> str:
     return dict(choose(settings(folder, **options)).reasons)[choice]
 
 
-def test_what_the_native_decoder_serves_it_serves(native_folder: Path) -> None:
+def test_what_the_native_decoder_serves_it_serves(native_folder):
     assert reason(native_folder, "model=native")
     assert reason(native_folder, "model=native", model_backend="native") == "requested"
     assert reason(native_folder, "model=hf", model_backend="hf") == "requested"
 
 
-def test_what_it_does_not_serve_transformers_runs_and_the_reason_is_told(other_folder: Path) -> None:
+def test_what_it_does_not_serve_transformers_runs_and_the_reason_is_told(other_folder):
     why = reason(other_folder, "model=hf")
     assert why.startswith("native: architectures: 'GPTNeoXForCausalLM' is not supported")
     with pytest.raises(NotSupported, match="'GPTNeoXForCausalLM' is not supported"):
@@ -82,17 +80,14 @@ def test_what_it_does_not_serve_transformers_runs_and_the_reason_is_told(other_f
 
 
 @pytest.mark.parametrize("backend", ["native", "hf"])
-def test_code_of_a_checkpoint_is_ignored_and_that_is_told(native_folder: Path, tmp_path: Path, backend: str) -> None:
-    for file in native_folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+def test_code_of_a_checkpoint_is_ignored_and_that_is_told(native_folder, tmp_path, backend):
+    shutil.copytree(native_folder, tmp_path, dirs_exist_ok=True)
     configure(tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Model"})
     (tmp_path / "modeling.py").write_text("raise AssertionError")
     assert reason(tmp_path, "auto_map=ignored", model_backend=backend) == "code that a checkpoint brings is never run"
 
 
-def test_without_transformers_the_error_says_what_to_install(
-    other_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_transformers_the_error_says_what_to_install(other_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(NotSupported, match=r"is not supported; .*; nor through .*pip install '\.\[hf\]'"):
         choose(settings(other_folder))
@@ -100,11 +95,10 @@ def test_without_transformers_the_error_says_what_to_install(
         choose(settings(other_folder, model_backend="hf"))
 
 
-def test_what_neither_serves_has_both_reasons(folder: Path) -> None:
+def test_what_neither_serves_has_both_reasons(folder):
     configure(folder, model_type="mamba", architectures=["MambaForCausalLM"])
-    with pytest.raises(
-        NotSupported, match=r"'MambaForCausalLM' is not supported.*keeps a state in addition to keys"
-    ) as caught:
+    both = r"'MambaForCausalLM' is not supported.*keeps a state in addition to keys"
+    with pytest.raises(NotSupported, match=both) as caught:
         choose(settings(folder))
     assert caught.value.field == "architectures"
 
@@ -113,20 +107,14 @@ def test_what_neither_serves_has_both_reasons(folder: Path) -> None:
     ("changes", "error"),
     [
         ({"hidden_act": "swoosh"}, "hidden_act 'swoosh' is not supported; .* nor through .* has no 'swoosh'"),
-        (
-            {"architectures": ["Qwen3ForSequenceClassification"]},
-            "architectures: .* not supported.* nor .*not a language",
-        ),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures: .* not supported.* nor .* a language"),
         ({"surprise": 3}, "surprise: 3 is not known here"),  # and transformers would not look at it
         ({"hidden_size": "wide"}, "hidden_size"),
         ({"architectures": "gone", "model_type": "gone"}, "architectures is missing"),
     ],
 )
-def test_a_wrong_configuration_of_a_native_family_keeps_its_error(
-    native_folder: Path, tmp_path: Path, changes: dict[str, Any], error: str
-) -> None:
-    for file in native_folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+def test_a_wrong_configuration_of_a_native_family_keeps_its_error(native_folder, tmp_path, changes, error):
+    shutil.copytree(native_folder, tmp_path, dirs_exist_ok=True)
     configure(tmp_path, **changes)
     with pytest.raises((InvalidRequest, NotSupported), match=f"^{error}"):
         choose(settings(tmp_path))
@@ -151,32 +139,22 @@ def test_a_wrong_configuration_of_a_native_family_keeps_its_error(
         ({"hidden_size": 1 << 20}, InvalidRequest, r"misshapen \(gpt_neox"),
     ],
 )
-def test_a_configuration_that_is_wrong_is_refused_before_anything_is_allocated(
-    folder: Path, changes: dict[str, Any], kind: type[Exception], error: str
-) -> None:
+def test_a_configuration_that_is_wrong_is_refused_before_anything_is_allocated(folder, changes, kind, error):
     configure(folder, **changes)
     with pytest.raises(kind, match=error):
         choose(settings(folder, model_backend="hf"))
 
 
+FEW = {"vocab_size_per_layer_input": 50}
+HALF = {"quant_method": "compressed-tensors", "format": "int-quantized"}
 ODD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "fewer KV heads than latent attention has": (
-        "deepseek_v2",
-        {"num_key_value_heads": 2},
-        {},
-        "DeepseekV2ForCausalLM cannot be run by transformers: .* must match",
-    ),
+    "fewer KV heads than latents": ("deepseek_v2", {"num_key_value_heads": 2}, {}, "DeepseekV2.* be run .* must match"),
     "the same of MiniCPM": ("minicpm3", {"num_key_value_heads": 2}, {}, "MiniCPM3.* cannot be run"),
     "values wider than keys": ("deepseek_v3", {"v_head_dim": 24}, {}, "keys and values .* wide"),
     "more experts than there are": ("qwen3_moe", {"num_experts_per_tok": 8}, {}, "k not in range"),
     "experts of an odd width": ("qwen3_moe", {"moe_intermediate_size": 3}, {}, ""),
-    "a table of fewer rows than tokens": (
-        "gemma4_text",
-        {"vocab_size_per_layer_input": 50},
-        {},
-        "128 tokens, and looks them up in model.embed_tokens_per_layer, which has 50 rows",
-    ),
-    "a table that is not asked for the others": ("gemma3n_text", {"vocab_size_per_layer_input": 50}, {}, ""),
+    "a table of fewer rows than tokens": ("gemma4_text", FEW, {}, "128 tokens.* in .*per_layer, which has 50 rows"),
+    "a table that is not asked for the others": ("gemma3n_text", FEW, {}, ""),
     "odd heads": ("gpt_oss", {"head_dim": 6}, {}, ""),
     "KV heads that do not divide": ("qwen3", {}, {"num_key_value_heads": 3}, "must be a multiple"),
     "an odd head": ("qwen3", {}, {"head_dim": 7}, "head_dim"),
@@ -187,71 +165,51 @@ ODD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "too few layers listed": ("olmo3", {}, {"layer_types": ["full_attention"]}, "num_hidden_layers"),
     "no context": ("olmo", {}, {"max_position_embeddings": 0}, "max_position_embeddings"),
     "an unknown quantization": ("qwen3", {}, {"quantization_config": {"quant_method": "hqq"}}, "quant_method: 'hqq'"),
-    "half a quantization": (
-        "qwen3",
-        {},
-        {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}},
-        "config_groups",
-    ),
+    "half a quantization": ("qwen3", {}, {"quantization_config": HALF}, "config_groups"),
 }
 
 
+EXAMINED = ("values wider than keys", "odd heads", "KV heads that do not divide", "half a quantization")
+"""One of each kind: a doctor takes most of a second, and refuses what a plan refuses."""
+
+
 @pytest.mark.parametrize("case", ODD)
-def test_what_serve_refuses_plan_and_doctor_refuse_in_the_same_words(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_serve_refuses_plan_and_doctor_refuse_in_the_same_words(case, tmp_path, capsys):
     family, options, changes, match = ODD[case]
     make_family_checkpoint(tmp_path, family, **options)
     configure(tmp_path, **changes)
     said, codes = [], []
-    for command in ("plan", "doctor"):
-        with pytest.raises(SystemExit) as done:
-            cli.main([command, str(tmp_path), "--device", "cpu", "--kv-blocks", "16", "--block-size", "4"])
-        codes.append(done.value.code)
+    for command in ("plan", "doctor") if case in EXAMINED else ("plan",):
+        codes.append(run(command, tmp_path, "--block-size", "4"))
         said.append(capsys.readouterr().err.strip().rpartition(f"ferrum-rpc {command}: ")[2])
     try:
         build_runner(settings(tmp_path))
     except (InvalidRequest, NotSupported) as refusal:
-        assert codes == [1, 1] and said == [f"{refusal.reason}: {refusal.message}"] * 2
+        assert set(codes) == {1} and set(said) == {f"{refusal.reason}: {refusal.message}"}
         assert match and re.search(match, refusal.message)
     else:
-        assert codes == [0, 0] and not match
+        assert set(codes) == {0} and not match
 
 
-def test_plan_and_doctor_leave_folders_for_caches_to_serve(native_folder: Path, tmp_path: Path) -> None:
+def test_plan_and_doctor_leave_folders_for_caches_to_serve(native_folder, tmp_path):
     for command in ("plan", "doctor"):
-        with pytest.raises(SystemExit) as done:
-            cli.main([command, str(native_folder), "--device", "cpu", "--kv-tier-dir", str(tmp_path / "tier")])
-        assert done.value.code == 0 and not (tmp_path / "tier").exists()
+        assert run(command, native_folder, "--kv-tier-dir", str(tmp_path / "tier")) == 0
+        assert not (tmp_path / "tier").exists()
 
 
 @pytest.mark.parametrize("wrong", ["missing", "unexpected", "misshapen"])
-def test_tensors_that_do_not_fit_are_refused_by_name_from_the_headers(
-    folder: Path, wrong: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By what plans, and so by what serves."""
-    file, name = folder / "model.safetensors", "gpt_neox.layers.1.attention.dense.weight"
-    tensors = load_file(file)
+def test_tensors_that_do_not_fit_are_refused_by_name_from_the_headers(folder, wrong):
+    name = "gpt_neox.layers.1.attention.dense." + ("extra" if wrong == "unexpected" else "weight")
     if wrong == "missing":
-        del tensors[name]
-    elif wrong == "unexpected":
-        name = "gpt_neox.layers.1.attention.dense.extra"
-        tensors[name] = torch.zeros(3)
+        rewrite(folder, lambda tensors: tensors.pop(name))
     else:
-        tensors[name] = tensors[name][1:].clone()
-    save_file(tensors, file, {"format": "pt"})
+        rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(3)}))
     with pytest.raises(InvalidRequest, match=rf"1 {wrong} \({name}"):
         choose(settings(folder))
-    for command in ("plan", "doctor"):
-        with pytest.raises(SystemExit) as done:
-            cli.main([command, str(folder), "--device", "cpu", "--kv-blocks", "16"])
-        assert done.value.code == 1
-        [line] = capsys.readouterr().err.splitlines()
-        assert f"1 {wrong} ({name}" in line
 
 
 @pytest.mark.parametrize("wrong", ["missing", "misshapen"])
-def test_experts_that_do_not_fit_are_refused_from_the_headers(tmp_path: Path, wrong: str) -> None:
+def test_experts_that_do_not_fit_are_refused_from_the_headers(tmp_path, wrong):
     checkpoint = Checkpoint.open(make_family_checkpoint(tmp_path, "mixtral"))
     entries = dict(checkpoint.entries)
     name = next(each for each in entries if ".experts.2." in each)
@@ -263,25 +221,21 @@ def test_experts_that_do_not_fit_are_refused_from_the_headers(tmp_path: Path, wr
 
 
 @pytest.mark.parametrize("wrong", ["not finite", "too large for it"])
-def test_numbers_that_are_none_are_refused_by_name(folder: Path, wrong: str) -> None:
-    file, name = folder / "model.safetensors", "gpt_neox.layers.1.attention.dense.weight"
-    tensors = load_file(file)
-    tensors[name][1, 2] = float("nan") if wrong == "not finite" else 1e38
-    save_file(tensors, file, {"format": "pt"})
-    dtype = "float16" if wrong == "too large for it" else "float32"
+def test_numbers_that_are_none_are_refused_by_name(folder, wrong):
+    name = "gpt_neox.layers.1.attention.dense.weight"
+    value, dtype = (float("nan"), "float32") if wrong == "not finite" else (1e38, "float16")
+    rewrite(folder, lambda tensors: tensors[name][1, 2].fill_(value))
     with pytest.raises(InvalidRequest, match=name):
         build_runner(settings(folder, dtype=dtype))
 
 
-def test_weights_are_not_rounded(other_folder: Path) -> None:
+def test_weights_are_not_rounded(other_folder):
     with pytest.raises(NotSupported, match="which transformers runs, cannot be quantized"):
         choose(settings(other_folder, quantize="int8"))
 
 
 @pytest.mark.parametrize("what", ["scale", "window"])
-def test_a_family_that_a_description_gets_wrong_does_not_start(
-    other_folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_a_family_that_a_description_gets_wrong_does_not_start(other_folder, monkeypatch, what):
     def misread(data: Any) -> HfSpec:
         spec = describe(data)
         wrong = {"scale": 2.0} if what == "scale" else {"window": 3}
@@ -293,80 +247,60 @@ def test_a_family_that_a_description_gets_wrong_does_not_start(
 
 
 @pytest.mark.parametrize("options", [{"kv_dtype": "int8"}, {"dtype": "float16"}], ids=str)
-def test_other_types_start_too(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_other_types_start_too(tmp_path, options):
     folder = make_family_checkpoint(tmp_path, "mixtral")
     runner = build_runner(settings(folder, model_backend="hf", **options))
     assert "parity" in dict(runner.device.choices)
 
 
-def test_all_of_its_weights_and_its_cache_are_planned(other_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_of_its_weights_and_its_cache_are_planned(other_folder, capsys):
     parts = choose(settings(other_folder))
     plan = make_plan(parts, LargestStep(64, 4), 1 << 30)
     model = build_runner(settings(other_folder)).model
-    held = {id(each): each.nbytes for each in [*model._model.parameters(), *model._model.buffers()]}
+    held = {id(each): each.nbytes for each in [*module_of(model).parameters(), *module_of(model).buffers()]}
     assert plan.weights_bytes == sum(held.values())
     assert plan.architecture == "GPTNeoXForCausalLM"
     assert plan.activations_bytes > 0
     assert plan.fits
-    with pytest.raises(SystemExit) as done:
-        cli.main(["plan", str(other_folder), "--device", "cpu", "--kv-blocks", "16"])
-    assert done.value.code == 0
+    assert run("plan", other_folder) == 0
     assert "GPTNeoXForCausalLM, float32" in capsys.readouterr().out
 
 
-def test_a_cache_of_uneven_layers_serves_and_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_cache_of_uneven_layers_serves_and_does_not_move(tmp_path, capsys):
     """Of a model whose layers share K and V, which says what their copies cost."""
     folder = make_family_checkpoint(tmp_path / "model", "gemma4_text (shared K and V)")
-    with pytest.raises(SystemExit) as done:
-        cli.main(["plan", str(folder), "--device", "cpu", "--kv-blocks", "16"])
-    assert done.value.code == 0
+    assert run("plan", folder) == 0
     assert "of 768 bytes" in (planned := capsys.readouterr().out)
     assert "384 bytes of these are copies" in planned
-
-    async def go() -> None:
-        config = settings(folder, model_backend="hf")
-        async with (
-            serve_model(config, park_dir=tmp_path / "parked") as served,
-            ExecutorClient(served.target) as client,
-        ):
-            info = await client.info()
-            assert "384 of the cache's 768 bytes" in dict(info.device.choices)["shared_kv=copied"]
-            assert info.model.kv_bytes_per_token == 768
-            sequence = client.sequence()
-            await sequence.prefill([5, 6, 7, 8, 9])
+    config = settings(folder, model_backend="hf")
+    async with serve_model(config, park_dir=tmp_path / "parked") as served, ExecutorClient(served.target) as client:
+        info = await client.info()
+        assert "384 of the cache's 768 bytes" in dict(info.device.choices)["shared_kv=copied"]
+        assert info.model.kv_bytes_per_token == 768
+        sequence = client.sequence()
+        await sequence.prefill([5, 6, 7, 8, 9])
+        for move in (sequence.export_to(tmp_path / "file"), sequence.park()):
             with pytest.raises(NotSupported, match="layers keep different numbers"):
-                await sequence.export_to(tmp_path / "file")
-            with pytest.raises(NotSupported, match="layers keep different numbers"):
-                await sequence.park()
-            await sequence.decode(4)
-
-    asyncio.run(go())
+                await move
+        await sequence.decode(4)
 
 
-def test_a_hybrid_family_that_has_attention_alone_is_examined_and_served(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_hybrid_family_that_has_attention_alone_is_examined_and_served(tmp_path, capsys):
     folder = make_family_checkpoint(tmp_path, "granitemoehybrid")
     assert '"__float__": "Infinity"' in (folder / "config.json").read_text()
-    with pytest.raises(SystemExit) as done:
-        cli.main(["doctor", str(folder), "--device", "cpu", "--kv-blocks", "16"])
-    assert done.value.code == 0 and "64 rows in float32" in capsys.readouterr().out
-
-    async def go() -> None:
-        async with serve_model(settings(folder)) as served, ExecutorClient(served.target) as client:
-            assert (await client.info()).model.architecture == "GraniteMoeHybridForCausalLM"
-            sequence = client.sequence()
-            await sequence.prefill([5, 6, 7, 8, 9])
-            await sequence.decode(4)
-
-    asyncio.run(go())
+    assert run("doctor", folder) == 0 and "64 rows in float32" in capsys.readouterr().out
+    async with serve_model(settings(folder)) as served, ExecutorClient(served.target) as client:
+        assert (await client.info()).model.architecture == "GraniteMoeHybridForCausalLM"
+        sequence = client.sequence()
+        await sequence.prefill([5, 6, 7, 8, 9])
+        await sequence.decode(4)
 
 
-def test_experts_are_joined_a_layer_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_joined_a_layer_at_a_time(tmp_path, monkeypatch):
     """Else all of them would be in memory twice."""
     folder = make_family_checkpoint(tmp_path, "mixtral", num_hidden_layers=6)
     alive, most = 0, 0
-    read = hf_source._Stored.__getitem__
+    read = hf_source.FileTensor.__getitem__
 
     def forget(count: int) -> None:
         nonlocal alive
@@ -381,14 +315,14 @@ def test_experts_are_joined_a_layer_at_a_time(tmp_path: Path, monkeypatch: pytes
             weakref.finalize(tensor, forget, tensor.nbytes)
         return tensor
 
-    monkeypatch.setattr(hf_source._Stored, "__getitem__", counted)
-    model: Any = build_runner(settings(folder, model_backend="hf", dtype="float32")).model
-    joined = sum(each.nbytes for name, each in model._model.named_parameters() if ".experts." in name)
+    monkeypatch.setattr(hf_source.FileTensor, "__getitem__", counted)
+    model = build_runner(settings(folder, model_backend="hf", dtype="float32")).model
+    joined = sum(each.nbytes for name, each in module_of(model).named_parameters() if ".experts." in name)
     assert 0 < most <= joined / 6
     assert alive == 0
 
 
-def test_a_model_of_any_size_is_described_without_memory_for_it() -> None:
+def test_a_model_of_any_size_is_described_without_memory_for_it():
     """Gemma 4 with its table for every layer, as it is published."""
     found = describe({"model_type": "gemma4_text", "vocab_size_per_layer_input": 262144})
     assert found.parameters > 5e9
@@ -399,20 +333,20 @@ VALUES = (None, 0, -1, 3, 10**9, 2**63, 1e308, 0.5, "", "x", [], [1], ["full_att
 KEYS = ("text_config", "layer_types", "rope_scaling", "num_key_value_heads", "id2label", "is_decoder", "fusion_config")
 
 
-def test_any_configuration_is_served_or_refused(other_folder: Path) -> None:
+def test_any_configuration_is_served_or_refused(other_folder):
     checkpoint, draw = Checkpoint.open(other_folder), random.Random(5)
     served = 0
-    for _ in range(60):
+    for _ in range(40):
         changes = {draw.choice([*checkpoint.config, *KEYS]): draw.choice(VALUES) for _ in range(draw.choice((1, 1, 2)))}
         try:
             hf_source.describe_checkpoint(replace(checkpoint, config=checkpoint.config | changes))
         except (InvalidRequest, NotSupported):
             continue
         served += 1
-    assert 5 < served < 55
+    assert 3 < served < 37
 
 
-def test_the_rule_of_a_mask_is_known_for_what_it_is() -> None:
+def test_the_rule_of_a_mask_is_known_for_what_it_is():
     from transformers import masking_utils
 
     rules = {

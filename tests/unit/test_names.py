@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -17,9 +17,8 @@ def test_a_class_name_occurs_once() -> None:
     for path in sorted(each for folder in ("ferrum_rpc", "clients") for each in (ROOT / folder).rglob("*.py")):
         if "executor/v1" in path.as_posix():  # generated from the protos
             continue
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+        for name in re.findall(r"^ *class (\w+)", path.read_text("utf-8"), re.MULTILINE):
+            places.setdefault(name, []).append(str(path.relative_to(ROOT)))
     assert len(places) > 400
     assert {name: found for name, found in places.items() if len(found) > 1 and name not in TWINS} == {}
     twins = {name: [path.endswith("sync.py") for path in places[name]] for name in TWINS}

@@ -19,17 +19,6 @@ PINNED = {18: "2f1a35f3"}
 """What Python declares a second time, by version: see the test that reads it."""
 
 
-def build(folder: Path, source: str, *options: str) -> None:
-    """Compile one file into ``folder`` under the name of the library."""
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
-    (folder / "source.c").write_text(source)
-    target = folder / library.LIBRARY
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", f"-I{SOURCES}", *options, "source.c", "-o", target], cwd=folder, check=True
-    )
-
-
 @pytest.mark.parametrize(
     ("source", "options"),
     [
@@ -40,7 +29,11 @@ def build(folder: Path, source: str, *options: str) -> None:
     ids=["version", "size", "before there were versions"],
 )
 def test_a_library_of_other_sources_is_refused_and_says_what_to_run(tmp_path, monkeypatch, source, options):
-    build(tmp_path, source, *options)
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "source.c").write_text(source)
+    command = ["cc", "-shared", "-fPIC", f"-I{SOURCES}", *options, "source.c", "-o", library.LIBRARY]
+    subprocess.run(command, cwd=tmp_path, check=True)
     monkeypatch.setattr(library, "find", lambda: str(tmp_path / library.LIBRARY))
     with pytest.raises(OSError, match=r"built from other sources .*: install ferrum-rpc-kernels .*make setup"):
         library.load.__wrapped__()

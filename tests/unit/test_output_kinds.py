@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import numpy as np
@@ -41,7 +40,7 @@ from ferrum_rpc.sampling.rows import RowRequest, select_rows
 from ferrum_rpc.wire.info import CAPABILITIES
 from ferrum_rpc.wire.output import capability_of, needs_of, output_from_proto, output_to_proto
 from ferrum_rpc.wire.rows import Extent, fill_block, rows_from_proto
-from tests.rows import counted
+from tests.support.rows import counted
 
 EXAMPLES: list[Any] = [
     Greedy(),
@@ -146,13 +145,14 @@ def test_its_rows_are_of_the_kind_and_the_size_that_it_says(kind: Any) -> None:
     assert bound == ANSWER_OVERHEAD + spec_of(kind).row_count(3, 0) * rows.nbytes // 3
 
 
-def blocks() -> Iterator[RowBlock]:
-    for kind in RowKind:
-        for columns in sorted({kind.columns[: kind.required], kind.columns}, key=len):
-            yield RowBlock(kind, {name: np.arange(6, dtype=np.float32).reshape(3, 2) for name in columns})
+BLOCKS = [
+    RowBlock(kind, {name: np.arange(6, dtype=np.float32).reshape(3, 2) for name in columns})
+    for kind in RowKind
+    for columns in sorted({kind.columns[: kind.required], kind.columns}, key=len)
+]
 
 
-@pytest.mark.parametrize("block", [*blocks()], ids=lambda each: f"{each.kind.field} {len(each.columns)}")
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda each: f"{each.kind.field} {len(each.columns)}")
 def test_rows_are_read_as_they_were_written(block: RowBlock) -> None:
     message = output_pb2.RowBlock()
     fill_block(message, Extent(block, 1, 3, 0))
@@ -161,14 +161,20 @@ def test_rows_are_read_as_they_were_written(block: RowBlock) -> None:
     assert all(np.array_equal(read[name], block[name][1:3]) for name in block.columns)
 
 
-@pytest.mark.parametrize("kind", RowKind)
-def test_an_answer_with_other_rows_names_what_they_answer(kind: RowKind) -> None:
+def answered_with(kind: RowKind) -> list[str]:
     names = [each.__name__ for each in get_args(OutputKind) if each.rows is kind]
     assert names, "no output is answered with them"
+    return names
+
+
+@pytest.mark.parametrize("kind", RowKind)
+def test_an_answer_with_other_rows_names_what_they_answer_and_what_to_ask_with(kind: RowKind) -> None:
     block = RowBlock(kind, {name: np.zeros((1, 1), np.uint32) for name in kind.columns})
     answer = Answer(HandleRef(b"", 1, 1), Rows(block, 0, 1), Pressure(1, 1, 1, 0, 0, 1))
     assert len(getattr(answer, ACCESSORS[kind])) >= 1
     for other in ACCESSORS.keys() - {kind}:
         with pytest.raises(NoSuchRowsError) as refusal:
             getattr(answer, ACCESSORS[other])
-        assert all(name in str(refusal.value) for name in names)
+        holds, _, ask_with = str(refusal.value).partition("ask with")
+        assert all(name in holds for name in answered_with(kind))
+        assert all(name in ask_with for name in answered_with(other))

@@ -1,20 +1,19 @@
 """Two steps under way answer as one after the other: rows, lengths, books and cache, whatever fails in between.
 
-`tests.late` is the device: rows hold garbage until somebody has waited for their step. A runner that begins a step
-behind another is compared with one that never does.
+`tests.support.fake_async_device` is the device: rows hold garbage until somebody has waited for their step. A runner
+that begins a step behind another is compared with one that never does.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import (
     Accept,
     FullLogits,
@@ -34,21 +33,13 @@ from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.step import Pending
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
-from ferrum_rpc.kv.table import slots_for
-from tests.fake_async_device import LateCompute, late_runner
-from tests.poison import poison
-from tests.unit.test_runner_transactions import Sabotage, same_outcomes
+from tests.support.fake_async_device import late_runner
+from tests.support.inside import sequences
+from tests.support.poison import poison
+from tests.unit.test_runner_transactions import IDENTITY, PARTS, STAGES, Sabotage, Saboteur, Twins, same_outcomes
 
-SIZE = 4
-CONFIG = ModelSettings(
-    path="identity",
-    device="cpu",
-    block_size=SIZE,
-    kv_blocks=14,
-    identity_vocab_size=32,
-    identity_layers=2,
-    identity_positional=True,
-)
+CONFIG = replace(IDENTITY, kv_blocks=14, identity_vocab_size=32)
+SIZE = CONFIG.block_size
 KINDS: tuple[OutputKind, ...] = (
     FullLogits(),
     Greedy(),
@@ -58,75 +49,66 @@ KINDS: tuple[OutputKind, ...] = (
     Accept(),
     Accept(Sample(temperature=5.0, seed=1, logprob=True)),
 )
-AT_BEGIN = ("reserve", "plan", "forward", "select")
+AT_BEGIN = STAGES[:-1]
 AT_FINISH = ("wait", "commit")
 
 
 class UnderWay(NamedTuple):
-    """A step that was begun, and what it must come to: the serial runner's answer, or the failure that is its fate."""
+    """A step that was begun, and what it must come to: the twin's answer, or the failure that is its fate."""
 
     step: Step
     pending: Pending
     expected: StepResult | type[ExecutorError]
 
 
-class Pair:
-    """A runner with two steps under way, and one that runs each of them when the other begins it."""
+class Pair(Twins):
+    """A runner with two steps under way, and a twin that runs each of them when the other begins it. ``lengths``: as
+    they will be, if all goes as it must."""
 
-    def __init__(self, config: ModelSettings = CONFIG) -> None:
-        self._armed: str | None = None
-        self._commit_fails: set[int] = set()
-        self.late = late_runner(config, self._stage)
-        self.serial = build_runner(config)
+    def __init__(self) -> None:
+        self.saboteur = Saboteur()
+        self._commit_fails: list[Any] = []
+        self.runner = late_runner(CONFIG, self._stage)
+        self.compute: Any = self.runner.compute
+        self.saboteur.infiltrate(self.runner)
+        self.twin = build_runner(CONFIG)
         self.under_way: list[UnderWay] = []
-        self.lengths: dict[int, int] = {}
-        """As they will be, if all goes as it must."""
-        self._fed = 0
-
-    @property
-    def compute(self) -> LateCompute:
-        assert isinstance(self.late.compute, LateCompute)
-        return self.late.compute
+        self.lengths, self._fed = {}, 0
 
     def _stage(self, name: str) -> None:
-        if name == "commit":
-            assert self.compute.last is not None
-            if id(self.compute.last) in self._commit_fails:
-                raise Sabotage(name)
-        elif name == self._armed:
-            self._armed = None
+        if name != "commit":
+            self.saboteur(name)
+        elif self.compute.last in self._commit_fails:
             raise Sabotage(name)
 
-    # --- steps ------------------------------------------------------------------------------------------------------
-
-    def span(self, sequence: int, count: int, back: int = 0, kind: OutputKind | None = None, ahead: int = 0) -> Span:
-        tokens = (np.arange(self._fed, self._fed + count) * 7 + 3) % 32
-        self._fed += count
+    def span(self, sequence, count, back=0, kind=None, ahead=0, positions=Positions.ALL) -> Span:  # noqa: PLR0917
         start = max(0, self.lengths.get(sequence, 0) - back)
-        output = OutputSpec(Positions.ALL, kind or FullLogits())
-        return Span(sequence, tokens.astype(np.int32), start, output, sequence not in self.lengths, ahead)
+        output = OutputSpec(Positions.ALL if isinstance(kind, Accept) else positions, kind or FullLogits())
+        return super().span(sequence, count, start, output, ahead)
 
-    def begin(self, *spans: Span, atomic: tuple[range, ...] = (), fails: str | None = None) -> None:
-        """Begin a step. ``fails``: at which stage, if it comes to it."""
+    def begin(self, *spans: Span, atomic: tuple[range, ...] = (), fails: str | None = None, nth: int = 1) -> None:
+        """Begin a step. ``fails``: at the ``nth`` passage of which stage or part, if it comes to it."""
         step = Step(spans, atomic)
-        self._armed = fails if fails in AT_BEGIN else None
+        if fails not in {None, *AT_FINISH}:
+            self.saboteur.arm(str(fails), nth)
         marks = len(self.compute.marks)
         try:
-            with self.late.context():
-                pending = self.late.begin(step)
+            with self.runner.context():
+                pending = self.runner.begin(step)
         except StepFailed as error:
-            assert fails in AT_BEGIN and self._armed is None and type(error.__cause__) is Sabotage
+            assert self.saboteur.fired and type(error.__cause__) is Sabotage
+            self.check()
             return
-        self._armed = None
+        finally:
+            self.saboteur.disarm()
         if fails in AT_FINISH and len(self.compute.marks) > marks:
             if fails == "commit":
-                self._commit_fails.add(id(self.compute.marks[-1]))
+                self._commit_fails.append(self.compute.marks[-1])
             else:
                 self.compute.marks[-1].error = Sabotage("wait")
             self.under_way.append(UnderWay(step, pending, StepFailed))
             return
-        with self.serial.context():
-            expected = self.serial.forward(step)
+        expected = self._forward(self.twin, step)
         for span, outcome in zip(spans, expected.outcomes, strict=True):
             if isinstance(outcome, SpanResult):
                 self.lengths[span.sequence] = outcome.length
@@ -134,36 +116,21 @@ class Pair:
 
     def finish(self) -> None:
         _, pending, expected = self.under_way.pop(0)
-        with self.late.context():
+        with self.runner.context():
             if not isinstance(expected, StepResult):
                 with pytest.raises(expected):
-                    self.late.finish(pending)
+                    self.runner.finish(pending)
             else:
-                same_outcomes(self.late.finish(pending), expected)
+                same_outcomes(self.runner.finish(pending), expected)
         self.check()
 
-    def both(self, run: Any) -> bool:
-        """An operation, on both. False: it was refused, by both."""
-        refusals = []
-        for runner in (self.late, self.serial):
-            try:
-                with runner.context():
-                    run(runner)
-                refusals.append(None)
-            except ExecutorError as error:
-                refusals.append((type(error), error.metadata))
-        assert refusals[0] == refusals[1]
-        return refusals[0] is None
-
-    # --- looking ----------------------------------------------------------------------------------------------------
-
     def check(self) -> None:
-        self.late.check()
+        self.runner.check()
         if any(each.pending.ended is None for each in self.under_way):
             return
-        assert books(self.late) == books(self.serial)
-        assert contents(self.late) == contents(self.serial)
-        for runner in (self.late, self.serial):
+        assert books(self.runner) == books(self.twin)
+        assert self.contents(self.runner) == self.contents(self.twin)
+        for runner in (self.runner, self.twin):
             poison(runner)
 
     def end(self) -> None:
@@ -174,26 +141,16 @@ class Pair:
         for sequence in list(self.lengths):
             self.begin(self.span(sequence, 1, back=1))
             self.finish()
-            assert self.both(lambda runner, s=sequence: runner.release([s]))
-        assert self.late.cache_state().free_blocks == self.late.kv.total_blocks
+            self.release(sequence)
+        assert self.runner.cache_state().free_blocks == self.runner.kv.total_blocks
 
 
 def books(runner: TorchRunner) -> dict[str, Any]:
     """All of them, but for which blocks it is."""
     return {"state": runner.cache_state()} | {
         str(sequence): (state.length, len(state.table), len(state.spares), state.promised_from, state.promised_tokens)
-        for sequence, state in sorted(runner.kv._sequences.items())
+        for sequence, state in sorted(sequences(runner.kv).items())
     }
-
-
-def contents(runner: TorchRunner) -> dict[int, list[bytes]]:
-    """The bits of every committed token."""
-    found = {}
-    for sequence, state in runner.kv._sequences.items():
-        slots = slots_for(state.table.view(len(state.table)), 0, state.length, SIZE)
-        content = runner.store.save(slots).content
-        found[sequence] = [each.numpy().tobytes() for each in content]
-    return found
 
 
 # --- one by one -------------------------------------------------------------------------------------------------------
@@ -219,8 +176,7 @@ def test_what_fails_is_undone_alone(first: str | None, second: str) -> None:
     pair = Pair()
     pair.begin(pair.span(1, 7), pair.span(2, 6), pair.span(3, 6))
     pair.finish()
-    assert pair.both(lambda runner: runner.fork(1, [4], None))
-    pair.lengths[4] = 7
+    pair.fork(1, [4])
     pair.begin(pair.span(1, 2), pair.span(2, 3, back=4), fails=first)
     pair.begin(pair.span(4, 2), pair.span(3, 3, back=2), fails=second)
     pair.end()
@@ -247,8 +203,7 @@ def test_a_block_that_is_shared_with_a_step_under_way_costs_nobody_a_refusal() -
     pair = Pair()
     pair.begin(pair.span(1, 6))
     pair.finish()
-    assert pair.both(lambda runner: runner.fork(1, [2], None))
-    pair.lengths[2] = 6
+    pair.fork(1, [2])
     pair.begin(pair.span(3, 44))
     pair.finish()  # one block is left
     pair.begin(pair.span(1, 1))
@@ -261,21 +216,12 @@ def test_a_promise_that_a_commit_renews_is_kept_before_others_take_blocks() -> N
     pair = Pair()
     pair.begin(pair.span(1, 8, ahead=8), pair.span(3, 36))
     pair.finish()
-    assert pair.both(lambda runner: runner.fork(1, [2], None))
-    pair.lengths[2] = 8
-    assert pair.late.cache_state().free_blocks == 1
+    pair.fork(1, [2])
+    assert pair.runner.cache_state().free_blocks == 1
     pair.begin(pair.span(1, 1, back=7))
     pair.begin(pair.span(4, 1))
     [refused] = pair.under_way[1].pending.refused.values()
     assert isinstance(refused, KvBlocksExhausted)
-    pair.end()
-
-
-def test_a_sequence_that_is_in_both_steps_is_finished_in_the_first() -> None:
-    pair = Pair()
-    pair.begin(pair.span(1, 3))
-    pair.begin(pair.span(1, 2))
-    assert pair.under_way[0].pending.ended is not None and pair.under_way[1].pending.ended is None
     pair.end()
 
 
@@ -299,7 +245,7 @@ def test_operations_find_the_books_as_between_steps() -> None:
         (lambda runner: runner.release([1]), True),
     ):
         pair.begin(pair.span(1, 1))
-        assert pair.both(run)
+        assert pair.both(run) is None
         assert (pair.under_way[0].pending.ended is not None) == settles
         pair.finish()
     pair.lengths = {2: 3, 5: 5}
@@ -339,9 +285,6 @@ def test_the_time_of_a_step_begins_when_the_one_before_it_ended(monkeypatch: pyt
         assert runner.finish(two).forward_s == 4.0
 
 
-# --- any history ------------------------------------------------------------------------------------------------------
-
-
 def any_step(pair: Pair, data: st.DataObject, new: int) -> tuple[tuple[Span, ...], tuple[range, ...]]:
     chosen = data.draw(st.permutations([*sorted(pair.lengths), new, new + 1]), label="sequences")
     spans = []
@@ -349,17 +292,19 @@ def any_step(pair: Pair, data: st.DataObject, new: int) -> tuple[tuple[Span, ...
         back = data.draw(st.sampled_from([0, 0, 0, 1, SIZE, 2 * SIZE + 1, 99]), label="back")
         count = data.draw(st.sampled_from([1, 1, 2, SIZE, 2 * SIZE + 1]), label="count")
         ahead = data.draw(st.sampled_from([0, 5]), label="ahead") if sequence not in pair.lengths else 0
-        spans.append(pair.span(sequence, count, back, data.draw(st.sampled_from(KINDS)), ahead))
+        positions = data.draw(st.sampled_from([*2 * [Positions.ALL], Positions.LAST, Positions.NONE]))
+        spans.append(pair.span(sequence, count, back, data.draw(st.sampled_from(KINDS)), ahead, positions))
     first = data.draw(st.integers(0, len(spans)), label="group from")
     last = data.draw(st.integers(first, len(spans)), label="group to")
     return tuple(spans), (range(first, last),) if first < last else ()
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_any_history_is_that_of_one_step_after_the_other(data: st.DataObject) -> None:
-    """Sequences of a step whose fate is to fail are left alone until it has: the serial runner never ran it."""
-    pair, new = Pair(), 1
+    """Sequences of a step whose fate is to fail are left alone until it has: the twin never ran it. In half of
+    the histories each step is finished before the next begins."""
+    pair, new, serially = Pair(), 1, data.draw(st.booleans(), label="one after the other")
     for _ in range(data.draw(st.integers(1, 14), label="turns")):
         kind = data.draw(st.sampled_from(["begin"] * 5 + ["finish"] * 2 + ["fork", "truncate", "release", "reserve"]))
         known = sorted(pair.lengths)
@@ -368,8 +313,11 @@ def test_any_history_is_that_of_one_step_after_the_other(data: st.DataObject) ->
                 pair.finish()
             spans, atomic = any_step(pair, data, new)
             new += 2
-            fails = data.draw(st.sampled_from([None, None, None, *AT_BEGIN, *AT_FINISH]), label="fails")
-            pair.begin(*spans, atomic=atomic, fails=fails)
+            fails = data.draw(st.sampled_from([*6 * [None], *AT_BEGIN, *PARTS, *2 * AT_FINISH]), label="fails")
+            nth = data.draw(st.integers(1, 3), label="passage") if fails == "reserve" else 1
+            pair.begin(*spans, atomic=atomic, fails=fails, nth=nth)
+            if serially and pair.under_way:
+                pair.finish()
             continue
         if kind == "finish":
             if pair.under_way:
@@ -380,18 +328,17 @@ def test_any_history_is_that_of_one_step_after_the_other(data: st.DataObject) ->
         sequence = data.draw(st.sampled_from(known), label="sequence")
         if kind == "fork":
             at = data.draw(st.integers(0, pair.lengths[sequence]), label="at")
-            if pair.both(lambda runner, s=sequence, n=new, at=at: runner.fork(s, [n], at)):
+            if pair.both(lambda runner, s=sequence, n=new, at=at: runner.fork(s, [n], at)) is None:
                 pair.lengths[new] = at
             new += 1
         elif kind == "truncate":
             to = data.draw(st.integers(0, pair.lengths[sequence]), label="length")
-            assert pair.both(lambda runner, s=sequence, to=to: runner.truncate(s, to))
+            assert pair.both(lambda runner, s=sequence, to=to: runner.truncate(s, to)) is None
             pair.lengths[sequence] = to
         elif kind == "reserve":
             tokens = data.draw(st.integers(0, 30), label="reserve")
             pair.both(lambda runner, s=sequence, n=tokens: runner.reserve(s, n))
         else:
-            assert pair.both(lambda runner, s=sequence: runner.release([s]))
-            del pair.lengths[sequence]
+            pair.release(sequence)
         pair.check()
     pair.end()

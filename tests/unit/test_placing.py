@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,28 +20,25 @@ from ferrum_rpc.engine.ranks.placing import RankHost, place
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import CacheSpec
 from ferrum_rpc.models.shard import Shard
-from tests.checkpoints import make_checkpoint
-from tests.fake_device import OnFakeDevice, fake_device
+from tests.support.checkpoints import make_checkpoint
+from tests.support.fake_device import OnFakeDevice, fake_device
 
 NO_NCCL = "no NCCL here"
 
 
 @pytest.fixture(autouse=True)
-def as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_elsewhere(monkeypatch):
     """Whatever this machine has."""
     monkeypatch.setattr(nccl, "available", lambda: None)
     monkeypatch.setattr(shared_memory, "available", lambda: None)
 
 
-def found(*ranks: str) -> list[RankHost]:
-    """``machine:device,device`` of each rank."""
-    pairs = [rank.partition(":") for rank in ranks]
-    return [RankHost(machine, f"at {machine}", devices.split(",") if devices else ()) for machine, _, devices in pairs]
-
-
 def setups(requested: str, kind: str, *ranks: str) -> list[Any]:
+    """``ranks``: ``machine:device,device`` of each."""
     many: Any = {"device": kind, "rank_transport": requested, "tensor_parallel": len(ranks)}
-    return list(place(ModelSettings("model", **many), found(*ranks)))
+    parts = [rank.partition(":") for rank in ranks]
+    hosts = [RankHost(machine, f"at {machine}", devices.split(",") if devices else ()) for machine, _, devices in parts]
+    return list(place(ModelSettings("model", **many), hosts))
 
 
 @pytest.mark.parametrize(
@@ -60,16 +57,7 @@ def setups(requested: str, kind: str, *ranks: str) -> list[Any]:
         (("a:x", "b:x"), "auto", "gloo", "gloo", "ranks 0 and 1 have one GPU", [0, 0], [2, 2]),
     ],
 )
-def test_ranks_are_placed(
-    *,
-    ranks: tuple[str, ...],
-    requested: str,
-    transport: str,
-    host: str,
-    reason: str,
-    seats: list[int],
-    sharers: list[int],
-) -> None:
+def test_ranks_are_placed(*, ranks, requested, transport, host, reason, seats, sharers):
     kind = "cuda" if ":" in ranks[0] else "cpu"
     made = setups(requested, kind, *ranks)
     assert {(each.transport, each.host) for each in made} == {(transport, host)}
@@ -88,15 +76,13 @@ def test_ranks_are_placed(
         (("a:x", "b"), "auto", "cuda", "device", "rank 1 finds no CUDA device"),
     ],
 )
-def test_what_ranks_cannot_do_is_refused(
-    ranks: tuple[str, ...], requested: str, kind: str, field: str, words: str
-) -> None:
+def test_what_ranks_cannot_do_is_refused(ranks, requested, kind, field, words):
     with pytest.raises(InvalidRequest, match=words) as refusal:
         setups(requested, kind, *ranks)
     assert refusal.value.field == field
 
 
-def test_a_torch_without_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_nccl_says_so(monkeypatch):
     monkeypatch.setattr(nccl, "available", lambda: NO_NCCL)
     made = setups("auto", "cuda", "a:x,y", "a:x,y")
     assert made[0].transport == "shared-memory" and NO_NCCL in made[0].reason
@@ -104,7 +90,7 @@ def test_a_torch_without_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         setups("nccl", "cuda", "a:x,y", "a:x,y")
 
 
-def test_where_nccl_does_not_work_the_error_says_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nccl_does_not_work_the_error_says_what_would(monkeypatch):
     def fail(*arguments: Any) -> Any:
         assert arguments[-1] == torch.device("cuda", 0), "whatever the current device of the thread is"
         raise GroupAborted("rank 0 lost another: NCCL error: unhandled system error")
@@ -116,7 +102,7 @@ def test_where_nccl_does_not_work_the_error_says_what_would(monkeypatch: pytest.
     assert refusal.value.field == "rank_transport"
 
 
-def test_every_rank_has_a_device_with_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_has_a_device_with_an_index(monkeypatch):
     """Of the devices that its own process sees."""
     made = setups("auto", "cuda", "a:x,y", "a:x,y", "b:z")
     for visible, expected in ((2, [0, 1, 0]), (1, [0, 0, 0])):
@@ -125,42 +111,28 @@ def test_every_rank_has_a_device_with_an_index(monkeypatch: pytest.MonkeyPatch) 
     assert setups("auto", "cpu", "a", "a")[1].device == torch.device("cpu")
 
 
-def test_the_choices_of_a_rank_are_for_its_own_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_choices_of_a_rank_are_for_its_own_device(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = ModelSettings(str(make_checkpoint(tmp_path, "qwen3")), device="cuda", tensor_parallel=2)
     assert choose(config).device == torch.device("cuda", 0)
     assert choose(config, rank=1, device=torch.device("cuda", 1)).device == torch.device("cuda", 1)
 
 
-def test_all_ranks_take_the_kind_of_device_that_the_first_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_take_the_kind_of_device_that_the_first_has(monkeypatch):
     for there, kind in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         assert {each.settings.device for each in setups("auto", "auto", "a:x,y", "a:x,y")} == {kind}
         assert placing.choose_kind("cpu") == "cpu"
 
 
-class Told:
-    """`Ranks` of one other, which has a cache as large."""
-
-    def __init__(self) -> None:
-        self.messages: list[tuple[Any, ...]] = []
-
-    def send(self, *message: Any, to: object = None) -> None:
-        self.messages.append(message)
-
-    def order(self, *message: Any, to: object = None) -> list[Any]:
-        self.messages.append(message)
-        return []
-
-    def ask(self, *message: Any) -> list[Any]:
-        return [1000]
-
-    def collect(self, answers: list[Any]) -> list[Any]:
-        return []
-
-
-def test_what_is_told_of_blocks_on_a_device_lies_on_the_host() -> None:
-    told: Any = Told()
+def test_what_is_told_of_blocks_on_a_device_lies_on_the_host():
+    messages: list[tuple[Any, ...]] = []
+    told: Any = SimpleNamespace(  # `Ranks` of one other, which has a cache as large
+        send=lambda *message, to=None: messages.append(message),
+        order=lambda *message, to=None: messages.append(message) or [],
+        ask=lambda *_: [1000],
+        collect=lambda _: [],
+    )
     with torch.inference_mode(), fake_device() as device:
         layers = [CacheSpec(1, 8, torch.float32)] * 2
         store = RankedStore(layers, 6, 4, device, ranks=told, shard=Shard(0, 2), count=2, kv_heads=2)
@@ -173,6 +145,6 @@ def test_what_is_told_of_blocks_on_a_device_lies_on_the_host() -> None:
         keys, _ = store.read(slots, 1, 8)
         assert keys.view(np.float32).reshape(2, 1, 8)[:, 0, 0].tolist() == [0, 16]
     names = ["save", "copy_blocks", "restore", "write", "read"]
-    assert [message[message[0] == "cache"] for message in told.messages] == names
-    arrays = [each for message in told.messages for each in message if not isinstance(each, (str, int, list))]
+    assert [message[message[0] == "cache"] for message in messages] == names
+    arrays = [each for message in messages for each in message if not isinstance(each, (str, int, list))]
     assert len(arrays) == 4 and all(each is slots or each is pairs for each in arrays), "not a copy from the device"

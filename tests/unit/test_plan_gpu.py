@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,14 +25,14 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.spec import ModelSpec
-from tests.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes.json"
 FULL = LargestStep(8192, 256)
 
 
 @pytest.fixture(scope="module")
-def eight_b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def eight_b(tmp_path_factory):
     """A checkpoint of the 8B shape whose 16 GB are a hole in the file."""
     folder = tmp_path_factory.mktemp("qwen3-8b")
     config = json.loads(SHAPES.read_text())["qwen3-8b"]
@@ -53,7 +52,7 @@ def chosen(folder: Path, **others: Any) -> Choices:
     return choose(ModelSettings(str(folder), device="cuda", **others), elsewhere=True)
 
 
-def test_24_gb_with_an_8b_model_leave_room_for_the_largest_step(eight_b: Path) -> None:
+def test_24_gb_with_an_8b_model_leave_room_for_the_largest_step(eight_b):
     free = (24 << 30) - (500 << 20)  # without the context
     choices = chosen(eight_b, max_sequences=256)
     plan = make_plan(choices, FULL, free)
@@ -66,14 +65,14 @@ def test_24_gb_with_an_8b_model_leave_room_for_the_largest_step(eight_b: Path) -
     assert "600 MiB in reserve" in plan.reason and "(computed)" in plan.reason
 
 
-def test_smaller_steps_leave_more_to_the_cache(eight_b: Path) -> None:
+def test_smaller_steps_leave_more_to_the_cache(eight_b):
     free, choices = 24 << 30, chosen(eight_b, max_sequences=256)
     full, small = (make_plan(choices, each, free) for each in (FULL, LargestStep(1024, 32)))
     assert small.kv_bytes - full.kv_bytes > 1.3 * 2**30
     assert make_plan(choices, LargestStep(8192, 4096), free).sampling_bytes == full.sampling_bytes, "256 at once"
 
 
-def test_a_gpu_without_room_for_a_step_is_told_a_smaller_one(eight_b: Path) -> None:
+def test_a_gpu_without_room_for_a_step_is_told_a_smaller_one(eight_b):
     choices, weights = chosen(eight_b), chosen(eight_b).source.weight_bytes()
     plan = make_plan(choices, FULL, weights + CUDA_RESERVE + (3 << 29))
     assert not plan.fits and "--max-batch-tokens" in plan.alternative
@@ -81,7 +80,7 @@ def test_a_gpu_without_room_for_a_step_is_told_a_smaller_one(eight_b: Path) -> N
     assert not none.fits and "lower --max-batch-tokens" in none.reason
 
 
-def test_a_cache_that_is_set_too_large_is_reported(eight_b: Path) -> None:
+def test_a_cache_that_is_set_too_large_is_reported(eight_b):
     """It would be allocated, and the first full step would run out of memory."""
     choices = chosen(eight_b, kv_memory=7 << 30)
     plan = make_plan(choices, FULL, (24 << 30) - (500 << 20))
@@ -89,19 +88,14 @@ def test_a_cache_that_is_set_too_large_is_reported(eight_b: Path) -> None:
     assert "--kv-blocks" in plan.alternative and "do not fit" in plan.advice
 
 
-def test_a_cpu_has_its_share_as_before() -> None:
+def test_a_cpu_has_its_share_as_before():
     assert step_bytes(choose(ModelSettings("identity", device="cpu")), FULL) == StepBytes()
 
 
-def test_memory_that_the_allocator_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = 10
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 100))
-
-    def empty_cache() -> None:
-        nonlocal free
-        free = 70
-
-    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+def test_memory_that_the_allocator_keeps_is_free(monkeypatch):
+    free = [10]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[-1], 100))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(70))
     assert memory.free_memory(torch.device("cuda")) == 70
 
 
@@ -127,9 +121,7 @@ def small(choices: Choices, model: Model) -> Compute:
     return Compute(model, make_cache(choices, model, 2, choices.config.block_size)[1])
 
 
-@contextmanager
-def observed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The step that `measure_step` runs."""
+def test_the_largest_step_runs_over_two_blocks(monkeypatch, tmp_path):
     found: dict[str, Any] = {}
     run, rows = Compute.run, Compute.rows
 
@@ -141,40 +133,29 @@ def observed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         found.update(rows=len(requests), kinds={each.kind.top_p for each in requests})
         return rows(self, hidden, requests)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Compute, "run", see_run)
-        patch.setattr(Compute, "rows", see_rows)
-        yield found
-
-
-def test_the_largest_step_runs_over_two_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Compute, "run", see_run)
+    monkeypatch.setattr(Compute, "rows", see_rows)
     folder = make_checkpoint(tmp_path, "qwen3", max_position_embeddings=100)
     choices = choose(ModelSettings(str(folder), device="cpu", attention="torch"))
     model, _ = choices.load()
     allocator = Allocator(monkeypatch, 5000)
-    with torch.inference_mode(), observed(monkeypatch) as found:
+    with torch.inference_mode():
         assert measure.measure_step(choices, small(choices, model), LargestStep(230, 7)) == 5000
     assert found == {"tokens": 230, "last": [100, 100, 100], "used": {1}, "rows": 7, "kinds": {0.9}}
     assert allocator.calls == ["reset_peak_memory_stats", "memory_allocated", "synchronize", "max_memory_allocated"]
 
 
-def test_a_step_that_does_not_fit_even_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_fit_even_alone_is_refused(monkeypatch):
     choices = choose(ModelSettings("identity", device="cpu"))
     model, _ = choices.load()
     Allocator(monkeypatch, 0)
-
-    def run(*_: Any) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(Compute, "run", run)
+    monkeypatch.setattr(Compute, "run", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with torch.inference_mode(), pytest.raises(InvalidRequest, match=r"step of 8,192 tokens .* --max-batch-tokens"):
         measure.measure_step(choices, small(choices, model), FULL)
 
 
 @pytest.mark.parametrize("kv_memory", [None, 1 << 20])
-def test_the_cache_gets_what_the_measured_step_leaves(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kv_memory: int | None
-) -> None:
+def test_the_cache_gets_what_the_measured_step_leaves(monkeypatch, tmp_path, kv_memory):
     """A runner on a CPU whose memory is counted as a GPU's. Where the cache's size is set, nothing is measured."""
     config = ModelSettings(
         str(make_checkpoint(tmp_path, "qwen3")), device="cpu", max_sequences=1 << 20, kv_memory=kv_memory

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,7 +32,6 @@ from ferrum_rpc.core import (
     Sample,
     SelectedTokens,
     Span,
-    SpanResult,
     Step,
     TopTokens,
 )
@@ -46,33 +46,22 @@ from ferrum_rpc.kv.table import slots_for
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
-from tests.checkpoints import make_checkpoint, make_model
-from tests.kv.kv_world import owned_slots
-from tests.poison import fill_slots
-from tests.ranks import World
-from tests.unit.test_runner_transactions import (
-    SIZE,
-    Saboteur,
-    Twins,
-    everything_at_once,
-    roll_back_through_private_blocks_into_shared_ones,
-    same_outcomes,
-)
+from tests.support.checkpoints import make_checkpoint, make_model
+from tests.support.inside import in_flight, ranks_of, sequences
+from tests.support.kv_world import owned_slots
+from tests.support.poison import fill_slots
+from tests.support.ranks import World
+from tests.support.rows import answered
+from tests.unit.test_runner_transactions import LARGEST, SCENARIOS, SIZE, Saboteur, Twins, same_outcomes
 
 LAYERS = 4
-ALL = OutputSpec(Positions.ALL, FullLogits())
+ALL = FullLogits()
 CUTS = {"tensor": (2, 1), "pipeline": (1, 2), "both": (2, 2)}
-EACH_CUT = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=LAYERS)
-
-
-@pytest.fixture(scope="module")
-def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("shallow"), "qwen3", num_hidden_layers=2)
 
 
 def settings_of(checkpoint: Path, cut: tuple[int, int], **others: Any) -> ModelSettings:
@@ -81,51 +70,30 @@ def settings_of(checkpoint: Path, cut: tuple[int, int], **others: Any) -> ModelS
     return replace(settings, tensor_parallel=tensor, pipeline_parallel=pipeline, **others)
 
 
-def rows_of(runner: TorchRunner, *spans: Span) -> list[dict[str, np.ndarray]]:
-    found = []
-    for outcome in runner.forward(Step(spans)).outcomes:
-        assert isinstance(outcome, SpanResult) and outcome.rows is not None, outcome
-        rows = outcome.rows
-        found.append(
-            {name: column[rows.first : rows.first + rows.count] for name, column in rows.block.columns.items()}
-        )
-    return found
-
-
-def span(sequence: int, tokens: Sequence[int], start: int = 0, output: OutputSpec = ALL) -> Span:
-    return Span(sequence, np.array(tokens, np.int32), start, output, create=start == 0)
+def span(sequence: int, tokens: Sequence[int], start: int = 0, kind: Any = ALL, positions: Any = Positions.ALL) -> Span:
+    return Span(sequence, np.array(tokens, np.int32), start, OutputSpec(positions, kind), create=start == 0)
 
 
 # --- the same as one ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("cut", "transport"),
-    [*((cut, "shared-memory") for cut in CUTS.values()), (CUTS["both"], "gloo")],
-    ids=[*CUTS, "both, gloo"],
-)
-def test_256_greedy_tokens_are_those_of_one_rank(
-    checkpoint: Path, shallow: Path, cut: tuple[int, int], transport: Any
-) -> None:
-    """By gloo of a model with half the layers: its ranks wait for each other in this one interpreter."""
-    if transport == "gloo":
-        checkpoint = shallow
-    texts = []
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    with closing(World(settings_of(checkpoint, cut, rank_transport=transport, kv_blocks=80))) as world:
-        for runner in (build_runner(settings_of(checkpoint, (1, 1), kv_blocks=80)), world.runner):
-            with torch.inference_mode():
-                text = list(prompt)
-                fed = 0
-                while len(text) < len(prompt) + 256:
-                    [rows] = rows_of(runner, span(1, text[fed:], fed, OutputSpec(Positions.LAST, Greedy())))
-                    fed = len(text)
-                    text.append(int(rows["token_ids"][0]))
+def test_a_text_over_gloo_is_that_of_one_rank(tmp_path):
+    """Of half the layers: ranks wait for each other in this one interpreter. In shared memory all cuts have theirs in
+    test_adapters_of_ranks.py."""
+    checkpoint, texts = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2), []
+    with closing(World(settings_of(checkpoint, CUTS["both"], rank_transport="gloo"))) as world:
+        for runner in (build_runner(settings_of(checkpoint, (1, 1))), world.runner):
+            text, fed = [3, 1, 4, 1, 5, 9, 2, 6], 0
+            while len(text) < 56:
+                [rows] = answered(runner, span(1, text[fed:], fed, Greedy(), Positions.LAST))
+                fed = len(text)
+                text.append(int(rows["token_ids"][0]))
             texts.append(text)
     assert texts[1] == texts[0]
 
 
 MASK = b"m" * 32
+MASKS = [(MASK, bytes(25) + b"\x55" * 15)]
 KINDS: dict[str, Any] = {
     "greedy with its probability": Greedy(logprob=True),
     "sample": Sample(temperature=2.0, top_p=0.9, top_k=50, seed=5, repetition_penalty=1.2),
@@ -139,7 +107,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-def test_every_kind_of_output_is_compared() -> None:
+def test_every_kind_of_output_is_compared():
     """But `Accept`: tests/numerics/test_vocab_parallel.py."""
     assert {type(kind) for kind in KINDS.values()} == {*get_args(OutputKind)} - {Accept}
 
@@ -147,22 +115,18 @@ def test_every_kind_of_output_is_compared() -> None:
 @pytest.mark.parametrize(
     ("cut", "transport"), [*((cut, "auto") for cut in CUTS.values()), (CUTS["tensor"], "gloo")], ids=str
 )
-def test_every_kind_of_rows_is_that_of_one_rank(checkpoint: Path, cut: tuple[int, int], transport: Any) -> None:
+def test_every_kind_of_rows_is_that_of_one_rank(checkpoint, cut, transport):
     """In one step, behind a cached prefix, a fork and a roll-back."""
     found = []
     with closing(World(settings_of(checkpoint, cut, rank_transport=transport, kv_blocks=200))) as world:
         for runner in (build_runner(settings_of(checkpoint, (1, 1), kv_blocks=200)), world.runner):
             with torch.inference_mode():
-                runner.change_masks([(MASK, bytes(25) + b"\x55" * 15)], [])
-                rows_of(runner, span(1, range(20, 43)))
+                runner.change_masks(MASKS, [])
+                answered(runner, span(1, range(20, 43)))
                 runner.fork(1, [2, 3], 17)
                 runner.truncate(3, 9)
-                spans = [
-                    span(10 + number, range(number, 40 + number), 0, OutputSpec(Positions.ALL, kind))
-                    for number, kind in enumerate(KINDS.values())
-                ]
-                spans += [span(2, [7, 8, 9], 17), span(3, [4], 9)]
-                found.append(rows_of(runner, *spans))
+                spans = [span(10 + at, range(at, 40 + at), 0, kind) for at, kind in enumerate(KINDS.values())]
+                found.append(answered(runner, *spans, span(2, [7, 8, 9], 17), span(3, [4], 9)))
                 runner.check()
     for name, one, ours in zip([*KINDS, "forked", "rolled back"], *found, strict=True):
         for column, values in one.items():
@@ -172,30 +136,30 @@ def test_every_kind_of_rows_is_that_of_one_rank(checkpoint: Path, cut: tuple[int
                 assert (values == ours[column]).all(), name
 
 
-def test_rows_without_a_seed_are_drawn_alike_on_all_ranks(checkpoint: Path) -> None:
+def test_rows_without_a_seed_are_drawn_alike_on_all_ranks(checkpoint):
     """Or each would look for the token on another."""
     tokens = range(20, 60)
-    with closing(World(settings_of(checkpoint, (2, 1)))) as world, torch.inference_mode():
-        drawn = span(1, tokens, output=OutputSpec(Positions.ALL, Sample(top_k=2)))
-        [sampled, best] = rows_of(world.runner, drawn, span(2, tokens, output=OutputSpec(Positions.ALL, TopTokens(2))))
+    with closing(World(settings_of(checkpoint, (2, 1)))) as world:
+        drawn, top = span(1, tokens, kind=Sample(top_k=2)), span(2, tokens, kind=TopTokens(2))
+        [sampled, best] = answered(world.runner, drawn, top)
     assert (sampled["token_ids"][:, None] == best["token_ids"]).any(axis=1).all()
     assert (sampled["token_ids"] != best["token_ids"][:, 0]).any()
 
 
 @pytest.mark.parametrize("cut", [(2, 1), (2, 2)], ids=["tensor", "both"])
-def test_a_cache_is_read_and_written_as_if_one_rank_had_it(checkpoint: Path, cut: tuple[int, int]) -> None:
+def test_a_cache_is_read_and_written_as_if_one_rank_had_it(checkpoint, cut):
     """Sequences move between executors of any number of ranks."""
     texts = range(30, 53)
     with closing(World(settings_of(checkpoint, cut))) as world, torch.inference_mode():
         one, ours = build_runner(settings_of(checkpoint, (1, 1))), world.runner
         for source, target in ((one, ours), (ours, one)):
-            expected = rows_of(source, span(1, texts))
+            expected = answered(source, span(1, texts))
             target.begin_import(2, source.token_ids(1), 0, None)
             for layer, parts in enumerate(source.read_kv(1, 0, len(texts), range(LAYERS))):
                 target.write_kv(2, 0, len(texts), layer, parts)
             target.commit_import(2)
             for sequence, runner in ((1, source), (2, target)):
-                expected = [*expected, *rows_of(runner, span(sequence, [5], len(texts)))]
+                expected += answered(runner, span(sequence, [5], len(texts)))
             assert np.abs(expected[1]["logits"] - expected[2]["logits"]).max() < 1e-4
             block = target.store.read_block(3)
             assert len(block) == target.store.block_bytes == one.store.block_bytes
@@ -217,9 +181,7 @@ def test_a_cache_is_read_and_written_as_if_one_rank_had_it(checkpoint: Path, cut
         (2, 1, {"model_backend": "hf"}, "transformers"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(
-    checkpoint: Path, tensor: int, pipeline: int, changes: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_shared_is_refused(checkpoint, tensor, pipeline, changes, words):
     """Before any other rank is started."""
     with pytest.raises(NotSupported, match=words) as refusal:
         build_runner(settings_of(checkpoint, (tensor, pipeline), **changes))
@@ -234,7 +196,7 @@ def test_what_cannot_be_shared_is_refused(
         (3, {"vocab_size": 300}, "num_attention_heads 4 must be a multiple of it.* 1, 2$"),
     ],
 )
-def test_a_number_of_ranks_that_cannot_be_is_told_which_can(ranks: int, changes: dict[str, Any], words: str) -> None:
+def test_a_number_of_ranks_that_cannot_be_is_told_which_can(ranks, changes, words):
     spec = ModelSpec.from_config(make_model("qwen3", **changes).config.to_dict())
     with pytest.raises(NotSupported, match=words):
         Shard(0, ranks).of(spec)
@@ -242,14 +204,14 @@ def test_a_number_of_ranks_that_cannot_be_is_told_which_can(ranks: int, changes:
         Shard(0, 1, 0, 2).of(replace(spec, layers=spec.layers[:1]))
 
 
-def test_containers_of_one_machine_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_containers_of_one_machine_share_no_memory(monkeypatch):
     """A rank finds rank 0's segment by its process id, which is another one there."""
     here = machine()
     monkeypatch.setattr(os, "readlink", lambda path: f"another {path}")
     assert machine() not in (here, socket.gethostname())
 
 
-def test_who_connects_and_says_nothing_keeps_no_rank_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_connects_and_says_nothing_keeps_no_rank_away(monkeypatch):
     monkeypatch.setattr(links, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
         ours = socket.create_connection(server.getsockname())
@@ -264,7 +226,7 @@ def test_who_connects_and_says_nothing_keeps_no_rank_away(monkeypatch: pytest.Mo
     member.channel.close()
 
 
-def test_what_waits_for_a_rank_inside_a_library_ends_with_it() -> None:
+def test_what_waits_for_a_rank_inside_a_library_ends_with_it():
     """As the store of torch does, by which groups are joined: for two minutes."""
     ours, theirs = socket.socketpair()
     ranks, never = Ranks([RemoteRank(1, Channel(ours), "there")]), threading.Event()
@@ -275,7 +237,7 @@ def test_what_waits_for_a_rank_inside_a_library_ends_with_it() -> None:
     ranks.close()
 
 
-def test_what_a_rank_reports_of_itself_is_known_until_it_is_lost() -> None:
+def test_what_a_rank_reports_of_itself_is_known_until_it_is_lost():
     ours, theirs = socket.socketpair()
     ranks = Ranks([RemoteRank(1, Channel(ours), "there")])
     assert ranks.states() == [RankState(alive=True, resident_bytes=0)]
@@ -293,7 +255,7 @@ def test_what_a_rank_reports_of_itself_is_known_until_it_is_lost() -> None:
     ranks.close()
 
 
-def test_a_rank_has_its_part_only() -> None:
+def test_a_rank_has_its_part_only():
     """Every number of a checkpoint is on one rank, but for norms, and heads that are fewer than ranks."""
     model = make_model("qwen3", num_key_value_heads=2, num_attention_heads=4, vocab_size=400)
     spec = ModelSpec.from_config(model.config.to_dict())
@@ -346,12 +308,13 @@ class RankedTwins(Twins):
         self.other.close()
 
     def snapshot(self) -> dict[str, Any]:
-        found, ranks = super().snapshot(), self.runner.compute._ranks
-        for sequence, state in self.runner.kv._sequences.items():
+        found = super().snapshot()
+        for sequence, state in sequences(self.runner.kv).items():
             slots = slots_for(state.table.view(len(state.table)), 0, state.length, SIZE)
             for number, follower in enumerate(self.world.followers, 1):
                 for layer in range(len(follower.phase.kv.keys)):
-                    [parts] = ranks.ask("cache", "read", slots, layer, self.runner.info.head_dim, to=[number])
+                    read = ("cache", "read", slots, layer, self.runner.info.head_dim)
+                    [parts] = ranks_of(self.runner).ask(*read, to=[number])
                     found["bits"][sequence, number, layer] = [each.tobytes() for each in parts]
         return found
 
@@ -359,22 +322,19 @@ class RankedTwins(Twins):
         super()._poison(runner)
         world = self.world if runner is self.runner else self.other
         free = torch.from_numpy(~owned_slots(runner.kv))
-        runner.compute._ranks.ask(
-            "cache", "read", np.zeros(1, np.int64), 0, runner.info.head_dim
-        )  # all that was told is done
+        nowhere = np.zeros(1, np.int64)
+        ranks_of(runner).ask("cache", "read", nowhere, 0, runner.info.head_dim)  # all that was told is done
         with runner.context():
             for follower in world.followers:
                 fill_slots(follower.phase.kv, free)
 
 
-@pytest.mark.parametrize("scenario", [roll_back_through_private_blocks_into_shared_ones, everything_at_once])
+@pytest.mark.parametrize("name", LARGEST)
 @pytest.mark.parametrize(("cut", "victim"), [((2, 1), 0), ((2, 1), 1), ((1, 2), 1), ((2, 2), 1), ((2, 2), 3)])
-def test_a_failure_on_any_rank_leaves_all_as_before(
-    checkpoint: Path, cut: tuple[int, int], victim: int, scenario: Callable[[Twins], Step]
-) -> None:
+def test_a_failure_on_any_rank_leaves_all_as_before(checkpoint, cut, victim, name):
     """In the step, and in every part of it."""
     with closing(RankedTwins(settings_of(checkpoint, cut), victim)) as twins:
-        step = scenario(twins)
+        step = SCENARIOS[name](twins)
         points = ["plan", "forward", "attention plan", "save", "copy", "write 0", "attend 1"]
         if victim >= (cut[1] - 1) * cut[0]:
             points += ["select", "logits"]
@@ -386,40 +346,32 @@ def test_a_failure_on_any_rank_leaves_all_as_before(
 
 
 @pytest.mark.parametrize("victim", ["change_masks", "step"])
-def test_after_a_failure_every_rank_has_the_masks_of_rank_0(
-    checkpoint: Path, victim: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_failure_every_rank_has_the_masks_of_rank_0(checkpoint, victim, monkeypatch):
     """Of a mask that another rank could not take, or that came while it skipped everything."""
-    drawn = OutputSpec(Positions.LAST, Sample(seed=3, mask=MASK))
     with closing(World(settings_of(checkpoint, (2, 1)))) as world, torch.inference_mode():
-        runner = world.runner
+        runner, follower = world.runner, world.followers[0]
         runner.change_masks([(b"o" * 32, b"\xff" * 40)], [])
         with monkeypatch.context() as patch:
-            ours: Any = world.followers[0].phase
-
-            def fail(*_: Any) -> None:
-                raise MemoryError
-
-            patch.setattr(ours, victim, fail)
+            patch.setattr(follower.phase, victim, Mock(side_effect=MemoryError))
             if victim == "step":
                 with pytest.raises(StepFailed):
-                    rows_of(runner, span(1, [3, 1, 4]))
-                ours._follower.failed = True  # the next change is skipped, too
-                ours._groups.abort()
-            runner.change_masks([(MASK, bytes(25) + b"\x55" * 15)], [b"o" * 32])
+                    runner.forward(Step((span(1, [3, 1, 4]),)))
+                follower.failed = True  # the next change is skipped, too
+                follower.groups.abort()
+            runner.change_masks(MASKS, [b"o" * 32])
             with pytest.raises(StepFailed):
-                rows_of(runner, span(1, [3, 1, 4]))
+                runner.forward(Step((span(1, [3, 1, 4]),)))
         expected = build_runner(settings_of(checkpoint, (1, 1)))
-        expected.change_masks([(MASK, bytes(25) + b"\x55" * 15)], [])
-        found = [rows_of(each, span(2, [3, 1, 4], output=drawn)) for each in (runner, expected)]
-        assert found[0][0]["token_ids"] == found[1][0]["token_ids"]
-        assert list(ours.compute.masks._words) == [MASK]
+        expected.change_masks(MASKS, [])
+        drawn = span(2, [3, 1, 4], kind=Sample(seed=3, mask=MASK), positions=Positions.LAST)
+        assert answered(runner, drawn)[0]["token_ids"] == answered(expected, drawn)[0]["token_ids"]
+        assert follower.phase.compute.masks.all() == MASKS
 
 
 # --- steps under way in stages --------------------------------------------------------------------------------------
 
 
-def test_steps_of_different_sequences_are_under_way_at_once(checkpoint: Path) -> None:
+def test_steps_of_different_sequences_are_under_way_at_once(checkpoint):
     """And one that fails takes those behind it along, which changes nothing."""
     saboteur = Saboteur()
     with (
@@ -441,6 +393,6 @@ def test_steps_of_different_sequences_are_under_way_at_once(checkpoint: Path) ->
         runner.check()
         assert runner.cache_state().sequences == 0
         begun = [runner.begin(step) for step in steps]
-        assert len(runner._under_way) == 2
+        assert len(in_flight(runner)) == 2
         for pending, result in zip(begun, expected, strict=True):
             same_outcomes(runner.finish(pending), result)

@@ -15,7 +15,7 @@ from ferrum_rpc.core import RowBlock, RowKind
 from ferrum_rpc.errors import TransportError
 from ferrum_rpc.executor.v1 import output_pb2, session_pb2, types_pb2
 from ferrum_rpc.wire.rows import Extent, RowParts, rows_from_proto
-from tests.rows import logit_rows, selected_rows, token_rows, top_token_rows
+from tests.support.rows import logit_rows, selected_rows, token_rows, top_token_rows
 
 R, K = 7, 3
 DICE = np.random.default_rng(0)
@@ -33,8 +33,7 @@ BLOCKS: dict[str, RowBlock] = {
     "greedy": token_rows(tokens(R)),
     "greedy with log-probabilities": token_rows(tokens(R), floats(R)),
     "tokens with some of what may be beside them": RowBlock(
-        RowKind.TOKENS,
-        {"token_ids": tokens(R), "top_token_ids": tokens(R, K), "top_logprobs": floats(R, K)},
+        RowKind.TOKENS, {"token_ids": tokens(R), "top_token_ids": tokens(R, K), "top_logprobs": floats(R, K)}
     ),
     "tokens with all": token_rows(tokens(R), floats(R), tokens(R, K), floats(R, K), floats(R, 2)),
     "top tokens": top_token_rows(tokens(R, K), floats(R, K), floats(R)),
@@ -71,19 +70,6 @@ def test_frames_in_any_order_are_the_whole_block(kind: str, most: int) -> None:
     assert same(first, blocks[0])
     assert same(second, blocks[1])
     assert not any(column.flags.writeable for column in second.columns.values())
-
-
-def test_an_answer_without_frames_is_read_as_ever() -> None:
-    protos, frames = sent([BLOCKS["logits"]], 1 << 20)
-    assert not frames
-    assert same(rows_from_proto(protos, [])[0], BLOCKS["logits"])
-
-
-def test_one_large_tensor_of_a_block_may_come_in_frames_alone() -> None:
-    protos, frames = sent([BLOCKS["selected tokens"]], 4 * R)
-    assert {each.field for each in frames} == {1}
-    [block] = rows_from_proto(protos, frames)
-    assert same(block, BLOCKS["selected tokens"])
 
 
 def test_rows_that_wait_for_their_reader_keep_no_rows_of_others() -> None:

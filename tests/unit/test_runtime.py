@@ -61,21 +61,30 @@ def test_what_is_set_stays(waits: dict[str, str]) -> None:
     assert polled(environment) == f"as {POLLING_VARIABLE} says"
 
 
-@pytest.mark.parametrize("module", ["ferrum_rpc.client", "ferrum_rpc.service.server"])
-def test_importing_the_library_sets_nothing(module: str) -> None:
-    code = f"import os, {module}; print(os.environ.get({POLLING_VARIABLE!r}))"
-    environment = {name: value for name, value in os.environ.items() if name != POLLING_VARIABLE}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "None"
+def output_of(code: str, *arguments: str, **variables: str | None) -> tuple[str, str]:
+    """What a process writes to its two streams. A variable that is None is not set."""
+    environment = {**os.environ, **variables}
+    set_ones = {name: value for name, value in environment.items() if value is not None}
+    run = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(run, env=set_ones, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip(), done.stderr
 
 
-@pytest.mark.parametrize(("more", "unknown"), [("", False), (",-event_engine_that_never_was", True)])
-def test_grpc_knows_the_switches(more: str, unknown: bool) -> None:
+def test_importing_the_library_sets_nothing_and_loads_no_opentelemetry() -> None:
+    code = f"""if True:
+        import os, sys
+        import ferrum_rpc.client, ferrum_rpc.service.server
+        print(os.environ.get({POLLING_VARIABLE!r}), any("opentelemetry" in name for name in sys.modules))
+    """
+    assert output_of(code, **{POLLING_VARIABLE: None})[0] == "None False"
+
+
+def test_grpc_knows_the_switches() -> None:
     """One that it no longer knows changes nothing any more, and it says so in a line that is easy to miss."""
-    code = "import grpc; grpc.server(None)"
-    environment = os.environ | {POLLING_VARIABLE: POLL_DIRECTLY + more}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert ("Unknown experiment" in done.stderr) is unknown
+    switches = f"{POLL_DIRECTLY},-event_engine_that_never_was"
+    _, errors = output_of("import grpc; grpc.server(None)", **{POLLING_VARIABLE: switches})
+    [unknown] = [line for line in errors.splitlines() if "Unknown experiment" in line]
+    assert "event_engine_that_never_was" in unknown
 
 
 TALKATIVE = """
@@ -108,13 +117,8 @@ cli.main(["status"])
 
 @pytest.mark.parametrize(("said", "writes"), [(None, False), ("INFO", True)])
 def test_a_failed_handshake_writes_no_line_of_grpcs_between_ours(said: str | None, writes: bool) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != VERBOSITY}
-    if said is not None:
-        environment[VERBOSITY] = said
-    run = [sys.executable, "-c", TALKATIVE]
-    done = subprocess.run(run, capture_output=True, text=True, check=False, env=environment, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert ("andshake" in done.stderr) is writes and bool(done.stderr) is writes
+    _, errors = output_of(TALKATIVE, **{VERBOSITY: said})
+    assert ("andshake" in errors) is writes and bool(errors) is writes
 
 
 @pytest.mark.parametrize(
@@ -153,17 +157,15 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(**variables: str) -> int:
-    environment = {name: value for name, value in os.environ.items() if name not in MALLOC_VARIABLES} | variables
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS_OF_TWENTY_ANSWERS], env=environment, capture_output=True, text=True, check=True
-    )
-    return int(done.stdout)
+UNSET: dict[str, str | None] = dict.fromkeys(MALLOC_VARIABLES)
+OF_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another libc keeps memory in its own way")
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another libc keeps memory in its own way")
+@OF_GLIBC
 def test_freed_memory_of_an_answers_size_costs_no_page_faults() -> None:
-    assert faults(KEEP="1") * 10 < faults(MALLOC_MMAP_THRESHOLD_=str(128 << 10))
+    kept, _ = output_of(FAULTS_OF_TWENTY_ANSWERS, **UNSET | {"KEEP": "1"})
+    not_kept, _ = output_of(FAULTS_OF_TWENTY_ANSWERS, **UNSET | {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)})
+    assert int(kept) * 10 < int(not_kept)
 
 
 MIB_LEFT_OF_A_BURST = """
@@ -183,13 +185,11 @@ print(resident() - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another libc keeps memory in its own way")
-@pytest.mark.parametrize(("keep", "patience_s"), [("1", 30), ("", 0)], ids=["asked to", "as it is"])
-def test_what_lies_free_below_a_block_in_use_is_given_back(keep: str, patience_s: float) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in MALLOC_VARIABLES} | {"KEEP": keep}
-    program = [sys.executable, "-c", MIB_LEFT_OF_A_BURST, str(patience_s)]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
-    assert (int(done.stdout) <= 16) == bool(keep)
+@OF_GLIBC
+@pytest.mark.parametrize(("keep", "patience_s"), [("1", "30"), ("", "0")], ids=["asked to", "as it is"])
+def test_what_lies_free_below_a_block_in_use_is_given_back(keep: str, patience_s: str) -> None:
+    left, _ = output_of(MIB_LEFT_OF_A_BURST, patience_s, **UNSET | {"KEEP": keep})
+    assert (int(left) <= 16) == bool(keep)
 
 
 @pytest.mark.parametrize("name", MALLOC_VARIABLES)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import replace
+from itertools import accumulate, repeat
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -42,7 +43,7 @@ def select_rows(hidden, requests, head, largest=None) -> list[Rows]:
 
 def expected_order(row: np.ndarray) -> list[int]:
     """Ids by falling logit, then rising id, as the contract says it. -0.0 equals 0.0."""
-    return sorted(range(len(row)), key=lambda each: (-float(row[each]), each))
+    return np.argsort(-row, kind="stable").tolist()
 
 
 def check_top(logits: torch.Tensor, k: int) -> None:
@@ -128,18 +129,14 @@ def check_logprobs(block: RowBlock, expected: np.ndarray, logprob: bool, beside:
 TIED = {
     "all equal": [2.0] * 9,
     "all minus infinity": [-INF] * 9,
-    "two at the top": [1.0, 5.0, 0.0, 5.0, 2.0],
-    "at the end": [3.0, 1.0, 2.0, 1.0, 1.0],
     "falling, in pairs": [4.0, 4.0, 3.0, 3.0, 2.0, 2.0],
     "rising, in pairs": [2.0, 2.0, 3.0, 3.0, 4.0, 4.0],
-    "negative": [-1.0, -2.0, -1.0, -3.0, -1.0, -2.0],
     "zeros of both signs": [-0.0, 0.0, -0.0, 0.0, 1.0, -1.0],
     "zeros of both signs below the top": [7.0, 0.0, -0.0, 0.0, -0.0],
     "minus infinity among numbers": [-INF, 1.0, -INF, 2.0, -INF, 1.0],
     "infinity": [INF, 1.0, INF, -INF, 1.0],
     "neighbouring floats": [1.0, np.nextafter(np.float32(1), np.float32(2)), 1.0, 0.99999994],
     "smallest and largest": [1e-45, -1e-45, 3.4e38, -3.4e38, 0.0, 1e-45, 3.4e38, -3.4e38],
-    "no ties": [3.0, -1.0, 2.5, 0.0],
     "one": [4.0],
 }
 
@@ -151,23 +148,11 @@ def test_ties_stand_by_rising_id_at_every_k(name: str) -> None:
         check_top(row, k)
 
 
-def test_a_tie_at_the_boundary_is_cut_by_id() -> None:
-    row = torch.tensor([[1.0, 9.0, 5.0, 5.0, 5.0, 9.0]])
-    assert [top_tokens(row, k)[1].tolist() for k in (2, 3, 4)] == [[[1, 5]], [[1, 5, 2]], [[1, 5, 2, 3]]]
-
-
-def test_one_row_with_ties_does_not_disturb_the_others() -> None:
-    table = random_table(5, 40)
-    table[2] = torch.randint(0, 3, (40,)).float()
-    for k in (1, 7, 39, 40):
-        check_top(table, k)
-
-
 def test_ties_in_a_vocabulary_of_152k() -> None:
-    table = torch.randn((3, 151_936), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16).float()
+    table = torch.randn((2, 151_936), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16).float()
     table[1] = -INF
     table[1, [9, 77_777, 151_935]] = 1.5
-    for k in (1, 50, 1024):
+    for k in (50, 1024):
         check_top(table, k)
 
 
@@ -181,12 +166,8 @@ def test_ties_in_a_vocabulary_of_152k() -> None:
     ),
     data=st.data(),
 )
-@settings(max_examples=150, deadline=None)
 def test_any_row_is_in_the_order_of_the_contract(rows: np.ndarray, data: st.DataObject) -> None:
     check_top(torch.from_numpy(rows), data.draw(st.integers(1, rows.shape[1])))
-
-
-# --- arg-max ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 31, 32, 33, 1000, 32_000, 151_936])
@@ -203,13 +184,6 @@ def test_greedy_ties_go_to_the_lowest_id(vocab: int) -> None:
         [rows] = select_rows(head.hidden, [(0, 6, kind)], head)
         assert rows.block["token_ids"].tolist() == table.numpy().argmax(-1).tolist()  # numpy: the first of the largest
         assert rows.block["token_ids"].tolist() == [0, vocab // 3, vocab // 2, 0, 0, 0]
-
-
-def test_greedy_is_the_first_of_the_top_tokens() -> None:
-    for ties in (False, True):
-        head = Head(random_table(64, 5000, ties=ties))
-        greedy, top = select_rows(head.hidden, [(0, 64, Greedy()), (0, 64, TopTokens(3))], head)
-        assert greedy.block["token_ids"].tolist() == top.block["token_ids"][:, 0].tolist()
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
@@ -231,17 +205,15 @@ KINDS: list[OutputKind] = [
 ]
 
 
-def requests_of(counts: list[int], kinds: list[OutputKind], gap: int = 0) -> list[tuple[int, int, OutputKind]]:
-    requests, first = [], 0
-    for count, kind in zip(counts, kinds, strict=True):
-        requests.append((first, count, kind))
-        first += count + gap
-    return requests
+def requests_of(*asked: tuple[int, OutputKind, int]) -> list[tuple[int, int, OutputKind]]:
+    """Each has a count, a kind, and how many rows nobody wants behind it."""
+    firsts = accumulate((count + gap for count, _, gap in asked), initial=0)
+    return [(first, count, kind) for first, (count, kind, _) in zip(firsts, asked, strict=False)]
 
 
 def test_every_kind_in_one_step_gets_its_own_rows_and_kinds_share_a_block() -> None:
     kinds = [*KINDS, *KINDS[::-1], FullLogits()]
-    requests = requests_of([1 + index % 4 for index in range(len(kinds))], kinds, gap=2)
+    requests = requests_of(*((1 + index % 4, kind, 2) for index, kind in enumerate(kinds)))
     head = Head(random_table(requests[-1][0] + requests[-1][1] + 2, 12))
     answers = select_rows(head.hidden, requests, head)
     for (first, count, kind), rows in zip(requests, answers, strict=True):
@@ -254,25 +226,6 @@ def test_every_kind_in_one_step_gets_its_own_rows_and_kinds_share_a_block() -> N
     assert len({id(rows.block) for rows in answers}) == len(KINDS)
 
 
-def test_kinds_of_equal_content_are_one_kind_and_others_are_not() -> None:
-    head = Head(random_table(4, 8))
-    one, two, three, four = select_rows(
-        head.hidden,
-        [(0, 1, TopTokens(2)), (1, 1, TopTokens(3)), (2, 1, TopTokens(2)), (3, 1, SelectedTokens((2,)))],
-        head,
-    )
-    assert one.block is three.block
-    assert len({id(each.block) for each in (one, two, four)}) == 3
-
-
-def test_the_answers_stand_in_the_order_of_the_requests_not_of_the_kinds() -> None:
-    head = Head(random_table(6, 8))
-    kinds = [FullLogits(), Greedy(), FullLogits(), Greedy(), FullLogits(), Greedy()]
-    requests = [(5 - index, 1, kind) for index, kind in enumerate(kinds)]  # and not in the order of the rows either
-    for (first, count, kind), rows in zip(requests, select_rows(head.hidden, requests, head), strict=True):
-        check_rows(rows, kind, head.table[first : first + count])
-
-
 def test_rows_of_all_tokens_in_order_need_no_gather() -> None:
     head = Head(random_table(7, 8))
     seen: list[torch.Tensor] = []
@@ -282,7 +235,7 @@ def test_rows_of_all_tokens_in_order_need_no_gather() -> None:
         seen.append(rows)
         return head(rows)
 
-    select_rows(hidden, requests_of([3, 4], [Greedy(), Greedy()]), watching)
+    select_rows(hidden, requests_of((3, Greedy(), 0), (4, Greedy(), 0)), watching)
     assert seen[0] is hidden
 
 
@@ -290,11 +243,8 @@ def test_rows_of_all_tokens_in_order_need_no_gather() -> None:
 def test_the_largest_alone_are_asked_for_where_nobody_wants_more(asked: list[int], skipped: bool, mixed: bool) -> None:
     """In slices, and with the answers that the logits give."""
     head = Head(random_table(sum(asked) + 1, 12, ties=True))
-    requests = requests_of(asked, [Greedy()] * len(asked))
-    if skipped:
-        requests = [(first + 1, count, kind) for first, count, kind in requests]
-    if mixed:
-        requests[-1] = (*requests[-1][:2], Greedy(logprob=True))
+    kinds = [Greedy()] * (len(asked) - 1) + [Greedy(logprob=mixed)]
+    requests = [(first + skipped, *rest) for first, *rest in requests_of(*zip(asked, kinds, repeat(0)))]
     sizes: list[int] = []
 
     def largest(hidden: torch.Tensor) -> torch.Tensor:
@@ -363,8 +313,11 @@ def test_scores_of_a_long_prompt_go_through_the_head_in_slices(monkeypatch: pyte
 # --- slices of the head -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("rows", [HEAD_ROWS - 1, HEAD_ROWS, HEAD_ROWS + 1, 2 * HEAD_ROWS, 2 * HEAD_ROWS + 77])
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [*((kind, 2 * HEAD_ROWS + 77) for kind in KINDS), (KINDS[1], HEAD_ROWS), (KINDS[1], HEAD_ROWS + 1)],
+    ids=str,
+)
 def test_a_sliced_head_is_bitwise_the_whole_one(kind: OutputKind, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     head = Head(random_table(rows, 12, ties=rows % 2 == 0))
     [sliced] = select_rows(head.hidden, [(0, rows, kind)], head)
@@ -403,13 +356,9 @@ def test_a_slice_of_logits_is_gone_before_the_next_is_computed(kind: OutputKind)
     asked=st.lists(st.tuples(st.integers(1, 9), st.sampled_from(KINDS), st.integers(0, 3)), min_size=1, max_size=8),
     order=st.randoms(use_true_random=False),
 )
-@settings(max_examples=100, deadline=None)
 def test_wherever_slices_fall_every_request_gets_its_rows(head_rows, asked, order) -> None:
-    requests, first = [], 0
-    for count, kind, gap in asked:
-        requests.append((first, count, kind))
-        first += count + gap
-    head = Head(random_table(first, 12, seed=first, ties=first % 2 == 0))
+    requests, rows = requests_of(*asked), sum(count + gap for count, _, gap in asked)
+    head = Head(random_table(rows, 12, seed=rows, ties=rows % 2 == 0))
     order.shuffle(requests)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ferrum_rpc.sampling.rows.HEAD_ROWS", head_rows)
@@ -417,9 +366,6 @@ def test_wherever_slices_fall_every_request_gets_its_rows(head_rows, asked, orde
     assert max(head.calls) <= head_rows
     for (start, count, kind), rows in zip(requests, answers, strict=True):
         check_rows(rows, kind, head.table[start : start + count])
-
-
-# --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_row_of_minus_infinity_but_for_one_token_is_certain() -> None:
@@ -432,10 +378,7 @@ def test_a_row_of_minus_infinity_but_for_one_token_is_certain() -> None:
     assert (greedy.block["token_ids"].tolist(), greedy.block["logprobs"].tolist()) == ([31], [0.0])
     assert top.block["token_ids"].tolist() == [[31, 0, 1]]
     assert top.block["logits"].tolist() == [[-7.25, -INF, -INF]]
-    assert (selected.block["logits"].tolist(), selected.block["logsumexp"].tolist()) == (
-        [[-7.25, -INF]],
-        [-7.25],
-    )
+    assert (selected.block["logits"].tolist(), selected.block["logsumexp"].tolist()) == ([[-7.25, -INF]], [-7.25])
 
 
 def test_large_logits_do_not_overflow_the_logsumexp() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -37,7 +36,7 @@ def finish(display: PlainDisplay | LiveDisplay, request: Request, ending: Reques
     display.changed(request)
 
 
-def test_several_prompts_print_their_texts_as_they_end() -> None:
+def test_several_prompts_print_their_texts_as_they_end():
     out = io.StringIO()
     one, two = requests(2)
     with PlainDisplay([one, two], BYTES, out) as display:
@@ -49,7 +48,7 @@ def test_several_prompts_print_their_texts_as_they_end() -> None:
     assert out.getvalue() == "[2] 8 tokens, length: prompt 2, sécond\n[1] 6 tokens, end of text: prompt 1, first\n"
 
 
-def test_a_single_prompt_streams() -> None:
+def test_a_single_prompt_streams():
     out = io.StringIO()
     [one] = requests(1)
     display = PlainDisplay([one], BYTES, out)
@@ -62,11 +61,11 @@ def test_a_single_prompt_streams() -> None:
     assert out.getvalue() == "prompt 1,hé!\n(4 tokens, length)\n"
 
 
-def test_a_failure_is_told_with_its_reason() -> None:
+def test_a_failure_is_told_with_its_reason():
     out = io.StringIO()
-    [one, _] = both = requests(2)
+    one, two = requests(2)
     one.stage, one.failure = Stage.FAILED, InvalidRequest("the prompt is too long")
-    PlainDisplay(both, BYTES, out).changed(one)
+    PlainDisplay([one, two], BYTES, out).changed(one)
     assert out.getvalue() == "[1] failed: the prompt is too long\n"
 
 
@@ -74,7 +73,7 @@ def terminal(out: io.StringIO) -> Console:
     return Console(file=out, width=100, height=12, force_terminal=True, color_system=None)
 
 
-def test_panels_end_as_whole_texts_with_a_summary() -> None:
+def test_panels_end_as_whole_texts_with_a_summary():
     out = io.StringIO()
     one, two = both = requests(2)
     display = LiveDisplay(both, BYTES, terminal(out))
@@ -89,7 +88,7 @@ def test_panels_end_as_whole_texts_with_a_summary() -> None:
     assert "Decode" in out.getvalue()
 
 
-def test_a_panel_shows_where_its_prompt_stands_and_the_end_of_its_text() -> None:
+def test_a_panel_shows_where_its_prompt_stands_and_the_end_of_its_text():
     both = requests(3)
     out = io.StringIO()
     display = LiveDisplay(both, BYTES, terminal(out))
@@ -110,23 +109,22 @@ def test_a_panel_shows_where_its_prompt_stands_and_the_end_of_its_text() -> None
     assert "prompt 1, and then" in out.getvalue()
 
 
-def test_without_a_terminal_the_display_is_plain() -> None:
-    assert isinstance(display_for(requests(1), BYTES, plain=False), PlainDisplay)
-    assert isinstance(display_for(requests(1), BYTES, plain=True), PlainDisplay)
+def test_on_a_terminal_it_is_live_unless_rich_is_missing(monkeypatch):
+    def is_live(plain: bool = False) -> bool:
+        return isinstance(display_for(requests(1), BYTES, plain=plain), LiveDisplay)
 
-
-def test_on_a_terminal_it_is_live_unless_rich_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(display_for(requests(1), BYTES, plain=False), PlainDisplay)
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(display_for(requests(1), BYTES, plain=False), LiveDisplay)
-    assert isinstance(display_for(requests(1), BYTES, plain=True), PlainDisplay)
+    assert not is_live()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert is_live() and not is_live(plain=True)
+    monkeypatch.setenv("TERM", "dumb")
+    assert not is_live()
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setitem(sys.modules, "rich.live", None)
-    assert isinstance(display_for(requests(1), BYTES, plain=False), PlainDisplay)
+    assert not is_live()
 
 
-def test_the_summary_tells_rates_latency_batches_and_every_rpc() -> None:
+def test_the_summary_tells_rates_latency_batches_and_every_rpc():
     done = requests(3)
     for at, request in enumerate(done):
         request.arrived, request.first_token = 1.0, 1.1 + at / 10
@@ -146,25 +144,17 @@ def test_the_summary_tells_rates_latency_batches_and_every_rpc() -> None:
     assert figures["steps"] == "2, mean batch 3.0"
     assert figures["time in the executor"] == "50% of the steps"
     assert (figures["preemptions"], figures["rebuilt sequences"], figures["cache use, peak"]) == ("4", "1", "75.0%")
-
-
-def test_a_run_of_nothing_has_a_summary_too() -> None:
     figures = dict(summarise(RunCounts(()), None, None).figures)
-    assert figures["generated"] == "0 tokens, -"
-    assert figures["time to first token"] == "-"
+    assert (figures["generated"], figures["time to first token"]) == ("0 tokens, -", "-"), "of a run of nothing"
 
 
-def test_rpcs_are_counted_between_two_moments_busiest_first() -> None:
+def test_rpcs_are_counted_between_two_moments_busiest_first():
     before = [MethodCount("s/Decode", 10, 1, 10, 0), MethodCount("s/Idle", 3, 0, 0, 0)]
-    after = [
-        MethodCount("s/Idle", 3, 0, 0, 0),
-        MethodCount("s/Release", 2, 0, 0, 0),
-        MethodCount("s/Decode", 15, 2, 25, 3),
-    ]
+    after = [before[1], MethodCount("s/Release", 2, 0, 0, 0), MethodCount("s/Decode", 15, 2, 25, 3)]
     assert method_rows(before, after) == [("Decode", 5, 15, 1, 3), ("Release", 2, 0, 0, 0)]
 
 
-def test_the_plain_summary_is_aligned() -> None:
+def test_the_plain_summary_is_aligned():
     out = io.StringIO()
     PlainDisplay([], BYTES, out).summary(Summary([("a", "1"), ("long name", "2")], [("Decode", 1, 20, 0, 0)]))
     lines = out.getvalue().splitlines()
@@ -175,20 +165,17 @@ def test_the_plain_summary_is_aligned() -> None:
 # --- the command line -----------------------------------------------------------------------------------------------
 
 
-def test_without_prompts_the_demo_runs() -> None:
+def test_without_prompts_the_demo_runs():
     assert parse([]).prompts == parse(["--demo"]).prompts == prompts.DEMO_PROMPTS
     assert len(prompts.DEMO_PROMPTS) == 8
     assert all(text.isascii() for text in prompts.DEMO_PROMPTS)
 
 
-def test_prompts_come_from_flags_or_from_a_file(tmp_path: Path) -> None:
+def test_flags_and_a_file_have_the_prompts_and_greedy_is_a_temperature_of_nothing(tmp_path):
     assert parse(["--prompt", "a", "--prompt", "b"]).prompts == ("a", "b")
     file = tmp_path / "prompts"
     file.write_text("one\n\n two \n")
     assert parse(["--prompts-file", str(file)]).prompts == ("one", " two ")
-
-
-def test_greedy_is_a_temperature_of_nothing() -> None:
     assert parse(["--greedy"]).sampling == parse(["--temperature", "0"]).sampling == Greedy()
     assert parse(["--seed", "5"]).sampling == Sample(0.6, 40, 0.95, seed=5)
 
@@ -204,9 +191,7 @@ def test_greedy_is_a_temperature_of_nothing() -> None:
         (["--prompts-file", "/dev/null"], "has no prompts"),
     ],
 )
-def test_a_command_line_that_makes_no_sense_is_explained(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_line_that_makes_no_sense_is_explained(arguments, message, capsys):
     with pytest.raises(SystemExit) as left:
         parse(arguments)
     assert left.value.code == 2

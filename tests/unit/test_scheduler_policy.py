@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from ferrum_rpc.scheduler.policy import Budget, Others, PlannedFeed, Pool, StepPlan, arrivals, plan
+from ferrum_rpc.scheduler.policy import Budget, Others, Pool, StepPlan, arrivals, plan
 from ferrum_rpc.scheduler.request import Request
 
 ROOMY = Pool(free=1000, total=1000, block_size=4)
@@ -34,20 +34,15 @@ def victims(step: StepPlan) -> list[int]:
 # --- examples -------------------------------------------------------------------------------------------------------
 
 
-def test_decodes_come_first_then_chunks_then_the_waiting() -> None:
+def test_decodes_come_first_then_chunks_then_the_waiting_with_what_the_budget_leaves():
     running = [request(2, 50, 10), decoding(1, 20), decoding(0, 30)]
-    step = plan(running, [request(3, 5)], ROOMY, BUDGET)
-    assert fed(step) == [(0, 1), (1, 1), (2, 40), (3, 5)]
-    assert [each.index for each in step.admitted] == [3]
+    step = plan(running, [request(3, 5), request(4, 500)], ROOMY, BUDGET)
+    assert fed(step) == [(0, 1), (1, 1), (2, 40), (3, 5), (4, 17)]
+    assert [each.index for each in step.admitted] == [3, 4]
+    assert [feed.completes for feed in step.feeds] == [True, True, True, True, False], "what the budget leaves"
 
 
-def test_a_long_prompt_goes_in_chunks_of_what_the_budget_leaves() -> None:
-    step = plan([decoding(0, 4)], [request(1, 500)], ROOMY, replace(BUDGET, tokens=32))
-    assert fed(step) == [(0, 1), (1, 31)]
-    assert not step.feeds[1].completes
-
-
-def test_admission_waits_until_prompt_and_headroom_of_everybody_fit() -> None:
+def test_admission_waits_until_prompt_and_headroom_of_everybody_fit():
     pool = Pool(free=6, total=20, block_size=4)
     running, newcomer = [decoding(0, 7)], request(1, 8)
     # The decode takes a place in its last block; 2 blocks are promised to its headroom; 2 + 2 are the newcomer's.
@@ -55,18 +50,12 @@ def test_admission_waits_until_prompt_and_headroom_of_everybody_fit() -> None:
     assert fed(plan(running, [newcomer], replace(pool, free=5), BUDGET)) == [(0, 1)]
 
 
-def test_nobody_overtakes_in_the_queue() -> None:
-    pool = Pool(free=6, total=40, block_size=4)
-    step = plan([decoding(0, 7)], [request(1, 100), request(2, 1)], pool, BUDGET)
-    assert fed(step) == [(0, 1)]
-
-
-def test_an_idle_executor_takes_what_fits_even_without_headroom() -> None:
+def test_an_idle_executor_takes_what_fits_even_without_headroom():
     pool = Pool(free=5, total=5, block_size=4)
     assert fed(plan([], [request(0, 20)], pool, BUDGET)) == [(0, 20)]
 
 
-def test_drafts_go_where_nothing_else_needs_the_room() -> None:
+def test_drafts_go_where_nothing_else_needs_the_room():
     def drafts(pool: Pool, budget: Budget, *running: Request) -> list[int]:
         for each in running:
             each.draft = (1, 2, 3, 4, 5)
@@ -81,7 +70,7 @@ def test_drafts_go_where_nothing_else_needs_the_room() -> None:
     assert drafts(ROOMY, BUDGET, request(0, 9, 4, 1), request(1, 9, 0, 1), request(2, 9, 8)) == [0, 5, 0]  # 2, 0, 1
 
 
-def test_a_decode_without_a_block_takes_the_youngests() -> None:
+def test_a_decode_without_a_block_takes_the_youngests():
     pool = Pool(free=0, total=12, block_size=4)
     running = [decoding(0, 16), decoding(1, 16), decoding(2, 16)]
     step = plan(running, [request(3, 1)], pool, replace(BUDGET, headroom=0))
@@ -90,21 +79,7 @@ def test_a_decode_without_a_block_takes_the_youngests() -> None:
     assert step.admitted == (), "nobody joins while somebody had to leave"
 
 
-def test_the_youngest_steps_aside_itself() -> None:
-    pool = Pool(free=1, total=9, block_size=4)
-    step = plan([decoding(0, 16), decoding(1, 16)], [], pool, BUDGET)
-    assert fed(step) == [(0, 1)]
-    assert victims(step) == [1]
-
-
-def test_prompts_that_hold_all_blocks_between_them_are_unblocked_for_the_oldest() -> None:
-    pool = Pool(free=0, total=8, block_size=4)
-    step = plan([request(0, 30, 16), request(1, 30, 16)], [], pool, BUDGET)
-    assert victims(step) == [1]
-    assert fed(step) == [(0, 14)]
-
-
-def test_a_request_that_the_whole_pool_cannot_hold_is_unservable_and_stops_nobody() -> None:
+def test_a_request_that_the_whole_pool_cannot_hold_is_unservable_and_stops_nobody():
     pool = Pool(free=10, total=10, block_size=4)
     step = plan([], [request(0, 41), request(1, 8)], pool, BUDGET)
     assert [each.index for each in step.unservable] == [0]
@@ -113,7 +88,7 @@ def test_a_request_that_the_whole_pool_cannot_hold_is_unservable_and_stops_nobod
     assert [each.index for each in full.unservable] == [0]
 
 
-def test_priority_then_turn_then_age_decide_who_is_served_and_who_is_preempted() -> None:
+def test_priority_then_turn_then_age_decide_who_is_served_and_who_is_preempted():
     late, favoured, early = decoding(0, 16), decoding(1, 16), decoding(2, 16)
     late.turn, favoured.priority = 5.0, 1
     step = plan([late, favoured, early], [], Pool(free=1, total=12, block_size=4), replace(BUDGET, headroom=0))
@@ -121,7 +96,7 @@ def test_priority_then_turn_then_age_decide_who_is_served_and_who_is_preempted()
     assert victims(step) == [0]
 
 
-def test_requests_in_flight_keep_their_places_tokens_and_promised_blocks() -> None:
+def test_requests_in_flight_keep_their_places_tokens_and_promised_blocks():
     newcomer, pool = request(9, 8), Pool(free=6, total=20, block_size=4)
     assert fed(plan([], [newcomer], pool, BUDGET, Others(1, 1, promised=2))) == [(9, 8)]
     assert fed(plan([], [newcomer], pool, BUDGET, Others(1, 1, promised=3))) == []
@@ -130,20 +105,21 @@ def test_requests_in_flight_keep_their_places_tokens_and_promised_blocks() -> No
     assert fed(plan([], [newcomer], pool, replace(BUDGET, running=1), Others(1, 1))) == []
 
 
-def test_nobody_is_preempted_for_prompts_while_others_are_in_flight() -> None:
-    pool = Pool(free=0, total=12, block_size=4)
+def test_prompts_that_hold_all_blocks_between_them_are_unblocked_for_the_oldest_unless_others_are_in_flight():
+    pool = Pool(free=0, total=8, block_size=4)
     blocked = [request(0, 30, 16), request(1, 30, 16)]
+    step = plan(blocked, [], pool, BUDGET)
+    assert (victims(step), fed(step)) == ([1], [(0, 14)])
     assert victims(plan(blocked, [], pool, BUDGET, Others(1, 1))) == []
-    assert victims(plan(blocked, [], pool, BUDGET)) == [1]
 
 
-def test_a_request_alone_waits_when_others_hold_the_pool() -> None:
+def test_a_request_alone_waits_when_others_hold_the_pool():
     step = plan([decoding(0, 16)], [], Pool(free=0, total=100, block_size=4), BUDGET)
     assert victims(step) == [0]
     assert step.unservable == ()
 
 
-def test_sequences_come_from_elsewhere_while_they_and_headroom_for_everybody_fit() -> None:
+def test_sequences_come_from_elsewhere_while_they_and_headroom_for_everybody_fit():
     pool = Pool(free=9, total=20, block_size=4)
     ready = [decoding(at, 7) for at in (3, 4, 5)]  # 2 blocks and 2 of headroom each; 3 for what already runs
     assert [each.index for each in arrivals(ready, [decoding(0, 7)], [], pool, BUDGET)] == [3]
@@ -153,16 +129,56 @@ def test_sequences_come_from_elsewhere_while_they_and_headroom_for_everybody_fit
     assert len(arrivals(ready, [], [], ROOMY, replace(BUDGET, running=2))) == 2
 
 
-def test_no_more_run_than_a_step_has_room_for() -> None:
+def test_as_many_run_as_a_step_has_room_for_and_a_budget_has_room():
     waiting = [request(at, 1) for at in range(30)]
-    for budget in (replace(BUDGET, running=3), replace(BUDGET, tokens=3), replace(BUDGET, items=3)):
-        assert len(plan([], waiting, ROOMY, budget).feeds) == 3
+    for field in ("running", "tokens", "items"):
+        assert len(plan([], waiting, ROOMY, replace(BUDGET, **{field: 3})).feeds) == 3
+        with pytest.raises(ValueError, match="must be at least 1"):
+            replace(BUDGET, **{field: 0})
 
 
-@pytest.mark.parametrize("field", ["tokens", "items", "running"])
-def test_a_budget_without_room_is_refused(field: str) -> None:
-    with pytest.raises(ValueError, match="must be at least 1"):
-        replace(BUDGET, **{field: 0})
+def test_the_last_places_are_for_tenants_that_have_nothing_running() -> None:
+    budget = Budget(tokens=64, items=64, running=32)  # 2 of 32 places
+
+    def some(count: int, tenant: str) -> list[Request]:
+        made = [decoding(at, 8) for at in range(count)]
+        for each in made:
+            each.tenant = tenant
+        return made
+
+    def admitted(*waiting: str, others: int = 30, of: str = "a") -> list[str]:
+        beside = Others(others, others, tenants=frozenset({of}))
+        asked = [replace(request(at, 1), tenant=tenant) for at, tenant in enumerate(waiting, 100)]
+        found = [each.tenant for each in plan([], asked, ROOMY, budget, beside).admitted]
+        assert [each.tenant for each in arrivals(asked, some(others, of), [], ROOMY, budget)] == found
+        assert [each.tenant for each in plan(some(others, of), asked, ROOMY, budget).admitted] == found
+        return found
+
+    assert admitted("a") == [], "the last two places are another tenant's"
+    assert admitted("b", "a") == ["b"]
+    assert admitted("b", "b") == ["b"], "nor may the other one have both"
+    assert admitted("b", "c", "d") == ["b", "c"], "no place is left"
+    assert admitted("a", "a", others=29) == ["a"]
+    assert admitted("", "", of="") == ["", ""], "requests without a tenant may have all places"
+
+
+def test_a_prompt_of_several_texts_takes_a_place_for_each() -> None:
+    def prompt(texts: int) -> Request:
+        return replace(request(99, 9), branches=tuple(request(100 + at, 10) for at in range(texts)))
+
+    def admitted(waiting: list[Request], count: int) -> int:
+        running = [decoding(at, 8) for at in range(count)]
+        assert len(arrivals(waiting, running, [], ROOMY, BUDGET)) == len(plan(running, waiting, ROOMY, BUDGET).admitted)
+        assert len(plan([], waiting, ROOMY, BUDGET, Others(count, count)).admitted) == len(
+            plan(running, waiting, ROOMY, BUDGET).admitted
+        )
+        return len(plan(running, waiting, ROOMY, BUDGET).admitted)
+
+    assert admitted([prompt(4), prompt(4), prompt(4)], 0) == 2
+    assert admitted([prompt(4)], 4) == 1
+    assert admitted([prompt(4)], 5) == 0
+    assert admitted([prompt(20)], 0) == 1, "alone it runs, however many texts it has"
+    assert admitted([prompt(20)], 1) == 0
 
 
 # --- properties -----------------------------------------------------------------------------------------------------
@@ -190,86 +206,50 @@ def worlds(draw: st.DrawFn) -> tuple[list[Request], list[Request], Pool, Budget]
     return draw(st.permutations(running)), waiting, Pool(free, held + free + others, size), budget
 
 
-@settings(deadline=None)
 @given(worlds())
-def test_a_plan_keeps_to_its_budgets(world: tuple[list[Request], list[Request], Pool, Budget]) -> None:
+def test_every_plan_keeps_the_rules(world):
     running, waiting, pool, budget = world
+    before = [(each.index, each.cached, each.known, each.stage) for each in (*running, *waiting)]
     step = plan(running, waiting, pool, budget)
+    assert step == plan(list(reversed(running)), waiting, pool, budget), "it always says the same"
+    assert before == [(each.index, each.cached, each.known, each.stage) for each in (*running, *waiting)]
+    gone = [each for each in (*step.preempt, *step.unservable) if each in running]
+    left = {each.index for each in (*step.preempt, *step.unservable)}
+    places = [feed.request.index for feed in step.feeds]
+
+    # it keeps to its budgets
     assert sum(feed.count for feed in step.feeds) <= budget.tokens
     assert len(step.feeds) <= budget.items
     assert all(1 <= feed.count <= feed.request.owed for feed in step.feeds)
-    assert len({feed.request.index for feed in step.feeds}) == len(step.feeds)
-    gone = [each for each in (*step.preempt, *step.unservable) if each in running]
+    assert len(set(places)) == len(places)
     assert len(running) - len(gone) + len(step.admitted) <= max(budget.at_once, len(running))
 
-
-@settings(deadline=None)
-@given(worlds())
-def test_a_plan_never_needs_more_blocks_than_are_free(
-    world: tuple[list[Request], list[Request], Pool, Budget],
-) -> None:
-    running, waiting, pool, budget = world
-    step = plan(running, waiting, pool, budget)
-    gone = [each for each in (*step.preempt, *step.unservable) if each in running]
+    # it needs no more blocks than are free
     free = pool.free + sum(pool.blocks(each.cached) for each in gone)
     assert sum(pool.growth(feed.request.cached, feed.count) for feed in step.feeds) <= free
     assert all(pool.blocks(feed.request.cached + feed.count) <= pool.total for feed in step.feeds)
 
-
-@settings(deadline=None)
-@given(worlds())
-def test_every_decode_runs_or_its_request_leaves(world: tuple[list[Request], list[Request], Pool, Budget]) -> None:
-    running, waiting, pool, budget = world
-    step = plan(running, waiting, pool, budget)
-    decodes = {each.index for each in running if each.owed == 1}
-    placed = {feed.request.index for feed in step.feeds} | {each.index for each in (*step.preempt, *step.unservable)}
-    assert decodes <= placed
+    # every decode runs, before all others, or its request leaves
+    assert {each.index for each in running if each.owed == 1} <= left | set(places)
     order = [feed.request.owed > 1 for feed in step.feeds if feed.request in running]
-    assert order == sorted(order), "decodes first"
+    assert order == sorted(order)
 
-
-@settings(deadline=None)
-@given(worlds())
-def test_victims_are_the_youngest_and_nobody_joins_when_somebody_leaves(
-    world: tuple[list[Request], list[Request], Pool, Budget],
-) -> None:
-    running, waiting, pool, budget = world
-    step = plan(running, waiting, pool, budget)
-    left = {each.index for each in (*step.preempt, *step.unservable)}
+    # the youngest leave, nobody joins when somebody has to, and whoever joins has waited longest
     kept = [each.index for each in running if each.index not in left]
     assert not step.preempt or max(kept, default=-1) < min(each.index for each in step.preempt)
     assert not (step.preempt and step.admitted)
     joined = [each.index for each in step.admitted]
-    skipped = {each.index for each in step.unservable}
-    queue = [each.index for each in waiting if each.index not in skipped]
-    assert joined == queue[: len(joined)], "in the order of arrival"
+    assert joined == [each.index for each in waiting if each.index not in left][: len(joined)]
 
-
-@settings(deadline=None)
-@given(worlds())
-def test_there_is_always_progress(world: tuple[list[Request], list[Request], Pool, Budget]) -> None:
-    running, waiting, pool, budget = world
-    step = plan(running, waiting, pool, budget)
+    # there is always progress
     if running:
         assert step.feeds or step.preempt or step.unservable
     elif waiting and pool.free == pool.total:
         assert step.feeds or step.unservable
 
 
-@settings(deadline=None)
-@given(worlds())
-def test_planning_changes_nothing_and_always_says_the_same(
-    world: tuple[list[Request], list[Request], Pool, Budget],
-) -> None:
-    running, waiting, pool, budget = world
-    before = [(each.index, each.cached, each.known, each.stage) for each in (*running, *waiting)]
-    assert plan(running, waiting, pool, budget) == plan(list(reversed(running)), waiting, pool, budget)
-    assert before == [(each.index, each.cached, each.known, each.stage) for each in (*running, *waiting)]
-
-
-@settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_every_request_comes_to_its_end_in_whatever_pool(data: st.DataObject) -> None:
+def test_every_request_comes_to_its_end_in_whatever_pool(data):
     """A simulated executor: blocks are counted exactly, every fed request that owes nothing gets a token."""
     size = data.draw(st.integers(1, 5))
     total = data.draw(st.integers(4, 25))
@@ -300,7 +280,13 @@ def test_every_request_comes_to_its_end_in_whatever_pool(data: st.DataObject) ->
             waiting.remove(each)
             running.append(each)
         for feed in step.feeds:
-            _run(feed, running, budget.exact)
+            request, completes = feed.request, feed.completes
+            request.fed(feed.count, request.cached + feed.count, budget.exact)
+            if completes:
+                request.generated.append(0)
+                if len(request.generated) == request.max_new_tokens:
+                    running.remove(request)
+                    request.cached = 0
         assert sum(-(-each.cached // size) for each in running) <= total
     assert not waiting
     assert not running
@@ -309,22 +295,8 @@ def test_every_request_comes_to_its_end_in_whatever_pool(data: st.DataObject) ->
         assert each not in cut or -(-(each.known + 1) // size) > total
 
 
-def _run(feed: PlannedFeed, running: list[Request], exact: int) -> None:
-    request = feed.request
-    completes = feed.completes
-    request.fed(feed.count, request.cached + feed.count, exact)
-    if completes:
-        request.generated.append(0)
-        if len(request.generated) == request.max_new_tokens:
-            running.remove(request)
-            request.cached = 0
-
-
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.integers(1, 6), st.lists(st.integers(1, 12)))
-def test_what_is_computed_again_goes_in_the_spans_that_it_was_or_in_short_ones(
-    spans: list[int], exact: int, room: list[int]
-) -> None:
+def test_what_is_computed_again_goes_in_the_spans_that_it_was_or_in_short_ones(spans, exact, room):
     """``kind[i]``: the span that computed token i, where it was longer than ``exact``."""
 
     def run(request: Request, count: int) -> list[tuple[int, int] | None]:
@@ -347,11 +319,8 @@ def test_what_is_computed_again_goes_in_the_spans_that_it_was_or_in_short_ones(
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1), st.lists(st.integers(0, 9)), st.data())
-def test_what_is_owed_is_fed_in_order_across_prompt_and_generated(
-    prompt: list[int], generated: list[int], data: st.DataObject
-) -> None:
+def test_what_is_owed_is_fed_in_order_across_prompt_and_generated(prompt, generated, data):
     known = prompt + generated
     request = Request(0, tuple(prompt), 5, generated=generated)
     out: list[int] = []

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from clients.scheduler.text import (
-    ByteTokenizer,
-    FileTokenizer,
-    TokenizerError,
-    printable,
-    tokenizer_for,
-)
+from clients.scheduler.text import ByteTokenizer, FileTokenizer, TokenizerError, printable, tokenizer_for
 from ferrum_rpc.scheduler import TextMatcher, TextStream
 
 BYTES = ByteTokenizer()
@@ -35,7 +31,6 @@ def pieces(stream: TextStream, tokens: Sequence[int]) -> list[str]:
     return [*(stream.push(token) for token in tokens), stream.finish()]
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_streamed_text_is_the_text(text: str) -> None:
     out = pieces(TextStream(BYTES), BYTES.encode(text))
@@ -43,40 +38,35 @@ def test_streamed_text_is_the_text(text: str) -> None:
     assert "\ufffd" not in "".join(out) or "\ufffd" in text, "no character was shown in halves"
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=TextStream.LONGEST_WINDOW - 1))
 def test_bytes_that_are_no_text_stream_as_they_decode(data: bytes) -> None:
     assert "".join(pieces(TextStream(BYTES), list(data))) == data.decode(errors="replace")
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=600))
+@example(b"a" * 300 + b"\xff" * 300)
 def test_bytes_that_never_become_text_do_not_hold_back_the_stream(data: bytes) -> None:
-    stream = TextStream(BYTES)
-    shown = 0
+    """Nor does a token ever cost the decoding of all before it."""
+    tokenizer, shown = Mock(wraps=BYTES), 0
+    stream = TextStream(tokenizer)
     for at, byte in enumerate(data):
         shown += len(stream.push(byte).encode())
         assert at < TextStream.LONGEST_WINDOW or shown > 0
-    assert len(stream._tokens) - stream._window <= 2 * TextStream.LONGEST_WINDOW
+    assert all(len(call.args[0]) <= 2 * TextStream.LONGEST_WINDOW for call in tokenizer.decode.call_args_list)
 
 
-def test_each_character_comes_as_soon_as_it_is_complete() -> None:
-    assert pieces(TextStream(BYTES), list("aé€😀b".encode())) == [
-        *("a", "", "é", "", "", "€", "", "", "", "😀", "b"),
-        "",
-    ]
-
-
-def test_what_is_incomplete_at_the_end_is_shown_at_the_end() -> None:
-    assert pieces(TextStream(BYTES), list("a😀".encode())[:-1]) == ["a", "", "", "", "\ufffd"]
-
-
-def test_tokens_that_read_differently_at_the_beginning_are_joined_as_in_the_whole() -> None:
-    assert "".join(pieces(TextStream(Words()), [1, 2, 3, 4])) == "1 2 3 4"
-
-
-def test_special_tokens_have_no_text() -> None:
-    assert pieces(TextStream(BYTES), [256, 97, 257, 98, 263]) == ["", "a", "", "b", "", ""]
+@pytest.mark.parametrize(
+    ("tokenizer", "tokens", "shown"),
+    [
+        (BYTES, "aé€😀b".encode(), ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]),
+        (BYTES, "a😀".encode()[:-1], ["a", "", "", "", "\ufffd"]),
+        (BYTES, [256, 97, 257, 98, 263], ["", "a", "", "b", "", ""]),
+        (Words(), [1, 2, 3, 4], ["1", " 2", " 3", " 4", ""]),
+    ],
+    ids=["each character when it is complete", "an incomplete one at the end", "special tokens", "joined as the whole"],
+)
+def test_what_is_shown_after_each_token(tokenizer: Any, tokens: Sequence[int], shown: list[str]) -> None:
+    assert pieces(TextStream(tokenizer), list(tokens)) == shown
 
 
 @pytest.fixture
@@ -105,7 +95,6 @@ def test_a_tokenizer_is_found_or_its_absence_explained(demo_folder: Path, tmp_pa
         tokenizer_for(264, tmp_path / "broken.json")
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_nothing_that_a_model_writes_can_speak_to_the_terminal(text: str) -> None:
     shown = printable(text)

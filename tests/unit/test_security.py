@@ -31,30 +31,22 @@ from ferrum_rpc.service.guard.watched_file import SecurityError
 from ferrum_rpc.service.registry import Registry
 from ferrum_rpc.service.rpc import CallLog
 from ferrum_rpc.service.supervisor import BackgroundTask
-from tests.serving import LIMITS, serve_identity
-from tests.wiring import until
+from tests.support.serving import LIMITS, serve_identity
+from tests.support.wiring import until
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+MUTUAL = {"tls_cert": Path("c"), "tls_key": Path("k"), "tls_client_ca": Path("a")}
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tls_cert": Path("c")},
-        {"tls_key": Path("k")},
-        {"tls_client_ca": Path("a")},
+        *({name: path} for name, path in MUTUAL.items()),
         {"operators": frozenset({"root"})},
         {"trusted": frozenset({"mover"})},
-        {
-            "operators": frozenset({"root"}),
-            "tokens": Path("t"),
-            "tls_cert": Path("c"),
-            "tls_key": Path("k"),
-            "tls_client_ca": Path("a"),
-        },
+        {"operators": frozenset({"root"}), "tokens": Path("t"), **MUTUAL},
     ],
 )
-def test_half_a_setting_is_an_error_and_not_no_security(settings: dict[str, Any]) -> None:
+def test_half_a_setting_is_an_error_and_not_no_security(settings):
     with pytest.raises(SecurityError):
         Security(**settings)
 
@@ -62,19 +54,15 @@ def test_half_a_setting_is_an_error_and_not_no_security(settings: dict[str, Any]
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_token_file_has_names_comments_roles_and_several_tokens_of_one_name(tmp_path: Path) -> None:
+def test_a_token_file_has_names_comments_roles_and_several_tokens_of_one_name(tmp_path):
     file = tmp_path / "tokens"
-    roles = {
-        "": (False, False),
-        " operator": (True, False),
-        " trusted": (False, True),
-        " trusted operator": (True, True),
-    }
+    roles = ("", " operator", " trusted", " trusted operator")
     rooted = "".join(f"  root token-{number}{each}\n" for number, each in enumerate(roles))
     file.write_text(f"# schedulers\n\nalice first-token\nalice second-token\n{rooted}")
     tokens = TokenFile(file)
     assert tokens.caller("first-token") == tokens.caller("second-token") == Caller("alice", operator=False, shares=True)
-    for number, (operator, trusted) in enumerate(roles.values()):
+    for number, role in enumerate(roles):
+        operator, trusted = "operator" in role, "trusted" in role
         found = tokens.caller(f"token-{number}")
         assert found == Caller("root", operator=operator, shares=not operator, trusted=trusted)
     for wrong in ("", "first", "first-token ", "alice", "#", "\udcff", "operator"):
@@ -93,13 +81,13 @@ def test_a_token_file_has_names_comments_roles_and_several_tokens_of_one_name(tm
         ("alice secret-token\x07", 1),
     ],
 )
-def test_a_wrong_line_is_named_by_its_number_and_never_shown(text: str, line: int) -> None:
+def test_a_wrong_line_is_named_by_its_number_and_never_shown(text, line):
     with pytest.raises(SecurityError, match=f"line {line}:") as caught:
         parse(text, "the file")
     assert "secret-tok" not in str(caught.value)
 
 
-def test_a_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_used_stops_the_start(tmp_path):
     with pytest.raises(SecurityError, match="No such file"):
         TokenFile(tmp_path / "missing")
     (tmp_path / "empty").write_text("# nobody yet\n")
@@ -111,7 +99,7 @@ def test_a_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
     assert caught.value.__cause__ is None and "secret" not in str(caught.value)
 
 
-def test_tokens_rotate_when_the_file_changes_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
+def test_tokens_rotate_when_the_file_changes_and_a_broken_file_changes_nothing(tmp_path):
     file = tmp_path / "tokens"
     file.write_text("alice old-token\n")
     tokens = TokenFile(file)
@@ -140,7 +128,7 @@ def replace(file: Path, text: str) -> None:
     fresh.replace(file)
 
 
-def test_a_secret_that_others_can_read_or_write_is_told_at_the_start_and_when_it_was_written(tmp_path: Path) -> None:
+def test_a_secret_that_others_can_read_or_write_is_told_at_the_start_and_when_it_was_written(tmp_path):
     file = tmp_path / "tokens"
     file.write_text("alice a-token\n")
     for mode in (0o600, 0o640, 0o604, 0o620, 0o602, 0o700):
@@ -167,7 +155,7 @@ def write_pair(leaf: trustme.LeafCert, cert: Path, key: Path) -> None:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Security:
+def files(tmp_path):
     """A server's certificate, and the authority of its clients."""
     security = Security(tls_cert=tmp_path / "cert", tls_key=tmp_path / "key", tls_client_ca=tmp_path / "ca")
     authority = trustme.CA()
@@ -176,7 +164,7 @@ def files(tmp_path: Path) -> Security:
     return security
 
 
-def test_certificates_are_read_again_when_a_file_changes_and_only_then(files: Security) -> None:
+def test_certificates_are_read_again_when_a_file_changes_and_only_then(files):
     certificates = ServerCertificates(files)
     assert certificates.changed() is None
     write_pair(trustme.CA().issue_cert("localhost"), files.tls_cert, files.tls_key)
@@ -186,7 +174,7 @@ def test_certificates_are_read_again_when_a_file_changes_and_only_then(files: Se
     assert certificates.changed() is not None
 
 
-def test_a_refresh_that_no_handshake_asked_for_takes_no_rotation_away_from_the_next_one(files: Security) -> None:
+def test_a_refresh_that_no_handshake_asked_for_takes_no_rotation_away_from_the_next_one(files):
     certificates = ServerCertificates(files)
     write_pair(trustme.CA().issue_cert("localhost"), files.tls_cert, files.tls_key)
     with capture_logs() as logs:
@@ -197,9 +185,7 @@ def test_a_refresh_that_no_handshake_asked_for_takes_no_rotation_away_from_the_n
 
 
 @pytest.mark.parametrize("years", [1, 40])  # the format of the time changes in 2050
-def test_the_end_of_the_first_certificate_of_a_file_is_known_and_follows_a_rotation(
-    files: Security, years: int
-) -> None:
+def test_the_end_of_the_first_certificate_of_a_file_is_known_and_follows_a_rotation(files, years):
     authority = trustme.CA()
     first, later = (
         authority.issue_cert("localhost", not_after=datetime.now(UTC) + timedelta(days=365 * years + more))
@@ -218,9 +204,7 @@ def test_the_end_of_the_first_certificate_of_a_file_is_known_and_follows_a_rotat
 
 @pytest.mark.parametrize("which", ["tls_cert", "tls_key", "tls_client_ca"])
 @pytest.mark.parametrize("content", [b"", b"garbage", b"another", None])
-def test_a_pair_that_does_not_fit_stops_the_start_and_never_replaces_one_that_does(
-    files: Security, which: str, content: bytes | None
-) -> None:
+def test_a_pair_that_does_not_fit_stops_the_start_and_never_replaces_one_that_does(files, which, content):
     if (which, content) == ("tls_client_ca", b"another"):
         content = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
     elif content == b"another":
@@ -242,9 +226,7 @@ def test_a_pair_that_does_not_fit_stops_the_start_and_never_replaces_one_that_do
     assert certificates.changed() is not None
 
 
-async def test_what_a_server_cannot_use_of_its_files_is_counted(
-    files: Security, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_a_server_cannot_use_of_its_files_is_counted(files, tmp_path, monkeypatch):
     """By the look at the tokens, and by the thread of gRPC's that asks for certificates before a handshake."""
     monkeypatch.setattr("ferrum_rpc.service.server.FILES_EVERY_S", 0.001)
     (tmp_path / "tokens").write_text("alice a-token\n")
@@ -267,7 +249,7 @@ async def test_what_a_server_cannot_use_of_its_files_is_counted(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "localhost", "unix:/run/ferrum"])
-def test_this_machine_needs_no_credentials(host: str) -> None:
+def test_this_machine_needs_no_credentials(host):
     assert is_loopback(host)
     with capture_logs() as logs:
         check_bind(host, Security())
@@ -278,7 +260,7 @@ def test_this_machine_needs_no_credentials(host: str) -> None:
     "host",
     ["0.0.0.0", "::", "10.0.0.7", "executor", "localhost.example", "", "127.0.0.1.example", "::ffff:0.0.0.0"],  # noqa: S104
 )
-def test_other_machines_are_let_in_by_credentials_or_by_saying_so(host: str) -> None:
+def test_other_machines_are_let_in_by_credentials_or_by_saying_so(host):
     with pytest.raises(SecurityError, match="insecure"):
         check_bind(host, Security())
     for security, event in (
@@ -294,14 +276,14 @@ def test_other_machines_are_let_in_by_credentials_or_by_saying_so(host: str) -> 
         assert all(each["action"] for each in logs)
 
 
-def test_an_address_is_what_a_client_dials() -> None:
+def test_an_address_is_what_a_client_dials():
     assert address("::1", 5) == "[::1]:5"
     assert address("localhost", 5) == "localhost:5"
     assert address("unix:run/x", 5) == "unix:run/x"
     assert address("unix:///run/x", 5) == "unix:/run/x"
 
 
-async def test_a_unix_socket_is_of_its_user_and_never_taken_from_a_living_server(tmp_path: Path) -> None:
+async def test_a_unix_socket_is_of_its_user_and_never_taken_from_a_living_server(tmp_path):
     path = tmp_path / "socket"
     first, second = grpc.aio.server(), grpc.aio.server()
     mask = os.umask(0)
@@ -318,7 +300,7 @@ async def test_a_unix_socket_is_of_its_user_and_never_taken_from_a_living_server
     await first.stop(None)
 
 
-async def test_what_a_dead_server_left_is_taken_over_and_a_file_is_not(tmp_path: Path) -> None:
+async def test_what_a_dead_server_left_is_taken_over_and_a_file_is_not(tmp_path):
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -334,7 +316,7 @@ async def test_what_a_dead_server_left_is_taken_over_and_a_file_is_not(tmp_path:
     assert file.read_text() == "precious"
 
 
-async def test_whoever_locks_the_sockets_folder_hinders_nobody_and_a_held_place_is_named(tmp_path: Path) -> None:
+async def test_whoever_locks_the_sockets_folder_hinders_nobody_and_a_held_place_is_named(tmp_path):
     path = tmp_path / "socket"
     folder = os.open(tmp_path, os.O_RDONLY)  # any user may who can read it
     fcntl.flock(folder, fcntl.LOCK_EX)
@@ -359,25 +341,29 @@ async def test_whoever_locks_the_sockets_folder_hinders_nobody_and_a_held_place_
 # --- the guard --------------------------------------------------------------------------------------------------------
 
 
+def signed(content: bytes) -> bytes:
+    return content + CALLER.get().name.encode()
+
+
 async def echo(request: bytes, _: Any) -> bytes:
-    return request + CALLER.get().name.encode()
+    return signed(request)
 
 
-async def count(request: bytes, _: Any) -> AsyncIterator[bytes]:
-    for number in range(3):
-        yield request + CALLER.get().name.encode() + str(number).encode()
+async def twice(request: bytes, _: Any) -> AsyncIterator[bytes]:
+    for _ in range(2):
+        yield signed(request)
 
 
 async def gather(requests: AsyncIterator[bytes], _: Any) -> bytes:
-    return b"".join([each async for each in requests]) + CALLER.get().name.encode()
+    return signed(b"".join([each async for each in requests]))
 
 
 async def mirror(requests: AsyncIterator[bytes], context: Any) -> None:
     async for each in requests:
-        await context.write(each + CALLER.get().name.encode())
+        await context.write(signed(each))
 
 
-async def test_every_kind_of_handler_knows_its_caller_and_refuses_the_others(tmp_path: Path) -> None:
+async def test_every_kind_of_handler_knows_its_caller_and_refuses_the_others(tmp_path):
     (tmp_path / "tokens").write_text("alice a-token\nbob b-token\n")
     server = grpc.aio.server()
     calls = CallLog()
@@ -386,7 +372,7 @@ async def test_every_kind_of_handler_knows_its_caller_and_refuses_the_others(tmp
         "s",
         {
             "UU": grpc.unary_unary_rpc_method_handler(echo),
-            "US": grpc.unary_stream_rpc_method_handler(count),
+            "US": grpc.unary_stream_rpc_method_handler(twice),
             "SU": grpc.stream_unary_rpc_method_handler(gather),
             "SS": grpc.stream_stream_rpc_method_handler(mirror),
         },
@@ -396,25 +382,19 @@ async def test_every_kind_of_handler_knows_its_caller_and_refuses_the_others(tmp
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
 
-        def all_kinds(requests: Any, *metadata: tuple[str, str]) -> list[tuple[str, Any]]:
+        def all_kinds(requests: Any, *metadata: tuple[str, str]) -> list[Any]:
             return [
-                ("UU", channel.unary_unary("/s/UU")(b"q", metadata=metadata)),
-                ("US", channel.unary_stream("/s/US")(b"q", metadata=metadata)),
-                ("SU", channel.stream_unary("/s/SU")(requests, metadata=metadata)),
-                ("SS", channel.stream_stream("/s/SS")(requests, metadata=metadata)),
+                channel.unary_unary("/s/UU")(b"q", metadata=metadata),
+                channel.unary_stream("/s/US")(b"q", metadata=metadata),
+                channel.stream_unary("/s/SU")(requests, metadata=metadata),
+                channel.stream_stream("/s/SS")(requests, metadata=metadata),
             ]
 
-        for name, token in (("alice", "a-token"), ("bob", "b-token")):
-            user = name.encode()
-            wanted: dict[str, Any] = {
-                "UU": b"q" + user,
-                "US": [b"q" + user + number for number in (b"0", b"1", b"2")],
-                "SU": b"qr" + user,
-                "SS": [b"q" + user, b"r" + user],
-            }
-            for kind, call in all_kinds([b"q", b"r"], ("authorization", f"Bearer {token}")):
-                got = [each async for each in call] if kind.endswith("S") else await call
-                assert got == wanted[kind]
+        for name, token in ((b"alice", "a-token"), (b"bob", "b-token")):
+            one, two, three, four = all_kinds([b"q", b"r"], ("authorization", f"Bearer {token}"))
+            assert (await one, await three) == (b"q" + name, b"qr" + name)
+            assert [each async for each in two] == [b"q" + name] * 2
+            assert [each async for each in four] == [b"q" + name, b"r" + name]
         for wrong in (
             [],
             [("authorization", "Bearer ")],
@@ -423,7 +403,7 @@ async def test_every_kind_of_handler_knows_its_caller_and_refuses_the_others(tmp
             [("authorization", "a-token")],
             [("authorization", "Bearer a-token"), ("authorization", "Bearer b-token")],
         ):
-            for _, call in all_kinds(None, *wrong):
+            for call in all_kinds(None, *wrong):
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
     assert CALLER.get() == ANYBODY
     assert {method.errors for method in calls.methods.values()} == {6}
@@ -440,7 +420,7 @@ class Connection:
         return self.names
 
 
-def test_a_certificates_first_name_is_the_identity_and_one_without_is_nobody() -> None:
+def test_a_certificates_first_name_is_the_identity_and_one_without_is_nobody():
     guard = Guard(None, frozenset({"root"}))
     spiffe = b"spiffe://cluster/alice"
     assert guard.caller(Connection(spiffe, b"root")) == Caller(spiffe.decode(), operator=False, shares=True)
@@ -453,18 +433,17 @@ def test_a_certificates_first_name_is_the_identity_and_one_without_is_nobody() -
             guard.caller(Connection(*names))
 
 
-def test_a_handler_that_could_not_be_guarded_is_not_registered() -> None:
+def test_a_handler_that_could_not_be_guarded_is_not_registered():
     table = Registry(CallLog(), Guard(None), LIMITS)
     with pytest.raises(TypeError, match="must be an async handler"):
-        table.add_registered_method_handlers(
-            "s", {"M": grpc.unary_unary_rpc_method_handler(lambda request, _: request)}
-        )
+        plain = grpc.unary_unary_rpc_method_handler(lambda request, _: request)
+        table.add_registered_method_handlers("s", {"M": plain})
 
 
 # --- the client -------------------------------------------------------------------------------------------------------
 
 
-def test_a_client_is_told_which_file_is_wrong_before_it_calls(files: Security, tmp_path: Path) -> None:
+def test_a_client_is_told_which_file_is_wrong_before_it_calls(files, tmp_path):
     assert isinstance(tls(files.tls_client_ca, files.tls_cert, files.tls_key), grpc.ChannelCredentials)
     garbage = tmp_path / "garbage"
     garbage.write_text("garbage")
@@ -479,7 +458,7 @@ def test_a_client_is_told_which_file_is_wrong_before_it_calls(files: Security, t
             tls(*arguments)
 
 
-def test_a_token_file_of_a_client_holds_one_word(tmp_path: Path) -> None:
+def test_a_token_file_of_a_client_holds_one_word(tmp_path):
     file = tmp_path / "token"
     file.write_text(" the-token\n")
     assert read_token(file) == "the-token"
@@ -492,10 +471,7 @@ def test_a_token_file_of_a_client_holds_one_word(tmp_path: Path) -> None:
         read_token(tmp_path / "missing")
 
 
-# --- the settings of a run --------------------------------------------------------------------------------------------
-
-
-def test_the_variable_of_clients_does_not_pass_for_the_setting_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_of_clients_does_not_pass_for_the_setting_of_servers(monkeypatch):
     from ferrum_rpc.config import load_settings
     from ferrum_rpc.serve import _security
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import structlog
 import torch
 
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, Span, SpanResult, Step, TopTokens
+from ferrum_rpc.core import FullLogits, Greedy, OutputKind, OutputSpec, Positions, Span, TopTokens
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.cuda.graphs import Capture
 from ferrum_rpc.engine.cuda.select import select_compute, select_depth
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.errors import DeviceLost, StepFailed
-from tests.kernels.fixtures import PlannedTorch
-from tests.kernels.rerun import Rerun
+from tests.support.fixtures import PlannedTorch
+from tests.support.rerun import Rerun
+from tests.support.rows import answered
 
 CONFIG = ModelSettings(
     path="identity",
@@ -32,56 +31,27 @@ CONFIG = ModelSettings(
 )
 
 
-@pytest.fixture(autouse=True)
-def logs() -> Iterator[list[Any]]:
-    with structlog.testing.capture_logs() as logs:
-        yield logs
+SELECT: Any = {"graphs": "auto", "max_sequences": 4, "blocks_per_sequence": 16, "block_size": 4}
 
 
-def replaying(
-    capture: Capture, stage: Any = lambda _: None, graphs: str = "auto", verify_tokens: int = 0
-) -> TorchRunner:
-    """The runner of `CONFIG` with what a CUDA device would get."""
+def replaying(capture: Capture, stage: Any = lambda _: None, **select: Any) -> Any:
+    """The runner of `CONFIG` with what a CUDA device would get, and the choice of it."""
     plain = build_runner(CONFIG)
     with plain.context():
         attention = PlannedTorch(plain.model.attention_specs, plain.store.keys, plain.store.values)
-        choice, compute = select_compute(
-            plain.model,
-            attention,
-            graphs=graphs,
-            max_sequences=4,
-            blocks_per_sequence=16,
-            block_size=4,
-            verify_tokens=verify_tokens,
-            capture=capture,
-        )
-    runner = TorchRunner(
-        plain.model,
-        plain.kv,
-        plain.store,
-        attention,
-        info=plain.info,
-        device=plain.device,
-        stage=stage,
-        compute=compute,
-    )
-    runner.choice = choice  # type: ignore[attr-defined]
+        choice, compute = select_compute(plain.model, attention, capture=capture, **{**SELECT, **select})
+    given: Any = {"info": plain.info, "device": plain.device, "stage": stage, "compute": compute}
+    runner: Any = TorchRunner(plain.model, plain.kv, plain.store, attention, **given)
+    runner.choice = choice
     return runner
 
 
 def run(runner: TorchRunner, *spans: tuple[int, list[int], int], kind: OutputKind | None = None) -> list[Any]:
     """Length and rows of ``(sequence, tokens, start)`` each."""
     output = OutputSpec(Positions.ALL, kind or FullLogits())
-    step = Step(tuple(Span(s, np.array(t, dtype=np.int32), at, output, create=at == 0) for s, t, at in spans))
-    with runner.context():
-        outcomes = runner.forward(step).outcomes
-    found = []
-    for outcome in outcomes:
-        assert isinstance(outcome, SpanResult) and outcome.rows is not None
-        block = outcome.rows.detached().block
-        found.append([outcome.length, *block.columns.values()])
+    rows = answered(runner, *(Span(s, np.array(t, np.int32), at, output, create=at == 0) for s, t, at in spans))
     runner.check()
-    return found
+    return [[runner.kv.length(s), *each.values()] for (s, _, _), each in zip(spans, rows, strict=True)]
 
 
 def same(one: list[Any], other: list[Any]) -> None:
@@ -136,21 +106,17 @@ def test_a_step_that_fails_after_its_replay_leaves_no_trace(stage: str) -> None:
 
 
 def test_a_replay_that_loses_the_device_is_the_device_lost() -> None:
-    runner = replaying(Rerun())
+    def record(run: Any) -> tuple[Any, torch.Tensor]:
+        return Mock(side_effect=torch.AcceleratorError("an illegal memory access")), run()
+
+    runner = replaying(record)
     run(runner, (1, [1, 2], 0))
-
-    def lost() -> None:
-        raise torch.AcceleratorError("an illegal memory access")
-
-    graphs = runner.compute.graphs  # type: ignore[attr-defined]
-    for shape, graph in graphs._graphs.items():
-        graphs._graphs[shape] = replace(graph, replay=lost)
     with pytest.raises(DeviceLost):
         run(runner, (1, [3], 2))
 
 
 def test_the_choice_says_what_was_recorded_and_what_was_not(logs: list[Any]) -> None:
-    runner: Any = replaying(Rerun())
+    runner = replaying(Rerun())
     assert runner.choice == ("cuda_graphs=3", "decode steps of up to 4 sequences are one launch")
     runner = replaying(Rerun(), graphs="off")
     assert runner.choice == ("cuda_graphs=off", "requested") and runner.compute.graphs is None
@@ -184,9 +150,8 @@ def test_steps_overlap_where_nothing_in_them_waits_and_nobody_said_no() -> None:
 
 def test_a_backend_without_reserved_plans_has_no_graphs() -> None:
     plain = build_runner(CONFIG)
-    arguments: Any = {"graphs": "auto", "max_sequences": 4, "blocks_per_sequence": 16, "block_size": 4}
     with plain.context():
-        (name, reason), compute = select_compute(plain.model, plain.attention, capture=Rerun(), **arguments)
+        (name, reason), compute = select_compute(plain.model, plain.attention, capture=Rerun(), **SELECT)
     assert name == "cuda_graphs=off" and plain.attention.name in reason
     assert type(plain.compute) is type(compute) and plain.depth == 1
     assert not any("graphs" in name for name, _ in plain.device.choices)

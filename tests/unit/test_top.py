@@ -58,7 +58,7 @@ NOW = StatusSample(
 # --- rates ------------------------------------------------------------------------------------------------------------
 
 
-def test_rates_are_differences_over_the_time_between_two_answers() -> None:
+def test_rates_are_differences_over_the_time_between_two_answers():
     assert rates(BEFORE, NOW) == StatusRates(
         measured_s=2.0,
         steps_per_s=20.0,
@@ -73,7 +73,7 @@ def test_rates_are_differences_over_the_time_between_two_answers() -> None:
     assert hits_since_start(NOW.status.counters) == 130 / 160
 
 
-def test_a_mean_of_nothing_is_unknown_and_a_rate_of_nothing_is_zero() -> None:
+def test_a_mean_of_nothing_is_unknown_and_a_rate_of_nothing_is_zero():
     idle = rates(BEFORE, StatusSample(BEFORE.status, 1001.0))
     assert idle is not None
     assert (idle.steps_per_s, idle.tokens_per_s, idle.busy_share, idle.errors_per_s) == (0, 0, 0, 0)
@@ -82,7 +82,7 @@ def test_a_mean_of_nothing_is_unknown_and_a_rate_of_nothing_is_zero() -> None:
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(Counters)])
-def test_a_counter_that_went_back_is_another_process_and_has_no_rates(name: str) -> None:
+def test_a_counter_that_went_back_is_another_process_and_has_no_rates(name):
     counters = replace(BEFORE.status.counters, **{name: 9})
     before = StatusSample(replace(BEFORE.status, counters=replace(counters, **{name: 10})), 1000.0)
     assert rates(before, StatusSample(replace(BEFORE.status, counters=counters), 1001.0)) is None
@@ -98,7 +98,7 @@ def test_a_counter_that_went_back_is_another_process_and_has_no_rates(name: str)
     ],
     ids=["uptime", "no method", "fewer calls", "no time"],
 )
-def test_rates_start_again_with_another_process(now: StatusSample) -> None:
+def test_rates_start_again_with_another_process(now):
     assert rates(BEFORE, now) is None
     assert rates(None, now) is None
     assert rates(BEFORE, NOW) is not None
@@ -131,7 +131,7 @@ def activity(*names: str, held: int = 3, elapsed_s: float = 1.5) -> Activity:
     )
 
 
-def test_callers_of_all_executors_are_added_up_and_the_slowest_calls_come_first() -> None:
+def test_callers_of_all_executors_are_added_up_and_the_slowest_calls_come_first():
     first = replace(row("a:1"), activity=activity("alice", "", held=3, elapsed_s=0.25))
     second = replace(row("b:1"), activity=activity("alice", "x" * 60, held=4, elapsed_s=123.0))
     heading, *callers = [line.split() for line in screen.callers([first, second, ROWS[2]])]
@@ -148,30 +148,25 @@ def test_callers_of_all_executors_are_added_up_and_the_slowest_calls_come_first(
     assert lines([replace(many, activity=activity())], 80) == lines([row("a:1")], 80)
 
 
-@pytest.mark.parametrize("width", range(20, 200))
-def test_no_line_is_wider_than_the_terminal_and_no_cell_is_cut(width: int) -> None:
-    drawn = [line for line, _ in lines(ROWS, width)]
-    assert max(map(len, drawn)) <= width
-    heads, *rows = [line.split() for line in drawn[2:6]]
-    _, columns = shown(width, [each.target for each in ROWS])
-    if columns:
-        assert heads == ["executor", "state", *(each.heading for each in columns)]
-        for found, each in zip(rows, ROWS, strict=True):
-            assert found[1:] == [each.state.lower(), *(column.show(each) for column in columns)]
-
-
-def test_columns_go_in_one_order_and_none_moves_when_figures_change() -> None:
+def test_at_any_width_no_line_is_wider_no_cell_is_cut_and_columns_go_in_one_order():
     every = [each.heading for each in COLUMNS]
     assert sorted(DROPPED) == sorted(every)
     for width in range(20, 200):
+        drawn = [line for line, _ in lines(ROWS, width)]
+        assert max(map(len, drawn)) <= width
+        heads, *rows = [line.split() for line in drawn[2:6]]
         _, columns = shown(width, [each.target for each in ROWS])
         left = DROPPED[len(DROPPED) - len(columns) :]
         assert [each.heading for each in columns] == [each for each in every if each in left]
+        if columns:
+            assert heads == ["executor", "state", *(each.heading for each in columns)]
+            for found, each in zip(rows, ROWS, strict=True):
+                assert found[1:] == [each.state.lower(), *(column.show(each) for column in columns)]
         few, many = (lines([row("a:1", number=number)], width)[2:4] for number in (0, 987_654_321_000))
-        assert few[0] == many[0] and len(few[1][0]) == len(many[1][0])
+        assert few[0] == many[0] and len(few[1][0]) == len(many[1][0]), "none moves when figures change"
 
 
-def test_160_columns_show_all_and_80_the_ones_that_matter_most() -> None:
+def test_160_columns_show_all_and_80_the_ones_that_matter_most():
     targets = ["10.200.200.200:50051"]
     assert shown(160, targets)[1] == shown(None, targets)[1] == list(COLUMNS)
     kept = ["steps/s", "tokens/s", "batch", "queue", "used", "free"]
@@ -179,96 +174,50 @@ def test_160_columns_show_all_and_80_the_ones_that_matter_most() -> None:
     assert [each.heading for each in shown(80, ["127.0.0.1:50051"])[1]] == [*kept, "hits"]
 
 
-def test_without_a_terminal_nothing_is_left_out() -> None:
+def test_without_a_terminal_nothing_is_left_out_and_a_long_target_keeps_its_begin_and_its_end():
     drawn = [line for line, _ in lines(ROWS, None)]
     assert all(any(each.target in line for line in drawn) for each in ROWS)
     assert f"10.200.200.200:50051: {ROWS[1].reason}" in drawn
-
-
-def test_a_long_target_keeps_its_begin_and_its_end() -> None:
     [line] = [line for line, state in lines(ROWS, 100) if state is RowState.GONE and " gone " in line]
     assert re.match(r"executor-0\.\w*….*cal:50051  gone", line)
 
 
-def test_what_does_not_fit_the_terminals_height_is_counted() -> None:
+def test_what_does_not_fit_the_terminals_height_is_counted():
     rows = [row(f"10.0.0.{each}:50051") for each in range(50)]
     drawn = [line for line, _ in lines(rows, 80, 10)]
     assert len(drawn) == 10 and drawn[-1] == "… 44 more lines"
     assert len(lines(rows, 80, 53)) == 53 and lines(rows, 80, 53)[-1][0].startswith("10.0.0.49:50051")
 
 
-def test_the_first_line_counts_states_and_adds_up_tokens() -> None:
+def test_the_first_line_counts_states_and_adds_up_tokens():
     assert screen.headline(ROWS) == "1 serving, 1 draining, 1 gone; 123M tokens/s"
     assert screen.headline([]) == "no executors; 0 tokens/s"
 
 
-@pytest.mark.parametrize(
-    ("number", "expected"),
-    [
-        (None, "-"),
-        (0, "0"),
-        (0.0, "0"),
-        (0.04, "0.0"),
-        (7.26, "7.3"),
-        (99.96, "100"),
-        (1234.5, "1234"),
-        (9999, "9999"),
-        (9999.4, "9999"),
-        (9999.6, "10.0k"),
-        (10_000, "10.0k"),
-        (99_949, "99.9k"),
-        (99_951, "100k"),
-        (999_400, "999k"),
-        (999_700, "1.0M"),
-        (2**32, "4.3G"),
-    ],
-)
-def test_numbers_have_at_most_five_characters(number: float | None, expected: str) -> None:
-    assert short(number) == expected and len(expected) <= 5
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        (None, "-"),
-        (0.9, "0s"),
-        (59.9, "59s"),
-        (60, "1m"),
-        (3599, "59m"),
-        (86_399, "23h"),
-        (86_400, "1d"),
-        (1e9, "999d"),
-    ],
-)
-def test_times_have_at_most_four_characters(seconds: float | None, expected: str) -> None:
-    assert age(seconds) == expected and len(expected) <= 4
+def test_numbers_have_at_most_five_characters_and_times_four():
+    numbers = [None, 0, 0.0, 0.04, 7.26, 99.96, 1234.5, 9999, 9999.4, 9999.6, 10_000, 99_949, 99_951, 999_700, 2**32]
+    in_words = "- 0 0 0.0 7.3 100 1234 9999 9999 10.0k 10.0k 99.9k 100k 1.0M 4.3G"
+    assert " ".join(map(short, numbers)) == in_words
+    times = [None, 0.9, 59.9, 60, 3599, 86_399, 86_400, 1e9]
+    assert " ".join(map(age, times)) == "- 0s 59s 1m 59m 23h 1d 999d"
 
 
 # --- JSON and the command line ----------------------------------------------------------------------------------------
 
 
-def test_json_has_the_documented_keys_whatever_is_known() -> None:
+def test_json_has_the_documented_keys_whatever_is_known():
     text = (ROOT / "docs" / "operations.md").read_text("utf-8")
     section = text.partition("## Watching executors")[2].partition("\n## ")[0]
-    documented = {
-        each
-        for line in section.splitlines()
-        if line.startswith("| `")
-        for each in re.findall(r"`(\w+)`", line.split("|")[1])
-    }
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
+    documented = {each for row in rows for each in re.findall(r"`(\w+)`", row[1])}
     assert set(ROWS[0].json()) == set(ROWS[2].json()) == documented - set(program.document([], 1.0))
     assert set(program.document([], 1.0)) <= documented
     unknown = {key: value for key, value in ROWS[2].json().items() if value not in (None, [])}
     assert unknown == {"target": ROWS[2].target, "state": "GONE", "reason": ROWS[2].reason, "restarts": 0}
-    headings = {
-        heading for line in section.splitlines() if line.startswith("| `") for heading in line.split("|")[2].split(", ")
-    }
-    assert {each.heading for each in COLUMNS} <= {each.strip() for each in headings}
+    assert {each.heading for each in COLUMNS} <= {each.strip() for row in rows for each in row[2].split(", ")}
 
 
-def test_the_live_screen_names_the_extra_that_it_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_live_screen_names_the_extra_that_it_needs(monkeypatch, capsys):
     monkeypatch.setattr(program, "moves", lambda _: True)
     monkeypatch.setitem(sys.modules, "rich.live", None)
     with pytest.raises(SystemExit) as caught:
@@ -288,9 +237,7 @@ def test_the_live_screen_names_the_extra_that_it_needs(
         (("--once", "--taget", "a:1"), "--target"),
     ],
 )
-def test_what_is_written_wrongly_is_refused(
-    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_written_wrongly_is_refused(flags, says, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["top", *flags])
     assert caught.value.code in (1, 2)

@@ -10,7 +10,7 @@ from ferrum_rpc.core import ANYBODY, Caller
 from ferrum_rpc.errors import QueueFull
 from ferrum_rpc.service.quotas import Quotas, Unread
 from ferrum_rpc.service.records import Resource
-from tests.serving import LIMITS
+from tests.support.serving import LIMITS
 
 MIB = 1 << 20
 SMALL = replace(LIMITS, max_unread_bytes=100 * MIB, max_response_bytes=20 * MIB, max_session_response_bytes=20 * MIB)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import executor_control_pb2, model_executor_pb2, session_pb2
 from ferrum_rpc.wire.unfolding import UNCOUNTED_BYTES, UnfoldingBudget, check
-from tests.serving import LIMITS
-from tests.wiring import field
+from tests.support.serving import LIMITS
+from tests.support.wiring import field
 
 BUDGET = UnfoldingBudget.of(LIMITS)
 MEGABYTE = 1 << 20

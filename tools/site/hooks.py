@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 
 from tools.commands import ROOT
 from tools.site import protos, python, reference
-from tools.site.links import EXAMPLES, PAGES, relinked
+from tools.site.links import EXAMPLES, PAGES, anchor_of, relinked
 
 RANKS: Final = {"concepts/": 2, "howto/": 2, "reference/proto-": 0.2, "reference/python-": 0.2, "examples": 0.5}
 """Weights of pages in the search by how their paths begin: explanations first, names of code last."""
@@ -41,9 +41,9 @@ def on_files(files: Files, config: Any) -> Files:
 def examples() -> Iterator[str]:
     """The programs of `examples/`, each with its path as its heading."""
     yield from ("# Examples", "", "The test suite runs each of these programs against the demo model.")
-    for path in sorted((ROOT / "examples").glob("*.py")):
-        yield from ("", f"## `examples/{path.name}` {{ #{path.stem} }}", "")
-        yield from ("```python", path.read_text("utf-8").strip(), "```")
+    for path in sorted((ROOT / "examples").glob("*.[pj][ys]")):
+        yield from ("", f"## `examples/{path.name}` {{ #{anchor_of(path.name)} }}", "")
+        yield from ("```python" if path.suffix == ".py" else "```js", path.read_text("utf-8").strip(), "```")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

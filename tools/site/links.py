@@ -20,6 +20,11 @@ EXAMPLES: Final = "examples.md"
 LINK: Final = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
+def anchor_of(example: str) -> str:
+    """The anchor of a program of `examples/` on the page that has them all."""
+    return posixpath.basename(example).removesuffix(".py").replace(".", "-")
+
+
 def relinked(text: str, source: str, page: str) -> str:
     """Text with links for the site. ``source``: the file that it comes from, in the repository. ``page``: the page that
     it is on. A link to a file that is no page becomes its text."""
@@ -35,7 +40,7 @@ def relinked(text: str, source: str, page: str) -> str:
         elif file in PAGES:
             place = PAGES[file]
         elif file.startswith("examples/") and (ROOT / file).exists():
-            place, heading = EXAMPLES, posixpath.basename(file).removesuffix(".py")
+            place, heading = EXAMPLES, anchor_of(file)
         else:
             return label if (ROOT / file).exists() else found[0]
         path = "" if place == page else posixpath.relpath(place, posixpath.dirname(page) or ".")

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto, FileDescriptorSet
 
-from tools.commands import ROOT
+from tools.generate_stubs import PACKAGE, protoc
 
-PACKAGE: Final = "ferrum_rpc/executor/v1"
-SERVICE, MESSAGE, ENUM, FIELD, NESTED, VALUE, METHOD, PACKAGE_LINE, SYNTAX = 6, 4, 5, 2, 3, 2, 2, 2, 12
+SERVICE, MESSAGE, ENUM, FIELD, NESTED, VALUE, METHOD, SYNTAX = 6, 4, 5, 2, 3, 2, 2, 12
 """Numbers of fields in descriptor.proto, of which the paths of comments are made."""
 
 
 @cache
 def files() -> dict[str, FileDescriptorProto]:
     """The descriptors by the names of their files, with comments."""
-    sources = sorted(
-        path.relative_to(ROOT / "protos").as_posix() for path in (ROOT / "protos" / PACKAGE).glob("*.proto")
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "protos.binpb")
-        paths = (f"-I{ROOT / 'protos'}", f"-I{ROOT / 'third_party/googleapis'}")
-        command = [sys.executable, "-m", "grpc_tools.protoc", *paths, "--include_source_info"]
-        subprocess.run([*command, f"--descriptor_set_out={out}", *sources], check=True)
-        found = FileDescriptorSet.FromString(out.read_bytes())
+    with tempfile.NamedTemporaryFile() as out:
+        protoc("--include_source_info", f"--descriptor_set_out={out.name}")
+        found = FileDescriptorSet.FromString(Path(out.name).read_bytes())
     return {each.name: each for each in found.file if each.name.startswith(PACKAGE)}
 
 

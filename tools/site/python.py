@@ -43,14 +43,8 @@ def exported(module: ModuleType) -> list[str]:
 
 def _module(name: str) -> Iterator[str]:
     module = importlib.import_module(name)
-    yield from (
-        f"# {name} {{ #{name} }}",
-        "",
-        "*Generated from signatures and docstrings.*",
-        "",
-        *_prose(module.__doc__, name),
-        "",
-    )
+    yield from (f"# {name} {{ #{name} }}", "", "*Generated from signatures and docstrings.*", "")
+    yield from (*_prose(module.__doc__, name), "")
     values = {each: getattr(module, each) for each in exported(module)}
     classes = {each: value for each, value in values.items() if inspect.isclass(value)}
     errors = {each: value for each, value in classes.items() if issubclass(value, Exception)}
@@ -61,14 +55,8 @@ def _module(name: str) -> Iterator[str]:
     for each, function in functions.items():
         yield from (f"## {each} {{ #{name}.{each} }}", "", *_code(each, function), *_prose(function.__doc__, name), "")
     if errors:
-        yield from (
-            "## Errors",
-            "",
-            "Reasons, codes and what to do: [errors](errors.md).",
-            "",
-            "| class | |",
-            "|---|---|",
-        )
+        yield from ("## Errors", "", "Reasons, codes and what to do: [errors](errors.md).", "")
+        yield from ("| class | |", "|---|---|")
         for each, value in errors.items():
             yield f"| `{each}`{{ #{name}.{each} }} | {_cell(' '.join(_prose(value.__doc__, name)))} |"
         yield ""
@@ -98,9 +86,8 @@ def _class(path: str, name: str, of: type) -> Iterator[str]:
     if issubclass(of, enum.Enum):
         notes = _notes(of)
         yield from ("| member | value | |", "|---|---|---|")
-        yield from (
-            f"| `{each.name}`{{ #{path}.{each.name} }} | `{each.value!r}` | {notes.get(each.name, '')} |" for each in of
-        )
+        for member in of:
+            yield f"| `{member.name}`{{ #{path}.{member.name} }} | `{member.value!r}` | {notes.get(member.name, '')} |"
         yield ""
         return
     fields = {each: kind for base in reversed(of.__mro__) for each, kind in inspect.get_annotations(base).items()}
@@ -161,11 +148,8 @@ def _code(name: str, of: Any) -> list[str]:
     except (TypeError, ValueError):
         return []
     clean = [re.sub(r": '([^']+)'", r": \1", re.sub(r" at 0x[0-9a-f]+", "", str(each))) for each in _parts(signature)]
-    returns = (
-        ""
-        if signature.return_annotation is signature.empty or inspect.isclass(of)
-        else f" -> {_shown(signature.return_annotation)}"
-    )
+    returned = signature.return_annotation
+    returns = "" if returned is signature.empty or inspect.isclass(of) else f" -> {_shown(returned)}"
     prefix = "async " if inspect.iscoroutinefunction(of) else ""
     line = f"{prefix}{name}({', '.join(clean)}){returns}"
     if len(line) > WIDTH:

@@ -22,15 +22,8 @@ GENERATED: Final = "*Generated from the sources.*"
 
 def pages() -> dict[str, str]:
     """The text of each page by its path on the site."""
-    made = {
-        "settings": settings,
-        "commands": commands,
-        "metrics": metrics,
-        "log-events": log_events,
-        "errors": errors,
-        "limits": limits,
-    }
-    return {f"reference/{name}.md": "\n".join(make()) + "\n" for name, make in made.items()}
+    made = (settings, commands, metrics, log_events, errors, limits)
+    return {f"reference/{each.__name__.replace('_', '-')}.md": "\n".join(each()) + "\n" for each in made}
 
 
 def _capitalised(text: str) -> str:
@@ -45,15 +38,13 @@ def _copied(cell: str, source: str, target: str) -> str:
 def _mentions(*spellings: str, but: str = "") -> list[str]:
     """Links to the sections in which a name stands in code. ``but``: a section that names all of them."""
     found = re.compile("|".join(rf"(?<![\w-]){re.escape(each)}(?![\w-])" for each in spellings))
-    links = []
-    for name in EXPLAINED_IN:
-        for heading, text in sections(name):
-            if (
-                heading
-                and heading != but
-                and any(found.search(each) for each in re.findall(r"`[^`\n]+`|^\$ .*|^[a-z_]+ = .*", text, re.M))
-            ):
-                links.append(f"[{heading.replace('`', '')}](../{name}#{anchor(heading)})")
+    links = [
+        f"[{heading.replace('`', '')}](../{name}#{anchor(heading)})"
+        for name in EXPLAINED_IN
+        for heading, text in sections(name)
+        if heading not in ("", but)
+        and any(found.search(each) for each in re.findall(r"`[^`\n]+`|^\$ .*|^[a-z_]+ = .*", text, re.M))
+    ]
     return links[:MOST_LINKS]
 
 
@@ -140,13 +131,8 @@ def metrics() -> Iterator[str]:
     )
     for each in metric_families():
         labels = f", labels {', '.join(f'`{label}`' for label in each.labels)}" if each.labels else ""
-        yield from (
-            "",
-            f"## `{each.name}` {{ #{each.name} }}",
-            "",
-            f"{each.kind.capitalize()}{labels}. {each.text}",
-            "",
-        )
+        yield from ("", f"## `{each.name}` {{ #{each.name} }}", "")
+        yield from (f"{each.kind.capitalize()}{labels}. {each.text}", "")
         if each.name.endswith("_limit"):
             yield f"It is set by {explained[each.name]}."
         else:
@@ -201,10 +187,8 @@ def errors() -> Iterator[str]:
         named = [f"`{each}`" for each in sets if kind in getattr(client, each)]
         yield from ("", f"## `{reason}` {{ #{reason} }}", "")
         of = f", in {', '.join(named)}" if named else ""
-        yield from (
-            f"Status {code.name}. Python: [`{kind.__name__}`](python-client.md#ferrum_rpc.client.{kind.__name__}){of}.",
-            "",
-        )
+        python = f"[`{kind.__name__}`](python-client.md#ferrum_rpc.client.{kind.__name__})"
+        yield from (f"Status {code.name}. Python: {python}{of}.", "")
         for happened, do in explained.get(reason, []):
             for label, text in (("What happened", happened), ("What to do", do)):
                 yield from (f"{label}: {_copied(text, 'contract.md', 'errors.md')}.", "")

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cache
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
 
+from ferrum_rpc.config import ModelSettings, ServeSettings
+from ferrum_rpc.core import CacheState
+from ferrum_rpc.engine.api import EngineCounters
+from ferrum_rpc.service.meters import StepMeter
+from ferrum_rpc.service.metrics import Metrics
+from ferrum_rpc.service.rpc import CallLog
+from ferrum_rpc.service.state import ServerState
 from tools.commands import ROOT
 
 LEVELS: Final = frozenset({"info", "warning", "error", "exception"})
-CONSTRUCTORS: Final = {"_gauge": "gauge", "_bounded": "gauge", "_info": "gauge", "GaugeMetricFamily": "gauge"} | {
-    "_counter": "counter", "CounterMetricFamily": "counter",
-    "_histogram": "histogram", "HistogramMetricFamily": "histogram",
-}  # fmt: skip
-"""The type of a metric by the call in `service/metrics.py` that makes it."""
 
 
+@cache
 def logged_events() -> tuple[dict[str, set[str]], set[str]]:
     """The events that servers log, with the files that log them; and how those end whose name is made of a variable.
     Clients log sentences to their program's own log; these are not events."""
@@ -42,8 +46,7 @@ def logged_events() -> tuple[dict[str, set[str]], set[str]]:
     return events, ends
 
 
-@dataclass(frozen=True, slots=True)
-class MetricFamily:
+class MetricFamily(NamedTuple):
     """A metric by the name under which Prometheus reads it. ``text``: its HELP line."""
 
     name: str
@@ -54,64 +57,17 @@ class MetricFamily:
 
 def metric_families() -> Iterator[MetricFamily]:
     """The metrics of an executor, in the order of `service/metrics.py`; those of the process come from the library."""
-    tree = ast.parse((ROOT / "ferrum_rpc" / "service" / "metrics.py").read_text("utf-8"))
-    [metrics] = [each for each in tree.body if isinstance(each, ast.ClassDef)]
-    for method in metrics.body:
-        if isinstance(method, ast.FunctionDef):
-            known = dict(_assigned(method))
-            for call in sorted((each for each in ast.walk(method) if isinstance(each, ast.Call)), key=_place):
-                if isinstance(call.func, ast.Name) and call.func.id in CONSTRUCTORS:
-                    yield from _families(call, call.func.id, known)
-
-
-def _place(node: ast.Call) -> tuple[int, int]:
-    return node.lineno, node.col_offset
-
-
-def _assigned(method: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
-    """Local names and what they are bound to."""
-    for node in ast.walk(method):
-        match node:
-            case ast.Assign(targets=[ast.Name(name)], value=value):
-                yield name, value
-            case ast.Assign(targets=[ast.Tuple(names)], value=ast.Tuple(values)):
-                yield from (
-                    (each.id, value) for each, value in zip(names, values, strict=True) if isinstance(each, ast.Name)
-                )
-
-
-def _text(node: ast.expr, known: Mapping[str, ast.expr]) -> str:
-    """The text of a constant, of a name bound to one, or of a format string of these."""
-    match node:
-        case ast.Constant(str(text)):
-            return text
-        case ast.Name("PREFIX"):
-            return "ferrum_"
-        case ast.Name(name) if name in known:
-            return _text(known[name], known)
-        case ast.JoinedStr(parts):
-            return "".join(_text(each, known) for each in parts)
-        case ast.FormattedValue(value):
-            return _text(value, known)
-    raise ValueError(f"line {node.lineno}: no constant text: {ast.unparse(node)}")
-
-
-def _families(call: ast.Call, made_by: str, known: Mapping[str, ast.expr]) -> Iterator[MetricFamily]:
-    kind = CONSTRUCTORS[made_by]
-    name = "ferrum_" + _text(call.args[0], known).removeprefix("ferrum_")
-    labels: list[ast.expr | None] = []
-    if made_by in {"_gauge", "_counter"}:
-        labels = list(call.args[3:])
-    elif made_by == "_info":
-        match known[call.args[2].id] if isinstance(call.args[2], ast.Name) else call.args[2]:
-            case ast.Dict(keys):
-                labels = list(keys)
-    else:
-        labels = [each for word in call.keywords if isinstance(word.value, ast.Tuple) for each in word.value.elts]
-    named = tuple(_text(each, known) for each in labels if each is not None)
-    yield MetricFamily(f"{name}_total" if kind == "counter" else name, kind, _text(call.args[1], known), named)
-    if made_by == "_bounded":
-        yield MetricFamily(f"{name}_limit", kind, f"The limit of {name}.", ())
+    state: Any = ServerState(ServeSettings(model=ModelSettings("identity")).limits())
+    cache, counters = CacheState(block_size=16, total_blocks=1, free_blocks=1, sequences=0), EngineCounters()
+    state.engine = SimpleNamespace(cache=cache, counters=counters, queued_items=0, queued_tokens=0, ranks=())
+    model = SimpleNamespace(name="", architecture="", tokenizer_sha256="", vocab_size=1)
+    state.serve(model, SimpleNamespace(name="cpu"))
+    metrics = Metrics(state, CallLog(), StepMeter(), failpoints={"": 1})
+    for part in vars(Metrics).values():
+        if inspect.isgeneratorfunction(part) and part is not Metrics.collect:
+            for each in part(metrics):
+                name = each.name + "_total" * (each.type == "counter")
+                yield MetricFamily(name, each.type, each.documentation, each._labelnames)
 
 
 @cache

@@ -14,8 +14,7 @@ from typing import Final
 
 from benchmarks.engines.peers.lines import Timed, timed
 
-BEFORE: Final = 32
-"""Tokens that a sequence may have before the last one has its first: prompts take several steps."""
+BEFORE: Final = 32  # tokens that a sequence may have before the last one has its first: prompts take several steps
 
 
 class Generating(ABC):

@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Dynamic
 from benchmarks.engines.peers.lines import Timed, Unsupported, run, timed
 
 WAYS: Final = {"dynamic": "eager, sdpa", "static": "static cache, compiled", "paged": "continuous batching"}
-PAGE: Final = 32
-"""Tokens of a page of the continuous batching."""
+PAGE: Final = 32  # tokens of a page of the continuous batching
 
 
 class Transformers:
@@ -55,7 +54,6 @@ class Transformers:
             self._rows(self._model, prompts)
 
     def decode(self, tokens: list[list[int]], lead_in: int) -> Timed:
-        """Roll back and step."""
         if self._way == "paged":
             return self._generate(len(tokens))[lead_in:], []  # tokens of its own are no answer to ours
         self._roll_back()

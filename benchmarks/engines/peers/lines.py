@@ -20,15 +20,15 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, Final, Protocol, TextIO, TypeVar
 
 T = TypeVar("T")
 
-Timed = tuple[list[float], list[int]]
-"""Seconds of the timed steps, and the arg-max tokens of the last one."""
+Timed = tuple[list[float], list[int]]  # seconds of the timed steps, and the arg-max tokens of the last one
 
 
 Before = Callable[[], None] | None
+JOBS: Final = ("open", "prepare", "decode", "prefill")  # methods of a `Peer`
 
 
 class Unsupported(Exception):
@@ -87,19 +87,10 @@ def serve(peer: Peer, jobs: TextIO, answers: TextIO) -> None:
 
 
 def _do(peer: Peer, job: dict[str, Any]) -> dict[str, Any]:
-    match job:
-        case {"do": "open", "model": model, "threads": threads}:
-            return peer.open(model, threads, job.get("options", {}))
-        case {"do": "prepare", "prompts": prompts, "room": room}:
-            peer.prepare(prompts, room)
-            return {}
-        case {"do": "decode", "tokens": tokens, "lead_in": lead_in}:
-            return _timed(peer.decode, tokens, lead_in)
-        case {"do": "prefill", "prompts": prompts, "lead_in": lead_in}:
-            return _timed(peer.prefill, prompts, lead_in)
-    raise ValueError(f"no such job: {job.get('do')!r}")
-
-
-def _timed(run: Callable[[list[list[int]], int], Timed], tokens: list[list[int]], lead_in: int) -> dict[str, Any]:
-    step_s, last = run(tokens, lead_in)
-    return {"step_s": step_s, "last": last}
+    name = job.pop("do")
+    if name not in JOBS:
+        raise ValueError(f"no such job: {name!r}")
+    found = getattr(peer, name)(**job)
+    if isinstance(found, tuple):
+        return dict(zip(("step_s", "last"), found, strict=True))
+    return found or {}

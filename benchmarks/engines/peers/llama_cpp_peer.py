@@ -15,15 +15,13 @@ import numpy as np
 from benchmarks.engines.peers.gguf_file import converted
 from benchmarks.engines.peers.lines import Timed, run, timed
 
-PROMPT_BATCH: Final = 512
-"""Tokens of a prefill call: llama.cpp's own micro batch."""
+PROMPT_BATCH: Final = 512  # tokens of a prefill call: llama.cpp's own micro batch
 
 
 class LlamaCpp:
     """One model; a context for each preparation."""
 
     def open(self, model: str, threads: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Convert and load."""
         kind = str(options.get("type", "bf16"))
         file = converted(Path(model), kind)
         llama_cpp.llama_backend_init()
@@ -49,7 +47,6 @@ class LlamaCpp:
             self._feed(prompt, sequence, answered=False)
 
     def decode(self, tokens: list[list[int]], lead_in: int) -> Timed:
-        """Roll back and step."""
 
         def step(numbered: tuple[int, list[int]]) -> list[int]:
             position, fed = numbered
@@ -60,7 +57,6 @@ class LlamaCpp:
         return timed(step, enumerate(tokens, self._length), lead_in)
 
     def prefill(self, prompts: list[list[int]], lead_in: int) -> Timed:
-        """One sequence after the other in one context."""
 
         def step(prompt: list[int]) -> list[int]:
             self._feed(prompt, 0, answered=True)

@@ -24,8 +24,7 @@ FORMATS: Final = {"bf16": (), "int8": ("--weight-format", "int8")}
 """Arguments of the export; without any, weights stay as they are."""
 
 CACHE_GB: Final = 2
-BATCH_TOKENS: Final = 8192
-"""Tokens of a step, at most: a prompt is not cut into pieces."""
+BATCH_TOKENS: Final = 8192  # tokens of a step, at most: a prompt is not cut into pieces
 
 
 def exported(folder: Path, weights: str) -> Path:
@@ -67,7 +66,6 @@ class OpenVino(Generating):
         }
 
     def begin(self, prompts: Sequence[list[int]], tokens: int) -> None:
-        """Requests of token ids."""
         wanted = openvino_genai.GenerationConfig(max_new_tokens=tokens, ignore_eos=True, do_sample=False)
         self._handles = []
         for prompt in prompts:
@@ -76,7 +74,6 @@ class OpenVino(Generating):
             self._asked += 1
 
     def step(self) -> list[list[int]]:
-        """A step of the pipeline."""
         self._pipeline.step()
         return [
             [token for output in handle.read().values() for token in output.generated_ids] if handle.can_read() else []

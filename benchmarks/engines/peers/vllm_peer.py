@@ -19,15 +19,13 @@ from vllm.sampling_params import RequestOutputKind
 from benchmarks.engines.peers.generating import Generating
 from benchmarks.engines.peers.lines import run
 
-CONTEXT: Final = 1024
-"""Tokens of a sequence, at most."""
+CONTEXT: Final = 1024  # tokens of a sequence, at most
 
 
 class Vllm(Generating):
     """One engine."""
 
     def open(self, model: str, threads: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Load in bfloat16."""
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # unset, it keeps one thread of them to itself
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
@@ -49,28 +47,21 @@ class Vllm(Generating):
         }
 
     def begin(self, prompts: Sequence[list[int]], tokens: int) -> None:
-        """Requests of token ids."""
         self._round += 1
         self._order = {f"{self._round}-{index}": index for index in range(len(prompts))}
         wanted = SamplingParams(
-            temperature=0.0,
-            max_tokens=tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
         for name, index in self._order.items():
             self._engine.add_request(name, TokensPrompt(prompt_token_ids=prompts[index]), wanted)
 
     def step(self) -> list[list[int]]:
-        """A step of the engine's loop."""
         found: list[list[int]] = [[] for _ in self._order]
         for answer in self._engine.step():
             found[self._order[answer.request_id]] += answer.outputs[0].token_ids
         return found
 
     def end(self) -> None:
-        """Abort them."""
         self._engine.abort_request(list(self._order))
         while self._engine.has_unfinished_requests():
             self._engine.step()

@@ -46,9 +46,8 @@ class Member:
     ``trouble``: the reason while it makes no progress, or does not answer. ``gone``: it has ended, cannot be reached,
     or was abandoned, for the reason ``ending``. ``listed``: its target is still one of the fleet's. ``status``: its
     last answer, which came at ``status_at`` on `time.monotonic`; None while it does not answer. ``leaving``: sequences
-    that are being moved away from it. ``unreleased``: sequences that could not be released there. ``coming``: sequences
-    that were placed there and may not exist yet. ``turn``: a growing number that orders the times at which members were
-    chosen last."""
+    that are being moved away from it. ``coming``: sequences that were placed there and may not exist yet. ``turn``: a
+    growing number that orders the times at which members were chosen last."""
 
     def __init__(self, target: str, client: ExecutorClient, info: ExecutorInfo, notify: Callable[[], None]) -> None:
         self.target = target
@@ -65,8 +64,6 @@ class Member:
         self.leaving = 0
         self.coming: WeakSet[SequenceState] = WeakSet()
         self.turn = 0
-        self.unreleased: list[SequenceState] = []
-        self.connection.on_unreleased = self.unreleased.append
         self._drains = False
         self._uptime_s = 0.0
         self._promised = 0
@@ -214,12 +211,8 @@ class Member:
             self._notify()
 
     async def _works(self, *, drains: bool) -> None:
-        while self.unreleased and not self.gone:
-            states = list(self.unreleased)
-            self.unreleased.clear()
-            await self.connection.release(states)
-            if self.unreleased:  # it hangs again, or is busy: the next look retries
-                break
+        if self.connection.unreleased and not self.gone:  # those that fail again wait for the next look
+            await self.connection.release(list(self.connection.unreleased))
         if self.hung or drains != self._drains:
             self.trouble, self._drains = "", drains
             self._notify()

@@ -77,10 +77,12 @@ class HfCheckpoint(NamedTuple):
         return tokens * token + (attending or 0) + rows * spec.vocab_size * (2 * size + 4)
 
 
-def stored_tensors(checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress | None = None) -> dict[str, _Stored]:
+def stored_tensors(
+    checkpoint: Checkpoint, dtype: torch.dtype, progress: Progress | None = None
+) -> dict[str, FileTensor]:
     """All tensors by name, each to be read when transformers asks for it; what is quantized in ``dtype``."""
     count, reader = _Counter(checkpoint.nbytes, progress), Reader()
-    return {name: _Stored(name, entry, reader, dtype, count) for name, entry in checkpoint.entries.items()}
+    return {name: FileTensor(name, entry, reader, dtype, count) for name, entry in checkpoint.entries.items()}
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> HfSpec:
@@ -108,8 +110,8 @@ class _Counter:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Stored:
-    """A tensor in its file; see `models.hf.model.Stored`. ``dtype``: of the model."""
+class FileTensor:
+    """A tensor in its file; see `models.hf.model.StoredTensor`. ``dtype``: of the model."""
 
     name: str
     entry: TensorEntry

@@ -76,8 +76,8 @@ def compare(config: ModelSettings) -> Parity:
     runner.close()
     del runner
     gc.collect()
-    exact = _reference(config.path, tokens, torch.float32, context)
-    theirs = None if dtype == torch.float32 else _error(_reference(config.path, tokens, dtype, context), exact)
+    exact = reference(config.path, tokens, torch.float32, context)
+    theirs = None if dtype == torch.float32 else _error(reference(config.path, tokens, dtype, context), exact)
     same = float((ours.argmax(-1) == exact.argmax(-1)).float().mean())
     return Parity(count, str(dtype).removeprefix("torch."), _error(ours, exact), theirs, same)
 
@@ -98,7 +98,7 @@ def _served(runner: TorchRunner, tokens: TokenArray) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def _reference(path: str, tokens: TokenArray, dtype: torch.dtype, context: int) -> torch.Tensor:
+def reference(path: str, tokens: TokenArray, dtype: torch.dtype, context: int) -> torch.Tensor:
     """float32 [T, vocab] of transformers, with the rotation for sequences of ``context``, as ours."""
     import transformers
 

@@ -2,7 +2,8 @@
 
 Nothing here waits unless the caller says how long. A process that ends, for whatever reason, is started again and
 asked again: its states are a function of the tokens that the engine has. A request whose process ends twice is refused,
-and so are all of a grammar that cannot be compiled.
+and so are all of a grammar that cannot be compiled. If one that was compiled cannot be compiled again, what waits for
+it is refused, and the next request tries anew.
 """
 
 from __future__ import annotations

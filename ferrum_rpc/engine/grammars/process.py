@@ -68,6 +68,7 @@ TOKENS_PER_S: Final = 250_000
 class GrammarProcess:
     """A grammar, whose masks have so many ``words``. ``failure``: why it cannot be compiled. ``compiled``: whether it
     is, in the present process; ``was_compiled``: in any. ``slow``: answers until it counts as quick again.
+    ``_waits``: it could not be compiled again, and has no process until it is asked.
 
     ``_queue``: the texts with a request that is not sent. ``_sent``: what is not answered, in its order: the text, from
     which to which of its tokens, and the first row of its masks, or `PIECE`; ``_whole`` of these are requests, and not
@@ -80,7 +81,7 @@ class GrammarProcess:
     def __init__(self, grammar: Grammar, words: int, starter: GrammarStarter, poll: select.poll) -> None:
         self._grammar, self._words, self._starter, self._poll = grammar, words, starter, poll
         self.failure: ExecutorError | None = None
-        self.compiled = self.was_compiled = False
+        self.compiled = self.was_compiled = self._waits = False
         self.slow = 0
         self._queue: dict[GrammarText, None] = {}
         self._sent: deque[tuple[GrammarText, int, int, int]] = deque()
@@ -111,7 +112,8 @@ class GrammarProcess:
     @property
     def idle(self) -> bool:
         """Whether nothing is to be done before it is asked again, unless it ends."""
-        return self.failure is not None or (self.compiled and not (self._queue or self._sent or self._unsent))
+        done = self.failure is not None or self._waits
+        return done or (self.compiled and not (self._queue or self._sent or self._unsent))
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -121,6 +123,7 @@ class GrammarProcess:
             text.outcome = self.failure
         else:
             self._queue[text] = None
+            self._waits = False
 
     def drop(self, text: GrammarText) -> None:
         """The text has ended."""
@@ -333,7 +336,7 @@ class GrammarProcess:
         """End a process that is silent, start one that has ended, and lower the priority of one that needs much time
         for what it does."""
         if self._socket is None:
-            if self.failure is None:
+            if not self.idle:
                 self.connect()
         elif self.compiled and not self.asked:
             return  # it may be silent
@@ -356,8 +359,13 @@ class GrammarProcess:
         self.disconnect()
         if not compiled:
             self._tries += 1
-            if not self.was_compiled or self._tries >= TRIES:
+            if not self.was_compiled:
                 self.end(GrammarTooComplex("the grammar exceeds the time or memory of its compilation"))
+                return
+            if self._tries >= TRIES:  # it was compiled once, so something else may have ended it
+                for text in list(self._queue):
+                    self._refuse(text, GrammarTooComplex("the grammar's process ended when it was compiled again"))
+                self._tries, self._waits = 0, True
                 return
         if sent:
             self._careful = True

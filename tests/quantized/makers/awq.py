@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from gptqmodel import BACKEND
 
-from tests.checkpoints import make_model
 from tests.quantized.make import SHAPE, edit_config, edit_tensors, finish, folder, layer_matrices
 from tests.quantized.makers.gptqmodel import read, tokenizer
+from tests.support.checkpoints import make_model
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight columns stand in a word, lowest bits first."""

@@ -8,8 +8,8 @@ import transformers
 from bitsandbytes.functional import dequantize_4bit
 from transformers import BitsAndBytesConfig
 
-from tests.checkpoints import make_model
 from tests.quantized.make import SHAPE, edit_config, edit_tensors, finish, folder, layer_matrices
+from tests.support.checkpoints import make_model
 
 KINDS = {
     "bnb-nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},

@@ -9,8 +9,8 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationStat
 from compressed_tensors.quantization.utils import calculate_qparams
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
-from tests.checkpoints import make_model
 from tests.quantized.make import SHAPE, finish, folder, layer_matrices
+from tests.support.checkpoints import make_model
 
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}

@@ -11,8 +11,8 @@ import torch
 import transformers
 from torch.nn.functional import pad
 
-from tests.checkpoints import make_model
 from tests.quantized.make import SHAPE, edit_config, edit_tensors, finish, folder, layer_matrices
+from tests.support.checkpoints import make_model
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -44,12 +44,7 @@ def round_in_blocks(made: Path, high: int, wide: int) -> None:
             tensors[name + "_scale_inv"] = scales
 
     edit_tensors(made, change)
-    section = {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [high, wide],
-    }
+    section = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [high, wide]}
     edit_config(made, quantization_config=section)
 
 
@@ -68,11 +63,6 @@ def per_tensor(kind: str) -> None:
 
     edit_tensors(made, change)
     edit_config(
-        made,
-        quantization_config={
-            "activation_scheme": "static",
-            "quant_method": "fp8",
-            "ignored_layers": ["lm_head"],
-        },
+        made, quantization_config={"activation_scheme": "static", "quant_method": "fp8", "ignored_layers": ["lm_head"]}
     )
     finish(made, matrices)

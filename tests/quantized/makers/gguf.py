@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -17,8 +18,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.checkpoints import make_model
 from tests.quantized.make import SHAPE, TOKENS, finish, folder
+from tests.support.checkpoints import make_model
+from tests.support.harness import error
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -38,12 +40,7 @@ KINDS = {
 
 
 def make(llama_cpp_folder: str) -> None:
-    sys.path[:0] = [llama_cpp_folder, f"{llama_cpp_folder}/gguf-py"]
-    import gguf
-    from conversion import get_model_class
-
-    transformers.logging.set_verbosity_error()
-    llama_cpp.llama_backend_init()
+    prepare_library(llama_cpp_folder)
     for name, (family, shape, kind) in KINDS.items():
         made = folder(name)
         made.mkdir()
@@ -51,10 +48,7 @@ def make(llama_cpp_folder: str) -> None:
             original, plain, file = Path(scratch) / "original", Path(scratch) / "f32.gguf", made / "model.gguf"
             model = make_model(family, **SHAPE | shape)
             model.save_pretrained(original)
-            writer = get_model_class(type(model).__name__)
-            writer.set_vocab = without_words
-            with torch.inference_mode():
-                writer(original, gguf.LlamaFileType.ALL_F32, plain).write()
+            convert(model, original, plain, "ALL_F32")
             options = llama_cpp.llama_model_quantize_default_params()
             options.ftype = kind
             assert not llama_cpp.llama_model_quantize(str(plain).encode(), str(file).encode(), ctypes.byref(options))
@@ -66,15 +60,35 @@ def make(llama_cpp_folder: str) -> None:
         }
         finish(made, matrices, family, **shape)
         expected = load_file(made / "oracle.safetensors")["logits"]
-        theirs = logits(file)
-        print(name, "llama.cpp differs by", float((theirs - expected).square().mean().sqrt() / expected.std()))
+        print(name, "llama.cpp differs by", error(logits(file), expected))
 
 
-def without_words(self) -> None:
-    """There is no tokenizer: the file says so, and how many tokens there are."""
-    self.gguf_writer.add_tokenizer_model("none")
-    if self.gguf_writer.arch != "llama":  # it says so itself
-        self.gguf_writer.add_vocab_size(SHAPE["vocab_size"])
+def prepare_library(llama_cpp_folder: str) -> None:
+    """The converter can be imported from now on, and nothing is said that is no error."""
+    sys.path[:0] = [llama_cpp_folder, f"{llama_cpp_folder}/gguf-py"]
+    transformers.logging.set_verbosity_error()
+    llama_cpp.llama_backend_init()
+
+
+SAY_IT = ("llama", "granite", "smollm3", "cohere2")
+"""Architectures whose converter writes the size of the vocabulary."""
+
+
+def convert(model: Any, checkpoint: Path, file: Path, kind: str) -> None:
+    """Write a file of a model in ``checkpoint`` by llama.cpp's converter."""
+    import gguf
+    from conversion import get_model_class
+
+    def without_words(self) -> None:
+        """There is no tokenizer: the file says so, and how many tokens there are."""
+        self.gguf_writer.add_tokenizer_model("none")
+        if self.gguf_writer.arch not in SAY_IT:
+            self.gguf_writer.add_vocab_size(SHAPE["vocab_size"])
+
+    writer = get_model_class(type(model).__name__)
+    writer.set_vocab = without_words
+    with torch.inference_mode():
+        writer(checkpoint, getattr(gguf.LlamaFileType, kind), file).write()
 
 
 def logits(file: Path, tokens: Sequence[int] = TOKENS) -> torch.Tensor:

@@ -6,19 +6,17 @@ The oracle is transformers with the original model; llama.cpp itself, which roun
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
-import llama_cpp
 import numpy as np
 import torch
-import transformers
 from safetensors.torch import save_file
 
-from tests.checkpoints import make_model
 from tests.quantized.make import SAMPLES
-from tests.quantized.makers.gguf import logits
+from tests.quantized.makers.gguf import convert, logits, prepare_library
+from tests.support.checkpoints import make_model
+from tests.support.harness import error, reference_logits
 
 FOLDER = SAMPLES.parent / "families"
 SHAPE = {
@@ -64,10 +62,6 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 TOKENS = np.random.default_rng(5).integers(0, 32, 40).tolist()
 
 
-SAYS_IT = ("granite", "smollm3", "cohere2")
-"""Architectures whose converter writes the size of the vocabulary."""
-
-
 def prepare(folder: Path) -> None:
     """What the converters look for, and published folders have."""
     config = json.loads((folder / "config.json").read_text())
@@ -76,20 +70,8 @@ def prepare(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(words))
 
 
-def without_words(self) -> None:
-    """There is no tokenizer: the file says so, and how many tokens there are."""
-    self.gguf_writer.add_tokenizer_model("none")
-    if self.gguf_writer.arch not in SAYS_IT:
-        self.gguf_writer.add_vocab_size(SHAPE["vocab_size"])
-
-
 def make(llama_cpp_folder: str, *names: str) -> None:
-    sys.path[:0] = [llama_cpp_folder, f"{llama_cpp_folder}/gguf-py"]
-    import gguf
-    from conversion import get_model_class
-
-    transformers.logging.set_verbosity_error()
-    llama_cpp.llama_backend_init()
+    prepare_library(llama_cpp_folder)
     FOLDER.mkdir(exist_ok=True)
     for name in names or FAMILIES:
         family, shape = FAMILIES[name]
@@ -101,18 +83,8 @@ def make(llama_cpp_folder: str, *names: str) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             model.save_pretrained(scratch)
             prepare(Path(scratch))
-            writer = get_model_class(type(model).__name__)
-            writer.set_vocab = without_words
             file.unlink(missing_ok=True)
-            with torch.inference_mode():
-                writer(Path(scratch), gguf.LlamaFileType.MOSTLY_F16, file).write()
-        with torch.inference_mode():
-            frequencies = {key: each.clone() for key, each in model.model.rotary_emb.named_buffers()}
-            model.double()
-            for key, each in frequencies.items():
-                setattr(model.model.rotary_emb, key, each)
-            expected = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
+            convert(model, Path(scratch), file, "MOSTLY_F16")
+        expected = reference_logits(model, TOKENS, torch.float64)
         save_file({"logits": expected.float().contiguous()}, file.with_suffix(".safetensors"))
-        theirs = logits(file, TOKENS)
-        differs = float((theirs - expected).square().mean().sqrt() / expected.std())
-        print(name, file.stat().st_size, "bytes; llama.cpp differs by", differs)
+        print(name, file.stat().st_size, "bytes; llama.cpp differs by", error(logits(file, TOKENS), expected))

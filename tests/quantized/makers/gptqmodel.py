@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from tests.checkpoints import make_model
 from tests.quantized.make import SHAPE, edit_config, finish, folder, read_config
+from tests.support.checkpoints import make_model
 
 KINDS = {
     "gptq-4": {"bits": 4, "group_size": 32, "desc_act": True, "sym": True},

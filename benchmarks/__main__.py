@@ -1,0 +1,27 @@
+"""`python -m benchmarks NAME [options]` runs a benchmark; without a name it lists them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Final
+
+NAMES: Final = (
+    *("peers", "suite", "wire", "protocol", "trips", "speculation", "streams", "fronts", "grammars", "structured"),
+    *("cache", "adapters", "backends", "memory", "prefix", "transfer", "ranks", "collectives", "profile"),
+    *("launches", "report"),
+)
+"""Each is a module with a ``BENCHMARK``, or with a program that measures or writes something of its own."""
+
+
+def main() -> None:
+    """Run one of them."""
+    name, *argv = sys.argv[1:] or [""]
+    if name not in NAMES:
+        sys.exit(f"python -m benchmarks NAME [--help]; NAME is one of {', '.join(NAMES)}")
+    module = importlib.import_module(f"benchmarks.{name}")
+    (module.BENCHMARK.main if hasattr(module, "BENCHMARK") else module.main)(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What tests of several folders need: small models, servers, devices that are not there, processes, waiting."""

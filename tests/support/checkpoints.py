@@ -1,0 +1,178 @@
+"""Tiny random Hugging Face checkpoints, written by transformers itself so that their form is the real one.
+
+Weights are scaled like trained ones (a layer's output is about as large as its input, norms differ from 1, biases from
+0): with the library's own initialisation attention is nearly uniform and many a bug would not show.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+FAMILIES: dict[str, str] = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "ministral": "Ministral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "phi3": "Phi3",
+    "granite": "Granite",
+    "smollm3": "SmolLM3",
+    "olmo2": "Olmo2",
+    "glm4": "Glm4",
+    "starcoder2": "Starcoder2",
+    "cohere2": "Cohere2",
+}
+
+WITHOUT_TRANSFORMERS: dict[str, str] = {}
+"""Families that transformers lacks: the class, and the test (below the root) of its definition written in torch."""
+
+TINY: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+"""What every family starts from; overrides of `make_model` and `make_checkpoint` win."""
+
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "ministral": {"sliding_window": None, "head_dim": 16},
+    "qwen3": {"head_dim": 16},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 20},
+    "gemma3": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2},
+    "granite": {
+        "embedding_multiplier": 1.7,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.3,
+    },
+    "smollm3": {"no_rope_layer_interval": 2},
+    "glm4": {"head_dim": 16},
+    "cohere2": {"sliding_window": 9, "sliding_window_pattern": 2},
+}
+
+
+def config_class(family: str) -> Any:
+    """The configuration of the family in transformers."""
+    import transformers
+
+    return getattr(transformers, {"gemma3": "Gemma3TextConfig"}.get(family, f"{FAMILIES[family]}Config"))
+
+
+def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
+    """A random transformers model of the family, float32, eager attention, in evaluation mode."""
+    import transformers
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    options = {**TINY, **FAMILY_DEFAULTS.get(family, {}), **overrides}
+    theta, rope = options.pop("rope_theta"), options.pop("rope_parameters", None) or {"rope_type": "default"}
+    if family == "gemma3":  # a rotation for layers of each type
+        rope = rope if "full_attention" in rope else {"full_attention": {"rope_theta": 50 * theta, **rope}}
+        options["rope_parameters"] = {"sliding_attention": {"rope_theta": theta, "rope_type": "default"}, **rope}
+    else:
+        options["rope_parameters"] = {"rope_theta": theta, **rope}
+    config = config_class(family)(**options)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                weight.copy_((not family.startswith("gemma")) + 0.2 * noise)
+            elif name.endswith("bias"):
+                weight.copy_(0.3 * noise)
+            elif "embed_tokens" in name:
+                weight.copy_(noise)
+            else:
+                weight.copy_(noise * (1.5 if re.search("(q|k|qkv)_proj", name) else 1.0) / weight.shape[1] ** 0.5)
+    return model
+
+
+def make_checkpoint(
+    path: str | Path,
+    family: str = "qwen3",
+    *,
+    shards: int = 1,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **overrides: Any,
+) -> Path:
+    """Write a random checkpoint of ``family`` to ``path`` and return it.
+
+    ``shards`` is about how many files the weights are spread over (the index file comes with more than one).
+    ``overrides`` are fields of ``config.json``.
+    """
+    model = make_model(family, seed=seed, **overrides).to(dtype)
+    model.config.dtype = dtype
+    size = sum(weight.nbytes for weight in model.parameters())
+    target = Path(path)
+    model.save_pretrained(target, max_shard_size=size * 2 if shards == 1 else -(-size // shards))
+    return target
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    """Change fields of ``config.json``; take out those that are ``"gone"``."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    left = {key: value for key, value in config.items() if value != "gone"}
+    (folder / "config.json").write_text(json.dumps(left))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint of one file."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+LOAD = """
+import gc, re, sys, torch
+from pathlib import Path
+from ferrum_rpc.engine.assembly.loading import load_model
+from ferrum_rpc.models.linear import select_linear
+cpu = torch.device("cpu")
+peak = lambda: 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+for folder, name in zip(sys.argv[1::2], sys.argv[2::2]):
+    dtype = getattr(torch, name)
+    select_linear(cpu, dtype)
+    Path("/proc/self/clear_refs").write_text("5")  # it begins again at what is resident
+    before = peak()
+    model = load_model(folder, dtype, cpu)
+    print(peak() - before)
+    del model
+    gc.collect()
+"""
+
+
+def loading_peaks(*models: Path | str) -> list[int]:
+    """Bytes by which the resident memory of a fresh process grows at most while it loads each of some models, which are
+    given as the folder and the dtype. By VmHWM and not ru_maxrss: that one inherits the peak of the process that
+    started this one."""
+    command = [sys.executable, "-c", LOAD, *map(str, models)]
+    return [int(each) for each in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def loading_peak(folder: Path, dtype: str = "float32") -> int:
+    return loading_peaks(folder, dtype)[0]

@@ -1,0 +1,319 @@
+"""Every benchmark without a file of its own here: its quick run, and how its figures are made of what it took."""
+
+import importlib
+import json
+import re
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import (
+    adapters,
+    cache,
+    collectives,
+    grammars,
+    memory,
+    report,
+    speculation,
+    streams,
+    structured,
+    trips,
+    wire,
+)
+from benchmarks.cases import CONTEXT, DECODE, LEAD_IN, PREFILL, SHAPES, Cell, write_checkpoint
+from benchmarks.compare import Unsupported
+from benchmarks.engines.inprocess import Inside
+from benchmarks.engines.looped import Looped
+from benchmarks.machine import ROOT
+from benchmarks.profile import timelines
+from benchmarks.streams import Round, Steps
+from benchmarks.table import bound_of, rows_of
+from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.distributed import shared_memory
+from ferrum_rpc.scheduler.counts import RunCounts
+from ferrum_rpc.scheduler.request import Request
+from tests.support.serving import serve_identity
+
+# --- wire -------------------------------------------------------------------------------------------------------------
+
+
+def test_wire_measures_the_identity_model_through_both_ways(quick_run):
+    result = quick_run(wire, "--batches", "1", "4")
+    outputs = [(1, "greedy"), (1, "full-bf16"), (1, "full-f32"), (4, "greedy"), (4, "full-bf16")]
+    assert [(point["batch"], point["output"]) for point in result["cells"]] == outputs
+    for point in result["cells"]:
+        assert len(point["ratios"]["in process"]["pairs"]) == 2
+        assert point["sides"]["in process"]["same_rounds"] == [2, 2]  # both sides ran the same steps
+        grpc = point["sides"]["gRPC"]
+        assert 0 < grpc["forward_ms"]["median"] < grpc["step_ms"]["median"]
+        assert point["sides"]["echo"]["step_ms"]["median"] > 0
+    assert len(result["targets"]) == 4
+    assert result["others_cpu"] is None or 0 <= result["others_cpu"] <= 1
+    assert result["hardware"]["cores"] >= 1 and result["versions"]["torch"] != "absent"
+    assert len(rows_of(result["tables"]["steps"])) == 5 and "identity" in result["settings"]
+    assert "| identity | 4 | full-bf16 |" in report.document([("wire.json", result)])
+
+
+def test_a_larger_batch_begins_with_the_prompts_of_a_smaller_one():
+    small, large = (Cell(DECODE, batch, CONTEXT).prompts(264) for batch in (3, 8))
+    assert np.array_equal(large[:3], small) and not np.array_equal(large[0], large[1])
+
+
+def test_float32_rows_are_a_column_of_one_sequence_only():
+    assert wire.outputs_for(["greedy", "full"], 1) == ["greedy", "full-bf16", "full-f32"]
+    assert wire.outputs_for(["greedy", "full"], 32) == ["greedy", "full-bf16"]
+    assert wire.outputs_for(["full"], 8) == ["full-bf16"]
+
+
+def test_the_stages_of_a_step_add_up_to_the_whole():
+    client = [[("client: build", 1000), ("wire: request", 3000), ("client: parse", 9000), ("end", 10_000)]]
+    server = [("server: admit", 500), ("server: admit", 4000), ("reserve", 5000), ("reserve", 6000), ("other", 11_000)]
+    (stages,) = timelines(client, server)
+    own, between = {"client: build": 2.0, "client: parse": 1.0}, {"server: admit": 1.0, "reserve": 4.0}
+    assert stages == own | between | {"wire: request": 1.0}
+    assert sum(stages.values()) == 9.0
+
+
+# --- streams, trips, fronts -------------------------------------------------------------------------------------------
+
+
+def test_streams_take_every_way(quick_run):
+    found = quick_run(streams, "--model", "identity", "--streams", "3", "--prompt", "32")
+    rows = rows_of(found["tables"]["ways"])
+    assert [each["way"] for each in rows] == list(streams.WAYS)
+    assert all(each["tokens/s"] > 0 for each in rows)
+    assert [each["fed a token"] for each in rows[:2]] == [round((32 + 15) / 16, 3)] * 2  # none cached
+    assert [each["texts a step"] for each in rows[:2]] == [3.0] * 2
+    assert all(0 < each["in steps"] <= 1 for each in rows)
+    assert [each["first token, ms"] is None for each in rows] == [True, True, False]
+    assert streams.FAIR in found["notes"][0]
+    [left] = rows_of(found["tables"]["cancels"])
+    assert 0 < left["sequence gone, ms"] <= left["p99"] <= left["longest"] and left["cancels"] == 4
+    assert left["beyond a step, ms"] < left["longest"]
+
+
+def test_streams_are_compared_with_the_faster_lockstep_of_their_round():
+    steps = Steps(16.0, 1.2, 0.9)
+    taken = {
+        (streams.STEPS, 16): [Round(100.0, 100.0, steps), Round(300.0, 300.0, steps)],
+        (streams.RUNS, 16): [Round(200.0, 200.0, steps), Round(200.0, 200.0, steps)],
+        (streams.RANDOM, 16): [Round(100.0, 90.0, steps, [0.1, 0.3]), Round(240.0, 110.0, steps, [0.2])],
+    }
+    _, _, found = streams.points(taken, streams.LOCKSTEP, shaped=True)
+    assert found["of lockstep"] == {"median": 0.65, "low": 0.5, "high": 0.8}
+    assert (found["first token, ms"], found["target"]["value"], bound_of(found["target"])) == (200.0, 0.65, "≥ 0.9")
+    assert found["target"]["what"].startswith("16 texts that arrive at any time, of lockstep")
+    assert not streams.points(taken, streams.LOCKSTEP, shaped=False)[-1]["target"]["what"]
+    figures = [found[name] for name in ("whole round, tokens/s", "texts a step", "fed a token", "in steps")]
+    assert figures == [100.0, 16.0, 1.2, 0.9]
+
+
+def test_no_two_prompts_of_streams_begin_alike():
+    work = streams.Work(16, 64, 64, 256)
+    numbers = [*range(64), *range(10**6, 10**6 + 256), *range(2 * 10**6, 2 * 10**6 + 256)]
+    assert len({tuple(work.text(number)[:8]) for number in numbers}) == len(numbers)
+
+
+def test_trips_take_every_way_at_every_delay(quick_run):
+    found = quick_run(trips, "--model", "identity")
+    texts, others = (rows_of(found["tables"][name]) for name in ("texts", "others"))
+    assert len(texts) == len(trips.WAYS) * len(trips.DELAYS_MS) * len(trips.BATCHES)
+    assert all(each["tokens/s"] > 0 for each in texts)
+    assert [each["with"] for each in others] == list(trips.BESIDE)
+    assert all(each["p99, ms"] >= each["p50, ms"] > 0 for each in others)
+    assert len(found["targets"]) == 5 and all(each["value"] for each in found["targets"])
+
+
+def test_ratios_of_trips_and_their_percentiles_are_of_the_same_round():
+    way = trips.WAYS[1]
+    taken = {(way, 0.0, 1): [100.0, 200.0, 400.0], (way, 1.0, 1): [50.0, 100.0, 200.0]}
+    near, far = trips.points(taken)
+    assert (near["of no delay"]["median"], near["target"]) == (1.0, None)
+    assert far["of no delay"]["median"] == far["target"]["value"] == 0.5 and bound_of(far["target"]) == "≥ 0.9"
+    taken = {"alone": [[1.0], [2.0], [4.0]], "single steps": [[3.0], [4.0], [8.0]], "runs": [[2.0], [6.0], [12.0]]}
+    alone, steps, runs = trips.beside(taken)
+    assert (alone["p99 in alone"], steps["p99 in alone"], runs["p99 in alone"]) == (1.0, 2.0, 3.0)
+    assert runs["p99 in single steps"] == runs["target"]["value"] == 1.5
+    assert (bound_of(runs["target"]), steps["target"]) == ("≤ 2", None)
+
+
+@pytest.fixture
+def fronts():
+    for package in ("smg_grpc_proto", "smg"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    return importlib.import_module("benchmarks.fronts")
+
+
+def test_fronts_take_every_way_of_a_shape_without_a_tokenizer(quick_run, fronts):
+    found = quick_run(fronts, "--model", "tiny", "--rounds", "1")
+    rows, leaves = (rows_of(found["tables"][name]) for name in ("ways", "leaves"))
+    assert [each["way"] for each in rows] == list(fronts.WAYS)
+    for each in rows:
+        assert each["tokens/s"] > 0 and 0 < each["in steps"] <= 1 and each["texts a step"] <= 2
+        assert 0 < each["first token, ms"] <= each["p99"]
+        assert each["fed a token"] == pytest.approx((16 + 7) / 8, rel=0.2), "some text found its prompt in the cache"
+        assert min(each[f"{name}, µs"] for name in ("worker", "router", "caller")) >= 0 < each["executor, µs"]
+    assert [each["of the library"]["median"] == 1.0 for each in rows] == [True, False, False]
+    assert [each["way"] for each in leaves] == list(fronts.WAYS)
+    assert all(0 < each["sequence gone, ms"] <= each["longest"] and each["cancels"] == 2 for each in leaves)
+
+
+def test_ratios_of_fronts_are_of_a_round_and_times_of_a_token(fronts):
+    def turns(*rates, worker_s):
+        steps = Steps(1.0, 1.5, 0.9)
+        return [Round(rate, rate, steps, [0.1], 1000, {"worker": worker_s}) for rate in rates]
+
+    taken = {
+        (fronts.LIBRARY, 16): turns(100.0, 200.0, 400.0, worker_s=0.0),
+        (fronts.WORKER, 16): turns(90.0, 160.0, 400.0, worker_s=0.25),
+        (fronts.ROUTER, 16): turns(50.0, 180.0, 200.0, worker_s=0.5),
+    }
+    library, worker, router = streams.points(taken, fronts.OF_LIBRARY, shaped=True)
+    assert library["of the library"] == {"median": 1.0, "low": 1.0, "high": 1.0} and library["target"] is None
+    assert worker["of the library"] == {"median": 0.9, "low": 0.8, "high": 1.0} and worker["worker, µs"] == 250
+    assert router["of the library"] == {"median": 0.5, "low": 0.5, "high": 0.9}
+    assert router["target"]["value"] == 0.5 and bound_of(router["target"]) == "≥ 0.95"
+
+
+def test_the_made_tokenizer_has_a_text_for_every_token(fronts):
+    from ferrum_rpc.fronts.folder import FolderTokenizer
+
+    tokenizer = FolderTokenizer(fronts.tokenizer_of("tiny", 512) / "tokenizer.json")
+    assert tokenizer.encode("Some text.") == list(b"Some text.")
+    assert all(tokenizer.decode([token]) for token in range(512))
+
+
+# --- grammars, structured, speculation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["demo", "tiny"])
+def test_grammars_take_every_batch(quick_run, model):
+    rows = rows_of(quick_run(grammars, "--model", model, "--batches", "1", "3")["tables"]["steps"])
+    assert [each["batch"] for each in rows] == [1, 3]
+    assert all(each["by a registered mask, ms"] > 0 and each["by a grammar, ms"] > 0 for each in rows)
+
+
+def test_ratios_of_grammars_are_of_the_same_round():
+    mask, grammar = grammars.MASK, grammars.GRAMMAR
+    rounds = [{mask: 1.0, grammar: 1.5}, {mask: 4.0, grammar: 4.0}, {mask: 2.0, grammar: 4.0}]
+    [found] = grammars.points({8: rounds})
+    assert found["ratio"] == {"median": 1.5, "low": 1.0, "high": 2.0} and found["by a grammar, ms"] == 4.0
+
+
+def test_structured_takes_every_way(quick_run):
+    rows = rows_of(quick_run(structured, "--delays", "1", "--texts", "1")["tables"]["texts"])
+    cells = [(each["by"], each["temperature"], each["delay, ms"]) for each in rows]
+    assert cells == [(way, heat, 1.0) for way in structured.WAYS for heat in (0.0, 0.8)]
+    assert all(each["valid"] == "1 of 1" for each in rows)
+    tokens = {each["by"]: each["tokens a trip"] for each in rows}
+    assert tokens[structured.MASKS] == 1.0 < tokens[structured.DRAFTS] < tokens[structured.GRAMMAR]
+    assert tokens[structured.GRAMMAR_DRAFTS] > 1.0
+    by_way = {cell[:2]: each["tokens"] for cell, each in zip(cells, rows, strict=True)}
+    assert len({by_way[way, 0.0] for way in structured.WAYS}) == 1, "greedy texts are the same by every way"
+
+
+def test_a_text_is_valid_only_if_it_is_json_of_the_schema():
+    check = structured.jsonschema.Draft202012Validator(structured.SCHEMA)
+    person = {"name": "Ann", "age": 3, "married": False, "county": "Kent", "income": None, "sisters": []}
+    assert structured.is_valid(check, json.dumps(person))
+    for wrong in (json.dumps(person)[:-1], json.dumps({**person, "age": 131}), json.dumps({**person, "more": 1})):
+        assert not structured.is_valid(check, wrong)
+
+
+@pytest.mark.parametrize("way", speculation.WAYS)
+async def test_every_way_of_speculation_gives_texts_of_one_length(way):
+    single = speculation.SINGLE
+    async with serve_identity(kv_blocks=512) as served, ExecutorClient(served.target, session=True) as client:
+        run = await speculation.texts(way, client, client, 2, 12)
+        assert {len(each.generated) for each in run.requests} == {12}
+        [point] = speculation.points({(way, 0.0, 2): [run], (single, 0.0, 2): [run]})[:1]
+        assert point["of single steps"]["median"] == 1 and point["tokens/s"] > 0
+        assert point["tokens a trip"] == 1 if way == single else point["tokens a trip"] > 1
+        assert (point["accepted"] is not None) == (run.drafted > 0)
+
+
+def test_ratios_of_speculation_are_of_the_same_round():
+    def taken(*seconds):
+        request = Request(0, (1,), 8, generated=[0] * 8)
+        return [RunCounts([request], sequences=5, decode_tokens=8, wall_seconds=each) for each in seconds]
+
+    ways = {speculation.SINGLE: taken(8.0, 4.0, 2.0), speculation.DRAFT: taken(2.0, 2.0, 0.5)}
+    found = speculation.points({(way, 10.0, 1): rounds for way, rounds in ways.items()})
+    figures = [(each["of single steps"]["median"], each["tokens a trip"]) for each in found]
+    assert figures == [(1.0, 2.0), (4.0, 2.0)] and found[0]["target"] is None
+    assert (found[1]["target"]["value"], found[1]["target"]["bound"]) == (4.0, 2.5)
+
+
+# --- the cache, memory, adapters, ranks, launches ---------------------------------------------------------------------
+
+
+def test_the_divergence_of_a_cache_is_that_of_its_definition():
+    exact = np.log(np.array([[0.5, 0.25, 0.25], [0.8, 0.1, 0.1]], dtype=np.float32)) + 3
+    moved = np.log(np.array([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]], dtype=np.float32)) - 70
+    kl = 0.25 * np.log(2)
+    figures = {"KL, mean": float(f"{kl / 2:.3g}"), "largest": float(f"{kl:.3g}"), "same tokens": "50.0%"}
+    assert cache.divergence(exact, moved) == {"rows": 2} | figures
+
+
+def test_every_part_of_a_plan_is_measured(tmp_path):
+    if not Path("/proc/self/smaps_rollup").exists():
+        pytest.skip("this kernel does not tell what is resident")
+    found = memory.measure(write_checkpoint(tmp_path, SHAPES["tiny"]), "float32", 64, 2)
+    assert [each["of"] for each in found] == ["weights", "cache", "largest step"]
+    assert all(each["planned, MiB"] > 0 for each in found)
+
+
+def test_adapters_have_all_sides(tmp_path, monkeypatch, quick_run):
+    monkeypatch.setattr(adapters, "CACHE", tmp_path)
+    found = quick_run(adapters, "--rank", "4", "--threads", "1")
+    ratios = {row["side"]: row["ours is, ×"] for row in rows_of(found["tables"]["cells"])}
+    assert {side for side, ratio in ratios.items() if ratio} == {adapters.ONE, adapters.BASE}
+    assert found["settings"]["adapters"].startswith("3 of rank 4")
+    [target] = found["targets"]
+    assert (target["value"], target["bound"]) == (ratios[adapters.BASE]["median"], 0.8)
+
+
+def test_collectives_measure_every_side_at_every_size(quick_run):
+    if reason := shared_memory.available():
+        pytest.skip(f"no shared memory: {reason}")
+    rows = rows_of(quick_run(collectives, "--rounds", "1")["tables"]["sums"])
+    assert len(rows) == len(collectives.ROWS) * len(collectives.DTYPES)
+    assert all(row[f"{side}, µs"]["median"] > 0 for row in rows for side in collectives.CALLS)
+
+
+async def test_callers_behind_the_queue_compute_what_one_does(tmp_path):
+    folder = str(write_checkpoint(tmp_path / "tiny", SHAPES["tiny"]))
+    one, two = Cell(DECODE, 4, 8, most=4), Cell(DECODE, 4, 8, most=4, callers=2)
+    assert [one.name, two.name] == ["decode b4 @8", "decode b2+b2 @8"]
+    async with AsyncExitStack() as stack:
+        inside = await stack.enter_async_context(Inside.open(folder, [one], 1))
+        looped = await stack.enter_async_context(Looped.open(folder, [one, two], 1))
+        rounds = []
+        for player, cell in ((inside, one), (looped, one), (looped, two)):
+            await player.prepare(cell)
+            rounds.append(await player.round(cell, 0, 3))
+        with pytest.raises(Unsupported):
+            await looped.prepare(Cell(PREFILL, 1, 8))
+        steps = looped._engine.counters.steps - 4  # a prefill each
+    assert len(rounds[0].last) == 4 and all(each.last == rounds[0].last for each in rounds)
+    assert all(len(each.step_s) == 3 and min(each.step_s) > 0 for each in rounds)
+    assert LEAD_IN + 3 + LEAD_IN + 3 <= steps <= 3 * (LEAD_IN + 3)
+
+
+def test_launches_per_layer_are_those_of_the_docs(monkeypatch):
+    """Of a model of few layers: the count is that of each."""
+    pytest.importorskip("triton")
+    from benchmarks import launches
+
+    monkeypatch.setattr(launches, "WARM", 2)
+    monkeypatch.setitem(launches.SHAPES, "qwen3-8b", launches.SHAPES["qwen3-8b"] | {"num_hidden_layers": 4})
+    found = launches.measure([2], context=24, steps=2, rounds=1)
+    once = dict.fromkeys(("heads_kernel", "attend_kernel", "merge_kernel", "gate_kernel"), 1)
+    assert found["per_layer"] == {"mm": 4, "add_norm_kernel": 2} | once
+    ways = {name.partition(", ")[2] for name in found["host"]}
+    each = {f"{way}{kind}" for way in ("eager", "replayed") for kind in ("", ", runs", ", runs that follow")}
+    assert ways == each and all(times["begin_us"] > 0 for times in found["host"].values())
+    told = re.search(r"(\d+)\s+launches per layer", (ROOT / "docs" / "kernels.md").read_text())
+    assert told is not None and int(told[1]) == sum(found["per_layer"].values())
