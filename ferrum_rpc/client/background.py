@@ -48,6 +48,11 @@ class Background:
         self._thread.start()
         self._loop = started.result()
 
+    @property
+    def is_this_thread(self) -> bool:
+        """Whether the caller runs in the loop's own thread, which cannot wait for the loop."""
+        return threading.current_thread() is self._thread
+
     async def _main(self, started: Future[asyncio.AbstractEventLoop]) -> None:
         started.set_result(asyncio.get_running_loop())
         await self._stopping.wait()
@@ -77,7 +82,7 @@ class Background:
             tasks[0].cancel()  # begun by now: callbacks run in their order
 
         with self._lock:
-            refused = self._stopped or threading.current_thread() is self._thread
+            refused = self._stopped or self.is_this_thread
             if not refused:
                 self._loop.call_soon_threadsafe(begin)
         if refused:
@@ -107,7 +112,7 @@ class Background:
                 yield item
         finally:
             # In the loop's own thread (garbage collection) the loop closes the stream by itself.
-            if not self._stopped and threading.current_thread() is not self._thread:
+            if not self._stopped and not self.is_this_thread:
                 self.run(stream.aclose())
 
     def stop(self) -> None:
@@ -116,7 +121,7 @@ class Background:
             if not self._stopped:
                 self._stopped = True
                 self._loop.call_soon_threadsafe(self._stopping.set)
-        if threading.current_thread() is not self._thread:
+        if not self.is_this_thread:
             self._thread.join()
 
 
@@ -224,7 +229,7 @@ class ClientFacade(Facade[AsyncClient_co]):
             background.stop()
             raise
         self._opened = background
-        weakref.finalize(self, background.stop)  # also at the program's end, if it was not closed
+        self._forgotten = weakref.finalize(self, _end, background, self._async)  # at the program's end at the latest
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -235,7 +240,15 @@ class ClientFacade(Facade[AsyncClient_co]):
         event loop. Bounded by ``release_timeout_s``."""
         background, self._opened = self._opened, None
         if background is not None:
-            try:
-                background.run(self._async.close())
-            finally:
-                background.stop()
+            self._forgotten.detach()
+            _end(background, self._async)
+
+
+def _end(background: Background, client: Client) -> None:
+    """Close a client, then its loop. A loop that ended before the client's calls would leave their answers to the
+    loops of other clients: grpc.aio reads the answers of all loops in any of them, and complains of a closed one."""
+    try:
+        if not background.is_this_thread:  # else its end is not awaited: garbage is collected in any thread
+            background.run(client.close())
+    finally:
+        background.stop()
