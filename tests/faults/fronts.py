@@ -230,7 +230,7 @@ async def r31_a_front_loses_no_token(size: Size) -> Figures:
     drained: every text is the one that an undisturbed fleet writes."""
     from tests.e2e.test_worker_router import openai_of, router
 
-    prompt = "And it came to pass in those days that"
+    prompt = "And it came to pass that"  # at most 32 tokens: the same bits, whatever of them is cached
     async with AsyncExitStack() as stack:
         dies, drains, stays = [await stack.enter_async_context(serving(model="demo")) for _ in range(3)]
         worker = await stack.enter_async_context(working(dies.target, drains.target, stays.target))

@@ -383,7 +383,8 @@ async def test_texts_survive_a_killed_executor_unchanged() -> None:
         serving(model="demo") as second,
         working(first.target, second.target) as worker,
     ):
-        prompts = [[*PROMPT, *f"{number} ".encode()] for number in range(12)]
+        # At most 32 tokens: longer prompts have other bits in bfloat16 if a part of them is cached.
+        prompts = [[*PROMPT[:24], *f"{number} ".encode()] for number in range(12)]
         made = [
             request(prompt=prompt, max_tokens=120, name=str(number), seed=number, temperature=0.8, ignore_eos=True)
             for number, prompt in enumerate(prompts)
