@@ -161,11 +161,11 @@ class BandMask:
         return self._base[:rows, first : first + keys]
 
     def _grow(self, columns: int) -> None:
-        base = self._base
-        row = torch.arange(columns - TILE_ROWS, columns, device=base.device)[:, None]
-        column = torch.arange(columns, device=base.device)[None, :]
-        hidden = column > row
+        """In place: a matrix of booleans beside it would be the largest tensor of a long context's first step."""
+        dtype, device = self._base.dtype, self._base.device
+        self._base = torch.empty((TILE_ROWS, 0), dtype=dtype, device=device)  # the old one goes first
+        after = columns - TILE_ROWS + 1  # the first position that row 0 does not see
+        self._base = torch.full((TILE_ROWS, columns), -math.inf, dtype=dtype, device=device).triu_(after)
         if self._window is not None:
-            hidden |= column <= row - self._window
-        self._base = torch.zeros((TILE_ROWS, columns), dtype=base.dtype, device=base.device)
-        self._base.masked_fill_(hidden, -math.inf)
+            for row in range(TILE_ROWS):
+                self._base[row, : max(0, after + row - self._window)] = -math.inf

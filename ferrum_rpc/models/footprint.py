@@ -61,7 +61,7 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     takes of a layer while it computes, besides its answer; None: it can run in one call with the layers."""
     spec, size = build.spec, build.dtype.itemsize
     layers = dict.fromkeys(spec.layers)
-    native = attending is None and build.packed and isinstance(build.ops, NativeFusedOps)
+    native = build.packed and isinstance(build.ops, NativeFusedOps)
     hidden = spec.hidden_size
     angles = max(4 * (each.mixer.rotary_dim + each.mixer.rotary_dim // 2) for each in layers) * len(spec.ropes)
     kept, held, moments = 0, 2 * hidden * size, [0]  # held: hidden, delta
@@ -73,6 +73,8 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     if native:
         kept += _grown(*(hidden + up + gated for _, _, _, up, gated in widths)) * size  # normed, and the MLP's
         kept += _grown(*(qkv + attended for _, qkv, attended, _, _ in widths)) * size
+        if attending is not None:  # and its answer, which is copied
+            moments.append(max(attended for _, _, attended, _, _ in widths) * tokens * size + attending)
     else:
         held += max(attended for _, _, attended, _, _ in widths) * size  # of the layer before
     for layer, qkv, attended, up, gated in () if native else widths:

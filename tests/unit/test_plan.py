@@ -153,7 +153,7 @@ def test_weights_and_cache_take_what_was_planned(folder, kind):
     ("family", "kind", "attention"),
     [
         *(("qwen3", kind, "auto") for kind in DTYPES),
-        *(("qwen3", "bfloat16", "torch"), ("glm4", "float32", "torch")),
+        *(("qwen3", "bfloat16", "torch"), ("qwen3", "int8", "torch"), ("glm4", "float32", "torch")),
         *(("gemma2", "float32", "auto"), ("gemma3", "bfloat16", "auto")),
     ],
 )
