@@ -30,7 +30,7 @@ from ferrum_rpc.client import (
     Unauthenticated,
 )
 from ferrum_rpc.fronts.blocks import SlowSubscriber
-from ferrum_rpc.fronts.servicer import CALLER_SHARE, CacheEventsCursor, ConstraintFailed, EngineMethods
+from ferrum_rpc.fronts.servicer import CALLER_SHARE, LARGE_BYTES, CacheEventsCursor, ConstraintFailed, EngineMethods
 from ferrum_rpc.scheduler import ExecutorGone
 from ferrum_rpc.service.guard.auth import CALLER, Guard, Security, TokenFile
 from ferrum_rpc.service.guard.bind import address, open_port
@@ -42,6 +42,7 @@ from ferrum_rpc.wire.unfolding import UnfoldingBudget, check
 
 SERVICE: Final = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
 HEALTH: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
+TEXT_METHODS: Final = ("Generate", "Embed")
 FILES_EVERY_S: Final = 5.0
 
 MAX_REQUEST_BYTES: Final = 8 << 20
@@ -50,8 +51,10 @@ TOKEN_REQUEST_BYTES: Final = 16
 """What a request may have besides its prompt, and for each token of the longest context: its id has up to 5 bytes, and
 its text comes along. All other requests wait while one is parsed, so none may be longer than a prompt can be."""
 
-LARGEST: Final = UnfoldingBudget(fields=1 << 14, elements=1 << 21)
-"""Of a request, when it is parsed: a choice or a stop string is a field, and a token id an element."""
+MAX_FIELDS: Final = 1 << 14
+BASE_TOKENS: Final = 1 << 16
+"""Of a request: a choice or a stop string is a field. Besides four contexts of token ids it may have so many, because
+a prompt may be cut. Others are counted, and not parsed."""
 
 MAX_HEALTH_BYTES: Final = 1 << 10
 MAX_STREAMS: Final = 8192
@@ -131,8 +134,10 @@ class WorkerPort:
         self._host, self.port = host, port
         self._keepalive_time_s, self._keepalive_timeout_s = keepalive_time_s, keepalive_timeout_s
         self._max_request_bytes = max_request_bytes(max_context)
+        self._budget = UnfoldingBudget(MAX_FIELDS, BASE_TOKENS + 4 * max_context)
         self._bodies = Bodies.within(BODY_BYTES, self._max_request_bytes, BODY_SHARE, CALLER_SHARE)
         self._open_bodies = Bodies.within(OPEN_BODY_BYTES, self._max_request_bytes, OPEN_BODY_SHARE)
+        self._large = asyncio.Lock()
         self._security = security
         self._count = count
         self._certificates: ServerCertificates | None = None
@@ -213,18 +218,23 @@ class WorkerPort:
         """The handler of a method of the engine."""
         serve: Callable[..., Awaitable[Any]] = getattr(self.methods, str(_named(method.name)))
 
+        def admit(context: Any) -> None:
+            _admit(self._guard, context)
+            if method.name in TEXT_METHODS:  # without its request: a flood of calls is refused at half the cost
+                self.methods.check_room()
+
         async def behave(request: Any, context: Any) -> Any:
             if not method.server_streaming:
                 return await serve(request)
             await context.send_initial_metadata(())
             return await serve(request, context.write)
 
-        return self._serving(method, behave, self._bodies, self._max_request_bytes, self._guard)
+        return self._serving(method, behave, self._bodies, self._max_request_bytes, admit)
 
     def _health_handler(self, method: Any) -> Any:
         """The handler of a method of the health service, for which no credentials are needed."""
         behave = getattr(self.health, method.name)
-        return self._serving(method, behave, self._open_bodies, MAX_HEALTH_BYTES, None)
+        return self._serving(method, behave, self._open_bodies, MAX_HEALTH_BYTES, lambda _: None)
 
     def _serving(
         self,
@@ -232,19 +242,19 @@ class WorkerPort:
         behave: Callable[[Any, Any], Awaitable[Any]],
         bodies: Bodies,
         max_bytes: int,
-        guard: Guard | None,
+        admit: Callable[[Any], None],
     ) -> Any:
-        """A handler with the check of the caller, the reading of its request in turn, its count, its log and its
-        status. It is registered as one with a stream of requests: gRPC would read the request before the handler
-        runs."""
+        """A handler with the check whether a call may go on (``admit``), the reading of its request in turn, its count,
+        its log and its status. It is registered as one with a stream of requests: gRPC would read the request before
+        the handler runs."""
         expected, name = GetMessageClass(method.input_type), method.name
 
         async def handle(_: Any, context: Any) -> Any:
             began, code, request, answer = time.monotonic(), "CANCELLED", None, None
             try:
                 try:
-                    _admit(guard, context)
-                    request = _parsed(expected, await bodies.read(context, CALLER.get()), max_bytes)
+                    admit(context)
+                    request = await self._parsed(expected, await bodies.read(context, CALLER.get()), max_bytes)
                     answer = await behave(request, context)
                     code = "OK"
                     return answer
@@ -274,6 +284,18 @@ class WorkerPort:
         )
         return kind(handle, response_serializer=GetMessageClass(method.output_type).SerializeToString)
 
+    async def _parsed(self, expected: Any, data: bytes, max_bytes: int) -> Any:
+        """The message of a request. Large ones are parsed one after the other, with as much time between two as the
+        first took: a health check needs several turns of the event loop, and would wait for one of them in each."""
+        if len(data) <= LARGE_BYTES:
+            return _message(expected, data, max_bytes, self._budget)
+        async with self._large:
+            began = time.monotonic()
+            try:
+                return _message(expected, data, max_bytes, self._budget)
+            finally:
+                await asyncio.sleep(time.monotonic() - began)
+
 
 def _admit(guard: Guard | None, context: Any) -> None:
     """Set the caller of a call. Raises `NotAdmitted` for one without valid credentials."""
@@ -284,11 +306,11 @@ def _admit(guard: Guard | None, context: Any) -> None:
             raise NotAdmitted(error.message) from None
 
 
-def _parsed(expected: Any, data: bytes, max_bytes: int) -> Any:
+def _message(expected: Any, data: bytes, max_bytes: int, budget: UnfoldingBudget) -> Any:
     """The message of a request, of the ``expected`` class. Raises `InvalidRequest`."""
     if len(data) > max_bytes:
         raise InvalidRequest(f"the request has {len(data)} bytes of at most {max_bytes}")
-    check(data, expected, LARGEST)
+    check(data, expected, budget)
     try:
         return expected.FromString(data)
     except DecodeError:

@@ -164,7 +164,7 @@ class EngineMethods:
     async def generate(self, request: Any, send: Send) -> None:
         """``Generate``: a message for new tokens of each text if it is streamed, and a last one for each text."""
         async with AsyncExitStack() as leaving:
-            leaving.enter_context(self._held(request.sampling_params.n))
+            leaving.enter_context(self._held(min(max(1, request.sampling_params.n), MOST_TEXTS)))
             generation = await self._generation(request)
             text = await self._constrained(generation)
             scores = await self._prompt_scores(generation, leaving)
@@ -184,13 +184,18 @@ class EngineMethods:
             for stream in streams:
                 self._watcher.learn([*text.prompt, *stream.token_ids])
 
+    def check_room(self, texts: int = 1) -> None:
+        """Raise `QueueFull` if the caller may not have so many texts more."""
+        caller, most = CALLER.get(), self.load.max_texts
+        of_caller = int(most * CALLER_SHARE) if caller.shares else most
+        if (held := self._texts.total()) + texts > most or self._texts[caller.name] + texts > of_caller:
+            raise QueueFull(f"{held} texts are not sent yet")
+
     @contextmanager
     def _held(self, texts: int) -> Iterator[None]:
         """Hold texts of a caller until they are sent. Raises `QueueFull`."""
-        caller, texts, most = CALLER.get(), min(max(1, texts), MOST_TEXTS), self.load.max_texts
-        name, of_caller = caller.name, int(most * CALLER_SHARE) if caller.shares else most
-        if self._texts.total() + texts > most or self._texts[name] + texts > of_caller:
-            raise QueueFull(f"{self._texts.total()} texts are not sent yet")
+        self.check_room(texts)
+        name = CALLER.get().name
         self._texts[name] += texts
         try:
             yield

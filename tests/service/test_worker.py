@@ -548,6 +548,26 @@ async def test_more_texts_than_the_worker_holds_are_refused(served: Served, monk
         assert await refusal(worker.generate(request(n=4))) == (CODE.RESOURCE_EXHAUSTED, "0 texts are not sent yet")
         for _ in range(2):  # those that have been sent count no more
             assert len(await worker.generate(request(n=3, max_tokens=2))) == 3
+        texts = worker.engine.Generate(request(n=3, **ENDLESS))
+        await texts.read()
+        async with grpc.aio.insecure_channel(worker.port.target) as channel:
+            unread = channel.stream_stream("/vllm.grpc.engine.VllmEngine/Generate")()  # a request that never comes
+            assert (await unread.code(), await unread.details()) == (
+                CODE.RESOURCE_EXHAUSTED,
+                "3 texts are not sent yet",
+            )
+        texts.cancel()
+
+
+async def test_more_token_ids_than_any_prompt_has_are_counted_and_not_parsed(worker: Working) -> None:
+    most = (1 << 16) + 4 * 2048
+    code, details = await refusal(worker.generate(request(prompt=[1] * most)))
+    assert code is CODE.INVALID_ARGUMENT and details.startswith(f"The decoder prompt (length {most}) is longer than")
+    code, details = await refusal(worker.generate(request(prompt=[1] * (most + 1))))
+    assert code is CODE.INVALID_ARGUMENT
+    assert details.startswith(f"the request has more than {most} token ids")
+    [made] = await worker.generate(request(prompt=[1] * most, truncate_prompt_tokens=8, max_tokens=2))
+    assert made.complete.prompt_tokens == 8
 
 
 async def test_more_subscribers_than_allowed_are_refused(worker: Working, monkeypatch: pytest.MonkeyPatch) -> None:
