@@ -52,8 +52,8 @@ BOB: Final = "a-token-of-bob"
 """The neighbour of the hostile caller."""
 
 FLOODED_S: Final = 4.0
-"""Within this a neighbour has its text while 2,000 calls of another caller arrive at once: gRPC accepts a call in a turn
-of the event loop, and every text that runs takes part of the turn."""
+"""Within this a neighbour has its text while 2,000 calls of another caller arrive at once: gRPC accepts one call in a
+turn of the event loop, and every text that runs takes part of the turn."""
 
 ROOM_FOR_ALL: Final = ("--kv-blocks", "4096")
 """Of the executor: room for as many texts of a flood as run at once. While a cache is full, a neighbour waits for runs
