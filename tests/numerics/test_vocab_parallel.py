@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from ferrum_rpc.core import (
@@ -45,24 +47,33 @@ from tests.unit.test_groups import GLOO, REASON, SHARED, joined
 
 
 class Counting:
-    """A `Group` that counts what a rank tells the others."""
+    """A `Group` that counts what a rank tells the others. ``turn``: held by the rank that computes; None: all may."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, turn: Lock | None) -> None:
         self._group, self.rank, self.size, self.abort = group, group.rank, group.size, group.abort
+        self._turn = turn
         self.told: list[int] = []
 
     def all_gather(self, part: Tensor) -> Tensor:
         self.told.append(part.nbytes)
-        return self._group.all_gather(part)
+        if self._turn is None:
+            return self._group.all_gather(part)
+        self._turn.release()
+        try:
+            with _disable_current_modes():
+                return self._group.all_gather(part)
+        finally:
+            self._turn.acquire()
 
 
 class World:
     """``size`` ranks, threads of this process, which share rows; and ``one`` that has them whole. ``on_device``: the
-    ranks' rows lie on a device, what they tell each other on the host."""
+    ranks' rows lie on a device, what they tell each other on the host. Ranks then compute in turns: torch's modes of
+    two threads at once ended the process now and then."""
 
     def __init__(self, groups: list[Group], make: Callable[[], ShardSampler], *, on_device: bool = False) -> None:
-        self._on_device = on_device
-        self.groups = [Counting(each) for each in groups]
+        self._turn = Lock() if on_device else None
+        self.groups = [Counting(each, self._turn) for each in groups]
         self.size, self.one = len(groups), make()
         self._own = [make() for _ in groups]
         self._threads = ThreadPoolExecutor(self.size)
@@ -81,9 +92,9 @@ class World:
             assert (part.first, part.end) == (first, end)
             sampler, own = VocabParallelSampler(self._own[rank], part), rows[:, first:end].contiguous()
             with torch.inference_mode():
-                if not self._on_device:
+                if self._turn is None:
                     return call(sampler, own)
-                with fake_device() as device:
+                with self._turn, fake_device() as device:
                     return tree_map_only(Tensor, Tensor.cpu, call(sampler, own.to(device)))
 
         for group in self.groups:
