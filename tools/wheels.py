@@ -72,7 +72,10 @@ def normal(name: str) -> str:
 def collect_wheels() -> str:
     """Fill build/wheels/ where the image build could not; returns what was done."""
     pip = [sys.executable, "-m", "pip"]
-    configured = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=False).stdout
+    asked = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=False)
+    if asked.returncode and not WHEELS.exists():
+        return "from pip's default index, by the image build: this Python has no pip (PYTHON=.venv/bin/python has one)"
+    configured = asked.stdout
     here = any(re.search(rf"\.{key}=", configured) for key in PIP_SOURCES)
     if not here or sys.platform != "linux":
         if WHEELS.exists():

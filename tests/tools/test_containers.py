@@ -20,7 +20,7 @@ from ferrum_rpc.config import ENV_PREFIX, SETTINGS, load_settings
 from tests.tools.running import ran, yaml
 from tools.commands import ROOT
 from tools.compose_test import FLEET, texts_of
-from tools.wheels import lists, normal
+from tools.wheels import collect_wheels, lists, normal
 
 FILES = ("Dockerfile", ".dockerignore", "docker-compose.yml", "docker-compose.gpu.yml")
 TEXTS = {name: (ROOT / name).read_text("utf-8") for name in FILES}
@@ -210,6 +210,12 @@ def test_wheels_that_were_collected_are_listed_by_their_own_hashes(tmp_path):
     assert f"torch==2.13.0+cpu --hash=sha256:{hashes[names[1]]}\n" in made["executor.txt"]
     assert "pydantic_core==2.5 " in made["executor.txt"]
     assert "nvidia" not in made["executor.txt"]
+
+
+def test_a_python_without_pip_is_not_taken_for_one_whose_pip_is_not_configured(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    monkeypatch.setattr("tools.wheels.WHEELS", tmp_path / "none")
+    assert "this Python has no pip" in collect_wheels()
 
 
 def test_dockerfile_needs_no_buildkit():
