@@ -229,8 +229,8 @@ def _command(arguments: list[str]) -> NoReturn:
         known += commands["serve"].flags()
     if unknown:
         command.error(f"unknown flag {unknown[0]!r}{hint(unknown[0].split('=')[0], known)}")
-    prepare()
     try:
+        prepare()
         status = _run(parsed)
         sys.stdout.flush()
     except ConfigError as error:

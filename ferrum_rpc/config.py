@@ -26,11 +26,11 @@ from pydantic.fields import FieldInfo
 
 from ferrum_rpc.core import Limits
 from ferrum_rpc.failpoints import parse_failpoints
-from ferrum_rpc.usage import TOKEN_VARIABLE, ConfigError, hint
+from ferrum_rpc.usage import ISA_VARIABLE, TOKEN_VARIABLE, ConfigError, hint
 
 ENV_PREFIX: Final = "FERRUM_"
 CONFIG_VARIABLE: Final = "FERRUM_CONFIG"
-OTHER_VARIABLES: Final = frozenset({CONFIG_VARIABLE, TOKEN_VARIABLE, "FERRUM_FUZZ_ROUNDS"})
+OTHER_VARIABLES: Final = frozenset({CONFIG_VARIABLE, ISA_VARIABLE, TOKEN_VARIABLE, "FERRUM_FUZZ_ROUNDS"})
 """Variables with the prefix that are not server settings."""
 
 IDENTITY: Final = "identity"

@@ -31,6 +31,9 @@ within them.
 GPU memory: torch's allocator keeps the segments that it has, and what is freed in one too small for the next tensor is
 of no use. Steps of changing lengths would take more than the largest of them, which is what the cache leaves room for
 (`engine/assembly/size.py`). Expandable segments map pages one behind the other instead.
+
+Instruction sets: `FERRUM_ISA` makes a machine a lesser one, for tests. Our library reads it itself; torch, oneDNN and
+MKL have variables of their own (`ISA_MASKS`).
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Final, Literal, NamedTuple
 
 from ferrum_rpc.install import install
-from ferrum_rpc.usage import ConfigError
+from ferrum_rpc.usage import ConfigError, masked_isa
 
 SPIN_VARIABLE: Final = "GOMP_SPINCOUNT"
 SPINS: Final = 4000
@@ -68,6 +71,16 @@ ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 ALLOCATOR: Final = "expandable_segments:True"
 
+ISA_MASKS: Final[Mapping[str, Mapping[str, str]]] = {
+    isa: {"ATEN_CPU_CAPABILITY": of_torch, "ONEDNN_MAX_CPU_ISA": of_onednn, "MKL_ENABLE_INSTRUCTIONS": of_mkl}
+    for isa, of_torch, of_onednn, of_mkl in (
+        ("portable", "default", "SSE41", "SSE4_2"),
+        ("avx2", "avx2", "AVX2", "AVX2"),
+        ("avx512", "avx512", "AVX512_CORE_FP16", "AVX512"),
+    )
+}
+"""What limits torch, oneDNN and MKL to each of `usage.ISAS`. oneDNN's last is its widest before AMX."""
+
 KEPT_BYTES: Final = 32 << 20
 """Free bytes at the heap's end that are kept: the maximum cost."""
 
@@ -87,7 +100,11 @@ UVLOOP: Final = "uvloop"
 
 def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables of this process and its children. Call it before torch and gRPC are imported, because they read
-    them once. gRPC's C core then writes no lines, which would mix with our JSON lines, and torch's only errors."""
+    them once. gRPC's C core then writes no lines, which would mix with our JSON lines, and torch's only errors. Raises
+    `ConfigError` for an unknown instruction set."""
+    if isa := masked_isa(environment):
+        for name, value in ISA_MASKS[isa].items():
+            environment.setdefault(name, value)
     environment.setdefault(POLLING_VARIABLE, POLL_DIRECTLY)
     environment.setdefault(VERBOSITY, "NONE")
     environment.setdefault(TORCH_VERBOSITY, "ERROR")

@@ -8,14 +8,25 @@ from typing import Final
 
 import torch
 
+from ferrum_rpc.usage import masked_isa
+
 BFLOAT16: Final = ("amx_bf16", "avx512_bf16", "bf16")
 """Instruction sets that multiply bfloat16, best first."""
 
+HIDDEN: Final = {"portable": ("amx", "avx", "fma"), "avx2": ("amx", "avx512"), "avx512": ("amx",)}
+"""What the names of those sets begin with that a value of `FERRUM_ISA` hides."""
+
+
+def flags() -> frozenset[str]:
+    """The names of its instruction sets, as in /proc/cpuinfo, without those that `FERRUM_ISA` hides; empty if there is
+    no such file. Raises `ConfigError` for an unknown value."""
+    isa = masked_isa()
+    return _flags() if isa is None else frozenset(each for each in _flags() if not each.startswith(HIDDEN[isa]))
+
 
 @functools.cache
-def flags() -> frozenset[str]:
-    """The names of its instruction sets, as in /proc/cpuinfo; empty if there is none. A cgroup or container does not
-    hide them."""
+def _flags() -> frozenset[str]:
+    """All of them: a cgroup or container does not hide any."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

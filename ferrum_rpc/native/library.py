@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import torch
 
+from ferrum_rpc.usage import masked_isa
+
 PACKAGE: Final = "ferrum_rpc_kernels"
 LIBRARY: Final = "kernels.so"
 _RUNTIME: Final = re.compile(r"^(?:\S+ +){5}(/.*/lib(?:gomp|omp|iomp5)[^/\s]*\.so[^/\s]*)$", re.MULTILINE)
@@ -240,7 +242,9 @@ def find() -> str:
 
 @functools.cache
 def load() -> Any:
-    """The library with its functions typed. Raises OSError with the reason and the action if it cannot be loaded."""
+    """The library with its functions typed. Raises OSError with the reason and the action if it cannot be loaded, and
+    `ConfigError` for a value of `FERRUM_ISA` that it does not know."""
+    masked_isa()
     path = find()
     runtime = _openmp_of_torch()
     if runtime is not None:

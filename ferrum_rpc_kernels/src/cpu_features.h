@@ -1,10 +1,16 @@
 /* Instruction sets, each a list of CPU features. The compiler's target attribute and the check of this machine come from
- * the same list, so code compiled for a feature never runs on a CPU without it. */
+ * the same list, so code compiled for a feature never runs on a CPU without it.
+ *
+ * The environment variable FERRUM_ISA hides features, so that a machine can be tested as a lesser one: `avx2` hides
+ * AVX-512, `portable` every feature. It is read when a kernel is chosen; ferrum_rpc/native/cpu.py checks its value. */
 
 #ifndef FERRUM_CPU_FEATURES_H
 #define FERRUM_CPU_FEATURES_H
 
 #if defined(__x86_64__)
+
+#include <stdlib.h>
+#include <string.h>
 
 #define AVX2(EACH) EACH("avx2") EACH("fma")
 #define AVX512(EACH) EACH("avx512f") EACH("avx512bw") EACH("avx512vl") EACH("avx512dq") EACH("fma")
@@ -12,7 +18,7 @@
 #define AVX512_VNNI(EACH) AVX512(EACH) EACH("avx512vnni")
 
 #define LISTED(feature) "," feature
-#define HELD(feature) && __builtin_cpu_supports(feature)
+#define HELD(feature) && feature_visible(feature) && __builtin_cpu_supports(feature)
 #if defined(__clang__)
 #define VECTOR_WIDTH "sse2" /* the compiler has no such option; this set is always there */
 #else
@@ -20,6 +26,14 @@
 #endif
 #define COMPILED_FOR(SET) __attribute__((target(VECTOR_WIDTH SET(LISTED))))
 #define CPU_HAS(SET) (__builtin_cpu_init(), 1 SET(HELD))
+
+static inline int feature_visible(const char *feature)
+{
+    const char *isa = getenv("FERRUM_ISA");
+    if (!isa || !strcmp(isa, "avx512"))
+        return 1;
+    return !strcmp(isa, "avx2") && strncmp(feature, "avx512", 6);
+}
 
 #endif
 

@@ -247,6 +247,11 @@ def test_a_start_with_kernels_warns_of_nothing():
     assert {each["log_level"] for each in logs} == {"info"}
 
 
+def test_a_machine_that_is_used_as_a_lesser_one_is_told(monkeypatch):
+    monkeypatch.setenv("FERRUM_ISA", "avx2")
+    assert "FERRUM_ISA" in choices()[1]["isa=avx2"]
+
+
 def test_what_is_wrong_with_a_model_is_not_called_a_setting() -> None:
     assert "of the model" in _action(InvalidRequest("model.safetensors: truncated", field="model.safetensors"))
     for error in (InvalidRequest("too small", field="kv_memory"), OSError("the port is taken")):

@@ -49,7 +49,7 @@ TABLE = {
     # the contract
     "executor": Floor("", "google grpc"),
     "wire": Floor("core errors executor", "google grpc numpy"),
-    "native": Floor("", "torch triton"),
+    "native": Floor("usage", "torch triton"),
     "sampling.transfer": Floor("", "torch"),
     # each knows nothing of the others' insides
     "kv": Floor("core errors prefix_hash", "numpy"),
@@ -103,7 +103,7 @@ TABLE = {
     # from settings to a runner: what every rank chooses, the ranks, and what puts the first one's together
     "engine.assembly": Floor(
         "config core device errors kv.store models models.fields models.config_keys attention sampling "
-        "sampling.transfer weights native engine.compute engine.ranks.world",
+        "sampling.transfer usage weights native engine.compute engine.ranks.world",
         "numpy torch structlog",
     ),
     "engine.adapters": Floor("core errors models weights engine.assembly", "torch"),

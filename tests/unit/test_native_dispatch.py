@@ -127,3 +127,12 @@ def test_each_cpu_takes_what_it_has(machine, features, kernels, lanes):
     kernel = ctypes.c_void_p(cpu.ferrum_decode_new(None, 128))
     assert cpu.ferrum_decode_name(kernel) == {4: b"portable", 8: b"avx2", 16: b"avx512"}[lanes]
     cpu.ferrum_decode_free(kernel)
+
+
+@pytest.mark.parametrize(("isa", "lanes"), [("portable", 4), ("avx2", 8), ("avx512", 16)])
+def test_a_mask_hides_what_a_cpu_has(machine, monkeypatch, isa, lanes):
+    monkeypatch.setenv("FERRUM_ISA", isa)
+    cpu = machine(FEATURES)
+    assert cpu.ferrum_rows_lanes(64) == lanes
+    assert bool(cpu.ferrum_prefill_supported(128)) == (lanes == 16)
+    assert machine(("avx2", "fma")).ferrum_rows_lanes(64) == min(lanes, 8)

@@ -34,6 +34,7 @@ from ferrum_rpc.models.linear import LinearFactory, select_bytes, select_linear
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
+from ferrum_rpc.usage import ISA_VARIABLE, masked_isa
 from ferrum_rpc.weights.checkpoint import Checkpoint
 
 BACKEND_NATIVE: Final = "native"
@@ -194,7 +195,10 @@ def fix_products() -> tuple[str, str]:
 
 
 def _check_kernels(reasons: Reasons) -> None:
-    """Report once that the C library is missing: every part that would use it falls back to a slower implementation."""
+    """Report once that the C library is missing: every part that would use it falls back to a slower implementation.
+    Also report a CPU that is used as a lesser one."""
+    if isa := masked_isa():
+        reasons.append((f"isa={isa}", f"{ISA_VARIABLE} hides what else the CPU has"))
     try:
         library.load()
     except OSError as error:
