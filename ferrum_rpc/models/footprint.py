@@ -65,9 +65,11 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     hidden = spec.hidden_size
     angles = max(4 * (each.mixer.rotary_dim + each.mixer.rotary_dim // 2) for each in layers) * len(spec.ropes)
     kept, held, moments = 0, 2 * hidden * size, [0]  # held: hidden, delta
-    if isinstance(build.linear, ByteFactory):
+    if isinstance(build.linear, PairFactory | ByteFactory):
         width = _grown(*(matrix.columns.size for layer in layers for matrix in layer.matrices()))
-        kept += width + width // GROUP * 8  # rows in 8 bits, their scales, and where they start
+        kept += width * build.linear.prepared
+        if isinstance(build.linear, ByteFactory):
+            kept += width // GROUP * 8  # scales of rows in 8 bits, and where they start
     passing = build.linear.passing(build.dtype)
     widths = [(layer, *_widths(layer.mixer), *_widths(layer.mlp)) for layer in layers]
     if native:

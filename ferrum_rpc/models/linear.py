@@ -2,10 +2,10 @@
 
 On a CPU the layout of a weight decides the speed: oneDNN reads a weight that it packed once at 31 GB/s on one core
 where ``F.linear`` on the plain one reaches 15 (bf16, one row), and makes eight float32 rows 2.6 times as fast
-(16.5 against 43 ms). Our own kernel (`native_linear`) does the same for bfloat16 where the CPU multiplies it in
-vectors, and is 1.3 times as fast as oneDNN at 8 rows and 1.7 times at 32. oneDNN's packing entry points are those that
-torch's own compiler uses; they are not public. So a probe runs each at start, compares its product with ``F.linear``,
-and falls back with a reason.
+(16.5 against 43 ms). Our own kernel (`native_linear`) does the same for bfloat16 in AVX-512 and AVX2. With AVX-512
+BF16 it is 1.3 times as fast as oneDNN at 8 rows and 1.7 times at 32; with AVX2 it is 3 times as fast as torch at 8, and
+oneDNN has no such products. oneDNN's packing entry points are those that torch's own compiler uses; they are not
+public. So a probe runs each at start, compares its product with ``F.linear``, and falls back with a reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
+from ferrum_rpc.models.native_linear import ISAS, ByteFactory, PairFactory
 from ferrum_rpc.native import cpu
 from ferrum_rpc.selection import AUTO, BackendCandidate, Choice, Unsuited, select
 
@@ -136,9 +136,12 @@ def select_linear(device: torch.device, dtype: torch.dtype, requested: str = AUT
 
     def pairs() -> LinearFactory:
         cpu.require(device, dtype, torch.bfloat16)
-        factory = _agreeing(PairFactory(), dtype)
+        factory = PairFactory()
+        _agreeing(factory, dtype)
         if requested == AUTO and AMX in cpu.flags():
             raise Unsuited(f"the CPU has {AMX}, which oneDNN uses and it does not")
+        if requested == AUTO and factory.isa == ISAS[4]:
+            raise Unsuited(f"it multiplies in {factory.isa} here, and torch is faster")
         return factory
 
     def packed() -> LinearFactory:
@@ -146,7 +149,7 @@ def select_linear(device: torch.device, dtype: torch.dtype, requested: str = AUT
         return _agreeing(PackedLinear, dtype)
 
     return select(
-        BackendCandidate(PairFactory.name, pairs, "weights in panels: 8 or 32 rows cost little more than reading them"),
+        BackendCandidate(PairFactory.name, pairs, "weights in panels, multiplied in {.isa}"),
         BackendCandidate(PackedLinear.name, packed, "oneDNN packs this dtype and the packed product agrees"),
         BackendCandidate(PlainLinear.name, lambda: PlainLinear),
         what="linear backend",

@@ -24,6 +24,12 @@ COLUMNS: Final = 16
 GROUP: Final = 64
 """Elements of a column, or of a row, that share a scale where weights have 8 bits."""
 
+ISAS: Final = {4: "portable C", 8: "AVX2", 16: "AVX-512"}
+"""What kernels are compiled for, by the floats of a vector."""
+
+PREPARED: Final = {library.PAIRS: {8: 4}, library.BYTES: {4: 1, 8: 2, 16: 1}}
+"""Bytes for each element of a row that a kernel takes to make rows ready: AVX2 reads them widened."""
+
 SLAB: Final = 4096
 """Columns that are packed at a time: what the intermediate copies cost."""
 
@@ -32,13 +38,12 @@ PackedShape = tuple[tuple[int, ...], torch.dtype]
 
 
 class Workspace:
-    """The kernel's buffers, which products of one model share; one product at a time."""
+    """The kernel of this machine and its buffers, which products of one model share; one product at a time."""
 
     def __init__(self, kind: int) -> None:
         self.library = library.load()
-        if not self.library.ferrum_linear_supported(kind):
-            instruction = "avx512_bf16" if kind == library.PAIRS else "avx512_vnni"
-            raise OSError(f"the CPU has no {instruction}")
+        lanes = self.library.ferrum_linear_supported(kind)
+        self.isa, self.prepared = ISAS[lanes], PREPARED[kind].get(lanes, 0)
         self.handle = self.library.ferrum_linears_new()
 
     def __del__(self) -> None:
@@ -106,12 +111,22 @@ class NativeLinear:
 
 
 class PairFactory:
-    """A `LinearFactory`: bfloat16 weights as they are. Raises OSError where the kernel cannot run."""
+    """A `LinearFactory`: bfloat16 weights as they are. Raises OSError where there is no C library."""
 
     name = "native"
 
     def __init__(self) -> None:
         self._space = Workspace(library.PAIRS)
+
+    @property
+    def isa(self) -> str:
+        """Which of `ISAS` multiplies."""
+        return self._space.isa
+
+    @property
+    def prepared(self) -> int:
+        """Bytes for each element of a row that the kernel keeps besides it."""
+        return self._space.prepared
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         """Pack ``weight`` [n, k]. An odd k is made even by a zero, in every row too; no known model has one."""
@@ -138,11 +153,21 @@ class PairFactory:
 
 class ByteFactory:
     """A `LinearFactory`: weights quantized to 8 bits, every 64 of a column with a scale of their own. Raises OSError
-    where the kernel cannot run."""
+    where there is no C library."""
 
     def __init__(self) -> None:
         self._space = Workspace(library.BYTES)
         self._squares = torch.zeros(2, dtype=torch.float64)
+
+    @property
+    def isa(self) -> str:
+        """Which of `ISAS` multiplies."""
+        return self._space.isa
+
+    @property
+    def prepared(self) -> int:
+        """Bytes for each element of a row that the kernel keeps besides it."""
+        return self._space.prepared
 
     @property
     def error(self) -> float:

@@ -1,5 +1,6 @@
 /* Rows times panels, the inner loops of every matrix product here: sums of pairs of bfloat16 (AVX-512 BF16, or two
- * products in float32 for each pair) and of fours of bytes (AVX-512 VNNI).
+ * products in float32 for each pair) and of fours of bytes (AVX-512 VNNI). gemm_avx2.h and gemm_portable.h have those of
+ * other CPUs, over the same panels.
  *
  * A panel is 16 columns of a matrix, stored so that one vector holds the same few elements of all 16: [pairs][16][2] of
  * bfloat16 or [fours][16][4] of bytes. A vector of a panel meets one broadcast element group of a row, and each of the 16
@@ -12,9 +13,6 @@
 #ifndef FERRUM_GEMM_TILE_H
 #define FERRUM_GEMM_TILE_H
 
-#if defined(__x86_64__)
-
-#include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -25,7 +23,6 @@
 #define GEMM_PANELS 4
 #define GEMM_COLUMNS 16 /* of a panel */
 #define GEMM_WIDTH (GEMM_PANELS * GEMM_COLUMNS)
-#define GEMM_INLINE(SET) static inline __attribute__((always_inline)) COMPILED_FOR(SET)
 
 /* A block of rows against neighbouring panels. Rows lie `row_bytes` apart, panels `panel_bytes`; `sums` has GEMM_WIDTH
  * floats a row, which are added to. `ahead`: memory to fetch into the cache meanwhile, a line for every vector. */
@@ -40,6 +37,12 @@ struct gemm_tile {
     size_t row_groups, panel_groups; /* from one row's, or panel's, to the next one's */
     int group;
 };
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#define GEMM_INLINE(SET) static inline __attribute__((always_inline)) COMPILED_FOR(SET)
 
 GEMM_INLINE(AVX512) __m512i gemm_broadcast(const char *from)
 {

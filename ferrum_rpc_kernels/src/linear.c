@@ -10,7 +10,10 @@
  * 152k vocabulary are 19 MB of floats that would be read again.
  *
  * 8-bit weights are blocks of 64 elements of a column with a scale each; rows are rounded to 8 bits in blocks of
- * 64 as well, because the instruction multiplies bytes by bytes. (llama.cpp's Q8_0 does so with blocks of 32.)
+ * 64 as well, because the instruction of AVX-512 multiplies bytes by bytes. (llama.cpp's Q8_0 does so with blocks of 32.)
+ *
+ * Packing does not depend on the CPU. The inner loops are of the best instructions that it has (`kernel_of`): gemm_tile.h,
+ * gemm_avx2.h, gemm_portable.h.
  *
  * It needs no Python and no torch headers: ferrum_rpc/models/native_linear.py passes pointers. OpenMP: see attention_decode.c.
  */
@@ -21,11 +24,11 @@
 #include <string.h>
 
 #include "cpu_features.h"
+#include "gemm_avx2.h"
+#include "gemm_portable.h"
 #include "gemm_tile.h"
 #include "linear.h"
 #include "buffer.h"
-
-#if defined(__x86_64__)
 
 #define SLAB 240         /* rows of a job: their sums are 60 kB */
 #define CHUNK_BYTES 65536 /* of a panel at a time: four panels and the next four are 512 kB */
@@ -33,29 +36,87 @@
 #define TINY 1e-36f      /* 127 / TINY is a float */
 #define SMALL 131072     /* bytes of weights below which waking threads costs more than they save */
 
-/* The largest element so far of a row, and its column. */
+/* The largest element so far of a row, as an integer of that order (linear_isa.h), and its column. */
 struct best {
-    float value;
-    int32_t column;
+    int32_t key, column;
 };
+
+/* Whether `x` is larger, or as large and further left. */
+static inline int comes_first(const struct best *x, const struct best *y)
+{
+    return x->key > y->key || (x->key == y->key && x->column < y->column);
+}
+
+/* How rows are made ready for the inner loops, or NULL; a row's scales and starts are of bytes. */
+typedef void prepare_row(const char *row, int k, char *to, float *scales, int32_t *starts);
+
+struct isa {
+    prepare_row *prepare_bytes;
+    void (*round_row)(const float *sums, const float *bias, int from, int count, char *out, int wide);
+    void (*best_of_row)(const float *sums, const float *bias, int from, int count, struct best *best);
+};
+
+#define ISA_ENTRIES {ISA(prepare_bytes), ISA(round_row), ISA(best_of_row)}
+#define BODY "linear_isa.h"
+#include "for_each_isa.h"
+
+#if defined(__x86_64__)
+GEMM_ENTRY(pairs_avx512_bf16, gemm_pairs, AVX512_BF16)
+GEMM_ENTRY(pairs_avx512, gemm_halves, AVX512)
+GEMM_ENTRY(bytes_avx512, gemm_bytes, AVX512_VNNI)
+AVX2_ENTRY(pairs_avx2, avx2_pairs)
+AVX2_ENTRY(bytes_avx2, avx2_bytes)
+#endif
+
+/* One for every number of rows: the bits of a row must not depend on it. `step`: bytes of a row, as `multiply` reads it,
+ * for each vector of a panel. */
+struct kernel {
+    const struct isa *isa;
+    prepare_row *prepare;
+    void (*multiply)(const struct gemm_tile *, int rows, int panels);
+    int32_t step, lanes;
+};
+
+/* The best of this machine. */
+static struct kernel kernel_of(int32_t kind)
+{
+#if defined(__x86_64__)
+    if (kind == BYTES && CPU_HAS(AVX512_VNNI))
+        return (struct kernel){&isa_avx512, prepare_bytes_avx512, bytes_avx512, 4, 16};
+    if (kind == PAIRS && CPU_HAS(AVX512_BF16))
+        return (struct kernel){&isa_avx512, NULL, pairs_avx512_bf16, 4, 16};
+    if (kind == PAIRS && CPU_HAS(AVX512))
+        return (struct kernel){&isa_avx512, NULL, pairs_avx512, 4, 16};
+    if (CPU_HAS(AVX2))
+        return kind == BYTES ? (struct kernel){&isa_avx2, prepare_bytes_avx2, bytes_avx2, AVX2_STEP, 8}
+                             : (struct kernel){&isa_avx2, prepare_pairs_avx2, pairs_avx2, AVX2_STEP, 8};
+#endif
+    return kind == BYTES ? (struct kernel){&isa_portable, prepare_bytes_portable, bytes_portable, 4, 4}
+                         : (struct kernel){&isa_portable, NULL, pairs_portable, 4, 4};
+}
 
 /* Buffers of buffer.h. */
 struct ferrum_linears {
+    struct kernel kernels[2]; /* of enum kind */
     float *sums;      /* [threads][SLAB][GEMM_WIDTH] */
-    char *rows;       /* bytes: [m][k] */
+    char *rows;       /* as they were made ready: [m][vectors of a panel][step] */
     float *scales;    /* bytes: [m][k / GROUP] */
     int32_t *starts;  /* bytes: [m][k / GROUP] */
     struct best *best; /* [threads][m] */
     size_t sums_size, rows_size, scales_size, starts_size, best_size;
 };
 
-int32_t ferrum_linear_supported(int32_t kind)
-{
-    return kind == BYTES ? CPU_HAS(AVX512_VNNI) : CPU_HAS(AVX512_BF16);
-}
+/* The floats in the vectors of this machine's kernel: 16 (AVX-512), 8 (AVX2) or 4 (portable C). */
+int32_t ferrum_linear_supported(int32_t kind) { return kernel_of(kind).lanes; }
 
 /* NULL if memory is short. */
-struct ferrum_linears *ferrum_linears_new(void) { return calloc(1, sizeof(struct ferrum_linears)); }
+struct ferrum_linears *ferrum_linears_new(void)
+{
+    struct ferrum_linears *made = calloc(1, sizeof *made);
+    for (int32_t kind = PAIRS; made && kind <= BYTES; kind++)
+        made->kernels[kind] = kernel_of(kind);
+    return made;
+}
 
 void ferrum_linears_free(struct ferrum_linears *self)
 {
@@ -67,99 +128,9 @@ void ferrum_linears_free(struct ferrum_linears *self)
     free(self);
 }
 
-/* Shared by both kinds. */
-#define TARGET COMPILED_FOR(AVX512)
-
-GEMM_ENTRY(pairs_entry, gemm_pairs, AVX512_BF16)
-GEMM_ENTRY(bytes_entry, gemm_bytes, AVX512_VNNI)
-
-/* One row to 8 bits: for every group its scale and -128 x its sum. A group with an element that is not finite gets a NaN
- * for a scale; one whose largest is below TINY counts as zeros: 127 over that would be infinite. */
-static TARGET void quantise(const char *row, int k, char *to, float *scales, int32_t *starts)
-{
-    for (int g = 0; g < k / GROUP; g++) {
-        __m512 x[GROUP / 16], most = _mm512_setzero_ps();
-        for (int i = 0; i < GROUP / 16; i++) {
-            const __m256i half = _mm256_loadu_si256((const __m256i *)(row + ((size_t)g * GROUP + i * 16) * 2));
-            x[i] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-            most = _mm512_max_ps(_mm512_abs_ps(x[i]), most); /* max of a NaN and a number is its second operand */
-        }
-        const float largest = _mm512_reduce_max_ps(most), scale = largest / 127.0f;
-        const __m512 inverse = _mm512_set1_ps(largest > TINY ? 127.0f / largest : 0.0f);
-        __m512i sum = _mm512_setzero_si512();
-        __mmask16 finite = 0xffff; /* infinity times 0 is NaN too */
-        for (int i = 0; i < GROUP / 16; i++) {
-            const __m512 scaled = _mm512_mul_ps(x[i], inverse);
-            const __mmask16 number = _mm512_cmp_ps_mask(scaled, scaled, _CMP_ORD_Q);
-            const __m512i rounded = _mm512_maskz_cvtps_epi32(number, scaled);
-            finite &= number;
-            sum = _mm512_add_epi32(sum, rounded);
-            _mm_storeu_si128((__m128i *)(to + g * GROUP + i * 16), _mm512_cvtsepi32_epi8(rounded));
-        }
-        scales[g] = finite == 0xffff ? scale : __builtin_nanf("");
-        starts[g] = -128 * _mm512_reduce_add_epi32(sum);
-    }
-}
-
-/* 16 sums of a row, with the biases of the columns that are `held`: rounded to bfloat16 to the nearest, ties to even (a
- * NaN stays one), in the lower halves. */
-static inline TARGET __m512i round_sums(const float *sums, const float *bias, __mmask16 held)
-{
-    __m512 x = _mm512_loadu_ps(sums);
-    if (bias)
-        x = _mm512_add_ps(x, _mm512_maskz_loadu_ps(held, bias));
-    const __m512i bits = _mm512_castps_si512(x);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i more = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-    const __m512i half = _mm512_srli_epi32(_mm512_add_epi32(bits, more), 16);
-    return _mm512_mask_mov_epi32(half, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
-}
-
-static inline __mmask16 held_columns(int count) { return count < 16 ? (__mmask16)((1u << count) - 1) : 0xffff; }
-
-/* The sums of a row to an output row of `count` columns, of which `from` is the first: as bfloat16, or as floats of
- * such values where `wide`. */
-static TARGET void round_row(const float *sums, const float *bias, int from, int count, char *out, int wide)
-{
-    for (int i = 0; i < count; i += 16) {
-        const __mmask16 held = held_columns(count - i);
-        const __m512i half = round_sums(sums + i, bias ? bias + from + i : NULL, held);
-        if (wide)
-            _mm512_mask_storeu_epi32(out + (size_t)(from + i) * 4, held, _mm512_slli_epi32(half, 16));
-        else
-            _mm256_mask_storeu_epi16(out + (size_t)(from + i) * 2, held, _mm512_cvtepi32_epi16(half));
-    }
-}
-
-/* Whether `x` at `column` comes before what is held: larger, or as large and further left. A NaN is larger than any
- * number, as it is to torch. */
-static inline int comes_first(float x, int column, const struct best *best)
-{
-    if (x != x || best->value != best->value)
-        return x != x && (best->value == best->value || column < best->column);
-    return x > best->value || (x == best->value && column < best->column);
-}
-
-/* The largest of a row's values as `round_row` would write them. */
-static TARGET void best_of_row(const float *sums, const float *bias, int from, int count, struct best *best)
-{
-    for (int i = 0; i < count; i += 16) {
-        const __mmask16 held = held_columns(count - i);
-        const __m512i half = round_sums(sums + i, bias ? bias + from + i : NULL, held);
-        const __m512 x = _mm512_castsi512_ps(_mm512_slli_epi32(half, 16));
-        const __mmask16 none = _mm512_mask_cmp_ps_mask(held, x, x, _CMP_UNORD_Q);
-        const float most = none ? __builtin_nanf("") : _mm512_mask_reduce_max_ps(held, x);
-        if (!none && most < best->value)
-            continue; /* nearly always */
-        const __mmask16 where = none ? none : _mm512_mask_cmp_ps_mask(held, x, _mm512_set1_ps(most), _CMP_EQ_OQ);
-        const int column = from + i + __builtin_ctz(where);
-        if (comes_first(most, column, best))
-            *best = (struct best){most, column};
-    }
-}
-
 struct product {
     const struct matrix *linear;
+    const struct kernel *kernel;
     const char *rows;
     const float *row_scales;
     const int32_t *row_starts;
@@ -174,6 +145,7 @@ struct product {
 static void multiply(const struct product *product, int64_t job, int64_t next, float *sums, struct best *best)
 {
     const struct matrix *linear = product->linear;
+    const struct kernel *kernel = product->kernel;
     const int pairs = linear->kind == PAIRS, panel = (int)(job / product->slabs) * product->unit;
     const int panels = product->panels - panel < product->unit ? product->panels - panel : product->unit;
     const int64_t from = job % product->slabs * SLAB;
@@ -198,16 +170,14 @@ static void multiply(const struct product *product, int64_t job, int64_t next, f
         int row = 0;
         for (int block = 0; block < blocks; block++) {
             const int count = (rows - row + blocks - block - 1) / (blocks - block);
-            tile.rows = product->rows + (from + row) * product->row_bytes + (size_t)first * 4;
+            tile.rows = product->rows + (from + row) * product->row_bytes + (size_t)first * kernel->step;
             tile.sums = sums + row * GEMM_WIDTH;
             tile.ahead = ahead && block < panels ? ahead + block * product->panel_bytes + (size_t)first * 64 : tile.panels;
-            if (pairs) {
-                pairs_entry(&tile, count, panels);
-            } else {
+            if (!pairs) {
                 tile.row_scales = product->row_scales + (from + row) * groups + first * 4 / GROUP;
                 tile.row_starts = product->row_starts + (from + row) * groups + first * 4 / GROUP;
-                bytes_entry(&tile, count, panels);
             }
+            kernel->multiply(&tile, count, panels);
             row += count;
         }
     }
@@ -215,10 +185,10 @@ static void multiply(const struct product *product, int64_t job, int64_t next, f
     const int columns = linear->n - column < panels * GEMM_COLUMNS ? linear->n - column : panels * GEMM_COLUMNS;
     for (int row = 0; row < rows; row++)
         if (product->ranked)
-            best_of_row(sums + row * GEMM_WIDTH, linear->bias, column, columns, best + from + row);
+            kernel->isa->best_of_row(sums + row * GEMM_WIDTH, linear->bias, column, columns, best + from + row);
         else
-            round_row(sums + row * GEMM_WIDTH, linear->bias, column, columns,
-                      product->out + (from + row) * product->out_bytes, product->wide);
+            kernel->isa->round_row(sums + row * GEMM_WIDTH, linear->bias, column, columns,
+                                   product->out + (from + row) * product->out_bytes, product->wide);
 }
 
 /* The product of x [count, k], whose rows lie `x_stride` elements apart, to `out`, or only the largest of each row to
@@ -226,9 +196,11 @@ static void multiply(const struct product *product, int64_t job, int64_t next, f
 static int32_t run(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                    int64_t count, char *out, int32_t wide, int32_t threads)
 {
-    const int pairs = linear->kind == PAIRS, groups = linear->k / GROUP;
+    const int pairs = linear->kind == PAIRS, groups = pairs ? 0 : linear->k / GROUP;
+    const struct kernel *kernel = self->kernels + linear->kind;
     struct product product = {
         .linear = linear,
+        .kernel = kernel,
         .rows = x,
         .row_bytes = (size_t)x_stride * 2,
         .panel_bytes = (size_t)linear->k * GEMM_COLUMNS * (pairs ? 2 : 1),
@@ -253,15 +225,15 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
         if (!reserve_buffer(&self->best, &self->best_size, (size_t)threads * count * sizeof *self->best))
             return -1;
         for (int64_t i = 0; i < threads * count; i++)
-            self->best[i] = (struct best){-__builtin_inff(), INT32_MAX};
+            self->best[i] = (struct best){INT32_MIN, INT32_MAX};
     }
-    if (!pairs) {
-        if (!reserve_buffer(&self->rows, &self->rows_size, (size_t)count * linear->k) ||
+    if (kernel->prepare) {
+        product.row_bytes = product.panel_bytes / 64 * kernel->step;
+        if (!reserve_buffer(&self->rows, &self->rows_size, (size_t)count * product.row_bytes) ||
             !reserve_buffer(&self->scales, &self->scales_size, (size_t)count * groups * sizeof(float)) ||
             !reserve_buffer(&self->starts, &self->starts_size, (size_t)count * groups * sizeof(int32_t)))
             return -1;
         product.rows = self->rows;
-        product.row_bytes = linear->k;
         product.row_scales = self->scales;
         product.row_starts = self->starts;
     }
@@ -272,12 +244,12 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
         const int number = __atomic_fetch_add(&arrived, 1, __ATOMIC_RELAXED);
         float *mine = self->sums + number * sums;
         struct best *best = product.ranked ? self->best + number * count : NULL;
-        if (!pairs) {
+        if (kernel->prepare) {
             int64_t row;
 #pragma omp for schedule(static)
             for (row = 0; row < count; row++)
-                quantise(x + (size_t)row * x_stride * 2, linear->k, self->rows + (size_t)row * linear->k,
-                         self->scales + (size_t)row * groups, self->starts + (size_t)row * groups);
+                kernel->prepare(x + (size_t)row * x_stride * 2, linear->k, self->rows + (size_t)row * product.row_bytes,
+                                self->scales + (size_t)row * groups, self->starts + (size_t)row * groups);
         }
         int64_t job = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
         while (job < jobs) {
@@ -308,35 +280,10 @@ int32_t ferrum_linear_largest(struct ferrum_linears *self, const struct matrix *
         struct best best = self->best[row];
         for (int32_t list = 1; list < lists; list++) {
             const struct best *other = self->best + list * count + row;
-            if (comes_first(other->value, other->column, &best))
+            if (comes_first(other, &best))
                 best = *other;
         }
         ids[row] = best.column;
     }
     return 0;
 }
-
-#else
-
-/* Without these instructions only the first function is called. */
-int32_t ferrum_linear_supported(int32_t kind)
-{
-    (void)kind;
-    return 0;
-}
-
-int32_t ferrum_linear(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
-                      int64_t count, char *out, int32_t wide, int32_t threads)
-{
-    (void)self, (void)linear, (void)x, (void)x_stride, (void)count, (void)out, (void)wide, (void)threads;
-    return -1;
-}
-
-int32_t ferrum_linear_largest(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
-                              int64_t count, int64_t *ids, int32_t threads)
-{
-    (void)self, (void)linear, (void)x, (void)x_stride, (void)count, (void)ids, (void)threads;
-    return -1;
-}
-
-#endif

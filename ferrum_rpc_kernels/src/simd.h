@@ -68,18 +68,22 @@ INLINE void ISA(store_bytes)(char *row, IV x)
 #endif
 }
 
-/* Round to the nearest bfloat16, ties to even; a NaN stays one. */
+/* The bits of the nearest bfloat16, ties to even; a NaN stays one. */
+INLINE UV ISA(to_half)(FV x)
+{
+    const UV bits = (UV)x;
+    const UV rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const IV number = x == x;
+    return ((UV)number & rounded) | (~(UV)number & 0x7fc0);
+}
+
 INLINE void ISA(store)(char *row, int element, int wide, FV x)
 {
     if (wide) {
         *(FV *)(row + 4 * (size_t)element) = x;
         return;
     }
-    const UV bits = (UV)x;
-    const UV rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const IV number = x == x;
-    const UV half = ((UV)number & rounded) | (~(UV)number & 0x7fc0);
-    *(HV *)(row + 2 * (size_t)element) = __builtin_convertvector(half, HV);
+    *(HV *)(row + 2 * (size_t)element) = __builtin_convertvector(ISA(to_half)(x), HV);
 }
 
 /* e^x for x <= 0, to 2 ulp, and 0 below e^-87; a NaN stays one. 2^n times a polynomial of the rest (Cephes' expf): adding
@@ -160,5 +164,24 @@ INLINE float ISA(largest)(FV x)
 #endif
     x = ISA(larger)(x, TURNED(x, 2));
     x = ISA(larger)(x, TURNED(x, 1));
+    return x[0];
+}
+
+INLINE IV ISA(larger_key)(IV x, IV y)
+{
+    const IV mask = x > y;
+    return (mask & x) | (~mask & y);
+}
+
+INLINE int32_t ISA(largest_key)(IV x)
+{
+#if LANES == 16
+    x = ISA(larger_key)(x, TURNED(x, 8));
+#endif
+#if LANES >= 8
+    x = ISA(larger_key)(x, TURNED(x, 4));
+#endif
+    x = ISA(larger_key)(x, TURNED(x, 2));
+    x = ISA(larger_key)(x, TURNED(x, 1));
     return x[0];
 }

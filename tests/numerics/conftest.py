@@ -5,6 +5,7 @@ import torch
 
 from ferrum_rpc.native import library
 from ferrum_rpc.sampling.samplers import NativeSampler, Sampler, TorchSampler
+from ferrum_rpc.usage import ISA_VARIABLE, ISAS
 from tests.support.harness import made_or_skip
 
 torch.set_num_threads(1)
@@ -25,3 +26,11 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The C library is not installed."""
     monkeypatch.setattr(library, "PACKAGE", "no_such_package")
     monkeypatch.setattr(library, "load", library.load.__wrapped__)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """C kernels that are made meanwhile are of no better instruction set. torch keeps its own."""
+    chosen: str = request.param
+    monkeypatch.setenv(ISA_VARIABLE, chosen)
+    return chosen

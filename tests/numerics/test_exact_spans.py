@@ -57,7 +57,7 @@ def in_pieces(model, kv_dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("name", MODELS)
-def test_short_pieces_have_the_bits_of_single_tokens(name, kv_dtype):
+def test_short_pieces_have_the_bits_of_single_tokens(name, kv_dtype, isa):
     model = MODELS[name]()
     promised = Executor(model, kv_dtype=kv_dtype).compute.exact_span_tokens
     if promised == 0:

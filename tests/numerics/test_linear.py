@@ -12,6 +12,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.linear import PackedLinear, PlainLinear, select_bytes, select_linear
 from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
 from ferrum_rpc.native import cpu
+from ferrum_rpc.usage import ISA_VARIABLE, ISAS
 from tests.support.harness import made_or_skip, threads
 
 CPU = torch.device("cpu")
@@ -21,9 +22,16 @@ ROWS = [0, 1, 2, 5, 6, 7, 13, 32, 241]
 
 
 @pytest.fixture(params=[PairFactory, ByteFactory])
-def factory(request):
-    """Our kernel, of either kind."""
+def factory(request, isa):
+    """Our kernel, of either kind, in every instruction set that this machine has."""
     return made_or_skip(request.param)
+
+
+def in_every_isa(monkeypatch, make):
+    """What is made with each."""
+    for each in ISAS:
+        monkeypatch.setenv(ISA_VARIABLE, each)
+        yield make()
 
 
 def draw(*shape, seed=0):
@@ -83,7 +91,7 @@ def test_what_is_no_number_stays_in_its_row_and_shows(factory, poison):
     assert torch.equal(poisoned[others], clean[others])
 
 
-def test_a_row_of_bytes_that_is_not_finite_is_no_number_and_one_near_zero_is_zero():
+def test_a_row_of_bytes_that_is_not_finite_is_no_number_and_one_near_zero_is_zero(isa):
     """The scale of a group is decided whatever lies beside what is not finite, in the same lane of a vector too."""
     product = made_or_skip(ByteFactory)(draw(32, 128), None)
     x = draw(5, 128)
@@ -128,13 +136,54 @@ def test_the_largest_of_a_row_is_the_first_of_the_largest_that_would_be_written(
     assert torch.equal(product.argmax(draw(2, 3, k)), product.argmax(draw(2, 3, k).view(6, k)).view(2, 3))
 
 
-def test_an_odd_width_is_filled_up():
+def test_an_odd_width_is_filled_up(isa):
     weight, x = draw(20, 33), draw(4, 33, seed=1)
     product = made_or_skip(PairFactory)(weight, None)
     assert error(product(x), x, weight) < 0.003
 
 
-def test_rounding_to_bytes_keeps_zeros_and_harms_only_the_block_of_an_outlier():
+def awkward(rows, k):
+    """Rows with what is no number, groups near zero and at both ends of the range, and ties of rounding."""
+    x = draw(rows, k, seed=rows)
+    for row, values in enumerate(
+        ([float("nan")], [float("inf")], [1e-39, 2e-38], [3e38, -3e38], [127.0, 0.5, 1.5, 2.5])
+    ):
+        if row < rows - 1:
+            x[row, : len(values)] = torch.tensor(values)
+    if rows > 6:
+        x[5], x[6, 64:] = 1e-38, 0.0
+    return x
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_have_the_same_bits_in_every_instruction_set(monkeypatch, shape):
+    n, k = shape
+    weight, bias = draw(n, k), draw(n, seed=1)
+    first, *others = in_every_isa(monkeypatch, lambda: made_or_skip(ByteFactory)(weight, bias))
+    for rows in ROWS:
+        x = awkward(rows, k)
+        bits, largest = first(x).view(torch.int16), first.argmax(x)
+        for product in others:
+            assert torch.equal(product(x).view(torch.int16), bits) and torch.equal(product.argmax(x), largest)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pairs_have_the_portable_bits_in_floats_and_are_near_in_their_own_instruction(monkeypatch, shape):
+    """The product of two bfloat16 is exact in float32, so all loops over floats round the same sums. `vdpbf16ps` rounds
+    otherwise, k times at most on either side, and the output is rounded to half a unit of bfloat16 on either side."""
+    n, k = shape
+    weight, bias = draw(n, k), draw(n, seed=1)
+    portable, avx2, avx512 = in_every_isa(monkeypatch, lambda: made_or_skip(PairFactory)(weight, bias))
+    for rows in ROWS:
+        x = draw(rows, k, seed=rows)
+        expected = portable.fp32(x)
+        assert torch.equal(avx2.fp32(x), expected)
+        size = F.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+        bound = 2 * k * 2**-24 * size + 2**-8 * expected.double().abs()
+        assert ((avx512.fp32(x).double() - expected.double()).abs() <= bound).all()
+
+
+def test_rounding_to_bytes_keeps_zeros_and_harms_only_the_block_of_an_outlier(isa):
     factory = made_or_skip(ByteFactory)
     weight = draw(32, 256)
     weight[5] = 0
@@ -184,6 +233,16 @@ def test_the_choice_of_a_linear_has_a_reason(monkeypatch):
             select_linear(CPU, torch.float64, requested)
     with pytest.raises(InvalidRequest, match="unknown"):
         select_linear(CPU, torch.float32, "gpu")
+    made_or_skip(PairFactory)
+    for isa, chosen in (("portable", False), ("avx2", True), ("avx512", True)):
+        monkeypatch.setenv(ISA_VARIABLE, isa)
+        monkeypatch.setattr(cpu, "flags", frozenset)
+        name, reason, factory = select_linear(CPU, BF16)
+        if chosen and factory.isa != "portable C":
+            assert name == "native" and factory.isa in reason
+        else:
+            assert name != "native" and "portable C" in reason
+        assert select_linear(CPU, BF16, "native").name == "native"
     monkeypatch.setattr(cpu, "flags", lambda: frozenset({"amx_bf16"}))
     name, reason, _ = select_linear(CPU, BF16)
     assert name != "native" and "native" in reason

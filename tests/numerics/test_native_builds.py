@@ -38,9 +38,9 @@ WITHOUT_BF16 = """
 #define __builtin_cpu_supports(feature) (strcmp(feature, "avx512bf16") && __builtin_cpu_supports(feature))
 """
 EVERY_KERNEL = (
-    "test_fused_ops or exact_one or lie_apart or what_is_no_number or new_tokens or short_and_long or head_and_block "
-    "or (eight_bit_mixes and 48-None-5.0-torch.bfloat16) or (key_that_is_no and 20-None) "
-    "or (soft and Factory-auto) or (c_draws and not 33000) or (each_alone and native)"
+    "test_fused_ops or exact_one or have_the_same_bits or lie_apart or what_is_no_number or new_tokens "
+    "or short_and_long or head_and_block or (eight_bit_mixes and 48-None-5.0-torch.bfloat16) "
+    "or (key_that_is_no and 20-None) or (soft and Factory-auto) or (c_draws and not 33000) or (each_alone and native)"
 )
 
 

@@ -31,6 +31,13 @@ def isa_of_long_spans(cpu):
     return None if chosen is None else ctypes.c_char_p.from_address(chosen).value
 
 
+def in_avx2(cpu, kind):
+    """Whether it multiplies so where AVX-512 is hidden."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FERRUM_ISA", "avx2")
+        return cpu.ferrum_linear_supported(kind) == 8
+
+
 KERNELS = {
     "attention in avx512": ("run_unit_avx512", lambda cpu: cpu.ferrum_decode_supported(b"avx512", 64)),
     "attention in avx2": ("run_unit_avx2", lambda cpu: cpu.ferrum_decode_supported(b"avx2", 64)),
@@ -38,8 +45,10 @@ KERNELS = {
     "rows in avx2": ("run_row_avx2", lambda cpu: cpu.ferrum_rows_lanes(8) == 8),
     "sums of ranks in avx512": ("sum_parts_avx512", lambda cpu: cpu.ferrum_rows_lanes(64) == 16),
     "sums of ranks in avx2": ("sum_parts_avx2", lambda cpu: cpu.ferrum_rows_lanes(8) == 8),
-    "products of pairs": ("pairs_entry", lambda cpu: cpu.ferrum_linear_supported(library.PAIRS)),
-    "products of bytes": ("bytes_entry", lambda cpu: cpu.ferrum_linear_supported(library.BYTES)),
+    "products of pairs in avx512": ("pairs_avx512", lambda cpu: cpu.ferrum_linear_supported(library.PAIRS) == 16),
+    "products of bytes in avx512": ("bytes_avx512", lambda cpu: cpu.ferrum_linear_supported(library.BYTES) == 16),
+    "products of pairs in avx2": ("pairs_avx2", lambda cpu: in_avx2(cpu, library.PAIRS)),
+    "products of bytes in avx2": ("bytes_avx2", lambda cpu: in_avx2(cpu, library.BYTES)),
     "long spans in floats": ("prefill_avx512", lambda cpu: cpu.ferrum_prefill_supported(64)),
     "long spans in pairs": ("prefill_avx512_bf16", lambda cpu: isa_of_long_spans(cpu) == b"avx512_bf16"),
 }
@@ -106,18 +115,18 @@ AVX512 = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq")
 @pytest.mark.parametrize(
     ("features", "kernels", "lanes"),
     [
-        ((), [0, 0, 0], 4),
-        (("avx2", "fma"), [0, 0, 0], 8),
-        (AVX512, [0, 0, 1], 16),
-        ((*AVX512, "avx512vnni"), [0, 1, 1], 16),  # Cascade Lake, Ice Lake
-        ((*AVX512, "avx512bf16"), [1, 0, 1], 16),
-        (FEATURES, [1, 1, 1], 16),
-        (("avx512bf16", "avx512vnni", "avx512f"), [0, 0, 0], 4),
+        ((), [4, 4, 0], 4),
+        (("avx2", "fma"), [8, 8, 0], 8),
+        (AVX512, [16, 8, 1], 16),
+        ((*AVX512, "avx512vnni"), [16, 16, 1], 16),  # Cascade Lake, Ice Lake
+        ((*AVX512, "avx512bf16"), [16, 8, 1], 16),
+        (FEATURES, [16, 16, 1], 16),
+        (("avx512bf16", "avx512vnni", "avx512f"), [4, 4, 0], 4),
     ],
     ids=["nothing", "AVX2", "AVX-512", "VNNI", "BF16", "all", "half of it"],
 )
 def test_each_cpu_takes_what_it_has(machine, features, kernels, lanes):
-    """``kernels``: products of pairs, products of bytes, attention of long spans."""
+    """``kernels``: floats of a vector of products of pairs and of bytes, and whether long spans have attention."""
     cpu = machine(features)
     products = [cpu.ferrum_linear_supported(kind) for kind in (library.PAIRS, library.BYTES)]
     assert [*products, cpu.ferrum_prefill_supported(128)] == kernels
@@ -134,5 +143,6 @@ def test_a_mask_hides_what_a_cpu_has(machine, monkeypatch, isa, lanes):
     monkeypatch.setenv("FERRUM_ISA", isa)
     cpu = machine(FEATURES)
     assert cpu.ferrum_rows_lanes(64) == lanes
+    assert {cpu.ferrum_linear_supported(kind) for kind in (library.PAIRS, library.BYTES)} == {lanes}
     assert bool(cpu.ferrum_prefill_supported(128)) == (lanes == 16)
     assert machine(("avx2", "fma")).ferrum_rows_lanes(64) == min(lanes, 8)

@@ -149,7 +149,8 @@ class DecoderCheckpoint(DecoderBuild):
         )
         if not isinstance(self.linear, ByteFactory):
             return model, []
-        reason = f"requested; rounding the weights changed them by {self.linear.error:.2%} (root mean square)"
+        changed = f"rounding the weights changed them by {self.linear.error:.2%} (root mean square)"
+        reason = f"requested, multiplied in {self.linear.isa}; {changed}"
         return model, [("quantize=int8", reason)]
 
     def fingerprint(self, quantize: str) -> bytes:

@@ -1,0 +1,170 @@
+/* The inner loops of gemm_tile.h in AVX2, over the same panels.
+ *
+ * Half a vector of a panel, 8 columns, is a register. It is taken in two steps: the first and the second bfloat16 of
+ * each pair as floats, or the bytes 0 and 2 and the bytes 1 and 3 of each four as 16-bit integers. A byte's weight is
+ * unsigned and its row signed, as there. (`vpmaddubsw` would add two products in 16 bits, and saturate.) Rows are
+ * widened once for all columns, so that a step of a row is one broadcast: [pairs][2] floats, or [fours][2][2] of 16
+ * bits.
+ *
+ * 16 registers hold up to 12 sums: 6 rows of one panel, 2 of two, or one of four.
+ */
+
+#ifndef FERRUM_GEMM_AVX2_H
+#define FERRUM_GEMM_AVX2_H
+
+#if defined(__x86_64__)
+
+#include "gemm_tile.h"
+
+#define AVX2_STEP 8 /* bytes of a row for every vector of a panel */
+
+GEMM_INLINE(AVX2) __m256i avx2_widen(__m256i weights, const int bytes, const int second)
+{
+    if (bytes)
+        return second ? _mm256_srli_epi16(weights, 8) : _mm256_and_si256(weights, _mm256_set1_epi16(0xff));
+    if (second)
+        return _mm256_and_si256(weights, _mm256_set1_epi32((int32_t)0xffff0000));
+    return _mm256_slli_epi32(weights, 16);
+}
+
+GEMM_INLINE(AVX2) __m256i avx2_add(__m256i sum, __m256i weights, __m256i x, const int bytes)
+{
+    if (bytes)
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(weights, x));
+    return _mm256_castps_si256(
+        _mm256_fmadd_ps(_mm256_castsi256_ps(weights), _mm256_castsi256_ps(x), _mm256_castsi256_ps(sum)));
+}
+
+/* Half a vector of a panel. */
+GEMM_INLINE(AVX2) __m256i avx2_weights(const char *panel, size_t panel_bytes, int p, const int bytes, const int second)
+{
+    return avx2_widen(_mm256_loadu_si256((const __m256i *)(panel + p / 2 * panel_bytes + p % 2 * 32)), bytes, second);
+}
+
+GEMM_INLINE(AVX2) __m256i avx2_broadcast(const char *from)
+{
+    return _mm256_castps_si256(_mm256_broadcast_ss((const float *)from));
+}
+
+/* A row's two sums += weights of 8 columns each x what `from` holds. Written out: GCC 12 broadcasts all rows ahead, and keeps
+ * sums in memory for it. */
+GEMM_INLINE(AVX2) void avx2_row(__m256i *sums, __m256i left, __m256i right, const char *from, const int bytes)
+{
+    __m256i x, product;
+    const float *four = (const float *)from;
+    if (bytes)
+        __asm__("vpbroadcastd %4, %2\n\t"
+                "vpmaddwd %5, %2, %3\n\t"
+                "vpmaddwd %6, %2, %2\n\t"
+                "vpaddd %3, %0, %0\n\t"
+                "vpaddd %2, %1, %1"
+                : "+x"(sums[0]), "+x"(sums[1]), "=&x"(x), "=&x"(product)
+                : "m"(*four), "x"(left), "x"(right));
+    else
+        __asm__("vbroadcastss %3, %2\n\t"
+                "vfmadd231ps %4, %2, %0\n\t"
+                "vfmadd231ps %5, %2, %1"
+                : "+x"(sums[0]), "+x"(sums[1]), "=&x"(x)
+                : "m"(*four), "x"(left), "x"(right));
+}
+
+/* sums += `count` vectors of rows and panels. Registers hold the weights of one panel while rows pass, or one or two rows
+ * while weights pass. */
+GEMM_INLINE(AVX2) void avx2_multiply(const struct gemm_tile *tile, const char *row, const char *panel, const char *ahead,
+                                     int count, const int rows, const int panels, const int bytes,
+                                     __m256i (*sums)[2 * GEMM_PANELS])
+{
+    const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
+    for (int i = 0; i < count; i++, row += AVX2_STEP, panel += 64, ahead += 64) {
+        _mm_prefetch(ahead, _MM_HINT_T1);
+#pragma GCC unroll 2
+        for (int second = 0; second < 2; second++) {
+            __asm__("" : "+r"(panel)); /* read it again: there is no register to keep it for the second step */
+            if (rows > 2) {
+                const __m256i left = avx2_weights(panel, panel_bytes, 0, bytes, second);
+                const __m256i right = avx2_weights(panel, panel_bytes, 1, bytes, second);
+#pragma GCC unroll 6
+                for (int r = 0; r < rows; r++)
+                    avx2_row(sums[r], left, right, row + r * row_bytes + 4 * second, bytes);
+            } else {
+                const __m256i x = avx2_broadcast(row + 4 * second);
+                const __m256i other = rows > 1 ? avx2_broadcast(row + row_bytes + 4 * second) : x;
+#pragma GCC unroll 8
+                for (int p = 0; p < 2 * panels; p++) {
+                    const __m256i weights = avx2_weights(panel, panel_bytes, p, bytes, second);
+                    sums[0][p] = avx2_add(sums[0][p], weights, x, bytes);
+                    if (rows > 1)
+                        sums[1][p] = avx2_add(sums[1][p], weights, other, bytes);
+                }
+            }
+        }
+    }
+}
+
+/* Rows against the panels from `first` on. Only the first of them fetch ahead. */
+GEMM_INLINE(AVX2) void avx2_pairs(const struct gemm_tile *tile, int first, const int rows, const int panels)
+{
+    const char *panel = tile->panels + first * tile->panel_bytes;
+    float *to = tile->sums + first * GEMM_COLUMNS;
+    __m256i sums[GEMM_ROWS][2 * GEMM_PANELS];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int p = 0; p < 2 * panels; p++)
+            sums[r][p] = _mm256_castps_si256(_mm256_loadu_ps(to + r * GEMM_WIDTH + p * 8));
+    avx2_multiply(tile, tile->rows, panel, first ? panel : tile->ahead, tile->vectors, rows, panels, 0, sums);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int p = 0; p < 2 * panels; p++)
+            _mm256_storeu_ps(to + r * GEMM_WIDTH + p * 8, _mm256_castsi256_ps(sums[r][p]));
+}
+
+GEMM_INLINE(AVX2) void avx2_bytes(const struct gemm_tile *tile, int first, const int rows, const int panels)
+{
+    const char *row = tile->rows, *panel = tile->panels + first * tile->panel_bytes;
+    const char *ahead = first ? panel : tile->ahead;
+    const float *scales = tile->panel_scales + first * tile->panel_groups;
+    const int group = tile->group;
+    for (int g = 0; g < tile->vectors / group; g++) {
+        __m256i sums[GEMM_ROWS][2 * GEMM_PANELS];
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int p = 0; p < 2 * panels; p++)
+                sums[r][p] = _mm256_set1_epi32(tile->row_starts[r * tile->row_groups + g]);
+        avx2_multiply(tile, row, panel, ahead, group, rows, panels, 1, sums);
+        row += group * AVX2_STEP, panel += group * 64, ahead += group * 64;
+#pragma GCC unroll 8
+        for (int p = 0; p < 2 * panels; p++) {
+            const __m256 scale = _mm256_loadu_ps(scales + p / 2 * tile->panel_groups + g * GEMM_COLUMNS + p % 2 * 8);
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++) {
+                float *to = tile->sums + r * GEMM_WIDTH + first * GEMM_COLUMNS + p * 8;
+                const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(tile->row_scales[r * tile->row_groups + g]));
+                _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][p]), both, _mm256_loadu_ps(to)));
+            }
+        }
+    }
+}
+
+#define AVX2_CASE(kind, r, p)                                                                                          \
+    case (p) * 8 + (r):                                                                                                \
+        kind(tile, first, r, p);                                                                                       \
+        break;
+#define AVX2_ENTRY(name, kind)                                                                                         \
+    static COMPILED_FOR(AVX2) void name(const struct gemm_tile *tile, int rows, int panels)                            \
+    {                                                                                                                  \
+        const int most = rows == 1 ? 4 : rows == 2 ? 2 : 1;                                                            \
+        for (int first = 0; first < panels; first += most) {                                                           \
+            switch ((panels - first < most ? panels - first : most) * 8 + rows) {                                      \
+                AVX2_CASE(kind, 1, 1) AVX2_CASE(kind, 2, 1) AVX2_CASE(kind, 3, 1)                                      \
+                AVX2_CASE(kind, 4, 1) AVX2_CASE(kind, 5, 1) AVX2_CASE(kind, 6, 1)                                      \
+                AVX2_CASE(kind, 1, 2) AVX2_CASE(kind, 2, 2)                                                            \
+                AVX2_CASE(kind, 1, 3) AVX2_CASE(kind, 1, 4)                                                            \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+#endif
+#endif

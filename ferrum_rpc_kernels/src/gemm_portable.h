@@ -1,0 +1,81 @@
+/* The inner loops of gemm_tile.h in plain C, over the same panels: for CPUs without any of the instructions, and what the
+ * others are tested against.
+ *
+ * Sums of bytes have the bits of all others. So have sums of pairs those of every loop that multiplies two floats for
+ * each pair, because the product of two bfloat16 is exact in float32; `vdpbf16ps` rounds otherwise.
+ */
+
+#ifndef FERRUM_GEMM_PORTABLE_H
+#define FERRUM_GEMM_PORTABLE_H
+
+#include "gemm_tile.h"
+
+/* A bfloat16 is the upper half of a float. */
+static inline float portable_float(uint32_t half)
+{
+    const uint32_t bits = half << 16;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* x * y + z, rounded once. Without an instruction for it: the product is exact in double, and so is the error of the sum,
+ * which makes the sum odd; an odd double rounds to float as the exact sum does (Boldo and Melquiond, 2008). */
+static inline float portable_fma(float x, float y, float z)
+{
+#if defined(__FP_FAST_FMAF)
+    return __builtin_fmaf(x, y, z);
+#else
+    const double product = (double)x * y, sum = product + z, added = sum - product;
+    const double error = (product - (sum - added)) + (z - added);
+    int64_t bits;
+    memcpy(&bits, &sum, sizeof bits);
+    if (!(bits & 1) && (error < 0.0 || error > 0.0))
+        bits += (error > 0.0) == (sum > 0.0) ? 1 : -1;
+    double odd;
+    memcpy(&odd, &bits, sizeof odd);
+    return (float)odd;
+#endif
+}
+
+static void pairs_portable(const struct gemm_tile *tile, int rows, int panels)
+{
+    for (int p = 0; p < panels; p++)
+        for (int r = 0; r < rows; r++) {
+            const uint16_t *panel = (const uint16_t *)(tile->panels + p * tile->panel_bytes);
+            const uint16_t *row = (const uint16_t *)(tile->rows + r * tile->row_bytes);
+            float *to = tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS, sums[GEMM_COLUMNS];
+            memcpy(sums, to, sizeof sums);
+            for (int i = 0; i < 2 * tile->vectors; i++) {
+                const float x = portable_float(row[i]);
+                for (int c = 0; c < GEMM_COLUMNS; c++)
+                    sums[c] += portable_float(panel[(i / 2 * GEMM_COLUMNS + c) * 2 + i % 2]) * x;
+            }
+            memcpy(to, sums, sizeof sums);
+        }
+}
+
+static void bytes_portable(const struct gemm_tile *tile, int rows, int panels)
+{
+    const int groups = tile->vectors / tile->group;
+    for (int p = 0; p < panels; p++)
+        for (int r = 0; r < rows; r++)
+            for (int g = 0; g < groups; g++) {
+                const size_t first = (size_t)g * tile->group;
+                const uint8_t *panel = (const uint8_t *)tile->panels + p * tile->panel_bytes + first * 64;
+                const int8_t *row = (const int8_t *)tile->rows + r * tile->row_bytes + first * 4;
+                int32_t sums[GEMM_COLUMNS];
+                for (int c = 0; c < GEMM_COLUMNS; c++)
+                    sums[c] = tile->row_starts[r * tile->row_groups + g];
+                for (int i = 0; i < 4 * tile->group; i++)
+                    for (int c = 0; c < GEMM_COLUMNS; c++)
+                        sums[c] += panel[(i / 4 * GEMM_COLUMNS + c) * 4 + i % 4] * row[i];
+                const float *scales = tile->panel_scales + p * tile->panel_groups + g * GEMM_COLUMNS;
+                const float scale = tile->row_scales[r * tile->row_groups + g];
+                float *to = tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS;
+                for (int c = 0; c < GEMM_COLUMNS; c++)
+                    to[c] = portable_fma((float)sums[c], scales[c] * scale, to[c]);
+            }
+}
+
+#endif
