@@ -1,4 +1,4 @@
-/* Rows and attention in portable vectors on fixed random numbers, printed bit by bit: on every machine the same.
+/* Rows, attention and products in portable C on fixed random numbers, printed bit by bit: on every machine the same.
  *
  * For test_native_builds.py, linked with the sources of the library. The first line says what else the machine has. */
 
@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "attention.h"
+#include "linear.h"
 #include "norm_rope_gate.h"
 
 #define ROWS 7
@@ -17,6 +18,8 @@
 #define TOKENS 6
 
 int32_t ferrum_linear_supported(int32_t kind);
+struct ferrum_linears *ferrum_linears_new(void);
+void ferrum_linears_free(struct ferrum_linears *self);
 int32_t ferrum_prefill_supported(int32_t head_dim);
 int32_t ferrum_rows_lanes(int32_t elements);
 struct ferrum_decode *ferrum_decode_new(const char *name, int32_t head_dim);
@@ -57,18 +60,18 @@ static void run_rows(int wide)
 {
     const int width = (HEADS + 2 * KV_HEADS) * DIM;
     char *hidden = drawn(ROWS * 2 * width, wide), *out = calloc(ROWS * width, 4), *delta = drawn(ROWS * width, wide);
-    char *weight = drawn(width, wide);
     float *norms = (float *)drawn(width, 1), *angles = (float *)drawn(ROWS * DIM, 1);
-    struct row_task rows = {.wide = wide, .threads = 1, .width = width, .heads = HEADS + KV_HEADS, .head_dim = DIM,
-                        .eps = 1e-6f, .count = ROWS, .hidden = hidden, .out = out, .delta = delta, .weight = weight,
-                        .head_norms = norms, .cos = angles, .sin = angles};
+    const struct row_kind kind = {.activation = SILU, .gated = 1, .heads = HEADS, .kv_heads = KV_HEADS, .head_dim = DIM,
+                                  .turned = DIM, .eps = 1e-6f, .residual = 1.0f};
+    struct row_task rows = {.kind = &kind, .wide = wide, .threads = 1, .width = width, .count = ROWS, .hidden = hidden,
+                            .out = out, .delta = delta, .norm = norms, .cos = angles, .sin = angles};
     const char *names[] = {"add_norm", "rotate", "gate"};
     for (rows.task = ADD_NORM; rows.task <= GATE; rows.task++) {
         ferrum_rows(&rows, 4);
         print(names[rows.task], wide, out, ROWS * width);
         print(names[rows.task], wide, hidden, ROWS * width);
     }
-    free(hidden), free(out), free(delta), free(weight), free(norms), free(angles);
+    free(hidden), free(out), free(delta), free(norms), free(angles);
 }
 
 /* A span of five tokens at the start of a sequence, and a single one behind two chunks of another. */
@@ -103,11 +106,29 @@ static void run_attention(struct ferrum_decode *kernel, int wide, int rounded, i
     free(keys), free(values), free(qkv), free(out);
 }
 
+/* FERRUM_ISA=portable is set: the kernels of the library are those. */
+static void run_products(int32_t kind)
+{
+    const int n = 40, k = 128;
+    char *x = drawn(ROWS * k, 0), *out = calloc(ROWS * n, 2), *panels = drawn(48 * k, 0);
+    float *scales = (float *)drawn(48 * k / 64, 1), *bias = (float *)drawn(n, 1);
+    struct ferrum_linears *linears = ferrum_linears_new();
+    const struct matrix matrix = {kind, n, k, panels, kind == BYTES ? scales : NULL, bias};
+    if (ferrum_linear(linears, &matrix, x, k, ROWS, out, 0, 1))
+        exit(1);
+    print(kind == BYTES ? "bytes" : "pairs", 0, out, ROWS * n);
+    ferrum_linears_free(linears);
+    free(x), free(out), free(panels), free(scales), free(bias);
+}
+
 int main(void)
 {
     struct ferrum_decode *best = ferrum_decode_new(NULL, DIM), *kernel = ferrum_decode_new("portable", DIM);
     printf("%s lanes %d pairs %d bytes %d prefill %d\n", ferrum_decode_name(best), ferrum_rows_lanes(DIM),
            ferrum_linear_supported(0), ferrum_linear_supported(1), ferrum_prefill_supported(DIM));
+    setenv("FERRUM_ISA", "portable", 1);
+    run_products(PAIRS);
+    run_products(BYTES);
     for (int wide = 0; wide <= 1; wide++) {
         run_rows(wide);
         run_attention(kernel, wide, 0, 0, 0.0f);

@@ -110,8 +110,13 @@ def run_portable(folder, compiler, *options, emulator=()):
     subprocess.run([compiler, *EXACT, *options, PORTABLE, *SOURCES, "-o", program, "-lm"], check=True)
     done = subprocess.run([*emulator, program], capture_output=True, text=True, check=True)
     has, _, bits = done.stdout.partition("\n")
-    assert bits.count("\n") == 18  # three tasks by two tensors, and attention three times, in two dtypes
+    assert bits.count("\n") == 2 + 18  # products; three tasks by two tensors, and attention three times, in two dtypes
     return has, bits
+
+
+def test_optimized_code_computes_the_same_bits(tmp_path):
+    compiler = tool("cc")
+    assert run_portable(tmp_path, compiler, "-O2") == run_portable(tmp_path, compiler, "-O0")
 
 
 def test_clang_computes_the_same_bits(tmp_path):
@@ -122,5 +127,5 @@ def test_clang_computes_the_same_bits(tmp_path):
 def test_arm64_takes_the_portable_vectors_and_computes_the_same_bits(tmp_path):
     other, emulator = tool("aarch64-linux-gnu-gcc"), tool("qemu-aarch64")
     has, bits = run_portable(tmp_path, other, "-O1", "-static", emulator=[emulator])
-    assert has == "portable lanes 4 pairs 0 bytes 0 prefill 0"
+    assert has == "portable lanes 4 pairs 4 bytes 4 prefill 0"
     assert bits == run_portable(tmp_path, tool("cc"), "-O0")[1]
