@@ -76,6 +76,7 @@ ISA_MASKS: Final[Mapping[str, Mapping[str, str]]] = {
     for isa, of_torch, of_onednn, of_mkl in (
         ("portable", "default", "SSE41", "SSE4_2"),
         ("avx2", "avx2", "AVX2", "AVX2"),
+        ("avx512_vnni", "avx512", "AVX512_CORE_VNNI", "AVX512"),
         ("avx512", "avx512", "AVX512_CORE_FP16", "AVX512"),
     )
 }

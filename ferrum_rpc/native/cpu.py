@@ -13,7 +13,12 @@ from ferrum_rpc.usage import masked_isa
 BFLOAT16: Final = ("amx_bf16", "avx512_bf16", "bf16")
 """Instruction sets that multiply bfloat16, best first."""
 
-HIDDEN: Final = {"portable": ("amx", "avx", "fma"), "avx2": ("amx", "avx512"), "avx512": ("amx",)}
+HIDDEN: Final = {
+    "portable": ("amx", "avx", "fma"),
+    "avx2": ("amx", "avx512"),
+    "avx512_vnni": ("amx", "avx512_bf16", "avx512_fp16"),
+    "avx512": ("amx",),
+}
 """What the names of those sets begin with that a value of `FERRUM_ISA` hides."""
 
 

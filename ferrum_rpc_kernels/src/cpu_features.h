@@ -2,7 +2,8 @@
  * the same list, so code compiled for a feature never runs on a CPU without it.
  *
  * The environment variable FERRUM_ISA hides features, so that a machine can be tested as a lesser one: `avx2` hides
- * AVX-512, `portable` every feature. It is read when a kernel is chosen; ferrum_rpc/native/cpu.py checks its value. */
+ * AVX-512, `avx512_vnni` what multiplies bfloat16, `portable` every feature. It is read when a kernel is chosen;
+ * ferrum_rpc/native/cpu.py checks its value. */
 
 #ifndef FERRUM_CPU_FEATURES_H
 #define FERRUM_CPU_FEATURES_H
@@ -32,6 +33,8 @@ static inline int feature_visible(const char *feature)
     const char *isa = getenv("FERRUM_ISA");
     if (!isa || !strcmp(isa, "avx512"))
         return 1;
+    if (!strcmp(isa, "avx512_vnni"))
+        return strcmp(feature, "avx512bf16");
     return !strcmp(isa, "avx2") && strncmp(feature, "avx512", 6);
 }
 
