@@ -110,23 +110,26 @@ class NativeLinear:
         return out
 
 
-class PairFactory:
+class _Factory:
+    """What both factories share. ``isa``: which of `ISAS` multiplies. ``prepared``: bytes for each element of a row
+    that the kernel keeps in addition to the row."""
+
+    def __init__(self, kind: int) -> None:
+        self._space = Workspace(kind)
+        self.isa, self.prepared = self._space.isa, self._space.prepared
+
+    @staticmethod
+    def passing(dtype: torch.dtype) -> int:
+        return 0
+
+
+class PairFactory(_Factory):
     """A `LinearFactory`: bfloat16 weights as they are. Raises OSError where there is no C library."""
 
     name = "native"
 
     def __init__(self) -> None:
-        self._space = Workspace(library.PAIRS)
-
-    @property
-    def isa(self) -> str:
-        """Which of `ISAS` multiplies."""
-        return self._space.isa
-
-    @property
-    def prepared(self) -> int:
-        """Bytes for each element of a row that the kernel keeps besides it."""
-        return self._space.prepared
+        super().__init__(library.PAIRS)
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         """Pack ``weight`` [n, k]. An odd k is made even by a zero, in every row too; no known model has one."""
@@ -143,31 +146,17 @@ class PairFactory:
         return _size(*PairFactory._panels(n, k + k % 2)) + bias * _size((n,), torch.float32)
 
     @staticmethod
-    def passing(dtype: torch.dtype) -> int:
-        return 0
-
-    @staticmethod
     def _panels(n: int, k: int) -> PackedShape:
         return (-(-n // COLUMNS), k // 2, COLUMNS, 2), torch.bfloat16
 
 
-class ByteFactory:
+class ByteFactory(_Factory):
     """A `LinearFactory`: weights quantized to 8 bits, every 64 of a column with a scale of their own. Raises OSError
     where there is no C library."""
 
     def __init__(self) -> None:
-        self._space = Workspace(library.BYTES)
+        super().__init__(library.BYTES)
         self._squares = torch.zeros(2, dtype=torch.float64)
-
-    @property
-    def isa(self) -> str:
-        """Which of `ISAS` multiplies."""
-        return self._space.isa
-
-    @property
-    def prepared(self) -> int:
-        """Bytes for each element of a row that the kernel keeps besides it."""
-        return self._space.prepared
 
     @property
     def error(self) -> float:
@@ -195,10 +184,6 @@ class ByteFactory:
     def nbytes(n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
         """Raises InvalidRequest where k is no multiple of 64."""
         return sum(_size(*each) for each in ByteFactory._shapes(n, k)) + bias * _size((n,), torch.float32)
-
-    @staticmethod
-    def passing(dtype: torch.dtype) -> int:
-        return 0
 
     @staticmethod
     def _shapes(n: int, k: int) -> tuple[PackedShape, PackedShape]:
