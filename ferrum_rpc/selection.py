@@ -54,13 +54,12 @@ def select(*candidates: BackendCandidate, what: str, field: str, requested: str 
             except (Unsuited, OSError) as error:  # a missing library's error names what to do
                 obstacles.append(f"{name}: {error}")
             except Exception as error:  # whatever a compiler or a driver may raise: others run without them
+                why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 try:
                     check_device()
                 except torch.AcceleratorError:
-                    raise DeviceLost(f"the device failed in a small step of {what} {name!r}") from error
-                obstacles.append(
-                    f"{name}: a small step failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                )
+                    raise DeviceLost(f"the device failed in a small step of {what} {name!r}: {why}") from error
+                obstacles.append(f"{name}: a small step failed: {why}")
             else:
                 why = reason.format(made) if requested == AUTO else "requested"
                 return Choice(name, "; ".join(filter(None, (why, *obstacles))), made)

@@ -31,7 +31,8 @@ def to_rows(numbers: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
     """``dtype`` (int8 or `FP8`) [..., head_dim + 4] of ``numbers`` [..., head_dim], a multiple of 4. A head with a
     number that is not finite becomes all NaN."""
     exact, bound = numbers.float(), MAX_MAGNITUDE[dtype]
-    scale = exact.abs().amax(-1, keepdim=True) / bound
+    # by a tensor: torch on CUDA multiplies by the reciprocal of a Python number, which rounds another scale
+    scale = exact.abs().amax(-1, keepdim=True) / exact.new_full((), bound)
     scale = scale + (exact - exact).sum(-1, keepdim=True)
     inverse = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, 1.0 / scale)
     scaled = (exact * inverse).clamp_(-bound, bound).nan_to_num_(0.0)

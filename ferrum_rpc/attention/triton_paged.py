@@ -81,9 +81,9 @@ class TritonPagedAttention:
     """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim], one shape, dtype and
     layout for all layers, the last axis dense; queries have that dtype. Or they are rows of `eight_bits` in `FP8`,
     which each program dequantizes; then ``dtype`` is that of the queries. ``processors`` and ``tiles`` (with rising
-    rows) decide how work is split; the defaults fit the device. How many programs run at once is computed from the
-    registers and the shared memory of the compiled kernels. ``prompts`` computes whole prompts of `PROMPT_TOKENS` and
-    more in plans of `draft`. Launches go to the calling thread's stream."""
+    rows) decide how work is split; the defaults fit the device, and how many of their programs run at once is computed
+    from the registers and the shared memory of the compiled kernels. ``prompts`` computes whole prompts of
+    `PROMPT_TOKENS` and more in plans of `draft`. Launches go to the calling thread's stream."""
 
     name = "triton"
     exact_span_tokens = 0
@@ -122,7 +122,7 @@ class TritonPagedAttention:
         device_processors, shared_bytes, multiprocessor = _device_facts(self._device)
         self._sums = self._stats = torch.empty(4, dtype=torch.float32, device=self._device)
         self._tiles = tiles or tile_shapes(self._head_dim, self._dtype.itemsize, shared_bytes)
-        if multiprocessor is not None:
+        if tiles is None and multiprocessor is not None:
             self._tiles = tuple(self._measured(tile, multiprocessor) for tile in self._tiles)
         self._limits = [
             SplitLimits(max(1, (processors or device_processors) * tile.programs // self._kv_heads))

@@ -284,10 +284,10 @@ def uniform_of(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
     return (high * 67108864.0 + rest) / 9007199254740992.0
 
 
-@triton.jit(do_not_specialize=["vocabulary"], do_not_specialize_on_alignment=["logits", "params", "found", "weights"])
+@triton.jit(do_not_specialize=["vocabulary"], do_not_specialize_on_alignment=["logits", "draws", "found", "weights"])
 def sample_kernel(
     logits: tl.tensor,  # float32 [R, vocabulary], dense, as all here
-    params: tl.tensor,  # float64 [R, 7]: 1 / temperature, or negative; top-k or 0; top-p; min-p; whether weights are
+    draws: tl.tensor,  # float64 [R, 7]: 1 / temperature, or negative; top-k or 0; top-p; min-p; whether weights are
     # wanted; and as uint64 seed and position
     found: tl.tensor,  # int64 [R]: the token; or where weights are wanted whether the row is sampled
     weights: tl.tensor,  # float32 [R, vocabulary], where they are wanted
@@ -298,7 +298,7 @@ def sample_kernel(
 ) -> None:
     """One program per row."""
     index = tl.program_id(0).to(tl.int64)
-    row, own = logits + index * vocabulary, params + index * 7
+    row, own = logits + index * vocabulary, draws + index * 7
     inverse, top_k, top_p = tl.load(own).to(tl.float32), tl.load(own + 1), tl.load(own + 2)
     least_weight, weighing = tl.load(own + 3).to(tl.float32), tl.load(own + 4) > 0.0
     top, best, no_number = argmax_of(row, vocabulary, AT_ONCE)

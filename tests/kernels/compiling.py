@@ -44,6 +44,10 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 2
 """Shared memory that one program may use, by compute capability (CUDA C++ programming guide, technical specifications
 per compute capability)."""
 
+LAUNCHER_NAMES = {"params", "specialization", "options", "grid", "warmup"}
+"""A kernel with a parameter of such a name cannot be launched: Triton generates the launcher's code with variables of
+these names. The interpreter has no launcher."""
+
 FP8 = dict.fromkeys(("keys", "values"), "*fp8e4nv")
 TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 POINTERS = dict.fromkeys(("sums", "stats", "norm", "cos", "sin", "key_scales", "value_scales", "sinks"), "*fp32")
@@ -143,7 +147,7 @@ def adapter_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
 def sample_usage(capability: int) -> Usage:
     """Compile the sampler."""
     constants: dict[str, Any] = {"AT_ONCE": AT_ONCE, "TOGETHER": TOGETHER, "LIMIT": FINITE}
-    given = {"params": "*fp64", "found": "*i64", "vocabulary": "i32"}
+    given = {"draws": "*fp64", "found": "*i64", "vocabulary": "i32"}
     return _compile(sample_kernel, f"{AT_ONCE} fp32", capability, torch.float32, constants, (WARPS, 3), given, ())
 
 
@@ -158,6 +162,8 @@ def _compile(  # noqa: PLR0917
     aligned_to: tuple[list[str | int], ...] = (["tt.divisibility", 16],),
 ) -> Usage:
     """``aligned_to``: of what the launcher finds so, addresses and most strides."""
+    if taken := LAUNCHER_NAMES & {*kernel.arg_names}:
+        raise ValueError(f"{kernel.__name__} has a parameter with a name of Triton's launcher: {', '.join(taken)}")
     signature, aligned = {}, {}
     for index, name in enumerate(kernel.arg_names):
         given = POINTERS | pointers

@@ -29,7 +29,7 @@ class Launches:
 
     def _noting(self, carry_out: Any) -> Any:
         def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
-            given = getattr(kernel, "kwargs", {})
+            given = getattr(kernel, "kwargs", vars(kernel))  # interpreted, compiled
             free, anywhere = (
                 set(given.get(name) or ()) for name in ("do_not_specialize", "do_not_specialize_on_alignment")
             )

@@ -13,7 +13,7 @@ import pytest
 
 from ferrum_rpc.attention.triton_plan import Multiprocessor, tile_shapes
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,6 +28,7 @@ def compiled(program: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.skipif(triton.__version__ < "3.7", reason="the registers are those of Triton 3.7, of the supported torch")
 def test_kernels_compile_for_hopper_within_its_registers_and_shared_memory():
     shared, *found = compiled(
         "found = usage(90, 128, torch.bfloat16, window=4096, cap=True, sinks=True);"

@@ -112,7 +112,7 @@ def test_decode_verify_and_prefill_have_tiles_of_their_own(device):
         backend = kernels(step, processors)
         [works] = backend.plan(step.geometry).work.values()
         assert [work.tile.rows for work in works] == [16, 64, 128]
-        assert bool(len(works[1].merges)) == (processors > 1)
+        assert len(works[1].merges) or processors == 1
         assert step.error(attend(step, backend)) <= TOLERANCE[torch.bfloat16]
     [verify] = backend.reserve(8, 5, 9).launches.values()
     assert [(each.tile.rows, each.merged_rows) for each in verify] == [(64, 20)]
@@ -131,7 +131,7 @@ def test_compiled_kernels_decide_how_many_programs_run_at_once(monkeypatch):
     monkeypatch.setattr(triton_paged, "merge_kernel", defaultdict(lambda: lambda *_, **__: None))
     monkeypatch.setattr(triton_paged, "_device_facts", lambda _: (8, 227 << 10, Multiprocessor(228 << 10, 2048)))
     layer = torch.zeros(9, 16, 2, 16)
-    backend = TritonPagedAttention([SMALL, replace(SMALL, window=9)], [layer] * 2, [layer] * 2, tiles=FINE)
+    backend = TritonPagedAttention([SMALL, replace(SMALL, window=9)], [layer] * 2, [layer] * 2)
     reserved = [next(iter(backend.reserve(1, tokens, 1).launches.values()))[0] for tokens in (1, 9)]
     assert [each.tile.programs for each in reserved] == [3, 2]
     assert [each.items - 1 for each in reserved] == [SplitLimits(programs * 8 // 2).parts for programs in (3, 2)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -20,7 +20,6 @@ from ferrum_rpc.sampling.vocab_parallel import select_sampler
 from tests.support.draws import any_draws, logits, spoiled
 from tests.support.harness import made_or_skip
 
-CPU = torch.device("cpu")
 ROWS = 24
 
 
@@ -65,8 +64,8 @@ def test_it_keeps_what_torch_keeps(device, vocabulary):
 
 @pytest.mark.usefixtures("blocks")
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
-def test_any_row_keeps_what_torch_keeps(data):
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_row_keeps_what_torch_keeps(device, data):
     """Weights that are powers of two, so that sums are exact and the borders of both are the same: half of the cases
     have a border exactly between two tokens."""
     vocabulary = data.draw(st.integers(1, 90))
@@ -77,7 +76,8 @@ def test_any_row_keeps_what_torch_keeps(data):
     params["top_k"] = data.draw(st.integers(0, vocabulary))
     params["top_p"] = data.draw(st.sampled_from([1, 0.5, 0.25, 0.75, 0.875, 0.9, 0.01]))
     params["min_p"] = data.draw(st.sampled_from([0, 0.3]))
-    expected, found = (each.filtered(row, params)[0] > 0 for each in (TorchSampler(), TritonSampler()))
+    expected = TorchSampler().filtered(row, params)[0] > 0
+    found = TritonSampler().filtered(row.to(device), params)[0].cpu() > 0
     if not torch.equal(expected, found):  # where the mass before a token is p within the rounding of weights
         weights = torch.exp(row - row.max()).double()
         [differ] = (expected != found)[0].nonzero(as_tuple=True)
@@ -123,18 +123,19 @@ def test_rows_longer_than_a_block_of_the_real_size(device):
 
 
 @pytest.mark.usefixtures("blocks")
-def test_it_is_chosen_where_it_agrees_with_torch(monkeypatch):
+def test_it_is_chosen_where_it_agrees_with_torch(device, monkeypatch):
     monkeypatch.setattr(vocab_parallel, "PROBED_TOKENS", 40)
-    name, reason, made = select_sampler(CPU, interpreted=True)
+    interpreted = device.type == "cpu"
+    name, reason, made = select_sampler(device, interpreted=interpreted)
     assert (name, type(made)) == ("triton", TritonSampler) and "not sorted" in reason
     draw = TritonSampler.draw
     monkeypatch.setattr(TritonSampler, "draw", lambda self, *given: draw(self, *given) * 0)
-    name, reason, made = select_sampler(CPU, interpreted=True)
+    name, reason, made = select_sampler(device, interpreted=interpreted)
     assert (name, type(made)) == ("torch", TorchSampler) and "differ from torch's" in reason
     monkeypatch.setattr(TritonSampler, "draw", draw)
     filtered = TritonSampler.filtered
     monkeypatch.setattr(
         TritonSampler, "filtered", lambda self, *given: (filtered(self, *given)[0] * 1.01, *filtered(self, *given)[1:])
     )
-    name, reason, _ = select_sampler(CPU, interpreted=True)
+    name, reason, _ = select_sampler(device, interpreted=interpreted)
     assert name == "torch" and "weights of a small step" in reason
