@@ -279,6 +279,22 @@ class Client(Way):
             _done(timed, (await self.client.forward(items)).all_answers())
         return timed
 
+    async def runs(self, cell: Cell, steps: int) -> float:
+        """Seconds of each of so many steps of greedy runs of a decode cell's sequences, which are prepared: from the
+        moment when all of them have a token."""
+        began = list[float]()
+
+        async def run(sequence: ClientSequence, token: int) -> None:
+            tokens = sequence.stream([token], max_tokens=1 + steps, stop=())
+            await anext(tokens)
+            began.append(time.perf_counter())
+            async for _ in tokens:
+                pass
+
+        fed = cell.fed(self.vocab_size, 1)[0].tolist()
+        await asyncio.gather(*map(run, self._sequences, fed))
+        return (time.perf_counter() - max(began)) / steps
+
     async def take(self, depth: int, steps: int) -> Round:
         return await in_calls(self._step, depth, steps)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import inspect
 import sys
 import time
 import traceback
@@ -228,7 +229,9 @@ def _varlen(load: Load, spec: AttentionSpec, query: Tensor, key: Tensor, value: 
     ends = torch.arange(load.batch + 1, dtype=torch.int32, device=key.device)
     query_ends, key_ends = ends * load.tokens, ends * length
     key, value = key.flatten(0, 1), value.flatten(0, 1)
-    options = {"scale": spec.scale, "window_size": (-1, 0), "enable_gqa": True}
+    options = {"scale": spec.scale, "window_size": (-1, 0)}
+    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:  # torch 2.11 asks for no such permission
+        options["enable_gqa"] = True
     return lambda: varlen.varlen_attn(query, key, value, query_ends, key_ends, load.tokens, length, **options)
 
 
@@ -274,7 +277,7 @@ def attend(*, rehearse: bool) -> None:
 def targets(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Shares of the limits that the device had in the same run, at least."""
     found, prefix = [], "CUDA, Qwen3-8B shape, bf16: "
-    cells_ = {each["cell"]: each for each in values.get("cells", ())}
+    cells_ = {each["cell"]: each for each in values.get("cells", ()) if INSIDE in each["sides"]}
     for what, cell, bound in (
         ("decode b1 @1k", "decode b1 @1024", 0.85),
         ("decode b64 @2k", "decode b64 @2048", 0.80),

@@ -44,7 +44,7 @@ SITE: Final = ROOT / "build" / "first-light"
 SOURCES: Final = ("ferrum_rpc", "ferrum_rpc_kernels", "benchmarks", "tests")
 SUFFIXES: Final = (".py", ".c", ".h", ".json", ".toml")
 WRITTEN: Final = ("benchmarks/results",)
-TAIL: Final = 8000  # characters of a step's output that are kept
+TAIL: Final = 20_000  # characters of a step's output that are kept
 SHOWN: Final = 40  # lines of a failed step's output that are shown
 LEAST_S: Final = 20.0  # seconds that are left of a call below which no step is begun
 END_S: Final = 10.0  # between the signals that ask a step to end and that end it
@@ -149,7 +149,7 @@ def run(
         environment = {**environment, REHEARSAL: "1"}
     began = time.monotonic()
     with tempfile.TemporaryFile() as output:
-        status = _wait(command, environment, output, min(step.limit_s, left_s))
+        status = _wait(command, ROOT / step.folder, environment, output, min(step.limit_s, left_s))
         output.seek(0)
         text = output.read().decode(errors="replace")
     result |= {"seconds": round(time.monotonic() - began, 1), "exit": status, "tail": text[-TAIL:]}
@@ -165,10 +165,12 @@ def run(
     return result | {"status": {0: PASSED, NOT_HERE_STATUS: NOT_HERE}.get(status, FAILED)}
 
 
-def _wait(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes], limit_s: float) -> int | None:
+def _wait(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], output: IO[bytes], limit_s: float
+) -> int | None:
     """The exit status; None if the limit ended it, with all that it had started."""
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, cwd=ROOT, env=dict(environment), start_new_session=True, **pipes)
+    process = subprocess.Popen(command, cwd=folder, env=dict(environment), start_new_session=True, **pipes)
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:

@@ -1,9 +1,9 @@
 """Decode steps of 64 sequences as they are served, by what their rows ask for: a step of first light.
 
 Greedy, top-p and penalties by `ferrum-rpc serve` through its client; then in process the same, and with an adapter of
-rank 16 each, 8 of them. What a kind costs beyond greedy is what sampling costs. Runs are measured with each step begun
-when the tokens of the one before it have been read, and before: the difference is how long the device idled between
-steps. No targets: `benchmarks.gpu` has those.
+rank 16 each, 8 of them. What a kind costs beyond greedy is what sampling costs. Runs are measured through the client,
+and in process with each step begun when the tokens of the one before it have been read, and before: the difference is
+how long the device idled between steps. No targets: `benchmarks.gpu` has those.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ async def timed(player: Player, cell: Cell, rounds: int, round_s: float) -> dict
 async def measure(*, rehearse: bool) -> dict[str, Any]:
     """By how it is served and by output, its times."""
     shape, device = ("tiny", "cpu") if rehearse else ("qwen3-8b", "cuda")
-    cell = Cell(DECODE, 4, 16, most=4) if rehearse else Cell(DECODE, 64, 1024)
+    cell = Cell(DECODE, 4, 16, most=6) if rehearse else Cell(DECODE, 64, 1024, most=98)
+    steps = cell.most - LEAD_IN
     rounds, round_s = (1, 0.01) if rehearse else (3, 1.0)
     folder, found = str(checkpoint(shape)), dict[str, Any]()
 
@@ -54,6 +55,11 @@ async def measure(*, rehearse: bool) -> dict[str, Any]:
         client = await stack.enter_async_context(Client.open(folder, [cell], 1, device))
         for output in OUTPUTS:
             note(f"{output}, gRPC", await timed(client, replace(cell, output=output), rounds, round_s))
+        several = []
+        for _ in range(rounds):
+            await client.prepare(cell)
+            several.append(await client.runs(cell, steps))
+        note("greedy runs, gRPC", {"step_ms": spread(several)})
     adapters = CACHE / f"adapters-{shape}"
     name = write_adapter(ModelSpec.from_config(SHAPES[shape]), RANK, adapters)
     more: dict[str, Any] = {"adapter_dir": adapters, "max_adapter_rank": RANK, "adapter_memory": 4 << 30}
@@ -67,7 +73,7 @@ async def measure(*, rehearse: bool) -> dict[str, Any]:
         for _ in range(rounds):
             for way, following in ways.items():
                 if inside.runner.follows or not following:
-                    taken.setdefault(way, []).extend(await inside.runs(cell, cell.most - LEAD_IN, following=following))
+                    taken.setdefault(way, []).extend(await inside.runs(cell, steps, following=following))
         for way, seconds in taken.items():
             note(f"greedy runs, {way}, in process", {"step_ms": spread(seconds)})
         await inside.load_adapters(name, ADAPTERS)

@@ -6,11 +6,15 @@ equal    the same step 200 times, decode and prompt, with adapters and without, 
          each time
 one      one step of each kind, each tensor in an allocation of its own: for compute-sanitizer, which then sees
          every access behind the end of one
+races    the same under compute-sanitizer's racecheck, without what it says of cuBLAS, whose barriers it does not know
 """
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -204,3 +208,17 @@ def one(*, rehearse: bool) -> int:
                 return 1
             runner.close()
     return 0
+
+
+def races(*, rehearse: bool) -> int:
+    """See above. The sanitizer cannot be told to leave cuBLAS out: steps then end with an illegal access."""
+    assert not rehearse
+    command = ["compute-sanitizer", "--tool", "racecheck", "--print-limit", "100000"]
+    command += [sys.executable, "-m", "benchmarks.gpu", "one"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.findall(r"Race reported between .* access at (\w+)\S* *\n=+ +and .* access at (\w+)", done.stdout)
+    ours = sorted({name for pair in found for name in pair if not name.startswith(("nvjet", "cublas", "cutlass"))})
+    print(*(done.stdout + done.stderr).splitlines()[-30:], sep="\n")
+    print(f"{len(found)} races reported, of our kernels: {', '.join(ours) or 'none'}")
+    tell({"races": len(found), "ours": len(ours)})
+    return int(bool(ours) or done.returncode != 0 or "RACECHECK SUMMARY" not in done.stdout)

@@ -15,7 +15,8 @@ KERNELS: Final = 3  # the last group whose failure ends the run before the next
 @dataclass(frozen=True, slots=True)
 class LightStep:
     """``name`` begins with the ``group``. ``what``: what it proves. ``command``: see above; ``rehearsal``: what is
-    appended to it without a GPU, if it is ``rehearsed`` there at all. ``first``: nothing can run if it fails."""
+    appended to it without a GPU, if it is ``rehearsed`` there at all. ``first``: nothing can run if it fails.
+    ``folder``: of the tree, in which it runs."""
 
     name: str
     what: str
@@ -24,6 +25,7 @@ class LightStep:
     rehearsal: tuple[str, ...] = ()
     rehearsed: bool = True
     first: bool = False
+    folder: str = "."
 
     @property
     def group(self) -> int:
@@ -42,13 +44,11 @@ def _program(name: str, what: str, program: str, limit_s: float, *, first: bool 
 def _suite(*arguments: str) -> tuple[str, ...]:
     """Tests, which are skipped without a device."""
     folder = arguments[0].rpartition("/")[0] if arguments[0].endswith(".py") else arguments[0]
-    return _module("pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", f"--confcutdir={folder}", *arguments)
+    quiet = "-q", "--tb=short", "-p", "no:cacheprovider"
+    return _module("pytest", *quiet, "--rootdir=.", f"--confcutdir={folder}", *arguments)
 
 
-def _sanitizer(tool: str) -> tuple[str, ...]:
-    return "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *_module("benchmarks.gpu", "one")
-
-
+SANITIZER: Final = "compute-sanitizer", "--tool"
 COUNTERS: Final = "ncu", "--clock-control", "none", "--kernel-name", "regex:attend|merge", "--set", "basic"
 CAPTURE: Final = "tests/kernels/test_step_graphs.py::test_a_capture_that_fails_leaves_a_device_that_goes_on"
 """Runs in a process of its own anyway: `4.capture` is the same program."""
@@ -57,6 +57,14 @@ STEPS: Final = (
     _program("1.machine", "torch finds a CUDA device; versions", "machine", 120, first=True),
     _program("1.imports", "every package that the steps need is here", "imports", 120),
     _program("1.compiler", "Triton finds a C compiler and headers", "compiler", 120),
+    LightStep(
+        "1.kernels",
+        "the kernels in C compile, by which ranks on one machine share memory",
+        ("python", "setup.py", "-q", "build_ext", "--inplace"),
+        300,
+        rehearsed=False,
+        folder="ferrum_rpc_kernels",
+    ),
     LightStep(
         "1.registers",
         "registers, spills and shared memory of every kernel, by this machine's compiler",
@@ -74,11 +82,17 @@ STEPS: Final = (
     LightStep(
         "3.memcheck",
         "no access outside of a tensor, one step of each kind",
-        _sanitizer("memcheck"),
+        (*SANITIZER, "memcheck", "--error-exitcode", "9", *_module("benchmarks.gpu", "one")),
         400,
         rehearsed=False,
     ),
-    LightStep("3.racecheck", "no race in shared memory, the same steps", _sanitizer("racecheck"), 500, rehearsed=False),
+    LightStep(
+        "3.racecheck",
+        "no race in shared memory, the same steps",
+        _module("benchmarks.gpu", "races"),
+        500,
+        rehearsed=False,
+    ),
     _program("3.pool", "offsets are 64 bits wide: a cache of 2^32 elements", "pool", 240),
     _program("3.equal", "200 equal steps, equal bits", "equal", 240),
     LightStep(

@@ -68,7 +68,7 @@ def test_identity_on_the_device_is_the_formula():
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_families_on_the_device_against_float64(tmp_path, family, dtype):
-    window = {"sliding_window": 24} if family == "mistral" else {}
+    window = {"sliding_window": 24} if family in {"mistral", "ministral"} else {}
     path = make_checkpoint(tmp_path / family, family, dtype=dtype, **window)
     reference = make_model(family, **window).to(dtype)
     expected = reference_logits(reference, TOKENS, torch.float64).numpy()
