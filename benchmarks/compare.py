@@ -81,7 +81,8 @@ class Player(Protocol):
 async def alternate(
     sides: Mapping[Name, Callable[[int], Awaitable[Round]]], rounds: int, *, settle_s: float = SETTLE_S, first: int = 0
 ) -> tuple[list[dict[Name, Round]], list[int]]:
-    """``rounds`` rounds of each side, in turn; each is told its number, from ``first``. A turn during which others used
+    """``rounds`` rounds of each side, in turn, every other turn in the opposite order, so that a machine that becomes
+    faster or slower favours nobody; each is told its number, from ``first``. A turn during which others used
     the machine is repeated, ``rounds`` times at most: the kernel's accounts decide, not the figures. Returns the turns,
     and how many were repeated and how many kept although disturbed."""
     turns: list[dict[Name, Round]] = []
@@ -89,7 +90,7 @@ async def alternate(
     while len(turns) < rounds:
         bystanders = Bystanders()
         turn: dict[Name, Round] = {}
-        for name, take in sides.items():
+        for name, take in [*sides.items()][:: -1 if len(turns) % 2 else 1]:
             await asyncio.sleep(settle_s)
             turn[name] = await take(first + len(turns) + repeated)
         if bystanders.disturbed():

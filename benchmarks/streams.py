@@ -345,8 +345,9 @@ async def rounds_of(
     *,
     lone: int = 1,
 ) -> None:
-    """Rounds of all ways in turn for each number of texts; callers begin within the time that the way ``pace`` takes. A
-    text alone is ``lone`` times as long as others. ``put`` saves what was taken so far."""
+    """Rounds of all ways in turn for each number of texts, every other in the opposite order; callers begin within the
+    time that the way ``pace`` takes. A text alone is ``lone`` times as long as others. ``put`` saves what was taken so
+    far."""
     taken: dict[tuple[str, int], list[Round]] = {}
     numbers = itertools.count()
     for texts in options.streams:
@@ -354,7 +355,7 @@ async def rounds_of(
         few = replace(work, tokens=min(8, work.tokens))
         rates = {name: (await take(few, next(numbers), 0.0)).rate for name, take in ways.items()}
         for number in range(options.rounds):
-            for name, take in ways.items():
+            for name, take in [*ways.items()][:: -1 if number % 2 else 1]:
                 found = await take(work, next(numbers), texts * work.tokens / rates[pace])
                 taken.setdefault((name, texts), []).append(found)
                 rates[name] = found.rate
