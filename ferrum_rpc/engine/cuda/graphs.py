@@ -24,6 +24,8 @@ This file knows no sequences and no rows.
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
@@ -92,6 +94,8 @@ class CudaCapture:
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         current = torch.cuda.current_stream()
         failed: type[RuntimeError] = CaptureRefused
+        collects = gc.isenabled()
+        gc.disable()  # a collection may free graphs of an earlier runner, which makes a capture fail
         try:
             taken = self._warm_up(run, current)
             self._check_memory(taken)
@@ -106,6 +110,8 @@ class CudaCapture:
             check_device()
             raise failed(f"{type(error).__name__}: {error}") from error
         finally:
+            if collects:
+                gc.enable()
             torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own stream in place
         self._pooled = max(self._pooled, taken)
         return graph.replay, output
@@ -116,7 +122,9 @@ class CudaCapture:
         before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._stream.wait_stream(current)
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says once that this mode does not find all waits
+            torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.cuda.stream(self._stream):
                 run()
