@@ -70,6 +70,8 @@ def connected(options: argparse.Namespace) -> Iterator[None]:
         ray.init(options.address, namespace=options.name, log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
         sys.exit(f"ferrum-rpc fleet: no Ray cluster at {options.address!r}: {error}; `ray start --head` begins one")
+    except RayError as error:  # of a token that is missing or wrong
+        sys.exit(f"ferrum-rpc fleet: the Ray cluster at {options.address!r} refuses this program: {error}")
     signal.signal(signal.SIGTERM, _end)
     try:
         yield
