@@ -24,8 +24,9 @@ from benchmarks.table import bound_of, markdown, number, reached, rows_of, shown
 
 DOCUMENT: Final = ROOT / "docs" / "benchmarks.md"
 PICTURE: Final = "benchmarks.svg"
-PAGES_OF_THEIR_OWN: Final = frozenset({"soak.json"})
-"""Results that are no benchmark: tests/faults/soak.py writes docs/soak.md."""
+PAGES_OF_THEIR_OWN: Final = frozenset({"soak.json", "first-light.json"})
+"""Results that are no benchmark: tests/faults/soak.py writes docs/soak.md, and docs/operations.md speaks of a first
+light."""
 
 PAGE: Final[dict[str, Any]] = tomllib.loads((ROOT / "benchmarks" / "questions.toml").read_text("utf-8"))
 """The words of the page."""
