@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -52,9 +51,8 @@ class NoSuchRowsError(LookupError):
     """The answer has no rows of the kind that was read, or another number of rows: request them in the output."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Answer:
-    """A committed work item.
+class Answer(NamedTuple):
+    """A committed work item. Two answers are equal only if they are the same object.
 
     ``handle`` and `length`: the sequence after the step. ``rows``: the raw row range (None: none were requested).
     ``cached_tokens`` of the prompt came from the prefix cache. ``replayed``: the executor's recorded answer to an
@@ -77,6 +75,15 @@ class Answer:
     run_end: RunEnd | None = None
     run_cause: ExecutorError | None = None
 
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def __repr__(self) -> str:
         facts = [f"length={self.length}", self._rows_in_words()]
         facts += [f"cached_tokens={self.cached_tokens}"] if self.cached_tokens else []
@@ -96,13 +103,14 @@ class Answer:
         tokens = self.tokens
         if len(tokens) != 1:
             raise NoSuchRowsError(f"the answer has {len(tokens)} rows: read `tokens`")
-        return int(tokens[0])
+        found: int = tokens.item()
+        return found
 
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
         """The chosen tokens (`Greedy`, `Sample`), emitted tokens (`Accept`) or scored tokens (`NextToken`), uint32
         [R]."""
-        return self._columns(RowKind.TOKENS)["token_ids"]
+        return self._column(RowKind.TOKENS, "token_ids")
 
     @property
     def logprobs(self) -> npt.NDArray[np.float32]:
@@ -125,22 +133,22 @@ class Answer:
     def top_tokens(self) -> TopTokenRows:
         """The best candidates: ``token_ids`` uint32 [R, k] and ``logits`` float32 [R, k] by falling logit, and
         ``logsumexp`` float32 [R] over the whole vocabulary (a log-probability is ``logit - logsumexp``)."""
-        return TopTokenRows(**self._columns(RowKind.TOP_TOKENS))
+        return TopTokenRows(*[self._column(RowKind.TOP_TOKENS, name) for name in TopTokenRows._fields])
 
     @property
     def selected(self) -> SelectedRows:
         """``logits`` float32 [R, n] of the requested tokens, in their order, and ``logsumexp`` float32 [R]."""
-        return SelectedRows(**self._columns(RowKind.SELECTED_TOKENS))
+        return SelectedRows(*[self._column(RowKind.SELECTED_TOKENS, name) for name in SelectedRows._fields])
 
     @property
     def logits(self) -> npt.NDArray[np.float32]:
         """Whole rows, float32 [R, V], converted from the transmitted type."""
-        return float_rows(self._columns(RowKind.LOGITS)["logits"])
+        return float_rows(self._column(RowKind.LOGITS, "logits"))
 
     @property
     def hidden_states(self) -> npt.NDArray[np.float32]:
         """The input of the output head, float32 [R, hidden size], converted from the transmitted type."""
-        return float_rows(self._columns(RowKind.HIDDEN_STATES)["hidden_states"])
+        return float_rows(self._column(RowKind.HIDDEN_STATES, "hidden_states"))
 
     def _rows_in_words(self) -> str:
         if self.rows is None:
@@ -151,19 +159,20 @@ class Answer:
         return f"tokens=[{shown}]" if self.rows.count <= _SHOWN_TOKENS else f"tokens=[{shown}, ... {self.rows.count}]"
 
     def _beside_token(self, name: str, ask_with: str) -> npt.NDArray[Any]:
-        columns = self._columns(RowKind.TOKENS)
-        if name not in columns:
-            raise NoSuchRowsError(f"the answer has no such log-probabilities: ask with {ask_with}")
-        return columns[name]
+        try:
+            return self._column(RowKind.TOKENS, name)
+        except KeyError:
+            raise NoSuchRowsError(f"the answer has no such log-probabilities: ask with {ask_with}") from None
 
-    def _columns(self, kind: RowKind) -> dict[str, npt.NDArray[Any]]:
+    def _column(self, kind: RowKind, name: str) -> npt.NDArray[Any]:
+        """The answer's rows of a column. Raises `KeyError` if the block lacks it."""
         if self.rows is None:
             gone = "a replayed answer whose rows are gone" if self.replayed else "an answer without rows"
             raise NoSuchRowsError(f"this is {gone}")
-        block, first = self.rows.block, self.rows.first
+        block, first, count = self.rows
         if block.kind is not kind:
             raise NoSuchRowsError(f"the answer holds {_OUTPUT_NAMES[block.kind]} rows: ask with {_OUTPUT_NAMES[kind]}")
-        return block.between(first, first + self.rows.count).columns
+        return block.columns[name][first : first + count]
 
 
 class BatchResults(list[Answer | ExecutorError]):
@@ -219,4 +228,4 @@ def joined(answers: Sequence[Answer]) -> Answer:
         blocks = [part.block.between(part.first, part.first + part.count) for part in parts]
         columns = {name: np.concatenate([block.columns[name] for block in blocks]) for name in blocks[0].columns}
         rows = Rows(RowBlock(blocks[0].kind, columns), 0, sum(part.count for part in parts))
-    return replace(last, rows=rows, cached_tokens=sum(each.cached_tokens for each in answers))
+    return last._replace(rows=rows, cached_tokens=sum(each.cached_tokens for each in answers))

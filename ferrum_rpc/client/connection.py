@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 from ferrum_rpc.client.answer import Answer
@@ -26,7 +25,7 @@ from ferrum_rpc.client.pace import RunPace
 from ferrum_rpc.client.retry import LEASE_GONE, SEQUENCE_GONE, Backoff, Deadline, fate_unknown
 from ferrum_rpc.client.state import Item, SequenceState
 from ferrum_rpc.client.transport import FORWARD, Feed, Forwarded, Operated, Transport
-from ferrum_rpc.core import HandleRef, Positions, Pressure, RowKind, Rows
+from ferrum_rpc.core import HandleRef, Positions, Pressure, RowKind, Rows, named
 from ferrum_rpc.core.check import check_limit
 from ferrum_rpc.errors import (
     ExecutorError,
@@ -128,8 +127,9 @@ class Connection:
                     unmasked.append(item)
                 results.append(outcome)
             else:
-                results.append(self._answer(item, outcome, forwarded, pressure))
-                replayed = replayed or outcome.replayed
+                answer = self._answer(item, outcome, forwarded, pressure)
+                results.append(answer)
+                replayed = replayed or answer.replayed
         if again:
             for index, result in zip(again, await self._again(feed, again, unmasked, deadline), strict=True):
                 results[index] = result
@@ -170,13 +170,16 @@ class Connection:
     ) -> Answer:
         handle, info = handle_from_proto(output.handle), self.context.known_info
         exact_span_tokens = 1 if info is None else info.limits.exact_span_tokens  # 1: no effect
-        where = output.rows
-        rows = Rows(forwarded.blocks[where.block], where.first, where.count) if output.HasField("rows") else None
-        answer = Answer(handle, rows, pressure, forwarded.timing, output.cached_tokens, output.replayed)
-        chosen: Sequence[int] = ()
+        rows, end, cause, chosen = None, None, None, ()
+        if output.HasField("rows"):
+            where = output.rows
+            rows = named(Rows, (forwarded.blocks[where.block], where.first, where.count))
         if item.run is not None:
+            end = RUN_END_FROM_PROTO.get(output.run_end)
             cause = error_from_status(output.run_cause) if output.HasField("run_cause") else None
-            answer = replace(answer, run_end=RUN_END_FROM_PROTO.get(output.run_end), run_cause=cause)
+        cached, replayed = output.cached_tokens, output.replayed
+        answer = named(Answer, (handle, rows, pressure, forwarded.timing, cached, replayed, end, cause))
+        if item.run is not None:
             chosen = () if rows is None else answer.tokens.tolist()
         elif item.followed and rows is not None and rows.block.kind is RowKind.TOKENS:
             chosen = answer.tokens[-1:].tolist()
@@ -210,7 +213,7 @@ class Connection:
             return results
         for (index, answer), again in zip(gone.items(), fresh, strict=True):
             if isinstance(again, Answer):
-                results[index] = replace(again, replayed=True, cached_tokens=answer.cached_tokens)
+                results[index] = again._replace(replayed=True, cached_tokens=answer.cached_tokens)
         return results
 
     def _failed(self, feed: Feed, item: Item, error: BaseException) -> None:

@@ -236,13 +236,13 @@ class Sender(Generic[AnyOwner_co]):
             answer = await self._forward(PREFILL, piece.tokens(lost.tokens), spec, truncate_to, deadline)
             lost.done = number + 1
             if filled and answer.rows is not None:
-                answer = replace(answer, rows=piece.rows(answer.rows, wanted))
+                answer = answer._replace(rows=piece.rows(answer.rows, wanted))
             answers.append(answer)
         if state.length > len(lost.tokens):
             await self.roll_back(len(lost.tokens), deadline)
         state.lost = None
         answer = joined(answers)  # there is at least one piece
-        return replace(answer, handle=state.handle or answer.handle)
+        return answer._replace(handle=state.handle or answer.handle)
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 
@@ -71,13 +71,12 @@ class RowBlock:
         return RowBlock(self.kind, {name: column[first:last].copy() for name, column in self.columns.items()})
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class Rows(NamedTuple):
     """The rows ``first .. first + count`` of a block: the answer to one span."""
 
     block: RowBlock
     first: int
-    count: int
+    count: int  # type: ignore[assignment] # in place of the method of tuples
 
     @property
     def nbytes(self) -> int:
