@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Final
@@ -14,13 +13,20 @@ from ferrum_rpc.core import HandleRef
 Repeat = Callable[[Deadline], Awaitable[list[HandleRef]]]
 """Sends a call of unknown outcome again; returns the handles of the sequences that it created."""
 
-_ids: Final = random.Random()  # noqa: S311 - unique, and no secret
-os.register_at_fork(after_in_child=_ids.seed)
+_IDS_AT_ONCE: Final = 64
+
+_ids: Final[list[str]] = []
+os.register_at_fork(after_in_child=_ids.clear)
 
 
 def new_request_id() -> str:
-    """128 random bits in hex, as in a UUID, without a system call. Not from the generator that programs may seed."""
-    return f"{_ids.getrandbits(128):032x}"
+    """128 random bits in hex, as in a UUID, drawn from the system `_IDS_AT_ONCE` at a time. For all threads."""
+    try:
+        return _ids.pop()
+    except IndexError:
+        drawn = os.urandom(16 * _IDS_AT_ONCE).hex()
+        _ids.extend([drawn[at : at + 32] for at in range(32, len(drawn), 32)])
+        return drawn[:32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -52,6 +52,7 @@ class Sequence:
     def __init__(self, sender: Sender[Owner]) -> None:
         self._sender = sender
         self._state = sender.state
+        self._output: tuple[Output, OutputSpec] = (GREEDY, as_output(GREEDY, Positions.LAST))
 
     def __repr__(self) -> str:
         state = self._state
@@ -117,7 +118,7 @@ class Sequence:
 
         Raises `KvBlocksExhausted`, `ContextLengthExceeded`, `QueueFull`, `InvalidRequest` and the other refusals.
         """
-        listed, spec = as_tokens(tokens), as_output(output, Positions.LAST)
+        listed, spec = as_tokens(tokens), self._spec(output)
         _check_fed(spec)
         if run is not None:
             run = as_run(run, spec)
@@ -140,7 +141,7 @@ class Sequence:
         With a ``run`` the executor continues with each token that it chooses: the answer has all of them, and L grows
         by their number, because the last is not fed. An interrupted run is an answer too (`Answer.run_end`). Raises
         `NotSupported` if the executor has no runs."""
-        listed, spec = as_tokens([token]), as_output(output, Positions.LAST)
+        listed, spec = as_tokens([token]), self._spec(output)
         truncate_to, deadline = as_optional(truncate_to, "truncate_to"), self._sender.deadline(timeout_s)
         if run is not None:
             run = as_run(run, spec)
@@ -260,15 +261,17 @@ class Sequence:
         ``on_tokens(first, token_ids)`` is called in the event loop with tokens of the run as they are chosen, where the
         client asks for them (``tokens_ahead``): ``first`` of them came before. Only the answer counts: some or all may
         come with it alone, and a run that is lost may leave tokens that were reported."""
-        self._sender.check_settled("item")
-        spec = as_output(output, Positions.LAST)
+        sender = self._sender
+        sender.check_settled("item")
+        spec = self._spec(output)
         feeds_chosen = follows is not None and isinstance(tokens, tuple) and not tokens
         listed = [] if feeds_chosen else as_tokens(tokens)
         if run is not None:
             run = as_run(run, spec)
-        truncate_to = as_optional(truncate_to, "truncate_to")
-        self._sender.prompt = None  # the next feed does not continue a prompt whose chunks failed
-        context = self._sender.owner.connection.context
+        if truncate_to is not None:
+            truncate_to = as_number(truncate_to, "truncate_to")
+        sender.prompt = None  # the next feed does not continue a prompt whose chunks failed
+        context = sender.owner.connection.context
         number = next(context.item_ids)
         if follows is None:
             item = self._state.item(number, listed, spec, truncate_to, run)
@@ -278,7 +281,8 @@ class Sequence:
             info = context.known_info
             most = MOST if info is None else info.model.max_context
             item = self._state.item_behind(follows, number, listed, spec, run=run, max_context=most)
-        item.on_tokens = on_tokens
+        if on_tokens is not None:
+            item.on_tokens = on_tokens
         return item
 
     # --- other operations -------------------------------------------------------------------------------------------
@@ -435,6 +439,15 @@ class Sequence:
             # The next release tries again, or the executor's idle time-out frees it. The caller's own error matters
             # more.
             log.warning("a sequence could not be released: %s", refusal)
+
+    def _spec(self, output: Output) -> OutputSpec:
+        """`as_output` at the last position. The last one is kept: an output is a value, and most calls of a sequence
+        pass the same object."""
+        given, spec = self._output
+        if output is not given:
+            spec = as_output(output, Positions.LAST)
+            self._output = output, spec
+        return spec
 
     def _beside(self, state: SequenceState) -> Self:
         """A sequence that shares this one's cache."""

@@ -14,7 +14,7 @@ from ferrum_rpc.client.outcomes import Repeat, UnknownOutcome, new_request_id, s
 from ferrum_rpc.client.pieces import Lost, Pieces
 from ferrum_rpc.core import HandleRef, OutputSpec, Run
 from ferrum_rpc.errors import TruncateBeyondLength
-from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, output_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, info_pb2
 from ferrum_rpc.wire.output import needs_of, output_to_proto
 
 
@@ -105,9 +105,9 @@ class Item:
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class SequenceState:
     """The client's view of one sequence. ``handle`` is None until the executor has answered the first item.
-    ``lease_id``: the client's own lease that it was created with. ``output`` is that of the last item, with its
-    message, which is only copied from, and the capabilities that it needs. ``busy``: the call in flight, ``behind`` the
-    second one if two follow each other; ``follower``: that item, while in flight. ``early``: the commit of an item
+    ``lease_id``: the client's own lease that it was created with. ``output`` is that of the last item, with the
+    capabilities that it needs; ``template``: the bytes of an item with both. ``busy``: the call in flight, ``behind``
+    the second one if two follow each other; ``follower``: that item, while in flight. ``early``: the commit of an item
     whose answer has overtaken that of the one it follows.
     ``parent``: the first item makes it a child of that sequence, with the first ``inherited`` of its tokens.
     ``rebuilds``: tokens lost with an executor are fed again. ``lost``: the tokens to feed again before anything else.
@@ -124,8 +124,8 @@ class SequenceState:
     lease_id: str = ""
     pieces: Pieces = field(default_factory=Pieces)
     output: OutputSpec | None = None
-    output_message: output_pb2.OutputSpec = field(default_factory=output_pb2.OutputSpec)
     output_needs: tuple[info_pb2.Capability, ...] = ()
+    template: bytes = b""
     doubt: UnknownOutcome | None = None
     creation: UnknownOutcome | None = None
     early: tuple[Item, HandleRef, int, Sequence[int]] | None = None
@@ -192,11 +192,10 @@ class SequenceState:
     def claim_item(self, item: Item, what: str) -> None:
         """As `claim`, for an item. A follower may be in flight together with the item that it follows, in either order
         of sending."""
-        followed = self.follower is not None and self.follower.follows is item
-        if not self.busy or self.behind or (item.follows is None and not followed):
-            self.claim(what)
-        else:
+        if self.busy and not self.behind and (item.follows or (self.follower and self.follower.follows is item)):
             self.behind = what
+        else:
+            self.claim(what)
         if item.follows is not None:
             self.follower = item
 
@@ -264,14 +263,13 @@ class SequenceState:
         else:
             request_id = self.request_id(("forward", handle, tokens, output, truncate_to, run))
         if output is not self.output:
-            self.output, self.output_message, self.output_needs = output, output_to_proto(output), needs_of(output)
-        proto = forward_pb2.ForwardItem()  # filled field by field: two thirds of the constructor's time
-        proto.item_id = item_id
+            needs = needs_of(output)
+            template = forward_pb2.ForwardItem(output=output_to_proto(output), needs=needs)
+            self.output, self.output_needs, self.template = output, needs, template.SerializeToString()
+        proto = forward_pb2.ForwardItem.FromString(self.template)
+        proto.item_id = item_id  # field by field: two thirds of the constructor's time
         proto.token_ids.extend(tokens)
-        proto.output.CopyFrom(self.output_message)
         proto.request_id = request_id
-        if self.output_needs:
-            proto.needs.extend(self.output_needs)
         if truncate_to is not None:
             proto.truncate_to = truncate_to
         if handle is not None:
@@ -353,7 +351,8 @@ class SequenceState:
         item.committed = True
         if chosen:
             item.chose = chosen[-1]
-        if self.handle is None or (handle.id == self.handle.id and handle.version > self.handle.version):
+        known = self.handle
+        if known is None or (handle.id == known.id and handle.version > known.version):
             self.handle = handle
             self.last_request_id = item.request_id
             start, fed = item.start, item.tokens

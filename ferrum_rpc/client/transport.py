@@ -156,7 +156,7 @@ def outcomes_of(
 ) -> list[forward_pb2.ForwardOutput | ExecutorError]:
     """The outcome of each item, whatever order the results have. Raises `TransportError` for the results of other
     items."""
-    results = in_order(results)
+    results = in_order(list(results))  # a list: reading a message's field makes its elements each time
     if [each.item_id for each in results] != [item.proto.item_id for item in items]:
         raise TransportError(
             f"the executor answered {len(results)} other items than the {len(items)} that it was sent",
