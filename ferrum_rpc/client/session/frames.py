@@ -164,13 +164,13 @@ Outcomes = dict[int, forward_pb2.ForwardOutput | ExecutorError]
 
 class SessionStep:
     """A step in flight. The futures of ``requests`` are done early where their callers gave up, and where the items are
-    ``apart``. ``items``: of all of them, each with its request."""
+    ``apart``. ``items``: of all of them, in their order; requests that share a frame have one each."""
 
     __slots__ = ("apart", "blocks", "cancelled", "items", "kind", "outcomes", "requests", "rows", "sent")
 
     def __init__(self, requests: Sequence[StreamRequest[Any]], sent: float, apart: bool) -> None:
         self.requests = requests
-        self.items = [(request, item) for request in requests for item in request.items]
+        self.items = [item for request in requests for item in request.items]
         self.apart = apart
         self.outcomes: Outcomes = {}  # of one request, and the blocks of their rows
         self.blocks: list[RowBlock] = []
@@ -186,7 +186,7 @@ class SessionStep:
 
     def outcomes_in(self, answer: session_pb2.SessionForwardAnswer) -> Outcomes:
         """The outcomes in an answer, or in a part of one. Raises `TransportError` for results of other items."""
-        items, results = [item for _, item in self.items], answer.results
+        items, results = self.items, answer.results
         if not self.apart:
             return dict(enumerate(outcomes_of(results, items)))
         places = [result.item_index for result in in_order(results)]
@@ -196,7 +196,8 @@ class SessionStep:
     def note_tokens(self, run: session_pb2.RunTokens) -> None:
         """Pass on tokens of a run that have come ahead of its answer, to a caller that still waits."""
         if run.item_index < len(self.items):
-            request, item = self.items[run.item_index]
+            item = self.items[run.item_index]
+            request = self.requests[run.item_index if len(self.requests) > 1 else 0]
             if item.on_tokens is not None and not request.future.done():
                 item.on_tokens(run.first, list(run.token_ids))
 
