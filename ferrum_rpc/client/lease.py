@@ -168,20 +168,21 @@ class Leases:
         """Give a new sequence the client's lease, unless the program named another. A creation of unknown outcome keeps
         the lease that it was sent with: under another one it would be another call. A refused creation may be sent
         again to another executor of a fleet, or under another lease."""
-        known = item.proto.create.lease_id
+        assert item.create is not None  # noqa: S101 - it makes the sequence
+        known = item.create.lease_id
         stale = bool(known) and known == item.state.lease_id != self.lease_id and not item.repeats
         if not known or stale:
             lease_id = (item.state.lease_id if item.repeats else "") or await self.current(deadline)
             if lease_id or stale:
-                item.proto.create.lease_id = item.state.lease_id = lease_id
+                item.create.lease_id = item.state.lease_id = lease_id
 
     def unassign(self, item: Item, error: ExecutorError) -> bool:
         """Whether a creation was refused only because the client's own lease is gone: it may be sent with another."""
         lease_id = item.state.lease_id
-        if item.handle is not None or item.parent is not None or not lease_id:
+        if item.create is None or item.parent is not None or not lease_id:
             return False
         self.lost(lease_id, error)
-        item.proto.create.lease_id = item.state.lease_id = ""
+        item.create.lease_id = item.state.lease_id = ""
         return True
 
     def lost(self, lease_id: str, error: ExecutorError) -> None:

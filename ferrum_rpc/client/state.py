@@ -28,26 +28,30 @@ class Item:
 
     Made by `Sequence.item`. It has a request id and the handle on which it was built, so sending the *same* item again
     after a failure is safe. ``needs``: capabilities that the executor must have. ``run``: it continues with each token
-    that it chooses.
+    that it chooses. ``template``: the bytes of an item with its output. ``create``: the options of a new sequence.
 
-    ``follows``: the item after which it runs, on the handle that that one leaves; without tokens of its own it feeds
-    the last token that that one ``chose``. ``followed``: another item follows it. ``committed``: it was answered.
-    ``goes_on``: it may be in flight for longer than a step. ``parent``: the sequence of which it makes its own a child.
+    ``follows``: the item after which it runs, on the handle that that one leaves; without tokens of its own it
+    ``feeds_chosen``, the last token that that one ``chose``. ``followed``: another item follows it.
+    ``committed``: it was answered. ``goes_on``: it may be in flight for longer than a step. ``parent``: the sequence of
+    which it makes its own a child.
     ``unsent``: its call has begun, and may still wait for an executor, a lease or a place in the session. ``waiters``
     is set when that is over.
     ``on_tokens``: called with tokens of its run ahead of the answer.
     """
 
     state: SequenceState
+    number: int
     handle: HandleRef | None
     tokens: list[int]
     output: OutputSpec
+    template: bytes
     truncate_to: int | None
     request_id: str
-    proto: forward_pb2.ForwardItem
     needs: tuple[info_pb2.Capability, ...] = ()
     run: Run | None = None
+    create: forward_pb2.CreateOptions | None = None
     follows: Item | None = None
+    feeds_chosen: bool = False
     followed: bool = False
     committed: bool = False
     chose: int | None = None
@@ -79,6 +83,38 @@ class Item:
         """A key that is equal for items that feed the same tokens to the same sequence."""
         return ("forward", self.handle, self.tokens, self.output, self.truncate_to, self.run)
 
+    @property
+    def proto(self) -> forward_pb2.ForwardItem:
+        """Its message, a new one each time."""
+        message = forward_pb2.ForwardItem()
+        self.write(message)
+        return message
+
+    def write(self, message: forward_pb2.ForwardItem) -> None:
+        """Fill an empty message: with the same each time, except for the lease of a new sequence."""
+        message.MergeFromString(self.template)
+        message.item_id = self.number  # field by field: two thirds of a constructor's time
+        message.request_id = self.request_id
+        if not self.feeds_chosen:
+            message.token_ids.extend(self.tokens)
+        handle = self.handle if self.parent is None else self.parent
+        if handle is not None:
+            target = message.handle
+            target.id, target.seq_len, target.version = handle
+        if self.truncate_to is not None:
+            message.truncate_to = self.truncate_to
+        if self.needs:
+            message.needs.extend(self.needs)
+        if self.create is not None and self.create.ByteSize():
+            message.create.CopyFrom(self.create)
+        if self.run is not None:
+            message.run.max_tokens = self.run.max_tokens
+            message.run.stop_token_ids.extend(self.run.stop_token_ids)
+        if self.follows is not None:
+            message.follow.feed_chosen = self.feeds_chosen
+            if not message.handle.id:
+                message.follow.creation = self.follows.request_id
+
     def sent(self) -> None:
         """Note that it was sent, or that its call has ended."""
         self.unsent = False
@@ -105,10 +141,10 @@ class Item:
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class SequenceState:
     """The client's view of one sequence. ``handle`` is None until the executor has answered the first item.
-    ``lease_id``: the client's own lease that it was created with. ``output`` is that of the last item, with the
-    capabilities that it needs; ``template``: the bytes of an item with both. ``busy``: the call in flight, ``behind``
-    the second one if two follow each other; ``follower``: that item, while in flight. ``early``: the commit of an item
-    whose answer has overtaken that of the one it follows.
+    ``lease_id``: the client's own lease that it was created with. ``output`` is that of the last item, with its
+    template and the capabilities that it needs. ``busy``: the call in flight, ``behind`` the second one if two follow
+    each other; ``follower``: that item, while in flight. ``early``: the commit of an item whose answer has overtaken
+    that of the one it follows.
     ``parent``: the first item makes it a child of that sequence, with the first ``inherited`` of its tokens.
     ``rebuilds``: tokens lost with an executor are fed again. ``lost``: the tokens to feed again before anything else.
     ``seen``: the length that the program has seen, while a stream runs ahead of it, or was left."""
@@ -124,8 +160,8 @@ class SequenceState:
     lease_id: str = ""
     pieces: Pieces = field(default_factory=Pieces)
     output: OutputSpec | None = None
+    output_template: bytes = b""
     output_needs: tuple[info_pb2.Capability, ...] = ()
-    template: bytes = b""
     doubt: UnknownOutcome | None = None
     creation: UnknownOutcome | None = None
     early: tuple[Item, HandleRef, int, Sequence[int]] | None = None
@@ -263,30 +299,22 @@ class SequenceState:
         else:
             request_id = self.request_id(("forward", handle, tokens, output, truncate_to, run))
         if output is not self.output:
-            needs = needs_of(output)
-            template = forward_pb2.ForwardItem(output=output_to_proto(output), needs=needs)
-            self.output, self.output_needs, self.template = output, needs, template.SerializeToString()
-        proto = forward_pb2.ForwardItem.FromString(self.template)
-        proto.item_id = item_id  # field by field: two thirds of the constructor's time
-        proto.token_ids.extend(tokens)
-        proto.request_id = request_id
-        if truncate_to is not None:
-            proto.truncate_to = truncate_to
-        if handle is not None:
-            message = proto.handle
-            message.id, message.seq_len, message.version = handle
-        elif parent is not None:
-            proto.handle.id, proto.handle.seq_len, proto.handle.version = parent
-            proto.create.fork = True
-        elif self.create.ByteSize():
-            proto.create.CopyFrom(self.create)
-        item = Item(self, handle, tokens, output, truncate_to, request_id, proto, self.output_needs)
+            self._note_output(output)
+        template, needs = self.output_template, self.output_needs
+        item = Item(self, item_id, handle, tokens, output, template, truncate_to, request_id, needs)
         if parent is not None:
-            item.parent = parent
-            _add_need(item, info_pb2.CAPABILITY_STEP_FORK)
+            item.parent, item.create = parent, forward_pb2.CreateOptions(fork=True)
+            item.needs = (*needs, info_pb2.CAPABILITY_STEP_FORK)
+        elif handle is None:
+            item.create = forward_pb2.CreateOptions()
+            item.create.CopyFrom(self.create)
         if run is not None:
             _add_run(item, run)
         return item
+
+    def _note_output(self, output: OutputSpec) -> None:
+        template = forward_pb2.ForwardItem(output=output_to_proto(output)).SerializeToString()
+        self.output, self.output_template, self.output_needs = output, template, needs_of(output)
 
     def _child_at(self, truncate_to: int | None) -> int | None:
         """The length to which its parent is truncated for it; None: not at all."""
@@ -313,15 +341,11 @@ class SequenceState:
             handle = handle._replace(id=self.handle.id)
         if not handle.id and follows.follows is not None:
             raise SequenceMisuseError("one item can follow another: await the answer of the first before a third")
-        proto = forward_pb2.ForwardItem(item_id=item_id, token_ids=tokens, output=output_to_proto(output))
-        proto.handle.id, proto.handle.seq_len, proto.handle.version = handle
-        proto.follow.feed_chosen = not tokens
-        if not handle.id:
-            proto.follow.creation = follows.request_id
-        proto.request_id = new_request_id()
-        needs = (*needs_of(output), info_pb2.CAPABILITY_FOLLOW)
-        proto.needs.extend(needs)
-        item = Item(self, handle, tokens, output, None, proto.request_id, proto, needs, follows=follows, goes_on=True)
+        if output is not self.output:
+            self._note_output(output)
+        needs = (*self.output_needs, info_pb2.CAPABILITY_FOLLOW)
+        item = Item(self, item_id, handle, tokens, output, self.output_template, None, new_request_id(), needs)
+        item.follows, item.feeds_chosen, item.goes_on = follows, not tokens, True
         if run is not None:
             _add_run(item, run)
         follows.followed = True
@@ -405,11 +429,4 @@ def followed_first(items: Collection[Item]) -> list[Item]:
 
 def _add_run(item: Item, run: Run) -> None:
     item.run, item.goes_on = run, True
-    _add_need(item, info_pb2.CAPABILITY_RUN)
-    item.proto.run.max_tokens = run.max_tokens
-    item.proto.run.stop_token_ids.extend(run.stop_token_ids)
-
-
-def _add_need(item: Item, need: info_pb2.Capability) -> None:
-    item.needs = (*item.needs, need)
-    item.proto.needs.append(need)
+    item.needs = (*item.needs, info_pb2.CAPABILITY_RUN)

@@ -157,7 +157,7 @@ def outcomes_of(
     """The outcome of each item, whatever order the results have. Raises `TransportError` for the results of other
     items."""
     results = in_order(list(results))  # a list: reading a message's field makes its elements each time
-    if [each.item_id for each in results] != [item.proto.item_id for item in items]:
+    if [each.item_id for each in results] != [item.number for item in items]:
         raise TransportError(
             f"the executor answered {len(results)} other items than the {len(items)} that it was sent",
             metadata={"grpc_code": "INTERNAL"},

@@ -63,8 +63,8 @@ class StreamRequest(Generic[Result]):
     (`session_pb2.SessionResponse`). A single item may share a frame.
 
     ``resent``: it was sent before, and its answer may have to wait for the first one. ``expires``: its deadline on
-    `time.monotonic`. ``number``: its place in the queue. ``step``: the id of its frame, None while it waits. ``batch``:
-    the refusal of an independent item is its outcome; else it is raised.
+    `time.monotonic`. ``message``: the frame, or that of the item. ``number``: its place in the queue. ``step``: the id
+    of its frame, None while it waits. ``batch``: the refusal of an independent item is its outcome; else it is raised.
     """
 
     __slots__ = (
@@ -74,6 +74,7 @@ class StreamRequest(Generic[Result]):
         "future",
         "items",
         "kind",
+        "message",
         "number",
         "resent",
         "row_bytes",
@@ -95,7 +96,11 @@ class StreamRequest(Generic[Result]):
         self.kind = kind
         self.resent = frame is None and items[0].repeats
         self.row_bytes = 0
-        self.size = items[0].proto.ByteSize() if frame is None else frame.ByteSize()
+        self.message: Any = frame
+        if frame is None:
+            self.message = forward_pb2.ForwardItem()
+            items[0].write(self.message)
+        self.size: int = self.message.ByteSize()
         self.number: int
         self.step: int | None
         self.expires: float
@@ -144,7 +149,7 @@ def frame_of(requests: Sequence[StreamRequest[Any]], now: float) -> Frame:
     frame = requests[0].frame
     if frame is None:
         frame = Frame()
-        frame.forward.items.extend([request.items[0].proto for request in requests])
+        frame.forward.items.extend([request.message for request in requests])
         frame.forward.apart = requests[0].items[0].goes_on
     if frame.HasField("forward"):
         expires = min(map(_expires, requests))

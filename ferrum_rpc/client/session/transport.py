@@ -83,7 +83,9 @@ class SessionTransport(Transport):
         frame = None
         if not feed.single and (all_or_nothing or len(items) > 1 or not items[0].goes_on):
             frame = Frame()
-            frame.forward.items.extend([item.proto for item in items])
+            add = frame.forward.items.add
+            for item in items:
+                item.write(add())
             frame.forward.all_or_nothing = all_or_nothing
             if not all_or_nothing and any([item.goes_on for item in items]):  # noqa: C419 - half the time
                 frame.forward.apart = all(item.parent is None for item in items)  # a call may make several children
