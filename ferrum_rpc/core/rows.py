@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
@@ -35,10 +35,15 @@ class RowKind(enum.Enum):
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBlock:
     """Rows of one kind from one step, packed: spans that requested the same kind share the block. ``columns``:
-    C-ordered arrays of R rows each, by name, in the order of the kind; those that are optional may be missing."""
+    C-ordered arrays of R rows each, by name, in the order of the kind; those that are optional may be missing.
+    ``nbytes``: the bytes of all rows, which every one of its spans asks for."""
 
     kind: RowKind
     columns: dict[str, npt.NDArray[Any]]
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum([column.nbytes for column in self.columns.values()]))  # it is frozen
 
     @classmethod
     def of(cls, kind: RowKind, *arrays: npt.NDArray[Any]) -> RowBlock:
@@ -52,11 +57,6 @@ class RowBlock:
     def rows(self) -> int:
         """R."""
         return len(self.columns[self.kind.columns[0]])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return sum([column.nbytes for column in self.columns.values()])
 
     def bytes_of(self, count: int) -> int:
         """Bytes of so many of its rows."""

@@ -59,7 +59,7 @@ def _unpack_block(kind: str, columns: list[tuple[str, tuple[int, ...], str, Any]
 
 _PARTS: Final[tuple[tuple[type, Callable[[Any], Iterable[Any]], Callable[..., Any]], ...]] = (
     (RowBlock, _pack_block, _unpack_block),
-    (Rows, lambda of: (of.block, of.first, of.count), Rows),
+    (Rows, tuple, Rows),
     (SpanResult, tuple, SpanResult),
     (StepTiming, tuple, StepTiming),
 )

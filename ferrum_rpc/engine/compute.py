@@ -19,7 +19,19 @@ from torch import Tensor
 
 from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
-from ferrum_rpc.core import Accept, Greedy, MaskRows, NextToken, RankState, Rows, Sample, Span, TokenArray, TokenCounts
+from ferrum_rpc.core import (
+    Accept,
+    Greedy,
+    MaskRows,
+    NextToken,
+    RankState,
+    Rows,
+    Sample,
+    Span,
+    TokenArray,
+    TokenCounts,
+    named,
+)
 from ferrum_rpc.device import check_device
 from ferrum_rpc.engine.memory import used_memory
 from ferrum_rpc.models.base import Model, NativeModel, StepAdapters, StepInputs
@@ -175,9 +187,9 @@ class Compute:
         """The requested rows of a step, the spans that request them, and which of them are drafts; see `select`."""
         requests, wanted, drafts, end = [], [], [], 0
         for index, span in enumerate(spans):
-            tokens, output = len(span.tokens), span.output
+            tokens, start, output = len(span.tokens), span.start, span.output
             end += tokens
-            count = output.row_count(tokens, span.start)
+            count = output.row_count(tokens, start)
             if count:
                 wanted.append(index)
                 kind, first, counted, scored, draft = output.kind, end - count, None, None, None
@@ -197,7 +209,8 @@ class Compute:
                     case NextToken():
                         scored, first = span.tokens[-count:], first - 1
                 words = self.words_of(span, count) if isinstance(kind, Sample) and kind.grammar else None
-                requests.append(RowRequest(first, count, kind, span.end - count + 1, counted, scored, draft, words))
+                position = start + tokens - count + 1
+                requests.append(named(RowRequest, (first, count, kind, position, counted, scored, draft, words)))
         return requests, wanted, drafts
 
     def rows(self, hidden: Tensor, requests: Sequence[RowRequest]) -> list[Rows]:

@@ -48,6 +48,7 @@ from ferrum_rpc.core import (
     SpanResult,
     Step,
     StepResult,
+    named,
 )
 from ferrum_rpc.engine.compute import Compute, TokensBehind, clear_frames
 from ferrum_rpc.engine.grammars.constraints import Constraints
@@ -265,26 +266,26 @@ class StepRunner:
                 return
         if pending.constrained:
             self._ask_for_next(pending)  # first: the masks are made while the host goes on
-        refused, commit = pending.refused, self.kv.commit
+        refused, late, reservations, commit = pending.refused, pending.late, pending.reservations, self.kv.commit
         rows = iter(pending.rows)
         followed = bool(self._under_way) and self._under_way[0].behind is pending
         if followed:
             commit = self.kv.commit_first
         copied = searched = 0
         outcomes: list[SpanOutcome] = []
-        for index in range(len(pending.spans)):
+        for index, span in enumerate(pending.spans):
             if index in refused:
                 outcomes.append(refused[index])
                 continue
-            if index in pending.late:
-                if index in pending.reservations:
-                    self.kv.rollback(pending.reservations[index])
+            if index in late:
+                if index in reservations:
+                    self.kv.rollback(reservations[index])
                     next(rows)
                 outcomes.append(LATE)
                 continue
-            reservation = pending.reservations[index]
-            length = commit(reservation, pending.spans[index].tokens)
-            outcomes.append(SpanResult(length, next(rows), None, reservation.cached))
+            reservation = reservations[index]
+            length = commit(reservation, span.tokens)
+            outcomes.append(named(SpanResult, (length, next(rows), None, reservation.cached)))
             copied += len(reservation.copies)
             searched += reservation.searched
         if followed:

@@ -106,10 +106,12 @@ class KvManager:
         before, after = len(whole), blocks_for(end, size)
         if not hold and first + 1 == after <= before and self._pool.is_writable(block := whole.item(first)):
             # Nearly every decode: it writes within one block, which is there and the sequence's own.
-            overwritten, slot = _NO_SLOTS, block * size + start % size
+            overwritten = _NO_SLOTS
             if start < state.length:
+                slot = block * size + start % size
                 overwritten = np.arange(slot, slot + min(end, state.length) - start)
-            state.open = reservation = Reservation(sequence, start, end, whole[:after], overwritten)
+            read = whole if after == before else whole[:after]
+            state.open = reservation = Reservation(sequence, start, end, read, overwritten)
             return reservation
         found, searched = _NOTHING, 0
         if state.root is not None and prompt is not None and start == state.length and (create or not hold):

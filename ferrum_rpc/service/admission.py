@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,9 @@ from ferrum_rpc.service.handles import stale
 from ferrum_rpc.service.records import RETRY_AFTER_S, Account, Adapter, Resource, SequenceRecord, no_follower
 from ferrum_rpc.service.replay import Entry, scope_of
 from ferrum_rpc.service.state import ServerState
+
+NAMING: Final = (Sample, Accept)
+"""Outputs that may name masks or a grammar. A union would be made anew at every look, in 0.2 µs."""
 
 Valid = tuple[int, WorkItem, int]
 """An item with its place in the call and the bytes that its answer takes at most. Nothing is wrong with it but perhaps
@@ -126,6 +129,7 @@ def valid_items(
     valid: list[Valid] = []
     size = checked_count = runs = 0
     checked_output: OutputSpec | None = None  # nearly always the same for all of a batch
+    vocab_size = model.vocab_size
     for index, item in enumerate(items):
         if isinstance(item, ExecutorError):
             outcomes[index] = item
@@ -134,8 +138,8 @@ def valid_items(
         count = len(tokens)
         try:
             # numpy's maximum takes 2 µs
-            if count and (tokens.item() if count == 1 else int(tokens.max())) >= model.vocab_size:
-                raise InvalidRequest(f"token ids must be below the vocabulary of {model.vocab_size}", field="token_ids")
+            if count and (tokens.item() if count == 1 else int(tokens.max())) >= vocab_size:
+                raise InvalidRequest(f"token ids must be below the vocabulary of {vocab_size}", field="token_ids")
             if output is not checked_output or count != checked_count:
                 item_bytes = answer_bytes(item, model, limits)
                 if count > limits.max_batch_tokens or item_bytes > max_bytes:
@@ -236,7 +240,7 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
     else:
         record = state.handles.claim(handle, owner, now=now)
         span = claimed_span(state, record, item, tokens, model)
-    if isinstance(output.kind, Sample | Accept):
+    if isinstance(output.kind, NAMING):
         try:
             pinned, run = held.pin(state, account, span.output, span.run, words)
             if pinned is not span.output:

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ferrum_rpc.core import (
-    Accept,
     Greedy,
     ItemAnswer,
     ItemOutcome,
@@ -46,6 +45,7 @@ from ferrum_rpc.errors import (
     SequenceBusy,
 )
 from ferrum_rpc.service.admission import (
+    NAMING,
     Admitted,
     Held,
     Valid,
@@ -218,7 +218,7 @@ class ForwardCall(Transaction["ForwardCall"]):
         scope, fingerprint = state.replay.scope(scope_of(owner, record.id, item.request_id)), item_fingerprint(item)
         if (known := scope.get(item.request_id)) is not None:
             return known.repeated(fingerprint)
-        if isinstance(item.output.kind, Sample | Accept):  # what it names must be there when its turn comes
+        if isinstance(item.output.kind, NAMING):  # what it names must be there when its turn comes
             output, run = self._held.pin(state, self._account, item.output, item.run, words)
             item = item._replace(output=output, run=run)
         if not record.busy:
@@ -466,7 +466,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                 record.version += 1
                 record.chosen = None
                 if rows is not None and isinstance(span.output.kind, CHOOSING):
-                    token = int(rows.block.columns["token_ids"][rows.first + rows.count - 1])
+                    token = rows.block.columns["token_ids"].item(rows.first + rows.count - 1)
                     record.chosen = record.version, token, ended is not None and ended.end is RunEnd.STOP_ID
                 if span.create and self._abandoned and entry is None:
                     # Cancelled, and no request id to ask again with: its handle will never be known.
@@ -576,7 +576,9 @@ def end_item(state: ServerState, each: Admitted, outcome: ItemOutcome, now: floa
     """The item is over: its sequence is free again, and its duplicates are answered. ``present``: its caller still
     waits, which renews a lease ``now`` (monotonic seconds). Returns what the item is answered with; never raises."""
     _, record, span, entry = each
-    refused, successor = isinstance(outcome, ExecutorError), _begun(record)
+    refused, successor = isinstance(outcome, ExecutorError), None
+    if record.successor is not None:
+        successor = _begun(record)
     try:
         record.busy, record.cut, record.submission = False, None, None
         if record.follower is no_follower:

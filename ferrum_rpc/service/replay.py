@@ -173,12 +173,14 @@ class ReplayLog:
             self._forget(entry)
         else:
             self._record(entry, outcome)
-        waiters, entry.waiters = entry.waiters, ()
-        for waiter in waiters:
-            asyncio.get_running_loop().call_soon(waiter, outcome)
+        if entry.waiters:
+            waiters, entry.waiters = entry.waiters, ()
+            for waiter in waiters:
+                asyncio.get_running_loop().call_soon(waiter, outcome)
 
     def _record(self, entry: Entry, answer: Recorded) -> None:
-        owner, rows = entry.scope.owner, None
+        scope = entry.scope
+        owner, rows = scope.owner, None
         if isinstance(answer, ItemAnswer):
             rows = answer.rows
             if rows is not None and rows.block.nbytes > SHARED_BYTES:
@@ -194,7 +196,6 @@ class ReplayLog:
             latest, end = owner.rows.older, owner.rows
             entry.older, entry.newer = latest, end
             latest.newer = end.older = entry
-        scope = entry.scope
         if len(scope) > ENTRIES_PER_SEQUENCE:
             self._drop_oldest(scope)
         if self.records > self._max_records or self.rows > self._budget:
