@@ -418,7 +418,8 @@ class EngineLoop(ABC):
                 ran += 1
                 tokens += len(span.tokens)
                 cached += outcome.cached_tokens
-                rows += 0 if outcome.rows is None else outcome.rows.count
+                if (answer := outcome.rows) is not None:
+                    rows += answer.count
         finished: Finished = []
         if rows:  # else there is nothing to follow
             self._take_followers(finished)

@@ -319,7 +319,7 @@ class StepRunner:
         refused: dict[int, ExecutorError] = {}
         reservations: dict[int, Reservation] = {}
         constraints = self.constraints
-        stage, reserve = self._stage, self.kv.reserve if keep else partial(self.kv.reserve, keep=False)
+        stage, reserve = self._stage, self.kv.reserve
         spans = list(enumerate(step.spans))
         forks = [each for each in spans if each[1].parent is not None]
         if forks:  # first: their parents may be fed in the same step
@@ -336,17 +336,10 @@ class StepRunner:
                         stage("reserve")
                     if constraints is not None and (refusal := constraints.refusal(span)) is not None:
                         raise copy.copy(refusal)
-                    hold = 0 if run is None else run.max_tokens - 1
+                    count, hold = len(tokens), 0 if run is None else run.max_tokens - 1
+                    prompt = span.prompt if count > 1 else None
                     reservations[index] = reserve(
-                        sequence,
-                        start,
-                        len(tokens),
-                        create,
-                        ahead=ahead,
-                        hold=hold,
-                        parent=parent,
-                        prefix=prefix,
-                        prompt=span.prompt if len(tokens) > 1 else None,
+                        sequence, start, count, create, ahead, hold, parent, prefix, prompt, keep
                     )
                 except ExecutorError as error:
                     group = next((each for each in step.atomic if index in each), range(index, index + 1))
@@ -448,7 +441,8 @@ class StepRunner:
             starts.append(span.start)
             lengths.append(len(span.tokens))
             tables.append(reservation.table)
-            copies += reservation.copies
+            if reservation.copies:
+                copies += reservation.copies
             if reservation.overwritten.size:
                 overwritten.append(reservation.overwritten)
         stage = self._stage

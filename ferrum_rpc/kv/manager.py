@@ -71,13 +71,12 @@ class KvManager:
 
     # --- a step: reserve, then commit or rollback -------------------------------------------------------------------
 
-    def reserve(
+    def reserve(  # noqa: PLR0917 - once a span: keywords cost time
         self,
         sequence: int,
         start: int,
         tokens: int,
         create: bool = False,
-        *,
         ahead: int = 0,
         hold: int = 0,
         parent: int | None = None,
@@ -99,18 +98,18 @@ class KvManager:
         as long as others are free (`Reservation.kept`).
         """
         state = self._made(sequence, parent, start, prefix) if create else self._idle(sequence)
-        if not 0 <= start <= state.length or tokens < 1 or min(ahead, hold) < 0 or (ahead and not create):
+        if not 0 <= start <= state.length or tokens < 1 or ahead < 0 or hold < 0 or (ahead and not create):
             raise KvMisuse(f"{tokens} tokens at {start} of {state.length} (create={create}, ahead={ahead})")
         size, table, end = self.block_size, state.table, start + tokens
         whole, first = table.whole, start // size
-        before, after = len(whole), blocks_for(end, size)
-        if not hold and first + 1 == after <= before and self._pool.is_writable(block := whole.item(first)):
+        before = len(whole)
+        if not hold and (end - 1) // size == first < before and self._pool.is_writable(block := whole.item(first)):
             # Nearly every decode: it writes within one block, which is there and the sequence's own.
             overwritten = _NO_SLOTS
             if start < state.length:
                 slot = block * size + start % size
                 overwritten = np.arange(slot, slot + min(end, state.length) - start)
-            read = whole if after == before else whole[:after]
+            read = whole if first + 1 == before else whole[: first + 1]
             state.open = reservation = Reservation(sequence, start, end, read, overwritten)
             return reservation
         found, searched = _NOTHING, 0
