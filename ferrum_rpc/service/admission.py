@@ -7,7 +7,7 @@ trace.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -205,7 +205,7 @@ class Held:
         record = state.handles.live.get(handle.id)
         mine = (*self.parents, *(each.record for each in self.admitted))
         if record is None or not any(each is record for each in mine):
-            record = state.handles.claim(handle, owner, now=now)
+            record = state.handles.claim(handle, owner, now)
             self.parents.append(record)
         elif (record.version, record.length) != (handle.version, handle.seq_len):
             raise stale(record)
@@ -225,11 +225,11 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
     """Turn an item into a span of a sequence that is busy from now on, or find its recorded answer. Raises its refusal,
     having changed nothing. ``now``: on `time.monotonic`. What it holds besides is added to ``held``."""
     replay, owner = state.replay, account.caller.name
-    words = item.output.words
+    handle, output, request_id, kind = item.handle, item.output, item.request_id, item.output.kind
+    words = output.words
     if words:
-        item = item._replace(output=replace(item.output, words=b""))
-    _, handle, tokens, _, output, request_id, create, _, _ = item
-    made = handle is None or create.fork
+        item = item._replace(output=replace(output, words=b""))
+    made = handle is None or item.create.fork
     if request_id:
         scope = replay.scope(scope_of(owner, b"" if made or handle is None else handle.id, request_id))
         fingerprint = item_fingerprint(item)
@@ -238,9 +238,12 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
     if handle is None or made:
         record, span = _new_span(state, account, item, model, origin, now, held)
     else:
-        record = state.handles.claim(handle, owner, now=now)
-        span = claimed_span(state, record, item, tokens, model)
-    if isinstance(output.kind, NAMING):
+        record = state.handles.claim(handle, owner, now)
+        span = claimed_span(state, record, item, item.tokens, model)
+    follower: Callable[[], object] | None = no_follower
+    if isinstance(kind, NAMING):
+        if isinstance(kind, Accept):
+            follower = None
         try:
             pinned, run = held.pin(state, account, span.output, span.run, words)
             if pinned is not span.output:
@@ -252,7 +255,7 @@ def admit(  # noqa: PLR0917 - once an item: keywords cost time
                 record.busy = False
                 state.quotas.settle(record)
             raise
-    record.follower = None if isinstance(output.kind, Accept) else no_follower
+    record.follower = follower
     entry = replay.begin(scope, request_id, fingerprint) if request_id else None
     return named(Admitted, (index, record, span, entry))
 

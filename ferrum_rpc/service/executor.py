@@ -55,11 +55,12 @@ def _forward(name: str, response_class: type[Any], shape: CallShape, *, one: boo
         self.calls.methods[method].items += len(messages)
         account = self.state.quotas.account(CALLER.get())
         check_queue_capacity(self.state, account, messages)
+        messages = list(messages)  # read from the request again, each would be wrapped again, in 0.15 µs
         offered = self.state.capabilities
         call = ForwardCall(
             self.state,
             account,
-            (item_from_proto(request.item, shape, offered),) if one else items_from_proto(messages, shape, offered),
+            (item_from_proto(messages[0], shape, offered),) if one else items_from_proto(messages, shape, offered),
             all_or_nothing=not one and request.all_or_nothing,
             deadline=deadline_of(context),
             peer=context.peer,

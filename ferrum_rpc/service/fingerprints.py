@@ -38,8 +38,8 @@ def item_fingerprint(item: WorkItem) -> Hashable:
     It is kept as long as the answer, so it is small whatever the item contains: only parts with unbounded length are
     stored as a digest, and most steps have none.
     """
-    _, handle, tokens, truncate_to, output, _, create, run, follow = item
-    content = tokens.tobytes()
+    handle, output, run, follow = item.handle, item.output, item.run, item.follow
+    content = item.tokens.tobytes()
     if len(content) >= DIGEST_BYTES:
         content = hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
     kind = output.kind
@@ -51,13 +51,14 @@ def item_fingerprint(item: WorkItem) -> Hashable:
         how = digest(output)
     goes_on: Hashable = run if run is None or len(run.stop_token_ids) <= FEW else digest(run)
     found: tuple[Hashable, ...]
-    if handle is None or create.fork:
+    if handle is None or item.create.fork:
+        create = item.create
         prefix = None if create.prefix is None else tuple(create.prefix)
         made = digest(create.reserve_tokens, prefix, create.lease_id, create.fork, create.adapter)
-        found = (handle, made, content, truncate_to, how, goes_on)
+        found = (handle, made, content, item.truncate_to, how, goes_on)
     else:
-        _, length, version = handle
-        found = (length, version, content, truncate_to, how, goes_on, follow is not None and follow.feed_chosen)
+        feeds = follow is not None and follow.feed_chosen
+        found = (handle.seq_len, handle.version, content, item.truncate_to, how, goes_on, feeds)
     return OfADraft(found) if drafted else found
 
 

@@ -193,8 +193,8 @@ class ForwardCall(Transaction["ForwardCall"]):
                 begun[self._following[index].entry] = index
             elif isinstance(found, Admitted):
                 admitted.append(found)
-                if found.entry is not None:
-                    begun[found.entry] = index
+                if (entry := found.entry) is not None:
+                    begun[entry] = index
             elif (place := begun.get(found)) is not None:
                 self._duplicates[index] = place  # a repetition within the call waits for no other call
             else:
@@ -360,10 +360,12 @@ class ForwardCall(Transaction["ForwardCall"]):
                 account.held[Resource.QUEUED_ITEMS] += len(admitted)
                 account.held[Resource.QUEUED_TOKENS] += submission.tokens
                 self._submission = submission
-                for index, each in enumerate(admitted):
+                for each in admitted:
                     each.record.submission = submission
-                    if each.span.run is not None:
-                        each.record.cut = partial(state.engine.interrupt, submission, index)
+                if submission.runs:
+                    for index, each in enumerate(admitted):
+                        if each.span.run is not None:
+                            each.record.cut = partial(state.engine.interrupt, submission, index)
                 state.engine.submit(submission)
                 self.phase = CallPhase.QUEUED
                 return
@@ -398,7 +400,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                 kept.append(each)
             else:
                 dropped.append(each)
-                self.outcomes[each.place] = end_item(self._state, each, refusal, now, present=not self._abandoned)
+                self.outcomes[each.place] = end_item(self._state, each, refusal, now, not self._abandoned)
         self._admitted[:] = kept
         return dropped
 
@@ -472,7 +474,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                     # Cancelled, and no request id to ask again with: its handle will never be known.
                     record.pending_end = record.pending_end or SequenceEnd.ABANDONED
                 answer = named(ItemAnswer, (record.handle, rows, False, cached, ended))
-            answers[place] = end_item(state, each, answer, now, present=present)
+            answers[place] = end_item(state, each, answer, now, present)
             followed = followed or record.follower is not None
         self.timing = timing
         if self.phase is CallPhase.QUEUED:  # else it has failed meanwhile
@@ -514,7 +516,7 @@ class ForwardCall(Transaction["ForwardCall"]):
             self._state.supervisor.attempt(self._state.replay.finish, following.entry, outcome)
         self._following.clear()
         for each in self._admitted:
-            end_item(self._state, each, outcome, now, present=present)
+            end_item(self._state, each, outcome, now, present)
         self.end(error)
         _call_followers(self._admitted)
         self._admitted.clear()
@@ -572,7 +574,7 @@ def _call_followers(ended: Sequence[Admitted]) -> None:
             follower()
 
 
-def end_item(state: ServerState, each: Admitted, outcome: ItemOutcome, now: float, *, present: bool) -> ItemOutcome:
+def end_item(state: ServerState, each: Admitted, outcome: ItemOutcome, now: float, present: bool) -> ItemOutcome:
     """The item is over: its sequence is free again, and its duplicates are answered. ``present``: its caller still
     waits, which renews a lease ``now`` (monotonic seconds). Returns what the item is answered with; never raises."""
     _, record, span, entry = each

@@ -118,7 +118,7 @@ class HandleTable:
         raise HandleUnknown("no such sequence")
 
     def claim(
-        self, handle: HandleRef, owner: str = "", *, any_version: bool = False, now: float | None = None
+        self, handle: HandleRef, owner: str = "", now: float | None = None, any_version: bool = False
     ) -> SequenceRecord:
         """As `find`, but the handle must be current and no call in flight. The record is busy until the caller resets
         it. Whatever the result, the sequence counts as used (``now``: see `SequenceRecord.touch`)."""

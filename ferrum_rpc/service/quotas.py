@@ -28,6 +28,7 @@ UNCOUNTED_BYTES: Final = 1 << 14
 """Smaller answers are not counted: the number of streams of a connection bounds them."""
 
 UNBOUNDED: Final = sys.maxsize
+_BLOCKS: Final = int(Resource.BLOCKS)  # a member costs 0.1 µs to look up and to index by, and every item asks for it
 EMPTY_ACCOUNTS: Final = 1024
 """Above this number, accounts of callers that hold nothing are dropped."""
 
@@ -101,7 +102,7 @@ class Quotas:
         """Charge for a sequence that is to grow to ``length`` tokens. Raises `QuotaExceeded`; otherwise `settle` must
         follow."""
         account = record.account
-        if account.most[Resource.BLOCKS] == UNBOUNDED:
+        if account.most[_BLOCKS] == UNBOUNDED:
             return
         more = max(0, self._blocks(max(length, record.held_to)) - record.charged)
         account.allocate(Resource.BLOCKS, more)

@@ -86,10 +86,10 @@ class Entry:
     scope: Scope
     request_id: str
     fingerprint: Hashable
-    answer: Recorded | None = None
-    rows_bytes: int = 0
-    record_bytes: int = 0
-    waiters: tuple[Waiter, ...] = ()
+    answer: Recorded | None = field(default=None, init=False)
+    rows_bytes: int = field(default=0, init=False)
+    record_bytes: int = field(default=0, init=False)
+    waiters: tuple[Waiter, ...] = field(default=(), init=False)
     older: Entry = field(init=False)
     newer: Entry = field(init=False)
 
@@ -225,11 +225,9 @@ class ReplayLog:
         """Drop the oldest answer of a scope. False if it has none."""
         for entry in scope.values():
             if entry.answer is not None:
-                break
-        else:
-            return False
-        self._forget(entry)
-        return True
+                self._forget(entry)
+                return True
+        return False
 
     def _forget(self, entry: Entry) -> None:
         scope = entry.scope

@@ -24,7 +24,7 @@ import structlog
 
 from ferrum_rpc.core import ItemOutcome
 from ferrum_rpc.errors import ExecutorError, InternalError, InvalidRequest, QueueFull, SequencesExhausted
-from ferrum_rpc.executor.v1 import session_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, session_pb2
 from ferrum_rpc.service.admission import check_queue_capacity
 from ferrum_rpc.service.forward import ForwardCall
 from ferrum_rpc.service.guard.auth import ARRIVED, CALLER
@@ -293,10 +293,11 @@ class Session:
             self._tokens_timer = asyncio.get_running_loop().call_at(self._tokens_after, self._wake_for_tokens)
 
     def _begin_forward(self, step: PendingFrame, request: session_pb2.SessionForward) -> None:
-        messages = request.items
+        messages: Sequence[forward_pb2.ForwardItem] = request.items
         self._calls.methods[METHOD].items += len(messages)
         step.items, step.began = len(messages), ARRIVED.get()
         check_queue_capacity(self._state, self._account, messages)
+        messages = list(messages)  # read from the request again, each would be wrapped again, in 0.15 µs
         items = items_from_proto(messages, CallShape.FRAME, self._state.capabilities, self._lease.id)
         call = partial(
             ForwardCall,
@@ -312,7 +313,7 @@ class Session:
             whole = call(items, all_or_nothing=request.all_or_nothing, on_tokens=on_tokens)
             step.calls, step.reply, step.free_answer = (
                 (whole,),
-                partial(self._on_forward, request, whole),
+                partial(self._on_forward, messages, whole),
                 whole.free_answer,
             )
             return
@@ -324,20 +325,26 @@ class Session:
             call([item], on_tokens=None if on_tokens is None else partial(on_tokens, item=index))
             for index, item in enumerate(items)
         ]
-        step.calls, step.reply, step.parts = calls, partial(self._on_part, request, calls, step), []
+        step.calls, step.reply, step.parts = calls, partial(self._on_part, messages, calls, step), []
         step.free_answer = partial(_free_answers, calls)
 
-    def _on_forward(self, request: session_pb2.SessionForward, call: ForwardCall, response: Answer) -> Iterable[Answer]:
+    def _on_forward(
+        self, messages: Sequence[forward_pb2.ForwardItem], call: ForwardCall, response: Answer
+    ) -> Iterable[Answer]:
         self._chosen.pop(response.step_id, None)  # the answer has them
         outcomes = call.answer().outcomes
         self._calls.refused_items(METHOD, outcomes, self._context)
         forward = response.forward
-        rows = RowParts(forward.row_blocks, fill_results(forward, request.items, outcomes), self._inline)
+        rows = RowParts(forward.row_blocks, fill_results(forward, messages, outcomes), self._inline)
         fill_step(forward, self._state.pressure(), call.timing)
         return rows.frames(response.step_id)
 
     def _on_part(
-        self, request: session_pb2.SessionForward, calls: Sequence[ForwardCall], step: PendingFrame, response: Answer
+        self,
+        messages: Sequence[forward_pb2.ForwardItem],
+        calls: Sequence[ForwardCall],
+        step: PendingFrame,
+        response: Answer,
     ) -> Iterable[Answer]:
         """The items that have ended since the last part."""
         ended, step.parts = step.parts or [], []
@@ -349,7 +356,7 @@ class Session:
         outcomes = [_only_outcome(calls[index]) for index in ended]
         self._calls.refused_items(METHOD, outcomes, self._context)
         forward = response.forward
-        items = [request.items[index] for index in ended]
+        items = [messages[index] for index in ended]
         rows = RowParts(forward.row_blocks, fill_results(forward, items, outcomes, ended), self._inline)
         forward.more = bool(step.waits)
         fill_step(forward, self._state.pressure(), calls[ended[-1]].timing)

@@ -117,7 +117,7 @@ def item_from_proto(
     fork = has_create and item.create.fork
     if has_create or (not has_handle and item.HasField("truncate_to")):
         _check_creation(item, has_handle, fork)
-    output = output_from_proto(item.output, _ALL if shape is _VERIFY else _LAST)
+    output, request_id = output_from_proto(item.output, _ALL if shape is _VERIFY else _LAST), item.request_id
     try:
         if count == 1:  # in a third of the time of np.array
             tokens = _ONE_TOKEN.copy()
@@ -130,7 +130,7 @@ def item_from_proto(
         raise InvalidRequest("accept takes a handle: a draft goes on with a sequence", field="handle")
     run = None
     if item.HasField("run"):
-        if not item.request_id:
+        if not request_id:
             raise InvalidRequest("a run needs a request id: its tokens cannot be computed again", field="request_id")
         run = Run(item.run.max_tokens, tuple(item.run.stop_token_ids))
         check_run(run, output, MAX_STOP_TOKENS)
@@ -142,7 +142,7 @@ def item_from_proto(
             tokens,
             item.truncate_to if has_handle and item.HasField("truncate_to") else None,
             output,
-            request_id_from_proto(item.request_id) if len(item.request_id) > SHORT_REQUEST_ID else item.request_id,
+            request_id_from_proto(request_id) if len(request_id) > SHORT_REQUEST_ID else request_id,
             options_from_proto(item.create, "" if fork else lease_id) if has_create or not has_handle else _NO_OPTIONS,
             run,
             _follow_from_proto(item, shape) if has_follow else None,
@@ -226,9 +226,9 @@ def fill_results(
     items stand in their call, for a part of its answer. Returns the rows that it still lacks, as `fill_outputs` does.
     """
     answered: list[tuple[forward_pb2.ForwardOutput, ItemAnswer]] = []
-    results = response.results
+    add = response.results.add
     for place, item, outcome in zip(range(len(items)) if places is None else places, items, outcomes, strict=True):
-        result = results.add()
+        result = add()
         result.item_id = item.item_id
         result.item_index = place
         if isinstance(outcome, ExecutorError):
@@ -258,10 +258,10 @@ def fill_outputs(answered: Iterable[tuple[forward_pb2.ForwardOutput, ItemAnswer]
                 output.run_cause.CopyFrom(status_from_error(ended.cause))
         if rows is None:
             continue
-        block, first = rows.block, rows.first
-        last = first + rows.count
+        block, first, count = rows
+        last = first + count
         target = output.rows
-        target.count = rows.count
+        target.count = count
         if extent is None or extent.block is not block:
             extent = extents.get(id(block))
             if extent is None:
