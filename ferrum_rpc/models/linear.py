@@ -6,16 +6,12 @@ where ``F.linear`` on the plain one reaches 15 (bf16, one row), and makes eight 
 BF16 it is 1.3 times as fast as oneDNN at 8 rows and 1.7 times at 32; with AVX2 it is 3 times as fast as torch at 8, and
 oneDNN has no such products. oneDNN's packing entry points are those that torch's own compiler uses; they are not
 public. So a probe runs each at start, compares its product with ``F.linear``, and falls back with a reason.
-
-On CUDA weights stay as they are. cuBLAS multiplies by them, and a kernel of ours one row (`triton_linear`).
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Final, Protocol
 
 import torch
@@ -131,26 +127,12 @@ def _packed_bytes(n: int, k: int, dtype: torch.dtype) -> int:
     return int(torch.ops.mkldnn._nbytes(packed))
 
 
-def select_linear(
-    device: torch.device, dtype: torch.dtype, requested: str = AUTO, *, interpreted: bool = False
-) -> Choice:
+def select_linear(device: torch.device, dtype: torch.dtype, requested: str = AUTO) -> Choice:
     """``(name, reason, factory)`` for this device and dtype. ``requested``: ``auto``, or what a backend is called:
-    ``plain``, ``onednn``, ``native``, ``triton``. ``interpreted``: the CUDA kernel on a CPU, through Triton's
-    interpreter.
+    ``plain``, ``onednn``, ``native``.
 
     Raises InvalidRequest for another name, or for one whose probe fails.
     """
-
-    def rows() -> LinearFactory:
-        if find_spec("triton") is None:
-            raise Unsuited("it is not installed")
-        if torch.version.hip is not None:
-            raise Unsuited("the kernel supports CUDA, not ROCm")
-        if dtype not in (torch.bfloat16, torch.float16):
-            raise Unsuited(f"the kernel does not support {str(dtype).removeprefix('torch.')}")
-        from ferrum_rpc.models.triton_linear import AT_ONCE, RowLinear
-
-        return _agreeing(RowLinear, dtype, device=device, widths=(128, AT_ONCE))
 
     def pairs() -> LinearFactory:
         cpu.require(device, dtype, torch.bfloat16)
@@ -166,15 +148,9 @@ def select_linear(
         cpu.require(device, dtype, torch.bfloat16, torch.float16, torch.float32)
         return _agreeing(PackedLinear, dtype)
 
-    if device.type == "cuda" or interpreted:
-        candidates = [BackendCandidate("triton", rows, "a kernel for one row, cuBLAS for several")]
-    else:
-        candidates = [
-            BackendCandidate(PairFactory.name, pairs, "weights in panels, multiplied in {.isa}"),
-            BackendCandidate(PackedLinear.name, packed, "oneDNN packs this dtype and the packed product agrees"),
-        ]
     return select(
-        *candidates,
+        BackendCandidate(PairFactory.name, pairs, "weights in panels, multiplied in {.isa}"),
+        BackendCandidate(PackedLinear.name, packed, "oneDNN packs this dtype and the packed product agrees"),
         BackendCandidate(PlainLinear.name, lambda: PlainLinear),
         what="linear backend",
         field="linear_backend",
@@ -198,26 +174,16 @@ def select_bytes(device: torch.device, dtype: torch.dtype) -> ByteFactory:
     return made
 
 
-def _agreeing(
-    factory: LinearFactory,
-    dtype: torch.dtype,
-    tolerance: float | None = None,
-    device: torch.device | None = None,
-    widths: Sequence[int] = (128,),
-) -> LinearFactory:
-    """``factory``, if small products of it are right. ``tolerance``: of its root mean square error, relative."""
+def _agreeing(factory: LinearFactory, dtype: torch.dtype, tolerance: float | None = None) -> LinearFactory:
+    """``factory``, if a small product of it is right. ``tolerance``: of its root mean square error, relative."""
     generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    for width in widths:
-        weight, bias = draw(88, width), draw(88)
-        product = factory(weight, bias)
-        for rows in (1, 7):
-            x = draw(rows, width)
-            expected = F.linear(x.double(), weight.double(), bias.double())
-            error = (product(x).double() - expected).norm() / expected.norm()
-            if not error < (tolerance or 2 * torch.finfo(dtype).eps):
-                raise Unsuited("its product disagrees with F.linear")
+    weight = torch.randn((88, 128), generator=generator).to(dtype)
+    bias = torch.randn(88, generator=generator).to(dtype)
+    product = factory(weight, bias)
+    for rows in (1, 7):
+        x = torch.randn((rows, 128), generator=generator).to(dtype)
+        expected = F.linear(x.double(), weight.double(), bias.double())
+        error = (product(x).double() - expected).norm() / expected.norm()
+        if not error < (tolerance or 2 * torch.finfo(dtype).eps):
+            raise Unsuited("its product disagrees with F.linear")
     return factory

@@ -24,7 +24,6 @@ from triton.compiler import ASTSource
 from ferrum_rpc.attention.triton_kernels import attend_kernel, merge_kernel
 from ferrum_rpc.attention.triton_plan import TileShape, padded_dim, tile_shapes
 from ferrum_rpc.models.triton_fused_ops import add_norm_kernel, gate_kernel
-from ferrum_rpc.models.triton_linear import row_product_kernel
 from ferrum_rpc.models.triton_lora import (
     ALIGNMENT,
     COLUMN_BYTES,
@@ -52,7 +51,7 @@ these names. The interpreter has no launcher."""
 FP8 = dict.fromkeys(("keys", "values"), "*fp8e4nv")
 TRITON_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 POINTERS = dict.fromkeys(("sums", "stats", "norm", "cos", "sin", "key_scales", "value_scales", "sinks"), "*fp32")
-POINTERS |= dict.fromkeys(("items", "merges", "tables"), "*i32") | {"slots": "*i64"} | dict.fromkeys("nk", "i32")
+POINTERS |= dict.fromkeys(("items", "merges", "tables"), "*i32") | {"slots": "*i64"}
 FLOATS = ("factor", "cap", "eps", "residual")
 STRIDES = ("query_", "kv_", "key_", "value_")
 
@@ -120,7 +119,6 @@ def row_usage(capability: int, dtype: torch.dtype) -> list[Usage]:
         (" to fp8", heads_kernel, quantizing, 4),
         ("", add_norm_kernel, norming, 8),
         ("", gate_kernel, {"WIDTH": 12288, "AT_ONCE": 1024, "ACTIVATION": 1, "GATED": True}, 4),
-        ("", row_product_kernel, {"HAS_BIAS": False, "WHOLE": True, "COLUMNS": 4, "AT_ONCE": 1024}, 4),
     ]
     name = TRITON_TYPES[dtype]
     return [

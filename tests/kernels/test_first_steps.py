@@ -17,7 +17,6 @@ from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.triton_fused_ops import TritonFusedOps
-from ferrum_rpc.models.triton_linear import RowLinear
 from ferrum_rpc.models.triton_lora import TritonLoras
 from ferrum_rpc.sampling.draw import PARAMS_DTYPE
 from ferrum_rpc.sampling.triton_sample import TritonSampler
@@ -35,7 +34,7 @@ CONFIG |= {"vocab_size": 64, "intermediate_size": 64, "num_attention_heads": 8, 
 def world(request, monkeypatch) -> tuple[PagedModel, Launches]:
     launches = Launches(monkeypatch, carried_out=False)
     spec, cpu = ModelSpec.from_config(CONFIG), torch.device("cpu")
-    model = Decoder(spec, torch.bfloat16, cpu, RowLinear, ops=TritonFusedOps(spec.layers[0]))
+    model = Decoder(spec, torch.bfloat16, cpu, ops=TritonFusedOps(spec.layers[0]))
     for name, shape in model.expected_tensors().items():
         model.load(name, torch.zeros(shape, dtype=torch.bfloat16))
     backend = partial(TritonPagedAttention, dtype=torch.bfloat16, processors=4)
@@ -59,7 +58,7 @@ def test_no_later_step_compiles_a_kernel(world, adapted):
     with torch.inference_mode():
         run_first_steps(model.compute, BLOCK_SIZE, PREFILL_TOKENS // BLOCK_SIZE, loras)
     compiled = set(launches.variants)
-    needed = {"add_norm_kernel", "gate_kernel", "attend_kernel", "merge_kernel", "row_product_kernel", "sample_kernel"}
+    needed = {"add_norm_kernel", "gate_kernel", "attend_kernel", "merge_kernel", "sample_kernel"}
     assert {name for name, *_ in compiled} >= needed
     rng = np.random.default_rng(0)
     tokens = lambda count: rng.integers(0, 64, count)  # noqa: E731

@@ -68,7 +68,7 @@ async def test_sides_alternate_and_ratios_are_of_pairs():
     turns = []
     players = {"peer": Scripted("peer", 0.02, turns), "ours": Scripted("ours", 0.01, turns)}
     found = await contest(Cell(DECODE, 2, 8, most=5), players, "ours", rounds=3, round_s=0.05)
-    assert [name for number, name in turns if number > 1][:6] == ["peer", "ours"] * 3
+    assert [name for number, name in turns if number > 1][:6] == ["peer", "ours", "ours", "peer", "peer", "ours"]
     assert found["ratios"] == {"peer": {"pairs": [2.0] * 3, "median": 2.0, "low": 2.0, "high": 2.0}}
     assert found["sides"]["ours"]["tokens_per_s"] == 200.0
     assert found["sides"]["peer"]["same_tokens"] == [6, 6]
