@@ -136,7 +136,8 @@ class Submission:
     ``on_tokens`` is called on the event loop, ahead of ``done``, with what its runs chose in a step: (index of the
     span, tokens before, token) of each. ``runs``: how many of its spans have one; ``interrupts``: the
     errors that end them early, by index, or by None for all. ``max_running``: runs of its caller that may be under way
-    at a time (`engine.places`). ``slot`` is its place in the memory that an engine process shares.
+    at a time (`engine.places`); ``placed``: they hold their places already, and wait for a step. ``slot`` is its place
+    in the memory that an engine process shares.
 
     ``behind``: the submission that it follows and the index of the span there, if it waits for one: see
     `engine.chains`. It has one span, with a run; the engine fills in the token. It is not part of the queue. If it
@@ -159,6 +160,7 @@ class Submission:
     state: WorkState = WorkState.QUEUED
     slot: int = -1
     over: bool = False
+    placed: bool = False
 
     def __post_init__(self) -> None:
         tokens = runs = 0

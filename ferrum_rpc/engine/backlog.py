@@ -32,11 +32,14 @@ class Backlog:
         return bool(self._turns)
 
     def add(self, work: Submission) -> None:
-        """It waits."""
+        """It waits. One that is ``placed`` has waited before, and goes before its caller's others."""
         self.tokens += work.tokens
         works = self._waiting.get(work.caller)
         if works is not None:
-            works.append(work)
+            if work.placed:
+                works.insert(next((at for at, each in enumerate(works) if not each.placed), len(works)), work)
+            else:
+                works.append(work)
             return
         self._waiting[work.caller] = deque((work,))
         self._came += 1
@@ -47,7 +50,8 @@ class Backlog:
         return self._waiting[self._turns[0][2]][0] if self._turns else None
 
     def take(self, *, counted: bool = True) -> Submission:
-        """`first`, which goes now. Not ``counted``: it was cancelled, and its caller had nothing of a step."""
+        """`first`, which goes now. Not ``counted``: its caller has nothing of a step, because it was cancelled, or
+        waits for a place."""
         had, place, caller = self._turns[0]
         works = self._waiting[caller]
         work = works.popleft()

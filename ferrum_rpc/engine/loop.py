@@ -289,18 +289,19 @@ class EngineLoop(ABC):
         places, backlog = self._places, self._backlog
         is_over = partial(self._is_over, now, finished)
         with self._lock:
-            waiting = places.first(is_over) if places else None
+            self._give_places(is_over)
             while share is None or tokens < share:
-                if (work := waiting) is None:
-                    if (work := backlog.first()) is None:
-                        break
-                    if is_over(work):
-                        backlog.take(counted=False)
-                        continue
-                    if work.runs and not places.may_begin(work):
-                        places.add(backlog.take())
-                        waiting = places.first(is_over)
-                        continue
+                if (work := backlog.first()) is None:
+                    break
+                if is_over(work):
+                    backlog.take(counted=False)
+                    if work.placed:
+                        places.free(work, work.runs)
+                    continue
+                if work.runs and not work.placed and not places.may_begin(work):
+                    places.add(backlog.take(counted=False))
+                    self._give_places(is_over)
+                    continue
                 if claimed and (
                     items + len(work.spans) > self._max_step_items or tokens + work.tokens > self._max_step_tokens
                 ):
@@ -308,14 +309,19 @@ class EngineLoop(ABC):
                 self._claimed(work)
                 items += len(work.spans)
                 tokens += work.tokens
-                if work.runs:
+                if work.runs and not work.placed:
                     places.hold(work)
-                if waiting is None:
-                    claimed.append(backlog.take())
-                else:
-                    claimed.append(places.take(work))
-                    waiting = places.first(is_over)
+                claimed.append(backlog.take())
         return claimed
+
+    def _give_places(self, is_over: Callable[[Submission], bool]) -> None:
+        """Have those that waited for places and get them now wait for their callers' turns again: a step is shared by
+        what callers had of steps, and not by what they waited for. Called with the lock held."""
+        places = self._places
+        while places and (work := places.first(is_over)) is not None:
+            places.hold(work)
+            work.placed = True
+            self._backlog.add(places.take(work))
 
     def _is_over(self, now: float, finished: Finished, work: Submission) -> bool:
         """Whether what waits was cancelled, or is refused: its deadline has passed, or all of it was interrupted.

@@ -6,7 +6,8 @@ caller's share begins when its caller has none in progress, and counts as no mor
 are more runs in progress than there are places.
 
 The next one to begin is of the caller with the fewest places; among those, of the caller whose last turn is longest
-ago. If the free places do not suffice for it, no other begins before it, so none waits for ever.
+ago. If the free places do not suffice for it, no other begins before it, so none waits for ever. It begins with its
+caller's next turn in the backlog.
 """
 
 from __future__ import annotations

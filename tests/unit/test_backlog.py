@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrum_rpc.core import OutputSpec, Run, Span
+from ferrum_rpc.core import OutputSpec, RowBlock, RowKind, Rows, Run, Span, Step, StepResult
 from ferrum_rpc.engine.api import Submission, WorkState
 from ferrum_rpc.engine.backlog import Backlog
 from ferrum_rpc.engine.places import Places
@@ -121,14 +121,39 @@ def test_the_loop_takes_its_steps_in_that_order_and_what_was_cancelled_counts_fo
     assert order[0] == 0 and set(order[1:3]) == {7, 8} and order[3:] == [1, 2, 3, 4, 5]
 
 
+class Choosing(Fake):
+    """Every span chooses token 5."""
+
+    def end_hold(self, sequences: object) -> None:
+        pass
+
+    def finish(self, pending: Step) -> StepResult:
+        block, done = RowBlock.of(RowKind.TOKENS, np.full(len(pending.spans), 5, np.uint32)), super().finish(pending)
+        outcomes = [each._replace(rows=Rows(block, at, 1)) for at, each in enumerate(done.outcomes)]
+        return done._replace(outcomes=tuple(outcomes))
+
+
+def test_who_gets_a_place_waits_for_its_callers_turn_like_the_others():
+    """Runs that waited for places went before all that had none to wait for, step for step."""
+    runner, order = Choosing(depth=1), list[str]()
+    works = {f"large {number}": runs(0, 2, part=2, tokens=1) for number in range(4)}
+    works |= {"small": work(1), "another": work(2)}
+    for name, each in works.items():
+        each.done = lambda outcomes, timing, name=name: order.append(name)  # type: ignore[misc]
+    runner.acts["begin 1"] = lambda: setattr(works["large 1"], "state", WorkState.CANCELLED)
+    *large, small, another = works.values()
+    Loop(runner, Script(*large, None, small, another), items=2, places=2).run_well()
+    assert order == ["large 0", "small", "another", "large 2", "large 3"], "large 1 had a place, which is free again"
+
+
 # --- places of runs ---------------------------------------------------------------------------------------------------
 
 PLACES, PART = 8, 4
 
 
-def runs(caller: int, count: int, part: int = PART) -> Submission:
-    """``count`` runs of a caller that may have ``part`` of the places."""
-    span = Span(caller, np.zeros(1, dtype=np.int32), 0, OutputSpec(), run=Run(2))
+def runs(caller: int, count: int, part: int = PART, tokens: int = 2) -> Submission:
+    """``count`` runs of ``tokens`` tokens each, of a caller that may have ``part`` of the places."""
+    span = Span(caller, np.zeros(1, dtype=np.int32), 0, OutputSpec(), run=Run(tokens))
     return Submission((span,) * count, lambda *_: None, caller=caller, max_running=part)
 
 
