@@ -1,9 +1,8 @@
 """R30, between tenants: what one takes, another does not lose.
 
 A step takes `STEP_MS` by the clock, as a device's does, so what is measured is whose turn it is, and not how many cores
-this machine has to spare. One with texts also computes, some 6 ms, and a machine that is shared stalls computing for 40
-ms now and then: there the clock's part is longer (`TEXT_STEP_MS`). One tenant holds all that it gets of everything and
-keeps the queue full; the other goes on as if alone.
+this machine has to spare. One tenant holds all that it gets of everything and keeps the queue full; the other goes on
+as if alone.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from tests.support.waiting import until
 from tests.support.wiring import full, item, pb
 
 STEP_MS: Final = 20
-TEXT_STEP_MS: Final = 60
 TOGETHER: Final = 8
 """Items of a step, and of the large tenant's calls."""
 HOPELESS_S: Final = 0.5
@@ -142,9 +140,9 @@ async def until_refused(ask: Callable[[], Awaitable[Any]]) -> list[Any]:
 
 
 @asynccontextmanager
-async def _with_tenants(*flags: str, model: str = "identity", step_ms: int = STEP_MS) -> AsyncIterator[ServerProcess]:
-    """A server whose steps take ``step_ms``, with two tenants."""
-    flags += ("--failpoints", f"before_forward=delay:{step_ms}", "--max-batch-items", str(TOGETHER))
+async def _with_tenants(*flags: str, model: str = "identity") -> AsyncIterator[ServerProcess]:
+    """A server whose steps take `STEP_MS`, with two tenants."""
+    flags += ("--failpoints", f"before_forward=delay:{STEP_MS}", "--max-batch-items", str(TOGETHER))
     with token_file("large secret-large", "small secret-small") as tokens:
         async with serving(*flags, "--tokens", str(tokens), model=model, kv_blocks=BLOCKS) as server:
             yield server
@@ -153,7 +151,7 @@ async def _with_tenants(*flags: str, model: str = "identity", step_ms: int = STE
 async def _beside_a_scheduler(count: int) -> tuple[list[float], list[float]]:
     """Seconds of the small one's steps, alone and alongside a scheduler of the large one with more texts than fit."""
     flags = ("--max-running", str(RUNNING), "--max-batch-tokens", str(STEP_TOKENS))
-    async with _with_tenants(*flags, model="demo", step_ms=TEXT_STEP_MS) as server, dial(server.target) as client:
+    async with _with_tenants(*flags, model="demo") as server, dial(server.target) as client:
         small = Tenant(client, "small")
         [own, *_] = await small.sequences(1)
         alone, own = await small.latencies(count, own)
