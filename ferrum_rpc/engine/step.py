@@ -188,14 +188,14 @@ class StepRunner:
             if step.stops:
                 behind = self._tokens_behind(step.spans[: len(step.stops)])
             self._make_way(step, behind)
-        refused, reservations = self._reserve(step)
+        refused, reservations, copied = self._reserve(step)
         if self._under_way and _short(refused):
             self._give_up(reservations)
             self._settle()
-            refused, reservations = self._reserve(step)
-        if _short(refused) and any(each.kept for each in reservations.values()):  # what need not be copied is not
+            refused, reservations, copied = self._reserve(step)
+        if copied and _short(refused):
             self._give_up(reservations)
-            refused, reservations = self._reserve(step, keep=False)
+            refused, reservations, _ = self._reserve(step, keep=False)
         pending = Pending(began, step.spans, refused, reservations)
         if step.stops:
             pending.late = {each for each in range(len(step.stops)) if each not in reservations and each not in refused}
@@ -312,12 +312,16 @@ class StepRunner:
         for reservation in reservations.values():
             self.kv.rollback(reservation)
 
-    def _reserve(self, step: Step, *, keep: bool = True) -> tuple[dict[int, ExecutorError], dict[int, Reservation]]:
-        """Reserve span by span: those that were refused and those that were not, by index. A refused member takes its
-        atomic group back at once, so that the group's blocks are there for the spans that follow. ``keep``: see
-        `KvManager.reserve`."""
+    def _reserve(
+        self, step: Step, *, keep: bool = True
+    ) -> tuple[dict[int, ExecutorError], dict[int, Reservation], bool]:
+        """Reserve span by span: those that were refused and those that were not, by index, and whether a block was
+        copied only to stay findable (also for a span that was refused after that, with its group). A refused member
+        takes its atomic group back at once, so that the group's blocks are there for the spans that follow. ``keep``:
+        see `KvManager.reserve`."""
         refused: dict[int, ExecutorError] = {}
         reservations: dict[int, Reservation] = {}
+        copied = False
         constraints = self.constraints
         stage, reserve = self._stage, self.kv.reserve
         spans = list(enumerate(step.spans))
@@ -338,9 +342,11 @@ class StepRunner:
                         raise copy.copy(refusal)
                     count, hold = len(tokens), 0 if run is None else run.max_tokens - 1
                     prompt = span.prompt if count > 1 else None
-                    reservations[index] = reserve(
+                    reservations[index] = reserved = reserve(
                         sequence, start, count, create, ahead, hold, parent, prefix, prompt, keep
                     )
+                    if reserved.kept:
+                        copied = True
                 except ExecutorError as error:
                     group = next((each for each in step.atomic if index in each), range(index, index + 1))
                     error.position = index - group.start
@@ -357,7 +363,7 @@ class StepRunner:
             raise
         if forks:
             reservations = dict(sorted(reservations.items()))
-        return refused, reservations
+        return refused, reservations, copied
 
     # --- a step that continues runs of the step before it -----------------------------------------------------------
 

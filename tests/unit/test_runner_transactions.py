@@ -523,12 +523,14 @@ def test_what_a_refused_group_had_reserved_is_free_for_the_spans_that_follow():
     twins.finish()
 
 
+@pytest.mark.parametrize("atomic", [(), (range(2),)])
 @pytest.mark.parametrize("spare", [0, 1])
-def test_what_is_copied_only_to_stay_findable_costs_no_other_span_its_blocks(spare):
+def test_what_is_copied_only_to_stay_findable_costs_no_other_span_its_blocks(spare, atomic):
     runner = build_runner(IDENTITY)
 
     def step(*spans: Span) -> None:
-        assert all(isinstance(each, SpanResult) for each in runner.forward(Step(spans)).outcomes)
+        groups = atomic if len(spans) > 1 else ()
+        assert all(isinstance(each, SpanResult) for each in runner.forward(Step(spans, atomic=groups)).outcomes)
 
     def tokens(count: int) -> np.ndarray:
         return np.arange(count, dtype=np.int32) % 64
