@@ -109,7 +109,9 @@ class ModelSettings:
         default="auto",
         description="native: our decoder; hf: transformers; auto: hf for what the native decoder does not support",
     )
-    quantize: Literal["none", "int8"] = Field(default="none", description="int8: quantize weights to 8 bits, on a CPU")
+    quantize: Literal["none", "int8", "int4"] = Field(
+        default="none", description="on a CPU: quantize weights to 8 bits, or to 4 with a head of 8"
+    )
     attention: str = Field(default="auto", description="attention backend")
     cuda_graphs: Literal["auto", "off"] = Field(
         default="auto", description="on a GPU: capture decode steps as CUDA graphs"

@@ -131,7 +131,7 @@ def _compare(choices: Choices, left: int) -> tuple[Parity | None, str]:
     theirs = ""
     if parity.theirs is not None:
         theirs = f"; of transformers in {parity.dtype} {parity.theirs.typical:.2g} and {parity.theirs.largest:.2g}"
-    rounded = "" if exact == config else "without rounding to 8 bits, "
+    rounded = "" if exact == config else "without quantizing, "
     return parity, (
         f"{rounded}{parity.rows} rows in {parity.dtype}: the error is {parity.error.typical:.2g} of the logits' "
         f"standard deviation, the largest {parity.error.largest:.2g}{theirs}; "

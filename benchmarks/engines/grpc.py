@@ -31,7 +31,7 @@ from ferrum_rpc.client.channel import open_channel
 from ferrum_rpc.core import RowBlock, RowKind
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, model_executor_pb2_grpc, session_pb2, types_pb2
-from ferrum_rpc.models.linear import select_bytes
+from ferrum_rpc.models.linear import select_quantized
 from ferrum_rpc.wire.output import output_to_proto
 from ferrum_rpc.wire.rows import rows_from_proto
 
@@ -330,7 +330,7 @@ def _done(timed: Round, answers: Sequence[Answer]) -> None:
 async def open_int8(model: str, cells: Sequence[Cell], threads: int) -> AsyncIterator[Client]:
     """`Client.open` with weights rounded to 8 bits. Raises `Unsupported` where the machine has no products of them."""
     try:
-        select_bytes(torch.device("cpu"), torch.bfloat16)
+        select_quantized(torch.device("cpu"), torch.bfloat16, "int8")
     except InvalidRequest as error:
         raise Unsupported(str(error)) from None
     async with Client.open(model, cells, threads, name=INT8, quantize="int8") as session:

@@ -65,8 +65,9 @@ class Loaded:
 
 
 class Decoder:
-    """A `Model`. ``linear`` says how weight matrices are held (see `models.linear`), ``ops`` computes what lies between
-    the products (default: the best of this machine), ``parallel`` which part of the model ``spec`` it is.
+    """A `Model`. ``linear`` says how weight matrices are held (see `models.linear`), ``head`` how that of the head is
+    (None: as the others), ``ops`` computes what lies between the products (default: the best of this machine),
+    ``parallel`` which part of the model ``spec`` it is.
 
     A tied head that is packed keeps a second copy of the embedding: lookups need the plain one.
     """
@@ -83,6 +84,7 @@ class Decoder:
         linear: LinearFactory = PlainLinear,
         ops: FusedOps | None = None,
         *,
+        head: LinearFactory | None = None,
         parallel: ParallelContext = SINGLE,
     ) -> None:
         shard = parallel.shard
@@ -99,7 +101,7 @@ class Decoder:
         scale = spec.scales.embedding
         self._embedding_scale = float(torch.tensor(scale).to(dtype)) if spec.scales.rounded else scale
         self._ops = select_fused_ops(spec, dtype, device)[1] if ops is None else ops
-        self._linear = linear
+        self._linear, self._head_linear = linear, linear if head is None else head
         self._layout = layout(self.whole, shard)
         self._shapes = parameter_shapes(self._layout.values())
         self._missing = set(self._layout)
@@ -153,9 +155,10 @@ class Decoder:
         """Once all of its tensors are there, a matrix is handed over and its plain copy dropped."""
         weight = self._parameters.pop(f"{module}.weight", None)
         if weight is not None:
-            self._linears[module] = self._linear(weight, self._parameters.pop(f"{module}.bias", None))
+            made = self._head_linear if module == "head" else self._linear
+            self._linears[module] = made(weight, self._parameters.pop(f"{module}.bias", None))
         elif module == "embedding" and self.spec.tied_embeddings and self._shard.last:
-            self._linears["head"] = self._linear(self._parameters[module], None)
+            self._linears["head"] = self._head_linear(self._parameters[module], None)
             if not self._shard.first:
                 del self._parameters[module]
 

@@ -14,7 +14,7 @@ import torch
 
 from ferrum_rpc.models.fused_ops import FusedOps, NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.linear import LinearFactory
-from ferrum_rpc.models.native_linear import GROUP, ByteFactory, PairFactory
+from ferrum_rpc.models.native_linear import PanelFactory
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.shard import Shard
@@ -26,20 +26,21 @@ THREAD_BYTES: Final = 2 << 10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderBuild:
-    """What a decoder is made of: ``spec`` is the part ``shard`` of the model ``whole``. ``ops`` is None for a device
-    that is not in this machine."""
+    """What a decoder is made of: ``spec`` is the part ``shard`` of the model ``whole``. ``linear`` holds the matrices
+    of layers, ``head`` that of the head. ``ops`` is None for a device that is not in this machine."""
 
     spec: ModelSpec
     whole: ModelSpec
     shard: Shard
     dtype: torch.dtype
     linear: LinearFactory
+    head: LinearFactory
     ops: FusedOps | None
 
     @property
     def packed(self) -> bool:
         """Whether its products are our kernel's."""
-        return isinstance(self.linear, PairFactory | ByteFactory)
+        return isinstance(self.linear, PanelFactory)
 
 
 def weight_bytes(build: DecoderBuild) -> int:
@@ -52,7 +53,7 @@ def weight_bytes(build: DecoderBuild) -> int:
     if shard.last:  # a tied head is all that the last stage keeps of the embedding
         norms.append(spec.norm.weights("norm", "", spec.hidden_size))
         shared = spec.tied_embeddings and shard.first
-        total += linear.nbytes(spec.vocab_size, spec.hidden_size, dtype, shared=shared)
+        total += build.head.nbytes(spec.vocab_size, spec.hidden_size, dtype, shared=shared)
     return total + sum(norm.size for norm in norms) * max(4, dtype.itemsize)
 
 
@@ -64,12 +65,13 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     native = build.packed and isinstance(build.ops, NativeFusedOps)
     hidden = spec.hidden_size
     angles = max(4 * (each.mixer.rotary_dim + each.mixer.rotary_dim // 2) for each in layers) * len(spec.ropes)
-    kept, held, moments = 0, 2 * hidden * size, [0]  # held: hidden, delta
-    if isinstance(build.linear, PairFactory | ByteFactory):
+    kept, held, moments, buffers = 0, 2 * hidden * size, [0], 0  # held: hidden, delta
+    if isinstance(build.linear, PanelFactory):
         width = _grown(*(matrix.columns.size for layer in layers for matrix in layer.matrices()))
-        kept += width * build.linear.prepared
-        if isinstance(build.linear, ByteFactory):
-            kept += width // GROUP * 8  # scales of rows in 8 bits, and where they start
+        kept += build.linear.row_bytes(width)
+        buffers = build.linear.thread_bytes * torch.get_num_threads()
+        if isinstance(build.head, PanelFactory):  # of fewer rows, but perhaps of more bytes each
+            kept = max(kept, build.head.row_bytes(hidden))
     passing = build.linear.passing(build.dtype)
     widths = [(layer, *_widths(layer.mixer), *_widths(layer.mlp)) for layer in layers]
     if native:
@@ -90,7 +92,7 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     logits = rows * (hidden * size + spec.vocab_size * fp32) * build.shard.last
     rotation = hidden * size + angles + angles * 2 // 3  # hidden; angles, cosines, sines, and the cosines twice
     peaks = tokens * rotation, tokens * (held + angles) + max(moments), tokens * hidden * size + logits
-    return tokens * kept + max(peaks)
+    return buffers + tokens * kept + max(peaks)
 
 
 def _widths(part: Attention | Dense) -> tuple[int, int]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ferrum_rpc.models.native_linear import ISAS, ByteFactory, PairFactory
+from ferrum_rpc.models.native_linear import ISAS, ByteFactory, NibbleFactory, PairFactory, QuantizedFactory
 from ferrum_rpc.native import cpu
 from ferrum_rpc.selection import AUTO, BackendCandidate, Choice, Unsuited, select
 
@@ -158,18 +158,39 @@ def select_linear(device: torch.device, dtype: torch.dtype, requested: str = AUT
     )
 
 
-def select_bytes(device: torch.device, dtype: torch.dtype) -> ByteFactory:
-    """The factory of 8-bit weights. Raises InvalidRequest where they cannot be used, saying why."""
+class Quantized(NamedTuple):
+    """How quantized weights are held: those of layers, and that of the head."""
 
-    def quantized() -> LinearFactory:
+    layers: QuantizedFactory
+    head: QuantizedFactory
+
+
+def select_quantized(device: torch.device, dtype: torch.dtype, requested: str) -> Quantized:
+    """The factories of ``--quantize int8`` or ``int4``, whose head has 8 bits. Raises InvalidRequest where they cannot
+    be used, saying why."""
+
+    def factory(kind: type[QuantizedFactory]) -> QuantizedFactory:
         if device.type == "cpu" and dtype != torch.bfloat16:
             raise Unsuited(f"it computes in bfloat16, not {str(dtype).removeprefix('torch.')}: add --dtype bfloat16")
         cpu.require(device, dtype, torch.bfloat16)
-        _agreeing(ByteFactory(), torch.bfloat16, 0.02)
-        return ByteFactory()
+        _agreeing(kind(), torch.bfloat16, 0.02)
+        return kind()
 
-    made: ByteFactory = select(
-        BackendCandidate("int8", quantized), what="quantize", field="quantize", requested="int8"
+    def in_bytes() -> Quantized:
+        both = factory(ByteFactory)
+        return Quantized(both, both)
+
+    def nibbles() -> Quantized:
+        factory(ByteFactory)
+        layers = factory(NibbleFactory)
+        return Quantized(layers, ByteFactory(layers.space))
+
+    made: Quantized = select(
+        BackendCandidate(ByteFactory.name, in_bytes),
+        BackendCandidate(NibbleFactory.name, nibbles),
+        what="quantize",
+        field="quantize",
+        requested=requested,
     ).made
     return made
 
@@ -177,7 +198,8 @@ def select_bytes(device: torch.device, dtype: torch.dtype) -> ByteFactory:
 def _agreeing(factory: LinearFactory, dtype: torch.dtype, tolerance: float | None = None) -> LinearFactory:
     """``factory``, if a small product of it is right. ``tolerance``: of its root mean square error, relative."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn((88, 128), generator=generator).to(dtype)
+    weight = torch.randint(-8, 8, (88, 128), generator=generator).to(dtype)
+    weight[:, ::32], weight[:, 1::32] = -8, 7  # so that 4 bits hold them as they are
     bias = torch.randn(88, generator=generator).to(dtype)
     product = factory(weight, bias)
     for rows in (1, 7):

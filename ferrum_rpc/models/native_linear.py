@@ -1,4 +1,4 @@
-"""Matrix products by our C kernel (``linear.c``): weights in panels, in bfloat16 or in 8 bits.
+"""Matrix products by our C kernel (``linear.c``): weights in panels, in bfloat16, in 8 bits or in 4.
 
 Packed once, at load. A product's sums run over the elements in one order, whatever else is in the step: an answer does
 not depend on its neighbours in the batch, bit for bit. ``k`` is the width of a row, ``n`` of an output.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Final
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +22,18 @@ from ferrum_rpc.native import library
 COLUMNS: Final = 16
 """Of a panel."""
 
-GROUP: Final = 64
-"""Elements of a column, or of a row, that share a scale where weights have 8 bits."""
+GROUP_OF_8_BITS: Final = 64
+GROUP_OF_4_BITS: Final = 32
+"""Elements of a column, or of a row, that share a scale."""
 
 ISAS: Final = {4: "portable C", 8: "AVX2", 16: "AVX-512"}
 """What kernels are compiled for, by the floats of a vector."""
 
-PREPARED: Final = {library.PAIRS: {8: 4}, library.BYTES: {4: 1, 8: 2, 16: 1}}
-"""Bytes for each element of a row that a kernel takes to make rows ready: AVX2 reads them widened."""
+PREPARED: Final = {library.PAIRS: {8: 4}, library.BYTES: {4: 1, 8: 2, 16: 1}, library.NIBBLES: {4: 1, 8: 1, 16: 1}}
+"""Bytes for each element of a row that a kernel takes to make rows ready: AVX2 reads them widened, but for nibbles."""
+
+UNPACKED_BYTES: Final = 4 * 512 * 64
+"""Of 4-bit panels that AVX-512 multiplies as bytes (``linear.c``)."""
 
 SLAB: Final = 4096
 """Columns that are packed at a time: what the intermediate copies cost."""
@@ -38,12 +43,10 @@ PackedShape = tuple[tuple[int, ...], torch.dtype]
 
 
 class Workspace:
-    """The kernel of this machine and its buffers, which products of one model share; one product at a time."""
+    """The kernels of this machine and their buffers, which products of one model share; one product at a time."""
 
-    def __init__(self, kind: int) -> None:
+    def __init__(self) -> None:
         self.library = library.load()
-        lanes = self.library.ferrum_linear_supported(kind)
-        self.isa, self.prepared = ISAS[lanes], PREPARED[kind].get(lanes, 0)
         self.handle = self.library.ferrum_linears_new()
 
     def __del__(self) -> None:
@@ -51,17 +54,31 @@ class Workspace:
             self.library.ferrum_linears_free(self.handle)
 
 
+class Panels(NamedTuple):
+    """A packed matrix [n, k]. ``scales`` and ``zeros`` [panels, k / group, 16]: of each group of a column, if it is
+    quantized; scales in parts of ``factor``."""
+
+    kind: int
+    n: int
+    k: int
+    held: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    group: int = 0
+    factor: float = 1.0
+
+
 class NativeLinear:
-    """A `Linear` over bfloat16 rows. ``tensors``: panels, scales (of bytes) and bias, as a factory made them."""
+    """A `Linear` over bfloat16 rows."""
 
     __slots__ = ("_held", "_k", "_matrix", "address", "n", "space")
 
-    def __init__(self, space: Workspace, kind: int, n: int, k: int, tensors: tuple[Tensor | None, ...]) -> None:
-        self.space, self.n, self._k = space, n, k
+    def __init__(self, space: Workspace, panels: Panels, bias: Tensor | None) -> None:
+        self.space, self.n, self._k = space, panels.n, panels.k
+        tensors = panels.held, panels.scales, panels.zeros, None if bias is None else bias.to(torch.float32)
         self._held = tensors
-        self._matrix = library.MatrixStruct(
-            kind, n, k, *(None if each is None else each.data_ptr() for each in tensors)
-        )
+        pointers = [None if each is None else each.data_ptr() for each in tensors]
+        self._matrix = library.MatrixStruct(*panels[:3], panels.group, panels.factor, *pointers)
         self.address = ctypes.addressof(self._matrix)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -110,26 +127,37 @@ class NativeLinear:
         return out
 
 
-class _Factory:
-    """What both factories share. ``isa``: which of `ISAS` multiplies. ``prepared``: bytes for each element of a row
-    that the kernel keeps in addition to the row."""
+class PanelFactory:
+    """A `LinearFactory` of our kernel. ``space``: None: one of its own. ``isa``: which of `ISAS` multiplies.
+    ``row_bytes``: what the kernel keeps of a row of k elements in addition to it; ``thread_bytes``: of a thread. Raises
+    OSError where there is no C library."""
 
-    def __init__(self, kind: int) -> None:
-        self._space = Workspace(kind)
-        self.isa, self.prepared = self._space.isa, self._space.prepared
+    kind: ClassVar[int]
+    group: ClassVar[int] = 0
+
+    def __init__(self, space: Workspace | None = None) -> None:
+        self.space = Workspace() if space is None else space
+        self._lanes = self.space.library.ferrum_linear_supported(self.kind)
+        self.isa = ISAS[self._lanes]
+
+    def row_bytes(self, k: int) -> int:
+        scales = k // self.group * 8 if self.group else 0  # and sums
+        return k * PREPARED[self.kind].get(self._lanes, 0) + scales
+
+    @property
+    def thread_bytes(self) -> int:
+        return UNPACKED_BYTES if self.kind == library.NIBBLES and self._lanes == 16 else 0
 
     @staticmethod
     def passing(dtype: torch.dtype) -> int:
         return 0
 
 
-class PairFactory(_Factory):
-    """A `LinearFactory`: bfloat16 weights as they are. Raises OSError where there is no C library."""
+class PairFactory(PanelFactory):
+    """bfloat16 weights as they are."""
 
     name = "native"
-
-    def __init__(self) -> None:
-        super().__init__(library.PAIRS)
+    kind = library.PAIRS
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         """Pack ``weight`` [n, k]. An odd k is made even by a zero, in every row too; no known model has one."""
@@ -139,7 +167,7 @@ class PairFactory(_Factory):
         panels = _allocate(*self._panels(n, k))
         for first, slab in _slabs(weight):
             panels[first : first + len(slab) // COLUMNS] = slab.view(-1, COLUMNS, k // 2, 2).transpose(1, 2)
-        return NativeLinear(self._space, library.PAIRS, n, k, (panels, None, _floats(bias)))
+        return NativeLinear(self.space, Panels(self.kind, n, k, panels), bias)
 
     @staticmethod
     def nbytes(n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
@@ -150,12 +178,14 @@ class PairFactory(_Factory):
         return (-(-n // COLUMNS), k // 2, COLUMNS, 2), torch.bfloat16
 
 
-class ByteFactory(_Factory):
-    """A `LinearFactory`: weights quantized to 8 bits, every 64 of a column with a scale of their own. Raises OSError
-    where there is no C library."""
+class QuantizedFactory(PanelFactory, ABC):
+    """Weights quantized in groups of a column, each with a scale of its own. ``name``: that of ``--quantize``."""
 
-    def __init__(self) -> None:
-        super().__init__(library.BYTES)
+    name: ClassVar[str]
+    bits: ClassVar[int]
+
+    def __init__(self, space: Workspace | None = None) -> None:
+        super().__init__(space)
         self._squares = torch.zeros(2, dtype=torch.float64)
 
     @property
@@ -165,37 +195,121 @@ class ByteFactory(_Factory):
         return float((changed / whole) ** 0.5) if whole else 0.0
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
-        """Quantize and pack ``weight`` [n, k]. Raises InvalidRequest where k is no multiple of 64."""
+        """Quantize and pack ``weight`` [n, k]. Raises InvalidRequest where k is no multiple of the group."""
         n, k = weight.shape
-        panels, scales = (_allocate(*each) for each in self._shapes(n, k))
+        panels, *of_groups = (_allocate(*each) for each in self._shapes(n, k))
+        factor = self._factor(weight)
         for first, slab in _slabs(weight):
-            grouped = slab.float().view(len(slab), k // GROUP, GROUP)
-            scale = grouped.abs().amax(-1, keepdim=True) / 127.0
-            quantized = (grouped / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_()
-            self._squares[0] += (quantized * scale - grouped).double().square().sum()
-            self._squares[1] += grouped.double().square().sum()
+            grouped = slab.float().view(len(slab), k // self.group, self.group)
+            quantized, *found, changed = self._quantize(grouped, factor)
+            self._squares[0] += changed
+            self._squares[1] += grouped.square().sum(dtype=torch.float64)
             last = first + len(slab) // COLUMNS
-            unsigned = (quantized + 128.0).to(torch.uint8).view(-1, COLUMNS, k // 4, 4)
-            panels[first:last] = unsigned.transpose(1, 2)
-            scales[first:last] = scale.view(-1, COLUMNS, k // GROUP).transpose(1, 2)
-        return NativeLinear(self._space, library.BYTES, n, k, (panels, scales, _floats(bias)))
+            panels[first:last] = self._packed(quantized.view(-1, COLUMNS, k))
+            for made, each in zip(of_groups, found, strict=True):
+                made[first:last] = each.view(-1, COLUMNS, k // self.group).transpose(1, 2)
+        scales, zeros = of_groups if len(of_groups) > 1 else (*of_groups, None)
+        return NativeLinear(self.space, Panels(self.kind, n, k, panels, scales, zeros, self.group, factor), bias)
 
-    @staticmethod
-    def nbytes(n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
-        """Raises InvalidRequest where k is no multiple of 64."""
-        return sum(_size(*each) for each in ByteFactory._shapes(n, k)) + bias * _size((n,), torch.float32)
+    def nbytes(self, n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
+        """Raises InvalidRequest where k is no multiple of the group."""
+        return sum(_size(*each) for each in self._shapes(n, k)) + bias * _size((n,), torch.float32)
 
-    @staticmethod
-    def _shapes(n: int, k: int) -> tuple[PackedShape, PackedShape]:
-        """Of panels and of scales."""
-        if k % GROUP:
+    def _shapes(self, n: int, k: int) -> list[PackedShape]:
+        """Of panels, and of what each group has."""
+        if k % self.group:
             raise InvalidRequest(
-                f"8-bit weights come in blocks of {GROUP}, and this model, or a rank's part of it, has rows of {k}; "
-                "serve it without --quantize int8",
+                f"{self.bits}-bit weights come in blocks of {self.group}, and this model, or a rank's part of it, has "
+                f"rows of {k}; serve it without --quantize {self.name}",
                 field="quantize",
             )
-        panels = -(-n // COLUMNS)
-        return ((panels, k // 4, COLUMNS, 4), torch.uint8), ((panels, k // GROUP, COLUMNS), torch.float32)
+        panels, together = -(-n // COLUMNS), 32 // self.bits
+        held = ((panels, k // together, COLUMNS, 4), torch.uint8)
+        return [held, *(((panels, k // self.group, COLUMNS), each) for each in self._of_groups)]
+
+    _of_groups: ClassVar[tuple[torch.dtype, ...]]
+    """What each group has: a scale, and the number that stands for 0 if it is not the same for all."""
+
+    @staticmethod
+    @abstractmethod
+    def _factor(weight: Tensor) -> float:
+        """Of all scales of a matrix."""
+
+    @abstractmethod
+    def _quantize(self, grouped: Tensor, factor: float) -> tuple[Tensor, ...]:
+        """Of float32 [n, groups, group]: unsigned numbers, uint8; `_of_groups`, [n, groups] each; and the sum of
+        squares that it changed."""
+
+    @staticmethod
+    @abstractmethod
+    def _packed(numbers: Tensor) -> Tensor:
+        """Of uint8 [panels, 16, k]: the panels' bytes, [panels, vectors, 16, 4]."""
+
+
+class ByteFactory(QuantizedFactory):
+    """8 bits: a scale for every 64 weights of a column, their largest magnitude over 127."""
+
+    name, bits, kind, group = "int8", 8, library.BYTES, GROUP_OF_8_BITS
+    _of_groups = (torch.float32,)
+
+    @staticmethod
+    def _factor(weight: Tensor) -> float:
+        return 1.0
+
+    def _quantize(self, grouped: Tensor, factor: float) -> tuple[Tensor, ...]:
+        scale = grouped.abs().amax(-1, keepdim=True) / 127.0
+        quantized = (grouped / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_()
+        changed = (quantized * scale).sub_(grouped).square_().sum(dtype=torch.float64)
+        return (quantized + 128.0).to(torch.uint8), scale, changed
+
+    @staticmethod
+    def _packed(numbers: Tensor) -> Tensor:
+        return numbers.view(*numbers.shape[:2], -1, 4).transpose(1, 2)
+
+
+class NibbleFactory(QuantizedFactory):
+    """4 bits: a scale in float16 and the number that stands for 0, in a byte, for every 32 weights of a column: 4.75
+    bits a weight (``quantize.c``)."""
+
+    name, bits, kind, group = "int4", 4, library.NIBBLES, GROUP_OF_4_BITS
+    _of_groups = (torch.float16, torch.uint8)
+
+    @staticmethod
+    def _factor(weight: Tensor) -> float:
+        """A power of two that leaves float16 24 octaves of scales below the largest."""
+        largest = float(weight.abs().amax()) if weight.numel() else 0.0
+        return 2.0 ** max(math.frexp(largest)[1] - 12, -100) if largest else 1.0
+
+    def _quantize(self, grouped: Tensor, factor: float) -> tuple[Tensor, ...]:
+        groups = grouped.shape[:2]
+        numbers, zeros = torch.empty(grouped.shape, dtype=torch.uint8), torch.empty(groups, dtype=torch.uint8)
+        scales, changed = torch.empty(groups), torch.empty(groups)
+        made = (each.data_ptr() for each in (numbers, scales, zeros, changed))
+        self.space.library.ferrum_quantize(
+            grouped.data_ptr(), groups.numel(), self.group, *made, torch.get_num_threads()
+        )
+        return numbers, (scales / factor).half(), zeros, changed.sum(dtype=torch.float64)
+
+    def pack(
+        self, numbers: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, factor: float = 1.0
+    ) -> NativeLinear:
+        """Hold numbers that are in 4 bits already: uint8 [n, k] of 0 .. 15, ``scales`` float16 [n, k / group], in
+        parts of ``factor``, and ``zeros`` uint8, as many; None: 8."""
+        n, k = numbers.shape
+        more = (0, 0, 0, -n % COLUMNS)
+        panels = _allocate((-(-n // COLUMNS), k // 8, COLUMNS, 4), torch.uint8)
+        panels.copy_(self._packed(F.pad(numbers, more).view(-1, COLUMNS, k)))
+        held, of_zeros = (
+            None if each is None else F.pad(each, more).view(len(panels), COLUMNS, -1).mT.contiguous()
+            for each in (scales, zeros)
+        )
+        made = Panels(self.kind, n, k, panels, held, of_zeros, k // scales.shape[1], factor)
+        return NativeLinear(self.space, made, bias)
+
+    @staticmethod
+    def _packed(numbers: Tensor) -> Tensor:
+        halves = numbers.view(*numbers.shape[:2], -1, 2, 4).transpose(1, 2)  # [panels, eights, 16, 2, 4]
+        return halves[..., 0, :] | (halves[..., 1, :] << 4)
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -214,7 +328,3 @@ def _slabs(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
         slab = weight[first : first + SLAB]
         less = -len(slab) % COLUMNS
         yield first // COLUMNS, F.pad(slab, (0, 0, 0, less)) if less else slab
-
-
-def _floats(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.to(torch.float32)

@@ -59,8 +59,9 @@ class MatrixStruct(ctypes.Structure):
     """``struct matrix`` of linear.h: a packed weight."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("kind", "n", "k")),
-        *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias")),
+        *((name, ctypes.c_int32) for name in ("kind", "n", "k", "group")),
+        ("factor", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("panels", "scales", "zeros", "bias")),
     )
 
 
@@ -158,7 +159,7 @@ STRUCTS: Final = (
     *(SpanArrays, RowKindStruct, RowTask, MatrixStruct, LayerWeights, AttentionLayer, AttentionStep, Draw),
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep),
 )
-ABI_VERSION: Final = 19
+ABI_VERSION: Final = 20
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -166,7 +167,7 @@ BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout:
 ADD_NORM, ROTATE, GATE = 0, 1, 2
 """``enum task`` of norm_rope_gate.h."""
 
-PAIRS, BYTES = 0, 1
+PAIRS, BYTES, NIBBLES = 0, 1, 2
 """``enum kind`` of linear.h."""
 
 REDUCE: Final = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
@@ -200,6 +201,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_linears_free": (None, _P),
     "ferrum_linear": (_I, _P, _P, *_ROWS, _P, _I, _I),
     "ferrum_linear_largest": (_I, _P, _P, *_ROWS, _P, _I),
+    "ferrum_quantize": (None, _P, _L, _I, _P, _P, _P, _P, _I),
     "ferrum_layers_new": (_P, _P, _P, _P),
     "ferrum_layers_free": (None, _P),
     "ferrum_layers_run": (_I, _P, _P, _I, *(_P,) * 7, _L, _I),

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define AVX2(EACH) EACH("avx2") EACH("fma")
+#define AVX2(EACH) EACH("avx2") EACH("fma") EACH("f16c")
 #define AVX512(EACH) EACH("avx512f") EACH("avx512bw") EACH("avx512vl") EACH("avx512dq") EACH("fma")
 #define AVX512_BF16(EACH) AVX512(EACH) EACH("avx512bf16")
 #define AVX512_VNNI(EACH) AVX512(EACH) EACH("avx512vnni")

@@ -4,7 +4,8 @@
  * each pair as floats, or the bytes 0 and 2 and the bytes 1 and 3 of each four as 16-bit integers. A byte's weight is
  * unsigned and its row signed, as there. (`vpmaddubsw` would add two products in 16 bits, and saturate.) Rows are
  * widened once for all columns, so that a step of a row is one broadcast: [pairs][2] floats, or [fours][2][2] of 16
- * bits.
+ * bits. For nibbles `vpmaddubsw` is right: 16 bits hold the sum of 32 products of 15 and 127, or of 8 x 2 x 2 of them, in
+ * each half of a sum.
  *
  * 16 registers hold up to 12 sums: 6 rows of one panel, 2 of two, or one of four.
  */
@@ -120,11 +121,29 @@ GEMM_INLINE(AVX2) void avx2_pairs(const struct gemm_tile *tile, int first, const
             _mm256_storeu_ps(to + r * GEMM_WIDTH + p * 8, _mm256_castsi256_ps(sums[r][p]));
 }
 
+/* Add the sums of group `g`, integers, to a tile's, with the scales of rows and columns. */
+GEMM_INLINE(AVX2) void avx2_scale(const struct gemm_tile *tile, int first, int g, const int rows, const int panels,
+                                  const int nibbles, __m256i (*sums)[2 * GEMM_PANELS])
+{
+#pragma GCC unroll 8
+    for (int p = 0; p < 2 * panels; p++) {
+        const size_t at = (first + p / 2) * tile->panel_groups + (size_t)g * GEMM_COLUMNS + p % 2 * 8;
+        const char *scales = (const char *)tile->panel_scales + at * (nibbles ? 2 : 4);
+        const __m256 scale =
+            nibbles ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales)) : _mm256_loadu_ps((const float *)scales);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            float *to = tile->sums + r * GEMM_WIDTH + first * GEMM_COLUMNS + p * 8;
+            const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(tile->row_scales[r * tile->row_groups + g]));
+            _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][p]), both, _mm256_loadu_ps(to)));
+        }
+    }
+}
+
 GEMM_INLINE(AVX2) void avx2_bytes(const struct gemm_tile *tile, int first, const int rows, const int panels)
 {
     const char *row = tile->rows, *panel = tile->panels + first * tile->panel_bytes;
     const char *ahead = first ? panel : tile->ahead;
-    const float *scales = tile->panel_scales + first * tile->panel_groups;
     const int group = tile->group;
     for (int g = 0; g < tile->vectors / group; g++) {
         __m256i sums[GEMM_ROWS][2 * GEMM_PANELS];
@@ -132,19 +151,90 @@ GEMM_INLINE(AVX2) void avx2_bytes(const struct gemm_tile *tile, int first, const
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
             for (int p = 0; p < 2 * panels; p++)
-                sums[r][p] = _mm256_set1_epi32(tile->row_starts[r * tile->row_groups + g]);
+                sums[r][p] = _mm256_set1_epi32(128 * tile->row_starts[r * tile->row_groups + g]);
         avx2_multiply(tile, row, panel, ahead, group, rows, panels, 1, sums);
         row += group * AVX2_STEP, panel += group * 64, ahead += group * 64;
-#pragma GCC unroll 8
-        for (int p = 0; p < 2 * panels; p++) {
-            const __m256 scale = _mm256_loadu_ps(scales + p / 2 * tile->panel_groups + g * GEMM_COLUMNS + p % 2 * 8);
+        avx2_scale(tile, first, g, rows, panels, 0, sums);
+    }
+}
+
+/* Half a vector of a panel of nibbles: the low ones or the high ones. */
+GEMM_INLINE(AVX2) __m256i avx2_nibble(const char *panel, size_t panel_bytes, int p, const int second)
+{
+    const __m256i both = _mm256_loadu_si256((const __m256i *)(panel + p / 2 * panel_bytes + p % 2 * 32));
+    return _mm256_and_si256(second ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+}
+
+/* Of 32 elements: four vectors of a panel. 16-bit sums of products of two nibbles and two bytes. */
+GEMM_INLINE(AVX2) void avx2_nibble_sums(const struct gemm_tile *tile, const char *row, const char *panel, const int rows,
+                                        const int panels, __m256i (*sums)[2 * GEMM_PANELS])
+{
+    const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
+    for (int i = 0; i < 4; i++, row += 8, panel += 64) {
+#pragma GCC unroll 2
+        for (int second = 0; second < 2; second++) {
+            if (rows > 2) {
+                const __m256i left = avx2_nibble(panel, panel_bytes, 0, second);
+                const __m256i right = avx2_nibble(panel, panel_bytes, 1, second);
 #pragma GCC unroll 6
-            for (int r = 0; r < rows; r++) {
-                float *to = tile->sums + r * GEMM_WIDTH + first * GEMM_COLUMNS + p * 8;
-                const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(tile->row_scales[r * tile->row_groups + g]));
-                _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][p]), both, _mm256_loadu_ps(to)));
+                for (int r = 0; r < rows; r++) {
+                    __m256i x, product;
+                    __asm__("vpbroadcastd %4, %2\n\t"
+                            "vpmaddubsw %2, %5, %3\n\t"
+                            "vpmaddubsw %2, %6, %2\n\t"
+                            "vpaddw %3, %0, %0\n\t"
+                            "vpaddw %2, %1, %1"
+                            : "+x"(sums[r][0]), "+x"(sums[r][1]), "=&x"(x), "=&x"(product)
+                            : "m"(*(const float *)(row + r * row_bytes + 4 * second)), "x"(left), "x"(right));
+                }
+            } else {
+#pragma GCC unroll 8
+                for (int p = 0; p < 2 * panels; p++) {
+                    const __m256i weights = avx2_nibble(panel, panel_bytes, p, second);
+#pragma GCC unroll 2
+                    for (int r = 0; r < rows; r++) {
+                        const __m256i x = avx2_broadcast(row + r * row_bytes + 4 * second);
+                        sums[r][p] = _mm256_add_epi16(sums[r][p], _mm256_maddubs_epi16(weights, x));
+                    }
+                }
             }
         }
+    }
+}
+
+GEMM_INLINE(AVX2) void avx2_nibbles(const struct gemm_tile *tile, int first, const int rows, const int panels)
+{
+    const char *row = tile->rows, *panel = tile->panels + first * tile->panel_bytes;
+    const char *ahead = first ? panel : tile->ahead;
+    for (int g = 0; g < tile->vectors / tile->group; g++) {
+        __m256i whole[GEMM_ROWS][2 * GEMM_PANELS];
+#pragma GCC unroll 8
+        for (int p = 0; p < 2 * panels; p++) {
+            __m256i zeros = _mm256_set1_epi32(8);
+            if (tile->panel_zeros)
+                zeros = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(
+                    tile->panel_zeros + (first + p / 2) * tile->panel_groups + (size_t)g * GEMM_COLUMNS + p % 2 * 8)));
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++)
+                whole[r][p] = _mm256_madd_epi16(zeros, _mm256_set1_epi32(tile->row_starts[r * tile->row_groups + g]));
+        }
+        for (int i = 0; i < tile->group; i += 4, row += 4 * 8, panel += 4 * 64, ahead += 4 * 64) {
+            __m256i sums[GEMM_ROWS][2 * GEMM_PANELS];
+            for (int line = 0; line < 4; line++)
+                _mm_prefetch(ahead + 64 * line, _MM_HINT_T1);
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+                for (int p = 0; p < 2 * panels; p++)
+                    sums[r][p] = _mm256_setzero_si256();
+            avx2_nibble_sums(tile, row, panel, rows, panels, sums);
+#pragma GCC unroll 6
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+                for (int p = 0; p < 2 * panels; p++)
+                    whole[r][p] = _mm256_add_epi32(whole[r][p], _mm256_madd_epi16(sums[r][p], _mm256_set1_epi16(1)));
+        }
+        avx2_scale(tile, first, g, rows, panels, 1, whole);
     }
 }
 

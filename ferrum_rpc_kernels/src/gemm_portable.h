@@ -55,6 +55,18 @@ static void pairs_portable(const struct gemm_tile *tile, int rows, int panels)
         }
 }
 
+/* A float16, which may be subnormal; none is infinite or a NaN. */
+static inline float portable_half(uint16_t half)
+{
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+    if (rest < 0x400)
+        return (sign ? -1.0f : 1.0f) * (float)rest * 0x1p-24f;
+    const uint32_t bits = sign | ((rest << 13) + ((127 - 15) << 23));
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 static void bytes_portable(const struct gemm_tile *tile, int rows, int panels)
 {
     const int groups = tile->vectors / tile->group;
@@ -66,15 +78,39 @@ static void bytes_portable(const struct gemm_tile *tile, int rows, int panels)
                 const int8_t *row = (const int8_t *)tile->rows + r * tile->row_bytes + first * 4;
                 int32_t sums[GEMM_COLUMNS];
                 for (int c = 0; c < GEMM_COLUMNS; c++)
-                    sums[c] = tile->row_starts[r * tile->row_groups + g];
+                    sums[c] = 128 * tile->row_starts[r * tile->row_groups + g];
                 for (int i = 0; i < 4 * tile->group; i++)
                     for (int c = 0; c < GEMM_COLUMNS; c++)
                         sums[c] += panel[(i / 4 * GEMM_COLUMNS + c) * 4 + i % 4] * row[i];
-                const float *scales = tile->panel_scales + p * tile->panel_groups + g * GEMM_COLUMNS;
+                const float *scales = (const float *)tile->panel_scales + p * tile->panel_groups + g * GEMM_COLUMNS;
                 const float scale = tile->row_scales[r * tile->row_groups + g];
                 float *to = tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS;
                 for (int c = 0; c < GEMM_COLUMNS; c++)
                     to[c] = portable_fma((float)sums[c], scales[c] * scale, to[c]);
+            }
+}
+
+static void nibbles_portable(const struct gemm_tile *tile, int rows, int panels)
+{
+    const int groups = tile->vectors / tile->group;
+    for (int p = 0; p < panels; p++)
+        for (int r = 0; r < rows; r++)
+            for (int g = 0; g < groups; g++) {
+                const size_t first = (size_t)g * tile->group, at = p * tile->panel_groups + (size_t)g * GEMM_COLUMNS;
+                const uint8_t *panel = (const uint8_t *)tile->panels + p * tile->panel_bytes + first * 64;
+                const int8_t *row = (const int8_t *)tile->rows + r * tile->row_bytes + first * 8;
+                int32_t sums[GEMM_COLUMNS];
+                for (int c = 0; c < GEMM_COLUMNS; c++)
+                    sums[c] = (tile->panel_zeros ? tile->panel_zeros[at + c] : 8) *
+                              tile->row_starts[r * tile->row_groups + g];
+                for (int i = 0; i < 8 * tile->group; i++)
+                    for (int c = 0; c < GEMM_COLUMNS; c++)
+                        sums[c] += (panel[(i / 8 * GEMM_COLUMNS + c) * 4 + i % 4] >> (i / 4 % 2 * 4) & 15) * row[i];
+                const uint16_t *scales = (const uint16_t *)tile->panel_scales + at;
+                const float scale = tile->row_scales[r * tile->row_groups + g];
+                float *to = tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS;
+                for (int c = 0; c < GEMM_COLUMNS; c++)
+                    to[c] = portable_fma((float)sums[c], portable_half(scales[c]) * scale, to[c]);
             }
 }
 

@@ -1,4 +1,5 @@
-/* Matrix products with resident weights on a CPU: x W^T + b for few rows or many, with bfloat16 or 8-bit weights.
+/* Matrix products with resident weights on a CPU: x W^T + b for few rows or many, with weights in bfloat16, 8 bits
+ * or 4.
  *
  * A decode step reads every weight for a few rows, so it is bound by memory if the arithmetic is fast enough. That of
  * oneDNN is at one row; at 8 rows it took 1.3 times as long as reading the weights, and at 32 2.9 times (two cores with
@@ -9,8 +10,9 @@
  * If only the largest element of a row is needed (the next token of a greedy row), the row is not written: 32 rows of a
  * 152k vocabulary are 19 MB of floats that would be read again.
  *
- * 8-bit weights are blocks of 64 elements of a column with a scale each; rows are rounded to 8 bits in blocks of
- * 64 as well, because the instruction of AVX-512 multiplies bytes by bytes. (llama.cpp's Q8_0 does so with blocks of 32.)
+ * 8-bit weights are blocks of 64 elements of a column with a scale each, and 4-bit ones blocks of 32, 64 or 128 with a
+ * scale and a number that stands for 0. Rows are rounded to 8 bits in the same blocks, because the instruction of AVX-512
+ * multiplies bytes by bytes. (llama.cpp's Q8_0 and Q4_0 do so with blocks of 32.)
  *
  * Packing does not depend on the CPU. The inner loops are of the best instructions that it has (`kernel_of`): gemm_tile.h,
  * gemm_avx2.h, gemm_portable.h.
@@ -32,7 +34,10 @@
 
 #define SLAB 240         /* rows of a job: their sums are 60 kB */
 #define CHUNK_BYTES 65536 /* of a panel at a time: four panels and the next four are 512 kB */
-#define GROUP 64         /* elements that share a scale */
+#define MAX_GROUP 128    /* elements that share a scale */
+#define UNPACKED 256     /* vectors of a panel of nibbles that are bytes at a time: of four panels 128 kB */
+#define UNPACKED_BYTES (GEMM_PANELS * 2 * UNPACKED * 64)
+#define UNPACKING 48     /* rows from which on that is faster: 1.16 times at 128; at 32 it is not */
 #define TINY 1e-36f      /* 127 / TINY is a float */
 #define SMALL 131072     /* bytes of weights below which waking threads costs more than they save */
 
@@ -47,8 +52,8 @@ static inline int comes_first(const struct best *x, const struct best *y)
     return x->key > y->key || (x->key == y->key && x->column < y->column);
 }
 
-/* How rows are made ready for the inner loops, or NULL; a row's scales and starts are of bytes. */
-typedef void prepare_row(const char *row, int k, char *to, float *scales, int32_t *starts);
+/* How rows are made ready for the inner loops, or NULL; a row's scales and starts are of groups. */
+typedef void prepare_row(const struct matrix *linear, const char *row, char *to, float *scales, int32_t *starts);
 
 struct isa {
     prepare_row *prepare_bytes;
@@ -64,17 +69,29 @@ struct isa {
 GEMM_ENTRY(pairs_avx512_bf16, gemm_pairs, AVX512_BF16)
 GEMM_ENTRY(pairs_avx512, gemm_halves, AVX512)
 GEMM_ENTRY(bytes_avx512, gemm_bytes, AVX512_VNNI)
+GEMM_ENTRY(nibbles_avx512, gemm_nibbles, AVX512_VNNI)
+GEMM_ENTRY(unpacked_avx512, gemm_unpacked, AVX512_VNNI)
+static COMPILED_FOR(AVX512) void unpack_avx512(const char *panel, const uint8_t *zeros, int vectors, int group, char *to)
+{
+    gemm_unpack(panel, zeros, vectors, group, to);
+}
 AVX2_ENTRY(pairs_avx2, avx2_pairs)
 AVX2_ENTRY(bytes_avx2, avx2_bytes)
+AVX2_ENTRY(nibbles_avx2, avx2_nibbles)
 #endif
 
-/* One for every number of rows: the bits of a row must not depend on it. `step`: bytes of a row, as `multiply` reads it,
- * for each vector of a panel. */
+typedef void multiply_tile(const struct gemm_tile *tile, int rows, int panels);
+
+/* Its bits do not depend on the number of rows. `step`: bytes of a row, as `multiply` reads it, for each vector of a panel.
+ * `unpack`: panels to bytes, for many rows, and what multiplies these (`unpacked`, half a step for each vector); NULL if
+ * there is no such thing. */
 struct kernel {
     const struct isa *isa;
     prepare_row *prepare;
-    void (*multiply)(const struct gemm_tile *, int rows, int panels);
+    multiply_tile *multiply;
     int32_t step, lanes;
+    void (*unpack)(const char *panel, const uint8_t *zeros, int vectors, int group, char *to);
+    multiply_tile *unpacked;
 };
 
 /* The best of this machine. */
@@ -82,28 +99,36 @@ static struct kernel kernel_of(int32_t kind)
 {
 #if defined(__x86_64__)
     if (kind == BYTES && CPU_HAS(AVX512_VNNI))
-        return (struct kernel){&isa_avx512, prepare_bytes_avx512, bytes_avx512, 4, 16};
+        return (struct kernel){&isa_avx512, prepare_bytes_avx512, bytes_avx512, 4, 16, NULL, NULL};
+    if (kind == NIBBLES && CPU_HAS(AVX512_VNNI))
+        return (struct kernel){&isa_avx512, prepare_bytes_avx512, nibbles_avx512, 8, 16, unpack_avx512, unpacked_avx512};
     if (kind == PAIRS && CPU_HAS(AVX512_BF16))
-        return (struct kernel){&isa_avx512, NULL, pairs_avx512_bf16, 4, 16};
+        return (struct kernel){&isa_avx512, NULL, pairs_avx512_bf16, 4, 16, NULL, NULL};
     if (kind == PAIRS && CPU_HAS(AVX512))
-        return (struct kernel){&isa_avx512, NULL, pairs_avx512, 4, 16};
+        return (struct kernel){&isa_avx512, NULL, pairs_avx512, 4, 16, NULL, NULL};
+    if (kind == BYTES && CPU_HAS(AVX2))
+        return (struct kernel){&isa_avx2, prepare_wide_bytes_avx2, bytes_avx2, AVX2_STEP, 8, NULL, NULL};
+    if (kind == NIBBLES && CPU_HAS(AVX2))
+        return (struct kernel){&isa_avx2, prepare_bytes_avx2, nibbles_avx2, 8, 8, NULL, NULL};
     if (CPU_HAS(AVX2))
-        return kind == BYTES ? (struct kernel){&isa_avx2, prepare_bytes_avx2, bytes_avx2, AVX2_STEP, 8}
-                             : (struct kernel){&isa_avx2, prepare_pairs_avx2, pairs_avx2, AVX2_STEP, 8};
+        return (struct kernel){&isa_avx2, prepare_pairs_avx2, pairs_avx2, AVX2_STEP, 8, NULL, NULL};
 #endif
-    return kind == BYTES ? (struct kernel){&isa_portable, prepare_bytes_portable, bytes_portable, 4, 4}
-                         : (struct kernel){&isa_portable, NULL, pairs_portable, 4, 4};
+    if (kind == NIBBLES)
+        return (struct kernel){&isa_portable, prepare_bytes_portable, nibbles_portable, 8, 4, NULL, NULL};
+    return kind == BYTES ? (struct kernel){&isa_portable, prepare_bytes_portable, bytes_portable, 4, 4, NULL, NULL}
+                         : (struct kernel){&isa_portable, NULL, pairs_portable, 4, 4, NULL, NULL};
 }
 
 /* Buffers of buffer.h. */
 struct ferrum_linears {
-    struct kernel kernels[2]; /* of enum kind */
+    struct kernel kernels[NIBBLES + 1]; /* of enum kind */
     float *sums;      /* [threads][SLAB][GEMM_WIDTH] */
+    char *unpacked;   /* [threads][GEMM_PANELS][2 * UNPACKED][64] */
     char *rows;       /* as they were made ready: [m][vectors of a panel][step] */
-    float *scales;    /* bytes: [m][k / GROUP] */
-    int32_t *starts;  /* bytes: [m][k / GROUP] */
+    float *scales;    /* bytes and nibbles: [m][k / group] */
+    int32_t *starts;  /* the same */
     struct best *best; /* [threads][m] */
-    size_t sums_size, rows_size, scales_size, starts_size, best_size;
+    size_t sums_size, unpacked_size, rows_size, scales_size, starts_size, best_size;
 };
 
 /* The floats in the vectors of this machine's kernel: 16 (AVX-512), 8 (AVX2) or 4 (portable C). */
@@ -113,7 +138,7 @@ int32_t ferrum_linear_supported(int32_t kind) { return kernel_of(kind).lanes; }
 struct ferrum_linears *ferrum_linears_new(void)
 {
     struct ferrum_linears *made = calloc(1, sizeof *made);
-    for (int32_t kind = PAIRS; made && kind <= BYTES; kind++)
+    for (int32_t kind = PAIRS; made && kind <= NIBBLES; kind++)
         made->kernels[kind] = kernel_of(kind);
     return made;
 }
@@ -121,6 +146,7 @@ struct ferrum_linears *ferrum_linears_new(void)
 void ferrum_linears_free(struct ferrum_linears *self)
 {
     free(self->sums);
+    free(self->unpacked);
     free(self->rows);
     free(self->scales);
     free(self->starts);
@@ -139,45 +165,66 @@ struct product {
     int64_t count;
     int panels, unit, slabs, wide; /* all panels, those of a job, jobs of the same panels */
     int ranked;                    /* the largest of each row is wanted, and no row */
+    int together, groups;          /* elements of a column in a vector; groups of a column */
 };
 
-/* Job `job`: its panels against its rows. `next`: the one that this thread will do then. `best`: of this thread. */
-static void multiply(const struct product *product, int64_t job, int64_t next, float *sums, struct best *best)
+/* Job `job`: its panels against its rows. `next`: the one that this thread will do then. `best`, `unpacked`: of this
+ * thread; the latter NULL if panels are multiplied as they are. */
+static void multiply(const struct product *product, int64_t job, int64_t next, float *sums, char *unpacked,
+                     struct best *best)
 {
     const struct matrix *linear = product->linear;
     const struct kernel *kernel = product->kernel;
-    const int pairs = linear->kind == PAIRS, panel = (int)(job / product->slabs) * product->unit;
+    const int panel = (int)(job / product->slabs) * product->unit;
     const int panels = product->panels - panel < product->unit ? product->panels - panel : product->unit;
     const int64_t from = job % product->slabs * SLAB;
     const int rows = (int)(product->count - from < SLAB ? product->count - from : SLAB);
     const int blocks = (rows + GEMM_ROWS - 1) / GEMM_ROWS;
-    const int vectors = (int)(product->panel_bytes / 64), groups = linear->k / GROUP;
+    const int vectors = (int)(product->panel_bytes / 64), groups = product->groups, together = product->together;
+    const size_t scale_bytes = linear->kind == BYTES ? sizeof(float) : sizeof(uint16_t);
     const char *ahead = NULL;
     if (blocks > 1 && next / product->slabs != job / product->slabs)
         ahead = linear->panels + next / product->slabs * product->unit * product->panel_bytes;
+    const int chunk = unpacked ? UNPACKED : CHUNK_BYTES / 64;
+    multiply_tile *const multiply_tile = unpacked ? kernel->unpacked : kernel->multiply;
     memset(sums, 0, (size_t)rows * GEMM_WIDTH * sizeof *sums);
-    for (int first = 0; first < vectors; first += CHUNK_BYTES / 64) {
+    for (int first = 0; first < vectors; first += chunk) {
         struct gemm_tile tile = {
             .panels = linear->panels + panel * product->panel_bytes + (size_t)first * 64,
             .row_bytes = product->row_bytes,
             .panel_bytes = product->panel_bytes,
-            .vectors = vectors - first < CHUNK_BYTES / 64 ? vectors - first : CHUNK_BYTES / 64,
-            .panel_scales = pairs ? NULL : linear->scales + ((size_t)panel * groups + first * 4 / GROUP) * GEMM_COLUMNS,
+            .vectors = vectors - first < chunk ? vectors - first : chunk,
             .row_groups = groups,
             .panel_groups = (size_t)groups * GEMM_COLUMNS,
-            .group = GROUP / 4,
+            .group = linear->group / together,
         };
+        const int group = groups ? first * together / linear->group : 0; /* the first of this chunk */
+        if (groups) {
+            const size_t at = ((size_t)panel * groups + group) * GEMM_COLUMNS;
+            tile.panel_scales = (const char *)linear->scales + at * scale_bytes;
+            tile.panel_zeros = linear->zeros ? linear->zeros + at : NULL;
+        }
+        if (unpacked) {
+            for (int p = 0; p < panels; p++)
+                kernel->unpack(tile.panels + p * tile.panel_bytes,
+                               tile.panel_zeros ? tile.panel_zeros + p * tile.panel_groups : NULL, tile.vectors, tile.group,
+                               unpacked + (size_t)p * 2 * UNPACKED * 64);
+            tile.panels = unpacked;
+            tile.panel_bytes = 2 * UNPACKED * 64;
+            tile.vectors *= 2;
+            tile.group *= 2;
+        }
         int row = 0;
         for (int block = 0; block < blocks; block++) {
             const int count = (rows - row + blocks - block - 1) / (blocks - block);
             tile.rows = product->rows + (from + row) * product->row_bytes + (size_t)first * kernel->step;
             tile.sums = sums + row * GEMM_WIDTH;
             tile.ahead = ahead && block < panels ? ahead + block * product->panel_bytes + (size_t)first * 64 : tile.panels;
-            if (!pairs) {
-                tile.row_scales = product->row_scales + (from + row) * groups + first * 4 / GROUP;
-                tile.row_starts = product->row_starts + (from + row) * groups + first * 4 / GROUP;
+            if (groups) {
+                tile.row_scales = product->row_scales + (from + row) * groups + group;
+                tile.row_starts = product->row_starts + (from + row) * groups + group;
             }
-            kernel->multiply(&tile, count, panels);
+            multiply_tile(&tile, count, panels);
             row += count;
         }
     }
@@ -196,14 +243,14 @@ static void multiply(const struct product *product, int64_t job, int64_t next, f
 static int32_t run(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                    int64_t count, char *out, int32_t wide, int32_t threads)
 {
-    const int pairs = linear->kind == PAIRS, groups = pairs ? 0 : linear->k / GROUP;
+    const int groups = linear->group ? linear->k / linear->group : 0, together = 2 << linear->kind;
     const struct kernel *kernel = self->kernels + linear->kind;
     struct product product = {
         .linear = linear,
         .kernel = kernel,
         .rows = x,
         .row_bytes = (size_t)x_stride * 2,
-        .panel_bytes = (size_t)linear->k * GEMM_COLUMNS * (pairs ? 2 : 1),
+        .panel_bytes = (size_t)linear->k / together * 64,
         .out = out,
         .out_bytes = (size_t)linear->n * (wide ? 4 : 2),
         .count = count,
@@ -212,6 +259,8 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
         .slabs = (int)((count + SLAB - 1) / SLAB),
         .wide = wide,
         .ranked = !out,
+        .together = together,
+        .groups = groups,
     };
     if (product.panels * product.panel_bytes < SMALL)
         threads = 1;
@@ -220,6 +269,9 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
     const int64_t jobs = (int64_t)((product.panels + product.unit - 1) / product.unit) * product.slabs;
     const size_t sums = (size_t)(count < SLAB ? count : SLAB) * GEMM_WIDTH;
     if (!reserve_buffer(&self->sums, &self->sums_size, threads * sums * sizeof(float)))
+        return -1;
+    const int unpacking = kernel->unpack && count >= UNPACKING;
+    if (unpacking && !reserve_buffer(&self->unpacked, &self->unpacked_size, (size_t)threads * UNPACKED_BYTES))
         return -1;
     if (product.ranked) {
         if (!reserve_buffer(&self->best, &self->best_size, (size_t)threads * count * sizeof *self->best))
@@ -243,18 +295,19 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
     {
         const int number = __atomic_fetch_add(&arrived, 1, __ATOMIC_RELAXED);
         float *mine = self->sums + number * sums;
+        char *unpacked = unpacking ? self->unpacked + (size_t)number * UNPACKED_BYTES : NULL;
         struct best *best = product.ranked ? self->best + number * count : NULL;
         if (kernel->prepare) {
             int64_t row;
 #pragma omp for schedule(static)
             for (row = 0; row < count; row++)
-                kernel->prepare(x + (size_t)row * x_stride * 2, linear->k, self->rows + (size_t)row * product.row_bytes,
+                kernel->prepare(linear, x + (size_t)row * x_stride * 2, self->rows + (size_t)row * product.row_bytes,
                                 self->scales + (size_t)row * groups, self->starts + (size_t)row * groups);
         }
         int64_t job = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
         while (job < jobs) {
             const int64_t next = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
-            multiply(&product, job, next < jobs ? next : job, mine, best);
+            multiply(&product, job, next < jobs ? next : job, mine, unpacked, best);
             job = next;
         }
     }

@@ -5,14 +5,16 @@
 
 #include <stdint.h>
 
-enum kind { PAIRS, BYTES };
+enum kind { PAIRS, BYTES, NIBBLES };
 
-/* A matrix [n, k], its panels in order. `k` is a multiple of 2 (pairs) or 64 (bytes); the last panel may have columns that
- * no output has. Bias: n floats, or NULL. */
+/* A matrix [n, k], its panels in order. `k` is a multiple of 2 (pairs) or of `group`, so many elements of a column that
+ * share a scale; the last panel may have columns that no output has. Bias: n floats, or NULL. */
 struct matrix {
-    int32_t kind, n, k;
+    int32_t kind, n, k, group; /* group: 0 for pairs; a multiple of 32 up to 128 for nibbles */
+    float factor;              /* of all scales, a power of two */
     const char *panels;
-    const float *scales; /* bytes: [panels][k / 64][16] */
+    const void *scales;   /* [panels][k / group][16]: float32 for bytes, float16 for nibbles */
+    const uint8_t *zeros; /* nibbles: as scales, which number stands for 0; NULL: 8 */
     const float *bias;
 };
 

@@ -2,19 +2,19 @@
 
 #include "simd.h"
 
-/* GROUP bfloat16 to 8 bits: their scale, which is returned, and -128 x their sum. A group with an element that is not
+/* `group` bfloat16 to 8 bits: their scale, which is returned, and -1 x their sum. A group with an element that is not
  * finite gets a NaN for a scale; one whose largest is below TINY counts as zeros: 127 over that would be infinite. */
-INLINE float ISA(quantise)(const char *row, char *to, int32_t *start)
+INLINE float ISA(quantise)(const char *row, int group, char *to, int32_t *start)
 {
     const FV magic = ISA(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, half to even */
     FV most = {0}, odd = {0};
-    for (int i = 0; i < GROUP; i += LANES) {
+    for (int i = 0; i < group; i += LANES) {
         const FV x = ISA(load)(row, i, 0);
         most = ISA(larger)(ISA(larger)(x, -x), most); /* of a NaN and a number the second */
     }
     const float largest = ISA(largest)(most), inverse = largest > TINY ? 127.0f / largest : 0.0f;
     IV sum = {0};
-    for (int i = 0; i < GROUP; i += LANES) {
+    for (int i = 0; i < group; i += LANES) {
         const FV scaled = ISA(load)(row, i, 0) * inverse;
         const IV number = scaled == scaled; /* infinity times 0 is NaN too */
         odd = ISA(where)(number, odd, scaled);
@@ -23,34 +23,42 @@ INLINE float ISA(quantise)(const char *row, char *to, int32_t *start)
         sum += rounded;
         ISA(store_bytes)(to + i, rounded);
     }
-    *start = -128 * (int32_t)ISA(total)(__builtin_convertvector(sum, FV));
+    *start = -(int32_t)ISA(total)(__builtin_convertvector(sum, FV));
     return largest / 127.0f + ISA(total)(odd);
 }
 
-/* A row to 8 bits, as the inner loops of this set read it. */
-static TARGET void ISA(prepare_bytes)(const char *row, int k, char *to, float *scales, int32_t *starts)
+/* A row to 8 bits. */
+static TARGET void ISA(prepare_bytes)(const struct matrix *linear, const char *row, char *to, float *scales,
+                                      int32_t *starts)
 {
-    for (int g = 0; g < k / GROUP; g++, row += 2 * GROUP) {
+    const int group = linear->group;
+    for (int g = 0; g < linear->k / group; g++, row += 2 * group, to += group)
+        scales[g] = ISA(quantise)(row, group, to, starts + g) * linear->factor;
+}
+
 #if LANES == 8
-        char rounded[GROUP];
-        scales[g] = ISA(quantise)(row, rounded, starts + g);
-        for (int i = 0; i < GROUP; i += 16, to += 32) {
+/* The same, widened to 16 bits. */
+static TARGET void ISA(prepare_wide_bytes)(const struct matrix *linear, const char *row, char *to, float *scales,
+                                           int32_t *starts)
+{
+    const int group = linear->group;
+    for (int g = 0; g < linear->k / group; g++, row += 2 * group) {
+        char rounded[MAX_GROUP];
+        scales[g] = ISA(quantise)(row, group, rounded, starts + g) * linear->factor;
+        for (int i = 0; i < group; i += 16, to += 32) {
             const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(rounded + i)));
             const __m256i first = _mm256_shufflelo_epi16(wide, _MM_SHUFFLE(3, 1, 2, 0));
             _mm256_storeu_si256((__m256i *)to, _mm256_shufflehi_epi16(first, _MM_SHUFFLE(3, 1, 2, 0)));
         }
-#else
-        scales[g] = ISA(quantise)(row, to, starts + g);
-        to += GROUP;
-#endif
     }
 }
 
-#if LANES == 8
 /* A row of bfloat16 as floats. */
-static TARGET void ISA(prepare_pairs)(const char *row, int k, char *to, float *scales, int32_t *starts)
+static TARGET void ISA(prepare_pairs)(const struct matrix *linear, const char *row, char *to, float *scales,
+                                      int32_t *starts)
 {
     (void)scales, (void)starts;
+    const int k = linear->k;
     int i = 0;
     for (; i + LANES <= k; i += LANES)
         ISA(store)(to, i, 1, ISA(load)(row, i, 0));

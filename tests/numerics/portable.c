@@ -111,14 +111,22 @@ static void run_products(int32_t kind)
 {
     const int n = 40, k = 128;
     char *x = drawn(ROWS * k, 0), *out = calloc(ROWS * n, 2), *panels = drawn(48 * k, 0);
-    float *scales = (float *)drawn(48 * k / 64, 1), *bias = (float *)drawn(n, 1);
+    const int group = kind == PAIRS ? 0 : kind == BYTES ? 64 : 32;
+    float *scales = (float *)drawn(48 * k / 32, 1), *bias = (float *)drawn(n, 1);
+    uint8_t *zeros = malloc(48 * k / 32);
+    for (int i = 0; i < 48 * k / 32; i++) {
+        zeros[i] = i % 16;
+        if (kind == NIBBLES) /* a float16 below 2 */
+            ((uint16_t *)scales)[i] &= 0xbfff;
+    }
     struct ferrum_linears *linears = ferrum_linears_new();
-    const struct matrix matrix = {kind, n, k, panels, kind == BYTES ? scales : NULL, bias};
+    const struct matrix matrix = {.kind = kind, .n = n, .k = k, .group = group, .factor = 0.5f, .panels = panels,
+                                  .scales = scales, .zeros = zeros, .bias = bias};
     if (ferrum_linear(linears, &matrix, x, k, ROWS, out, 0, 1))
         exit(1);
-    print(kind == BYTES ? "bytes" : "pairs", 0, out, ROWS * n);
+    print((const char *[]){"pairs", "bytes", "nibbles"}[kind], 0, out, ROWS * n);
     ferrum_linears_free(linears);
-    free(x), free(out), free(panels), free(scales), free(bias);
+    free(x), free(out), free(panels), free(scales), free(zeros), free(bias);
 }
 
 int main(void)
@@ -129,6 +137,7 @@ int main(void)
     setenv("FERRUM_ISA", "portable", 1);
     run_products(PAIRS);
     run_products(BYTES);
+    run_products(NIBBLES);
     for (int wide = 0; wide <= 1; wide++) {
         run_rows(wide);
         run_attention(kernel, wide, 0, 0, 0.0f);

@@ -9,7 +9,7 @@ import torch
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
-from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
+from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
 from tests.numerics.test_native_layers import decoder
 from tests.support.harness import CPU, Executor, native, rounded_model
 
@@ -22,6 +22,7 @@ PIECES = [32, 1, 2, 31, 9]
 MODELS = {
     "bfloat16": lambda: decoder(PairFactory),
     "int8": lambda: decoder(ByteFactory),
+    "int4": lambda: decoder(NibbleFactory),
     "identity": lambda: IdentityModel(IdentityConfig(head_dim=32), CPU),
     "identity, positional": lambda: IdentityModel(IdentityConfig(head_dim=32, positional=True), CPU),
 }

@@ -92,7 +92,7 @@ def test_bfloat16_errs_at_most_twice_as_much_as_transformers_and_layers_in_c_hav
 def test_the_plan_counts_each_layer():
     reference = differing(torch.float32)
     spec = native(reference).spec
-    build = DecoderBuild(spec, spec, WHOLE, torch.float32, PlainLinear, None)
+    build = DecoderBuild(spec, spec, WHOLE, torch.float32, PlainLinear, PlainLinear, None)
     assert weight_bytes(build) == 4 * sum(each.numel() for each in reference.parameters())
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.models.linear import PackedLinear, PlainLinear, select_bytes, select_linear
-from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
+from ferrum_rpc.models.linear import PackedLinear, PlainLinear, select_linear, select_quantized
+from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
 from ferrum_rpc.native import cpu
 from ferrum_rpc.usage import ISA_VARIABLE, ISAS
 from tests.support.harness import made_or_skip, threads
@@ -21,9 +21,9 @@ SHAPES = [(96, 64), (100, 192), (17, 128), (16, 4160), (33, 2112)]  # odd column
 ROWS = [0, 1, 2, 5, 6, 7, 13, 32, 241]
 
 
-@pytest.fixture(params=[PairFactory, ByteFactory])
+@pytest.fixture(params=[PairFactory, ByteFactory, NibbleFactory])
 def factory(request, isa):
-    """Our kernel, of either kind, in every instruction set that this machine has."""
+    """Our kernel, of every kind, in every instruction set that this machine has."""
     return made_or_skip(request.param)
 
 
@@ -53,7 +53,7 @@ def test_a_native_product_is_the_exact_one_as_far_as_its_numbers_go(factory, sha
         x = draw(rows, k, seed=rows)
         answer = product(x)
         assert answer.dtype == BF16 and answer.shape == (rows, n)
-        assert error(answer, x, weight, bias) < (0.003 if isinstance(factory, PairFactory) else 0.012)
+        assert error(answer, x, weight, bias) < {"native": 0.003, "int8": 0.012, "int4": 0.1}[factory.name]
         assert torch.equal(product.fp32(x), answer.float())
 
 
@@ -91,9 +91,10 @@ def test_what_is_no_number_stays_in_its_row_and_shows(factory, poison):
     assert torch.equal(poisoned[others], clean[others])
 
 
-def test_a_row_of_bytes_that_is_not_finite_is_no_number_and_one_near_zero_is_zero(isa):
+@pytest.mark.parametrize("kind", [ByteFactory, NibbleFactory])
+def test_a_row_of_bytes_that_is_not_finite_is_no_number_and_one_near_zero_is_zero(isa, kind):
     """The scale of a group is decided whatever lies beside what is not finite, in the same lane of a vector too."""
-    product = made_or_skip(ByteFactory)(draw(32, 128), None)
+    product = made_or_skip(kind)(draw(32, 128), None)
     x = draw(5, 128)
     for row, poison in enumerate((float("nan"), float("inf"), -float("inf"))):
         x[row, 3], x[row, 3 + 16], x[row, 3 + 32] = 3e38, poison, 1.0
@@ -155,11 +156,13 @@ def awkward(rows, k):
     return x
 
 
+@pytest.mark.parametrize("kind", [ByteFactory, NibbleFactory])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bytes_have_the_same_bits_in_every_instruction_set(monkeypatch, shape):
+def test_bytes_and_nibbles_have_the_same_bits_in_every_instruction_set(monkeypatch, shape, kind):
     n, k = shape
     weight, bias = draw(n, k), draw(n, seed=1)
-    first, *others = in_every_isa(monkeypatch, lambda: made_or_skip(ByteFactory)(weight, bias))
+    weight[0], weight[1] = weight[0].abs(), -weight[1].abs()  # 0 and 15 stand for 0
+    first, *others = in_every_isa(monkeypatch, lambda: made_or_skip(kind)(weight, bias))
     for rows in ROWS:
         x = awkward(rows, k)
         bits, largest = first(x).view(torch.int16), first.argmax(x)
@@ -199,14 +202,42 @@ def test_rounding_to_bytes_keeps_zeros_and_harms_only_the_block_of_an_outlier(is
     assert torch.equal(product(outlier)[0], product(x)[0])
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_nibbles_are_multiplied_as_the_numbers_that_they_stand_for(monkeypatch, group, zeroed):
+    """In groups as files have them, with one number for 0 or one for each group, scales at both ends of float16, and
+    the largest products that 16 bits must hold. Rows of whole numbers are rounded to themselves."""
+    n, k = 40, 2 * 128
+    generator = torch.Generator().manual_seed(group)
+    numbers = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+    numbers[3], numbers[4] = 15, 0
+    zeros = torch.randint(0, 17, (n, k // group), generator=generator, dtype=torch.uint8)  # GPTQ's go up to 16
+    scales = torch.rand((n, k // group), generator=generator).half()
+    scales[5], scales[6, 0] = 6e-8, 65504.0  # the least and the largest
+    x = torch.randint(-126, 127, (7, k), generator=generator).float()
+    x[:, ::group], x[0] = 127.0, 127.0
+    given = zeros.double() if zeroed else torch.full_like(zeros, 8, dtype=torch.float64)
+    weight = (numbers.double().view(n, -1, group) - given[..., None]) * scales.double()[..., None]
+    expected = x.double() @ weight.view(n, k).T / 4
+
+    def product():
+        made = made_or_skip(NibbleFactory).pack(numbers, scales, zeros if zeroed else None, None, 0.25)
+        return made.fp32(x.to(BF16))
+
+    first, *others = in_every_isa(monkeypatch, product)
+    assert all(torch.equal(first, each) for each in others)
+    torch.testing.assert_close(first.double(), expected, rtol=2**-8, atol=2**-8 * float(expected.abs().mean()))
+
+
 def test_bytes_are_refused_where_they_cannot_be_used():
     made_or_skip(ByteFactory)
-    with pytest.raises(InvalidRequest, match="blocks of 64"):
-        ByteFactory()(draw(16, 80), None)
-    with pytest.raises(InvalidRequest, match="float32"):
-        select_bytes(CPU, torch.float32)
-    with pytest.raises(InvalidRequest, match="not on cuda"):
-        select_bytes(torch.device("cuda"), BF16)
+    for kind in (ByteFactory, NibbleFactory):
+        with pytest.raises(InvalidRequest, match=f"blocks of {kind.group}.*without --quantize {kind.name}"):
+            kind()(draw(16, 80), None)
+        with pytest.raises(InvalidRequest, match="float32"):
+            select_quantized(CPU, torch.float32, kind.name)
+        with pytest.raises(InvalidRequest, match="not on cuda"):
+            select_quantized(torch.device("cuda"), BF16, kind.name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

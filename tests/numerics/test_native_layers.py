@@ -23,7 +23,7 @@ from ferrum_rpc.models import decoder as decoders
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.layers import PlainLayers
 from ferrum_rpc.models.linear import PlainLinear
-from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
+from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
 from ferrum_rpc.native import library
 from ferrum_rpc.usage import ISA_VARIABLE
 from tests.numerics.ranks import SPLIT, TWO, context_of, decoder_of, on_ranks
@@ -92,6 +92,7 @@ def callbacks(executor):
     [
         *((ByteFactory, "auto", sights) for sights in SIGHTS),
         (ByteFactory, "int8", "windows"),
+        (NibbleFactory, "auto", "all"),
         (PairFactory, "auto", "soft caps"),
         (PairFactory, "int8", "all"),
     ],
@@ -171,10 +172,10 @@ import sys
 from ferrum_rpc.runtime import prepare
 prepare()
 import torch
-from tests.numerics.test_native_layers import ByteFactory, Executor, PairFactory, decoder, run
+from tests.numerics.test_native_layers import ByteFactory, Executor, NibbleFactory, PairFactory, decoder, run
 torch.set_num_threads(1)
 found = {}
-for factory in (ByteFactory, PairFactory):
+for factory in (ByteFactory, NibbleFactory, PairFactory):
     executor = Executor(decoder(factory))
     found[factory.__name__] = run(executor), executor.compute.exact_span_tokens, executor.backend.name
 torch.save(found, sys.argv[1])
@@ -195,11 +196,12 @@ def run_in(isa, folder):
 
 
 def test_a_model_on_a_machine_with_avx2_is_near_the_one_in_avx512_and_promises_as_much(tmp_path):
-    """Products of bytes of the same row are equal to the last bit. What differs is the order in which norms and
-    attention sum over lanes, torch's attention to long spans, and what five layers in bfloat16 make of it: 2 % here."""
+    """Products of bytes or nibbles of the same row are equal to the last bit. What differs is the order in which norms
+    and attention sum over lanes, torch's attention to long spans, and what five layers in bfloat16 make of it: 2 %
+    here."""
     decoder()
     best, lesser = run_in("avx512", tmp_path), run_in("avx2", tmp_path)
-    assert best.keys() == lesser.keys() == {"ByteFactory", "PairFactory"}
+    assert best.keys() == lesser.keys() == {"ByteFactory", "NibbleFactory", "PairFactory"}
     for name, (expected, *promised) in best.items():
         found, *still_promised = lesser[name]
         assert promised == still_promised == [32, "native"]

@@ -1090,7 +1090,11 @@ class ExecutorMachine(RuleBasedStateMachine):
                 rows = RowReader(answers[index].row_blocks)
                 self.check_result("any", items[index], outcome, answers[index].results[0], rows)
                 rows.done()
-            fed = [len(each.tokens) for each, outcome in zip(together, expected, strict=True) if isinstance(outcome, Committed)]
+            fed = [
+                len(each.tokens)
+                for each, outcome in zip(together, expected, strict=True)
+                if isinstance(outcome, Committed)
+            ]
             assert answers[steps[step][0]].timing.step_tokens == sum(fed)
             self.steps = max(self.steps, step)  # 0: refused before a step
         # Which of them ran first is the machine's choice; what later rules may choose from must not depend on it.

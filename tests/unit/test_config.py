@@ -62,7 +62,7 @@ def test_a_wrong_name_gets_the_nearest_one_wherever_it_is_written(tmp_path, monk
         ({"max_run_tokens": "0"}, r"^max_run_tokens: .*greater than or equal to 1 \(got '0'\)"),
         ({"max_running": "0"}, r"^max_running: .*greater than or equal to 1 \(got '0'\)"),
         ({"device": "tpu"}, "device"),
-        ({"quantize": "int4"}, r"quantize: .*'none' or 'int8'"),
+        ({"quantize": "int2"}, r"quantize: .*'none', 'int8' or 'int4'"),
         *(({"kv_memory": text}, "must be a number of bytes") for text in ("5 bananas", "inf", "nan", "1iB")),
         ({"kv_park_idle_s": "2"}, r"^kv_park_idle_s: needs kv_park_dir"),
         ({"kv_memory": "1MiB", "kv_blocks": "5"}, r"^kv_blocks: must not be set with kv_memory"),

@@ -69,7 +69,7 @@ def test_lines_fit_the_terminal(folder, capsys, monkeypatch, command, width):
 
 def test_what_is_to_be_rounded_is_compared_without_that(folder, capsys):
     status, out, _ = run(capsys, str(folder), "--dtype", "float32", "--kv-dtype", "int8")
-    assert status == doctor.EXIT_SERVES and " in int8: " in out and "without rounding to 8 bits, 64 rows" in out
+    assert status == doctor.EXIT_SERVES and " in int8: " in out and "without quantizing, 64 rows" in out
 
 
 def test_a_model_that_is_computed_wrong_is_not_to_be_served(folder, capsys, monkeypatch):

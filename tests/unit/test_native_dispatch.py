@@ -19,7 +19,7 @@ from ferrum_rpc.native import library
 
 SOURCES = Path(__file__).parents[2] / "ferrum_rpc_kernels" / "src"
 FILES = ("attention_decode.c", "norm_rope_gate.c", "linear.c", "attention_prefill.c", "group.c")
-FEATURES = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni")
+FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni")
 
 
 def isa_of_long_spans(cpu):
@@ -47,8 +47,10 @@ KERNELS = {
     "sums of ranks in avx2": ("sum_parts_avx2", lambda cpu: cpu.ferrum_rows_lanes(8) == 8),
     "products of pairs in avx512": ("pairs_avx512", lambda cpu: cpu.ferrum_linear_supported(library.PAIRS) == 16),
     "products of bytes in avx512": ("bytes_avx512", lambda cpu: cpu.ferrum_linear_supported(library.BYTES) == 16),
+    "products of nibbles in avx512": ("nibbles_avx512", lambda cpu: cpu.ferrum_linear_supported(library.NIBBLES) == 16),
     "products of pairs in avx2": ("pairs_avx2", lambda cpu: in_avx2(cpu, library.PAIRS)),
     "products of bytes in avx2": ("bytes_avx2", lambda cpu: in_avx2(cpu, library.BYTES)),
+    "products of nibbles in avx2": ("nibbles_avx2", lambda cpu: in_avx2(cpu, library.NIBBLES)),
     "long spans in floats": ("prefill_avx512", lambda cpu: cpu.ferrum_prefill_supported(64)),
     "long spans in pairs": ("prefill_avx512_bf16", lambda cpu: isa_of_long_spans(cpu) == b"avx512_bf16"),
 }
@@ -109,14 +111,14 @@ def test_a_kernel_needs_exactly_what_it_is_compiled_for(machine, compiled_for, k
         assert bool(supported(machine(set(FEATURES) - {feature}))) == (feature not in needed), feature
 
 
-AVX512 = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq")
+AVX512 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq")
 
 
 @pytest.mark.parametrize(
     ("features", "kernels", "lanes"),
     [
         ((), [4, 4, 0], 4),
-        (("avx2", "fma"), [8, 8, 0], 8),
+        (("avx2", "fma", "f16c"), [8, 8, 0], 8),
         (AVX512, [16, 8, 1], 16),
         ((*AVX512, "avx512vnni"), [16, 16, 1], 16),  # Cascade Lake, Ice Lake
         ((*AVX512, "avx512bf16"), [16, 8, 1], 16),
@@ -145,4 +147,4 @@ def test_a_mask_hides_what_a_cpu_has(machine, monkeypatch, isa, lanes):
     assert cpu.ferrum_rows_lanes(64) == lanes
     assert {cpu.ferrum_linear_supported(kind) for kind in (library.PAIRS, library.BYTES)} == {lanes}
     assert bool(cpu.ferrum_prefill_supported(128)) == (lanes == 16)
-    assert machine(("avx2", "fma")).ferrum_rows_lanes(64) == min(lanes, 8)
+    assert machine(("avx2", "fma", "f16c")).ferrum_rows_lanes(64) == min(lanes, 8)

@@ -28,7 +28,7 @@ from ferrum_rpc.engine.assembly.plan import MemoryPlan
 from ferrum_rpc.engine.assembly.size import CPU_MOST, PROCESS_BYTES, LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.linear import LinearFactory, PackedLinear, PlainLinear
-from ferrum_rpc.models.native_linear import ByteFactory, PairFactory
+from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
 from ferrum_rpc.native import cpu
 from tests.support.checkpoints import configure, make_checkpoint
 from tests.support.hf_families import make_family_checkpoint
@@ -47,6 +47,7 @@ DTYPES = {
     "bfloat16": {"dtype": "bfloat16"},
     "float32": {"dtype": "float32"},
     "int8": {"dtype": "bfloat16", "quantize": "int8"},
+    "int4": {"dtype": "bfloat16", "quantize": "int4"},
     "int8 cache": {"dtype": "float32", "kv_dtype": "int8"},
 }
 BLOCKS = CONTEXT // 16
@@ -91,7 +92,7 @@ def folder(tmp_path_factory):
 
 
 def settings(folder: Path, kind: str = "bfloat16", **others: Any) -> ModelSettings:
-    if kind == "int8":
+    if kind in {"int8", "int4"}:
         made(ByteFactory)
     return ModelSettings(str(folder), device="cpu", **{"kv_blocks": BLOCKS, **DTYPES[kind], **others})
 
@@ -111,7 +112,7 @@ def made(make: Callable[[], LinearFactory]) -> LinearFactory:
 # --- what it says is what there is ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [lambda: PlainLinear, lambda: PackedLinear, PairFactory, ByteFactory])
+@pytest.mark.parametrize("make", [lambda: PlainLinear, lambda: PackedLinear, PairFactory, ByteFactory, NibbleFactory])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_product_says_what_it_will_hold(make, dtype):
     factory = made(make)
@@ -125,13 +126,13 @@ def test_a_product_says_what_it_will_hold(make, dtype):
         assert factory.nbytes(n, k, dtype, bias=True) == found, (n, k)
 
 
-def test_eight_bit_weights_of_a_bfloat16_checkpoint_are_served_in_bfloat16(folder, monkeypatch):
+def test_quantized_weights_of_a_bfloat16_checkpoint_are_served_in_bfloat16(folder, monkeypatch):
     """On a CPU that does not multiply bfloat16 too: nothing else multiplies bytes."""
     made(ByteFactory)
     monkeypatch.setattr(cpu, "bfloat16", lambda: None)
     plain, rounded = (choose(ModelSettings(str(folder), device="cpu", quantize=each)) for each in ("none", "int8"))
     assert (plain.facts.dtype, rounded.facts.dtype) == (torch.float32, torch.bfloat16)
-    assert "8-bit weights" in dict(rounded.reasons)["dtype=bfloat16"]
+    assert "quantized weights" in dict(rounded.reasons)["dtype=bfloat16"]
     with pytest.raises(InvalidRequest, match="add --dtype bfloat16"):
         choose(ModelSettings(str(folder), device="cpu", quantize="int8", dtype="float32"))
 
@@ -268,10 +269,14 @@ def test_a_step_that_is_too_large_is_told_one_that_fits(folder):
 def test_weights_that_are_too_large_are_told_smaller_ones(folder):
     made(ByteFactory)
     wide = settings(folder, "float32", kv_blocks=16)
-    narrow, rounded = (planned(settings(folder, kind, kv_blocks=16), tokens=16) for kind in ("bfloat16", "int8"))
+    narrow, rounded, least = (
+        planned(settings(folder, kind, kv_blocks=16), tokens=16) for kind in ("bfloat16", "int8", "int4")
+    )
     assert planned(wide, tokens=16, memory=narrow.total_bytes).alternative == "--dtype bfloat16"
     told = planned(settings(folder, kv_blocks=16), tokens=16, memory=rounded.total_bytes)
     assert told.alternative == "--quantize int8"
+    told = planned(settings(folder, kv_blocks=16), tokens=16, memory=least.total_bytes)
+    assert told.alternative == "--quantize int4"
     assert planned(wide, tokens=16, memory=rounded.total_bytes).alternative == "--dtype bfloat16 --quantize int8"
 
 

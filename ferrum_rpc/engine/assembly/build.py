@@ -21,7 +21,7 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import DeviceInfo, ModelInfo
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.assembly.check import rounding_error
-from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT8, ROUNDED, Choices, choose
+from ferrum_rpc.engine.assembly.choose import QUANTIZE_NONE, ROUNDED, Choices, choose
 from ferrum_rpc.engine.assembly.loading import Progress
 from ferrum_rpc.engine.assembly.measure import measure_step
 from ferrum_rpc.engine.assembly.plan import announce, mib
@@ -217,8 +217,8 @@ def _describe(choices: Choices, model: Model) -> ModelInfo:
     )
     if config.kv_dtype in ROUNDED:
         info = replace(info, kv_dtype=config.kv_dtype)
-    if config.quantize == QUANTIZE_INT8:
-        info = replace(info, weight_dtype=QUANTIZE_INT8)
+    if config.quantize != QUANTIZE_NONE:
+        info = replace(info, weight_dtype=config.quantize)
     if facts.numbers and not config.name:
         info = replace(info, folder=str(_folder(config)))
     return info

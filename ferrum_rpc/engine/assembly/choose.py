@@ -30,7 +30,7 @@ from ferrum_rpc.models.decoder import SINGLE, ParallelContext
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.hf.describe import HfSpec
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
-from ferrum_rpc.models.linear import LinearFactory, select_bytes, select_linear
+from ferrum_rpc.models.linear import LinearFactory, select_linear, select_quantized
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
@@ -42,6 +42,7 @@ HF: Final = "hf"
 QUANTIZE_NONE: Final = "none"
 NO_MORE: Final = "the model's maximum: max_position_embeddings of its configuration"
 QUANTIZE_INT8: Final = "int8"
+QUANTIZE_INT4: Final = "int4"
 
 ROUNDED: Final = {"int8": torch.int8, "fp8": FP8}
 """``--kv-dtype`` -> the dtype of the cache, one of `eight_bits`."""
@@ -266,9 +267,12 @@ def _choose_dtype(
         named = ",".join(beyond[:8])
         reasons.append((f"eos_token_id={named}", f"not among the model's {spec.vocab_size} tokens: no text ends there"))
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
-    on_request = config.quantize == QUANTIZE_INT8 and device.type == "cpu"
+    on_request = config.quantize != QUANTIZE_NONE and device.type == "cpu"
     if on_request and config.dtype == "auto" and checkpoint.dtype == torch.bfloat16 != dtype:
-        dtype, reason = torch.bfloat16, "the checkpoint is bfloat16, and products of 8-bit weights are computed in it"
+        dtype, reason = (
+            torch.bfloat16,
+            "the checkpoint is bfloat16, and products of quantized weights are computed in it",
+        )
     reasons.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
     if kinds := checkpoint.encodings:
         reason = f"{checkpoint.nbytes / 2**20:.0f} MiB are stored so, and become numbers of that dtype while they load"
@@ -297,12 +301,14 @@ def _choose_decoder(
         reason, ops = select_fused_ops(spec, dtype, device)
         reasons.append((f"rows={ops.name}", reason))
     linear: LinearFactory
-    if config.quantize == QUANTIZE_INT8:
-        linear = select_bytes(device, dtype)
+    head: LinearFactory
+    if config.quantize != QUANTIZE_NONE:
+        linear, head = select_quantized(device, dtype, config.quantize)
     else:
         name, reason, linear = select_linear(device, dtype)
+        head = linear
         reasons.append((f"linear={name}", reason))
-    return DecoderCheckpoint(spec, whole, shard, dtype, linear, ops, checkpoint)
+    return DecoderCheckpoint(spec, whole, shard, dtype, linear, head, ops, checkpoint)
 
 
 def _choose_hf(

@@ -46,19 +46,20 @@ def load_model(
     *,
     spec: ModelSpec | None = None,
     linear: LinearFactory | None = None,
+    head: LinearFactory | None = None,
     ops: FusedOps | None = None,
     parallel: ParallelContext = SINGLE,
 ) -> Model:
     """The model of a folder (or of an open checkpoint) in ``dtype`` on ``device``.
 
     ``spec``: what `read_spec` returned for the checkpoint, if it was called. ``linear``: how matrices are held (None:
-    the choice of `select_linear`). ``ops``: the operations on rows (None: the choice of `select_fused_ops`).
-    ``parallel``: which part of the model is loaded, and its neighbours. Raises what `read_spec` does, and
-    InvalidRequest for weights that are not finite.
+    the choice of `select_linear`), ``head``: that of the head (None: as the others). ``ops``: the operations on rows
+    (None: the choice of `select_fused_ops`). ``parallel``: which part of the model is loaded, and its neighbours.
+    Raises what `read_spec` does, and InvalidRequest for weights that are not finite.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     linear = linear or select_linear(device, dtype)[2]
-    decoder = Decoder(spec or read_spec(checkpoint), dtype, device, linear, ops, parallel=parallel)
+    decoder = Decoder(spec or read_spec(checkpoint), dtype, device, linear, ops, head=head, parallel=parallel)
     expected = decoder.expected_tensors()
     total, done = sum(checkpoint.entries[name].nbytes for name in expected), 0
     for name, tensor in checkpoint.tensors(expected, dtype):

@@ -18,7 +18,7 @@ import torch
 from ferrum_rpc.attention.backend import NATIVE, TORCH
 from ferrum_rpc.attention.torch_paged import scratch_bytes
 from ferrum_rpc.config import SETTINGS, ModelSettings
-from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT8, Choices, choose
+from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT4, QUANTIZE_INT8, Choices, choose
 from ferrum_rpc.engine.assembly.plan import MemoryPlan, OtherRanks, mib
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, counted
 from ferrum_rpc.models.footprint import THREAD_BYTES
@@ -227,8 +227,10 @@ def _alternatives(choices: Choices, largest: LargestStep, memory: int, here: int
     for dtype, other in (
         ("", config),
         ("--quantize int8", replace(config, quantize=QUANTIZE_INT8)),
+        ("--quantize int4", replace(config, quantize=QUANTIZE_INT4)),
         ("--dtype bfloat16", replace(config, dtype="bfloat16")),
         ("--dtype bfloat16 --quantize int8", replace(config, dtype="bfloat16", quantize=QUANTIZE_INT8)),
+        ("--dtype bfloat16 --quantize int4", replace(config, dtype="bfloat16", quantize=QUANTIZE_INT4)),
     ):
         if dtype:
             if other == config or not choices.facts.numbers:
