@@ -1,6 +1,6 @@
 """`make bench-peers`: ours beside every other engine that runs on this machine, one peer at a time, in one run.
 
-Like beside like: a peer with 8-bit weights is measured against ours with 8-bit weights, the others against bfloat16.
+Like beside like: a peer with weights in 8 or 4 bits is measured against ours with as many, the others against bfloat16.
 
 A peer that needs packages of its own has them in an environment of its own, ``.venv-peers/NAME``, made from
 ``benchmarks/environments/NAME.txt``. Each gets the same weights and the same tokens as our server, and its rounds
@@ -19,7 +19,7 @@ from typing import Final
 
 from benchmarks.cases import CELLS, QUICK_CELLS
 from benchmarks.compare import Player, Unsupported
-from benchmarks.engines.grpc import INT8, Client, open_int8
+from benchmarks.engines.grpc import INT4, INT8, QUANTIZED, Client, open_quantized
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
 from benchmarks.machine import ROOT
 from benchmarks.record import Benchmark, Contest, Option, Record
@@ -44,9 +44,11 @@ PEERS: Final = (
     PeerKind("transformers continuous batching", "hf", {"cache": "paged"}),
     PeerKind("llama.cpp bf16", "llama_cpp_peer", {"type": "bf16"}, "llama_cpp", SPINS),
     PeerKind("llama.cpp Q8_0", "llama_cpp_peer", {"type": "q8_0"}, "llama_cpp", SPINS, INT8),
+    PeerKind("llama.cpp Q4_K_M", "llama_cpp_peer", {"type": "q4_k_m"}, "llama_cpp", SPINS, INT4),
     PeerKind("vLLM CPU bf16", "vllm_peer", {}, "vllm", VLLM),
     PeerKind("OpenVINO GenAI bf16", "openvino_peer", {"weights": "bf16"}, "openvino"),
     PeerKind("OpenVINO GenAI int8", "openvino_peer", {"weights": "int8"}, "openvino", rival=INT8),
+    PeerKind("OpenVINO GenAI int4", "openvino_peer", {"weights": "int4"}, "openvino", rival=INT4),
 )
 ENVIRONMENTS: Final = ROOT / ".venv-peers"
 REQUIREMENTS: Final = ROOT / "benchmarks" / "environments"
@@ -89,8 +91,9 @@ async def run(options: argparse.Namespace) -> Record:
     here, cells, threads = Contest(options), options.cells, options.threads
     async with AsyncExitStack() as stack:
         ours = {REFERENCE: await here.open(stack, REFERENCE, Client.open(here.folder, cells, threads))}
-        if any(kind.rival == INT8 for kind in chosen):
-            ours[INT8] = await here.open(stack, INT8, open_int8(here.folder, cells, threads))
+        for name in QUANTIZED:
+            if any(kind.rival == name for kind in chosen):
+                ours[name] = await here.open(stack, name, open_quantized(name, here.folder, cells, threads))
         for kind in chosen:
             if kind.environment in failed:
                 here.leave_out(kind.name, "not installed: {}: {}".format(*failed[kind.environment]))

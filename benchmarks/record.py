@@ -166,8 +166,11 @@ CELL_LEGEND: Final = {
     "ours is": "tokens a second of ours, the first side, over this side's: median of the pairs (lowest to highest)",
     "same tokens": "arg-max tokens of the rounds' last steps that agree with ours: bfloat16 decides close calls anyhow",
 }
-EIGHT_BITS: Final = ("ours with int8 weights, gRPC session", "llama.cpp Q8_0", "OpenVINO GenAI int8", "int8 cache")
-"""Sides that read half the bytes: the limit is not theirs."""
+FEWER_BITS: Final = (
+    *("ours with int8 weights, gRPC session", "llama.cpp Q8_0", "OpenVINO GenAI int8", "int8 cache"),
+    *("ours with int4 weights, gRPC session", "llama.cpp Q4_K_M", "OpenVINO GenAI int4"),
+)
+"""Sides that read half the bytes or less: the limit is not theirs."""
 
 LIMIT: Final = "limit of the machine"
 
@@ -186,7 +189,7 @@ def cell_rows(results: Iterable[Mapping[str, Any]]) -> list[Row]:
             rows.append(name | {"side": LIMIT, "tok/s": roof_["tokens_per_s"], "step, ms": bound})
         for side, found in cell["sides"].items():
             same, of = found["same_tokens"]
-            limited = roof_ is not None and side not in EIGHT_BITS
+            limited = roof_ is not None and side not in FEWER_BITS
             rows.append(
                 {
                     **name,

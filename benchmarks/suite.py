@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from benchmarks import parts
 from benchmarks.cases import CELLS, QUICK_CELLS, settings
-from benchmarks.engines.grpc import INT8, Client, open_int8
+from benchmarks.engines.grpc import INT8, QUANTIZED, Client, open_quantized
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
 from benchmarks.record import Benchmark, Contest, Opening, Option, Record
@@ -54,7 +54,7 @@ async def run(options: argparse.Namespace) -> Record:
         if "cells" in options.only:
             sides: dict[str, Opening] = {
                 INSIDE: Inside.open(folder, cells, options.threads),
-                INT8: open_int8(folder, cells, options.threads),
+                **{name: open_quantized(name, folder, cells, options.threads) for name in QUANTIZED},
                 EAGER.name: PeerProcess.open(EAGER, folder, options.threads, here.spec.vocab_size),
             }
             record.values["sides"][REFERENCE] = session.facts

@@ -36,6 +36,8 @@ from ferrum_rpc.wire.output import output_to_proto
 from ferrum_rpc.wire.rows import rows_from_proto
 
 INT8: Final = "ours with int8 weights, gRPC session"
+INT4: Final = "ours with int4 weights, gRPC session"
+QUANTIZED: Final = {INT8: "int8", INT4: "int4"}
 TIMEOUT_S: Final = 600.0
 PREFILL_TOKENS: Final = 2048  # tokens of a prefill call
 POLL_S: Final = 0.05
@@ -327,11 +329,11 @@ def _done(timed: Round, answers: Sequence[Answer]) -> None:
 
 
 @asynccontextmanager
-async def open_int8(model: str, cells: Sequence[Cell], threads: int) -> AsyncIterator[Client]:
-    """`Client.open` with weights rounded to 8 bits. Raises `Unsupported` where the machine has no products of them."""
+async def open_quantized(name: str, model: str, cells: Sequence[Cell], threads: int) -> AsyncIterator[Client]:
+    """`Client.open` of a side of `QUANTIZED`. Raises `Unsupported` where the machine has no products of its weights."""
     try:
-        select_quantized(torch.device("cpu"), torch.bfloat16, "int8")
+        select_quantized(torch.device("cpu"), torch.bfloat16, QUANTIZED[name])
     except InvalidRequest as error:
         raise Unsupported(str(error)) from None
-    async with Client.open(model, cells, threads, name=INT8, quantize="int8") as session:
+    async with Client.open(model, cells, threads, name=name, quantize=QUANTIZED[name]) as session:
         yield session

@@ -1,6 +1,7 @@
 """llama.cpp as a peer, by the C interface that llama-cpp-python binds: batches of several sequences in one call.
 
-``options``: ``type`` is ``bf16`` or ``q8_0``. The checkpoint is converted once by `gguf_file`, beside the original.
+``options``: ``type`` is ``bf16``, ``q8_0`` or ``q4_k_m``. The checkpoint is converted once by `gguf_file`, beside the
+original.
 """
 
 from __future__ import annotations

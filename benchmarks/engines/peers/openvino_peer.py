@@ -1,7 +1,7 @@
 """OpenVINO GenAI as a peer: its continuous batching, step by step.
 
-``options``: ``weights`` is ``bf16`` or ``int8``; with ``prefix`` it looks for prompts that it has seen. The checkpoint
-is exported once by optimum-intel, beside the original.
+``options``: ``weights`` is ``bf16``, ``int8`` or ``int4``; with ``prefix`` it looks for prompts that it has seen. The
+checkpoint is exported once by optimum-intel, beside the original.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ import openvino_genai
 from benchmarks.engines.peers.generating import Generating
 from benchmarks.engines.peers.lines import run
 
-FORMATS: Final = {"bf16": (), "int8": ("--weight-format", "int8")}
-"""Arguments of the export; without any, weights stay as they are."""
+FORMATS: Final = {
+    "bf16": (),
+    "int8": ("--weight-format", "int8"),
+    "int4": ("--weight-format", "int4", "--group-size", "32", "--ratio", "1.0"),
+}
+"""Arguments of the export; without any, weights stay as they are. In int4 all matrices but embedding and head are."""
 
 CACHE_GB: Final = 2
 BATCH_TOKENS: Final = 8192  # tokens of a step, at most: a prompt is not cut into pieces
