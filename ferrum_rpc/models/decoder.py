@@ -9,6 +9,7 @@ attention is a callback.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -20,13 +21,15 @@ from ferrum_rpc.distributed.group import Group
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.base import Attend, StepInputs
 from ferrum_rpc.models.finite import is_finite
+from ferrum_rpc.models.four_bits import Nibbles, StoredGroups
 from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.layers import Layer, NativeLayers, PlainLayers, assemble
-from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
+from ferrum_rpc.models.layout import TensorPlacement, layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.lora_choice import select_loras
+from ferrum_rpc.models.native_linear import NibbleFactory
 from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.rotary import Rotary
 from ferrum_rpc.models.shard import WHOLE, Shard
@@ -67,7 +70,8 @@ class Loaded:
 class Decoder:
     """A `Model`. ``linear`` says how weight matrices are held (see `models.linear`), ``head`` how that of the head is
     (None: as the others), ``ops`` computes what lies between the products (default: the best of this machine),
-    ``parallel`` which part of the model ``spec`` it is.
+    ``parallel`` which part of the model ``spec`` it is. ``held``: how the matrices are held that come in 4 bits
+    (`four_bits.held_groups`), and ``linear`` is then a `NibbleFactory`.
 
     A tied head that is packed keeps a second copy of the embedding: lookups need the plain one.
     """
@@ -86,6 +90,7 @@ class Decoder:
         *,
         head: LinearFactory | None = None,
         parallel: ParallelContext = SINGLE,
+        held: Mapping[str, StoredGroups] = {},
     ) -> None:
         shard = parallel.shard
         self.whole = spec
@@ -106,6 +111,8 @@ class Decoder:
         self._shapes = parameter_shapes(self._layout.values())
         self._missing = set(self._layout)
         self._open = Counter(_module(placement.parameter) for placement in self._layout.values())
+        self._held = held
+        self._nibbles: dict[str, dict[str, Nibbles]] = {}
         self._parameters: dict[str, Tensor] = {}
         self._linears: dict[str, Linear] = {}
         self._loaded: Loaded | None = None
@@ -116,19 +123,34 @@ class Decoder:
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         return {name: placement.shape for name, placement in self._layout.items()}
 
-    def load(self, name: str, tensor: Tensor) -> None:
+    def in_4_bits(self) -> set[str]:
+        """Tensors that it takes as `Nibbles`."""
+        return {name for name, placement in self._layout.items() if placement.parameter in self._held}
+
+    def load(self, name: str, tensor: Tensor | Nibbles) -> None:
         """Each name once; raises ValueError for another shape, InvalidRequest for numbers that are
         not finite, or do not stay so in the decoder's dtype: they would make answers NaN."""
         self.copy(name, tensor)
         self.settle()
 
-    def copy(self, name: str, tensor: Tensor) -> None:
+    def copy(self, name: str, tensor: Tensor | Nibbles) -> None:
         """The first half of `load`: after it the tensor is not needed."""
         placement = self._layout[name]
         if tuple(tensor.shape) != placement.shape:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {placement.shape}")
         if name not in self._missing:
             raise ValueError(f"{name} is loaded already")
+        key = placement.parameter
+        if isinstance(tensor, Nibbles):
+            if not is_finite(tensor.scales):
+                raise InvalidRequest(f"{name} has scales that are NaN or infinite", field="model")
+            self._nibbles.setdefault(key, {})[name] = placement.of_nibbles(tensor, self._held[key].size)
+        else:
+            self._fill(name, placement, tensor)
+        self._missing.remove(name)
+        self._open[_module(key)] -= 1
+
+    def _fill(self, name: str, placement: TensorPlacement, tensor: Tensor) -> None:
         key = placement.parameter
         if key not in self._parameters:
             dtype = self._fp32 if placement.norm else self.dtype  # a norm's weights are too few to be worth rounding
@@ -140,8 +162,6 @@ class Decoder:
             raise InvalidRequest(f"{name} holds NaN or infinity, or numbers that {kind} cannot hold", field="model")
         if placement.norm and self.spec.norm.offset:
             rows += 1.0
-        self._missing.remove(name)
-        self._open[_module(key)] -= 1
 
     def settle(self) -> None:
         """The second half: what is complete is packed, which takes as much memory again for a moment."""
@@ -153,6 +173,18 @@ class Decoder:
 
     def _seal(self, module: str) -> None:
         """Once all of its tensors are there, a matrix is handed over and its plain copy dropped."""
+        in_4_bits = self._nibbles.pop(f"{module}.weight", {})
+        if in_4_bits and f"{module}.weight" not in self._parameters:
+            assert isinstance(self._linear, NibbleFactory)  # noqa: S101 - the caller has asked for it
+            ordered = sorted(in_4_bits, key=lambda name: self._layout[name].first)
+            parts = [in_4_bits[name] for name in ordered]
+            numbers, scales, zeros = (torch.cat(each) for each in zip(*parts, strict=True))
+            matrix = Nibbles(numbers, scales, zeros if self._held[f"{module}.weight"].zeroed else None)
+            self._linears[module] = self._linear.pack(matrix, self._parameters.pop(f"{module}.bias", None))
+            return
+        for name, part in in_4_bits.items():  # others of this matrix are not
+            rows = self._parameters[f"{module}.weight"].narrow(0, self._layout[name].first, part.shape[0])
+            rows.copy_(part.floats())
         weight = self._parameters.pop(f"{module}.weight", None)
         if weight is not None:
             made = self._head_linear if module == "head" else self._linear

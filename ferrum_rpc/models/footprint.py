@@ -7,14 +7,17 @@ and ``layer.c``. Tests hold both to what is really allocated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
+from ferrum_rpc.models.four_bits import StoredGroups
 from ferrum_rpc.models.fused_ops import FusedOps, NativeFusedOps, TorchFusedOps
+from ferrum_rpc.models.layout import LAYERS
 from ferrum_rpc.models.linear import LinearFactory
-from ferrum_rpc.models.native_linear import PanelFactory
+from ferrum_rpc.models.native_linear import NibbleFactory, PanelFactory
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.shard import Shard
@@ -27,7 +30,8 @@ THREAD_BYTES: Final = 2 << 10
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderBuild:
     """What a decoder is made of: ``spec`` is the part ``shard`` of the model ``whole``. ``linear`` holds the matrices
-    of layers, ``head`` that of the head. ``ops`` is None for a device that is not in this machine."""
+    of layers, ``head`` that of the head. ``ops`` is None for a device that is not in this machine. ``held``: how the
+    matrices are held that are stored in 4 bits, by parameter."""
 
     spec: ModelSpec
     whole: ModelSpec
@@ -36,6 +40,7 @@ class DecoderBuild:
     linear: LinearFactory
     head: LinearFactory
     ops: FusedOps | None
+    held: Mapping[str, StoredGroups] = field(default_factory=dict, kw_only=True)
 
     @property
     def packed(self) -> bool:
@@ -47,7 +52,14 @@ def weight_bytes(build: DecoderBuild) -> int:
     """Bytes of all weights once they are loaded. Raises InvalidRequest where they cannot be held so."""
     spec, dtype, linear, shard = build.spec, build.dtype, build.linear, build.shard
     norms = [norm for layer in spec.layers for norm in layer.norms()]
-    total = sum(linear.nbytes(*each.shape, dtype, bias=each.bias) for layer in spec.layers for each in layer.matrices())
+    total = 0
+    for index, layer in enumerate(spec.layers):
+        for each in layer.matrices():
+            groups = build.held.get(f"{LAYERS}{index}.{each.role}.weight")
+            if groups is None:
+                total += linear.nbytes(*each.shape, dtype, bias=each.bias)
+            else:
+                total += NibbleFactory.stored_bytes(*each.shape, groups, bias=each.bias)
     if shard.first:
         total += spec.vocab_size * spec.hidden_size * dtype.itemsize
     if shard.last:  # a tied head is all that the last stage keeps of the embedding

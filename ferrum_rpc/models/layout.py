@@ -8,7 +8,7 @@ checkpoint that does not fit is refused for the price of reading its headers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ferrum_rpc.models.four_bits import GROUPS, Nibbles, StoredGroups
 from ferrum_rpc.models.matrices import Channels, Cut, Matrix, NormWeights
 from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
@@ -24,6 +25,7 @@ from ferrum_rpc.models.spec import ModelSpec
 Shape = tuple[int, ...]
 Ranges = tuple[tuple[int, int], ...]
 
+LAYERS: Final = "layers."
 EMBEDDING: Final = "embed_tokens.weight"
 """Below the root of the body."""
 
@@ -65,6 +67,23 @@ class TensorPlacement:
         part = self.along(0 if self.cut is None else self.cut.axis, tensor)
         return part if part.shape == self.local[-1:] else part.reshape(self.local)
 
+    def of_nibbles(self, matrix: Nibbles, group: int) -> Nibbles:
+        """What is here of a matrix in 4 bits, in groups of ``group`` columns."""
+        numbers, scales, zeros = matrix.regrouped(group)
+        zeros = torch.full_like(scales, 8, dtype=torch.uint8) if zeros is None else zeros
+        numbers, scales, zeros = (self.along(0, each) for each in (numbers, scales, zeros))
+        if self.cut is not None and self.cut.axis == 1:
+            ((first, last),) = self.cut.ranges
+            numbers = numbers[:, first:last]
+            scales, zeros = (each[:, first // group : last // group] for each in (scales, zeros))
+        return Nibbles(numbers, scales, zeros)
+
+    def columns(self) -> list[int]:
+        """Where the columns of a matrix begin and end that are here."""
+        if self.cut is None or self.cut.axis == 0:
+            return [0, self.shape[1]]
+        return [bound for each in self.cut.ranges for bound in each]
+
     def along(self, axis: int, tensor: Tensor) -> Tensor:
         """The rows (``axis`` 0) or columns that are here of a tensor that has those of the checkpoint's. Rows that a
         rotation pairs are reordered: the kernels pair channel i with i + half, so channels 0, 1, 2, 3 .. become 0, 2 ..
@@ -92,7 +111,7 @@ def layout(spec: ModelSpec, shard: Shard = WHOLE) -> dict[str, TensorPlacement]:
             table[head_name(spec)] = TensorPlacement("head.weight", *tokens)
     slots = count()
     for layer, source in enumerate(shard.layers(len(spec.layers))):
-        prefix, checkpoint = f"layers.{layer}.", f"{spec.roots.body}layers.{source}."
+        prefix, checkpoint = f"{LAYERS}{layer}.", f"{spec.roots.body}layers.{source}."
         for norm in spec.layers[source].norms():
             table.update(_norm(norm, prefix, checkpoint, shard))
         for matrix in spec.layers[source].matrices():
@@ -108,6 +127,25 @@ def embedding_name(spec: ModelSpec) -> str:
 def head_name(spec: ModelSpec) -> str:
     """What the checkpoint calls a head of its own."""
     return f"{spec.roots.head}weight"
+
+
+def held_groups(
+    placements: Mapping[str, TensorPlacement], stored: Mapping[str, StoredGroups]
+) -> dict[str, StoredGroups]:
+    """By parameter, how our kernel holds the matrices of layers whose tensors are all ``stored`` in 4 bits: with the
+    largest groups that divide those of the file and what a rank has of the columns."""
+    names: dict[str, list[str]] = {}
+    for name, placement in placements.items():
+        if placement.parameter.startswith(LAYERS) and len(placement.shape) > 1:
+            names.setdefault(placement.parameter, []).append(name)
+    found = {}
+    for parameter, parts in names.items():
+        if all(name in stored for name in parts):
+            bounds = [bound for name in parts for bound in (stored[name].size, *placements[name].columns())]
+            size = next((each for each in GROUPS if all(bound % each == 0 for bound in bounds)), None)
+            if size is not None:
+                found[parameter] = StoredGroups(size, any(stored[name].zeroed for name in parts))
+    return found
 
 
 def parameter_shapes(placements: Iterable[TensorPlacement]) -> dict[str, Shape]:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.models.four_bits import Nibbles, StoredGroups
 from ferrum_rpc.native import library
 
 COLUMNS: Final = 16
@@ -274,11 +275,21 @@ class NibbleFactory(QuantizedFactory):
     name, bits, kind, group = "int4", 4, library.NIBBLES, GROUP_OF_4_BITS
     _of_groups = (torch.float16, torch.uint8)
 
+    def __init__(self, space: Workspace | None = None) -> None:
+        super().__init__(space)
+        self.as_stored = 0
+        """Matrices that were in 4 bits."""
+
+    @staticmethod
+    def stored_bytes(n: int, k: int, groups: StoredGroups, *, bias: bool = False) -> int:
+        """Of a matrix that `pack` holds."""
+        panels = -(-n // COLUMNS) * COLUMNS
+        of_groups = k // groups.size * (3 if groups.zeroed else 2)
+        return panels * (k // 2 + of_groups) + bias * _size((n,), torch.float32)
+
     @staticmethod
     def _factor(weight: Tensor) -> float:
-        """A power of two that leaves float16 24 octaves of scales below the largest."""
-        largest = float(weight.abs().amax()) if weight.numel() else 0.0
-        return 2.0 ** max(math.frexp(largest)[1] - 12, -100) if largest else 1.0
+        return _power_of_two(weight, 12)
 
     def _quantize(self, grouped: Tensor, factor: float) -> tuple[Tensor, ...]:
         groups = grouped.shape[:2]
@@ -290,11 +301,12 @@ class NibbleFactory(QuantizedFactory):
         )
         return numbers, (scales / factor).half(), zeros, changed.sum(dtype=torch.float64)
 
-    def pack(
-        self, numbers: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, factor: float = 1.0
-    ) -> NativeLinear:
-        """Hold numbers that are in 4 bits already: uint8 [n, k] of 0 .. 15, ``scales`` float16 [n, k / group], in
-        parts of ``factor``, and ``zeros`` uint8, as many; None: 8."""
+    def pack(self, matrix: Nibbles, bias: Tensor | None) -> NativeLinear:
+        """Hold a matrix that is in 4 bits already, in groups of 32, 64 or 128."""
+        numbers, zeros = matrix.numbers, matrix.zeros
+        factor = _power_of_two(matrix.scales, 15)
+        scales = (matrix.scales.to(torch.float32) / factor).half()
+        self.as_stored += 1
         n, k = numbers.shape
         more = (0, 0, 0, -n % COLUMNS)
         panels = _allocate((-(-n // COLUMNS), k // 8, COLUMNS, 4), torch.uint8)
@@ -303,7 +315,7 @@ class NibbleFactory(QuantizedFactory):
             None if each is None else F.pad(each, more).view(len(panels), COLUMNS, -1).mT.contiguous()
             for each in (scales, zeros)
         )
-        made = Panels(self.kind, n, k, panels, held, of_zeros, k // scales.shape[1], factor)
+        made = Panels(self.kind, n, k, panels, held, of_zeros, matrix.group, factor)
         return NativeLinear(self.space, made, bias)
 
     @staticmethod
@@ -316,6 +328,12 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     buffer = torch.empty(shape, dtype=dtype)
     library.prefer_huge_pages(buffer)
     return buffer
+
+
+def _power_of_two(numbers: Tensor, exponent: int) -> float:
+    """By which the largest of them becomes one of that exponent: float16 then has some 28 octaves below it."""
+    largest = float(numbers.abs().amax()) if numbers.numel() else 0.0
+    return 2.0 ** max(math.frexp(largest)[1] - exponent, -100) if largest else 1.0
 
 
 def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:

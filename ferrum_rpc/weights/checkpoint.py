@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported, listed
+from ferrum_rpc.models.four_bits import Nibbles
 from ferrum_rpc.weights.entries import TensorEntry, broken, forbidden, open_regular
 from ferrum_rpc.weights.gguf.model import read_model
 from ferrum_rpc.weights.quantized import decoded_entries
@@ -105,6 +106,16 @@ class Checkpoint:
                 kind = entry.encoding.kind or str(self.config["quantization_config"]["quant_method"])
                 sizes[kind] = sizes.get(kind, 0) + entry.nbytes
         return tuple(sorted(sizes, key=sizes.__getitem__, reverse=True))
+
+    def weights(
+        self, names: Collection[str], dtype: torch.dtype, in_4_bits: Collection[str]
+    ) -> Iterator[tuple[str, Tensor | Nibbles]]:
+        """Like `tensors`, but those of ``in_4_bits`` that are stored so as they are."""
+        for entries in self._files(names):
+            reader = Reader()
+            for name, entry in entries.items():
+                held = reader.nibbles(entry) if name in in_4_bits else None
+                yield name, reader.read(name, entry, dtype) if held is None else held
 
     def tensors(
         self, names: Collection[str] | None = None, dtype: torch.dtype = torch.float32

@@ -8,7 +8,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from ferrum_rpc.weights.entries import TensorEntry
+from ferrum_rpc.models.four_bits import Nibbles
+from ferrum_rpc.weights.entries import Encoding, TensorEntry
 from ferrum_rpc.weights.gguf.blocks import mapped
 from ferrum_rpc.weights.safetensors_file import MappedFile
 
@@ -24,8 +25,17 @@ class Reader:
         """A tensor: a stored one reads the mapped file, a quantized one is decoded to a new tensor in ``dtype``."""
         if entry.encoding is None:
             return mapped(entry) if entry.offset is not None else self._file(entry.file).tensor(name, entry)
-        parts = {role: self.read(*part) for role, part in entry.encoding.parts.items()}
-        return entry.encoding.matrix(parts, entry.shape, dtype)
+        return entry.encoding.matrix(self._parts(entry.encoding), entry.shape, dtype)
+
+    def nibbles(self, entry: TensorEntry) -> Nibbles | None:
+        """A matrix in 4 bits as it is stored. None: it can only be decoded."""
+        encoding = entry.encoding
+        if encoding is None or encoding.nibbles is None or encoding.groups is None:
+            return None
+        return encoding.nibbles(self._parts(encoding))
+
+    def _parts(self, encoding: Encoding) -> dict[str, Tensor]:
+        return {role: self.read(*part) for role, part in encoding.parts.items()}
 
     def _file(self, file: Path) -> MappedFile:
         with self._lock:

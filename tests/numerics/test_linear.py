@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.models.four_bits import Nibbles
 from ferrum_rpc.models.linear import PackedLinear, PlainLinear, select_linear, select_quantized
 from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
 from ferrum_rpc.native import cpu
@@ -218,10 +219,10 @@ def test_nibbles_are_multiplied_as_the_numbers_that_they_stand_for(monkeypatch, 
     x[:, ::group], x[0] = 127.0, 127.0
     given = zeros.double() if zeroed else torch.full_like(zeros, 8, dtype=torch.float64)
     weight = (numbers.double().view(n, -1, group) - given[..., None]) * scales.double()[..., None]
-    expected = x.double() @ weight.view(n, k).T / 4
+    expected = x.double() @ weight.view(n, k).T
 
     def product():
-        made = made_or_skip(NibbleFactory).pack(numbers, scales, zeros if zeroed else None, None, 0.25)
+        made = made_or_skip(NibbleFactory).pack(Nibbles(numbers, scales, zeros if zeroed else None), None)
         return made.fp32(x.to(BF16))
 
     first, *others = in_every_isa(monkeypatch, product)

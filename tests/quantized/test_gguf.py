@@ -16,9 +16,12 @@ import torch
 from ferrum_rpc.building import model_folder
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.assembly.loading import load_model, read_spec
+from ferrum_rpc.engine.assembly.loading import load_model, read_spec, stored_in_4_bits
 from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.models.four_bits import Nibbles
+from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.linear import PlainLinear
+from ferrum_rpc.models.shard import WHOLE
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.quantized.gguf_files import gguf_bytes, read_gguf, text, write_model
 from tests.quantized.make import SAMPLES, SHAPE, TOKENS
@@ -51,6 +54,23 @@ def test_a_plain_file_is_the_model_that_it_was_made_of(tmp_path, family, changes
     ours = load_model(tmp_path, torch.float32, CPU)
     assert error(Executor(ours).run(TOKENS, [5, 3]), reference_logits(model, TOKENS, torch.float64)) < 5e-6
     assert ours.info("x").eos_token_ids == (2,)
+
+
+def test_q4_0_stays_in_4_bits_as_it_is_stored(tmp_path):
+    """With the rows of query and key in llama.cpp's order, and scales of either sign."""
+    model = make_model("llama", **SHAPE | {"num_key_value_heads": 2})
+    write_model(tmp_path / "model.gguf", model, KINDS.Q4_0)
+    checkpoint = Checkpoint.open(tmp_path)
+    spec = read_spec(checkpoint)
+    held = stored_in_4_bits(checkpoint, spec, WHOLE)
+    assert {each.rpartition("layers.0.")[2] for each in held} == {
+        f"{matrix.role}.weight" for matrix in spec.layers[0].matrices()
+    }
+    names = [name for name, place in layout(spec).items() if place.parameter in held]
+    floats = dict(checkpoint.tensors(names, torch.float32))
+    for name, matrix in checkpoint.weights(names, torch.float32, names):
+        assert isinstance(matrix, Nibbles) and (matrix.scales < 0).any()
+        assert torch.equal(matrix.floats(), floats[name])
 
 
 @pytest.mark.parametrize("kind", [each.name for each in KINDS])

@@ -19,7 +19,7 @@ from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.config import IDENTITY, ModelSettings
 from ferrum_rpc.core import NO_KERNELS, AttentionSpec
 from ferrum_rpc.engine.assembly.hf_source import HfCheckpoint, describe_checkpoint
-from ferrum_rpc.engine.assembly.loading import Progress, choose_dtype, read_spec
+from ferrum_rpc.engine.assembly.loading import Progress, choose_dtype, read_spec, stored_in_4_bits
 from ferrum_rpc.engine.assembly.source import DecoderCheckpoint, IdentitySource, ModelFacts, ModelSource, Reasons
 from ferrum_rpc.engine.ranks.world import refuse_ranks
 from ferrum_rpc.errors import InvalidRequest, NotSupported
@@ -27,6 +27,7 @@ from ferrum_rpc.kv.store import CacheSpec
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.config_keys import UnknownKey
 from ferrum_rpc.models.decoder import SINGLE, ParallelContext
+from ferrum_rpc.models.four_bits import StoredGroups
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.hf.describe import HfSpec
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
@@ -302,13 +303,16 @@ def _choose_decoder(
         reasons.append((f"rows={ops.name}", reason))
     linear: LinearFactory
     head: LinearFactory
+    held: dict[str, StoredGroups] = {}
     if config.quantize != QUANTIZE_NONE:
         linear, head = select_quantized(device, dtype, config.quantize)
+        if config.quantize == QUANTIZE_INT4:
+            held = stored_in_4_bits(checkpoint, whole, shard)
     else:
         name, reason, linear = select_linear(device, dtype)
         head = linear
         reasons.append((f"linear={name}", reason))
-    return DecoderCheckpoint(spec, whole, shard, dtype, linear, head, ops, checkpoint)
+    return DecoderCheckpoint(spec, whole, shard, dtype, linear, head, ops, checkpoint, held=held)
 
 
 def _choose_hf(

@@ -7,7 +7,7 @@ dequantized one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -18,9 +18,11 @@ from ferrum_rpc.errors import InvalidRequest, NotSupported, listed
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import SINGLE, Decoder, ParallelContext
 from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.four_bits import StoredGroups
 from ferrum_rpc.models.fused_ops import FusedOps
-from ferrum_rpc.models.layout import EMBEDDING, embedding_name, head_name, layout
+from ferrum_rpc.models.layout import EMBEDDING, embedding_name, head_name, held_groups, layout
 from ferrum_rpc.models.linear import LinearFactory, select_linear
+from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.with_images import roots
 from ferrum_rpc.native import cpu
@@ -49,20 +51,24 @@ def load_model(
     head: LinearFactory | None = None,
     ops: FusedOps | None = None,
     parallel: ParallelContext = SINGLE,
+    held: Mapping[str, StoredGroups] = {},
 ) -> Model:
     """The model of a folder (or of an open checkpoint) in ``dtype`` on ``device``.
 
     ``spec``: what `read_spec` returned for the checkpoint, if it was called. ``linear``: how matrices are held (None:
     the choice of `select_linear`), ``head``: that of the head (None: as the others). ``ops``: the operations on rows
     (None: the choice of `select_fused_ops`). ``parallel``: which part of the model is loaded, and its neighbours.
-    Raises what `read_spec` does, and InvalidRequest for weights that are not finite.
+    ``held``: how matrices are held that are stored in 4 bits and stay so (`stored_in_4_bits`). Raises what `read_spec`
+    does, and InvalidRequest for weights that are not finite.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     linear = linear or select_linear(device, dtype)[2]
-    decoder = Decoder(spec or read_spec(checkpoint), dtype, device, linear, ops, head=head, parallel=parallel)
+    decoder = Decoder(
+        spec or read_spec(checkpoint), dtype, device, linear, ops, head=head, parallel=parallel, held=held
+    )
     expected = decoder.expected_tensors()
     total, done = sum(checkpoint.entries[name].nbytes for name in expected), 0
-    for name, tensor in checkpoint.tensors(expected, dtype):
+    for name, tensor in checkpoint.weights(expected, dtype, decoder.in_4_bits()):
         decoder.copy(name, tensor)
         del tensor  # the pages of the file that it reads count as resident
         decoder.settle()
@@ -70,6 +76,16 @@ def load_model(
         if progress is not None:
             progress(done, total)
     return decoder
+
+
+def stored_in_4_bits(checkpoint: Checkpoint, spec: ModelSpec, shard: Shard) -> dict[str, StoredGroups]:
+    """By parameter, the matrices of layers that the 4-bit kernel can hold as they are stored."""
+    stored = {
+        name: entry.encoding.groups
+        for name, entry in checkpoint.entries.items()
+        if entry.encoding is not None and entry.encoding.groups is not None
+    }
+    return held_groups(layout(spec, shard), stored)
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:

@@ -26,7 +26,7 @@ from ferrum_rpc.models.footprint import DecoderBuild, activation_bytes, weight_b
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.lora import modules_of
-from ferrum_rpc.models.native_linear import QuantizedFactory
+from ferrum_rpc.models.native_linear import NibbleFactory, QuantizedFactory
 from ferrum_rpc.models.with_images import adapted_roots
 from ferrum_rpc.weights.checkpoint import Checkpoint
 
@@ -145,12 +145,16 @@ class DecoderCheckpoint(DecoderBuild):
             spec=self.whole,
             linear=self.linear,
             head=self.head,
+            held=self.held,
             ops=self.ops,
             parallel=parallel,
         )
         if not isinstance(self.linear, QuantizedFactory):
             return model, []
         changed = f"rounding the weights changed them by {self.linear.error:.2%} (root mean square)"
+        if isinstance(self.linear, NibbleFactory) and self.linear.as_stored:
+            count = sum(len(layer.matrices()) for layer in self.spec.layers)
+            changed = f"{self.linear.as_stored} of {count} matrices as they are stored; {changed}"
         if isinstance(self.head, QuantizedFactory) and self.head.bits != self.linear.bits and self.shard.last:
             changed += f", and those of the head, in {self.head.bits} bits, by {self.head.error:.2%}"
         reason = f"requested, multiplied in {self.linear.isa}; {changed}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.install import install
+from ferrum_rpc.models.four_bits import Nibbles, StoredGroups
 from ferrum_rpc.weights.entries import Encoding, TensorEntry, broken
 from ferrum_rpc.weights.gguf.header import Header, TensorInfo
 
@@ -81,6 +83,8 @@ def tensor_entry(
     blocks = TensorEntry(torch.uint8, (info.shape[0], nbytes // info.shape[0]), file, info.offset)
     decode = partial(_decode_shifted, kind) if shifted else partial(_decode, kind, heads)
     encoding = Encoding({"blocks": (name, blocks)}, decode, kind=kind_name)
+    if kind_name == "Q4_0" and not shifted:
+        encoding = replace(encoding, groups=StoredGroups(per_block, zeroed=False), nibbles=partial(_nibbles, heads))
     return TensorEntry(PLAIN.get(kind, COUNTS_AS), info.shape, file, encoding=encoding)
 
 
@@ -99,14 +103,25 @@ def _decode_shifted(kind: int, parts: Mapping[str, Tensor], first: int, last: in
     return _decode(kind, 0, parts, first, last) - 1.0
 
 
+def _rows(heads: int, blocks: Tensor, first: int, last: int) -> Tensor:
+    if not heads:
+        return blocks[first:last]
+    # llama.cpp pairs neighbouring channels where Hugging Face pairs the halves of a head
+    order = torch.arange(len(blocks)).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+    return blocks[order[first:last]]
+
+
+def _nibbles(heads: int, parts: Mapping[str, Tensor]) -> Nibbles:
+    """Of Q4_0: a scale in float16, and 16 bytes whose low halves are the first 16 numbers."""
+    blocks = parts["blocks"]
+    grouped = _rows(heads, blocks, 0, len(blocks)).reshape(len(blocks), -1, 18)
+    scales, halves = grouped[..., :2].contiguous().view(torch.float16), grouped[..., 2:]
+    numbers = torch.cat((halves & 15, halves >> 4), -1)
+    return Nibbles(numbers.view(len(blocks), -1), scales.squeeze(-1), None)
+
+
 def _decode(kind: int, heads: int, parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
-    gguf, blocks = library(), parts["blocks"]
-    if heads:
-        # llama.cpp pairs neighbouring channels where Hugging Face pairs the halves of a head
-        order = torch.arange(len(blocks)).view(heads, -1, 2).transpose(1, 2).reshape(-1)
-        rows = blocks[order[first:last]]
-    else:
-        rows = blocks[first:last]
+    gguf, rows = library(), _rows(heads, parts["blocks"], first, last)
     if kind in PLAIN:
         return rows.contiguous().view(PLAIN[kind]).to(torch.float32)
     with np.errstate(all="ignore"):  # what is not finite is refused where weights are loaded

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.four_bits import Nibbles
 from ferrum_rpc.weights.entries import Decode
-from ferrum_rpc.weights.quantized.groups import group_count, rescaled, unpacked
+from ferrum_rpc.weights.quantized.groups import even_groups, group_count, rescaled, unpacked
 from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_supported
 
 PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -47,8 +48,14 @@ def read(config: Fields, stored: QuantizedTensors) -> None:
         groups = group_count(width, size)
         stored.expect(module, "qzeros", INT, [(groups, words)])
         stored.expect(module, "scales", FLOATS, [(groups, 8 * words)])
-        decode = _decode(width if size == -1 else size)
-        stored.make(module, ["qweight", "qzeros", "scales"], (8 * words, width), decode, 8)
+        of_scale = width if size == -1 else size
+        held, parts = even_groups(width, of_scale, bits, zeroed=True), ["qweight", "qzeros", "scales"]
+        stored.make(module, parts, (8 * words, width), _decode(of_scale), 8, groups=held, nibbles=_nibbles)
+
+
+def _nibbles(parts: Mapping[str, Tensor]) -> Nibbles:
+    numbers, zeros = (unpacked(parts[role], 4, 1, PLACES).T.to(torch.uint8) for role in ("qweight", "qzeros"))
+    return Nibbles(numbers.contiguous(), parts["scales"].T, zeros)
 
 
 def _decode(size: int) -> Decode:

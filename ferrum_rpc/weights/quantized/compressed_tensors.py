@@ -19,9 +19,10 @@ from torch import Tensor
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.weights.entries import Decode
+from ferrum_rpc.models.four_bits import Nibbles
+from ferrum_rpc.weights.entries import AsNibbles, Decode
 from ferrum_rpc.weights.quantized.fp8 import ACTIVATIONS, block_size, by_blocks
-from ferrum_rpc.weights.quantized.groups import checked_columns, rescaled, unpacked
+from ferrum_rpc.weights.quantized.groups import checked_columns, even_groups, in_order, rescaled, unpacked
 from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_supported, wrong
 
 FORMATS: Final = (
@@ -186,7 +187,24 @@ def _packed(stored: QuantizedTensors, module: str, arguments: list[QuantizationA
         parts.append("weight_zero_point")
     _add_order(stored, module, each, parts, width)
     size = each.size if each.strategy == "group" else width
-    stored.make(module, parts, (rows, width), _decode(module, size, each.bits, width), 32 // each.bits)
+    groups = None if each.ordered else even_groups(width, size, each.bits, zeroed=zero is not None)
+    decode, nibbles = _decode(module, size, each.bits, width), _nibbles(module, size, rows, width)
+    stored.make(module, parts, (rows, width), decode, 32 // each.bits, groups=groups, nibbles=nibbles)
+
+
+def _nibbles(module: str, size: int, rows: int, width: int) -> AsNibbles:
+    def nibbles(parts: Mapping[str, Tensor]) -> Nibbles | None:
+        scales, zeros = _rows(parts["weight_scale"], 0, rows), parts.get("weight_zero_point")
+        if not in_order(module, parts.get("weight_g_idx"), scales.shape[1], size):
+            return None
+        numbers = unpacked(parts["weight_packed"], 4, 1)[:, :width].to(torch.uint8)
+        if zeros is not None and zeros.dtype == torch.int32:
+            zeros = unpacked(zeros, 4, 0)[:rows].to(torch.uint8)
+        elif zeros is not None:
+            zeros = (_rows(zeros, 0, rows).to(torch.int16) + 8).to(torch.uint8)
+        return Nibbles(numbers, scales, zeros)
+
+    return nibbles
 
 
 def _decode(module: str, size: int, bits: int, width: int) -> Decode:

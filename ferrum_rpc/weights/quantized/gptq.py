@@ -17,8 +17,16 @@ from torch import Tensor
 
 from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.weights.entries import Decode
-from ferrum_rpc.weights.quantized.groups import checked_columns, group_count, rescaled, unpacked
+from ferrum_rpc.models.four_bits import Nibbles
+from ferrum_rpc.weights.entries import AsNibbles, Decode
+from ferrum_rpc.weights.quantized.groups import (
+    checked_columns,
+    even_groups,
+    group_count,
+    in_order,
+    rescaled,
+    unpacked,
+)
 from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_supported, wrong
 
 BITS: Final = (2, 4, 8)
@@ -76,15 +84,31 @@ def _matrix(stored: QuantizedTensors, module: str, bits: int, size: int, *, minu
     elif ordered:
         raise wrong(module, "desc_act is set and g_idx is missing")
     size = width if size == -1 else size
-    decode = _decode(module, bits, size, sum(1 << bits * place for place in range(per_word)) if minus_one else 0)
-    stored.make(module, parts, (rows, width), decode, per_word)
+    less = sum(1 << bits * place for place in range(per_word)) if minus_one else 0
+    groups_ = None if ordered else even_groups(width, size, bits, zeroed=True)
+    decode, nibbles = _decode(module, bits, size, less), _nibbles(module, size, less)
+    stored.make(module, parts, (rows, width), decode, per_word, groups=groups_, nibbles=nibbles)
+
+
+def _zeros(words: Tensor, bits: int, less: int) -> Tensor:
+    return unpacked((words.to(torch.int64) + less).to(torch.int32), bits, 1)
+
+
+def _nibbles(module: str, size: int, less: int) -> AsNibbles:
+    def nibbles(parts: Mapping[str, Tensor]) -> Nibbles | None:
+        scales = parts["scales"]
+        if not in_order(module, parts.get("g_idx"), scales.shape[0], size):
+            return None
+        numbers, zeros = unpacked(parts["qweight"], 4, 0).T, _zeros(parts["qzeros"], 4, less).T
+        return Nibbles(numbers.to(torch.uint8).contiguous(), scales.T, zeros.to(torch.uint8))
+
+    return nibbles
 
 
 def _decode(module: str, bits: int, size: int, less: int) -> Decode:
     def decode(parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:
         scales = parts["scales"][:, first:last]
-        words = parts["qzeros"][:, first * bits // 32 : last * bits // 32]
-        zeros = unpacked((words.to(torch.int64) + less).to(torch.int32), bits, 1)
+        zeros = _zeros(parts["qzeros"][:, first * bits // 32 : last * bits // 32], bits, less)
         columns = checked_columns(module, parts["g_idx"], scales.shape[0]) if "g_idx" in parts else None
         if columns is not None and torch.equal(columns, torch.arange(len(columns)) // size):
             columns = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ferrum_rpc.models.four_bits import StoredGroups
 from ferrum_rpc.weights.quantized.stored import wrong
 
 
@@ -46,6 +47,17 @@ def rescaled(values: Tensor, scales: Tensor, zeros: Tensor | None, size: int, co
     if zeros is not None:
         made = made - zeros[:, columns]
     return made * scales[:, columns]
+
+
+def in_order(module: str, index: Tensor | None, groups: int, size: int) -> bool:
+    """Whether each ``size`` columns are of the next group by ``index``, if there is one."""
+    columns = None if index is None else checked_columns(module, index, groups)
+    return columns is None or torch.equal(columns, torch.arange(len(columns)) // size)
+
+
+def even_groups(width: int, size: int, bits: int, *, zeroed: bool) -> StoredGroups | None:
+    """How a matrix is stored in 4 bits, if all of its groups are of ``size`` columns."""
+    return StoredGroups(size, zeroed) if bits == 4 and width % size == 0 else None
 
 
 def checked_columns(module: str, index: Tensor, groups: int) -> Tensor | None:
