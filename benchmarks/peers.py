@@ -105,6 +105,12 @@ async def run(options: argparse.Namespace) -> Record:
     return here.record
 
 
+def variant(options: argparse.Namespace) -> str:
+    """Peers in 4 bits alone are a run of their own, not a newer one of all."""
+    rivals = {each.rival for each in PEERS if each.name in options.peers}
+    return "int4" if rivals == {INT4} else ""
+
+
 BENCHMARK: Final = Benchmark(
     "peers",
     "Ours and other engines, one peer at a time.",
@@ -115,4 +121,5 @@ BENCHMARK: Final = Benchmark(
     ),
     rounds=3,
     round_s=2.0,
+    variant=variant,
 )

@@ -15,6 +15,7 @@ from benchmarks import (
     collectives,
     grammars,
     memory,
+    quantized,
     report,
     speculation,
     streams,
@@ -32,8 +33,10 @@ from benchmarks.streams import Round, Steps
 from benchmarks.table import bound_of, rows_of
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.distributed import shared_memory
+from ferrum_rpc.models.native_linear import NibbleFactory
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.request import Request
+from tests.support.harness import made_or_skip
 from tests.support.serving import serve_identity
 
 # --- wire -------------------------------------------------------------------------------------------------------------
@@ -255,6 +258,16 @@ def test_the_divergence_of_a_cache_is_that_of_its_definition():
     kl = 0.25 * np.log(2)
     figures = {"KL, mean": float(f"{kl / 2:.3g}"), "largest": float(f"{kl:.3g}"), "same tokens": "50.0%"}
     assert cache.divergence(exact, moved) == {"rows": 2} | figures
+
+
+def test_quantized_weights_move_answers_as_much_as_their_bits(quick_run):
+    pytest.importorskip("gguf")
+    made_or_skip(NibbleFactory)
+    result = quick_run(quantized)
+    moved = {each["weights"]: each["KL, mean"] for each in rows_of(result["tables"]["answers"])}
+    assert list(moved) == ["--quantize int8", "--quantize int4", *(f"weights of {kind}" for kind in quantized.TYPES)]
+    assert 0 < moved["--quantize int8"] < 0.3 * moved["--quantize int4"] < 0.3 * moved["weights of Q4_0"] < 0.001
+    assert [each["value"] > 0 for each in result["targets"]] == [True, True]
 
 
 def test_every_part_of_a_plan_is_measured(tmp_path):

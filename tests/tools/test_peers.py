@@ -11,7 +11,7 @@ import pytest
 from benchmarks import peers
 from benchmarks.cases import QUICK_CELLS, SHAPES, write_checkpoint
 from benchmarks.compare import Unsupported
-from benchmarks.engines.grpc import INT8
+from benchmarks.engines.grpc import INT4, INT8
 from benchmarks.engines.peers import lines
 from benchmarks.engines.peers.generating import Generating
 from benchmarks.engines.peers.hf import Transformers
@@ -98,23 +98,25 @@ def test_a_peer_that_does_not_start_is_left_out_and_the_file_says_why(tmp_path, 
 
 
 @pytest.mark.parametrize("offered", [True, False])
-def test_a_peer_of_eight_bits_is_measured_against_ours_of_eight_bits(tmp_path, monkeypatch, offered):
+@pytest.mark.parametrize(("peer", "rival"), [("llama.cpp Q8_0", INT8), ("OpenVINO GenAI int4", INT4)])
+def test_a_peer_of_fewer_bits_is_measured_against_ours_of_as_many(tmp_path, monkeypatch, offered, peer, rival):
     @asynccontextmanager
-    async def int8(*_):
+    async def quantized(name, *_):
         if not offered:
             raise Unsupported("no products of bytes")
-        yield Scripted(INT8)
+        yield Scripted(name)
 
     monkeypatch.setattr(peers, "Client", SimpleNamespace(open=lambda *_: nullcontext(Scripted(REFERENCE))))
-    monkeypatch.setattr(peers, "open_int8", int8)
+    monkeypatch.setattr(peers, "open_quantized", quantized)
     monkeypatch.setattr(peers, "PeerProcess", SimpleNamespace(open=lambda kind, *_: nullcontext(Scripted(kind.name))))
-    names = [peers.EAGER.name, "llama.cpp Q8_0"]
+    names = [peers.EAGER.name, peer]
     options = peers.BENCHMARK.parse(["--quick", "--out", str(tmp_path / "peers.json"), "--peers", *names])
     options.installed = tmp_path
     result = asyncio.run(peers.run(options)).values
     ours = {name: {each["reference"] for each in result["cells"] if name in each["sides"]} for name in names}
-    assert ours == {names[0]: {REFERENCE}, names[1]: {INT8 if offered else REFERENCE}}
-    assert (INT8 in result["sides"]) is offered and (INT8 in result["left_out"]) is not offered
+    assert ours == {names[0]: {REFERENCE}, names[1]: {rival if offered else REFERENCE}}
+    assert (rival in result["sides"]) is offered and (rival in result["left_out"]) is not offered
+    assert (result["variant"], peers.BENCHMARK.parse(["--peers", peer]).variant) == ("", "int4" * (rival == INT4))
 
 
 def test_a_requirement_that_does_not_install_costs_its_peer_only(tmp_path, monkeypatch):
