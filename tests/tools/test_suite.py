@@ -11,7 +11,7 @@ import benchmarks.suite
 from benchmarks import compare, parts, report
 from benchmarks.cases import CELLS, DECODE, PREFILL, QUICK_CELLS, SHAPES, Cell, settings
 from benchmarks.compare import Round, Unsupported, alternate, contest
-from benchmarks.engines.grpc import INT8
+from benchmarks.engines.grpc import QUANTIZED
 from benchmarks.engines.inprocess import INSIDE
 from benchmarks.engines.process import REFERENCE
 from benchmarks.limits import roof
@@ -36,7 +36,7 @@ def quick(quick_run):
 def test_a_quick_run_plays_every_cell_on_every_side(quick):
     assert [cell["cell"] for cell in quick["cells"]] == [cell.name for cell in QUICK_CELLS]
     for cell in quick["cells"]:
-        assert set(cell["sides"]) | set(quick["left_out"]) == {REFERENCE, INSIDE, INT8, EAGER.name}
+        assert set(cell["sides"]) | set(quick["left_out"]) == {REFERENCE, INSIDE, *QUANTIZED, EAGER.name}
         assert set(cell["ratios"]) == set(cell["sides"]) - {REFERENCE}
         assert all(len(each["pairs"]) == 2 for each in cell["ratios"].values())
         assert cell["roof"]["tokens_per_s"] > 0
