@@ -4,8 +4,8 @@
  * each pair as floats, or the bytes 0 and 2 and the bytes 1 and 3 of each four as 16-bit integers. A byte's weight is
  * unsigned and its row signed, as there. (`vpmaddubsw` would add two products in 16 bits, and saturate.) Rows are
  * widened once for all columns, so that a step of a row is one broadcast: [pairs][2] floats, or [fours][2][2] of 16
- * bits. For nibbles `vpmaddubsw` is right: 16 bits hold the sum of 32 products of 15 and 127, or of 8 x 2 x 2 of them, in
- * each half of a sum.
+ * bits. For nibbles `vpmaddubsw` is right: of 32 elements it adds 16 products of at most 15 x 127 in each 16-bit half of a
+ * sum, 30,480.
  *
  * 16 registers hold up to 12 sums: 6 rows of one panel, 2 of two, or one of four.
  */
