@@ -1,10 +1,8 @@
 """R30, between tenants: what one takes, another does not lose.
 
 A step takes `STEP_MS` by the clock, as a device's does, so what is measured is whose turn it is, and not how many cores
-this machine has to spare. A step with texts also computes, for 6 to 20 ms, and a virtual machine loses its processors
-for 30 to 80 ms in one step of 40: there the clock's part is `TEXT_STEP_MS`, and the steps of others that come before
-one's own are counted, which no clock changes. One tenant holds all that it gets of everything and keeps the queue full;
-the other goes on as if alone.
+this machine has to spare. One tenant holds all that it gets of everything and keeps the queue full; the other goes on
+as if alone.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from tests.support.waiting import until
 from tests.support.wiring import full, item, pb
 
 STEP_MS: Final = 20
-TEXT_STEP_MS: Final = 60
 TOGETHER: Final = 8
 """Items of a step, and of the large tenant's calls."""
 HOPELESS_S: Final = 0.5
@@ -59,8 +56,6 @@ class Tenant:
     def __init__(self, client: Dialled, name: str) -> None:
         self._client = client.by(f"secret-{name}")
         self.refusals: Counter[str] = Counter()
-        self.steps: list[int] = []
-        """Of the answers in `latencies`."""
         self._ids = itertools.count()
 
     async def call(self, method: str, request: Any) -> Any:
@@ -109,7 +104,6 @@ class Tenant:
             request = item([2], handle, truncate_to=1, run=run, request_id=request_id)
             answer = await self.call("Prefill", pb.PrefillRequest(item=request))
             seconds.append(time.monotonic() - began)
-            self.steps.append(answer.timing.step)
             handle = answer.output.handle
         return seconds, handle
 
@@ -146,27 +140,25 @@ async def until_refused(ask: Callable[[], Awaitable[Any]]) -> list[Any]:
 
 
 @asynccontextmanager
-async def _with_tenants(*flags: str, model: str = "identity", step_ms: int = STEP_MS) -> AsyncIterator[ServerProcess]:
-    """A server whose steps take ``step_ms``, with two tenants."""
-    flags += ("--failpoints", f"before_forward=delay:{step_ms}", "--max-batch-items", str(TOGETHER))
+async def _with_tenants(*flags: str, model: str = "identity") -> AsyncIterator[ServerProcess]:
+    """A server whose steps take `STEP_MS`, with two tenants."""
+    flags += ("--failpoints", f"before_forward=delay:{STEP_MS}", "--max-batch-items", str(TOGETHER))
     with token_file("large secret-large", "small secret-small") as tokens:
         async with serving(*flags, "--tokens", str(tokens), model=model, kv_blocks=BLOCKS) as server:
             yield server
 
 
-async def _beside_a_scheduler(count: int) -> tuple[list[float], list[float], list[int]]:
-    """Seconds of the small one's steps, alone and alongside a scheduler of the large one with more texts than fit; and
-    how many steps of the scheduler came before each of the latter."""
+async def _beside_a_scheduler(count: int) -> tuple[list[float], list[float]]:
+    """Seconds of the small one's steps, alone and alongside a scheduler of the large one with more texts than fit."""
     flags = ("--max-running", str(RUNNING), "--max-batch-tokens", str(STEP_TOKENS))
-    async with _with_tenants(*flags, model="demo", step_ms=TEXT_STEP_MS) as server, dial(server.target) as client:
+    async with _with_tenants(*flags, model="demo") as server, dial(server.target) as client:
         small = Tenant(client, "small")
         [own, *_] = await small.sequences(1)
         alone, own = await small.latencies(count, own)
         async with crowded(server.target, 0, 0, TEXTS, "secret-large"):
-            small.steps.clear()
             beside, _ = await small.latencies(count, own)
     assert not small.refusals
-    return alone, beside, [later - step - 1 for step, later in itertools.pairwise(small.steps)]
+    return alone, beside
 
 
 async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
@@ -220,7 +212,7 @@ async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
         for each in (*sessions, *opened):
             with suppress(AttributeError):
                 each.cancel()
-    texts_alone, beside_texts, steps_of_others = await _beside_a_scheduler(size.neighbour_runs)
+    texts_alone, beside_texts = await _beside_a_scheduler(size.neighbour_runs)
     blocks = len(held) * 256 + len(many) + len(runners)
     ratio, ratio_of_runs, ratio_of_texts = [
         quantile(one, 0.99) / max(quantile(other, 0.99), size.p99_floor_s)
@@ -231,7 +223,6 @@ async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
         at_most("p99 of a step beside a full queue, in those alone", ratio, 3, "x"),
         at_most("p99 of a run alongside more runs than a caller's share, in those alone", ratio_of_runs, 3, "x"),
         at_most("p99 of a step alongside a full scheduler with grammars, in those alone", ratio_of_texts, 3, "x"),
-        at_most("p99 of the scheduler's steps before one of these", quantile(steps_of_others, 0.99), 1),
         exactly("refusals to the one that asks for little", small_refusals, 0),
         exactly("its recorded rows, after another recorded twice the budget", len(again.row_blocks), 1),
         at_most("leases of the large one", len(leases), LEASES // 2),
