@@ -1,9 +1,9 @@
 """R23: no caller starves another. And the crowd itself, a program of its own:
 
-    python -m tests.faults.crowd TARGET CALLERS SESSIONS TEXTS [TOKEN]
+    python -m tests.faults.crowd TARGET CALLERS SESSIONS TEXTS [SCHEDULERS] [TOKEN]
 
-of callers, sessions, and a scheduler with so many texts at a time. It says ``begun`` when all of it is at it, and after
-a line on its standard input what its steps took, as JSON.
+of callers, sessions, and so many texts at a time, of a scheduler or several. It says ``begun`` when all of it is at it,
+and after a line on its standard input what its steps took, as JSON.
 """
 
 from __future__ import annotations
@@ -182,13 +182,16 @@ class Crowd:
         }
 
 
-async def main(target: str, callers: int, sessions: int, texts: int, token: str | None = None) -> None:
+async def main(  # noqa: PLR0917 - as they are on the command line
+    target: str, callers: int, sessions: int, texts: int, schedulers: int = 1, token: str | None = None
+) -> None:
     """The crowd, until a line is read."""
     crowd = Crowd()
     async with dial(target) as client:
         tasks = [asyncio.create_task(crowd.caller(client)) for _ in range(callers)]
         tasks += [asyncio.create_task(crowd.session(target)) for _ in range(sessions)]
-        tasks += [asyncio.create_task(crowd.texts(target, texts, token)) for _ in range(bool(texts))]
+        shares = [len(range(first, texts, schedulers)) for first in range(schedulers)]
+        tasks += [asyncio.create_task(crowd.texts(target, share, token)) for share in shares if share]
         least = 4 * sessions + texts
         await until(lambda: len(crowd.calls) >= 4 * callers and len(crowd.steps) >= least, 60.0, every_s=PAUSE_S)
         print("begun", flush=True)
@@ -199,4 +202,4 @@ async def main(target: str, callers: int, sessions: int, texts: int, token: str 
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:5]), *sys.argv[5:]))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:6]), *sys.argv[6:]))
