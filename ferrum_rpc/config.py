@@ -109,8 +109,10 @@ class ModelSettings:
         default="auto",
         description="native: our decoder; hf: transformers; auto: hf for what the native decoder does not support",
     )
-    quantize: Literal["none", "int8", "int4"] = Field(
-        default="none", description="on a CPU: quantize weights to 8 bits, or to 4 with a head of 8"
+    quantize: Literal["auto", "none", "int8", "int4"] = Field(
+        default="auto",
+        description="on a CPU: quantize weights to 8 bits, or to 4 with a head of 8; auto: if dtype is auto too, "
+        "integers of a quantized checkpoint stay as they are stored; none: they are expanded",
     )
     attention: str = Field(default="auto", description="attention backend")
     cuda_graphs: Literal["auto", "off"] = Field(

@@ -9,7 +9,6 @@ attention is a callback.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -21,19 +20,28 @@ from ferrum_rpc.distributed.group import Group
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.base import Attend, StepInputs
 from ferrum_rpc.models.finite import is_finite
-from ferrum_rpc.models.four_bits import Nibbles, StoredGroups
 from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.layers import Layer, NativeLayers, PlainLayers, assemble
-from ferrum_rpc.models.layout import TensorPlacement, layout, parameter_count, parameter_shapes
+from ferrum_rpc.models.layout import (
+    EMBEDDED,
+    LAYERS,
+    NOTHING_HELD,
+    Held,
+    TensorPlacement,
+    layout,
+    parameter_count,
+    parameter_shapes,
+)
 from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.lora_choice import select_loras
-from ferrum_rpc.models.native_linear import NibbleFactory
+from ferrum_rpc.models.native_linear import NativeLinear, PanelFactory, StoredFactory
 from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.rotary import Rotary
 from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.models.stored_integers import Integers
 from ferrum_rpc.models.with_images import adapted_roots
 from ferrum_rpc.native import library
 
@@ -61,7 +69,7 @@ SINGLE: Final = ParallelContext()
 class Loaded:
     """The parts of a decoder whose weights are complete; those that its stage has."""
 
-    embedding: Tensor | None
+    embedding: Tensor | NativeLinear | None
     layers: PlainLayers
     norm: Tensor | None
     head: Linear | None
@@ -70,10 +78,10 @@ class Loaded:
 class Decoder:
     """A `Model`. ``linear`` says how weight matrices are held (see `models.linear`), ``head`` how that of the head is
     (None: as the others), ``ops`` computes what lies between the products (default: the best of this machine),
-    ``parallel`` which part of the model ``spec`` it is. ``held``: how the matrices are held that come in 4 bits
-    (`four_bits.held_groups`), and ``linear`` is then a `NibbleFactory`.
+    ``parallel`` which part of the model ``spec`` it is. ``held``: the matrices that stay as they are stored
+    (`layout.held_parts`), and ``linear`` is then a `PanelFactory`.
 
-    A tied head that is packed keeps a second copy of the embedding: lookups need the plain one.
+    A tied head in panels is the embedding too: look-ups read the panels.
     """
 
     waits = False
@@ -90,7 +98,7 @@ class Decoder:
         *,
         head: LinearFactory | None = None,
         parallel: ParallelContext = SINGLE,
-        held: Mapping[str, StoredGroups] = {},
+        held: Held = NOTHING_HELD,
     ) -> None:
         shard = parallel.shard
         self.whole = spec
@@ -112,9 +120,12 @@ class Decoder:
         self._missing = set(self._layout)
         self._open = Counter(_module(placement.parameter) for placement in self._layout.values())
         self._held = held
-        self._nibbles: dict[str, dict[str, Nibbles]] = {}
+        self._integers: dict[str, Integers] = {}
+        self.as_stored = 0
+        """Matrices of layers of the checkpoint that are held as it stores them."""
         self._parameters: dict[str, Tensor] = {}
         self._linears: dict[str, Linear] = {}
+        self._embedding: Tensor | NativeLinear | None = None
         self._loaded: Loaded | None = None
         self._loras: Loras | None = None
 
@@ -123,17 +134,17 @@ class Decoder:
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         return {name: placement.shape for name, placement in self._layout.items()}
 
-    def in_4_bits(self) -> set[str]:
-        """Tensors that it takes as `Nibbles`."""
-        return {name for name, placement in self._layout.items() if placement.parameter in self._held}
+    def as_integers(self) -> set[str]:
+        """Tensors that it takes as `Integers`."""
+        return {name for parts in self._held.values() for part in parts if part.form for name in part.names}
 
-    def load(self, name: str, tensor: Tensor | Nibbles) -> None:
+    def load(self, name: str, tensor: Tensor | Integers) -> None:
         """Each name once; raises ValueError for another shape, InvalidRequest for numbers that are
         not finite, or do not stay so in the decoder's dtype: they would make answers NaN."""
         self.copy(name, tensor)
         self.settle()
 
-    def copy(self, name: str, tensor: Tensor | Nibbles) -> None:
+    def copy(self, name: str, tensor: Tensor | Integers) -> None:
         """The first half of `load`: after it the tensor is not needed."""
         placement = self._layout[name]
         if tuple(tensor.shape) != placement.shape:
@@ -141,10 +152,12 @@ class Decoder:
         if name not in self._missing:
             raise ValueError(f"{name} is loaded already")
         key = placement.parameter
-        if isinstance(tensor, Nibbles):
-            if not is_finite(tensor.scales):
+        if isinstance(tensor, Integers):
+            if not is_finite(tensor.scales if tensor.factors is None else tensor.factors):
                 raise InvalidRequest(f"{name} has scales that are NaN or infinite", field="model")
-            self._nibbles.setdefault(key, {})[name] = placement.of_nibbles(tensor, self._held[key].size)
+            (form,) = (part.form for part in self._held[key] if name in part.names)
+            assert form is not None  # noqa: S101 - `as_integers` has it
+            self._integers[name] = placement.of_integers(tensor, form.group)
         else:
             self._fill(name, placement, tensor)
         self._missing.remove(name)
@@ -173,26 +186,49 @@ class Decoder:
 
     def _seal(self, module: str) -> None:
         """Once all of its tensors are there, a matrix is handed over and its plain copy dropped."""
-        in_4_bits = self._nibbles.pop(f"{module}.weight", {})
-        if in_4_bits and f"{module}.weight" not in self._parameters:
-            assert isinstance(self._linear, NibbleFactory)  # noqa: S101 - the caller has asked for it
-            ordered = sorted(in_4_bits, key=lambda name: self._layout[name].first)
-            parts = [in_4_bits[name] for name in ordered]
-            numbers, scales, zeros = (torch.cat(each) for each in zip(*parts, strict=True))
-            matrix = Nibbles(numbers, scales, zeros if self._held[f"{module}.weight"].zeroed else None)
-            self._linears[module] = self._linear.pack(matrix, self._parameters.pop(f"{module}.bias", None))
-            return
-        for name, part in in_4_bits.items():  # others of this matrix are not
-            rows = self._parameters[f"{module}.weight"].narrow(0, self._layout[name].first, part.shape[0])
-            rows.copy_(part.floats())
-        weight = self._parameters.pop(f"{module}.weight", None)
-        if weight is not None:
-            made = self._head_linear if module == "head" else self._linear
-            self._linears[module] = made(weight, self._parameters.pop(f"{module}.bias", None))
-        elif module == "embedding" and self.spec.tied_embeddings and self._shard.last:
-            self._linears["head"] = self._head_linear(self._parameters[module], None)
-            if not self._shard.first:
-                del self._parameters[module]
+        if module == EMBEDDED:
+            self._seal_embedding()
+        elif f"{module}.weight" in self._held or f"{module}.weight" in self._parameters:
+            factory = self._head_linear if module == "head" else self._linear
+            self._linears[module] = self._product(f"{module}.weight", f"{module}.bias", factory)
+
+    def _seal_embedding(self) -> None:
+        """The table for look-ups, and the product of a tied head."""
+        tied = self.spec.tied_embeddings and self._shard.last
+        if EMBEDDED in self._held or (tied and isinstance(self._head_linear, PanelFactory)):
+            made = self._product(EMBEDDED, "", self._head_linear)
+            assert isinstance(made, NativeLinear)  # noqa: S101 - of a `PanelFactory`
+            table: Tensor | NativeLinear = made
+        else:
+            table = self._parameters.pop(EMBEDDED)
+        if tied:
+            self._linears["head"] = self._head_linear(table, None) if isinstance(table, Tensor) else table
+        self._embedding = table if self._shard.first else None
+
+    def _product(self, key: str, of_bias: str, factory: LinearFactory) -> Linear:
+        """The product of a matrix, some parts of which may be held as they are stored."""
+        weight, bias = (self._parameters.pop(each, None) for each in (key, of_bias))
+        if key not in self._held:
+            assert weight is not None  # noqa: S101 - it is complete
+            return factory(weight, bias)
+        assert isinstance(factory, PanelFactory)  # noqa: S101 - the caller has asked for it
+        first, made = 0, list[NativeLinear]()
+        for part in self._held[key]:
+            last = first + part.rows
+            own = None if bias is None else bias[first:last]
+            integers = {name: self._integers.pop(name) for name in part.names if name in self._integers}
+            if len(integers) == len(part.names):
+                made.append(StoredFactory(factory.space)(Integers.joined([*integers.values()]), own))
+                self.as_stored += len(integers) * key.startswith(LAYERS)
+            else:
+                assert weight is not None  # noqa: S101 - see `_fill`
+                for name, each in integers.items():  # their neighbours cannot be held so
+                    weight.narrow(0, self._layout[name].first, each.shape[0]).copy_(each.floats())
+                plain = factory(weight[first:last], own)
+                assert isinstance(plain, NativeLinear)  # noqa: S101 - of a `PanelFactory`
+                made.append(plain)
+            first = last
+        return NativeLinear.joined(made)
 
     def _assemble(self) -> Loaded:
         parameters, linears = self._parameters, self._linears
@@ -207,7 +243,7 @@ class Decoder:
             layers.append(Layer(spec, made[spec], products, slot, **norms))
             slot += len(products)
         assembled = assemble(layers, self._group)
-        return Loaded(parameters.get("embedding"), assembled, parameters.get("norm"), linears.get("head"))
+        return Loaded(self._embedding, assembled, parameters.get("norm"), linears.get("head"))
 
     def take_adapters(self, max_rank: int) -> tuple[str, Loras]:
         whole = replace(self.whole, roots=adapted_roots(self.whole.architecture))
@@ -240,11 +276,11 @@ class Decoder:
             self._pipe.group.receive(hidden, self._pipe.before)
             return hidden
         if self._group is None:
-            hidden = loaded.embedding.index_select(0, inputs.token_ids)
+            hidden = _looked_up(loaded.embedding, inputs.token_ids)
         else:  # a token is one rank's, and 0 the others': their sum is exact
             own = inputs.token_ids - self._first_token
-            absent = (own < 0) | (own >= len(loaded.embedding))
-            hidden = loaded.embedding.index_select(0, own.masked_fill_(absent, 0))
+            absent = (own < 0) | (own >= self._shapes[EMBEDDED][0])
+            hidden = _looked_up(loaded.embedding, own.masked_fill_(absent, 0))
             hidden.masked_fill_(absent[:, None], 0.0)
             self._group.all_reduce(hidden)
         return hidden if self._embedding_scale == 1.0 else hidden.mul_(self._embedding_scale)
@@ -304,6 +340,10 @@ class Decoder:
             eos_token_ids=spec.eos_token_ids,
             bos_token_id=spec.bos_token_id,
         )
+
+
+def _looked_up(table: Tensor | NativeLinear, ids: Tensor) -> Tensor:
+    return table.index_select(0, ids) if isinstance(table, Tensor) else table.rows(ids)
 
 
 def _module(parameter: str) -> str:

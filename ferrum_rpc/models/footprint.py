@@ -7,17 +7,17 @@ and ``layer.c``. Tests hold both to what is really allocated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 
-from ferrum_rpc.models.four_bits import StoredGroups
 from ferrum_rpc.models.fused_ops import FusedOps, NativeFusedOps, TorchFusedOps
-from ferrum_rpc.models.layout import LAYERS
+from ferrum_rpc.models.layout import EMBEDDED, HEAD, LAYERS, Held, HeldPart
 from ferrum_rpc.models.linear import LinearFactory
-from ferrum_rpc.models.native_linear import NibbleFactory, PanelFactory
+from ferrum_rpc.models.native_linear import PanelFactory, StoredFactory
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.shard import Shard
@@ -30,8 +30,8 @@ THREAD_BYTES: Final = 2 << 10
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderBuild:
     """What a decoder is made of: ``spec`` is the part ``shard`` of the model ``whole``. ``linear`` holds the matrices
-    of layers, ``head`` that of the head. ``ops`` is None for a device that is not in this machine. ``held``: how the
-    matrices are held that are stored in 4 bits, by parameter."""
+    of layers, ``head`` that of the head. ``ops`` is None for a device that is not in this machine. ``held``: the
+    matrices that stay as they are stored. ``quantize``: how weights are quantized, as `ModelFacts` has it."""
 
     spec: ModelSpec
     whole: ModelSpec
@@ -40,7 +40,8 @@ class DecoderBuild:
     linear: LinearFactory
     head: LinearFactory
     ops: FusedOps | None
-    held: Mapping[str, StoredGroups] = field(default_factory=dict, kw_only=True)
+    held: Held = field(default_factory=dict, kw_only=True)
+    quantize: str = field(default="none", kw_only=True)
 
     @property
     def packed(self) -> bool:
@@ -55,18 +56,34 @@ def weight_bytes(build: DecoderBuild) -> int:
     total = 0
     for index, layer in enumerate(spec.layers):
         for each in layer.matrices():
-            groups = build.held.get(f"{LAYERS}{index}.{each.role}.weight")
-            if groups is None:
-                total += linear.nbytes(*each.shape, dtype, bias=each.bias)
-            else:
-                total += NibbleFactory.stored_bytes(*each.shape, groups, bias=each.bias)
-    if shard.first:
-        total += spec.vocab_size * spec.hidden_size * dtype.itemsize
+            held = build.held.get(f"{LAYERS}{index}.{each.role}.weight")
+            total += _matrix_bytes(held, each.shape, linear, dtype, bias=each.bias)
+    table, tied = (spec.vocab_size, spec.hidden_size), spec.tied_embeddings and shard.last
+    in_panels = tied and isinstance(build.head, PanelFactory)  # then the head is the embedding too
+    if EMBEDDED in build.held:
+        total += _matrix_bytes(build.held[EMBEDDED], table, build.head, dtype)
+    elif shard.first and not in_panels:
+        total += math.prod(table) * dtype.itemsize
     if shard.last:  # a tied head is all that the last stage keeps of the embedding
         norms.append(spec.norm.weights("norm", "", spec.hidden_size))
-        shared = spec.tied_embeddings and shard.first
-        total += build.head.nbytes(spec.vocab_size, spec.hidden_size, dtype, shared=shared)
+        if not (tied and EMBEDDED in build.held):
+            shared = tied and shard.first and not in_panels
+            total += _matrix_bytes(build.held.get(HEAD), table, build.head, dtype, shared=shared)
     return total + sum(norm.size for norm in norms) * max(4, dtype.itemsize)
+
+
+def _matrix_bytes(
+    held: tuple[HeldPart, ...] | None,
+    shape: tuple[int, int],
+    factory: LinearFactory,
+    dtype: torch.dtype,
+    **options: bool,
+) -> int:
+    total = 0
+    for part in held or (HeldPart((), shape[0], None),):
+        made: Callable[..., int] = factory.nbytes if part.form is None else StoredFactory.nbytes
+        total += made(part.rows, shape[1], dtype if part.form is None else part.form, **options)
+    return total
 
 
 def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int | None) -> int:
@@ -80,10 +97,13 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     kept, held, moments, buffers = 0, 2 * hidden * size, [0], 0  # held: hidden, delta
     if isinstance(build.linear, PanelFactory):
         width = _grown(*(matrix.columns.size for layer in layers for matrix in layer.matrices()))
-        kept += build.linear.row_bytes(width)
-        buffers = build.linear.thread_bytes * torch.get_num_threads()
+        forms = {part.form for parts in build.held.values() for part in parts if part.form is not None}
+        of_rows = [build.linear.row_bytes(width), *(StoredFactory.row_bytes(width, form) for form in forms)]
         if isinstance(build.head, PanelFactory):  # of fewer rows, but perhaps of more bytes each
-            kept = max(kept, build.head.row_bytes(hidden))
+            of_rows.append(build.head.row_bytes(hidden))
+        kept += max(of_rows)
+        buffers = max(build.linear.thread_bytes, *(StoredFactory.thread_bytes(form) for form in forms), 0)
+        buffers *= torch.get_num_threads()
     passing = build.linear.passing(build.dtype)
     widths = [(layer, *_widths(layer.mixer), *_widths(layer.mlp)) for layer in layers]
     if native:

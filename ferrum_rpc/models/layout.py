@@ -12,15 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Final, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ferrum_rpc.models.four_bits import GROUPS, Nibbles, StoredGroups
 from ferrum_rpc.models.matrices import Channels, Cut, Matrix, NormWeights
 from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.models.stored_integers import SUPER_GROUP, IntegerFormat, Integers
 
 Shape = tuple[int, ...]
 Ranges = tuple[tuple[int, int], ...]
@@ -28,6 +29,10 @@ Ranges = tuple[tuple[int, int], ...]
 LAYERS: Final = "layers."
 EMBEDDING: Final = "embed_tokens.weight"
 """Below the root of the body."""
+
+EMBEDDED: Final = "embedding"
+HEAD: Final = "head.weight"
+"""Parameters outside layers."""
 
 
 class Slice(NamedTuple):
@@ -67,16 +72,17 @@ class TensorPlacement:
         part = self.along(0 if self.cut is None else self.cut.axis, tensor)
         return part if part.shape == self.local[-1:] else part.reshape(self.local)
 
-    def of_nibbles(self, matrix: Nibbles, group: int) -> Nibbles:
-        """What is here of a matrix in 4 bits, in groups of ``group`` columns."""
-        numbers, scales, zeros = matrix.regrouped(group)
-        zeros = torch.full_like(scales, 8, dtype=torch.uint8) if zeros is None else zeros
-        numbers, scales, zeros = (self.along(0, each) for each in (numbers, scales, zeros))
+    def of_integers(self, matrix: Integers, group: int) -> Integers:
+        """What is here of a matrix of small integers, in groups of ``group`` columns."""
+        matrix = matrix.regrouped(group)
+        held = {"numbers": 1, "scales": group, "zeros": group, "factors": SUPER_GROUP}
+        parts: dict[str, Any] = {
+            name: self.along(0, each) for name in held if (each := getattr(matrix, name)) is not None
+        }
         if self.cut is not None and self.cut.axis == 1:
             ((first, last),) = self.cut.ranges
-            numbers = numbers[:, first:last]
-            scales, zeros = (each[:, first // group : last // group] for each in (scales, zeros))
-        return Nibbles(numbers, scales, zeros)
+            parts = {name: each[:, first // held[name] : last // held[name]] for name, each in parts.items()}
+        return matrix._replace(**parts)
 
     def columns(self) -> list[int]:
         """Where the columns of a matrix begin and end that are here."""
@@ -104,11 +110,11 @@ def layout(spec: ModelSpec, shard: Shard = WHOLE) -> dict[str, TensorPlacement]:
     cut = Slice(0, ((low, high),)) if shard.ranks > 1 else None
     tokens = (spec.vocab_size, spec.hidden_size), 0, (high - low, spec.hidden_size), cut
     if shard.first or (shard.last and spec.tied_embeddings):  # a tied head is made of the embedding
-        table[embedding_name(spec)] = TensorPlacement("embedding", *tokens)
+        table[embedding_name(spec)] = TensorPlacement(EMBEDDED, *tokens)
     if shard.last:
         table.update(_norm(spec.norm.weights("norm", f"{spec.roots.body}norm", spec.hidden_size), "", "", shard))
         if not spec.tied_embeddings:
-            table[head_name(spec)] = TensorPlacement("head.weight", *tokens)
+            table[head_name(spec)] = TensorPlacement(HEAD, *tokens)
     slots = count()
     for layer, source in enumerate(shard.layers(len(spec.layers))):
         prefix, checkpoint = f"{LAYERS}{layer}.", f"{spec.roots.body}layers.{source}."
@@ -129,23 +135,39 @@ def head_name(spec: ModelSpec) -> str:
     return f"{spec.roots.head}weight"
 
 
-def held_groups(
-    placements: Mapping[str, TensorPlacement], stored: Mapping[str, StoredGroups]
-) -> dict[str, StoredGroups]:
-    """By parameter, how our kernel holds the matrices of layers whose tensors are all ``stored`` in 4 bits: with the
-    largest groups that divide those of the file and what a rank has of the columns."""
-    names: dict[str, list[str]] = {}
-    for name, placement in placements.items():
-        if placement.parameter.startswith(LAYERS) and len(placement.shape) > 1:
-            names.setdefault(placement.parameter, []).append(name)
-    found = {}
-    for parameter, parts in names.items():
-        if all(name in stored for name in parts):
-            bounds = [bound for name in parts for bound in (stored[name].size, *placements[name].columns())]
-            size = next((each for each in GROUPS if all(bound % each == 0 for bound in bounds)), None)
-            if size is not None:
-                found[parameter] = StoredGroups(size, any(stored[name].zeroed for name in parts))
-    return found
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """``rows`` of a fused parameter, which the checkpoint tensors ``names`` fill in this order. ``form``: how our
+    kernel holds them as they are stored; None: as the model's other matrices."""
+
+    names: tuple[str, ...]
+    rows: int
+    form: IntegerFormat | None
+
+
+Held = Mapping[str, tuple[HeldPart, ...]]
+"""By parameter, its parts. A parameter that is not here has none that is held as it is stored."""
+
+NOTHING_HELD: Final[Held] = MappingProxyType({})
+
+
+def held_parts(placements: Mapping[str, TensorPlacement], stored: Mapping[str, IntegerFormat]) -> Held:
+    """The matrices, the embedding among them, that our kernel holds as they are ``stored``. Neighbours of one format
+    are one part."""
+    found: dict[str, list[HeldPart]] = {}
+    for name, placement in sorted(placements.items(), key=lambda each: each[1].first):
+        if len(placement.shape) == 1:
+            continue
+        form = stored[name].fitting(placement.columns()) if name in stored else None
+        if form is not None and form.ordered and placement.cut is not None and placement.cut.axis == 1:
+            form = None  # the columns of a rank are not those of whole groups
+        parts = found.setdefault(placement.parameter, [])
+        if parts and parts[-1].form == form and (form is None or not form.ordered):
+            before = parts.pop()
+            parts.append(HeldPart((*before.names, name), before.rows + placement.rows, form))
+        else:
+            parts.append(HeldPart((name,), placement.rows, form))
+    return {name: tuple(parts) for name, parts in found.items() if any(part.form is not None for part in parts)}
 
 
 def parameter_shapes(placements: Iterable[TensorPlacement]) -> dict[str, Shape]:

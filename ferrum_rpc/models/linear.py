@@ -195,6 +195,19 @@ def select_quantized(device: torch.device, dtype: torch.dtype, requested: str) -
     return made
 
 
+def beside_stored(device: torch.device) -> PairFactory | None:
+    """How a model holds what is no integer if its checkpoint's integers are multiplied as they are stored. None: not
+    here; the kernels are missing, or slower than products of floats."""
+    try:
+        made = PairFactory()
+        _agreeing(made, torch.bfloat16)
+        for kind in (ByteFactory, NibbleFactory):
+            _agreeing(kind(), torch.bfloat16, 0.02)
+    except (OSError, Unsuited):
+        return None
+    return None if made.isa == ISAS[4] or device.type != "cpu" else made
+
+
 def _agreeing(factory: LinearFactory, dtype: torch.dtype, tolerance: float | None = None) -> LinearFactory:
     """``factory``, if a small product of it is right. ``tolerance``: of its root mean square error, relative."""
     generator = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Final, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.models.four_bits import Nibbles, StoredGroups
+from ferrum_rpc.models.stored_integers import SUPER_GROUP, IntegerFormat, Integers
 from ferrum_rpc.native import library
 
 COLUMNS: Final = 16
@@ -30,7 +30,12 @@ GROUP_OF_4_BITS: Final = 32
 ISAS: Final = {4: "portable C", 8: "AVX2", 16: "AVX-512"}
 """What kernels are compiled for, by the floats of a vector."""
 
-PREPARED: Final = {library.PAIRS: {8: 4}, library.BYTES: {4: 1, 8: 2, 16: 1}, library.NIBBLES: {4: 1, 8: 1, 16: 1}}
+PREPARED: Final = {
+    library.PAIRS: {8: 4},
+    library.BYTES: {4: 1, 8: 2, 16: 1},
+    library.NIBBLES: {4: 1, 8: 1, 16: 1},
+    library.FACTORED: {4: 1, 8: 1, 16: 1},
+}
 """Bytes for each element of a row that a kernel takes to make rows ready: AVX2 reads them widened, but for nibbles."""
 
 UNPACKED_BYTES: Final = 4 * 512 * 64
@@ -56,8 +61,7 @@ class Workspace:
 
 
 class Panels(NamedTuple):
-    """A packed matrix [n, k]. ``scales`` and ``zeros`` [panels, k / group, 16]: of each group of a column, if it is
-    quantized; scales in parts of ``factor``."""
+    """A packed matrix [n, k], as ``struct matrix`` of linear.h describes it."""
 
     kind: int
     n: int
@@ -65,31 +69,66 @@ class Panels(NamedTuple):
     held: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
+    factors: Tensor | None = None
+    order: Tensor | None = None
     group: int = 0
     factor: float = 1.0
 
 
 class NativeLinear:
-    """A `Linear` over bfloat16 rows."""
+    """A `Linear` over bfloat16 rows. ``following``: parts whose columns come next in its output."""
 
-    __slots__ = ("_held", "_k", "_matrix", "address", "n", "space")
+    width: int
+    address: int
+    __slots__ = ("_following", "_held", "_k", "_matrix", "address", "space", "width")
 
-    def __init__(self, space: Workspace, panels: Panels, bias: Tensor | None) -> None:
-        self.space, self.n, self._k = space, panels.n, panels.k
-        tensors = panels.held, panels.scales, panels.zeros, None if bias is None else bias.to(torch.float32)
-        self._held = tensors
+    def __init__(
+        self, space: Workspace, panels: Panels, bias: Tensor | None, following: Sequence[NativeLinear] = ()
+    ) -> None:
+        self.space, self._k = space, panels.k
+        self.width = panels.n + sum(each.width for each in following)
+        bias = None if bias is None else bias.to(torch.float32)
+        self._held, self._following = (panels, bias), following
+        tensors = panels.held, panels.scales, panels.zeros, panels.factors, bias, panels.order
         pointers = [None if each is None else each.data_ptr() for each in tensors]
-        self._matrix = library.MatrixStruct(*panels[:3], panels.group, panels.factor, *pointers)
+        behind = following[0].address if following else None
+        self._matrix = library.MatrixStruct(*panels[:3], panels.group, self.width, panels.factor, *pointers, behind)
         self.address = ctypes.addressof(self._matrix)
 
+    @classmethod
+    def joined(cls, parts: Sequence[NativeLinear]) -> NativeLinear:
+        """One product of ``parts``, whose outputs lie one after the other."""
+        made: NativeLinear | None = None
+        for each in reversed(parts):
+            panels, bias = each._held
+            made = cls(each.space, panels, bias, () if made is None else (made,))
+        assert made is not None  # noqa: S101 - there is a part
+        return made
+
     def __call__(self, x: Tensor) -> Tensor:
-        return self._product(x, x.new_empty((*x.shape[:-1], self.n)), 0)
+        return self._product(x, x.new_empty((*x.shape[:-1], self.width)), 0)
 
     def fp32(self, x: Tensor) -> Tensor:
-        return self._product(x, x.new_empty((*x.shape[:-1], self.n), dtype=torch.float32), 1)
+        return self._product(x, x.new_empty((*x.shape[:-1], self.width), dtype=torch.float32), 1)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """bfloat16 [T, k]: rows of W, as ``ids`` int64 [T] name them. Of a product of one part."""
+        panels, _ = self._held
+        panel, column = ids // COLUMNS, ids % COLUMNS
+        numbers = panels.held[panel, :, column]  # [T, vectors, together]
+        if panels.scales is None:
+            return numbers.flatten(1)
+        bits = 8 if panels.kind == library.BYTES else 4
+        if bits == 4:
+            numbers = torch.stack((numbers & 15, numbers >> 4), -2)
+        zeros, factors = (None if each is None else each[panel, :, column] for each in (panels.zeros, panels.factors))
+        factors = None if factors is None else factors.view(len(ids), factors.shape[1] // 2, 2)
+        scales = panels.scales[panel, :, column]
+        found = Integers(bits, numbers.flatten(1), scales, zeros, factors, panels.order).floats()
+        return found.mul_(panels.factor).to(torch.bfloat16)
 
     def argmax(self, x: Tensor) -> Tensor:
-        """No row is written."""
+        """No row is written. Of a product of one part."""
         rows = self._rows(x)
         ids = torch.empty(x.shape[:-1], dtype=torch.int64)
         status = self.space.library.ferrum_linear_largest(
@@ -142,12 +181,11 @@ class PanelFactory:
         self.isa = ISAS[self._lanes]
 
     def row_bytes(self, k: int) -> int:
-        scales = k // self.group * 8 if self.group else 0  # and sums
-        return k * PREPARED[self.kind].get(self._lanes, 0) + scales
+        return _row_bytes(self.kind, self._lanes, k, self.group)
 
     @property
     def thread_bytes(self) -> int:
-        return UNPACKED_BYTES if self.kind == library.NIBBLES and self._lanes == 16 else 0
+        return _thread_bytes(self.kind, self._lanes)
 
     @staticmethod
     def passing(dtype: torch.dtype) -> int:
@@ -179,6 +217,14 @@ class PairFactory(PanelFactory):
         return (-(-n // COLUMNS), k // 2, COLUMNS, 2), torch.bfloat16
 
 
+def _packed(numbers: Tensor, bits: int) -> Tensor:
+    """Of uint8 [panels, 16, k]: the panels' bytes, [panels, vectors, 16, 4]."""
+    if bits == 8:
+        return numbers.view(*numbers.shape[:2], -1, 4).transpose(1, 2)
+    halves = numbers.view(*numbers.shape[:2], -1, 2, 4).transpose(1, 2)  # [panels, eights, 16, 2, 4]
+    return halves[..., 0, :] | (halves[..., 1, :] << 4)
+
+
 class QuantizedFactory(PanelFactory, ABC):
     """Weights quantized in groups of a column, each with a scale of its own. ``name``: that of ``--quantize``."""
 
@@ -206,11 +252,12 @@ class QuantizedFactory(PanelFactory, ABC):
             self._squares[0] += changed
             self._squares[1] += grouped.square().sum(dtype=torch.float64)
             last = first + len(slab) // COLUMNS
-            panels[first:last] = self._packed(quantized.view(-1, COLUMNS, k))
+            panels[first:last] = _packed(quantized.view(-1, COLUMNS, k), self.bits)
             for made, each in zip(of_groups, found, strict=True):
                 made[first:last] = each.view(-1, COLUMNS, k // self.group).transpose(1, 2)
         scales, zeros = of_groups if len(of_groups) > 1 else (*of_groups, None)
-        return NativeLinear(self.space, Panels(self.kind, n, k, panels, scales, zeros, self.group, factor), bias)
+        made_panels = Panels(self.kind, n, k, panels, scales, zeros, group=self.group, factor=factor)
+        return NativeLinear(self.space, made_panels, bias)
 
     def nbytes(self, n: int, k: int, dtype: torch.dtype, *, bias: bool = False, shared: bool = False) -> int:
         """Raises InvalidRequest where k is no multiple of the group."""
@@ -241,31 +288,23 @@ class QuantizedFactory(PanelFactory, ABC):
         """Of float32 [n, groups, group]: unsigned numbers, uint8; `_of_groups`, [n, groups] each; and the sum of
         squares that it changed."""
 
-    @staticmethod
-    @abstractmethod
-    def _packed(numbers: Tensor) -> Tensor:
-        """Of uint8 [panels, 16, k]: the panels' bytes, [panels, vectors, 16, 4]."""
-
 
 class ByteFactory(QuantizedFactory):
-    """8 bits: a scale for every 64 weights of a column, their largest magnitude over 127."""
+    """8 bits: a scale in float16 for every 64 weights of a column, about their largest magnitude over 127."""
 
     name, bits, kind, group = "int8", 8, library.BYTES, GROUP_OF_8_BITS
-    _of_groups = (torch.float32,)
+    _of_groups = (torch.float16,)
 
     @staticmethod
     def _factor(weight: Tensor) -> float:
-        return 1.0
+        return _power_of_two(weight, 22)
 
     def _quantize(self, grouped: Tensor, factor: float) -> tuple[Tensor, ...]:
-        scale = grouped.abs().amax(-1, keepdim=True) / 127.0
-        quantized = (grouped / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_()
-        changed = (quantized * scale).sub_(grouped).square_().sum(dtype=torch.float64)
+        scale = (grouped.abs().amax(-1, keepdim=True) / (127.0 * factor)).half()
+        stored = scale.float() * factor
+        quantized = (grouped / stored.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(-127.0, 127.0)
+        changed = (quantized * stored).sub_(grouped).square_().sum(dtype=torch.float64)
         return (quantized + 128.0).to(torch.uint8), scale, changed
-
-    @staticmethod
-    def _packed(numbers: Tensor) -> Tensor:
-        return numbers.view(*numbers.shape[:2], -1, 4).transpose(1, 2)
 
 
 class NibbleFactory(QuantizedFactory):
@@ -274,18 +313,6 @@ class NibbleFactory(QuantizedFactory):
 
     name, bits, kind, group = "int4", 4, library.NIBBLES, GROUP_OF_4_BITS
     _of_groups = (torch.float16, torch.uint8)
-
-    def __init__(self, space: Workspace | None = None) -> None:
-        super().__init__(space)
-        self.as_stored = 0
-        """Matrices that were in 4 bits."""
-
-    @staticmethod
-    def stored_bytes(n: int, k: int, groups: StoredGroups, *, bias: bool = False) -> int:
-        """Of a matrix that `pack` holds."""
-        panels = -(-n // COLUMNS) * COLUMNS
-        of_groups = k // groups.size * (3 if groups.zeroed else 2)
-        return panels * (k // 2 + of_groups) + bias * _size((n,), torch.float32)
 
     @staticmethod
     def _factor(weight: Tensor) -> float:
@@ -301,27 +328,67 @@ class NibbleFactory(QuantizedFactory):
         )
         return numbers, (scales / factor).half(), zeros, changed.sum(dtype=torch.float64)
 
-    def pack(self, matrix: Nibbles, bias: Tensor | None) -> NativeLinear:
-        """Hold a matrix that is in 4 bits already, in groups of 32, 64 or 128."""
-        numbers, zeros = matrix.numbers, matrix.zeros
-        factor = _power_of_two(matrix.scales, 15)
-        scales = (matrix.scales.to(torch.float32) / factor).half()
-        self.as_stored += 1
-        n, k = numbers.shape
+
+class StoredFactory:
+    """Matrices of small integers as a checkpoint stores them."""
+
+    def __init__(self, space: Workspace) -> None:
+        self._space = space
+
+    def __call__(self, matrix: Integers, bias: Tensor | None) -> NativeLinear:
+        """Pack it. Its groups are those of `GROUPS`."""
+        (n, k), kind = matrix.shape, kind_of(matrix.bits, factored=matrix.factors is not None)
         more = (0, 0, 0, -n % COLUMNS)
-        panels = _allocate((-(-n // COLUMNS), k // 8, COLUMNS, 4), torch.uint8)
-        panels.copy_(self._packed(F.pad(numbers, more).view(-1, COLUMNS, k)))
-        held, of_zeros = (
-            None if each is None else F.pad(each, more).view(len(panels), COLUMNS, -1).mT.contiguous()
-            for each in (scales, zeros)
-        )
-        made = Panels(self.kind, n, k, panels, held, of_zeros, matrix.group, factor)
-        return NativeLinear(self.space, made, bias)
+        packed = _packed(F.pad(matrix.numbers, more).view(-1, COLUMNS, k), matrix.bits)
+        held = _allocate(tuple(packed.shape), torch.uint8)
+        held.copy_(packed)
+
+        def by_panel(each: Tensor) -> Tensor:
+            return F.pad(each, more).view(len(held), COLUMNS, -1).mT.contiguous()
+
+        factor, scales, factors = 1.0, matrix.scales, None
+        if matrix.factors is None:
+            factor = 1.0 if scales.dtype == torch.float16 else _power_of_two(scales, 15)
+            scales = (scales.to(torch.float32) / factor).half()
+        else:
+            factors = by_panel(matrix.factors.flatten(1))
+        scales, zeros = by_panel(scales), None if matrix.zeros is None else by_panel(matrix.zeros)
+        made = Panels(kind, n, k, held, scales, zeros, factors, matrix.order, matrix.group, factor)
+        return NativeLinear(self._space, made, bias)
 
     @staticmethod
-    def _packed(numbers: Tensor) -> Tensor:
-        halves = numbers.view(*numbers.shape[:2], -1, 2, 4).transpose(1, 2)  # [panels, eights, 16, 2, 4]
-        return halves[..., 0, :] | (halves[..., 1, :] << 4)
+    def nbytes(n: int, k: int, form: IntegerFormat, *, bias: bool = False) -> int:
+        """Bytes that a matrix of this format holds."""
+        of_groups = k // form.group * (2 if form.factored else 2 + form.zeroed)
+        of_supers = k // SUPER_GROUP * 4 if form.factored else 0
+        columns = -(-n // COLUMNS) * COLUMNS
+        return columns * (k * form.bits // 8 + of_groups + of_supers) + form.ordered * 4 * k + bias * 4 * n
+
+    @staticmethod
+    def row_bytes(k: int, form: IntegerFormat) -> int:
+        """See `PanelFactory`."""
+        kind = kind_of(form.bits, factored=form.factored)
+        return _row_bytes(kind, library.load().ferrum_linear_supported(kind), k, form.group)
+
+    @staticmethod
+    def thread_bytes(form: IntegerFormat) -> int:
+        """See `PanelFactory`."""
+        kind = kind_of(form.bits, factored=form.factored)
+        return _thread_bytes(kind, library.load().ferrum_linear_supported(kind))
+
+
+def kind_of(bits: int, *, factored: bool) -> int:
+    """What ``enum kind`` of linear.h calls it."""
+    return library.FACTORED if factored else library.NIBBLES if bits == 4 else library.BYTES
+
+
+def _row_bytes(kind: int, lanes: int, k: int, group: int) -> int:
+    scales = k // group * 8 if group else 0  # and sums
+    return k * PREPARED[kind].get(lanes, 0) + scales
+
+
+def _thread_bytes(kind: int, lanes: int) -> int:
+    return UNPACKED_BYTES if kind in (library.NIBBLES, library.FACTORED) and lanes == 16 else 0
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

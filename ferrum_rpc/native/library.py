@@ -59,9 +59,9 @@ class MatrixStruct(ctypes.Structure):
     """``struct matrix`` of linear.h: a packed weight."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("kind", "n", "k", "group")),
+        *((name, ctypes.c_int32) for name in ("kind", "n", "k", "group", "width")),
         ("factor", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("panels", "scales", "zeros", "bias")),
+        *((name, ctypes.c_void_p) for name in ("panels", "scales", "zeros", "factors", "bias", "order", "next")),
     )
 
 
@@ -159,7 +159,7 @@ STRUCTS: Final = (
     *(SpanArrays, RowKindStruct, RowTask, MatrixStruct, LayerWeights, AttentionLayer, AttentionStep, Draw),
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep),
 )
-ABI_VERSION: Final = 20
+ABI_VERSION: Final = 21
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -167,7 +167,7 @@ BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout:
 ADD_NORM, ROTATE, GATE = 0, 1, 2
 """``enum task`` of norm_rope_gate.h."""
 
-PAIRS, BYTES, NIBBLES = 0, 1, 2
+PAIRS, BYTES, NIBBLES, FACTORED = 0, 1, 2, 3
 """``enum kind`` of linear.h."""
 
 REDUCE: Final = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)

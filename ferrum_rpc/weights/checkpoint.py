@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported, listed
-from ferrum_rpc.models.four_bits import Nibbles
+from ferrum_rpc.models.stored_integers import Integers
 from ferrum_rpc.weights.entries import TensorEntry, broken, forbidden, open_regular
 from ferrum_rpc.weights.gguf.model import read_model
 from ferrum_rpc.weights.quantized import decoded_entries
@@ -108,13 +108,13 @@ class Checkpoint:
         return tuple(sorted(sizes, key=sizes.__getitem__, reverse=True))
 
     def weights(
-        self, names: Collection[str], dtype: torch.dtype, in_4_bits: Collection[str]
-    ) -> Iterator[tuple[str, Tensor | Nibbles]]:
-        """Like `tensors`, but those of ``in_4_bits`` that are stored so as they are."""
+        self, names: Collection[str], dtype: torch.dtype, as_integers: Collection[str]
+    ) -> Iterator[tuple[str, Tensor | Integers]]:
+        """Like `tensors`, but those of ``as_integers`` as they are stored, where that is possible."""
         for entries in self._files(names):
             reader = Reader()
             for name, entry in entries.items():
-                held = reader.nibbles(entry) if name in in_4_bits else None
+                held = reader.integers(entry) if name in as_integers else None
                 yield name, reader.read(name, entry, dtype) if held is None else held
 
     def tensors(

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.models.four_bits import Nibbles, StoredGroups
+from ferrum_rpc.models.stored_integers import IntegerFormat, Integers
 
 Decode = Callable[[Mapping[str, Tensor], int, int], Tensor]
 """``decode(parts, first, last)``: rows ``first`` to ``last`` of the matrix, float32 [last - first, width]."""
 
-AsNibbles = Callable[[Mapping[str, Tensor]], Nibbles | None]
-"""The matrix of stored parts without decoding it. None: its columns are in another order."""
+AsIntegers = Callable[[Mapping[str, Tensor]], Integers | None]
+"""The matrix of stored parts as it is multiplied, without its scales. None: its groups are not of equal size."""
 
 CHUNK: Final = 1 << 20
 """Numbers that are decoded at once: temporaries take a few times 4 MiB, however large the matrix is."""
@@ -51,15 +51,15 @@ class TensorEntry:
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """``parts``: by role, the stored name and the entry of each. Rows are decoded from a multiple of ``multiple`` on.
-    ``kind``: what the bytes alone do not determine. ``groups`` and ``nibbles``: of a matrix in 4 bits of which equally
-    many columns share a scale."""
+    ``kind``: what the bytes alone do not determine. ``form`` and ``integers``: of a matrix that our kernel can hold as
+    it is stored."""
 
     parts: dict[str, tuple[str, TensorEntry]]
     decode: Decode
     multiple: int = 1
     kind: str = ""
-    groups: StoredGroups | None = None
-    nibbles: AsNibbles | None = None
+    form: IntegerFormat | None = None
+    integers: AsIntegers | None = None
 
     def matrix(self, parts: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """``dtype`` ``shape``: the complete matrix, each number rounded once."""

@@ -8,7 +8,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from ferrum_rpc.models.four_bits import Nibbles
+from ferrum_rpc.models.stored_integers import Integers
 from ferrum_rpc.weights.entries import Encoding, TensorEntry
 from ferrum_rpc.weights.gguf.blocks import mapped
 from ferrum_rpc.weights.safetensors_file import MappedFile
@@ -27,12 +27,12 @@ class Reader:
             return mapped(entry) if entry.offset is not None else self._file(entry.file).tensor(name, entry)
         return entry.encoding.matrix(self._parts(entry.encoding), entry.shape, dtype)
 
-    def nibbles(self, entry: TensorEntry) -> Nibbles | None:
-        """A matrix in 4 bits as it is stored. None: it can only be decoded."""
+    def integers(self, entry: TensorEntry) -> Integers | None:
+        """A matrix of small integers as it is stored. None: it can only be decoded."""
         encoding = entry.encoding
-        if encoding is None or encoding.nibbles is None or encoding.groups is None:
+        if encoding is None or encoding.integers is None or encoding.form is None:
             return None
-        return encoding.nibbles(self._parts(encoding))
+        return encoding.integers(self._parts(encoding))
 
     def _parts(self, encoding: Encoding) -> dict[str, Tensor]:
         return {role: self.read(*part) for role, part in encoding.parts.items()}

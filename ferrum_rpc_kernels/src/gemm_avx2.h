@@ -121,21 +121,59 @@ GEMM_INLINE(AVX2) void avx2_pairs(const struct gemm_tile *tile, int first, const
             _mm256_storeu_ps(to + r * GEMM_WIDTH + p * 8, _mm256_castsi256_ps(sums[r][p]));
 }
 
+GEMM_INLINE(AVX2) __m256i avx2_eight(const uint8_t *bytes)
+{
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
+}
+
+GEMM_INLINE(AVX2) __m256 avx2_floats(const uint16_t *halves)
+{
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)halves));
+}
+
+/* As gemm_start. */
+GEMM_INLINE(AVX2) void avx2_start(const struct gemm_tile *tile, int first, int g, const int rows, const int panels,
+                                  const int zero, __m256i (*sums)[2 * GEMM_PANELS])
+{
+#pragma GCC unroll 8
+    for (int p = 0; p < 2 * panels; p++) {
+        __m256i zeros = _mm256_set1_epi32(zero);
+        if (zero && tile->panel_zeros)
+            zeros = avx2_eight(tile->panel_zeros + (first + p / 2) * tile->panel_groups + (size_t)g * GEMM_COLUMNS +
+                               p % 2 * 8);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++)
+            sums[r][p] = _mm256_madd_epi16(zeros, _mm256_set1_epi32(tile->row_starts[r * tile->row_groups + g]));
+    }
+}
+
 /* Add the sums of group `g`, integers, to a tile's, with the scales of rows and columns. */
 GEMM_INLINE(AVX2) void avx2_scale(const struct gemm_tile *tile, int first, int g, const int rows, const int panels,
-                                  const int nibbles, __m256i (*sums)[2 * GEMM_PANELS])
+                                  const int factored, __m256i (*sums)[2 * GEMM_PANELS])
 {
 #pragma GCC unroll 8
     for (int p = 0; p < 2 * panels; p++) {
         const size_t at = (first + p / 2) * tile->panel_groups + (size_t)g * GEMM_COLUMNS + p % 2 * 8;
-        const char *scales = (const char *)tile->panel_scales + at * (nibbles ? 2 : 4);
-        const __m256 scale =
-            nibbles ? _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales)) : _mm256_loadu_ps((const float *)scales);
+        const uint16_t *factors = tile->panel_factors + (first + p / 2) * tile->panel_supers +
+                                  g / GEMM_SUPER * 2 * GEMM_COLUMNS + p % 2 * 8;
+        __m256 scale, least = _mm256_setzero_ps();
+        if (factored) {
+            scale = _mm256_mul_ps(_mm256_cvtepi32_ps(avx2_eight((const uint8_t *)tile->panel_scales + at)),
+                                  avx2_floats(factors));
+            least =
+                _mm256_mul_ps(_mm256_cvtepi32_ps(avx2_eight(tile->panel_zeros + at)), avx2_floats(factors + GEMM_COLUMNS));
+        } else
+            scale = avx2_floats((const uint16_t *)tile->panel_scales + at);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             float *to = tile->sums + r * GEMM_WIDTH + first * GEMM_COLUMNS + p * 8;
-            const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(tile->row_scales[r * tile->row_groups + g]));
-            _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][p]), both, _mm256_loadu_ps(to)));
+            const float of_row = tile->row_scales[r * tile->row_groups + g];
+            const __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(of_row));
+            __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[r][p]), both, _mm256_loadu_ps(to));
+            if (factored)
+                sum = _mm256_fmadd_ps(
+                    least, _mm256_set1_ps((float)tile->row_starts[r * tile->row_groups + g] * of_row), sum);
+            _mm256_storeu_ps(to, sum);
         }
     }
 }
@@ -147,11 +185,7 @@ GEMM_INLINE(AVX2) void avx2_bytes(const struct gemm_tile *tile, int first, const
     const int group = tile->group;
     for (int g = 0; g < tile->vectors / group; g++) {
         __m256i sums[GEMM_ROWS][2 * GEMM_PANELS];
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-            for (int p = 0; p < 2 * panels; p++)
-                sums[r][p] = _mm256_set1_epi32(128 * tile->row_starts[r * tile->row_groups + g]);
+        avx2_start(tile, first, g, rows, panels, 128, sums);
         avx2_multiply(tile, row, panel, ahead, group, rows, panels, 1, sums);
         row += group * AVX2_STEP, panel += group * 64, ahead += group * 64;
         avx2_scale(tile, first, g, rows, panels, 0, sums);
@@ -202,22 +236,14 @@ GEMM_INLINE(AVX2) void avx2_nibble_sums(const struct gemm_tile *tile, const char
     }
 }
 
-GEMM_INLINE(AVX2) void avx2_nibbles(const struct gemm_tile *tile, int first, const int rows, const int panels)
+GEMM_INLINE(AVX2) void avx2_in_nibbles(const struct gemm_tile *tile, int first, const int rows, const int panels,
+                                       const int factored)
 {
     const char *row = tile->rows, *panel = tile->panels + first * tile->panel_bytes;
     const char *ahead = first ? panel : tile->ahead;
     for (int g = 0; g < tile->vectors / tile->group; g++) {
         __m256i whole[GEMM_ROWS][2 * GEMM_PANELS];
-#pragma GCC unroll 8
-        for (int p = 0; p < 2 * panels; p++) {
-            __m256i zeros = _mm256_set1_epi32(8);
-            if (tile->panel_zeros)
-                zeros = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(
-                    tile->panel_zeros + (first + p / 2) * tile->panel_groups + (size_t)g * GEMM_COLUMNS + p % 2 * 8)));
-#pragma GCC unroll 6
-            for (int r = 0; r < rows; r++)
-                whole[r][p] = _mm256_madd_epi16(zeros, _mm256_set1_epi32(tile->row_starts[r * tile->row_groups + g]));
-        }
+        avx2_start(tile, first, g, rows, panels, factored ? 0 : 8, whole);
         for (int i = 0; i < tile->group; i += 4, row += 4 * 8, panel += 4 * 64, ahead += 4 * 64) {
             __m256i sums[GEMM_ROWS][2 * GEMM_PANELS];
             for (int line = 0; line < 4; line++)
@@ -234,13 +260,24 @@ GEMM_INLINE(AVX2) void avx2_nibbles(const struct gemm_tile *tile, int first, con
                 for (int p = 0; p < 2 * panels; p++)
                     whole[r][p] = _mm256_add_epi32(whole[r][p], _mm256_madd_epi16(sums[r][p], _mm256_set1_epi16(1)));
         }
-        avx2_scale(tile, first, g, rows, panels, 1, whole);
+        avx2_scale(tile, first, g, rows, panels, factored, whole);
     }
+}
+
+GEMM_INLINE(AVX2) void avx2_nibbles(const struct gemm_tile *tile, int first, const int rows, const int panels)
+{
+    avx2_in_nibbles(tile, first, rows, panels, 0);
+}
+
+GEMM_INLINE(AVX2) void avx2_factored(const struct gemm_tile *tile, int first, const int rows, const int panels)
+{
+    avx2_in_nibbles(tile, first, rows, panels, 1);
 }
 
 #define AVX2_CASE(kind, r, p)                                                                                          \
     case (p) * 8 + (r):                                                                                                \
-        kind(tile, first, r, p);                                                                                       \
+        if ((r) <= GEMM_ROWS)                                                                                          \
+            kind(tile, first, r, p);                                                                                   \
         break;
 #define AVX2_ENTRY(name, kind)                                                                                         \
     static COMPILED_FOR(AVX2) void name(const struct gemm_tile *tile, int rows, int panels)                            \

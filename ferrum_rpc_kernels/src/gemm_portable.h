@@ -67,51 +67,51 @@ static inline float portable_half(uint16_t half)
     return x;
 }
 
-static void bytes_portable(const struct gemm_tile *tile, int rows, int panels)
+/* Add the integer sums of group `g` in panel `p` and row `r` to a tile's, with the scales of both. */
+static void portable_scale(const struct gemm_tile *tile, int p, int r, int g, int factored, const int32_t *sums)
 {
-    const int groups = tile->vectors / tile->group;
+    const size_t at = p * tile->panel_groups + (size_t)g * GEMM_COLUMNS;
+    const float scale = tile->row_scales[r * tile->row_groups + g];
+    const float start = (float)tile->row_starts[r * tile->row_groups + g] * scale;
+    float *to = tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS;
+    for (int c = 0; c < GEMM_COLUMNS; c++) {
+        if (!factored) {
+            to[c] = portable_fma((float)sums[c], portable_half(((const uint16_t *)tile->panel_scales)[at + c]) * scale, to[c]);
+            continue;
+        }
+        const uint16_t *factors = tile->panel_factors + p * tile->panel_supers + g / GEMM_SUPER * 2 * GEMM_COLUMNS;
+        const float own = (float)((const uint8_t *)tile->panel_scales)[at + c] * portable_half(factors[c]);
+        const float least = (float)tile->panel_zeros[at + c] * portable_half(factors[GEMM_COLUMNS + c]);
+        to[c] = portable_fma(least, start, portable_fma((float)sums[c], own * scale, to[c]));
+    }
+}
+
+/* Sums of bytes, or of nibbles, the number `zero` of which stands for 0 where a matrix has none of its own. */
+static inline void portable_groups(const struct gemm_tile *tile, int rows, int panels, const int nibbles, const int zero)
+{
+    const int together = nibbles ? 8 : 4;
     for (int p = 0; p < panels; p++)
         for (int r = 0; r < rows; r++)
-            for (int g = 0; g < groups; g++) {
+            for (int g = 0; g < tile->vectors / tile->group; g++) {
                 const size_t first = (size_t)g * tile->group;
                 const uint8_t *panel = (const uint8_t *)tile->panels + p * tile->panel_bytes + first * 64;
-                const int8_t *row = (const int8_t *)tile->rows + r * tile->row_bytes + first * 4;
+                const uint8_t *zeros = zero ? tile->panel_zeros : NULL;
+                const int8_t *row = (const int8_t *)tile->rows + r * tile->row_bytes + first * together;
                 int32_t sums[GEMM_COLUMNS];
                 for (int c = 0; c < GEMM_COLUMNS; c++)
-                    sums[c] = 128 * tile->row_starts[r * tile->row_groups + g];
-                for (int i = 0; i < 4 * tile->group; i++)
-                    for (int c = 0; c < GEMM_COLUMNS; c++)
-                        sums[c] += panel[(i / 4 * GEMM_COLUMNS + c) * 4 + i % 4] * row[i];
-                const float *scales = (const float *)tile->panel_scales + p * tile->panel_groups + g * GEMM_COLUMNS;
-                const float scale = tile->row_scales[r * tile->row_groups + g];
-                float *to = tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS;
-                for (int c = 0; c < GEMM_COLUMNS; c++)
-                    to[c] = portable_fma((float)sums[c], scales[c] * scale, to[c]);
+                    sums[c] = (zeros ? zeros[p * tile->panel_groups + (size_t)g * GEMM_COLUMNS + c] : zero) *
+                              tile->row_starts[r * tile->row_groups + g];
+                for (int i = 0; i < together * tile->group; i++)
+                    for (int c = 0; c < GEMM_COLUMNS; c++) {
+                        const int four = panel[(i / together * GEMM_COLUMNS + c) * 4 + i % 4];
+                        sums[c] += (nibbles ? four >> (i / 4 % 2 * 4) & 15 : four) * row[i];
+                    }
+                portable_scale(tile, p, r, g, !zero, sums);
             }
 }
 
-static void nibbles_portable(const struct gemm_tile *tile, int rows, int panels)
-{
-    const int groups = tile->vectors / tile->group;
-    for (int p = 0; p < panels; p++)
-        for (int r = 0; r < rows; r++)
-            for (int g = 0; g < groups; g++) {
-                const size_t first = (size_t)g * tile->group, at = p * tile->panel_groups + (size_t)g * GEMM_COLUMNS;
-                const uint8_t *panel = (const uint8_t *)tile->panels + p * tile->panel_bytes + first * 64;
-                const int8_t *row = (const int8_t *)tile->rows + r * tile->row_bytes + first * 8;
-                int32_t sums[GEMM_COLUMNS];
-                for (int c = 0; c < GEMM_COLUMNS; c++)
-                    sums[c] = (tile->panel_zeros ? tile->panel_zeros[at + c] : 8) *
-                              tile->row_starts[r * tile->row_groups + g];
-                for (int i = 0; i < 8 * tile->group; i++)
-                    for (int c = 0; c < GEMM_COLUMNS; c++)
-                        sums[c] += (panel[(i / 8 * GEMM_COLUMNS + c) * 4 + i % 4] >> (i / 4 % 2 * 4) & 15) * row[i];
-                const uint16_t *scales = (const uint16_t *)tile->panel_scales + at;
-                const float scale = tile->row_scales[r * tile->row_groups + g];
-                float *to = tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS;
-                for (int c = 0; c < GEMM_COLUMNS; c++)
-                    to[c] = portable_fma((float)sums[c], portable_half(scales[c]) * scale, to[c]);
-            }
-}
+static void bytes_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, 0, 128); }
+static void nibbles_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, 1, 8); }
+static void factored_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, 1, 0); }
 
 #endif

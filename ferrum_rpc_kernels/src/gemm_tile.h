@@ -20,7 +20,9 @@
 
 #include "cpu_features.h"
 
+#if !defined(GEMM_ROWS) /* tests compile fewer copies of the loops */
 #define GEMM_ROWS 6
+#endif
 #define GEMM_PANELS 4
 #define GEMM_COLUMNS 16 /* of a panel */
 #define GEMM_WIDTH (GEMM_PANELS * GEMM_COLUMNS)
@@ -32,15 +34,18 @@ struct gemm_tile {
     size_t row_bytes, panel_bytes;
     float *sums;
     int vectors; /* of a panel: pairs, fours or eights */
-    /* bytes and nibbles: a group is `group` vectors. Of each in a row its scale and -1 x its sum, and in each column its
-     * scale (float32 for bytes, float16 for nibbles) and which nibble stands for 0 (NULL: 8) */
+    /* all but pairs: a group is `group` vectors. Of each in a row its scale and -1 x its sum, and in each column what
+     * linear.h says of scales, zeros and factors */
     const float *row_scales;
     const int32_t *row_starts;
     const void *panel_scales;
     const uint8_t *panel_zeros;
-    size_t row_groups, panel_groups; /* from one row's, or panel's, to the next one's */
+    const uint16_t *panel_factors;
+    size_t row_groups, panel_groups, panel_supers; /* from one row's, or panel's, to the next one's */
     int group;
 };
+
+#define GEMM_SUPER 8 /* groups that share factors */
 
 #if defined(__x86_64__)
 
@@ -152,39 +157,71 @@ GEMM_INLINE(AVX512) void gemm_halves(const struct gemm_tile *tile, const int row
     gemm_store(tile, rows, panels, sums);
 }
 
+GEMM_INLINE(AVX512) __m512i gemm_widen(const uint8_t *bytes)
+{
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
+}
+
+GEMM_INLINE(AVX512) __m512 gemm_floats(const uint16_t *halves)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
+}
+
+/* What the sums of group `g` begin with: numbers are unsigned and rows are signed, so the number that stands for 0, which
+ * is `zero` where a matrix has none of its own, times the sum of the row's group is taken off. */
+GEMM_INLINE(AVX512) void gemm_start(const struct gemm_tile *tile, int g, const int rows, const int panels, const int zero,
+                                    __m512i (*sums)[GEMM_PANELS])
+{
+#pragma GCC unroll 4
+    for (int p = 0; p < panels; p++) {
+        __m512i zeros = _mm512_set1_epi32(zero);
+        if (zero && tile->panel_zeros)
+            zeros = gemm_widen(tile->panel_zeros + p * tile->panel_groups + (size_t)g * GEMM_COLUMNS);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) /* 16 bits hold a number, and the sum of 128 bytes */
+            sums[r][p] = _mm512_madd_epi16(zeros, _mm512_set1_epi32(tile->row_starts[r * tile->row_groups + g]));
+    }
+}
+
 /* Add the sums of group `g`, integers, to a tile's, with the scales of rows and columns. */
-GEMM_INLINE(AVX512) void gemm_scale(const struct gemm_tile *tile, int g, const int rows, const int panels, const int nibbles,
+GEMM_INLINE(AVX512) void gemm_scale(const struct gemm_tile *tile, int g, const int rows, const int panels, const int factored,
                                     __m512i (*sums)[GEMM_PANELS])
 {
 #pragma GCC unroll 4
     for (int p = 0; p < panels; p++) {
         const size_t at = p * tile->panel_groups + (size_t)g * GEMM_COLUMNS;
-        const char *scales = (const char *)tile->panel_scales + at * (nibbles ? 2 : 4);
-        const __m512 scale =
-            nibbles ? _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales)) : _mm512_loadu_ps(scales);
+        const uint16_t *factors = tile->panel_factors + p * tile->panel_supers + g / GEMM_SUPER * 2 * GEMM_COLUMNS;
+        __m512 scale, least = _mm512_setzero_ps();
+        if (factored) {
+            scale = _mm512_mul_ps(_mm512_cvtepi32_ps(gemm_widen((const uint8_t *)tile->panel_scales + at)),
+                                  gemm_floats(factors));
+            least = _mm512_mul_ps(_mm512_cvtepi32_ps(gemm_widen(tile->panel_zeros + at)),
+                                  gemm_floats(factors + GEMM_COLUMNS));
+        } else
+            scale = gemm_floats((const uint16_t *)tile->panel_scales + at);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             float *to = tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS;
-            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(tile->row_scales[r * tile->row_groups + g]));
-            _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][p]), both, _mm512_loadu_ps(to)));
+            const float of_row = tile->row_scales[r * tile->row_groups + g];
+            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(of_row));
+            __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][p]), both, _mm512_loadu_ps(to));
+            if (factored)
+                sum = _mm512_fmadd_ps(
+                    least, _mm512_set1_ps((float)tile->row_starts[r * tile->row_groups + g] * of_row), sum);
+            _mm512_storeu_ps(to, sum);
         }
     }
 }
 
-/* Weights are unsigned, 128 more than they are, and rows are signed: what that adds, 128 x the sum of the row's group,
- * is taken off where the group's sum begins. `nibbles`: they are from gemm_unpack. */
+/* `factored`: the numbers are nibbles from gemm_unpack. */
 GEMM_INLINE(AVX512_VNNI) void gemm_in_bytes(const struct gemm_tile *tile, const int rows, const int panels,
-                                            const int nibbles)
+                                            const int factored)
 {
     const char *row = tile->rows, *panel = tile->panels, *ahead = tile->ahead;
     const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
     for (int g = 0; g < tile->vectors / tile->group; g++) {
         __m512i sums[GEMM_ROWS][GEMM_PANELS];
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-            for (int p = 0; p < panels; p++)
-                sums[r][p] = _mm512_set1_epi32(128 * tile->row_starts[r * tile->row_groups + g]);
+        gemm_start(tile, g, rows, panels, factored ? 0 : 128, sums);
         for (int i = 0; i < tile->group; i++, row += 4, panel += 64, ahead += 64) {
             __m512i weights[GEMM_PANELS];
             gemm_prefetch(ahead, panel, panel_bytes, panels);
@@ -199,7 +236,7 @@ GEMM_INLINE(AVX512_VNNI) void gemm_in_bytes(const struct gemm_tile *tile, const 
                     sums[r][p] = gemm_fours(sums[r][p], weights[p], x);
             }
         }
-        gemm_scale(tile, g, rows, panels, nibbles, sums);
+        gemm_scale(tile, g, rows, panels, factored, sums);
     }
 }
 
@@ -208,22 +245,21 @@ GEMM_INLINE(AVX512_VNNI) void gemm_bytes(const struct gemm_tile *tile, const int
     gemm_in_bytes(tile, rows, panels, 0);
 }
 
-GEMM_INLINE(AVX512_VNNI) void gemm_unpacked(const struct gemm_tile *tile, const int rows, const int panels)
+GEMM_INLINE(AVX512_VNNI) void gemm_factored_bytes(const struct gemm_tile *tile, const int rows, const int panels)
 {
     gemm_in_bytes(tile, rows, panels, 1);
 }
 
-/* `vectors` of a panel of nibbles to twice as many of bytes, 128 more than the weights are. `zeros`: of each group of `group`
- * vectors in each column; NULL: 8. */
-GEMM_INLINE(AVX512) void gemm_unpack(const char *panel, const uint8_t *zeros, int vectors, int group, char *to)
+/* `vectors` of a panel of nibbles to twice as many of bytes. `zeros`: of each group of `group` vectors in each column, the
+ * nibble that becomes 128; NULL: `every` is added to each. */
+GEMM_INLINE(AVX512) void gemm_unpack(const char *panel, const uint8_t *zeros, int every, int vectors, int group, char *to)
 {
     const __m512i low = _mm512_set1_epi8(15);
     for (int i = 0; i < vectors; i += group) {
-        __m512i more = _mm512_set1_epi8(128 - 8);
+        __m512i more = _mm512_set1_epi8((char)every);
         if (zeros)
             more = _mm512_sub_epi8(_mm512_set1_epi8((char)128),
-                                   _mm512_mullo_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(
-                                                          (const __m128i *)(zeros + (size_t)i / group * GEMM_COLUMNS))),
+                                   _mm512_mullo_epi32(gemm_widen(zeros + (size_t)i / group * GEMM_COLUMNS),
                                                       _mm512_set1_epi32(0x01010101)));
         for (int v = 0; v < group; v++, panel += 64, to += 128) {
             const __m512i both = _mm512_loadu_si512(panel);
@@ -233,25 +269,16 @@ GEMM_INLINE(AVX512) void gemm_unpack(const char *panel, const uint8_t *zeros, in
     }
 }
 
-/* Weights are 0 .. 15, as they are stored, and rows are signed; the number that stands for 0 times the sum of the row's
- * group is taken off where the group's sum begins. Low nibbles before high ones, so that the vectors fit the registers. */
-GEMM_INLINE(AVX512_VNNI) void gemm_nibbles(const struct gemm_tile *tile, const int rows, const int panels)
+/* Low nibbles before high ones, so that the vectors fit the registers. */
+GEMM_INLINE(AVX512_VNNI) void gemm_in_nibbles(const struct gemm_tile *tile, const int rows, const int panels,
+                                              const int factored)
 {
     const char *row = tile->rows, *panel = tile->panels, *ahead = tile->ahead;
     const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
     const __m512i low = _mm512_set1_epi8(15);
     for (int g = 0; g < tile->vectors / tile->group; g++) {
         __m512i sums[GEMM_ROWS][GEMM_PANELS];
-#pragma GCC unroll 4
-        for (int p = 0; p < panels; p++) {
-            __m512i zeros = _mm512_set1_epi32(8);
-            if (tile->panel_zeros)
-                zeros = _mm512_cvtepu8_epi32(_mm_loadu_si128(
-                    (const __m128i *)(tile->panel_zeros + p * tile->panel_groups + (size_t)g * GEMM_COLUMNS)));
-#pragma GCC unroll 6
-            for (int r = 0; r < rows; r++) /* 16 bits hold the sum of 128 bytes */
-                sums[r][p] = _mm512_madd_epi16(zeros, _mm512_set1_epi32(tile->row_starts[r * tile->row_groups + g]));
-        }
+        gemm_start(tile, g, rows, panels, factored ? 0 : 8, sums);
         for (int i = 0; i < tile->group; i++, row += 8, panel += 64, ahead += 64) {
             gemm_prefetch(ahead, panel, panel_bytes, panels);
 #pragma GCC unroll 2
@@ -271,14 +298,25 @@ GEMM_INLINE(AVX512_VNNI) void gemm_nibbles(const struct gemm_tile *tile, const i
                 }
             }
         }
-        gemm_scale(tile, g, rows, panels, 1, sums);
+        gemm_scale(tile, g, rows, panels, factored, sums);
     }
+}
+
+GEMM_INLINE(AVX512_VNNI) void gemm_nibbles(const struct gemm_tile *tile, const int rows, const int panels)
+{
+    gemm_in_nibbles(tile, rows, panels, 0);
+}
+
+GEMM_INLINE(AVX512_VNNI) void gemm_factored(const struct gemm_tile *tile, const int rows, const int panels)
+{
+    gemm_in_nibbles(tile, rows, panels, 1);
 }
 
 /* One copy of the loops for every number of rows and panels, so that their sums stay in registers. */
 #define GEMM_CASE(kind, r, p)                                                                                          \
     case (p) * 8 + (r):                                                                                                \
-        kind(tile, r, p);                                                                                              \
+        if ((r) <= GEMM_ROWS)                                                                                          \
+            kind(tile, r, p);                                                                                          \
         break;
 #define GEMM_CASES(kind, p)                                                                                            \
     GEMM_CASE(kind, 1, p)                                                                                              \

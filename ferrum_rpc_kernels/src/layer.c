@@ -76,7 +76,7 @@ static int32_t summed_product(const struct layer_step *step, enum product which,
     const struct ferrum_layers *self = step->self;
     if (product(step, which, x, y))
         return -1;
-    return self->reduce ? self->reduce(self->context, y, step->count * step->weights->products[which]->n) : 0;
+    return self->reduce ? self->reduce(self->context, y, step->count * step->weights->products[which]->width) : 0;
 }
 
 /* hidden += delta, if there is one; out = their norm, if there is one. Returns the address of the normed rows: `out`, or
@@ -87,7 +87,7 @@ static char *add_norm(const struct layer_step *step, char *hidden, const char *d
         .kind = &step->weights->kind,
         .task = ADD_NORM,
         .threads = step->threads,
-        .width = step->weights->products[OUTPUT]->n,
+        .width = step->weights->products[OUTPUT]->width,
         .count = step->count,
         .hidden = hidden,
         .out = out,
@@ -108,7 +108,7 @@ static void rotate(const struct layer_step *step, char *qkv, const float *cos, c
         .kind = &weights->kind,
         .task = ROTATE,
         .threads = step->threads,
-        .width = weights->products[QKV]->n,
+        .width = weights->products[QKV]->width,
         .count = step->count,
         .hidden = qkv,
         .norm = weights->qk_norm,
@@ -145,8 +145,8 @@ static int32_t run_layer(const struct layer_step *step, int32_t layer, char *hid
     const struct layer_weights *weights = step->weights;
     const struct matrix *const *products = weights->products;
     struct ferrum_layers *self = step->self;
-    const size_t bytes = (size_t)step->count * 2, row = align_up(bytes * products[OUTPUT]->n);
-    const size_t wide_row = align_up(bytes * products[GATE_UP]->n), heads = align_up(bytes * products[QKV]->n);
+    const size_t bytes = (size_t)step->count * 2, row = align_up(bytes * products[OUTPUT]->width);
+    const size_t wide_row = align_up(bytes * products[GATE_UP]->width), heads = align_up(bytes * products[QKV]->width);
     if (!reserve_buffer(&self->rows, &self->rows_size, row + wide_row + bytes * products[DOWN]->k) ||
         !reserve_buffer(&self->heads, &self->heads_size, heads + bytes * products[OUTPUT]->k))
         return -1;

@@ -10,9 +10,10 @@
  * If only the largest element of a row is needed (the next token of a greedy row), the row is not written: 32 rows of a
  * 152k vocabulary are 19 MB of floats that would be read again.
  *
- * 8-bit weights are blocks of 64 elements of a column with a scale each, and 4-bit ones blocks of 32, 64 or 128 with a
- * scale and a number that stands for 0. Rows are rounded to 8 bits in the same blocks, because the instruction of AVX-512
- * multiplies bytes by bytes. (llama.cpp's Q8_0 and Q4_0 do so with blocks of 32.)
+ * Weights in 8 or 4 bits are groups of 16 to 128 elements of a column (linear.h): those of a file, multiplied as they are
+ * stored, or our own. Rows are rounded to 8 bits in the same groups, because the instruction of AVX-512 multiplies bytes
+ * by bytes. (llama.cpp does so too, with groups of 32 or 256.) A product may have parts of several kinds, one after the
+ * other in the output: a file may store q and k in 4 bits and v in 6.
  *
  * Packing does not depend on the CPU. The inner loops are of the best instructions that it has (`kernel_of`): gemm_tile.h,
  * gemm_avx2.h, gemm_portable.h.
@@ -70,28 +71,32 @@ GEMM_ENTRY(pairs_avx512_bf16, gemm_pairs, AVX512_BF16)
 GEMM_ENTRY(pairs_avx512, gemm_halves, AVX512)
 GEMM_ENTRY(bytes_avx512, gemm_bytes, AVX512_VNNI)
 GEMM_ENTRY(nibbles_avx512, gemm_nibbles, AVX512_VNNI)
-GEMM_ENTRY(unpacked_avx512, gemm_unpacked, AVX512_VNNI)
-static COMPILED_FOR(AVX512) void unpack_avx512(const char *panel, const uint8_t *zeros, int vectors, int group, char *to)
+GEMM_ENTRY(factored_avx512, gemm_factored, AVX512_VNNI)
+GEMM_ENTRY(factored_bytes_avx512, gemm_factored_bytes, AVX512_VNNI)
+static COMPILED_FOR(AVX512) void unpack_avx512(const char *panel, const uint8_t *zeros, int every, int vectors, int group,
+                                               char *to)
 {
-    gemm_unpack(panel, zeros, vectors, group, to);
+    gemm_unpack(panel, zeros, every, vectors, group, to);
 }
 AVX2_ENTRY(pairs_avx2, avx2_pairs)
 AVX2_ENTRY(bytes_avx2, avx2_bytes)
 AVX2_ENTRY(nibbles_avx2, avx2_nibbles)
+AVX2_ENTRY(factored_avx2, avx2_factored)
 #endif
 
 typedef void multiply_tile(const struct gemm_tile *tile, int rows, int panels);
 
 /* Its bits do not depend on the number of rows. `step`: bytes of a row, as `multiply` reads it, for each vector of a panel.
  * `unpack`: panels to bytes, for many rows, and what multiplies these (`unpacked`, half a step for each vector); NULL if
- * there is no such thing. */
+ * there is no such thing. A nibble becomes `every` more, if a matrix has no zeros. */
 struct kernel {
     const struct isa *isa;
     prepare_row *prepare;
     multiply_tile *multiply;
     int32_t step, lanes;
-    void (*unpack)(const char *panel, const uint8_t *zeros, int vectors, int group, char *to);
+    void (*unpack)(const char *panel, const uint8_t *zeros, int every, int vectors, int group, char *to);
     multiply_tile *unpacked;
+    int every;
 };
 
 /* The best of this machine. */
@@ -99,33 +104,38 @@ static struct kernel kernel_of(int32_t kind)
 {
 #if defined(__x86_64__)
     if (kind == BYTES && CPU_HAS(AVX512_VNNI))
-        return (struct kernel){&isa_avx512, prepare_bytes_avx512, bytes_avx512, 4, 16, NULL, NULL};
+        return (struct kernel){&isa_avx512, prepare_bytes_avx512, bytes_avx512, 4, 16, NULL, NULL, 0};
     if (kind == NIBBLES && CPU_HAS(AVX512_VNNI))
-        return (struct kernel){&isa_avx512, prepare_bytes_avx512, nibbles_avx512, 8, 16, unpack_avx512, unpacked_avx512};
+        return (struct kernel){&isa_avx512, prepare_bytes_avx512, nibbles_avx512, 8, 16, unpack_avx512, bytes_avx512, 120};
+    if (kind == FACTORED && CPU_HAS(AVX512_VNNI))
+        return (struct kernel){
+            &isa_avx512, prepare_bytes_avx512, factored_avx512, 8, 16, unpack_avx512, factored_bytes_avx512, 0};
     if (kind == PAIRS && CPU_HAS(AVX512_BF16))
-        return (struct kernel){&isa_avx512, NULL, pairs_avx512_bf16, 4, 16, NULL, NULL};
+        return (struct kernel){&isa_avx512, NULL, pairs_avx512_bf16, 4, 16, NULL, NULL, 0};
     if (kind == PAIRS && CPU_HAS(AVX512))
-        return (struct kernel){&isa_avx512, NULL, pairs_avx512, 4, 16, NULL, NULL};
+        return (struct kernel){&isa_avx512, NULL, pairs_avx512, 4, 16, NULL, NULL, 0};
     if (kind == BYTES && CPU_HAS(AVX2))
-        return (struct kernel){&isa_avx2, prepare_wide_bytes_avx2, bytes_avx2, AVX2_STEP, 8, NULL, NULL};
+        return (struct kernel){&isa_avx2, prepare_wide_bytes_avx2, bytes_avx2, AVX2_STEP, 8, NULL, NULL, 0};
     if (kind == NIBBLES && CPU_HAS(AVX2))
-        return (struct kernel){&isa_avx2, prepare_bytes_avx2, nibbles_avx2, 8, 8, NULL, NULL};
+        return (struct kernel){&isa_avx2, prepare_bytes_avx2, nibbles_avx2, 8, 8, NULL, NULL, 0};
+    if (kind == FACTORED && CPU_HAS(AVX2))
+        return (struct kernel){&isa_avx2, prepare_bytes_avx2, factored_avx2, 8, 8, NULL, NULL, 0};
     if (CPU_HAS(AVX2))
-        return (struct kernel){&isa_avx2, prepare_pairs_avx2, pairs_avx2, AVX2_STEP, 8, NULL, NULL};
+        return (struct kernel){&isa_avx2, prepare_pairs_avx2, pairs_avx2, AVX2_STEP, 8, NULL, NULL, 0};
 #endif
-    if (kind == NIBBLES)
-        return (struct kernel){&isa_portable, prepare_bytes_portable, nibbles_portable, 8, 4, NULL, NULL};
-    return kind == BYTES ? (struct kernel){&isa_portable, prepare_bytes_portable, bytes_portable, 4, 4, NULL, NULL}
-                         : (struct kernel){&isa_portable, NULL, pairs_portable, 4, 4, NULL, NULL};
+    if (kind == PAIRS)
+        return (struct kernel){&isa_portable, NULL, pairs_portable, 4, 4, NULL, NULL, 0};
+    multiply_tile *const found = kind == BYTES ? bytes_portable : kind == NIBBLES ? nibbles_portable : factored_portable;
+    return (struct kernel){&isa_portable, prepare_bytes_portable, found, kind == BYTES ? 4 : 8, 4, NULL, NULL, 0};
 }
 
 /* Buffers of buffer.h. */
 struct ferrum_linears {
-    struct kernel kernels[NIBBLES + 1]; /* of enum kind */
+    struct kernel kernels[FACTORED + 1]; /* of enum kind */
     float *sums;      /* [threads][SLAB][GEMM_WIDTH] */
     char *unpacked;   /* [threads][GEMM_PANELS][2 * UNPACKED][64] */
     char *rows;       /* as they were made ready: [m][vectors of a panel][step] */
-    float *scales;    /* bytes and nibbles: [m][k / group] */
+    float *scales;    /* all but pairs: [m][k / group] */
     int32_t *starts;  /* the same */
     struct best *best; /* [threads][m] */
     size_t sums_size, unpacked_size, rows_size, scales_size, starts_size, best_size;
@@ -138,7 +148,7 @@ int32_t ferrum_linear_supported(int32_t kind) { return kernel_of(kind).lanes; }
 struct ferrum_linears *ferrum_linears_new(void)
 {
     struct ferrum_linears *made = calloc(1, sizeof *made);
-    for (int32_t kind = PAIRS; made && kind <= NIBBLES; kind++)
+    for (int32_t kind = PAIRS; made && kind <= FACTORED; kind++)
         made->kernels[kind] = kernel_of(kind);
     return made;
 }
@@ -181,7 +191,8 @@ static void multiply(const struct product *product, int64_t job, int64_t next, f
     const int rows = (int)(product->count - from < SLAB ? product->count - from : SLAB);
     const int blocks = (rows + GEMM_ROWS - 1) / GEMM_ROWS;
     const int vectors = (int)(product->panel_bytes / 64), groups = product->groups, together = product->together;
-    const size_t scale_bytes = linear->kind == BYTES ? sizeof(float) : sizeof(uint16_t);
+    const size_t scale_bytes = linear->kind == FACTORED ? sizeof(uint8_t) : sizeof(uint16_t);
+    const size_t supers = linear->factors ? (size_t)(linear->k / SUPER_GROUP) * 2 * GEMM_COLUMNS : 0;
     const char *ahead = NULL;
     if (blocks > 1 && next / product->slabs != job / product->slabs)
         ahead = linear->panels + next / product->slabs * product->unit * product->panel_bytes;
@@ -196,6 +207,7 @@ static void multiply(const struct product *product, int64_t job, int64_t next, f
             .vectors = vectors - first < chunk ? vectors - first : chunk,
             .row_groups = groups,
             .panel_groups = (size_t)groups * GEMM_COLUMNS,
+            .panel_supers = supers,
             .group = linear->group / together,
         };
         const int group = groups ? first * together / linear->group : 0; /* the first of this chunk */
@@ -204,11 +216,15 @@ static void multiply(const struct product *product, int64_t job, int64_t next, f
             tile.panel_scales = (const char *)linear->scales + at * scale_bytes;
             tile.panel_zeros = linear->zeros ? linear->zeros + at : NULL;
         }
+        if (linear->factors)
+            tile.panel_factors = linear->factors + panel * supers + group / GEMM_SUPER * 2 * GEMM_COLUMNS;
         if (unpacked) {
+            const uint8_t *zeros = linear->kind == NIBBLES ? tile.panel_zeros : NULL;
             for (int p = 0; p < panels; p++)
-                kernel->unpack(tile.panels + p * tile.panel_bytes,
-                               tile.panel_zeros ? tile.panel_zeros + p * tile.panel_groups : NULL, tile.vectors, tile.group,
-                               unpacked + (size_t)p * 2 * UNPACKED * 64);
+                kernel->unpack(tile.panels + p * tile.panel_bytes, zeros ? zeros + p * tile.panel_groups : NULL,
+                               kernel->every, tile.vectors, tile.group, unpacked + (size_t)p * 2 * UNPACKED * 64);
+            if (zeros)
+                tile.panel_zeros = NULL; /* all are 128 now */
             tile.panels = unpacked;
             tile.panel_bytes = 2 * UNPACKED * 64;
             tile.vectors *= 2;
@@ -238,12 +254,14 @@ static void multiply(const struct product *product, int64_t job, int64_t next, f
                                    product->out + (from + row) * product->out_bytes, product->wide);
 }
 
-/* The product of x [count, k], whose rows lie `x_stride` elements apart, to `out`, or only the largest of each row to
- * `self->best`, of as many threads as it returns; -1 if memory for the buffers is short. */
+/* The product of x [count, k], whose rows lie `x_stride` elements apart, by one matrix to `out`, whose rows lie `out_bytes`
+ * apart, or only the largest of each row to `self->best`, of as many threads as it returns; -1 if memory for the buffers is
+ * short. */
 static int32_t run(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
-                   int64_t count, char *out, int32_t wide, int32_t threads)
+                   int64_t count, char *out, size_t out_bytes, int32_t wide, int32_t threads)
 {
-    const int groups = linear->group ? linear->k / linear->group : 0, together = 2 << linear->kind;
+    static const int elements[] = {2, 4, 8, 8};
+    const int groups = linear->group ? linear->k / linear->group : 0, together = elements[linear->kind];
     const struct kernel *kernel = self->kernels + linear->kind;
     struct product product = {
         .linear = linear,
@@ -252,7 +270,7 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
         .row_bytes = (size_t)x_stride * 2,
         .panel_bytes = (size_t)linear->k / together * 64,
         .out = out,
-        .out_bytes = (size_t)linear->n * (wide ? 4 : 2),
+        .out_bytes = out_bytes,
         .count = count,
         .panels = (linear->n + GEMM_COLUMNS - 1) / GEMM_COLUMNS,
         .unit = GEMM_PANELS,
@@ -314,19 +332,23 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
     return threads;
 }
 
-/* out [count, n] = x [count, k] W^T + b: bfloat16, or floats of bfloat16 values where `wide`. Rows of x lie `x_stride`
+/* out [count, width] = x [count, k] W^T + b: bfloat16, or floats of bfloat16 values where `wide`. Rows of x lie `x_stride`
  * elements apart, those of the output one after the other. 0, or -1 if memory for the buffers is short. */
 int32_t ferrum_linear(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                       int64_t count, char *out, int32_t wide, int32_t threads)
 {
-    return run(self, linear, x, x_stride, count, out, wide, threads) < 0 ? -1 : 0;
+    const size_t element = wide ? 4 : 2, out_bytes = (size_t)linear->width * element;
+    for (; linear; out += (size_t)linear->n * element, linear = linear->next)
+        if (run(self, linear, x, x_stride, count, out, out_bytes, wide, threads) < 0)
+            return -1;
+    return 0;
 }
 
-/* ids [count]: of each row of that product the column of its largest element, the first of several. */
+/* ids [count]: of each row of a product of one part the column of its largest element, the first of several. */
 int32_t ferrum_linear_largest(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                               int64_t count, int64_t *ids, int32_t threads)
 {
-    const int32_t lists = run(self, linear, x, x_stride, count, NULL, 0, threads);
+    const int32_t lists = run(self, linear, x, x_stride, count, NULL, 0, 0, threads);
     if (lists < 0)
         return -1;
     for (int64_t row = 0; row < count; row++) {

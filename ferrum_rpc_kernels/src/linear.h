@@ -5,17 +5,26 @@
 
 #include <stdint.h>
 
-enum kind { PAIRS, BYTES, NIBBLES };
+enum kind { PAIRS, BYTES, NIBBLES, FACTORED };
 
-/* A matrix [n, k], its panels in order. `k` is a multiple of 2 (pairs) or of `group`, so many elements of a column that
- * share a scale; the last panel may have columns that no output has. Bias: n floats, or NULL. */
+#define SUPER_GROUP 256 /* elements of a column that share the factors of a FACTORED matrix */
+
+/* A matrix [n, k], its panels in order. `k` is a multiple of 2 (pairs), of SUPER_GROUP (FACTORED) or of `group`, so many
+ * elements of a column that share a scale; the last panel may have columns that no output has. Bias: n floats, or NULL.
+ *
+ * A weight is scale x (number - zero), of a FACTORED matrix, whose numbers are nibbles too, scale x number - minimum.
+ * There both are bytes times a factor: GGUF's Q4_K. */
 struct matrix {
-    int32_t kind, n, k, group; /* group: 0 for pairs; a multiple of 32 up to 128 for nibbles */
+    int32_t kind, n, k, group; /* group: 0 for pairs; a multiple of 16 (bytes) or 32 (nibbles) up to 128; 32 if FACTORED */
+    int32_t width;             /* columns of the output: n, and those of all that are `next` */
     float factor;              /* of all scales, a power of two */
     const char *panels;
-    const void *scales;   /* [panels][k / group][16]: float32 for bytes, float16 for nibbles */
-    const uint8_t *zeros; /* nibbles: as scales, which number stands for 0; NULL: 8 */
+    const void *scales;      /* [panels][k / group][16]: float16; FACTORED: uint8 */
+    const uint8_t *zeros;    /* as scales, which number stands for 0; NULL: 128 of bytes, 8 of nibbles. FACTORED: minimums */
+    const uint16_t *factors; /* FACTORED: float16 [panels][k / SUPER_GROUP][2][16], of scales and of minimums */
     const float *bias;
+    const int32_t *order;      /* which element of a row meets each column of W; NULL: the same. Not for pairs */
+    const struct matrix *next; /* the part of the same product that comes next in the output, or NULL */
 };
 
 struct ferrum_linears;

@@ -27,13 +27,25 @@ INLINE float ISA(quantise)(const char *row, int group, char *to, int32_t *start)
     return largest / 127.0f + ISA(total)(odd);
 }
 
+/* Group `g` of a row, in the order of the matrix's columns. `held`: where it may be put together. */
+INLINE const char *ISA(group_of)(const struct matrix *linear, const char *row, int g, char *held)
+{
+    const size_t first = (size_t)g * linear->group;
+    if (!linear->order)
+        return row + 2 * first;
+    for (int i = 0; i < linear->group; i++)
+        memcpy(held + 2 * i, row + 2 * (size_t)linear->order[first + i], 2);
+    return held;
+}
+
 /* A row to 8 bits. */
 static TARGET void ISA(prepare_bytes)(const struct matrix *linear, const char *row, char *to, float *scales,
                                       int32_t *starts)
 {
     const int group = linear->group;
-    for (int g = 0; g < linear->k / group; g++, row += 2 * group, to += group)
-        scales[g] = ISA(quantise)(row, group, to, starts + g) * linear->factor;
+    char held[2 * MAX_GROUP];
+    for (int g = 0; g < linear->k / group; g++, to += group)
+        scales[g] = ISA(quantise)(ISA(group_of)(linear, row, g, held), group, to, starts + g) * linear->factor;
 }
 
 #if LANES == 8
@@ -42,9 +54,9 @@ static TARGET void ISA(prepare_wide_bytes)(const struct matrix *linear, const ch
                                            int32_t *starts)
 {
     const int group = linear->group;
-    for (int g = 0; g < linear->k / group; g++, row += 2 * group) {
-        char rounded[MAX_GROUP];
-        scales[g] = ISA(quantise)(row, group, rounded, starts + g) * linear->factor;
+    for (int g = 0; g < linear->k / group; g++) {
+        char rounded[MAX_GROUP], held[2 * MAX_GROUP];
+        scales[g] = ISA(quantise)(ISA(group_of)(linear, row, g, held), group, rounded, starts + g) * linear->factor;
         for (int i = 0; i < group; i += 16, to += 32) {
             const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(rounded + i)));
             const __m256i first = _mm256_shufflelo_epi16(wide, _MM_SHUFFLE(3, 1, 2, 0));

@@ -109,24 +109,27 @@ static void run_attention(struct ferrum_decode *kernel, int wide, int rounded, i
 /* FERRUM_ISA=portable is set: the kernels of the library are those. */
 static void run_products(int32_t kind)
 {
-    const int n = 40, k = 128;
+    const int n = 40, k = SUPER_GROUP;
     char *x = drawn(ROWS * k, 0), *out = calloc(ROWS * n, 2), *panels = drawn(48 * k, 0);
     const int group = kind == PAIRS ? 0 : kind == BYTES ? 64 : 32;
-    float *scales = (float *)drawn(48 * k / 32, 1), *bias = (float *)drawn(n, 1);
+    uint16_t *scales = (uint16_t *)drawn(48 * k / 32, 1), *factors = (uint16_t *)drawn(2 * 48 * k / SUPER_GROUP, 1);
+    float *bias = (float *)drawn(n, 1);
     uint8_t *zeros = malloc(48 * k / 32);
     for (int i = 0; i < 48 * k / 32; i++) {
         zeros[i] = i % 16;
-        if (kind == NIBBLES) /* a float16 below 2 */
-            ((uint16_t *)scales)[i] &= 0xbfff;
+        scales[i] &= 0xbfff; /* a float16 below 2 */
     }
+    for (int i = 0; i < 2 * 48 * k / SUPER_GROUP; i++)
+        factors[i] &= 0xbfff;
     struct ferrum_linears *linears = ferrum_linears_new();
-    const struct matrix matrix = {.kind = kind, .n = n, .k = k, .group = group, .factor = 0.5f, .panels = panels,
-                                  .scales = scales, .zeros = zeros, .bias = bias};
+    const struct matrix matrix = {.kind = kind, .n = n, .k = k, .group = group, .width = n, .factor = 0.5f, .panels = panels,
+                                  .scales = scales, .zeros = zeros, .bias = bias,
+                                  .factors = kind == FACTORED ? factors : NULL};
     if (ferrum_linear(linears, &matrix, x, k, ROWS, out, 0, 1))
         exit(1);
-    print((const char *[]){"pairs", "bytes", "nibbles"}[kind], 0, out, ROWS * n);
+    print((const char *[]){"pairs", "bytes", "nibbles", "factored"}[kind], 0, out, ROWS * n);
     ferrum_linears_free(linears);
-    free(x), free(out), free(panels), free(scales), free(zeros), free(bias);
+    free(x), free(out), free(panels), free(scales), free(factors), free(zeros), free(bias);
 }
 
 int main(void)
@@ -138,6 +141,7 @@ int main(void)
     run_products(PAIRS);
     run_products(BYTES);
     run_products(NIBBLES);
+    run_products(FACTORED);
     for (int wide = 0; wide <= 1; wide++) {
         run_rows(wide);
         run_attention(kernel, wide, 0, 0, 0.0f);

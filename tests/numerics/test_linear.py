@@ -9,9 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.models.four_bits import Nibbles
 from ferrum_rpc.models.linear import PackedLinear, PlainLinear, select_linear, select_quantized
-from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
+from ferrum_rpc.models.native_linear import (
+    ByteFactory,
+    NativeLinear,
+    NibbleFactory,
+    PairFactory,
+    StoredFactory,
+    Workspace,
+)
+from ferrum_rpc.models.stored_integers import Integers
 from ferrum_rpc.native import cpu
 from ferrum_rpc.usage import ISA_VARIABLE, ISAS
 from tests.support.harness import made_or_skip, threads
@@ -203,31 +210,81 @@ def test_rounding_to_bytes_keeps_zeros_and_harms_only_the_block_of_an_outlier(is
     assert torch.equal(product(outlier)[0], product(x)[0])
 
 
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("zeroed", [False, True])
-def test_nibbles_are_multiplied_as_the_numbers_that_they_stand_for(monkeypatch, group, zeroed):
-    """In groups as files have them, with one number for 0 or one for each group, scales at both ends of float16, and
-    the largest products that 16 bits must hold. Rows of whole numbers are rounded to themselves."""
-    n, k = 40, 2 * 128
+def integers(bits, group, kind):
+    """Of a matrix [40, 512]: numbers at both ends, scales at both ends of float16."""
+    n, k = 40, 512
     generator = torch.Generator().manual_seed(group)
-    numbers = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
-    numbers[3], numbers[4] = 15, 0
-    zeros = torch.randint(0, 17, (n, k // group), generator=generator, dtype=torch.uint8)  # GPTQ's go up to 16
-    scales = torch.rand((n, k // group), generator=generator).half()
-    scales[5], scales[6, 0] = 6e-8, 65504.0  # the least and the largest
-    x = torch.randint(-126, 127, (7, k), generator=generator).float()
-    x[:, ::group], x[0] = 127.0, 127.0
-    given = zeros.double() if zeroed else torch.full_like(zeros, 8, dtype=torch.float64)
-    weight = (numbers.double().view(n, -1, group) - given[..., None]) * scales.double()[..., None]
-    expected = x.double() @ weight.view(n, k).T
+    numbers = torch.randint(0, 1 << bits, (n, k), generator=generator, dtype=torch.uint8)
+    numbers[3], numbers[4] = (1 << bits) - 1, 0
+    groups = n, k // group
+    if kind == "factored":
+        scales, least = (torch.randint(0, 64, groups, generator=generator, dtype=torch.uint8) for _ in range(2))
+        factors = torch.rand((n, k // 256, 2), generator=generator).half()
+        factors[5], factors[6, 0], factors[7] = 6e-8, 65504.0, -factors[7]
+        return Integers(bits, numbers, scales, least, factors)
+    scales = torch.rand(groups, generator=generator).half()
+    scales[5], scales[6, 0], scales[7] = 6e-8, 65504.0, -scales[7]
+    zeros = torch.randint(0, (1 << bits) + (bits == 4), groups, generator=generator).to(torch.uint8)  # GPTQ's reach 16
+    order = torch.randperm(k, generator=generator).int() if kind == "ordered" else None
+    return Integers(bits, numbers, scales, None if kind == "centered" else zeros, order=order)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "kind"),
+    [
+        *((4, group, kind) for group in (32, 64, 128) for kind in ("centered", "zeroed", "ordered")),
+        *((8, group, kind) for group in (16, 32, 64, 128) for kind in ("centered", "zeroed", "ordered")),
+        (4, 32, "factored"),
+    ],
+)
+def test_integers_are_multiplied_as_the_numbers_that_they_stand_for(monkeypatch, bits, group, kind):
+    """In groups as files have them, with the largest products that 16 bits must hold. Rows of whole numbers are rounded
+    to themselves. Many rows have the bits of few."""
+    matrix = integers(bits, group, kind)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-126, 127, (60, 512), generator=generator).float()
+    x[:, ::16], x[0] = 127.0, 127.0  # wherever a group begins
+    if matrix.order is not None:
+        x[:, matrix.order[::16].long()] = 127.0
+    weight = matrix.floats().double()
+    expected = x.double() @ weight.T
 
     def product():
-        made = made_or_skip(NibbleFactory).pack(Nibbles(numbers, scales, zeros if zeroed else None), None)
-        return made.fp32(x.to(BF16))
+        made = made_or_skip(lambda: StoredFactory(Workspace()))(matrix, None)
+        many = made.fp32(x.to(BF16))
+        assert torch.equal(many[:7], made.fp32(x[:7].to(BF16)))
+        ids = torch.tensor([39, 0, 5, 5])
+        torch.testing.assert_close(made.rows(ids), weight[ids].to(BF16), rtol=2**-7, atol=0)
+        return many
 
     first, *others = in_every_isa(monkeypatch, product)
     assert all(torch.equal(first, each) for each in others)
-    torch.testing.assert_close(first.double(), expected, rtol=2**-8, atol=2**-8 * float(expected.abs().mean()))
+    scale = (x.abs().double() @ weight.abs().T).clamp_min(1e-30)
+    assert ((first.double() - expected).abs() / scale).max() < 2**-8
+
+
+@pytest.mark.parametrize("kind", [PairFactory, ByteFactory, NibbleFactory])
+def test_rows_of_a_packed_matrix_are_what_it_multiplies(kind):
+    """What the embedding is looked up in, where the head is the same table."""
+    factory, weight = made_or_skip(kind), draw(88, 128)
+    product, ids = factory(weight, None), torch.tensor([0, 87, 16, 16, 3])
+    each = torch.eye(128).to(BF16)
+    torch.testing.assert_close(product.rows(ids), product(each).T[ids], rtol=2**-7, atol=0)
+
+
+def test_a_product_of_several_kinds_is_theirs_side_by_side():
+    space = made_or_skip(Workspace)
+    bias, held = draw(40 + 40 + 24), StoredFactory(space)
+    parts = [
+        held(integers(4, 32, "factored"), bias[:40]),
+        held(integers(8, 16, "ordered"), bias[40:80]),
+        PairFactory(space)(draw(24, 512), bias[80:]),
+    ]
+    joined = NativeLinear.joined(parts)
+    for rows in (1, 9, 70):
+        x = draw(rows, 512)
+        assert torch.equal(joined(x), torch.cat([part(x) for part in parts], -1))
+        assert torch.equal(joined.fp32(x), torch.cat([part.fp32(x) for part in parts], -1))
 
 
 def test_bytes_are_refused_where_they_cannot_be_used():

@@ -16,13 +16,14 @@ import torch
 from ferrum_rpc.building import model_folder
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.assembly.loading import load_model, read_spec, stored_in_4_bits
+from ferrum_rpc.engine.assembly.loading import load_model, read_spec, stored_parts
 from ferrum_rpc.errors import InvalidRequest, NotSupported
-from ferrum_rpc.models.four_bits import Nibbles
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.linear import PlainLinear
 from ferrum_rpc.models.shard import WHOLE
+from ferrum_rpc.models.stored_integers import Integers
 from ferrum_rpc.weights.checkpoint import Checkpoint
+from ferrum_rpc.weights.gguf.integers import FORMATS, integers_of
 from tests.quantized.gguf_files import gguf_bytes, read_gguf, text, write_model
 from tests.quantized.make import SAMPLES, SHAPE, TOKENS
 from tests.support.checkpoints import make_model
@@ -56,21 +57,43 @@ def test_a_plain_file_is_the_model_that_it_was_made_of(tmp_path, family, changes
     assert ours.info("x").eos_token_ids == (2,)
 
 
-def test_q4_0_stays_in_4_bits_as_it_is_stored(tmp_path):
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_integers_stay_as_they_are_stored(tmp_path, kind):
     """With the rows of query and key in llama.cpp's order, and scales of either sign."""
     model = make_model("llama", **SHAPE | {"num_key_value_heads": 2})
-    write_model(tmp_path / "model.gguf", model, KINDS.Q4_0)
+    write_model(tmp_path / "model.gguf", model, KINDS[kind])
     checkpoint = Checkpoint.open(tmp_path)
     spec = read_spec(checkpoint)
-    held = stored_in_4_bits(checkpoint, spec, WHOLE)
+    held = stored_parts(checkpoint, spec, WHOLE)
     assert {each.rpartition("layers.0.")[2] for each in held} == {
-        f"{matrix.role}.weight" for matrix in spec.layers[0].matrices()
+        *(f"{matrix.role}.weight" for matrix in spec.layers[0].matrices()),
+        "embedding",
     }
     names = [name for name, place in layout(spec).items() if place.parameter in held]
     floats = dict(checkpoint.tensors(names, torch.float32))
     for name, matrix in checkpoint.weights(names, torch.float32, names):
-        assert isinstance(matrix, Nibbles) and (matrix.scales < 0).any()
+        assert isinstance(matrix, Integers) and (kind == "Q8_0" or (matrix.scales < 0).any())
         assert torch.equal(matrix.floats(), floats[name])
+
+
+@pytest.mark.parametrize("kind", sorted(FORMATS))
+def test_integers_of_every_type_are_those_of_the_package(kind):
+    """Whatever the bytes. Q6_K's scales are rounded when they are packed; types of other bits are quantized again."""
+    _, size = gguf.GGML_QUANT_SIZES[KINDS[kind]]
+    blocks = np.random.default_rng(7).integers(0, 256, (6, 8 * size), np.uint8)
+    for first in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q6_K": (208,), "Q3_K": (108,)}.get(kind, (0, 2)):
+        blocks.reshape(6, 8, size)[..., first + 1] &= 0x3F  # factors from 0 to 2
+    decoded = torch.from_numpy(gguf.quants.dequantize(blocks, KINDS[kind])).float()
+    if not decoded.isfinite().all():  # bytes of numbers
+        blocks = gguf.quants.quantize(np.random.default_rng(7).normal(size=(6, 256)).astype(np.float32), KINDS[kind])
+        decoded = torch.from_numpy(gguf.quants.dequantize(blocks, KINDS[kind])).float()
+    made = integers_of(kind, torch.from_numpy(blocks), lambda first, last: decoded[first:last])
+    assert made.bits == FORMATS[kind].bits and made.group == FORMATS[kind].group
+    assert (made.factors is not None) == FORMATS[kind].factored
+    if kind in ("Q4_0", "Q8_0", "Q4_K", "Q6_K"):
+        torch.testing.assert_close(made.floats(), decoded, rtol=2e-7, atol=2e-7 * float(decoded.abs().max()))
+    else:
+        assert error(made.floats(), decoded.double()) < 0.006
 
 
 @pytest.mark.parametrize("kind", [each.name for each in KINDS])

@@ -58,16 +58,16 @@ TABLE = {
     "distributed.group": Floor("", "torch"),
     "models.fields": Floor("errors"),
     "models.config_keys": Floor("errors models.fields"),
-    "models.four_bits": Floor("", "torch"),
+    "models.stored_integers": Floor("", "torch"),
     "models": Floor(
-        "core errors install native selection distributed.group models.fields models.config_keys models.four_bits "
-        "sampling.transfer",
+        "core errors install native selection distributed.group models.fields models.config_keys "
+        "models.stored_integers sampling.transfer",
         "numpy torch transformers triton",
     ),
     "attention": Floor("core errors native selection", "numpy torch triton flashinfer"),
     "sampling": Floor("core errors native selection distributed.group sampling.transfer", "numpy torch triton"),
     "weights": Floor(
-        "core errors install models.fields models.config_keys models.four_bits", "gguf numpy torch safetensors"
+        "core errors install models.fields models.config_keys models.stored_integers", "gguf numpy torch safetensors"
     ),
     "distributed": Floor("core errors native distributed.group", "numpy torch"),
     # the thread and its queue know neither torch nor the floors below the runner: the service floor imports them
@@ -106,7 +106,7 @@ TABLE = {
     ),
     # from settings to a runner: what every rank chooses, the ranks, and what puts the first one's together
     "engine.assembly": Floor(
-        "config core device errors kv.store models models.fields models.config_keys models.four_bits attention "
+        "config core device errors kv.store models models.fields models.config_keys models.stored_integers attention "
         "sampling sampling.transfer usage weights native engine.compute engine.ranks.world",
         "numpy torch structlog",
     ),

@@ -21,12 +21,12 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import DeviceInfo, ModelInfo
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.assembly.check import rounding_error
-from ferrum_rpc.engine.assembly.choose import QUANTIZE_NONE, ROUNDED, Choices, choose
+from ferrum_rpc.engine.assembly.choose import ROUNDED, Choices, choose
 from ferrum_rpc.engine.assembly.loading import Progress
 from ferrum_rpc.engine.assembly.measure import measure_step
 from ferrum_rpc.engine.assembly.plan import announce, mib
 from ferrum_rpc.engine.assembly.size import LargestStep, adapter_bytes, make_plan, size_cache, step_bytes
-from ferrum_rpc.engine.assembly.source import Reasons
+from ferrum_rpc.engine.assembly.source import QUANTIZE_NONE, Reasons
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
 from ferrum_rpc.engine.cuda.first_steps import run_first_steps
@@ -213,12 +213,12 @@ def _describe(choices: Choices, model: Model) -> ModelInfo:
         model.info(config.name or facts.name),
         max_context=choices.max_context,
         kv_bytes_per_token=choices.slot_bytes_of_all,
-        fingerprint=choices.source.fingerprint(config.quantize),
+        fingerprint=choices.source.fingerprint(),
     )
     if config.kv_dtype in ROUNDED:
         info = replace(info, kv_dtype=config.kv_dtype)
-    if config.quantize != QUANTIZE_NONE:
-        info = replace(info, weight_dtype=config.quantize)
+    if facts.quantized != QUANTIZE_NONE:
+        info = replace(info, weight_dtype=facts.quantized)
     if facts.numbers and not config.name:
         info = replace(info, folder=str(_folder(config)))
     return info

@@ -19,20 +19,28 @@ from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.config import IDENTITY, ModelSettings
 from ferrum_rpc.core import NO_KERNELS, AttentionSpec
 from ferrum_rpc.engine.assembly.hf_source import HfCheckpoint, describe_checkpoint
-from ferrum_rpc.engine.assembly.loading import Progress, choose_dtype, read_spec, stored_in_4_bits
-from ferrum_rpc.engine.assembly.source import DecoderCheckpoint, IdentitySource, ModelFacts, ModelSource, Reasons
+from ferrum_rpc.engine.assembly.loading import Progress, choose_dtype, read_spec, stored_parts
+from ferrum_rpc.engine.assembly.source import (
+    AS_STORED,
+    QUANTIZE_NONE,
+    DecoderCheckpoint,
+    IdentitySource,
+    ModelFacts,
+    ModelSource,
+    Reasons,
+)
 from ferrum_rpc.engine.ranks.world import refuse_ranks
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.kv.store import CacheSpec
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.config_keys import UnknownKey
 from ferrum_rpc.models.decoder import SINGLE, ParallelContext
-from ferrum_rpc.models.four_bits import StoredGroups
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.hf.describe import HfSpec
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
-from ferrum_rpc.models.linear import LinearFactory, select_linear, select_quantized
-from ferrum_rpc.models.shard import Shard
+from ferrum_rpc.models.layout import Held
+from ferrum_rpc.models.linear import LinearFactory, beside_stored, select_linear, select_quantized
+from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
 from ferrum_rpc.usage import ISA_VARIABLE, masked_isa
@@ -40,7 +48,7 @@ from ferrum_rpc.weights.checkpoint import Checkpoint
 
 BACKEND_NATIVE: Final = "native"
 HF: Final = "hf"
-QUANTIZE_NONE: Final = "none"
+QUANTIZE_AUTO: Final = "auto"
 NO_MORE: Final = "the model's maximum: max_position_embeddings of its configuration"
 QUANTIZE_INT8: Final = "int8"
 QUANTIZE_INT4: Final = "int4"
@@ -217,7 +225,7 @@ def _check_adapters(folder: Path, facts: ModelFacts) -> None:
 
 
 def _choose_identity(config: ModelSettings, device: torch.device, reasons: Reasons) -> IdentitySource:
-    if config.quantize != QUANTIZE_NONE:
+    if config.quantize not in (QUANTIZE_AUTO, QUANTIZE_NONE):
         raise InvalidRequest("the identity model has no weights to quantize", field="quantize")
     refuse_ranks(config, "the identity model")
     prefix = "identity_"
@@ -259,7 +267,13 @@ def _choose_checkpoint(
 
 
 def _choose_dtype(
-    config: ModelSettings, checkpoint: Checkpoint, spec: ModelSpec | HfSpec, device: torch.device, reasons: Reasons
+    config: ModelSettings,
+    checkpoint: Checkpoint,
+    spec: ModelSpec | HfSpec,
+    device: torch.device,
+    reasons: Reasons,
+    *,
+    quantize: str = QUANTIZE_NONE,
 ) -> torch.dtype:
     """The dtype to compute in. Also reports peculiarities of the checkpoint, and how its weights are stored."""
     if checkpoint.config.get("auto_map"):
@@ -268,7 +282,9 @@ def _choose_dtype(
         named = ",".join(beyond[:8])
         reasons.append((f"eos_token_id={named}", f"not among the model's {spec.vocab_size} tokens: no text ends there"))
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
-    on_request = config.quantize != QUANTIZE_NONE and device.type == "cpu"
+    if quantize == AS_STORED and dtype != torch.bfloat16:
+        dtype, reason = torch.bfloat16, "rows meet integers in it; --dtype float32 expands them"
+    on_request = quantize != QUANTIZE_NONE and device.type == "cpu"
     if on_request and config.dtype == "auto" and checkpoint.dtype == torch.bfloat16 != dtype:
         dtype, reason = (
             torch.bfloat16,
@@ -276,7 +292,8 @@ def _choose_dtype(
         )
     reasons.append((f"dtype={str(dtype).removeprefix('torch.')}", reason))
     if kinds := checkpoint.encodings:
-        reason = f"{checkpoint.nbytes / 2**20:.0f} MiB are stored so, and become numbers of that dtype while they load"
+        become = "stay so where our kernel can hold them" if quantize == AS_STORED else "become numbers of that dtype"
+        reason = f"{checkpoint.nbytes / 2**20:.0f} MiB are stored so, and {become} while they load"
         reasons.append((f"weights={','.join(kinds).lower()}", reason))
     return dtype
 
@@ -291,7 +308,13 @@ def _choose_decoder(
     elsewhere: bool,
     rank: int,
 ) -> DecoderCheckpoint:
-    dtype = _choose_dtype(config, checkpoint, spec, device, reasons)
+    quantize: str = config.quantize
+    beside = None
+    if quantize == QUANTIZE_AUTO:
+        if config.dtype == "auto" and stored_parts(checkpoint, spec, WHOLE):
+            beside = beside_stored(device)
+        quantize = QUANTIZE_NONE if beside is None else AS_STORED
+    dtype = _choose_dtype(config, checkpoint, spec, device, reasons, quantize=quantize)
     whole, ops = spec.for_context(config.max_context), None
     shard = Shard.at(rank, config.tensor_parallel, config.pipeline_parallel)
     spec = shard.of(whole)
@@ -303,16 +326,18 @@ def _choose_decoder(
         reasons.append((f"rows={ops.name}", reason))
     linear: LinearFactory
     head: LinearFactory
-    held: dict[str, StoredGroups] = {}
-    if config.quantize != QUANTIZE_NONE:
-        linear, head = select_quantized(device, dtype, config.quantize)
-        if config.quantize == QUANTIZE_INT4:
-            held = stored_in_4_bits(checkpoint, whole, shard)
+    held: Held = {}
+    if beside is not None:
+        linear, held = beside, stored_parts(checkpoint, whole, shard)
+        head = linear
+    elif quantize != QUANTIZE_NONE:
+        linear, head = select_quantized(device, dtype, quantize)
+        held = stored_parts(checkpoint, whole, shard, (linear.bits,))
     else:
         name, reason, linear = select_linear(device, dtype)
         head = linear
         reasons.append((f"linear={name}", reason))
-    return DecoderCheckpoint(spec, whole, shard, dtype, linear, head, ops, checkpoint, held=held)
+    return DecoderCheckpoint(spec, whole, shard, dtype, linear, head, ops, checkpoint, held=held, quantize=quantize)
 
 
 def _choose_hf(
@@ -320,7 +345,7 @@ def _choose_hf(
 ) -> HfCheckpoint:
     dtype = _choose_dtype(config, checkpoint, spec, device, reasons)
     refuse_ranks(config, f"{spec.architecture}, which transformers runs,")
-    if config.quantize != QUANTIZE_NONE:
+    if config.quantize not in (QUANTIZE_AUTO, QUANTIZE_NONE):
         raise NotSupported(
             f"quantize: weights of {spec.architecture}, which transformers runs, cannot be quantized", field="quantize"
         )

@@ -59,8 +59,8 @@ class HfCheckpoint(NamedTuple):
         stored = stored_tensors(self.checkpoint, self.dtype, progress)
         return load(self.spec, stored, self.dtype, device, self.context), []
 
-    def fingerprint(self, quantize: str) -> bytes:
-        return checkpoint_fingerprint(self.checkpoint, self.checkpoint.entries, self.dtype, quantize)
+    def fingerprint(self) -> bytes:
+        return checkpoint_fingerprint(self.checkpoint, self.checkpoint.entries, self.dtype, "none")
 
     def check(self, model: Model, compute: Compute, store: KvStore, max_context: int) -> Reasons:
         return [check_parity(cast(HfModel, model), compute, store, max_context)]

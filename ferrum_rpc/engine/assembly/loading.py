@@ -7,7 +7,7 @@ dequantized one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -15,12 +15,10 @@ from typing import Final
 import torch
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported, listed
-from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import SINGLE, Decoder, ParallelContext
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.models.four_bits import StoredGroups
 from ferrum_rpc.models.fused_ops import FusedOps
-from ferrum_rpc.models.layout import EMBEDDING, embedding_name, head_name, held_groups, layout
+from ferrum_rpc.models.layout import EMBEDDING, NOTHING_HELD, Held, embedding_name, head_name, held_parts, layout
 from ferrum_rpc.models.linear import LinearFactory, select_linear
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
@@ -51,15 +49,15 @@ def load_model(
     head: LinearFactory | None = None,
     ops: FusedOps | None = None,
     parallel: ParallelContext = SINGLE,
-    held: Mapping[str, StoredGroups] = {},
-) -> Model:
+    held: Held = NOTHING_HELD,
+) -> Decoder:
     """The model of a folder (or of an open checkpoint) in ``dtype`` on ``device``.
 
     ``spec``: what `read_spec` returned for the checkpoint, if it was called. ``linear``: how matrices are held (None:
     the choice of `select_linear`), ``head``: that of the head (None: as the others). ``ops``: the operations on rows
     (None: the choice of `select_fused_ops`). ``parallel``: which part of the model is loaded, and its neighbours.
-    ``held``: how matrices are held that are stored in 4 bits and stay so (`stored_in_4_bits`). Raises what `read_spec`
-    does, and InvalidRequest for weights that are not finite.
+    ``held``: the matrices that stay as they are stored (`stored_parts`). Raises what `read_spec` does, and
+    InvalidRequest for weights that are not finite.
     """
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     linear = linear or select_linear(device, dtype)[2]
@@ -68,7 +66,7 @@ def load_model(
     )
     expected = decoder.expected_tensors()
     total, done = sum(checkpoint.entries[name].nbytes for name in expected), 0
-    for name, tensor in checkpoint.weights(expected, dtype, decoder.in_4_bits()):
+    for name, tensor in checkpoint.weights(expected, dtype, decoder.as_integers()):
         decoder.copy(name, tensor)
         del tensor  # the pages of the file that it reads count as resident
         decoder.settle()
@@ -78,14 +76,14 @@ def load_model(
     return decoder
 
 
-def stored_in_4_bits(checkpoint: Checkpoint, spec: ModelSpec, shard: Shard) -> dict[str, StoredGroups]:
-    """By parameter, the matrices of layers that the 4-bit kernel can hold as they are stored."""
+def stored_parts(checkpoint: Checkpoint, spec: ModelSpec, shard: Shard, bits: Collection[int] = (4, 8)) -> Held:
+    """The matrices that our kernel can hold as they are stored, in so many ``bits``."""
     stored = {
-        name: entry.encoding.groups
+        name: entry.encoding.form
         for name, entry in checkpoint.entries.items()
-        if entry.encoding is not None and entry.encoding.groups is not None
+        if entry.encoding is not None and entry.encoding.form is not None and entry.encoding.form.bits in bits
     }
-    return held_groups(layout(spec, shard), stored)
+    return held_parts(layout(spec, shard), stored)
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:

@@ -158,7 +158,7 @@ def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory:
         architecture=facts.architecture,
         device=choices.device.type,
         dtype=str(facts.dtype).removeprefix("torch."),
-        quantize=config.quantize,
+        quantize=facts.quantized,
         memory_bytes=memory,
         weights_bytes=weights,
         adapters_bytes=adapters,

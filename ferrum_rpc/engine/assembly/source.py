@@ -24,11 +24,19 @@ from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import ParallelContext
 from ferrum_rpc.models.footprint import DecoderBuild, activation_bytes, weight_bytes
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
-from ferrum_rpc.models.layout import layout
+from ferrum_rpc.models.layout import LAYERS, layout
 from ferrum_rpc.models.lora import modules_of
-from ferrum_rpc.models.native_linear import NibbleFactory, QuantizedFactory
+from ferrum_rpc.models.native_linear import ISAS, QuantizedFactory
 from ferrum_rpc.models.with_images import adapted_roots
+from ferrum_rpc.native import library
 from ferrum_rpc.weights.checkpoint import Checkpoint
+
+QUANTIZE_NONE: Final = "none"
+AS_STORED: Final = "stored"
+"""How weights are quantized in memory, besides what was requested."""
+
+REVISION: Final = "scales in float16, one table"
+"""Of what quantized weights are multiplied as: a part of a fingerprint, for keys and values depend on it."""
 
 SAMPLES: Final = 16
 SAMPLE_BYTES: Final = 256
@@ -43,7 +51,9 @@ class ModelFacts(NamedTuple):
     of this rank, ``all_layers`` those of all ranks. ``max_context``: the longest sequence that the model can have.
     ``vocab_size``: that of all ranks. ``modules``: the matrices that adapters can change, by name, with their sizes
     [out, in]. ``copied``: layers that attend over an earlier layer's keys and values, and keep a copy. ``numbers``: how
-    many weights the checkpoint has; 0: there is none. ``estimated``: `ModelSource.activation_bytes` is an estimate."""
+    many weights the checkpoint has; 0: there is none. ``estimated``: `ModelSource.activation_bytes` is an estimate.
+    ``quantized``: how weights are held that are quantized in memory: int8, int4, or what the checkpoint stores (gptq;
+    q4_k,q6_k); none."""
 
     name: str
     architecture: str
@@ -56,6 +66,7 @@ class ModelFacts(NamedTuple):
     copied: tuple[int, ...] = ()
     numbers: int = 0
     estimated: bool = False
+    quantized: str = "none"
 
 
 class ModelSource(Protocol):
@@ -74,7 +85,7 @@ class ModelSource(Protocol):
     def load(self, device: torch.device, progress: Progress | None, parallel: ParallelContext) -> tuple[Model, Reasons]:
         """Read the weights; if ranks share the model, the part of ``parallel``."""
 
-    def fingerprint(self, quantize: str) -> bytes:
+    def fingerprint(self) -> bytes:
         """The identity of the model, 32 bytes: executors with equal fingerprints compute the same K and V for the same
         tokens. Moved caches and prefix hashes are valid only for the model with their fingerprint."""
 
@@ -103,7 +114,7 @@ class IdentitySource(NamedTuple):
     def load(self, device: torch.device, progress: Progress | None, parallel: ParallelContext) -> tuple[Model, Reasons]:
         return self.model, []
 
-    def fingerprint(self, quantize: str) -> bytes:
+    def fingerprint(self) -> bytes:
         return identity_fingerprint(self.model.config)
 
     def check(self, model: Model, compute: Compute, store: KvStore, max_context: int) -> Reasons:
@@ -128,6 +139,7 @@ class DecoderCheckpoint(DecoderBuild):
             whole.vocab_size,
             modules_of(layout(replace(whole, roots=adapted_roots(whole.architecture)))),
             numbers=checkpoint.numbers,
+            quantized=",".join(checkpoint.encodings).lower() if self.quantize == AS_STORED else self.quantize,
         )
 
     def weight_bytes(self) -> int:
@@ -149,19 +161,23 @@ class DecoderCheckpoint(DecoderBuild):
             ops=self.ops,
             parallel=parallel,
         )
-        if not isinstance(self.linear, QuantizedFactory):
+        if self.quantize == QUANTIZE_NONE:
             return model, []
-        changed = f"rounding the weights changed them by {self.linear.error:.2%} (root mean square)"
-        if isinstance(self.linear, NibbleFactory) and self.linear.as_stored:
-            count = sum(len(layer.matrices()) for layer in self.spec.layers)
-            changed = f"{self.linear.as_stored} of {count} matrices as they are stored; {changed}"
-        if isinstance(self.head, QuantizedFactory) and self.head.bits != self.linear.bits and self.shard.last:
-            changed += f", and those of the head, in {self.head.bits} bits, by {self.head.error:.2%}"
-        reason = f"requested, multiplied in {self.linear.isa}; {changed}"
-        return model, [(f"quantize={self.linear.name}", reason)]
+        names = layout(self.whole, self.shard).values()
+        matrices = sum(each.parameter.startswith(LAYERS) and len(each.shape) > 1 for each in names)
+        facts = [f"{model.as_stored} of {matrices} matrices of layers as they are stored"] if self.held else []
+        if isinstance(self.linear, QuantizedFactory):
+            facts = [f"requested, multiplied in {self.linear.isa}", *facts]
+            facts.append(f"rounding the weights changed them by {self.linear.error:.2%} (root mean square)")
+        else:
+            facts.append(f"multiplied in {ISAS[library.load().ferrum_linear_supported(library.NIBBLES)]}")
+        if isinstance(self.head, QuantizedFactory) and self.head is not self.linear and self.shard.last:
+            facts.append(f"rounding the head's to {self.head.bits} bits by {self.head.error:.2%}")
+        return model, [(f"quantize={self.quantize}", "; ".join(facts))]
 
-    def fingerprint(self, quantize: str) -> bytes:
+    def fingerprint(self) -> bytes:
         variant = "long" if any(rope.long for rope in self.spec.ropes) else ""
+        quantize = self.quantize if self.quantize == QUANTIZE_NONE else f"{self.quantize}, {REVISION}"
         return checkpoint_fingerprint(self.checkpoint, layout(self.whole), self.dtype, quantize, variant)
 
     def check(self, model: Model, compute: Compute, store: KvStore, max_context: int) -> Reasons:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -15,9 +14,10 @@ from torch import Tensor
 
 from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.install import install
-from ferrum_rpc.models.four_bits import Nibbles, StoredGroups
-from ferrum_rpc.weights.entries import Encoding, TensorEntry, broken
+from ferrum_rpc.models.stored_integers import Integers
+from ferrum_rpc.weights.entries import Decode, Encoding, TensorEntry, broken
 from ferrum_rpc.weights.gguf.header import Header, TensorInfo
+from ferrum_rpc.weights.gguf.integers import FORMATS, integers_of
 
 PLAIN: Final = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 """ggml's numbers of the types that need no decoding."""
@@ -82,9 +82,9 @@ def tensor_entry(
         raise broken(file, f"tensor {name[:120]!r}: {kind_name} {[*info.shape]} for {heads} heads")
     blocks = TensorEntry(torch.uint8, (info.shape[0], nbytes // info.shape[0]), file, info.offset)
     decode = partial(_decode_shifted, kind) if shifted else partial(_decode, kind, heads)
-    encoding = Encoding({"blocks": (name, blocks)}, decode, kind=kind_name)
-    if kind_name == "Q4_0" and not shifted:
-        encoding = replace(encoding, groups=StoredGroups(per_block, zeroed=False), nibbles=partial(_nibbles, heads))
+    form = None if shifted or not rows else FORMATS.get(kind_name)
+    integers = partial(_integers, kind_name, heads, decode)
+    encoding = Encoding({"blocks": (name, blocks)}, decode, kind=kind_name, form=form, integers=integers)
     return TensorEntry(PLAIN.get(kind, COUNTS_AS), info.shape, file, encoding=encoding)
 
 
@@ -111,13 +111,9 @@ def _rows(heads: int, blocks: Tensor, first: int, last: int) -> Tensor:
     return blocks[order[first:last]]
 
 
-def _nibbles(heads: int, parts: Mapping[str, Tensor]) -> Nibbles:
-    """Of Q4_0: a scale in float16, and 16 bytes whose low halves are the first 16 numbers."""
+def _integers(kind_name: str, heads: int, decode: Decode, parts: Mapping[str, Tensor]) -> Integers:
     blocks = parts["blocks"]
-    grouped = _rows(heads, blocks, 0, len(blocks)).reshape(len(blocks), -1, 18)
-    scales, halves = grouped[..., :2].contiguous().view(torch.float16), grouped[..., 2:]
-    numbers = torch.cat((halves & 15, halves >> 4), -1)
-    return Nibbles(numbers.view(len(blocks), -1), scales.squeeze(-1), None)
+    return integers_of(kind_name, _rows(heads, blocks, 0, len(blocks)), partial(decode, parts))
 
 
 def _decode(kind: int, heads: int, parts: Mapping[str, Tensor], first: int, last: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.models.four_bits import Nibbles
+from ferrum_rpc.models.stored_integers import Integers
 from ferrum_rpc.weights.entries import Decode
 from ferrum_rpc.weights.quantized.groups import even_groups, group_count, rescaled, unpacked
 from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_supported
@@ -50,12 +50,12 @@ def read(config: Fields, stored: QuantizedTensors) -> None:
         stored.expect(module, "scales", FLOATS, [(groups, 8 * words)])
         of_scale = width if size == -1 else size
         held, parts = even_groups(width, of_scale, bits, zeroed=True), ["qweight", "qzeros", "scales"]
-        stored.make(module, parts, (8 * words, width), _decode(of_scale), 8, groups=held, nibbles=_nibbles)
+        stored.make(module, parts, (8 * words, width), _decode(of_scale), 8, form=held, integers=_integers)
 
 
-def _nibbles(parts: Mapping[str, Tensor]) -> Nibbles:
+def _integers(parts: Mapping[str, Tensor]) -> Integers:
     numbers, zeros = (unpacked(parts[role], 4, 1, PLACES).T.to(torch.uint8) for role in ("qweight", "qzeros"))
-    return Nibbles(numbers.contiguous(), parts["scales"].T, zeros)
+    return Integers(4, numbers.contiguous(), parts["scales"].T, zeros)
 
 
 def _decode(size: int) -> Decode:

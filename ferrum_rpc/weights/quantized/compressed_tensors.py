@@ -19,10 +19,10 @@ from torch import Tensor
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.models.four_bits import Nibbles
-from ferrum_rpc.weights.entries import AsNibbles, Decode
+from ferrum_rpc.models.stored_integers import Integers
+from ferrum_rpc.weights.entries import AsIntegers, Decode
 from ferrum_rpc.weights.quantized.fp8 import ACTIVATIONS, block_size, by_blocks
-from ferrum_rpc.weights.quantized.groups import checked_columns, even_groups, in_order, rescaled, unpacked
+from ferrum_rpc.weights.quantized.groups import checked_columns, column_order, even_groups, rescaled, unpacked
 from ferrum_rpc.weights.quantized.stored import FLOATS, QuantizedTensors, not_supported, wrong
 
 FORMATS: Final = (
@@ -150,7 +150,11 @@ def _plain(stored: QuantizedTensors, module: str, arguments: list[QuantizationAr
         parts.append("weight_zero_point")
     _add_order(stored, module, each, parts, width)
     size = each.size if each.strategy == "group" else width
-    stored.make(module, parts, (rows, width), _decode(module, size, 0, width))
+    form, integers = None, None
+    if weight.dtype == torch.int8:
+        form = even_groups(width, size, 8, zeroed="weight_zero_point" in parts, ordered=each.ordered)
+        integers = _integers(module, 8, size, (rows, width))
+    stored.make(module, parts, (rows, width), _decode(module, size, 0, width), form=form, integers=integers)
 
 
 def _add_order(stored: QuantizedTensors, module: str, each: QuantizationArgs, parts: list[str], width: int) -> None:
@@ -187,24 +191,33 @@ def _packed(stored: QuantizedTensors, module: str, arguments: list[QuantizationA
         parts.append("weight_zero_point")
     _add_order(stored, module, each, parts, width)
     size = each.size if each.strategy == "group" else width
-    groups = None if each.ordered else even_groups(width, size, each.bits, zeroed=zero is not None)
-    decode, nibbles = _decode(module, size, each.bits, width), _nibbles(module, size, rows, width)
-    stored.make(module, parts, (rows, width), decode, 32 // each.bits, groups=groups, nibbles=nibbles)
+    form = even_groups(width, size, each.bits, zeroed=zero is not None, ordered=each.ordered)
+    decode, integers = _decode(module, size, each.bits, width), _integers(module, each.bits, size, (rows, width))
+    stored.make(module, parts, (rows, width), decode, 32 // each.bits, form=form, integers=integers)
 
 
-def _nibbles(module: str, size: int, rows: int, width: int) -> AsNibbles:
-    def nibbles(parts: Mapping[str, Tensor]) -> Nibbles | None:
+def _integers(module: str, bits: int, size: int, shape: tuple[int, int]) -> AsIntegers:
+    rows, width = shape
+
+    def integers(parts: Mapping[str, Tensor]) -> Integers | None:
         scales, zeros = _rows(parts["weight_scale"], 0, rows), parts.get("weight_zero_point")
-        if not in_order(module, parts.get("weight_g_idx"), scales.shape[1], size):
+        order = column_order(module, parts.get("weight_g_idx"), scales.shape[1], size)
+        if order is None:
             return None
-        numbers = unpacked(parts["weight_packed"], 4, 1)[:, :width].to(torch.uint8)
+        half = 1 << bits - 1
+        if (packed := parts.get("weight_packed")) is None:
+            numbers = (parts["weight"].to(torch.int16) + half).to(torch.uint8)
+        else:
+            numbers = unpacked(packed, bits, 1)[:, :width].to(torch.uint8)
         if zeros is not None and zeros.dtype == torch.int32:
-            zeros = unpacked(zeros, 4, 0)[:rows].to(torch.uint8)
+            zeros = unpacked(zeros, bits, 0)[:rows].to(torch.uint8)
         elif zeros is not None:
-            zeros = (_rows(zeros, 0, rows).to(torch.int16) + 8).to(torch.uint8)
-        return Nibbles(numbers, scales, zeros)
+            zeros = (_rows(zeros, 0, rows).to(torch.int16) + half).to(torch.uint8)
+        if len(order):
+            numbers = numbers.index_select(1, order)
+        return Integers(bits, numbers, scales, zeros, order=order if len(order) else None)
 
-    return nibbles
+    return integers
 
 
 def _decode(module: str, size: int, bits: int, width: int) -> Decode:

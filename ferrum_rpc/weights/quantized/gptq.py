@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ferrum_rpc.models.config_keys import refuse_unread
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.models.four_bits import Nibbles
-from ferrum_rpc.weights.entries import AsNibbles, Decode
+from ferrum_rpc.models.stored_integers import Integers
+from ferrum_rpc.weights.entries import AsIntegers, Decode
 from ferrum_rpc.weights.quantized.groups import (
     checked_columns,
+    column_order,
     even_groups,
     group_count,
-    in_order,
     rescaled,
     unpacked,
 )
@@ -85,24 +85,28 @@ def _matrix(stored: QuantizedTensors, module: str, bits: int, size: int, *, minu
         raise wrong(module, "desc_act is set and g_idx is missing")
     size = width if size == -1 else size
     less = sum(1 << bits * place for place in range(per_word)) if minus_one else 0
-    groups_ = None if ordered else even_groups(width, size, bits, zeroed=True)
-    decode, nibbles = _decode(module, bits, size, less), _nibbles(module, size, less)
-    stored.make(module, parts, (rows, width), decode, per_word, groups=groups_, nibbles=nibbles)
+    form = even_groups(width, size, bits, zeroed=True, ordered=ordered)
+    decode, integers = _decode(module, bits, size, less), _integers(module, bits, size, less)
+    stored.make(module, parts, (rows, width), decode, per_word, form=form, integers=integers)
 
 
 def _zeros(words: Tensor, bits: int, less: int) -> Tensor:
     return unpacked((words.to(torch.int64) + less).to(torch.int32), bits, 1)
 
 
-def _nibbles(module: str, size: int, less: int) -> AsNibbles:
-    def nibbles(parts: Mapping[str, Tensor]) -> Nibbles | None:
+def _integers(module: str, bits: int, size: int, less: int) -> AsIntegers:
+    def integers(parts: Mapping[str, Tensor]) -> Integers | None:
         scales = parts["scales"]
-        if not in_order(module, parts.get("g_idx"), scales.shape[0], size):
+        order = column_order(module, parts.get("g_idx"), scales.shape[0], size)
+        if order is None:
             return None
-        numbers, zeros = unpacked(parts["qweight"], 4, 0).T, _zeros(parts["qzeros"], 4, less).T
-        return Nibbles(numbers.to(torch.uint8).contiguous(), scales.T, zeros.to(torch.uint8))
+        numbers, zeros = unpacked(parts["qweight"], bits, 0).to(torch.uint8), _zeros(parts["qzeros"], bits, less).T
+        if len(order):
+            numbers = numbers.index_select(0, order)
+        numbers = numbers.T.contiguous()
+        return Integers(bits, numbers, scales.T, zeros.to(torch.uint8), order=order if len(order) else None)
 
-    return nibbles
+    return integers
 
 
 def _decode(module: str, bits: int, size: int, less: int) -> Decode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ferrum_rpc.models.four_bits import StoredGroups
+from ferrum_rpc.models.stored_integers import SMALLEST, IntegerFormat
 from ferrum_rpc.weights.quantized.stored import wrong
 
 
@@ -49,15 +49,22 @@ def rescaled(values: Tensor, scales: Tensor, zeros: Tensor | None, size: int, co
     return made * scales[:, columns]
 
 
-def in_order(module: str, index: Tensor | None, groups: int, size: int) -> bool:
-    """Whether each ``size`` columns are of the next group by ``index``, if there is one."""
+def column_order(module: str, index: Tensor | None, groups: int, size: int) -> Tensor | None:
+    """int32 [width]: the columns of each group by ``index``, one group after the other; an empty tensor where they are
+    in order. None: not every group has ``size``."""
     columns = None if index is None else checked_columns(module, index, groups)
-    return columns is None or torch.equal(columns, torch.arange(len(columns)) // size)
+    if columns is None:
+        return torch.empty(0, dtype=torch.int32)
+    order = torch.argsort(columns, stable=True)
+    in_groups = torch.arange(len(columns)) // size
+    if not torch.equal(columns[order], in_groups):
+        return None
+    return order.to(torch.int32) if not torch.equal(columns, in_groups) else torch.empty(0, dtype=torch.int32)
 
 
-def even_groups(width: int, size: int, bits: int, *, zeroed: bool) -> StoredGroups | None:
-    """How a matrix is stored in 4 bits, if all of its groups are of ``size`` columns."""
-    return StoredGroups(size, zeroed) if bits == 4 and width % size == 0 else None
+def even_groups(width: int, size: int, bits: int, *, zeroed: bool, ordered: bool = False) -> IntegerFormat | None:
+    """How a matrix is stored that our kernel can hold so, if all of its groups are of ``size`` columns."""
+    return IntegerFormat(bits, size, zeroed, ordered=ordered) if bits in SMALLEST and width % size == 0 else None
 
 
 def checked_columns(module: str, index: Tensor, groups: int) -> Tensor | None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported
-from ferrum_rpc.models.four_bits import StoredGroups
-from ferrum_rpc.weights.entries import AsNibbles, Decode, Encoding, TensorEntry
+from ferrum_rpc.models.stored_integers import IntegerFormat
+from ferrum_rpc.weights.entries import AsIntegers, Decode, Encoding, TensorEntry
 from ferrum_rpc.weights.safetensors_file import MappedFile
 
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,18 +82,18 @@ class QuantizedTensors:
         multiple: int = 1,
         *,
         name: str = "weight",
-        groups: StoredGroups | None = None,
-        nibbles: AsNibbles | None = None,
+        form: IntegerFormat | None = None,
+        integers: AsIntegers | None = None,
     ) -> None:
-        """Make an entry ``name`` of ``module`` from these parts, the first of them the largest. ``groups`` and
-        ``nibbles``: see `Encoding`."""
+        """Make an entry ``name`` of ``module`` from these parts, the first of them the largest. ``form`` and
+        ``integers``: see `Encoding`."""
         names = {role: f"{module}.{role}" for role in parts}
         taken = {role: (name, self._entries[name]) for role, name in names.items()}
         first, main = next(iter(taken.values()))
         weight = f"{module}.{name}"
         if weight in self._entries and weight not in names.values():
             raise wrong(module, f"{name} must not be there together with its parts")
-        encoding = Encoding(taken, decode, multiple, groups=groups, nibbles=nibbles)
+        encoding = Encoding(taken, decode, multiple, form=form, integers=integers)
         self._made[first] = (weight, TensorEntry(self.dtype, shape, main.file, encoding=encoding))
         self._used.update(names.values())
 
