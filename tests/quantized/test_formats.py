@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import random
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.engine.assembly.loading import load_model
 from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.models.decoder import Decoder
+from ferrum_rpc.models.native_linear import PairFactory
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.quantized.make import SAMPLES, edit_config, edit_tensors, read_config
 from tests.quantized.makers.fp8 import round_in_blocks
 from tests.support.checkpoints import loading_peak, make_checkpoint
+from tests.support.harness import error, made_or_skip
+from tests.support.rows import answered
 
 CPU = torch.device("cpu")
 Q = "model.layers.0.self_attn.q_proj."
@@ -184,8 +193,28 @@ def test_a_state_that_lies_is_refused(copy, state):
         Checkpoint.open(folder)
 
 
+def expanded(folder: Path) -> Decoder:
+    return load_model(folder, torch.float32, CPU)
+
+
+def as_stored(folder: Path) -> Decoder:
+    made_or_skip(PairFactory)
+    model, reasons = choose(ModelSettings(str(folder), device="cpu", kv_blocks=4)).load()
+    assert isinstance(model, Decoder) and dict(reasons)["quantize=stored"]
+    return model
+
+
+def row(folder: Path, tokens: int = 5, **options: Any) -> torch.Tensor:
+    runner = build_runner(ModelSettings(str(folder), device="cpu", kv_blocks=16, **options))
+    [columns] = answered(
+        runner, Span(1, np.arange(tokens, dtype=np.int32), 0, OutputSpec(Positions.LAST, FullLogits()), create=True)
+    )
+    return torch.from_numpy(columns["logits"])
+
+
+@pytest.mark.parametrize("load", [expanded, as_stored])
 @pytest.mark.parametrize(("index", "group"), [(-1, -1), (5, 2), (63, 2**30)])
-def test_an_index_of_a_group_that_is_not_there_is_refused(copy, index, group):
+def test_an_index_of_a_group_that_is_not_there_is_refused(copy, index, group, load):
     folder = copy("gptq-4")
 
     def change(tensors):
@@ -193,11 +222,26 @@ def test_an_index_of_a_group_that_is_not_there_is_refused(copy, index, group):
 
     edit_tensors(folder, change)
     with pytest.raises(InvalidRequest, match="g_idx names group"):
-        load_model(folder, torch.float32, CPU)
+        load(folder)
 
 
+def test_groups_of_unlike_size_are_expanded(copy):
+    folder = copy("gptq-4")
+
+    def change(tensors):
+        index = tensors[Q + "g_idx"]
+        index[index.argmax()] = index.min()
+
+    edit_tensors(folder, change)
+    assert as_stored(folder).as_stored == 6
+    assert error(row(folder), row(folder, dtype="float32").double()) < 0.02
+
+
+@pytest.mark.parametrize("load", [expanded, as_stored])
 @pytest.mark.parametrize("kind", ["gptq-4", "ct-w8a8", "bnb-nf4-nested", "fp8-block"])
-def test_a_scale_that_is_not_finite_is_refused(copy, kind):
+def test_a_scale_that_is_not_finite_is_refused(copy, kind, load):
+    if load is as_stored and kind not in ("gptq-4", "ct-w8a8"):
+        pytest.skip("numbers of this kind are floats")
     folder = copy(kind)
 
     def change(tensors):
@@ -205,8 +249,58 @@ def test_a_scale_that_is_not_finite_is_refused(copy, kind):
         tensors[name].view(-1)[0] = float("nan")
 
     edit_tensors(folder, change)
-    with pytest.raises(InvalidRequest, match="NaN or infinity"):
-        load_model(folder, torch.float32, CPU)
+    with pytest.raises(InvalidRequest, match="NaN or infinit"):
+        load(folder)
+
+
+def test_mutated_tensors_end_in_typed_errors_or_are_multiplied(copy):
+    """Parts of integers: other bytes, extreme values, other shapes and dtypes, missing and exchanged ones."""
+    made_or_skip(PairFactory)
+    rng = random.Random(int(os.environ.get("FERRUM_FUZZ_SEED", "20261127")))
+    kinds = ("gptq-4", "gptq-8", "awq-4", "ct-w4a16", "ct-w8a8-asymmetric")
+    folders = [copy(kind) for kind in kinds]
+    originals = [load_file(folder / "model.safetensors") for folder in folders]
+    survived = 0
+    for number in range(rounds := int(os.environ.get("FERRUM_FUZZ_ROUNDS", "150"))):
+        which = rng.randrange(len(folders))
+        tensors = {name: each.clone() for name, each in originals[which].items()}
+        for _ in range(rng.choice((1, 1, 2))):
+            mutate(rng, tensors)
+        save_file(tensors, folders[which] / "model.safetensors", {"format": "pt"})
+        try:
+            row(folders[which], rng.choice((1, 5)))
+            survived += 1
+        except (InvalidRequest, NotSupported) as refusal:
+            assert refusal.message and str(folders[which]) not in refusal.message
+        except BaseException as wrong:
+            raise AssertionError(f"round {number} ({kinds[which]}) raised {wrong!r}") from wrong
+    assert 0 < survived < rounds
+
+
+def mutate(rng: random.Random, tensors: dict[str, torch.Tensor]) -> None:
+    parts = sorted(name for name in tensors if name.rpartition(".")[0] + "." in Q or "_proj" in name)
+    name, other = rng.choice(parts), rng.choice(parts)
+    tensor = tensors[name]
+    extreme = [0, -1, 6e4, 1e-8, math.nan, math.inf] if tensor.is_floating_point() else [0, -1, 1, 2**31 - 1, -(2**31)]
+    match rng.randrange(7):
+        case 0:
+            flat = tensor.contiguous().view(-1).view(torch.uint8)
+            first = rng.randrange(len(flat))
+            part = flat[first : first + rng.choice((1, 8, len(flat)))]
+            part.copy_(torch.tensor([*rng.randbytes(len(part))], dtype=torch.uint8))
+            tensors[name] = flat.view(tensor.dtype).view(tensor.shape)
+        case 1:
+            tensors[name] = torch.full_like(tensor.double(), rng.choice(extreme)).to(tensor.dtype)
+        case 2:
+            tensors[name] = tensor.T.contiguous() if tensor.dim() == 2 else tensor[None].contiguous()
+        case 3:
+            tensors[name] = tensor[: rng.randrange(len(tensor) + 1)].contiguous()
+        case 4:
+            tensors[name] = tensor.to(rng.choice((torch.int32, torch.int64, torch.float32, torch.float16, torch.uint8)))
+        case 5:
+            del tensors[name]
+        case _:
+            tensors[name], tensors[other] = tensors[other].clone(), tensor.clone()
 
 
 # --- what is right ----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from ferrum_rpc.building import model_folder
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.engine.assembly.loading import load_model, read_spec, stored_parts
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.layout import layout
@@ -323,7 +324,10 @@ def test_mutated_files_end_in_typed_errors_or_load(tmp_path):
             content = gguf_bytes(metadata, tensors, data)
         (tmp_path / "model.gguf").write_bytes(content)
         try:
-            load_model(tmp_path, torch.float32, CPU, linear=PlainLinear)
+            if round_number % 2:
+                load_model(tmp_path, torch.float32, CPU, linear=PlainLinear)
+            else:
+                choose(ModelSettings(str(tmp_path), device="cpu", model_backend="native", kv_blocks=4)).load()
             survived += 1
         except (InvalidRequest, NotSupported) as refusal:
             assert refusal.message and len(refusal.message) < 6000 and str(tmp_path) not in refusal.message
