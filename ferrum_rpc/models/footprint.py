@@ -17,11 +17,14 @@ import torch
 from ferrum_rpc.models.fused_ops import FusedOps, NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.layout import EMBEDDED, HEAD, LAYERS, Held, HeldPart
 from ferrum_rpc.models.linear import LinearFactory
-from ferrum_rpc.models.native_linear import PanelFactory, StoredFactory
+from ferrum_rpc.models.native_linear import PanelFactory, QuantizedFactory, StoredFactory
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
+
+LOOKED_UP: Final = 1 + 4 + 2
+"""Bytes for each number of a row that is looked up in a table of integers: as stored, as float32, and as it is used."""
 
 THREAD_BYTES: Final = 2 << 10
 """What the kernels' buffers take of a thread for each channel of a head, about."""
@@ -123,7 +126,8 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     fp32 = 4 if build.packed or size >= 4 else 4 + size
     logits = rows * (hidden * size + spec.vocab_size * fp32) * build.shard.last
     rotation = hidden * size + angles + angles * 2 // 3  # hidden; angles, cosines, sines, and the cosines twice
-    peaks = tokens * rotation, tokens * (held + angles) + max(moments), tokens * hidden * size + logits
+    looked_up = tokens * hidden * LOOKED_UP * (EMBEDDED in build.held or isinstance(build.head, QuantizedFactory))
+    peaks = looked_up, tokens * rotation, tokens * (held + angles) + max(moments), tokens * hidden * size + logits
     return buffers + tokens * kept + max(peaks)
 
 

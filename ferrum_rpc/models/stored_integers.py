@@ -86,13 +86,11 @@ class Integers(NamedTuple):
         made = self.numbers.to(torch.float32).view(*scales.shape, self.group)
         if self.factors is None:
             zeros = self.middle if self.zeros is None else self.zeros.to(torch.float32)[..., None]
-            made = (made - zeros) * scales[..., None]
+            made.sub_(zeros).mul_(scales[..., None])
         else:
             assert self.zeros is not None  # noqa: S101 - see above
-            of_scales, of_zeros = (
-                self.factors.to(torch.float32).repeat_interleave(SUPER_GROUP // self.group, 1).unbind(-1)
-            )
-            made = made * (scales * of_scales)[..., None] - (self.zeros * of_zeros)[..., None]
+            factors = self.factors.to(torch.float32).repeat_interleave(SUPER_GROUP // self.group, 1)
+            made.mul_((scales * factors[..., 0])[..., None]).sub_((self.zeros * factors[..., 1])[..., None])
         made = made.view(self.numbers.shape)
         if self.order is None:
             return made

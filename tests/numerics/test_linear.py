@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.linear import PackedLinear, PlainLinear, select_linear, select_quantized
@@ -18,7 +20,7 @@ from ferrum_rpc.models.native_linear import (
     StoredFactory,
     Workspace,
 )
-from ferrum_rpc.models.stored_integers import Integers
+from ferrum_rpc.models.stored_integers import IntegerFormat, Integers
 from ferrum_rpc.native import cpu
 from ferrum_rpc.usage import ISA_VARIABLE, ISAS
 from tests.support.harness import made_or_skip, threads
@@ -248,9 +250,14 @@ def test_integers_are_multiplied_as_the_numbers_that_they_stand_for(monkeypatch,
         x[:, matrix.order[::16].long()] = 127.0
     weight = matrix.floats().double()
     expected = x.double() @ weight.T
+    form = IntegerFormat(bits, group, kind != "centered", kind == "factored", kind == "ordered")
+    assert form.fitting([0, 512]) == form
+    assert (form.fitting([128, 384]) is None) == form.factored
 
     def product():
         made = made_or_skip(lambda: StoredFactory(Workspace()))(matrix, None)
+        held = [each for each in tree_leaves(gc.get_referents(made)) if isinstance(each, torch.Tensor)]
+        assert sum(each.nbytes for each in held) == StoredFactory.nbytes(*matrix.shape, form)
         many = made.fp32(x.to(BF16))
         assert torch.equal(many[:7], made.fp32(x[:7].to(BF16)))
         ids = torch.tensor([39, 0, 5, 5])

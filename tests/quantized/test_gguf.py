@@ -38,6 +38,18 @@ LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_f
 FILE = SAMPLES / "gguf-q8_0" / "model.gguf"
 
 
+def test_a_factor_that_is_not_finite_is_refused(tmp_path):
+    """Of Q4_K, whose scales are bytes."""
+    metadata, tensors, data = read_gguf(SAMPLES / "gguf-q4_k_m" / "model.gguf")
+    changed = bytearray(data)
+    first = next(offset for _, _, kind, offset in tensors if kind == KINDS.Q4_K)
+    changed[first : first + 2] = b"\x00\x7c"
+    (tmp_path / "model.gguf").write_bytes(gguf_bytes(metadata, tensors, bytes(changed)))
+    for dtype in ("auto", "float32"):
+        with pytest.raises(InvalidRequest, match="NaN or infinit"):
+            choose(ModelSettings(str(tmp_path), device="cpu", dtype=dtype, kv_blocks=4)).load()
+
+
 # --- what is right ----------------------------------------------------------------------------------------------------
 
 

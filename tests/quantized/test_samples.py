@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,18 @@ from safetensors.torch import load_file
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, Span
 from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.engine.assembly.loading import read_spec, stored_parts
+from ferrum_rpc.engine.assembly.loading import load_model, read_spec, stored_parts
 from ferrum_rpc.engine.assembly.parity import compare
-from ferrum_rpc.models.layout import layout
+from ferrum_rpc.models.layout import HeldPart, layout
 from ferrum_rpc.models.native_linear import PairFactory
-from ferrum_rpc.models.shard import Shard
+from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.stored_integers import Integers
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.quantized.make import ROWS, SAMPLES, TOKENS
-from tests.support.harness import error, made_or_skip
+from tests.support.harness import Executor, error, made_or_skip
 from tests.support.rows import answered
 
+CPU = torch.device("cpu")
 NAMES = sorted(each.name for each in SAMPLES.iterdir())
 KINDS = [
     pytest.param(name, marks=pytest.mark.skipif(name.startswith("gguf") and not find_spec("gguf"), reason="no gguf"))
@@ -122,6 +124,22 @@ def test_a_rank_holds_its_part_of_integers(kind):
                     mine = places[name].of_integers(integers, part.form.group)
                     expected = places[name].of(floats)
                     assert not expected.numel() or error(mine.floats(), expected.double()) <= CHANGED.get(kind, 0)
+
+
+@pytest.mark.skipif(not find_spec("gguf"), reason="no gguf")
+def test_parts_of_a_product_have_the_bits_of_the_whole():
+    """Each with its share of the biases."""
+    checkpoint, linear = Checkpoint.open(SAMPLES / "gguf-q5_1"), made_or_skip(PairFactory)
+    spec = read_spec(checkpoint)
+    held, places = stored_parts(checkpoint, spec, WHOLE), layout(spec)
+    apart = {
+        key: tuple(HeldPart((name,), places[name].rows, part.form) for part in parts for name in part.names)
+        for key, parts in held.items()
+    }
+    assert sum(map(len, apart.values())) > sum(map(len, held.values()))
+    load = partial(load_model, checkpoint, torch.bfloat16, CPU, spec=spec, linear=linear)
+    whole, split = (Executor(load(held=each)).run(TOKENS, [5, 3]) for each in (held, apart))
+    assert torch.equal(whole, split)
 
 
 @pytest.mark.parametrize("kind", ["gptq-4", "bnb-nf4-nested"])
