@@ -72,7 +72,6 @@ async def run(options: argparse.Namespace) -> Record:
 
 BENCHMARK: Final = Benchmark(
     "adapters",
-    "What adapters cost.",
     run,
     (
         Option("--batch", 32, "sequences of a step, and adapters"),

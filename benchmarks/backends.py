@@ -36,7 +36,6 @@ async def run(options: argparse.Namespace) -> Record:
 
 BENCHMARK: Final = Benchmark(
     "backends",
-    "The native decoder and transformers' layers.",
     run,
     (Option("--cells", [each.name for each in CELLS], "of the suite", choices=[each.name for each in CELLS]),),
     rounds=3,

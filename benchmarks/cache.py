@@ -28,12 +28,6 @@ TEXT: Final = np.frombuffer(" ".join(DEMO_PROMPTS).encode(), dtype=np.uint8).ast
 """Tokens of the demo model: bytes."""
 
 
-LEGEND: Final = {
-    "KL": "Kullback-Leibler divergence of a row's distribution from the exact cache's, in nats",
-    "same tokens": "rows whose most likely token is the same",
-}
-
-
 def divergence(exact: npt.NDArray[np.float32], rounded: npt.NDArray[np.float32]) -> dict[str, Any]:
     """Of ``rounded`` logits from ``exact`` ones, both [rows, vocab], in nats; and the share of equal arg-max tokens."""
     p, q = (_log_softmax(each.astype(np.float64)) for each in (exact, rounded))
@@ -81,13 +75,12 @@ async def run(options: argparse.Namespace) -> Record:
         await here.play([cell], {ROUNDED: sides[ROUNDED], EXACT: sides[EXACT]}, ROUNDED)
     gained = median_of(record.values["cells"], cell.name, EXACT)
     targets = [target(f"{cell.name} over an int8 cache, in process, of bfloat16", gained, TARGET)]
-    record.put("answers", compared, targets=targets, legend=LEGEND)
+    record.put("answers", compared, targets=targets)
     return record
 
 
 BENCHMARK: Final = Benchmark(
     "cache",
-    "What a cache in 8 bits gains and costs.",
     run,
     (Option("--batch", 32, "sequences of a step"), Option("--context", 2048, "tokens of each")),
     round_s=4.0,

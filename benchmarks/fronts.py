@@ -33,8 +33,6 @@ from benchmarks.engines.process import START_S, Child, ServerDied, served
 from benchmarks.machine import ROOT, processor_s
 from benchmarks.record import Benchmark, Option, Record, shape_of
 from benchmarks.streams import (
-    CANCEL_LEGEND,
-    LEGEND,
     SERVED,
     SHAPE,
     Came,
@@ -181,16 +179,6 @@ def by_router(host: str, port: int, model: str) -> Writer:
 OF_LIBRARY: Final = Goal(
     ROUTER, (LIBRARY,), "of the library", TARGET, "of a router and a worker, of the scheduler as a library, Qwen3-0.6B"
 )
-FRONT_LEGEND: Final = {
-    "of the library": "tokens a second over those of the library in the same round: median (lowest to highest)",
-    **{name: LEGEND[name] for name in ("target", "texts a step", "in steps", "first token, ms; p99")},
-    "executor, worker, router, caller, µs": "processor time of it for each token of the round; the library is in the "
-    "caller",
-}
-LEFT_TEXT: Final = """
-How long the executor has the sequence of a text whose client leaves: it closes its connection to the router, or cancels
-its call of the worker or its stream of the library. A router notices a closed connection at the text's next token, up
-to a step later."""
 
 
 async def run(options: argparse.Namespace) -> Record:
@@ -222,7 +210,7 @@ async def run(options: argparse.Namespace) -> Record:
 
         def put(taken: Taken) -> None:
             rows = points(taken, OF_LIBRARY, shaped=options.variant == SHAPE)
-            record.put("ways", rows, left=2, legend=FRONT_LEGEND)
+            record.put("ways", rows)
 
         ways = {way: partial(take, way) for way in WAYS}
         await rounds_of(options, ours.vocab_size, ways, LIBRARY, put, lone=LONE)
@@ -230,13 +218,12 @@ async def run(options: argparse.Namespace) -> Record:
         left = list[dict[str, Any]]()
         for way in WAYS if options.leaves else ():
             left.append({"way": way, **await cancels(client, writers[way], work, options.leaves, LEFT_AT)})
-            record.put("leaves", left, left=2, text=LEFT_TEXT, legend=CANCEL_LEGEND)
+            record.put("leaves", left)
     return record
 
 
 BENCHMARK: Final = Benchmark(
     "fronts",
-    "What a router and a worker cost.",
     run,
     (
         Option("--model", "demo", "demo or a shape of benchmarks/shapes.json"),

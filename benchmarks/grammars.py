@@ -137,7 +137,6 @@ async def run(options: argparse.Namespace) -> Record:
 
 BENCHMARK: Final = Benchmark(
     "grammars",
-    "What a grammar costs a step.",
     run,
     (
         Option("--model", "demo", "demo, or a shape", choices=("demo", *SHAPES)),

@@ -108,13 +108,12 @@ async def run(options: argparse.Namespace) -> Record:
             points += await printed(program, ALLOCATOR)
             off = max(abs(each["ratio"] - 1) for each in points)
             standing = target("a plan, off by what is resident", off, TARGET, least=False)
-            record.put("parts", points, left=3, targets=[standing])
+            record.put("parts", points, targets=[standing])
     return record
 
 
 BENCHMARK: Final = Benchmark(
     "memory",
-    "Plans, and what is resident.",
     run,
     (Option("--shape", "qwen3-0.6b", "of benchmarks/shapes.json", "tiny"),),
     rounds=1,

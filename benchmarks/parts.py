@@ -68,17 +68,6 @@ async def outputs(side: Player, cells: Sequence[Cell], rounds: int, round_s: flo
     return found
 
 
-OUTPUT_LEGEND: Final = {
-    "greedy, ms": "step of the runner in the measuring process, median (10th to 90th percentile)",
-    "…": "longer than that by so much when every sequence asks for it: median of the pairs (lowest to highest)",
-    "greedy-logprobs": "with `logprob` and `logprobs {top_k: 5}`",
-    "sample-penalties": "temperature 0.8, top_k 50, top_p 0.95, a repetition and a frequency penalty",
-    "…-masked": "with a registered mask that allows every second token; greedy ones draw at temperature 0",
-    "verify-4, accept-4": "steps of five tokens a sequence: arg-max rows of all, or what is accepted of four drafts",
-    "next-token": "scores of all the prompt's tokens, for one greedy row; with `logprobs {top_k: 5}`",
-}
-
-
 def output_rows(found: Sequence[Figures]) -> list[Row]:
     """A row for each output, a column for each cell: how much longer than a greedy step."""
     names = dict.fromkeys(name for each in found for name in each["ratios"])

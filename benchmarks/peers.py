@@ -113,7 +113,6 @@ def variant(options: argparse.Namespace) -> str:
 
 BENCHMARK: Final = Benchmark(
     "peers",
-    "Ours and other engines, one peer at a time.",
     run,
     (
         Option("--peers", [each.name for each in PEERS], "peers", choices=[each.name for each in PEERS]),

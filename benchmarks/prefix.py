@@ -23,7 +23,7 @@ from benchmarks.engines.grpc import TIMEOUT_S, Client, connected, facts
 from benchmarks.engines.process import REFERENCE
 from benchmarks.peers import ENVIRONMENTS, PEERS, against
 from benchmarks.record import Benchmark, Contest, Option, Record
-from benchmarks.table import table, target
+from benchmarks.table import target
 from ferrum_rpc.client import CacheMode, ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
 from ferrum_rpc.core import PREFIX
@@ -51,48 +51,6 @@ QUICK_MISSES: Final = ((Cell(PREFILL, 1, 24, most=4), 2), (Cell(DECODE, 3, 8, mo
 KV_BLOCKS: Final = 2048
 PEER_NAMES: Final = ("vLLM CPU bf16", "OpenVINO GenAI bf16")
 
-TEXTS: Final = {
-    "crowds": """
-**Many prompts that begin alike.** Sequences whose prompts share their first tokens and have some of their own, until
-each has its first token: the first alone, the others by calls of so many. With the cache they live at once. Where fewer
-were measured than there are to be, the rest is in proportion. Tokens that are not computed save time in proportion only
-where computing takes it: a step of few tokens still reads all weights, and every prompt still goes over the wire.""",
-    "cells": """
-**With other engines that keep prefixes.** One prompt at a time, from the request to its first token: of which the
-beginning was seen before, and of which nothing was. Every engine looks for prompts that it has seen. Tokens a second
-are those of the prompt, found or computed.""",
-    "talk": """
-**A conversation.** Each turn is a new sequence with everything so far and some tokens more; the one before it was
-released. What was in a block that was not full is computed again.""",
-    "misses": """
-**What a miss costs.** The same steps with the cache and without, of which nothing was seen.""",
-    "books": """
-**What the accounting costs.** Blocks, lengths and hashes of a decode step of all sequences, without a model: every
-block that a sequence begins takes the place of a cached one, and every block that it fills is published.""",
-}
-LEGENDS: Final[dict[str, dict[str, str]]] = {
-    "crowds": {
-        "measured": "sequences of all rounds; blocks, tokens, seconds are of all there are to be, in proportion",
-        "a call": "median (10th to 90th percentile) of all but the first, of which nothing was seen",
-        "… without": "without the cache, of with it; of seconds the median of the rounds (lowest to highest)",
-    },
-    "talk": {
-        "to compute": "new tokens, and those before them in a block that was not full",
-        "computed": "with the cache, the most of all rounds",
-        "ms": "to the first token, median of the rounds",
-    },
-    "misses": {
-        "on, off": "median step (10th to 90th percentile)",
-        "on in off": "median of the pairs of rounds (lowest to highest)",
-    },
-    "books": {
-        "µs a sequence": "and step: mean of a round, median of the rounds",
-        "in the first": "of that of the first row: 1 is flat",
-        "longest": "the step in which every sequence begins a block, or fills one",
-        "of a decode step": "of the 0.6B shape at b32 in the same run",
-    },
-}
-LEFT: Final = {"crowds": 3, "talk": 1, "misses": 2, "books": 3}  # columns that say what a row is about
 Session = tuple[ExecutorClient, int]  # a client, and the size of its model's vocabulary
 
 
@@ -362,16 +320,14 @@ async def run(options: argparse.Namespace) -> Record:
     seen, misses = (QUICK_SEEN, QUICK_MISSES) if quick else (SEEN, MISSES)
     options.cells = (seen, replace(seen, shared=0))
     here = Contest(options)
-    here.text = TEXTS["cells"]
     record, rounds, sequences = here.record, options.rounds, options.sequences
     told = f"{sequences}, of {seen.shared} tokens that are shared and {seen.context - seen.shared} of their own"
     record.values["settings"]["prompts"] = told
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in TEXTS}
-    record.values["tables"] = {name: table(()) for name in TEXTS}  # in the order of the page
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in record.values["tables"]}
 
     def add(part: str, *found: dict[str, Any], **more: Any) -> None:
         rows[part] += found
-        record.put(part, rows[part], left=LEFT[part], text=TEXTS[part], legend=LEGENDS[part], **more)
+        record.put(part, rows[part], **more)
         print(f"{part}: {len(rows[part])} rows", flush=True)
 
     async def crowds(model: str, at: Session, most: int, sample: int | None = None) -> None:
@@ -418,7 +374,6 @@ async def beside(here: Contest, at: Session) -> None:
 
 BENCHMARK: Final = Benchmark(
     "prefix",
-    "What the prefix cache gains and costs.",
     run,
     (
         Option("--sequences", SEQUENCES, "whose prompts begin alike", 32),

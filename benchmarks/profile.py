@@ -41,7 +41,6 @@ COMPUTE: Final = ("model thread: forward", "model thread: select")
 BOOKKEEPERS: Final = ("server", "model thread")
 """Whose stages are bookkeeping, but for `COMPUTE`; the hand-overs between the threads are not."""
 
-BOOKKEEPING: Final = "what the server does for a step besides computing and waking threads"
 Mark = tuple[str, int]
 Timeline = dict[str, float]  # microseconds by stage, in the order of the stages
 
@@ -202,13 +201,12 @@ async def run(options: argparse.Namespace) -> Record:
             for batch, found in zip(options.batches, profiles, strict=True):
                 timed = await EchoCalls(channel, found).turn(1, WARM + options.steps)
                 columns.append(Column(f"{Path(path).name} b{batch}", found, median(timed.step_s[WARM:], 9) * 1e6))
-    record.put("stages", rows(columns), legend={"server's bookkeeping": BOOKKEEPING})
+    record.put("stages", rows(columns))
     return record
 
 
 BENCHMARK: Final = Benchmark(
     "profile",
-    "A step, stage by stage.",
     run,
     (
         Option("--models", ["identity", "qwen3-0.6b"], "names or folders", [IDENTITY]),

@@ -190,19 +190,6 @@ def targets(rows: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]
     return found
 
 
-LEGEND: Final = {
-    "unary, session": "Decode calls, or forward frames of one session, by the bare stubs: until the next handle",
-    "client, …": "the same through `ferrum_rpc.client`, until the answer's rows are arrays",
-    "echo": "a bare grpc.aio server that answers the same bytes, by unary calls or on one stream",
-    "p50, p99": "of a step with one in flight",
-    "in echoes": "median step over the echo's, median of the pairs of rounds and its spread",
-    "queue, forward": "by the server's clock: from the submit to the step, and the step itself",
-    "around": "the step less its forward less the echo: protobuf, handlers, admission, hand-overs, replay log",
-    "steps/s": "with so many steps in flight; to be ≥ 3,000 in a session at 4, and of 64 unary callers in total",
-    f"in batches of {CROWD}": "a step of one of as many coroutines, in steps of a batch of them; at most 1.25",
-}
-
-
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
     async with AsyncExitStack() as stack:
@@ -225,13 +212,12 @@ async def run(options: argparse.Namespace) -> Record:
     settings["disturbed rounds"] = f"{kept} kept"
     settings["bytes"] = "; ".join(f"{name} {asked} and {got}" for name, (asked, got) in sizes.items() if asked and got)
     rows = points(taken)
-    record.put("ways", rows, left=2, legend=LEGEND, targets=targets(rows, options.variant))
+    record.put("ways", rows, targets=targets(rows, options.variant))
     return record
 
 
 BENCHMARK: Final = Benchmark(
     "protocol",
-    "What the protocol costs, in echoes of the same bytes.",
     run,
     (
         Option("--transports", list(TRANSPORTS), "of the executors", choices=TRANSPORTS),

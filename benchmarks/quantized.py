@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.cache import DEMO, LEGEND, TEXT, divergence
+from benchmarks.cache import DEMO, TEXT, divergence
 from benchmarks.cases import PREFILL, Cell
 from benchmarks.engines.inprocess import Inside
 from benchmarks.machine import hardware
@@ -32,7 +32,6 @@ OURS: Final = {"int8": "Q8_0", "int4": "Q4_0"}
 
 TYPES: Final = ("Q8_0", "Q4_1", "Q4_0")
 OTHERS: Final = "Q8_0"
-KL: Final = {"KL": "Kullback-Leibler divergence of a row's distribution from that of the model in bfloat16, in nats"}
 
 
 def rounded(folder: Path, kind: str, to: Path) -> str:
@@ -84,8 +83,8 @@ async def run(options: argparse.Namespace) -> Record:
         for ours, theirs in OURS.items()
     ]
     rows = [{"weights": name, **each} for name, each in found.items()]
-    record.put("answers", rows, targets=targets, legend=LEGEND | KL)
+    record.put("answers", rows, targets=targets)
     return record
 
 
-BENCHMARK: Final = Benchmark("quantized", "How far quantized weights move answers.", run, ())
+BENCHMARK: Final = Benchmark("quantized", run, ())

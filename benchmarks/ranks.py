@@ -70,4 +70,4 @@ def _rss(pid: int) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
-BENCHMARK: Final = Benchmark("ranks", "Two ranks with one.", run, rounds=3, round_s=1.0)
+BENCHMARK: Final = Benchmark("ranks", run, rounds=3, round_s=1.0)

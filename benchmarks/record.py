@@ -11,6 +11,7 @@ import asyncio
 import functools
 import json
 import shlex
+import tomllib
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from ferrum_rpc.runtime import openmp_waits, polled
 
 Opening = AbstractAsyncContextManager[Player]
 SCHEMA: Final = 2
+PAGE: Final[dict[str, Any]] = tomllib.loads((machine.ROOT / "benchmarks" / "questions.toml").read_text("utf-8"))
+"""The words of the page: its questions, and what stands around the tables that answer them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,6 @@ class Benchmark:
     ``loop`` makes the event loop. ``file``: of results, if it is not named after the kind of machine."""
 
     name: str
-    about: str
     run: Callable[[argparse.Namespace], Coroutine[Any, Any, Record]]
     options: Sequence[Option] = ()
     rounds: int = 5
@@ -81,7 +83,9 @@ class Benchmark:
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The command line, with the options that all benchmarks have, and what was not given. ``variant`` and ``out``
         are set; a quick run is no result."""
-        parser = argparse.ArgumentParser(prog=f"python -m benchmarks {self.name}", description=self.about)
+        parser = argparse.ArgumentParser(
+            prog=f"python -m benchmarks {self.name}", description=question_of(self.name).get("title")
+        )
         every = [*self.options, Option("--rounds", self.rounds, "of every side", 2)]
         if self.round_s is not None:
             every.append(Option("--round-seconds", self.round_s, "of a round, about", 0.01))
@@ -108,12 +112,19 @@ class Benchmark:
             runner.run(self.run(options)).tell()
 
 
+def question_of(benchmark: str) -> dict[str, Any]:
+    """What a benchmark answers; nothing if it is none of the page's."""
+    return next((each for each in PAGE["question"] if benchmark in each["benchmarks"]), {})
+
+
 class Record:
     """A result in the making; ``values`` is what the file holds. ``settings``: under what it is measured."""
 
     def __init__(self, options: argparse.Namespace, **settings: Any) -> None:
         self._bystanders = machine.Bystanders()
         self._out = Path(options.out)
+        question = question_of(options.benchmark)
+        self._words: dict[str, dict[str, Any]] = question.get("tables", {})
         self.values: dict[str, Any] = {
             "schema": SCHEMA,
             "benchmark": options.benchmark,
@@ -126,16 +137,16 @@ class Record:
             "versions": machine.versions(),
             "others_cpu": None,
             "settings": {"seed": SEED, "rounds": options.rounds, **settings, "gRPC's sockets": f"read {polled()}"},
-            "tables": {},
+            "tables": {name: table(()) for name in question.get("tables", ())},  # in the order of the page
             "targets": [],
             "notes": [],
         }
 
-    def put(self, name: str, rows: Iterable[Row], *, targets: Sequence[Mapping[str, Any]] = (), **more: Any) -> None:
-        """Add a table, or write it anew, and targets, those of its rows among them, in place of those with the same
-        words; and write the file. ``more``: see `table`."""
+    def put(self, name: str, rows: Iterable[Row], *, targets: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Write a table, and targets, those of its rows among them, in place of those with the same words; and write
+        the file."""
         rows = list(rows)
-        self.values["tables"][name] = table(rows, **more)
+        self.values["tables"][name] = table(rows, **(PAGE["tables"].get(name, {}) | self._words.get(name, {})))
         own = [cell for row in rows for cell in row.values() if is_target(cell)]
         standing = {each["what"]: each for each in (*self.values["targets"], *targets, *own) if each["what"]}
         self.save(targets=list(standing.values()))
@@ -159,13 +170,6 @@ class Record:
             print(f"other processes had {others:.0%} of the cores' time: measure again on a quiet machine")
 
 
-CELL_LEGEND: Final = {
-    "tok/s": "median of the rounds' medians, lowest and highest round",
-    "step": "median (10th to 90th percentile) of all timed steps",
-    "of the limit": "of what memory and matrix products allow on this machine, by the best readings of the same run",
-    "ours is": "tokens a second of ours, the first side, over this side's: median of the pairs (lowest to highest)",
-    "same tokens": "arg-max tokens of the rounds' last steps that agree with ours: bfloat16 decides close calls anyhow",
-}
 FEWER_BITS: Final = (
     *("ours with int8 weights, gRPC session", "llama.cpp Q8_0", "OpenVINO GenAI int8", "int8 cache"),
     *("ours with int4 weights, gRPC session", "llama.cpp Q4_K_M", "OpenVINO GenAI int4"),
@@ -207,7 +211,7 @@ def cell_rows(results: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 class Contest:
     """The cells of a run, side by side: a result for each, with its limit, saved as it comes. The checkpoint is written
-    when something first needs its ``folder``. ``text`` stands before their table."""
+    when something first needs its ``folder``."""
 
     def __init__(self, options: argparse.Namespace, shape: str = "qwen3-0.6b", device: str = "cpu") -> None:
         self.options = options
@@ -224,7 +228,7 @@ class Contest:
             openmp_waits=openmp_waits(),
             output="greedy: the arg-max of every row; the tokens fed were chosen beforehand, the same for all sides",
         )
-        self.model, self.text = self._shape, ""
+        self.model = self._shape
         self.record.save(cells=[], sides={}, left_out={})
         self.machine = Machine(options.threads, device, quick=options.quick)
         self.machine.read()
@@ -272,7 +276,7 @@ class Contest:
         for each in results:
             each["roof"] = roof(named[each["cell"]], self.spec, limits)
         self.note_limits()
-        self.record.put("cells", cell_rows(results), left=2, legend=CELL_LEGEND, text=self.text)
+        self.record.put("cells", cell_rows(results))
 
     def note_limits(self) -> None:
         """The best readings so far, and how many turns others disturbed."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from benchmarks.cases import CELLS
 from benchmarks.machine import RESULTS, ROOT, label
 from benchmarks.peers import PEERS
 from benchmarks.picture import Bar, svg
-from benchmarks.record import LIMIT, SCHEMA
+from benchmarks.record import LIMIT, PAGE, SCHEMA
 from benchmarks.table import bound_of, markdown, number, reached, rows_of, shown
 
 DOCUMENT: Final = ROOT / "docs" / "benchmarks.md"
@@ -27,9 +26,6 @@ PICTURE: Final = "benchmarks.svg"
 PAGES_OF_THEIR_OWN: Final = frozenset({"soak.json", "first-light.json"})
 """Results that are no benchmark: tests/faults/soak.py writes docs/soak.md, and docs/operations.md speaks of a first
 light."""
-
-PAGE: Final[dict[str, Any]] = tomllib.loads((ROOT / "benchmarks" / "questions.toml").read_text("utf-8"))
-"""The words of the page."""
 
 NOT_YET: Final = "not yet measured"
 OURS: Final = "ours"

@@ -83,13 +83,6 @@ def points(taken: dict[tuple[str, float, int], list[RunCounts]]) -> list[dict[st
     return found
 
 
-LEGEND: Final = {
-    "of single steps": "tokens a second over those by single steps at the same delay, by rounds",
-    "tokens a trip": "of a sequence, behind its prompt",
-    "accepted": "of the drafted tokens",
-}
-
-
 def _rate(run: RunCounts) -> float:
     return sum(len(each.generated) for each in run.requests) / run.wall_seconds
 
@@ -115,13 +108,12 @@ async def run(options: argparse.Namespace) -> Record:
                 for (way, delay_ms), client in clients.items():
                     run = await texts(way, client, beside, batch, options.tokens)
                     taken.setdefault((way, delay_ms, batch), []).append(run)
-    record.put("texts", points(taken), left=3, legend=LEGEND)
+    record.put("texts", points(taken))
     return record
 
 
 BENCHMARK: Final = Benchmark(
     "speculation",
-    "What drafts save.",
     run,
     (
         Option("--model", "demo", "of the executor", choices=("demo", "identity")),

@@ -274,25 +274,6 @@ async def cancels(
     }
 
 
-CANCEL_LEGEND: Final = {
-    "texts": "that go on meanwhile",
-    "a step, ms": "seconds over steps of the executor, which is always busy",
-    "sequence gone, ms": "from the cancel to the answer of the executor's status that counts the release of the "
-    "sequence: median",
-    "beyond a step, ms": "the longest of these times less the executor's step in it",
-    "target": "of the time beyond a step",
-}
-LEGEND: Final = {
-    "of lockstep": "tokens a second over those of the faster lockstep of the same round: median (lowest to highest)",
-    "target": "at Qwen3-0.6B's shape",
-    "whole round, tokens/s": "with its beginning and its end, in which fewer texts run; in lockstep the same",
-    "texts a step": "tokens that the executor chose in a step, on average",
-    "fed a token": "tokens that it computed for each that it chose: the same for all ways, or their work is not",
-    "in steps": "share of the time that the executor spent in its steps",
-    "first token, ms; p99": "from the submission of a text, median and 99th percentile",
-}
-
-
 def medians(rounds: Sequence[Round]) -> dict[str, float | None]:
     """Of one way's rounds, by columns; of the times to the first tokens the percentiles of all."""
     first = [1e3 * each for some in rounds for each in some.first_s]
@@ -380,13 +361,13 @@ async def run(options: argparse.Namespace) -> Record:
         }
 
         def put(taken: Taken) -> None:
-            record.put("ways", points(taken, LOCKSTEP, shaped=options.variant == SHAPE), left=2, legend=LEGEND)
+            record.put("ways", points(taken, LOCKSTEP, shaped=options.variant == SHAPE))
 
         await rounds_of(options, ours.vocab_size, ways, RUNS, put)
         work = Work(options.streams[0], options.prompt, options.tokens, ours.vocab_size)
         if options.cancels:
             left = await cancels(client, write, work, options.cancels)
-            record.put("cancels", [left], text="Texts that are cancelled:", legend=CANCEL_LEGEND)
+            record.put("cancels", [left])
             async with Scheduler(ours.target, run_tokens=RUN_TOKENS, max_running=1) as narrow:
                 own = await share(narrow, work)
             record.save(notes=[f"{FAIR}: {own:.2f} (at least {FAIR_TARGET:g})"])
@@ -395,7 +376,6 @@ async def run(options: argparse.Namespace) -> Record:
 
 BENCHMARK: Final = Benchmark(
     "streams",
-    "Texts that arrive at any time.",
     run,
     (
         Option("--model", "demo", "demo, identity or a shape of benchmarks/shapes.json"),

@@ -103,14 +103,6 @@ def point(way: str, temperature: float, delay_ms: float, found: TextsOfWay) -> d
     }
 
 
-LEGEND: Final = {
-    "delay, ms": "each way",
-    "different": "of the texts; greedy ones may be alike",
-    "tokens a trip": "of one text: by a grammar without drafts those of its runs",
-    "accepted": "of the drafted tokens",
-}
-
-
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
     drafts = f"of up to {DRAFT_TOKENS} tokens"
@@ -133,14 +125,13 @@ async def run(options: argparse.Namespace) -> Record:
         for delay_ms, way, temperature in cells:
             taken = await texts(ways[delay_ms][way], schema, temperature, options.texts)
             found.append(point(way, temperature, delay_ms, taken))
-            record.put("texts", found, left=3, legend=LEGEND)
+            record.put("texts", found)
             print(f"{way}, {temperature}, {delay_ms} ms: {taken.valid} of {options.texts} are valid", flush=True)
     return record
 
 
 BENCHMARK: Final = Benchmark(
     "structured",
-    "Texts of a JSON schema.",
     run,
     (Option("--texts", TEXTS, "of each way", 2), Option("--delays", list(DELAYS_MS), "ms each way")),
     rounds=1,

@@ -18,7 +18,7 @@ from benchmarks.engines.grpc import INT8, QUANTIZED, Client, open_quantized
 from benchmarks.engines.inprocess import INSIDE, Inside
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
 from benchmarks.record import Benchmark, Contest, Opening, Option, Record
-from benchmarks.table import Row, table, target
+from benchmarks.table import Row, target
 
 PARTS: Final = ("cells", "outputs", "mixed", "bookkeeping", "start")
 INT8_TARGETS: Final = {"decode b1 @512": 32.0, "decode b8 @256": 140.0, "decode b32 @256": 260.0}
@@ -30,7 +30,6 @@ async def run(options: argparse.Namespace) -> Record:
     options.cells = QUICK_CELLS if options.quick else CELLS
     here = Contest(options)
     record, folder, cells, quick = here.record, here.folder, options.cells, options.quick
-    record.values["tables"] = {name: table(()) for name in ("cells", "outputs", "parts")}  # in the order of the page
     rows = list[Row]()
     if "start" in options.only:
         rows.append(await parts.starting(Path(folder), settings(cells, options.threads), 1 if quick else 3))
@@ -44,7 +43,7 @@ async def run(options: argparse.Namespace) -> Record:
     if "outputs" in options.only:
         async with Inside.open(folder, cells, options.threads) as inside:
             asked = await parts.outputs(inside, cells, options.rounds, options.round_seconds / 4)
-        record.put("outputs", parts.output_rows(asked), legend=parts.OUTPUT_LEGEND)
+        record.put("outputs", parts.output_rows(asked))
     mix = parts.QUICK_MIX if quick else parts.MIX
     here.note_limits()
     if not {"cells", "mixed"} & set(options.only):
@@ -82,7 +81,6 @@ def speeds(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 BENCHMARK: Final = Benchmark(
     "suite",
-    "How fast, with the machine's limits and a peer.",
     run,
     (Option("--only", list(PARTS), "parts", choices=PARTS),),
     round_s=2.0,

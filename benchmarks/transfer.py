@@ -114,12 +114,8 @@ async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
     record = Record(options, tokens=options.tokens)
     tokens, rounds = options.tokens, options.rounds
-    record.put(
-        "moves", [await measure(shape, engine, tokens, rounds) for shape in SHAPES for engine in ENGINES], left=2
-    )
+    record.put("moves", [await measure(shape, engine, tokens, rounds) for shape in SHAPES for engine in ENGINES])
     return record
 
 
-BENCHMARK: Final = Benchmark(
-    "transfer", "What moving a sequence costs.", run, (Option("--tokens", 512, "of a sequence", 64),)
-)
+BENCHMARK: Final = Benchmark("transfer", run, (Option("--tokens", 512, "of a sequence", 64),))

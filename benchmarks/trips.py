@@ -40,13 +40,6 @@ TOKEN: Final = 5
 RUN_TOKENS: Final = 32
 
 
-BESIDE_TEXT: Final = """
-What runs cost other clients: decode steps of one sequence, alone and while 32 sequences of another client decode, in
-batches of single steps or in runs of 32 tokens. Runs keep the executor busy without a pause; they must not make a step
-wait for more than the step that is under way."""
-LEGEND: Final = {"p99 in alone, in single steps": "in that of the same round's steps: median of the rounds"}
-
-
 @asynccontextmanager
 async def delayed(target: str, delay_s: float) -> AsyncIterator[str]:
     """Another target of the same server, ``delay_s`` farther away each way."""
@@ -190,7 +183,7 @@ async def run(options: argparse.Namespace) -> Record:
                 for (way, delay_ms), client in clients.items():
                     rate = await texts(client, batch, options.tokens)
                     taken.setdefault((way, delay_ms, batch), []).append(rate)
-        record.put("texts", points(taken), left=3)
+        record.put("texts", points(taken))
         crowd, alone = [await enter(ExecutorClient(ours.target, session=True)) for _ in range(2)]
         others, sequence = [crowd.sequence() for _ in range(OTHERS)], await enter(alone.sequence())
         for number, each in enumerate([sequence, *others]):
@@ -200,13 +193,12 @@ async def run(options: argparse.Namespace) -> Record:
             for way, rounds in steps.items():
                 async with decoding(crowd, others, way):
                     rounds.append(await steps_ms(sequence, options.tokens))
-        record.put("others", beside(steps), text=BESIDE_TEXT, legend=LEGEND)
+        record.put("others", beside(steps))
     return record
 
 
 BENCHMARK: Final = Benchmark(
     "trips",
-    "What a slow link costs.",
     run,
     (
         Option("--model", "demo", "of the executor", choices=("demo", "identity")),

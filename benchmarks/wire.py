@@ -42,15 +42,6 @@ class Echo(EchoCalls):
         return await self.turn(1, max(steps, ECHOES))
 
 
-LEGEND: Final = {
-    "in process, gRPC, echo": "median step (10th to 90th percentile), milliseconds",
-    "ratio": "in process over gRPC, median of the pairs of rounds and its spread; 1: gRPC costs nothing",
-    "target": "of later work: a ratio at least; for the identity model gRPC in echoes at most, and what it is",
-    "forward in server": "the same forward pass by the server's clock: slower where it begins cold, after a wait",
-    "echo": "bare grpc.aio exchange of the same request and answer bytes with another process",
-    "ours": "gRPC less in process less echo: protobuf, handlers, admission, hand-overs, replay log, the colder forward",
-    "around forward": "gRPC less the forward in the server less echo: the same without the colder forward",
-}
 RATIO_TARGETS: Final = {("greedy", None): 0.97, ("full-bf16", 32): 0.85}
 """In-process over gRPC step time, by output and batch size (None: every one), at least."""
 
@@ -140,7 +131,7 @@ async def run(options: argparse.Namespace) -> Record:
                 f"disturbed {repeated + kept} pairs: {repeated} were repeated, {kept} kept."
             ]
             rows = [row(each) for each in cells]
-            record.put("steps", rows, left=3, legend=LEGEND, targets=targets(rows, options.way))
+            record.put("steps", rows, targets=targets(rows, options.way))
     return record
 
 
@@ -165,7 +156,6 @@ async def _model(name: str, options: argparse.Namespace, channel: Any) -> tuple[
 
 BENCHMARK: Final = Benchmark(
     "wire",
-    "What gRPC costs, as ratios in one run.",
     run,
     (
         Option("--models", [IDENTITY, "demo", "qwen3-0.6b"], "names or folders", [IDENTITY]),

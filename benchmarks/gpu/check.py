@@ -334,7 +334,6 @@ async def run(options: argparse.Namespace) -> Record:
 
 BENCHMARK: Final = Benchmark(
     "gpu",
-    "Check a CUDA device.",
     run,
     (
         Option("--only", list(PARTS), "parts", choices=PARTS),

@@ -49,7 +49,6 @@ async def nothing(_):
 
 TRIED = Benchmark(
     "tried",
-    "For a test.",
     nothing,
     (
         Option("--steps", 100, "of a round", 4),

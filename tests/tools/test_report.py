@@ -10,7 +10,7 @@ from benchmarks.cases import CELLS, DECODE, Cell
 from benchmarks.compare import Round, figures, ratio
 from benchmarks.machine import ROOT
 from benchmarks.peers import PEERS
-from benchmarks.record import CELL_LEGEND, LIMIT, cell_rows
+from benchmarks.record import LIMIT, cell_rows
 from benchmarks.report import NOT_YET, document, newest
 from benchmarks.table import markdown, rows_of, shown, table, target
 from benchmarks.wire import row, targets
@@ -149,7 +149,7 @@ def test_all_engines_are_at_a_glance_with_those_that_were_not_measured():
     }
     rows = cell_rows([cell])
     assert [each["of the limit"] for each in rows if "of the limit" in each] == [0.9, 0.45]
-    tables = {"cells": table(rows, left=2, legend=CELL_LEGEND)}
+    tables = {"cells": table(rows, **report.PAGE["tables"]["cells"])}
     found = newest([("peers.json", a_result("peers", tables=tables, left_out={PEERS[0].name: "no compiler"}))])
     page = report.glance(found)
     others = f" {NOT_YET} |" * (len(CELLS) - 1)
