@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from benchmarks.cases import CACHE, CONTEXT, DECODE, QUICK_CELLS, SEED, Cell
 from benchmarks.engines.inprocess import Inside
-from benchmarks.record import Benchmark, Contest, Option, Record, median_of
+from benchmarks.record import Benchmark, Contest, Record, median_of
 from benchmarks.table import target
 from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.lora import modules_of
@@ -25,6 +25,7 @@ from ferrum_rpc.models.spec import ModelSpec
 EACH, ONE, BASE = "an adapter each", "one adapter for all", "without adapters"
 TARGET: Final = 0.8  # tokens a second where every sequence has an adapter of its own, of those without any, at least
 RANK: Final = 16
+CELL: Final = Cell(DECODE, 32, CONTEXT, most=16)
 SIDES: Final = 1 << 20  # between the numbers of two sides' sequences
 
 
@@ -50,33 +51,23 @@ def write_adapter(spec: ModelSpec, rank: int, folder: Path) -> str:
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    cell = QUICK_CELLS[-1] if options.quick else Cell(DECODE, options.batch, options.context, most=16)
+    cell, rank = (QUICK_CELLS[-1], 4) if options.quick else (CELL, RANK)
     options.cells = [cell]
     here = Contest(options)
     folder = CACHE / f"adapters-{'quick' if options.quick else 'qwen3-0.6b'}"
-    name = write_adapter(here.spec, options.rank, folder)
-    more: dict[str, Any] = {"adapter_dir": folder, "max_adapter_rank": options.rank, "adapter_memory": 64 << 30}
+    name = write_adapter(here.spec, rank, folder)
+    more: dict[str, Any] = {"adapter_dir": folder, "max_adapter_rank": rank, "adapter_memory": 64 << 30}
     async with AsyncExitStack() as stack:
         every = replace(cell, batch=3 * cell.batch)  # the sides share a cache
         base = await stack.enter_async_context(Inside.open(here.folder, [every], options.threads, **more))
         await base.load_adapters(name, cell.batch)
         sides = {EACH: base.beside(range(1, cell.batch + 1), SIDES), ONE: base.beside([1], 2 * SIDES), BASE: base}
         record = here.record
-        record.values["sides"] = {side: player.facts for side, player in sides.items()}
-        record.values["settings"]["adapters"] = f"{cell.batch} of rank {options.rank}, of all products"
+        record.values["settings"]["adapters"] = f"{cell.batch} of rank {rank}, of all products"
         await here.play([cell], sides, EACH)
-    what = f"{cell.name} with an adapter of rank {options.rank} each, in process, of none"
+    what = f"{cell.name} with an adapter of rank {rank} each, in process, of none"
     record.save(targets=[target(what, median_of(record.values["cells"], cell.name, BASE), TARGET)])
     return record
 
 
-BENCHMARK: Final = Benchmark(
-    "adapters",
-    run,
-    (
-        Option("--batch", 32, "sequences of a step, and adapters"),
-        Option("--context", CONTEXT, "tokens of each"),
-        Option("--rank", RANK, "of the adapters"),
-    ),
-    round_s=4.0,
-)
+BENCHMARK: Final = Benchmark("adapters", run, round_s=4.0)

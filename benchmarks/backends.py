@@ -12,7 +12,7 @@ from typing import Final
 from benchmarks.cases import CELLS, QUICK_CELLS
 from benchmarks.engines.inprocess import Inside
 from benchmarks.engines.process import PeerProcess
-from benchmarks.record import Benchmark, Contest, Opening, Option, Record
+from benchmarks.record import Benchmark, Contest, Opening, Record
 from benchmarks.suite import EAGER
 
 NATIVE: Final = "native"
@@ -21,8 +21,8 @@ HF: Final = "hf"
 
 async def run(options: argparse.Namespace) -> Record:
     """All sides, all cells."""
-    options.cells = QUICK_CELLS if options.quick else [each for each in CELLS if each.name in options.cells]
-    here, cells, threads = Contest(options), options.cells, options.threads
+    options.cells = cells = QUICK_CELLS if options.quick else CELLS
+    here, threads = Contest(options), options.threads
     async with AsyncExitStack() as stack:
         sides: dict[str, Opening] = {
             name: Inside.open(here.folder, cells, threads, dtype="bfloat16", model_backend=name)
@@ -30,14 +30,7 @@ async def run(options: argparse.Namespace) -> Record:
         }
         sides[EAGER.name] = PeerProcess.open(EAGER, here.folder, threads, here.spec.vocab_size)
         await here.play(cells, await here.open_all(stack, sides), NATIVE)
-    here.note_limits()
     return here.record
 
 
-BENCHMARK: Final = Benchmark(
-    "backends",
-    run,
-    (Option("--cells", [each.name for each in CELLS], "of the suite", choices=[each.name for each in CELLS]),),
-    rounds=3,
-    round_s=2.0,
-)
+BENCHMARK: Final = Benchmark("backends", run, rounds=3, round_s=2.0)

@@ -15,12 +15,13 @@ import numpy.typing as npt
 
 from benchmarks.cases import DECODE, PREFILL, QUICK_CELLS, Cell, Tokens
 from benchmarks.engines.inprocess import Inside
-from benchmarks.record import Benchmark, Contest, Option, Record, median_of
+from benchmarks.record import Benchmark, Contest, Record, median_of
 from benchmarks.table import target
 from clients.scheduler.prompts import DEMO_PROMPTS
 
 KINDS: Final = {"bfloat16 cache": "auto", "int8 cache": "int8"}
 EXACT, ROUNDED = KINDS
+CELL: Final = Cell(DECODE, 32, 2048, most=16)
 TARGET: Final = 1.25  # tokens a second with the int8 cache, of those with the other, at least
 ROWS: Final = 64  # of which answers are compared, at the end of a context
 DEMO: Final = "demo"
@@ -59,7 +60,7 @@ async def opened(stack: AsyncExitStack, model: str, cell: Cell, threads: int) ->
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    cell = QUICK_CELLS[-1] if options.quick else Cell(DECODE, options.batch, options.context, most=16)
+    cell = QUICK_CELLS[-1] if options.quick else CELL
     options.cells = [cell]
     here = Contest(options)
     record, compared = here.record, []
@@ -68,7 +69,6 @@ async def run(options: argparse.Namespace) -> Record:
         compared.append(await answers(DEMO, sides, TEXT))
     async with AsyncExitStack() as stack:
         sides = await opened(stack, here.folder, cell, options.threads)
-        record.values["sides"] = {kind: side.facts for kind, side in sides.items()}
         context = cell.prompts(here.spec.vocab_size)[0]
         context = np.tile(context, -(-2 * ROWS // len(context)))  # of a quick run it is too short
         compared.append(await answers(here.model, sides, context))
@@ -79,9 +79,4 @@ async def run(options: argparse.Namespace) -> Record:
     return record
 
 
-BENCHMARK: Final = Benchmark(
-    "cache",
-    run,
-    (Option("--batch", 32, "sequences of a step"), Option("--context", 2048, "tokens of each")),
-    round_s=4.0,
-)
+BENCHMARK: Final = Benchmark("cache", run, round_s=4.0)

@@ -79,27 +79,29 @@ class Player(Protocol):
 
 
 async def alternate(
-    sides: Mapping[Name, Callable[[int], Awaitable[Round]]], rounds: int, *, settle_s: float = SETTLE_S, first: int = 0
-) -> tuple[list[dict[Name, Round]], list[int]]:
+    sides: Mapping[Name, Callable[[int], Awaitable[T]]], rounds: int, *, settle_s: float = SETTLE_S, first: int = 0
+) -> tuple[dict[Name, list[T]], list[int]]:
     """``rounds`` rounds of each side, in turn, every other turn in the opposite order, so that a machine that becomes
     faster or slower favours nobody; each is told its number, from ``first``. A turn during which others used
-    the machine is repeated, ``rounds`` times at most: the kernel's accounts decide, not the figures. Returns the turns,
-    and how many were repeated and how many kept although disturbed."""
-    turns: list[dict[Name, Round]] = []
-    repeated = kept = 0
-    while len(turns) < rounds:
+    the machine is repeated, ``rounds`` times at most: the kernel's accounts decide, not the figures. Returns the rounds
+    of each side, and how many turns were repeated and how many kept although disturbed."""
+    taken: dict[Name, list[T]] = {name: [] for name in sides}
+    done = repeated = kept = 0
+    while done < rounds:
         bystanders = Bystanders()
-        turn: dict[Name, Round] = {}
-        for name, take in [*sides.items()][:: -1 if len(turns) % 2 else 1]:
+        turn: dict[Name, T] = {}
+        for name, take in [*sides.items()][:: -1 if done % 2 else 1]:
             await asyncio.sleep(settle_s)
-            turn[name] = await take(first + len(turns) + repeated)
+            turn[name] = await take(first + done + repeated)
         if bystanders.disturbed():
             if repeated < rounds:
                 repeated += 1
                 continue
             kept += 1
-        turns.append(turn)
-    return turns, [repeated, kept]
+        done += 1
+        for name, found in turn.items():
+            taken[name].append(found)
+    return taken, [repeated, kept]
 
 
 def median(values: Iterable[float], digits: int = 3) -> float:
@@ -146,7 +148,7 @@ def figures(cell: Cell, rounds: Sequence[Round], reference: Sequence[Round]) -> 
         "step_ms": spread(steps),
         "samples": len(steps),
         "same_tokens": [same, sum(len(each.last) for each in rounds)],
-        "same_rounds": [sum(map(_agree, rounds, reference)), len(rounds)],
+        "same_rounds": [sum(a.last == b.last for a, b in zip(rounds, reference, strict=True)), len(rounds)],
     }
     if forward := [second for each in rounds for second in each.forward_s]:
         found["forward_ms"] = spread(forward)
@@ -155,19 +157,15 @@ def figures(cell: Cell, rounds: Sequence[Round], reference: Sequence[Round]) -> 
     return found
 
 
-def _agree(ours: Round, theirs: Round) -> bool:
-    return ours.last == theirs.last
-
-
 @dataclass(frozen=True, slots=True)
 class Played:
-    """Rounds ``by_name`` of the sides of a cell, of so many ``steps`` each; those that are ``absent``, and why; turns
-    that others ``disturbed``, see `alternate`."""
+    """Rounds ``by_name`` of the sides of a cell, of so many ``steps`` each; turns that others ``disturbed``, see
+    `alternate`; sides that are ``absent``, and why."""
 
     steps: int
     by_name: dict[str, list[Round]]
-    absent: dict[str, str]
     disturbed: list[int]
+    absent: dict[str, str]
 
 
 async def contest(cell: Cell, players: Mapping[str, Player], reference: str, rounds: int, round_s: float) -> Figures:
@@ -194,8 +192,7 @@ async def rounds_of(  # noqa: PLR0917
                 raise
             absent[name] = str(reason)
     takes = {name: partial(each.round, cell, steps=steps) for name, each in players.items() if name not in absent}
-    turns, disturbed = await alternate(takes, rounds, first=2)
-    return Played(steps, {name: [turn[name] for turn in turns] for name in takes}, absent, disturbed)
+    return Played(steps, *await alternate(takes, rounds, first=2), absent)
 
 
 def result_of(cell: Cell, played: Played, reference: str) -> Figures:

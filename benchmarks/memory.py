@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.cases import checkpoint
 from benchmarks.engines.process import printed
-from benchmarks.record import Benchmark, Option, Record
+from benchmarks.record import Benchmark, Record
 from benchmarks.table import target
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, Step
@@ -75,10 +75,10 @@ def measure(folder: Path, kind: str, tokens: int, sequences: int) -> list[dict[s
         "cache": (plan.kv_bytes, with_cache - loaded),
         "largest step": (plan.activations_bytes, peak() - began),
     }
-    step = {"weights": kind, "tokens of sequences": f"{tokens} of {sequences}"}
     return [
         {
-            **step,
+            "weights": kind,
+            "tokens of sequences": f"{tokens} of {sequences}",
             "of": what,
             "planned, MiB": round(planned / 2**20, 1),
             "resident, MiB": round(there / 2**20, 1),
@@ -98,7 +98,7 @@ def _step(runner: TorchRunner, sequences: int, tokens: int) -> None:
 
 async def run(options: argparse.Namespace) -> Record:
     """Every kind and step, and a file of it."""
-    folder = checkpoint(options.shape)
+    folder = checkpoint("tiny" if options.quick else "qwen3-0.6b")
     record = Record(options, model=folder.name, allocator=str(ALLOCATOR))
     points: list[dict[str, Any]] = []
     for kind in QUICK_KINDS if options.quick else KINDS:
@@ -112,9 +112,4 @@ async def run(options: argparse.Namespace) -> Record:
     return record
 
 
-BENCHMARK: Final = Benchmark(
-    "memory",
-    run,
-    (Option("--shape", "qwen3-0.6b", "of benchmarks/shapes.json", "tiny"),),
-    rounds=1,
-)
+BENCHMARK: Final = Benchmark("memory", run, rounds=1)

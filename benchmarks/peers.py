@@ -79,7 +79,6 @@ async def against(here: Contest, kind: PeerKind, home: Path, name: str, side: Pl
                 await here.play(here.options.cells, {name: side, kind.name: peer}, name)
             except Unsupported as error:  # it ended between two rounds
                 here.leave_out(kind.name, str(error))
-    here.note_limits()
 
 
 async def run(options: argparse.Namespace) -> Record:

@@ -46,7 +46,7 @@ WARM_STEPS: Final = 4
 DEPTHS: Final = (1, 2, 4)  # steps in flight
 MANY: Final = 64  # callers at a time, of unary calls only: a session is one scheduler's
 CROWD: Final = 50  # coroutines on one client, each with a sequence of its own, and the items of a batch in lockstep
-ALL_DEPTHS: Final = (*DEPTHS, CROWD, MANY)
+ALL_DEPTHS: Final[tuple[int, ...]] = (*DEPTHS, CROWD, MANY)
 BATCHES: Final = "client, batches"  # what a crowd of coroutines is measured against
 ECHO_OF: Final = {
     "unary": "echo, unary",
@@ -117,17 +117,17 @@ async def measure(found: Sequence[Side], rounds: int, steps: int) -> tuple[dict[
     """Rounds of every way at every depth, in turn; and how many turns were disturbed and kept."""
     taken: dict[Key, list[Round]] = {}
     kept = 0
-    for depth, limit in [(depth, None) for depth in ALL_DEPTHS] + [(depth, steps) for depth in ALL_DEPTHS]:
-        each = WARM_STEPS if limit is None else steps_of(depth, limit)
-        takes = {
-            (side.transport, side.name, depth): partial(_take, side.way, depth, each)
-            for side in found
-            if depth in side.depths
-        }
-        turns, disturbed = await alternate(takes, 1 if limit is None else rounds, settle_s=SETTLE_S)
-        if limit is not None:
-            kept += disturbed[1]
-            taken |= {key: [turn[key] for turn in turns] for key in takes}
+    for warm in (True, False):
+        for depth in ALL_DEPTHS:
+            each = WARM_STEPS if warm else steps_of(depth, steps)
+            takes = {
+                (side.transport, side.name, depth): partial(_take, side.way, depth, each)
+                for side in found
+                if depth in side.depths
+            }
+            turns, disturbed = await alternate(takes, 1 if warm else rounds, settle_s=SETTLE_S)
+            kept += 0 if warm else disturbed[1]
+            taken |= turns  # in place of those that warm up
     return taken, kept
 
 

@@ -1,7 +1,7 @@
 """One model on one rank and on two, on the same cores: what it costs that ranks share it, and what each of them has.
 
-All sides are open at once and take turns, a step at a time. Then the engine's queue is between, and callers send steps
-whenever their last is answered.
+All sides are open at once and take turns, a step at a time. Then each is a server, whose callers send a step when
+their last is answered.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.cases import CELLS, DECODE, QUICK_CELLS, Cell
+from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import Inside
-from benchmarks.engines.looped import Looped
 from benchmarks.record import Benchmark, Contest, Opening, Record
 from ferrum_rpc.engine.ranks.compute import RankedCompute
 
@@ -55,12 +55,11 @@ async def run(options: argparse.Namespace) -> Record:
             if isinstance(compute := side.runner.compute, RankedCompute):
                 said[name] += "".join(f", {_rss(pid) / 1e6:,.0f} MB on rank 1" for pid in compute.others)
     async with AsyncExitStack() as stack:
-        behind: dict[str, Opening] = {
-            name: Looped.open(here.folder, options.queued, SIDES[name][0], dtype="bfloat16", **SIDES[name][1])
-            for name in QUEUED
-        }
+        behind = dict[str, Opening]()
+        for name in QUEUED:
+            threads, settings = SIDES[name]
+            behind[name] = Client.open(here.folder, options.queued, threads, name=name, dtype="bfloat16", **settings)
         await here.play(options.queued, await here.open_all(stack, behind), QUEUED[0])
-    here.note_limits()
     return here.record
 
 

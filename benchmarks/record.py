@@ -232,6 +232,7 @@ class Contest:
         self.record.save(cells=[], sides={}, left_out={})
         self.machine = Machine(options.threads, device, quick=options.quick)
         self.machine.read()
+        self.note_limits()
 
     @functools.cached_property
     def folder(self) -> str:
@@ -240,12 +241,10 @@ class Contest:
     async def open(self, stack: AsyncExitStack, name: str, opening: Opening) -> Player | None:
         """A side, or None: then it is left out, and the file says why."""
         try:
-            player = await stack.enter_async_context(opening)
+            return await stack.enter_async_context(opening)
         except (Unsupported, OSError) as error:
             self.leave_out(name, str(error))
             return None
-        self.record.values["sides"][name] = player.facts
-        return player
 
     async def open_all(self, stack: AsyncExitStack, openings: Mapping[str, Opening]) -> dict[str, Player]:
         """Those of the sides that are there."""
@@ -257,9 +256,11 @@ class Contest:
         values["left_out"][name] = reason
         values["notes"].append(f"{name} was left out: {reason}")
         print(values["notes"][-1], flush=True)
+        self.record.save()
 
     async def play(self, cells: Sequence[Cell], players: Mapping[str, Player], reference: str = REFERENCE) -> None:
         """Every cell, by all sides in turn."""
+        self.record.values["sides"] |= {name: player.facts for name, player in players.items()}
         for cell in cells:
             self.machine.read()
             options = self.options

@@ -45,7 +45,6 @@ async def run(options: argparse.Namespace) -> Record:
             asked = await parts.outputs(inside, cells, options.rounds, options.round_seconds / 4)
         record.put("outputs", parts.output_rows(asked))
     mix = parts.QUICK_MIX if quick else parts.MIX
-    here.note_limits()
     if not {"cells", "mixed"} & set(options.only):
         return record
     async with AsyncExitStack() as stack:
@@ -56,7 +55,6 @@ async def run(options: argparse.Namespace) -> Record:
                 **{name: open_quantized(name, folder, cells, options.threads) for name in QUANTIZED},
                 EAGER.name: PeerProcess.open(EAGER, folder, options.threads, here.spec.vocab_size),
             }
-            record.values["sides"][REFERENCE] = session.facts
             await here.play(cells, {REFERENCE: session, **await here.open_all(stack, sides)})
             record.save(targets=[*record.values["targets"], *speeds(record.values["cells"])])
         if "mixed" in options.only:

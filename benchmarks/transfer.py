@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.compare import percentile
 from benchmarks.engines.echo import SERVICE, echo_channel
 from benchmarks.engines.grpc import executor
-from benchmarks.record import Benchmark, Option, Record
+from benchmarks.record import Benchmark, Record
 from ferrum_rpc.client import CacheMode, ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
 from ferrum_rpc.client.transfer import exported
@@ -25,6 +25,7 @@ SHAPES: Final = {
     "0.6B": {"identity-layers": 28, "identity-heads": 16, "identity-kv-heads": 8, "identity-head-dim": 128},
 }
 ENGINES: Final = ("thread", "process")
+TOKENS: Final = 512
 PIECE: Final = 2 << 20
 BYPASS: Final = CacheMode.BYPASS
 
@@ -112,10 +113,10 @@ async def measure(shape: str, engine: str, tokens: int, rounds: int) -> dict[str
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
-    record = Record(options, tokens=options.tokens)
-    tokens, rounds = options.tokens, options.rounds
+    tokens, rounds = 64 if options.quick else TOKENS, options.rounds
+    record = Record(options, tokens=tokens)
     record.put("moves", [await measure(shape, engine, tokens, rounds) for shape in SHAPES for engine in ENGINES])
     return record
 
 
-BENCHMARK: Final = Benchmark("transfer", run, (Option("--tokens", 512, "of a sequence", 64),))
+BENCHMARK: Final = Benchmark("transfer", run)

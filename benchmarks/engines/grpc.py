@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
+import numpy as np
 import torch
 
 from benchmarks.cases import LEAD_IN, NOTHING, PREFILL, Cell, settings
@@ -28,7 +29,7 @@ from benchmarks.machine import ROOT
 from ferrum_rpc.client import Answer, ExecutorClient
 from ferrum_rpc.client import Sequence as ClientSequence
 from ferrum_rpc.client.channel import open_channel
-from ferrum_rpc.core import RowBlock, RowKind
+from ferrum_rpc.core import OutputSpec, RowBlock, RowKind
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import forward_pb2, model_executor_pb2, model_executor_pb2_grpc, session_pb2, types_pb2
 from ferrum_rpc.models.linear import select_quantized
@@ -252,7 +253,7 @@ class Client(Way):
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, model: str, cells: Sequence[Cell], threads: int, device: str = "", *, name: str = REFERENCE, **more: str
+        cls, model: str, cells: Sequence[Cell], threads: int, device: str = "", *, name: str = REFERENCE, **more: Any
     ) -> AsyncIterator[Client]:
         """Start the server, told ``more`` than the settings of all sides, and wait for the model."""
         async with connected(model, settings(cells, threads, device) | more) as (found, client):
@@ -275,11 +276,35 @@ class Client(Way):
                 async with self.client.sequence(**self._options) as sequence:
                     _done(timed, [await sequence.prefill(prompt, output)])
             return timed
+        if cell.callers > 1:
+            return await self._callers(cell, steps)
         for index, fed in timed.steps(cell.fed(self.vocab_size, steps).tolist(), LEAD_IN):
-            back, pairs = None if index else cell.context, zip(self._sequences, fed, strict=True)
-            items = [sequence.item([token], output, truncate_to=back) for sequence, token in pairs]
-            _done(timed, (await self.client.forward(items)).all_answers())
+            _done(timed, await self._forward(self._sequences, fed, output, None if index else cell.context))
         return timed
+
+    async def _callers(self, cell: Cell, steps: int) -> Round:
+        """Each with a part of the sequences: a step has ended when the last of them is answered."""
+        fed, size = cell.fed(self.vocab_size, steps).tolist(), cell.batch // cell.callers
+        ended = np.zeros((cell.callers, len(fed)))
+
+        async def call(caller: int) -> list[Any]:
+            mine = slice(caller * size, (caller + 1) * size)
+            for index, tokens in enumerate(fed):
+                back = None if index else cell.context
+                answers = await self._forward(self._sequences[mine], tokens[mine], cell.spec, back)
+                ended[caller, index] = time.perf_counter()
+            return [answer.token for answer in answers]
+
+        last = await asyncio.gather(*map(call, range(cell.callers)))
+        seconds = np.diff(ended.max(axis=0))[LEAD_IN - 1 :]
+        return Round(step_s=seconds.tolist(), last=[token for each in last for token in each])
+
+    async def _forward(
+        self, sequences: Sequence[ClientSequence], fed: Sequence[int], output: OutputSpec, back: int | None
+    ) -> list[Answer]:
+        pairs = zip(sequences, fed, strict=True)
+        items = [sequence.item([token], output, truncate_to=back) for sequence, token in pairs]
+        return (await self.client.forward(items)).all_answers()
 
     async def runs(self, cell: Cell, steps: int) -> float:
         """Seconds of each of so many steps of greedy runs of a decode cell's sequences, which are prepared: from the

@@ -195,8 +195,7 @@ async def _load(
     async def take(several: Sequence[Call], _: int) -> Round:
         return Round(step_s=[_seconds(several, device)])
 
-    turns, _ = await alternate({name: partial(take, each) for name, each in calls.items()}, rounds, settle_s=0)
-    taken = {name: [turn[name] for turn in turns] for name in calls}
+    taken, _ = await alternate({name: partial(take, each) for name, each in calls.items()}, rounds, settle_s=0)
     seconds = float(np.median([each.step_s[0] for each in taken["ours"]]))
     work = 4 * load.tokens * (load.cached + (load.tokens + 1) / 2) * load.batch * spec.heads * spec.head_dim
     return {

@@ -23,10 +23,9 @@ from benchmarks import (
     trips,
     wire,
 )
-from benchmarks.cases import CONTEXT, DECODE, LEAD_IN, PREFILL, SHAPES, Cell, write_checkpoint
-from benchmarks.compare import Unsupported
+from benchmarks.cases import CONTEXT, DECODE, SHAPES, Cell, write_checkpoint
+from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import Inside
-from benchmarks.engines.looped import Looped
 from benchmarks.machine import ROOT
 from benchmarks.profile import timelines
 from benchmarks.streams import Round, Steps
@@ -280,7 +279,7 @@ def test_every_part_of_a_plan_is_measured(tmp_path):
 
 def test_adapters_have_all_sides(tmp_path, monkeypatch, quick_run):
     monkeypatch.setattr(adapters, "CACHE", tmp_path)
-    found = quick_run(adapters, "--rank", "4", "--threads", "1")
+    found = quick_run(adapters, "--threads", "1")
     ratios = {row["side"]: row["ours is, ×"] for row in rows_of(found["tables"]["cells"])}
     assert {side for side, ratio in ratios.items() if ratio} == {adapters.ONE, adapters.BASE}
     assert found["settings"]["adapters"].startswith("3 of rank 4")
@@ -296,23 +295,19 @@ def test_collectives_measure_every_side_at_every_size(quick_run):
     assert all(row[f"{side}, µs"]["median"] > 0 for row in rows for side in collectives.CALLS)
 
 
-async def test_callers_behind_the_queue_compute_what_one_does(tmp_path):
+async def test_callers_of_a_server_compute_what_one_does(tmp_path, forked_servers):
     folder = str(write_checkpoint(tmp_path / "tiny", SHAPES["tiny"]))
     one, two = Cell(DECODE, 4, 8, most=4), Cell(DECODE, 4, 8, most=4, callers=2)
     assert [one.name, two.name] == ["decode b4 @8", "decode b2+b2 @8"]
     async with AsyncExitStack() as stack:
         inside = await stack.enter_async_context(Inside.open(folder, [one], 1))
-        looped = await stack.enter_async_context(Looped.open(folder, [one, two], 1))
+        served = await stack.enter_async_context(Client.open(folder, [one, two], 1))
         rounds = []
-        for player, cell in ((inside, one), (looped, one), (looped, two)):
+        for player, cell in ((inside, one), (served, one), (served, two)):
             await player.prepare(cell)
             rounds.append(await player.round(cell, 0, 3))
-        with pytest.raises(Unsupported):
-            await looped.prepare(Cell(PREFILL, 1, 8))
-        steps = looped._engine.counters.steps - 4  # a prefill each
     assert len(rounds[0].last) == 4 and all(each.last == rounds[0].last for each in rounds)
     assert all(len(each.step_s) == 3 and min(each.step_s) > 0 for each in rounds)
-    assert LEAD_IN + 3 + LEAD_IN + 3 <= steps <= 3 * (LEAD_IN + 3)
 
 
 def test_launches_per_layer_are_those_of_the_docs(monkeypatch):

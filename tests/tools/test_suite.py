@@ -90,9 +90,9 @@ async def test_a_turn_that_others_disturbed_is_repeated_but_not_for_ever(monkeyp
         numbers.append(number)
         return Round(step_s=[float(number)])
 
-    turns, counts = await alternate({"one": take}, 3, settle_s=0, first=2)
+    taken, counts = await alternate({"one": take}, 3, settle_s=0, first=2)
     assert (numbers, counts) == ([2, 3, 4, 5, 6, 7], [3, 1])
-    assert [turn["one"].step_s for turn in turns] == [[2.0], [4.0], [7.0]]
+    assert [each.step_s for each in taken["one"]] == [[2.0], [4.0], [7.0]]
 
 
 async def test_a_side_that_cannot_play_says_why_and_the_others_go_on():
