@@ -1,20 +1,11 @@
 """First light: all that has waited for a GPU, in the order in which a failure is worth knowing, as one program.
 
-    python3 -m benchmarks.gpu first-light [--only 1,2 | --only 3.pool] [--again] [--go-on] [--wheels DIR]
-                                          [--within SECONDS] [--results FILE] [--out FILE] [--rehearse]
-
 It needs python3 with torch, triton and transformers, and no package index: what else its steps import comes from a
 folder of wheels beside the tree (``--wheels``; `make first-light-wheels` collects it). The program itself needs the
-standard library alone. `benchmarks/gpu/steps.py` lists the steps.
+standard library alone. `benchmarks/gpu/steps.toml` has the steps.
 
-Each step is a process with a time limit. A failure in the groups 1 to 3 ends the run before group 4 (``--go-on``: it
-does not), because figures of wrong kernels are worth nothing. Results are written after each step, with the end of its
-output. A step that has passed with the same tree is skipped (``--again``: it is not), so that the
-program can be called several times, for a few groups at a time, or for ``--within`` seconds. Results of earlier calls
-are read from ``--results``, and all of them are written to ``--out`` (default: the same file).
-
-Exit status: 0: every selected step has passed, or its tool is not here; 10 + n: a step of group n failed, the lowest n;
-2: the command line is wrong; 130: interrupted. A step that is not run because of an earlier failure changes nothing.
+Each step is a process with a time limit, and results are written after each. docs/operations.md has the options and the
+exit statuses.
 """
 
 from __future__ import annotations
@@ -24,19 +15,20 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
-
-from benchmarks.gpu.steps import KERNELS, STEPS, LightStep
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RESULTS: Final = ROOT / "results" / "first-light.json"
@@ -54,6 +46,39 @@ REHEARSAL: Final = "FIRST_LIGHT_REHEARSAL"  # a variable that steps have in a re
 PASSED, FAILED, TIMEOUT, NOT_HERE, BLOCKED = "passed", "failed", "timed out", "not here", "not run"
 Record = dict[str, Any]
 show: Final = partial(print, flush=True)
+
+
+KERNELS: Final = 3  # the last group whose failure ends the run before the next
+PYTEST: Final = ("python", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "--rootdir=.")
+
+
+@dataclass(frozen=True, slots=True)
+class LightStep:
+    """A step, see `steps.toml`. Without a ``rehearsal`` it is not rehearsed."""
+
+    name: str
+    what: str
+    command: tuple[str, ...]
+    limit_s: float
+    rehearsal: tuple[str, ...] | None = None
+    first: bool = False
+    folder: str = "."
+
+    @property
+    def group(self) -> int:
+        return int(self.name.partition(".")[0])
+
+    @classmethod
+    def from_file(cls, command: str, rehearsal: str | None = None, **more: Any) -> LightStep:
+        program, *rest = shlex.split(command)
+        words = (*(PYTEST if program == "pytest" else (program,)), *rest)
+        return cls(command=words, rehearsal=None if rehearsal is None else tuple(shlex.split(rehearsal)), **more)
+
+
+STEPS: Final = tuple(
+    LightStep.from_file(**each)
+    for each in tomllib.loads(Path(__file__).with_name("steps.toml").read_text("utf-8"))["step"]
+)
 
 
 def main(argv: Sequence[str] | None = None, steps: Sequence[LightStep] = STEPS) -> int:
@@ -140,11 +165,11 @@ def run(
     """Run one step; what is recorded of it. ``left_s``: the call has no more time."""
     command = [sys.executable if part == "python" else part for part in step.command]
     result: Record = {"group": step.group, "what": step.what, "command": list(step.command), "began": now()}
-    if rehearse and not step.rehearsed:
+    if rehearse and step.rehearsal is None:
         return result | {"status": NOT_HERE, "seconds": 0.0, "why": "needs a GPU also to rehearse it"}
     if shutil.which(command[0]) is None:
         return result | {"status": NOT_HERE, "seconds": 0.0, "why": f"{command[0]} is not on this machine"}
-    if rehearse:
+    if rehearse and step.rehearsal is not None:
         command += step.rehearsal
         environment = {**environment, REHEARSAL: "1"}
     began = time.monotonic()

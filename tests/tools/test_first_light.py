@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.gpu import first_light
 from benchmarks.gpu.__main__ import PROGRAMS
-from benchmarks.gpu.first_light import ROOT, fingerprint, main, read_figures
-from benchmarks.gpu.steps import CAPTURE, STEPS, LightStep
+from benchmarks.gpu.first_light import ROOT, STEPS, LightStep, fingerprint, main, read_figures
 from tests.support.process import runs
 from tools.wheels import GPU_MACHINE_HAS, gpu_requirements, needed
 
@@ -144,7 +143,7 @@ def test_a_tool_that_is_absent_is_never_a_pass(tmp_path):
 
 def test_a_rehearsal_is_no_result(tmp_path):
     says = "import os, sys; print(sys.argv[1:], os.environ.get('FIRST_LIGHT_REHEARSAL'))"
-    steps = step("1.a", says, rehearsal=("--tiny",)), step("3.b", FAILS, rehearsed=False)
+    steps = step("1.a", says, rehearsal=("--tiny",)), step("3.b", FAILS)
     status, found = run(tmp_path, *steps, arguments="--rehearse")
     assert status == 0 and "['--tiny'] 1" in found["1.a"]["tail"] and found["3.b"]["status"] == "not here"
     status, found = run(tmp_path, *steps)
@@ -188,10 +187,9 @@ def test_groups_are_in_order_and_no_command_outlasts_ten_minutes():
 def test_a_failed_capture_and_a_full_device_are_tried_alone_and_no_suite_is_left_out():
     """Either may spoil what follows in its process."""
     commands = {each.name: each.command for each in STEPS}
-    file, _, name = CAPTURE.partition("::")
-    assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")
     kernels = commands["2.kernels"]
-    assert "tests/kernels" in kernels and kernels[kernels.index("--deselect") + 1] == CAPTURE
+    file, _, name = kernels[kernels.index("--deselect") + 1].partition("::")
+    assert "tests/kernels" in kernels and f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")
     assert commands["4.capture"][-1] == "tests.kernels.failed_capture"
     suites = [each.relative_to(ROOT).as_posix() for each in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
     named = sorted(part for command in commands.values() for part in command if part.startswith("tests/gpu/"))
