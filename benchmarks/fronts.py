@@ -22,14 +22,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
 
-from benchmarks.cases import CACHE, SHAPES, model_path
+from benchmarks.cases import SHAPES, model_path
 from benchmarks.engines.grpc import PROGRAM, connected
 from benchmarks.engines.process import START_S, Child, ServerDied, served
+from benchmarks.grammars import with_words
 from benchmarks.machine import ROOT, processor_s
 from benchmarks.record import Benchmark, Option, Record, shape_of
 from benchmarks.streams import (
@@ -61,24 +61,11 @@ LONE: Final = 4
 
 TARGET: Final = 0.95  # tokens a second of those of the library, at least
 POLL_S: Final = 0.1
-DEMO_TOKENIZER: Final = ROOT / "ferrum_rpc_demo" / "demo" / "tokenizer.json"
 HEAD: Final = (
     b"POST /v1/completions HTTP/1.1\r\nHost: router\r\nConnection: close\r\nContent-Type: application/json\r\n"
 )
 EVENT: Final = b"data: {"
 USAGE: Final = re.compile(rb'"completion_tokens":(\d+)')
-
-
-def tokenizer_of(shape: str, vocab_size: int) -> Path:
-    """A folder with a tokenizer for random weights, which have none: bytes, and a word for every other token, so that
-    each token has a text."""
-    folder = CACHE / f"{shape}-tokenizer"
-    made: dict[str, Any] = json.loads(DEMO_TOKENIZER.read_text("utf-8"))
-    made["added_tokens"] = []
-    made["model"]["vocab"] |= {f"word{token}": token for token in range(256, vocab_size)}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / DEMO_TOKENIZER.name).write_text(json.dumps(made), "utf-8")
-    return folder
 
 
 @asynccontextmanager
@@ -192,7 +179,7 @@ async def run(options: argparse.Namespace) -> Record:
         scheduler = await enter(Scheduler(ours.target))
         flags = ["--target", ours.target, "--port", "0", "--served-model-name", model, "--log-format", "json"]
         if model in SHAPES:
-            flags += ["--tokenizer", str(tokenizer_of(model, ours.vocab_size))]
+            flags += ["--tokenizer", str(with_words(model))]
         worker = await enter(served(*PROGRAM, "worker", "smg", *flags))
         host, port, of_router = await enter(router(worker.target))
         writers: dict[str, Writer] = {

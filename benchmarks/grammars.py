@@ -8,20 +8,20 @@ and random words for tokens: what counts is how many there are.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import random
 import shutil
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from benchmarks.cases import BUILT_IN, CACHE, SEED, SHAPES, checkpoint
-from benchmarks.compare import SETTLE_S, median, shares
+from benchmarks.compare import alternate, median, shares
 from benchmarks.engines.grpc import connected
 from benchmarks.record import Benchmark, Option, Record, shape_of
 from benchmarks.table import target
@@ -48,7 +48,8 @@ SCHEMA: Final = {"type": "array", "minItems": 1000, "items": PERSON}
 
 
 def with_words(shape: str) -> Path:
-    """The folder of a shape's checkpoint with a tokenizer: all bytes, and as many random words as there are tokens."""
+    """The folder of a shape's checkpoint with a tokenizer: all bytes, and as many random words as there are tokens.
+    Every token but the ends has a text."""
     folder, weights = CACHE / f"{shape}-words", checkpoint(shape)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -70,7 +71,8 @@ def with_words(shape: str) -> Path:
         | {"normalized": False}
         for end in sorted(ends)
     ]
-    model = {"type": "BPE", "vocab": dict(zip(words, numbers, strict=False)), "merges": []}
+    vocab = dict(zip(words, numbers, strict=False)) | {f"<{end}>": end for end in ends}
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = {"version": "1.0", "added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": model}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -78,7 +80,7 @@ def with_words(shape: str) -> Path:
 
 
 async def step_ms(
-    client: ExecutorClient, sequences: Sequence[CachedSequence], outputs: Sequence[Sample], tokens: int
+    client: ExecutorClient, sequences: Sequence[CachedSequence], outputs: Sequence[Sample], tokens: int, _: int
 ) -> float:
     """Milliseconds of a step, of a run of so many ``tokens`` of all sequences."""
     items = [
@@ -93,11 +95,11 @@ async def step_ms(
     return 1e3 * took / tokens
 
 
-def points(taken: dict[int, list[dict[str, float]]]) -> list[dict[str, Any]]:
+def points(taken: dict[int, dict[str, list[float]]]) -> list[dict[str, Any]]:
     """By batch, medians of the rounds, and of their ratios."""
     found = []
-    for batch, rounds in taken.items():
-        masks, grammars = ([each[side] for each in rounds] for side in (MASK, GRAMMAR))
+    for batch, sides in taken.items():
+        masks, grammars = sides[MASK], sides[GRAMMAR]
         row = {"batch": batch, "by a registered mask, ms": median(masks), "by a grammar, ms": median(grammars)}
         goal = target("", None, TARGET, least=False)
         found.append(row | {"ratio": shares(grammars, masks), "target": goal})
@@ -108,7 +110,7 @@ async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
     model = options.model if options.model in BUILT_IN else str(with_words(options.model))
     record = Record(options, model=options.model, **SERVED, tokens=f"{options.tokens} of a run")
-    taken: dict[int, list[dict[str, float]]] = {}
+    taken: dict[int, dict[str, list[float]]] = {}
     async with connected(model, SERVED) as (ours, client):
         info = await client.info()
         allowed = np.ones(ours.vocab_size, bool)
@@ -119,17 +121,13 @@ async def run(options: argparse.Namespace) -> Record:
             sequences = [client.sequence() for _ in range(batch)]
             for sequence in sequences:
                 await sequence.prefill(PROMPT)
-            sides = {
+            outputs = {
                 MASK: [Sample(seed=number, mask=mask) for number in range(batch)],
                 GRAMMAR: [Sample(seed=each, grammar=grammar, grammar_from=len(PROMPT)) for each in range(batch)],
             }
-            rounds: list[dict[str, float]] = []
-            for _ in range(1 + options.rounds):
-                rounds.append({})
-                for side, outputs in sides.items():
-                    await asyncio.sleep(SETTLE_S)
-                    rounds[-1][side] = await step_ms(client, sequences, outputs, options.tokens)
-            taken[batch] = rounds[1:]  # the first one warms up
+            takes = {side: partial(step_ms, client, sequences, each, options.tokens) for side, each in outputs.items()}
+            for rounds in (1, options.rounds):  # the first one warms up
+                taken[batch], _ = await alternate(takes, rounds)
             record.put("steps", points(taken))
             await client.release(sequences)
     return record

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Final
 
-from benchmarks.compare import median, shares
+from benchmarks.compare import alternate, median, shares
 from benchmarks.engines.grpc import executor
 from benchmarks.record import Benchmark, Option, Record
 from benchmarks.table import target
@@ -36,7 +37,9 @@ TARGETS: Final = {1: 2.5, 8: 1.5}
 RUN_TOKENS: Final = 16
 
 
-async def texts(way: str, client: ExecutorClient, small: ExecutorClient, batch: int, tokens: int) -> RunCounts:
+async def texts(
+    way: str, client: ExecutorClient, small: ExecutorClient, batch: int, tokens: int, _: int = 0
+) -> RunCounts:
     """The first ``batch`` demo prompts at once, ``tokens`` each."""
     drafter: Drafter | None = None
     if way.startswith(LOOKUP):
@@ -104,10 +107,11 @@ async def run(options: argparse.Namespace) -> Record:
                 clients[way, delay_ms] = await enter(ExecutorClient(farther, session=True))
                 await texts(way, clients[way, delay_ms], beside, 1, 8)
         for batch in BATCHES:
-            for _ in range(options.rounds):
-                for (way, delay_ms), client in clients.items():
-                    run = await texts(way, client, beside, batch, options.tokens)
-                    taken.setdefault((way, delay_ms, batch), []).append(run)
+            takes = {
+                (*key, batch): partial(texts, key[0], client, beside, batch, options.tokens)
+                for key, client in clients.items()
+            }
+            taken |= (await alternate(takes, options.rounds))[0]
     record.put("texts", points(taken))
     return record
 

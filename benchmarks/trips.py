@@ -13,11 +13,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.compare import median, percentile, shares
+from benchmarks.compare import alternate, median, percentile, shares
 from benchmarks.engines.grpc import executor
 from benchmarks.record import Benchmark, Option, Record
 from benchmarks.table import target
@@ -76,7 +77,7 @@ async def delayed(target: str, delay_s: float) -> AsyncIterator[str]:
         await asyncio.sleep(0)  # the connections are closed in the next turn
 
 
-async def texts(client: ExecutorClient, batch: int, tokens: int) -> float:
+async def texts(client: ExecutorClient, batch: int, tokens: int, _: int = 0) -> float:
     """Tokens a second of ``batch`` texts at once, from their prompts to the last token that a reader gets. The release
     of their sequences, one more trip, is not part of it."""
     ended = began = time.perf_counter()
@@ -119,12 +120,12 @@ async def decoding(client: ExecutorClient, others: Sequence[ClientSequence], way
         await task
 
 
-async def steps_ms(sequence: ClientSequence, steps: int) -> list[float]:
-    """Milliseconds of each of ``steps`` decode steps from `CONTEXT` tokens on."""
+async def steps_ms(sequence: ClientSequence, steps: int, context: int = CONTEXT) -> list[float]:
+    """Milliseconds of each of ``steps`` decode steps from ``context`` tokens on."""
     taken = []
     for index in range(steps):
         began = time.perf_counter()
-        await sequence.decode(TOKEN, truncate_to=None if index else CONTEXT)
+        await sequence.decode(TOKEN, truncate_to=None if index else context)
         taken.append(1e3 * (time.perf_counter() - began))
     return taken
 
@@ -179,20 +180,19 @@ async def run(options: argparse.Namespace) -> Record:
                     client._context.known_info = replace(info, capabilities=info.capabilities - {Capability.RUN})
                 await texts(client, 1, 8)
         for batch in BATCHES:
-            for _ in range(options.rounds):
-                for (way, delay_ms), client in clients.items():
-                    rate = await texts(client, batch, options.tokens)
-                    taken.setdefault((way, delay_ms, batch), []).append(rate)
+            takes = {(*key, batch): partial(texts, client, batch, options.tokens) for key, client in clients.items()}
+            taken |= (await alternate(takes, options.rounds))[0]
         record.put("texts", points(taken))
         crowd, alone = [await enter(ExecutorClient(ours.target, session=True)) for _ in range(2)]
         others, sequence = [crowd.sequence() for _ in range(OTHERS)], await enter(alone.sequence())
         for number, each in enumerate([sequence, *others]):
             await each.prefill([1 + number] * CONTEXT)
-        steps: dict[str, list[list[float]]] = {way: [] for way in BESIDE}
-        for _ in range(options.rounds):
-            for way, rounds in steps.items():
-                async with decoding(crowd, others, way):
-                    rounds.append(await steps_ms(sequence, options.tokens))
+
+        async def take(way: str, _: int) -> list[float]:
+            async with decoding(crowd, others, way):
+                return await steps_ms(sequence, options.tokens)
+
+        steps, _ = await alternate({way: partial(take, way) for way in BESIDE}, options.rounds)
         record.put("others", beside(steps))
     return record
 
