@@ -1,7 +1,7 @@
 """Generate deploy/monitoring: two Grafana dashboards, and the alerts of deploy/kubernetes/alerts as a rule file.
 
 `executors` shows each executor by its limits and times, `fleet` whether executors of one model share the work evenly.
-The queries here are the source. The JSON around them is the same for all panels.
+tools/monitoring.toml has their queries. The JSON around them is the same for all panels.
 
     python -m tools.monitoring            write the files
     python -m tools.monitoring --check    exit 1 if one differs
@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import tomllib
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ruamel.yaml import YAML
 
 from tools.commands import ROOT, write_or_check
 
+BOARDS: Final = ROOT / "tools" / "monitoring.toml"
 FOLDER: Final = ROOT / "deploy" / "monitoring"
 RULES: Final = ROOT / "deploy" / "kubernetes" / "alerts" / "prometheusrule.yaml"
 RULES_HEAD: Final = """\
@@ -26,292 +29,31 @@ RULES_HEAD: Final = """\
 WIDTH: Final = 8
 """Of a panel, in Grafana's grid of 24 columns; its height is the same."""
 
-ONE: Final = 'job=~"$job",instance=~"$instance"'
-ALL: Final = 'job=~"$job"'
 RANGE: Final = "[$__rate_interval]"
 EACH: Final = "{{instance}}"
 SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 
 
-class Panel(NamedTuple):
-    """A graph. ``unit``: one of Grafana's; an axis of shares ends at 1. ``queries``: PromQL by legend (Grafana's form);
-    a query alone has a line for each executor. ``stacked``: its lines are parts of a whole. ``most``: the upper end of
-    the axis. ``help``: what to read from it."""
-
-    title: str
-    unit: str
-    queries: str | dict[str, str]
-    stacked: bool = False
-    most: float | None = None
-    help: str = ""
-
-    def says(self, text: str) -> Panel:
-        """The same with a help."""
-        return self._replace(help=text)
-
-
-def quantile(q: float, histogram: str, labels: str, by: str = "instance") -> str:
-    """The quantile of a histogram over the range of the graph."""
-    groups = ", ".join(filter(None, (by, "le")))
-    return f"histogram_quantile({q}, sum by ({groups}) (rate({histogram}_bucket{{{labels}}}{RANGE})))"
-
-
-def percentiles(histogram: str) -> dict[str, str]:
-    """The 50th and the 99th of each executor, by legend."""
-    return {f"p{q} {EACH}": quantile(q / 100, histogram, ONE) for q in (50, 99)}
-
-
-def mean(histogram: str, labels: str = ONE) -> str:
-    """The mean of a histogram's observations."""
-    return share(f"{histogram}_sum", f"{histogram}_count", labels)
-
-
-def fill(metric: str, labels: str = ONE) -> str:
-    """The share of a limit that is in use; no value for an executor without that resource."""
-    return f"{metric}{{{labels}}} / ({metric}_limit{{{labels}}} > 0)"
-
-
-def rate(counter: str, labels: str = ONE, by: str = "instance") -> str:
-    """Of a counter, a second."""
-    return f"sum by ({by}) (rate({counter}{{{labels}}}{RANGE}))"
-
-
-def grown(counter: str) -> str:
-    """By how much a counter has grown over the range of the graph."""
-    return f"sum by (instance) (increase({counter}{{{ONE}}}{RANGE}))"
-
-
-def share(part: str, whole: str, labels: str = ONE, by: str = "instance") -> str:
-    """One counter of another, over the range of the graph."""
-    return f"{rate(part, labels, by)} / {rate(whole, labels, by)}"
-
-
-def by_reason(labels: str) -> dict[str, str]:
-    """Refusals a second."""
-    return {"{{reason}}": f"{rate('ferrum_refusals_total', labels, 'reason')} > 0"}
-
-
-def by_direction(counter: str) -> dict[str, str]:
-    """Of a counter of transfers, a second."""
-    return {f"{{{{direction}}}} {EACH}": rate(counter, by="instance, direction")}
-
-
-P99_OF_METHODS: Final = (
-    f'label_replace({quantile(0.99, "ferrum_rpc_seconds", ONE, "method")}, "method", "$1", "method", ".*/(.*)")'
-)
-"""Without the services' names."""
-PREFIXES: Final = ("ferrum_cached_tokens_total", "ferrum_searched_tokens_total")
-TABLES: Final = ("sequences", "leases", "sessions", "token_masks")
-TOKENS: Final = rate("ferrum_step_tokens_total", ALL)
-
-EXECUTORS: Final[dict[str, list[Panel]]] = {
-    "State": [
-        Panel("State", "short", {f"{EACH} {{{{state}}}}": f"ferrum_executor_state{{{ONE}}} == 1"}, most=1).says(
-            "The state that each executor is in. `hung` and `failed` need you; `draining` ends by itself."
-        ),
-        Panel("Ready", "bool_yes_no", f'ferrum_health{{{ONE},check="ready"}}', most=1).says(
-            "What a health check answers. An executor that is alive and not ready loads, drains or waits for ranks."
-        ),
-        Panel("Ranks alive", "short", f"sum by (instance) (ferrum_rank_alive{{{ONE}}})"),
-    ],
-    "Work": [
-        Panel("Tokens", "short", rate("ferrum_step_tokens_total")).says("Committed tokens a second."),
-        Panel("Steps", "short", rate("ferrum_steps_total")).says("Committed steps a second."),
-        Panel("Sequences of a step", "short", mean("ferrum_step_size_sequences")).says(
-            "The mean batch. Small batches under load: schedulers send steps one by one, or the cache has no room."
-        ),
-        Panel("Time of a step", "s", percentiles("ferrum_step_seconds")).says(
-            "Long prompts in one piece show in p99: a smaller `max_batch_tokens` bounds it."
-        ),
-        Panel("Tokens of a step", "short", mean("ferrum_step_size_tokens")),
-        Panel("Runs", "short", f"ferrum_running_items{{{ONE}}}").says("Running runs: each is in every step."),
-    ],
-    "Waiting": [
-        Panel("Queue", "percentunit", {f"{of} {EACH}": fill(f"ferrum_queue_{of}") for of in ("items", "tokens")}).says(
-            "Of its limits. Beyond them callers are refused with QUEUE_FULL."
-        ),
-        Panel("Time in the queue", "s", percentiles("ferrum_queue_seconds")),
-        Panel("Time of an item in a session", "s", percentiles("ferrum_session_item_seconds")).says(
-            "From a frame's arrival to the answer of its item. An item of a run takes as long as its run."
-        ),
-    ],
-    "Calls": [
-        Panel("Calls by code", "reqps", {"{{code}}": rate("ferrum_rpcs_total", by="code")}, stacked=True),
-        Panel("Slowest methods, p99", "s", {"{{method}}": f"topk(5, {P99_OF_METHODS})"}),
-        Panel("Refusals by reason", "reqps", by_reason(ONE), stacked=True).says(
-            "Of calls and of items. docs/contract.md says of each reason what a caller does about it."
-        ),
-        Panel(
-            "Open streams and calls",
-            "short",
-            {
-                f"sessions {EACH}": f"ferrum_sessions{{{ONE}}}",
-                f"streams {EACH}": f"ferrum_streams{{{ONE}}}",
-                f"calls {EACH}": f"ferrum_rpcs_in_flight{{{ONE}}}",
-            },
-        ),
-        Panel("Replays", "reqps", rate("ferrum_replays_total")).says(
-            "Answers sent again because they were lost: the health of the network between."
-        ),
-        Panel("Handles of another executor", "reqps", rate("ferrum_foreign_handles_total")).says(
-            "After a restart, or where a proxy sends the calls of one sequence to several executors."
-        ),
-    ],
-    "Cache": [
-        Panel("Blocks", "short", {"{{state}}": f"sum by (state) (ferrum_kv_blocks{{{ONE}}})"}, stacked=True).says(
-            "`cached` blocks are free and have content that a prompt may match."
-        ),
-        Panel("Prompts found in the prefix cache", "percentunit", share(*PREFIXES)).says(
-            "Of the tokens that were looked up."
-        ),
-        Panel(
-            "Age of evicted blocks", "s", share("ferrum_blocks_evicted_seconds_total", "ferrum_blocks_evicted_total")
-        ).says(
-            "How long a block stays in the prefix cache. Shorter than the pause between two turns of a chat: the "
-            "cache is too small for it."
-        ),
-        Panel("Blocks copied on write", "cps", rate("ferrum_blocks_copied_total")),
-        Panel("Tokens rolled back", "cps", rate("ferrum_tokens_truncated_total")).says(
-            "Mostly drafts that were not accepted."
-        ),
-        Panel(
-            "Cache outside of the blocks",
-            "bytes",
-            {
-                f"second tier {EACH}": f"ferrum_kv_tier_bytes{{{ONE}}}",
-                f"parked {EACH}": f"ferrum_parked_bytes{{{ONE}}}",
-            },
-        ),
-    ],
-    "Callers": [
-        Panel("Tables", "percentunit", {f"{name} {EACH}": fill(f"ferrum_{name}") for name in TABLES}).says(
-            "Of their limits. A table that only grows has a caller that does not release."
-        ),
-        Panel(
-            "Sequences that ended", "cps", {"{{cause}}": rate("ferrum_sequences_ended_total", by="cause")}, stacked=True
-        ).says("Other causes than `released` are callers that died, or gave up."),
-        Panel("Leases that expired", "cps", rate("ferrum_leases_expired_total")),
-        Panel("Transfers", "Bps", by_direction("ferrum_transfer_bytes_total")),
-        Panel("Transfers that failed", "cps", by_direction("ferrum_transfer_failures_total")),
-        Panel(
-            "Memory of answers",
-            "percentunit",
-            {f"{of} {EACH}": fill(f"ferrum_{of}_bytes") for of in ("replay", "unread")},
-        ).says("Of its limits. `unread` grows where callers do not read."),
-    ],
-    "Process": [
-        Panel(
-            "Memory of each rank", "bytes", {f"rank {{{{rank}}}} {EACH}": f"ferrum_rank_resident_memory_bytes{{{ONE}}}"}
-        ),
-        Panel("Cores in use", "short", rate("process_cpu_seconds_total")).says("By the server's own process."),
-        Panel(
-            "Faults",
-            "short",
-            {
-                f"background {EACH}": grown("ferrum_background_failures_total"),
-                f"log lines dropped {EACH}": grown("ferrum_log_lines_dropped_total"),
-            },
-        ).says("Anything of `background` is a bug, except `tokens` and `certificates`: those are rejected rotations."),
-    ],
-}
-
-FLEET: Final[dict[str, list[Panel]]] = {
-    "Members": [
-        Panel(
-            "Executors by state",
-            "short",
-            {
-                "{{state}}": f"sum by (state) (ferrum_executor_state{{{ALL}}}) > 0",
-                "not scraped": f"sum(1 - up{{{ALL}}})",
-            },
-            stacked=True,
-        ),
-        Panel(
-            "Versions and models",
-            "short",
-            {
-                "ferrum-rpc {{version}}, schema {{schema_revision}}": "count by (version, schema_revision)"
-                f" (ferrum_build_info{{{ALL}}})",
-                "{{model}} on {{device}}": f"count by (model, device) (ferrum_model_info{{{ALL}}})",
-            },
-        ).says("More than one model here: their sequences cannot move from one to the other."),
-        Panel("Restarts within an hour", "short", f"changes(process_start_time_seconds{{{ALL}}}[1h])").says(
-            "Handles of the process before are refused, and schedulers feed their texts again."
-        ),
-    ],
-    "Share of the work": [
-        Panel("Tokens of the fleet", "short", {"tokens a second": f"sum({TOKENS})"}),
-        Panel("Tokens by executor", "short", TOKENS, stacked=True),
-        Panel(
-            "Busiest against the mean",
-            "short",
-            {
-                "tokens": f"max({TOKENS}) / avg({TOKENS})",
-                "sequences": f"max(ferrum_sequences{{{ALL}}}) / avg(ferrum_sequences{{{ALL}}})",
-            },
-        ).says(
-            "1 is even. Prefixes draw work to the executor that has them; a ratio near the number of executors means "
-            "that one does it all."
-        ),
-        Panel("Sequences", "short", f"ferrum_sequences{{{ALL}}}", stacked=True),
-        Panel("Sequences of a step", "short", mean("ferrum_step_size_sequences", ALL)),
-        Panel("Time of a step, p99", "s", quantile(0.99, "ferrum_step_seconds", ALL)).says(
-            "A slow machine stands out."
-        ),
-    ],
-    "Room": [
-        Panel(
-            "Cache in use",
-            "percentunit",
-            f'ferrum_kv_blocks{{{ALL},state="used"}} / ignoring (state) ferrum_kv_blocks_limit{{{ALL}}}',
-        ).says("Blocks of living sequences; what is cached for later can be evicted."),
-        Panel("Queue", "percentunit", fill("ferrum_queue_items", ALL)).says("Of `max_queued_items`."),
-        Panel("Time in the queue, p99", "s", quantile(0.99, "ferrum_queue_seconds", ALL)),
-        Panel(
-            "Prompts found in the prefix cache",
-            "percentunit",
-            {EACH: share(*PREFIXES, ALL), "fleet": share(*PREFIXES, ALL, "")},
-        ).says("Low everywhere although prompts repeat: the scheduler does not send a prompt to who has it."),
-        Panel(
-            "Transfers between executors",
-            "Bps",
-            {"{{direction}}": rate("ferrum_transfer_bytes_total", ALL, "direction")},
-        ),
-        Panel("Memory of executors", "bytes", f"sum by (instance) (ferrum_rank_resident_memory_bytes{{{ALL}}})"),
-    ],
-    "Trouble": [
-        Panel("Refusals by reason", "reqps", by_reason(ALL), stacked=True),
-        Panel(
-            "Sequences that were lost",
-            "cps",
-            {"{{cause}}": rate("ferrum_sequences_ended_total", f'{ALL},cause!="released"', "cause")},
-            stacked=True,
-        ),
-        Panel("Handles of another executor", "reqps", rate("ferrum_foreign_handles_total", ALL)),
-    ],
-}
-
-
-def dashboard(name: str, title: str, rows: dict[str, list[Panel]], *, each: bool) -> dict[str, Any]:
-    """Grafana's JSON of a dashboard. ``each``: its queries select single executors."""
+def dashboard(name: str, board: dict[str, Any]) -> dict[str, Any]:
+    """Grafana's JSON of a dashboard."""
     panels: list[dict[str, Any]] = []
     y = 0
-    for heading, members in rows.items():
+    for heading, members in board["rows"].items():
         place = {"x": 0, "y": y, "w": 3 * WIDTH, "h": 1}
         panels.append({"type": "row", "title": heading, "collapsed": False, "panels": [], "gridPos": place})
         for index, panel in enumerate(members):
             place = {"x": index % 3 * WIDTH, "y": y + 1 + index // 3 * WIDTH, "w": WIDTH, "h": WIDTH}
-            panels.append(_graph(panel, place))
+            panels.append(_graph(panel, place, board["selects"]))
         y += 1 + -(-len(members) // 3) * WIDTH
     for number, panel_json in enumerate(panels, 1):
         panel_json["id"] = number
     variables = [_choice("job", "ferrum_build_info", "job")]
-    if each:
+    if "instance" in board["selects"]:
         variables.append(_choice("instance", 'ferrum_build_info{job=~"$job"}', "instance"))
     source = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
     return {
         "uid": f"ferrum-{name}",
-        "title": title,
+        "title": board["title"],
         "tags": ["ferrum-rpc"],
         "schemaVersion": 39,
         "editable": True,
@@ -337,35 +79,37 @@ def _choice(name: str, series: str, label: str) -> dict[str, Any]:
     }
 
 
-def _graph(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
-    axis: dict[str, Any] = {"unit": panel.unit, "min": 0}
-    if most := 1 if panel.unit == "percentunit" else panel.most:
+def _graph(panel: dict[str, Any], place: dict[str, int], selects: str) -> dict[str, Any]:
+    axis: dict[str, Any] = {"unit": panel["unit"], "min": 0}
+    if most := 1 if panel["unit"] == "percentunit" else panel.get("most"):
         axis["max"] = most
-    drawn: dict[str, Any] = {"lineWidth": 1, "fillOpacity": 30 if panel.stacked else 0, "showPoints": "never"}
-    if panel.stacked:
+    drawn: dict[str, Any] = {"lineWidth": 1, "fillOpacity": 30 if "stacked" in panel else 0, "showPoints": "never"}
+    if "stacked" in panel:
         drawn["stacking"] = {"mode": "normal", "group": "A"}
-    queries = {EACH: panel.queries} if isinstance(panel.queries, str) else panel.queries
+    queries = panel.get("queries") or {EACH: panel["query"]}
     return {
         "type": "timeseries",
-        "title": panel.title,
-        "description": panel.help,
+        "title": panel["title"],
+        "description": panel.get("help", ""),
         "datasource": SOURCE,
         "gridPos": place,
         "fieldConfig": {"defaults": {**axis, "custom": drawn}, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
         "targets": [
-            {"refId": letter, "expr": query, "legendFormat": legend}
+            {"refId": letter, "expr": _selecting(query, selects), "legendFormat": legend}
             for letter, (legend, query) in zip("ABCD", queries.items(), strict=False)
         ],
     }
 
 
+def _selecting(query: str, selects: str) -> str:
+    """A query as Prometheus takes it."""
+    return re.sub(r"\{(?=([^}]?))", lambda found: f"{{{selects}{',' if found[1] else ''}", query).replace("[]", RANGE)
+
+
 def files() -> dict[Path, bytes]:
     """The files by their paths."""
-    boards = {
-        "executors": dashboard("executors", "Ferrum executors", EXECUTORS, each=True),
-        "fleet": dashboard("fleet", "Ferrum fleet", FLEET, each=False),
-    }
+    boards = {name: dashboard(name, board) for name, board in tomllib.loads(BOARDS.read_text("utf-8")).items()}
     yaml, rules = YAML(typ="safe", pure=True), io.StringIO()
     yaml.default_flow_style, yaml.width = False, 1000
     yaml.dump(yaml.load(RULES)["spec"], rules)
