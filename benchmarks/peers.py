@@ -14,7 +14,6 @@ import argparse
 import subprocess
 import sys
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Final
 
 from benchmarks.cases import CELLS, QUICK_CELLS
@@ -70,9 +69,10 @@ def install(name: str) -> tuple[str, str] | None:
     return None
 
 
-async def against(here: Contest, kind: PeerKind, home: Path, name: str, side: Player) -> None:
-    """A peer, whose environment is ``home``, and ``side`` of ours by turns."""
+async def against(here: Contest, kind: PeerKind, name: str, side: Player) -> None:
+    """A peer and ``side`` of ours by turns."""
     async with AsyncExitStack() as stack:
+        home = ENVIRONMENTS.resolve() / kind.environment
         opening = PeerProcess.open(kind, here.folder, here.options.threads, here.spec.vocab_size, home)
         if peer := await here.open(stack, kind.name, opening):
             try:
@@ -85,7 +85,7 @@ async def run(options: argparse.Namespace) -> Record:
     """Install what is missing. Our servers stay up; a peer after the other."""
     options.cells = QUICK_CELLS if options.quick else CELLS
     chosen = [each for each in PEERS if each.name in options.peers]
-    wanted = () if options.installed else dict.fromkeys(kind.environment for kind in chosen if kind.environment)
+    wanted = dict.fromkeys(kind.environment for kind in chosen if kind.environment)
     failed = {name: trouble for name in wanted if (trouble := install(name))}
     here, cells, threads = Contest(options), options.cells, options.threads
     async with AsyncExitStack() as stack:
@@ -99,8 +99,7 @@ async def run(options: argparse.Namespace) -> Record:
                 continue
             rival = kind.rival if ours.get(kind.rival) else REFERENCE
             if side := ours[rival]:
-                home = (options.installed or ENVIRONMENTS).resolve() / kind.environment
-                await against(here, kind, home, rival, side)
+                await against(here, kind, rival, side)
     return here.record
 
 
@@ -113,10 +112,7 @@ def variant(options: argparse.Namespace) -> str:
 BENCHMARK: Final = Benchmark(
     "peers",
     run,
-    (
-        Option("--peers", [each.name for each in PEERS], "peers", choices=[each.name for each in PEERS]),
-        Option("--installed", None, "folder of environments that are there: nothing is installed", kind=Path),
-    ),
+    (Option("--peers", [each.name for each in PEERS], "peers", choices=[each.name for each in PEERS]),),
     rounds=3,
     round_s=2.0,
     variant=variant,

@@ -12,16 +12,15 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from benchmarks import peers
 from benchmarks.cases import BLOCK_SIZE, DECODE, IDENTITY, PREFILL, SEED, Cell
 from benchmarks.compare import Round, contest, median, shares, spread
 from benchmarks.engines.grpc import TIMEOUT_S, Client, connected, facts
 from benchmarks.engines.process import REFERENCE
-from benchmarks.peers import ENVIRONMENTS, PEERS, against
 from benchmarks.record import Benchmark, Contest, Option, Record
 from benchmarks.table import target
 from ferrum_rpc.client import CacheMode, ExecutorClient
@@ -360,25 +359,20 @@ async def run(options: argparse.Namespace) -> Record:
 async def beside(here: Contest, at: Session) -> None:
     """Ours and a peer, one peer at a time: prompts whose beginning was seen, and prompts of which nothing was."""
     client, vocab_size = at
-    for kind in (each for each in PEERS if each.name in PEER_NAMES):
-        home = (here.options.installed or ENVIRONMENTS).resolve() / kind.environment
-        if not home.is_dir():
+    for kind in (each for each in peers.PEERS if each.name in PEER_NAMES):
+        if not (peers.ENVIRONMENTS / kind.environment).is_dir():
             here.leave_out(kind.name, f"not installed: there is no environment {kind.environment!r}")
             continue
         looking = replace(kind, options={**kind.options, "prefix": True})
         # A salt for each peer: what ours has seen beside another one is not to be found again.
         ours = Client(client, None, vocab_size, cache_salt=kind.name.encode())
-        await against(here, looking, home, REFERENCE, ours)
-    here.record.save()
+        await peers.against(here, looking, REFERENCE, ours)
 
 
 BENCHMARK: Final = Benchmark(
     "prefix",
     run,
-    (
-        Option("--sequences", SEQUENCES, "whose prompts begin alike", 32),
-        Option("--installed", None, "folder of the peers' environments (default: .venv-peers)", kind=Path),
-    ),
+    (Option("--sequences", SEQUENCES, "whose prompts begin alike", 32),),
     rounds=3,
     round_s=2.0,
 )

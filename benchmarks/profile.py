@@ -20,7 +20,7 @@ from time import perf_counter_ns
 from typing import Any, Final, NamedTuple
 
 from benchmarks import machine
-from benchmarks.cases import CONTEXT, DECODE, IDENTITY, IDENTITY_CONTEXT, OUTPUTS, Cell, model_path, settings
+from benchmarks.cases import CONTEXT, DECODE, IDENTITY, IDENTITY_CONTEXT, Cell, model_path, settings
 from benchmarks.compare import median
 from benchmarks.engines.echo import EchoCalls, echo_channel
 from benchmarks.engines.grpc import TIMEOUT_S, Calls, executor
@@ -191,13 +191,14 @@ def _owners(stages: Timeline) -> Timeline:
 
 async def run(options: argparse.Namespace) -> Record:
     """Every case, with a server for each model, and a file of it."""
-    record = Record(options, threads=options.threads, steps=f"{options.steps} of each case", output=options.output)
+    threads = machine.hardware()["cores"]
+    record = Record(options, threads=threads, steps=f"{options.steps} of each case", output="greedy")
     columns, most = list[Column](), steps_of(options.batches, options.steps)
     async with echo_channel() as channel:
         for model in options.models:
             context, path = IDENTITY_CONTEXT if model == IDENTITY else CONTEXT, model_path(model)
-            live = Cell(DECODE, max(options.batches), context, most=most, output=options.output)
-            profiles = await profile(path, live, options.batches, options.steps, options.threads)
+            live = Cell(DECODE, max(options.batches), context, most=most)
+            profiles = await profile(path, live, options.batches, options.steps, threads)
             for batch, found in zip(options.batches, profiles, strict=True):
                 timed = await EchoCalls(channel, found).turn(1, WARM + options.steps)
                 columns.append(Column(f"{Path(path).name} b{batch}", found, median(timed.step_s[WARM:], 9) * 1e6))
@@ -211,9 +212,7 @@ BENCHMARK: Final = Benchmark(
     (
         Option("--models", ["identity", "qwen3-0.6b"], "names or folders", [IDENTITY]),
         Option("--batches", [1, 8, 32], "sequences of a step", [1, 2]),
-        Option("--output", "greedy", "what rows are asked for", choices=tuple(OUTPUTS)),
         Option("--steps", 100, "of each case", 4),
-        Option("--threads", machine.hardware()["cores"], "compute threads"),
     ),
     rounds=1,
 )

@@ -33,6 +33,7 @@ STREAMS: Final = (16, 64)  # texts at a time
 STEPS, RUNS, RANDOM = "lockstep, single steps", "lockstep, runs", "streams"
 WAYS: Final = (STEPS, RUNS, RANDOM)
 RUN_TOKENS: Final = 32
+TOKEN_BUDGET: Final = 512  # of prompts, in a step
 TEXTS_OF_A_CALLER: Final = 2
 """Texts that a caller ends while streams are measured, on average, so that as many begin as end."""
 
@@ -351,7 +352,7 @@ async def run(options: argparse.Namespace) -> Record:
     record = Record(options, model=options.model, **SERVED, texts=told)
     async with (
         connected(model_path(options.model), SERVED) as (ours, client),
-        Scheduler(ours.target, run_tokens=RUN_TOKENS, token_budget=options.token_budget) as scheduler,
+        Scheduler(ours.target, run_tokens=RUN_TOKENS, token_budget=TOKEN_BUDGET) as scheduler,
     ):
         write = by_scheduler(scheduler)
         ways: dict[str, Take] = {
@@ -382,7 +383,6 @@ BENCHMARK: Final = Benchmark(
         Option("--streams", list(STREAMS), "texts at a time"),
         Option("--tokens", 256, "of a text", 16),
         Option("--prompt", 64, "tokens of a prompt", 8),
-        Option("--token-budget", 512, "prompt tokens of a step"),
         Option("--cancels", CANCELS, "of texts while others go on, and fairness; 0: neither", 4),
     ),
     rounds=3,

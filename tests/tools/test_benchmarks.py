@@ -51,7 +51,6 @@ def test_wire_measures_the_identity_model_through_both_ways(quick_run):
         grpc = point["sides"]["gRPC"]
         assert 0 < grpc["forward_ms"]["median"] < grpc["step_ms"]["median"]
         assert point["sides"]["echo"]["step_ms"]["median"] > 0
-    assert len(result["targets"]) == 4
     assert result["others_cpu"] is None or 0 <= result["others_cpu"] <= 1
     assert result["hardware"]["cores"] >= 1 and result["versions"]["torch"] != "absent"
     assert len(rows_of(result["tables"]["steps"])) == 5 and "identity" in result["settings"]
@@ -63,10 +62,12 @@ def test_a_larger_batch_begins_with_the_prompts_of_a_smaller_one():
     assert np.array_equal(large[:3], small) and not np.array_equal(large[0], large[1])
 
 
-def test_float32_rows_are_a_column_of_one_sequence_only():
-    assert wire.outputs_for(["greedy", "full"], 1) == ["greedy", "full-bf16", "full-f32"]
-    assert wire.outputs_for(["greedy", "full"], 32) == ["greedy", "full-bf16"]
-    assert wire.outputs_for(["full"], 8) == ["full-bf16"]
+def test_whole_rows_are_of_unary_calls_and_in_float32_of_one_sequence():
+    options = wire.BENCHMARK.parse(["--batches", "1", "8"])
+    asked = [(cell.batch, cell.output) for cell in wire.cells_of("demo", options)]
+    assert asked == [(1, "greedy"), (1, "full-bf16"), (1, "full-f32"), (8, "greedy"), (8, "full-bf16")]
+    options.way = "session"
+    assert {cell.output for cell in wire.cells_of("demo", options)} == {"greedy"}
 
 
 def test_the_stages_of_a_step_add_up_to_the_whole():
@@ -205,9 +206,9 @@ def test_ratios_of_grammars_are_of_the_same_round():
 
 
 def test_structured_takes_every_way(quick_run):
-    rows = rows_of(quick_run(structured, "--delays", "1", "--texts", "1")["tables"]["texts"])
+    rows = rows_of(quick_run(structured, "--texts", "1")["tables"]["texts"])
     cells = [(each["by"], each["temperature"], each["delay, ms"]) for each in rows]
-    assert cells == [(way, heat, 1.0) for way in structured.WAYS for heat in (0.0, 0.8)]
+    assert cells == [(way, heat, 10.0) for way in structured.WAYS for heat in (0.0, 0.8)]
     assert all(each["valid"] == "1 of 1" for each in rows)
     tokens = {each["by"]: each["tokens a trip"] for each in rows}
     assert tokens[structured.MASKS] == 1.0 < tokens[structured.DRAFTS] < tokens[structured.GRAMMAR]

@@ -111,7 +111,7 @@ def test_a_peer_of_fewer_bits_is_measured_against_ours_of_as_many(tmp_path, monk
     monkeypatch.setattr(peers, "PeerProcess", SimpleNamespace(open=lambda kind, *_: nullcontext(Scripted(kind.name))))
     names = [peers.EAGER.name, peer]
     options = peers.BENCHMARK.parse(["--quick", "--out", str(tmp_path / "peers.json"), "--peers", *names])
-    options.installed = tmp_path
+    monkeypatch.setattr(peers, "install", lambda name: None)
     result = asyncio.run(peers.run(options)).values
     ours = {name: {each["reference"] for each in result["cells"] if name in each["sides"]} for name in names}
     assert ours == {names[0]: {REFERENCE}, names[1]: {rival if offered else REFERENCE}}

@@ -102,10 +102,10 @@ def test_every_block_that_the_books_begin_takes_the_place_of_a_cached_one():
     assert told["of a decode step"] == 0.02
 
 
-def test_a_peer_that_is_not_installed_is_left_out_and_nothing_is_installed(tmp_path):
+def test_a_peer_that_is_not_installed_is_left_out_and_nothing_is_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(prefix.peers, "ENVIRONMENTS", tmp_path)
     left_out: dict[str, str] = {}
-    record = SimpleNamespace(save=lambda: None)
-    here = SimpleNamespace(options=SimpleNamespace(installed=tmp_path), record=record, leave_out=left_out.__setitem__)
+    here = SimpleNamespace(leave_out=left_out.__setitem__)
     asyncio.run(prefix.beside(here, (None, 0)))  # type: ignore[arg-type]
     assert set(left_out) == set(prefix.PEER_NAMES)
     assert not list(tmp_path.iterdir())
