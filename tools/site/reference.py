@@ -47,12 +47,17 @@ def rendered(template: str, **data: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"sentence": _sentence, "kind": _kind, "help": _help}
+    environment.filters |= {"sentence": _sentence, "kind": _kind, "help": _help, "repr": repr, "cell": _cell}
     return environment.get_template(f"{template}.md.j2").render(data) + "\n"
 
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+def _cell(text: str) -> str:
+    """Text for a cell of a table."""
+    return text.replace("|", "\\|")
 
 
 def _copied(cell: str, source: str, target: str) -> str:
