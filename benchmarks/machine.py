@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -44,10 +45,10 @@ def hardware() -> Facts:
     }
 
 
-def versions() -> dict[str, str]:
-    """Of Python, the system and the packages that the steps run through."""
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Of Python, the system and packages, by default those that the steps run through."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -97,6 +98,12 @@ def processor_s(pid: int) -> float:
     """Seconds that the cores worked for a process, with all its threads. Raises OSError if it has ended."""
     user, system = _process_fields(Path(f"/proc/{pid}/stat"))[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_of(pid: int | str, field: str, file: str = "status") -> int:
+    """Bytes that the kernel tells of a process in a line of its ``status`` or ``smaps_rollup``."""
+    lines = Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
 def _process_fields(file: Path) -> list[str]:

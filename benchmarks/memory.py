@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.cases import checkpoint
 from benchmarks.engines.process import printed
+from benchmarks.machine import memory_of
 from benchmarks.record import Benchmark, Record
 from benchmarks.table import target
 from ferrum_rpc.config import ModelSettings
@@ -43,16 +44,14 @@ def resident() -> int:
     """Bytes of this process's own pages, once what is free went back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
+    return memory_of("self", "Anonymous", "smaps_rollup")
 
 
 def peak(*, anew: bool = False) -> int:
     """The most bytes that were resident since it was asked for ``anew``."""
     if anew:
         Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    return memory_of("self", "VmHWM")
 
 
 def measure(folder: Path, kind: str, tokens: int, sequences: int) -> list[dict[str, Any]]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import time
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.cases import CELLS, DECODE, QUICK_CELLS, Cell
 from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import Inside
+from benchmarks.machine import memory_of
 from benchmarks.record import Benchmark, Contest, Opening, Record
 from ferrum_rpc.engine.ranks.compute import RankedCompute
 
@@ -53,7 +53,8 @@ async def run(options: argparse.Namespace) -> Record:
         await here.play(options.alone, sides, next(iter(SIDES)))
         for name, side in sides.items():
             if isinstance(compute := side.runner.compute, RankedCompute):
-                said[name] += "".join(f", {_rss(pid) / 1e6:,.0f} MB on rank 1" for pid in compute.others)
+                for pid in compute.others:
+                    said[name] += f", {memory_of(pid, 'RssAnon') / 1e6:,.0f} MB on rank 1"
     async with AsyncExitStack() as stack:
         behind = dict[str, Opening]()
         for name in QUEUED:
@@ -61,12 +62,6 @@ async def run(options: argparse.Namespace) -> Record:
             behind[name] = Client.open(here.folder, options.queued, threads, name=name, dtype="bfloat16", **settings)
         await here.play(options.queued, await here.open_all(stack, behind), QUEUED[0])
     return here.record
-
-
-def _rss(pid: int) -> int:
-    """Memory of another rank that no file backs: its part of the weights, and torch."""
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 BENCHMARK: Final = Benchmark("ranks", run, rounds=3, round_s=1.0)

@@ -154,12 +154,11 @@ class Calls(Way):
         """Roll back, then timed decode steps of all sequences of the cell."""
         spec, timed = output_to_proto(cell.spec), Round()
         for index, fed in timed.steps(cell.fed(self.vocab_size, steps).tolist(), LEAD_IN):
-            request, response = await self.forward(self.items(fed, spec, None if index else cell.context))
+            self._last = _, response = await self.forward(self.items(fed, spec, None if index else cell.context))
             blocks = self.accept(response)
             timed.done(response.timing.forward_micros / 1e6, response.timing.queue_micros / 1e6)
-        self.exchange = (request.SerializeToString(), response.SerializeToString())
         timed.last = last_rows(blocks[0])
-        return timed
+        return self._exchanged(timed)
 
     async def forward(self, items: list[forward_pb2.ForwardItem]) -> tuple[Any, Any]:
         """One step; what was sent, and the answer."""
@@ -168,7 +167,9 @@ class Calls(Way):
 
     async def take(self, depth: int, steps: int) -> Round:
         """By a caller each. A step ends when the next handle is at hand."""
-        timed = await in_calls(self._step, depth, steps)
+        return self._exchanged(await in_calls(self._step, depth, steps))
+
+    def _exchanged(self, timed: Round) -> Round:
         self.exchange = (self._last[0].SerializeToString(), self._last[1].SerializeToString())
         return timed
 
@@ -220,9 +221,7 @@ class Frames(Calls):
         return request, (await self.receive()).forward
 
     async def take(self, depth: int, steps: int) -> Round:
-        timed = await in_frames(self._send, self._receive, depth, steps)
-        self.exchange = (self._last[0].SerializeToString(), self._last[1].SerializeToString())
-        return timed
+        return self._exchanged(await in_frames(self._send, self._receive, depth, steps))
 
     async def _send(self, sequence: int) -> None:
         self._owner[self.frame + 1] = sequence

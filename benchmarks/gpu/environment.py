@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
-import platform
 import shutil
 import subprocess
 import sysconfig
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu.first_light import tell
+from benchmarks.machine import versions
 
 PACKAGES: Final = (
     *("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "structlog", "safetensors", "pytest"),
@@ -33,8 +32,7 @@ def machine(*, rehearse: bool) -> int:
     """Versions and the device. Fails without one."""
     import torch
 
-    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.release()}
-    found["packages"] = {name: _version(name) for name in PACKAGES}
+    found: dict[str, Any] = {"packages": versions(PACKAGES)}
     found["tools"] = {name: shutil.which(name) or "not here" for name in TOOLS}
     found |= {"cuda": torch.version.cuda, "devices": []}
     available = torch.cuda.is_available()
@@ -96,13 +94,6 @@ def compiler(*, rehearse: bool) -> int:
     print(done.stderr, end="")
     print(f"{tool}: {'compiles with' if not done.returncode else 'FAILED with'} {include} and {cuda}")
     return done.returncode
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "absent"
 
 
 def _driver() -> str:
