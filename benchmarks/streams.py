@@ -46,6 +46,7 @@ SHAPE: Final = "qwen3-0.6b"
 FAIR: Final = (
     "Share of the tokens that a tenant with one caller gets, while another has many and one text runs at a time"
 )
+DIGITS: Final = {"texts a step": 2, "fed a token": 3, "in steps": 3}
 FAIR_TARGET: Final = 0.5
 """Share of the tokens that a tenant with one caller gets beside one with many, at least, while it waits for a place."""
 
@@ -72,21 +73,12 @@ class Work:
         return [dice.randrange(32, 127) % self.vocab_size for _ in range(self.prompt)]
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """What the executor did in a time. ``rows``: the texts of a step, on average. ``fed``: tokens that it computed for
-    each that it chose. ``busy``: the share of the time that it spent in its steps."""
-
-    rows: float
-    fed: float
-    busy: float
-
-    @classmethod
-    def between(cls, before: Counters, after: Counters, seconds: float) -> Steps:
-        """From what was counted before and after ``seconds``."""
-        rows = after.rows - before.rows
-        fed = after.tokens - before.tokens - (after.cached_tokens - before.cached_tokens)
-        return cls(rows / (after.steps - before.steps), fed / rows, (after.forward_s - before.forward_s) / seconds)
+def steps_between(before: Counters, after: Counters, seconds: float) -> dict[str, float]:
+    """What the executor did in ``seconds``, by columns of the table."""
+    rows = after.rows - before.rows
+    fed = after.tokens - before.tokens - (after.cached_tokens - before.cached_tokens)
+    busy = (after.forward_s - before.forward_s) / seconds
+    return {"texts a step": rows / (after.steps - before.steps), "fed a token": fed / rows, "in steps": busy}
 
 
 @dataclass(slots=True)
@@ -97,7 +89,7 @@ class Round:
 
     rate: float
     whole: float
-    steps: Steps
+    steps: dict[str, float]
     first_s: list[float] = field(default_factory=list)
     tokens: int = 0
     worked_s: Mapping[str, float] = field(default_factory=dict)
@@ -124,7 +116,7 @@ async def lockstep(client: ExecutorClient, work: Work, number: int, run_tokens: 
         last = await _step(client, sequences, last, Run(count) if count else None)
         done += count or 1
     took = time.perf_counter() - began
-    steps = Steps.between(before, (await client.status()).counters, took)
+    steps = steps_between(before, (await client.status()).counters, took)
     await client.release(sequences)
     rate = work.streams * work.tokens / took
     return Round(rate, rate, steps)
@@ -186,7 +178,7 @@ async def streams(client: ExecutorClient, write: Writer, work: Work, number: int
         before = (await client.status()).counters
         await measured.wait()
         took, tokens, found = time.perf_counter() - began, counted - tokens, first[firsts:]
-        steps = Steps.between(before, (await client.status()).counters, took)
+        steps = steps_between(before, (await client.status()).counters, took)
     return Round(tokens / took, counted / (time.perf_counter() - opened), steps, found, counted)
 
 
@@ -282,9 +274,7 @@ def medians(rounds: Sequence[Round]) -> dict[str, float | None]:
     return {
         "tokens/s": median((each.rate for each in rounds), 1),
         "whole round, tokens/s": median((each.whole for each in rounds), 1),
-        "texts a step": median((each.steps.rows for each in rounds), 2),
-        "fed a token": median(each.steps.fed for each in rounds),
-        "in steps": median(each.steps.busy for each in rounds),
+        **{name: median((each.steps[name] for each in rounds), digits) for name, digits in DIGITS.items()},
         "first token, ms": median(first, 1) if first else None,
         "p99": percentile(first, 99, 1) if first else None,
         **{f"{name}, µs": round(median(each[name] for each in worked)) for name in worked[0]},

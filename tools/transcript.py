@@ -23,6 +23,7 @@ from google.protobuf import json_format
 from google.rpc import error_details_pb2
 
 from tools.commands import ROOT
+from tools.demo import child, wait_until_serving
 
 BUF: Final = Path(sys.executable).with_name("buf")
 SERVICE: Final = "ferrum_rpc.executor.v1.ModelExecutor"
@@ -77,15 +78,10 @@ def main() -> None:
     """Serve, call, write."""
     serve = [sys.executable, "-m", "ferrum_rpc.cli", "serve", "identity", "--port", "0", "--log-format", "json"]
     serve += ["--kv-blocks", "1024", "--grace-s", "0"]  # it leaves sequences behind, which nothing must wait for
-    with subprocess.Popen(serve, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        try:
-            target = next(event["target"] for line in server.stderr if (event := json.loads(line))["event"] == "ready")
-            story = Path(__file__).with_suffix(".md").read_text("utf-8")
-            (ROOT / "docs" / "transcript.md").write_text(told(story, target), "utf-8")
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.communicate()  # it logs to its end: the pipe must have a reader until then
+    with child(serve, signal.SIGTERM, stderr=subprocess.PIPE) as server:
+        target = wait_until_serving(server, quiet=True)
+        story = Path(__file__).with_suffix(".md").read_text("utf-8")
+        (ROOT / "docs" / "transcript.md").write_text(told(story, target), "utf-8")
     print("wrote docs/transcript.md")
 
 

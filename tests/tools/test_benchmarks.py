@@ -28,7 +28,7 @@ from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import Inside
 from benchmarks.machine import ROOT
 from benchmarks.profile import timelines
-from benchmarks.streams import Round, Steps
+from benchmarks.streams import Round
 from benchmarks.table import bound_of, rows_of
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.distributed import shared_memory
@@ -98,7 +98,7 @@ def test_streams_take_every_way(quick_run):
 
 
 def test_streams_are_compared_with_the_faster_lockstep_of_their_round():
-    steps = Steps(16.0, 1.2, 0.9)
+    steps = {"texts a step": 16.0, "fed a token": 1.2, "in steps": 0.9}
     taken = {
         (streams.STEPS, 16): [Round(100.0, 100.0, steps), Round(300.0, 300.0, steps)],
         (streams.RUNS, 16): [Round(200.0, 200.0, steps), Round(200.0, 200.0, steps)],
@@ -165,7 +165,7 @@ def test_fronts_take_every_way_of_a_shape_without_a_tokenizer(quick_run, fronts)
 
 def test_ratios_of_fronts_are_of_a_round_and_times_of_a_token(fronts):
     def turns(*rates, worker_s):
-        steps = Steps(1.0, 1.5, 0.9)
+        steps = {"texts a step": 1.0, "fed a token": 1.5, "in steps": 0.9}
         return [Round(rate, rate, steps, [0.1], 1000, {"worker": worker_s}) for rate in rates]
 
     taken = {

@@ -1,15 +1,11 @@
 """How a peer is driven: a line of JSON in, a line of JSON out. Runs in the peer's own environment: the standard library
 is all it may import.
 
-    {"do": "open", "model": FOLDER, "threads": 2, "options": {...}}          -> {"ok": facts}
-    {"do": "prepare", "prompts": [[...], ...], "room": 64}                   -> {"ok": {}}
     {"do": "decode", "tokens": [[one of each sequence], ...], "lead_in": 2}  -> {"ok": {"step_s": [...], "last": [...]}}
-    {"do": "prefill", "prompts": [[...], ...], "lead_in": 1}                 -> {"ok": {"step_s": [...], "last": [...]}}
 
-``prepare`` makes the sequences and forgets earlier ones; every ``decode`` begins where ``prepare`` ended, and each of
-its steps feeds the tokens that it is given. ``step_s`` is of the steps after the first ``lead_in``; ``last`` are the
-arg-max tokens of the last step, to see that all engines compute the same model. A peer that cannot do something raises
-`Unsupported`: ``{"unsupported": reason}``. Anything else that it raises is ``{"error": text}``.
+The jobs are the methods of a `Peer`. ``step_s`` is of the steps after the first ``lead_in``; ``last`` are the arg-max
+tokens of the last step, to see that all engines compute the same model. What a peer cannot do is
+``{"unsupported": reason}``, anything else that it raises ``{"error": text}``.
 """
 
 from __future__ import annotations
@@ -42,10 +38,10 @@ class Peer(Protocol):
         """Load ``model``; facts about what was loaded, `name` and `versions` among them."""
 
     def prepare(self, prompts: list[list[int]], room: int) -> None:
-        """Sequences that hold ``prompts`` and will grow by ``room`` tokens at most."""
+        """Sequences that hold ``prompts`` and will grow by ``room`` tokens at most; earlier ones are forgotten."""
 
     def decode(self, tokens: list[list[int]], lead_in: int) -> Timed:
-        """A step for each entry of ``tokens``, from where `prepare` ended."""
+        """A step that feeds each entry of ``tokens``, from where `prepare` ended."""
 
     def prefill(self, prompts: list[list[int]], lead_in: int) -> Timed:
         """A new sequence for each prompt, each forgotten when the next one begins."""
