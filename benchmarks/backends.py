@@ -21,8 +21,7 @@ HF: Final = "hf"
 
 async def run(options: argparse.Namespace) -> Record:
     """All sides, all cells."""
-    options.cells = cells = QUICK_CELLS if options.quick else CELLS
-    here, threads = Contest(options), options.threads
+    here, cells, threads = Contest(options), QUICK_CELLS if options.quick else CELLS, options.threads
     async with AsyncExitStack() as stack:
         sides: dict[str, Opening] = {
             name: Inside.open(here.folder, cells, threads, dtype="bfloat16", model_backend=name)

@@ -61,7 +61,6 @@ async def opened(stack: AsyncExitStack, model: str, cell: Cell, threads: int) ->
 async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
     cell = QUICK_CELLS[-1] if options.quick else CELL
-    options.cells = [cell]
     here = Contest(options)
     record, compared = here.record, []
     async with AsyncExitStack() as stack:

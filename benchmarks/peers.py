@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
-from benchmarks.cases import CELLS, QUICK_CELLS
+from benchmarks.cases import CELLS, QUICK_CELLS, Cell
 from benchmarks.compare import Player, Unsupported
 from benchmarks.engines.grpc import INT4, INT8, QUANTIZED, Client, open_quantized
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
@@ -69,25 +70,24 @@ def install(name: str) -> tuple[str, str] | None:
     return None
 
 
-async def against(here: Contest, kind: PeerKind, name: str, side: Player) -> None:
+async def against(here: Contest, cells: Sequence[Cell], kind: PeerKind, name: str, side: Player) -> None:
     """A peer and ``side`` of ours by turns."""
     async with AsyncExitStack() as stack:
         home = ENVIRONMENTS.resolve() / kind.environment
         opening = PeerProcess.open(kind, here.folder, here.options.threads, here.spec.vocab_size, home)
         if peer := await here.open(stack, kind.name, opening):
             try:
-                await here.play(here.options.cells, {name: side, kind.name: peer}, name)
+                await here.play(cells, {name: side, kind.name: peer}, name)
             except Unsupported as error:  # it ended between two rounds
                 here.leave_out(kind.name, str(error))
 
 
 async def run(options: argparse.Namespace) -> Record:
     """Install what is missing. Our servers stay up; a peer after the other."""
-    options.cells = QUICK_CELLS if options.quick else CELLS
     chosen = [each for each in PEERS if each.name in options.peers]
     wanted = dict.fromkeys(kind.environment for kind in chosen if kind.environment)
     failed = {name: trouble for name in wanted if (trouble := install(name))}
-    here, cells, threads = Contest(options), options.cells, options.threads
+    here, cells, threads = Contest(options), QUICK_CELLS if options.quick else CELLS, options.threads
     async with AsyncExitStack() as stack:
         ours = {REFERENCE: await here.open(stack, REFERENCE, Client.open(here.folder, cells, threads))}
         for name in QUANTIZED:
@@ -99,7 +99,7 @@ async def run(options: argparse.Namespace) -> Record:
                 continue
             rival = kind.rival if ours.get(kind.rival) else REFERENCE
             if side := ours[rival]:
-                await against(here, kind, rival, side)
+                await against(here, cells, kind, rival, side)
     return here.record
 
 

@@ -317,7 +317,6 @@ async def run(options: argparse.Namespace) -> Record:
     """Measure everything and write the file."""
     quick = options.quick
     seen, misses = (QUICK_SEEN, QUICK_MISSES) if quick else (SEEN, MISSES)
-    options.cells = (seen, replace(seen, shared=0))
     here = Contest(options)
     record, rounds, sequences = here.record, options.rounds, options.sequences
     told = f"{sequences}, of {seen.shared} tokens that are shared and {seen.context - seen.shared} of their own"
@@ -352,11 +351,11 @@ async def run(options: argparse.Namespace) -> Record:
         add("talk", *talked, targets=[in_whole_blocks(talked[-1])])
         await misses_of(here.model, at, *misses)
         add("books", *share(counted, rows["misses"][-1]))
-        await beside(here, at)
+        await beside(here, at, seen)
     return record
 
 
-async def beside(here: Contest, at: Session) -> None:
+async def beside(here: Contest, at: Session, seen: Cell) -> None:
     """Ours and a peer, one peer at a time: prompts whose beginning was seen, and prompts of which nothing was."""
     client, vocab_size = at
     for kind in (each for each in peers.PEERS if each.name in PEER_NAMES):
@@ -366,7 +365,7 @@ async def beside(here: Contest, at: Session) -> None:
         looking = replace(kind, options={**kind.options, "prefix": True})
         # A salt for each peer: what ours has seen beside another one is not to be found again.
         ours = Client(client, None, vocab_size, cache_salt=kind.name.encode())
-        await peers.against(here, looking, REFERENCE, ours)
+        await peers.against(here, (seen, replace(seen, shared=0)), looking, REFERENCE, ours)
 
 
 BENCHMARK: Final = Benchmark(

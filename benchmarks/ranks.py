@@ -36,21 +36,20 @@ QUICK_QUEUED_CELLS: Final = (Cell(DECODE, 4, 8, most=4), Cell(DECODE, 4, 8, most
 
 async def run(options: argparse.Namespace) -> Record:
     """All sides, all cells."""
-    options.alone = QUICK_CELLS if options.quick else [each for each in CELLS if each.name in NAMES]
-    options.queued = QUICK_QUEUED_CELLS if options.quick else QUEUED_CELLS
-    options.cells = [*options.alone, *options.queued]
+    cells = QUICK_CELLS if options.quick else [each for each in CELLS if each.name in NAMES]
+    queued = QUICK_QUEUED_CELLS if options.quick else QUEUED_CELLS
     here = Contest(options)
     said: dict[str, Any] = here.record.values["settings"]
     async with AsyncExitStack() as stack:
         sides = {}
         for name, (threads, settings) in SIDES.items():
             began = time.monotonic()
-            opening = Inside.open(here.folder, options.alone, threads, dtype="bfloat16", **settings)
+            opening = Inside.open(here.folder, cells, threads, dtype="bfloat16", **settings)
             side = await here.open(stack, name, opening)
             if isinstance(side, Inside):
                 sides[name] = side
                 said[name] = f"loaded in {time.monotonic() - began:.1f} s"
-        await here.play(options.alone, sides, next(iter(SIDES)))
+        await here.play(cells, sides, next(iter(SIDES)))
         for name, side in sides.items():
             if isinstance(compute := side.runner.compute, RankedCompute):
                 for pid in compute.others:
@@ -59,8 +58,8 @@ async def run(options: argparse.Namespace) -> Record:
         behind = dict[str, Opening]()
         for name in QUEUED:
             threads, settings = SIDES[name]
-            behind[name] = Client.open(here.folder, options.queued, threads, name=name, dtype="bfloat16", **settings)
-        await here.play(options.queued, await here.open_all(stack, behind), QUEUED[0])
+            behind[name] = Client.open(here.folder, queued, threads, name=name, dtype="bfloat16", **settings)
+        await here.play(queued, await here.open_all(stack, behind), QUEUED[0])
     return here.record
 
 

@@ -229,6 +229,7 @@ class Contest:
             output="greedy: the arg-max of every row; the tokens fed were chosen beforehand, the same for all sides",
         )
         self.model = self._shape
+        self._played: list[Cell] = []
         self.record.save(cells=[], sides={}, left_out={})
         self.machine = Machine(options.threads, device, quick=options.quick)
         self.machine.read()
@@ -271,11 +272,11 @@ class Contest:
     def add(self, cell: Cell, result: dict[str, Any]) -> None:
         """Save the ``result`` of a cell."""
         results: list[dict[str, Any]] = self.record.values["cells"]
-        named = {each.name: each for each in (*self.options.cells, cell)}
         results.append(result)
+        self._played.append(cell)
         limits = self.machine.limits()  # the best readings of the whole run, for every cell
-        for each in results:
-            each["roof"] = roof(named[each["cell"]], self.spec, limits)
+        for each, played in zip(results, self._played, strict=True):
+            each["roof"] = roof(played, self.spec, limits)
         self.note_limits()
         self.record.put("cells", cell_rows(results))
 

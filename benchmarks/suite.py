@@ -27,9 +27,8 @@ EAGER: Final = PeerKind("transformers eager", "hf")
 
 async def run(options: argparse.Namespace) -> Record:
     """Measure the parts. Starts come first: no other process holds the weights in memory yet."""
-    options.cells = QUICK_CELLS if options.quick else CELLS
-    here = Contest(options)
-    record, folder, cells, quick = here.record, here.folder, options.cells, options.quick
+    here, quick = Contest(options), options.quick
+    record, folder, cells = here.record, here.folder, QUICK_CELLS if quick else CELLS
     rows = list[Row]()
     if "start" in options.only:
         rows.append(await parts.starting(Path(folder), settings(cells, options.threads), 1 if quick else 3))

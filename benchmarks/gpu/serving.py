@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from benchmarks.adapters import write_adapter
 from benchmarks.cases import CACHE, DECODE, LEAD_IN, SHAPES, Cell, checkpoint
-from benchmarks.compare import Player, rounds_of, spread
+from benchmarks.compare import Player, contest, spread
 from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import Inside
 from benchmarks.gpu.first_light import tell
@@ -31,12 +31,8 @@ FIRST: Final = 1 << 20  # the number of the first sequence with an adapter
 
 async def timed(player: Player, cell: Cell, rounds: int, round_s: float) -> dict[str, Any]:
     """Milliseconds of a step of the cell, with the server's own if there is one."""
-    played = await rounds_of(cell, {"it": player}, "it", rounds, round_s)
-    several = played.by_name["it"]
-    found: dict[str, Any] = {"step_ms": spread([each for one in several for each in one.step_s])}
-    if forward := [each for one in several for each in one.forward_s]:
-        found["forward_ms"] = spread(forward)
-    return found
+    found = (await contest(cell, {"it": player}, "it", rounds, round_s))["sides"]["it"]
+    return {name: found[name] for name in ("step_ms", "forward_ms") if name in found}
 
 
 async def measure(*, rehearse: bool) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def test_a_peer_that_is_not_installed_is_left_out_and_nothing_is_installed(tmp_p
     monkeypatch.setattr(prefix.peers, "ENVIRONMENTS", tmp_path)
     left_out: dict[str, str] = {}
     here = SimpleNamespace(leave_out=left_out.__setitem__)
-    asyncio.run(prefix.beside(here, (None, 0)))  # type: ignore[arg-type]
+    asyncio.run(prefix.beside(here, (None, 0), prefix.SEEN))  # type: ignore[arg-type]
     assert set(left_out) == set(prefix.PEER_NAMES)
     assert not list(tmp_path.iterdir())
 
