@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter_ns
 from typing import Any, Final, NamedTuple
 
 from benchmarks import machine
@@ -24,7 +23,7 @@ from benchmarks.cases import CONTEXT, DECODE, IDENTITY, IDENTITY_CONTEXT, Cell, 
 from benchmarks.compare import median
 from benchmarks.engines.echo import EchoCalls, echo_channel
 from benchmarks.engines.grpc import TIMEOUT_S, Calls, executor
-from benchmarks.profile_server import METHOD
+from benchmarks.profile_server import METHOD, mark, marked, marks
 from benchmarks.record import Benchmark, Option, Record
 from benchmarks.table import Row, number
 from ferrum_rpc.executor.v1 import model_executor_pb2, model_executor_pb2_grpc
@@ -95,51 +94,41 @@ class MarkedClient:
 
     def __init__(self, channel: Any, live: Cell) -> None:
         stub = model_executor_pb2_grpc.ModelExecutorStub(channel)
-        stub.BatchDecode = channel.unary_unary(PATH, request_serializer=self._write, response_deserializer=self._read)
+        write = model_executor_pb2.BatchDecodeRequest.SerializeToString
+        read = model_executor_pb2.BatchDecodeResponse.FromString
+        stub.BatchDecode = channel.unary_unary(
+            PATH,
+            request_serializer=marked(write, "client: serialize the request", "wire: request"),
+            response_deserializer=marked(read, "client: parse the answer", "client: grpc.aio wakes the caller"),
+        )
         self.side = Calls(channel, stub=stub)
         self._spec = output_to_proto(live.spec)
-        self._marks: list[Mark] = []
 
     async def run(self, steps: int, batch: int) -> tuple[list[list[Mark]], tuple[bytes, bytes]]:
         """Decode; the sequences grow by a token a step. The marks of each step, and the bytes of the last one."""
         side, fed, taken = self.side, [1] * batch, []
         gc.collect()
         for _ in range(steps):
-            self._marks = []
-            self._mark("client: build the request")
+            marks.clear()
+            mark("client: build the request")
             request = model_executor_pb2.BatchDecodeRequest(items=side.items(fed, self._spec))
-            self._mark("client: grpc.aio starts the call")
+            mark("client: grpc.aio starts the call")
             response = await side.stub.BatchDecode(request, timeout=TIMEOUT_S)
-            self._mark("client: rows and handles")
+            mark("client: rows and handles")
             side.accept(response)
-            self._mark(END)
-            taken.append(self._marks)
+            mark(END)
+            taken.append([*marks])
         return taken, (request.SerializeToString(), response.SerializeToString())
-
-    def _mark(self, stage: str) -> None:
-        self._marks.append((stage, perf_counter_ns()))
-
-    def _write(self, request: model_executor_pb2.BatchDecodeRequest) -> bytes:
-        self._mark("client: serialize the request")
-        data = request.SerializeToString()
-        self._mark("wire: request")
-        return data
-
-    def _read(self, data: bytes) -> model_executor_pb2.BatchDecodeResponse:
-        self._mark("client: parse the answer")
-        response = model_executor_pb2.BatchDecodeResponse.FromString(data)
-        self._mark("client: grpc.aio wakes the caller")
-        return response
 
 
 def timelines(client: Sequence[Sequence[Mark]], server: Sequence[Mark]) -> list[Timeline]:
     """Each step's stages. A stage that begins several times in a step (one per span) counts from its first time."""
     times = [time for _, time in server]
     found = []
-    for marks in client:
-        low, high = bisect_left(times, marks[0][1]), bisect_left(times, marks[-1][1])
+    for own in client:
+        low, high = bisect_left(times, own[0][1]), bisect_left(times, own[-1][1])
         begun: dict[str, int] = {}
-        for stage, time in sorted([*marks, *server[low:high]], key=lambda each: each[1]):
+        for stage, time in sorted([*own, *server[low:high]], key=lambda each: each[1]):
             begun.setdefault(stage, time)
         order = list(begun.items())
         found.append({name: (after - time) / 1e3 for (name, time), (_, after) in pairwise(order)})
