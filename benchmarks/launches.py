@@ -1,19 +1,12 @@
 """What a decode step on a GPU costs besides the GPU: launches per layer, and host microseconds of `begin` and `finish`.
 
-    python -m benchmarks launches [--batches 1 64] [--context 1024] [--steps 200] [--rounds 5] [--adapters 8]
+No GPU is needed. The runner is the one that serves on CUDA over the heads and layers of Qwen3-8B. A launch (a call of a
+Triton kernel, or a torch operation that is neither a view nor an allocation) is counted and not carried out, and a
+recorded step replays nothing. The times are those of Python and torch on the host: less than a GPU machine will show,
+and comparable between two versions of the code. docs/kernels.md has figures.
 
-No GPU is needed. The runner is the one that serves on CUDA (staged copies, Triton kernels, recorded steps) over the
-heads and layers of Qwen3-8B. A launch of a Triton kernel is counted and not carried out, matrix products return
-undefined rows, and a recorded step replays nothing. So the times are those of Python and torch on the host, without
-CUDA's driver, Triton's launcher and waiting: less than a GPU machine will show, and comparable between two versions of
-the code.
-
-``runs`` are decode steps of runs. Those ``that follow`` are begun while the step before them is in flight, whose tokens
-they gather on the device (`ferrum_rpc.engine.step`); a GPU hides both halves of such a step.
-
-A launch is a call of a Triton kernel, or a torch operation that is neither a view nor an allocation. The times are CPU
-times of the calling thread: of each round the median, and of the rounds, which take turns, the lowest. A busy machine
-computes at two thirds of its speed for seconds at a time, which the CPU time shows.
+They are CPU times of the calling thread: of each round the median, and of the rounds, which take turns, the lowest. A
+busy machine computes at two thirds of its speed for seconds at a time, which the CPU time shows.
 """
 
 from __future__ import annotations

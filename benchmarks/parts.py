@@ -1,14 +1,11 @@
 """What stands around the cells of the suite: other outputs, mixed load, bookkeeping, and how long a start takes.
 
 - Steps that ask for other outputs than greedy tokens, by the runner in this process; rounds of all outputs alternate.
-- Decode steps of one scheduler with another's long prompts in chunks. The two do not know of each other: what a
-  decode step waits for is what natural batching makes it wait for. A chunk now and then must not double a step.
+- Decode steps of one scheduler with another's long prompts in chunks: what natural batching makes a step wait for.
 - What a sequence costs in a step besides computing: the slope of the server's bookkeeping in the size of the batch, by
-  the identity model and the stages of `benchmarks.profile`: requests to spans, admission, blocks, commit, answers to
-  protobuf. It must be flat in how long the sequences are and in how many others live: each is varied alone.
-- Seconds of `ferrum-rpc serve` until its model answers, and of a plain read of the weights' file. The file's pages are
-  dropped from the kernel's cache before each, where the system offers that. What a start takes without weights (Python,
-  torch, the server) is measured too.
+  the stages of `benchmarks.profile`. It must be flat in how long the sequences are and in how many others live.
+- Seconds of `ferrum-rpc serve` until its model answers, and of a plain read of the weights' file, whose pages are
+  dropped from the kernel's cache before, where the system offers that.
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@
 Each public method of a class gets one of the same name and arguments that runs it in the background loop: in one line,
 with the types of the original, where no batch of sequences goes in or comes out. They are files and not made at run
 time, so that type checkers and editors see them.
-
-    python tools/generate_sync.py            write them
-    python tools/generate_sync.py --check    exit 1 where one differs
 """
 
 from __future__ import annotations

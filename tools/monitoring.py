@@ -2,9 +2,6 @@
 
 `executors` shows each executor by its limits and times, `fleet` whether executors of one model share the work evenly.
 tools/monitoring.toml has their queries. The JSON around them is the same for all panels.
-
-    python -m tools.monitoring            write the files
-    python -m tools.monitoring --check    exit 1 if one differs
 """
 
 from __future__ import annotations

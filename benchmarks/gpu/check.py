@@ -1,14 +1,8 @@
-"""`make gpu-check`: the figures of a CUDA device, with their results as data.
-
-    cells        prefill 8k, decode b1 @1k and b64 @2k of the Qwen3-8B shape, in process and through gRPC in turn,
-                 beside the limits that the device had in the same run; then transformers, static cache and compiled
-    attention    the attention kernels alone, beside SDPA and `varlen_attn`
-
-A device of less than 100 GiB runs one side at a time, and ratios are then of rounds that did not alternate.
+"""`make gpu-check`: the figures of a CUDA device, with their results as data; docs/operations.md describes its parts.
 
 A part that fails is named, and the other goes on. Exit status 1 if anything failed or a target was missed, or if there
-is no CUDA device (a check that cannot fail would be none). ``--only`` runs a part. ``--quick`` runs the cells tiny and
-on a CPU: does the check itself run? It writes no result.
+is no CUDA device (a check that cannot fail would be none). ``--quick`` runs the cells tiny and on a CPU: does the check
+itself run? It writes no result.
 """
 
 from __future__ import annotations
