@@ -172,11 +172,15 @@ GEMM_INLINE(AVX512) __m512 gemm_floats(const uint16_t *halves)
 GEMM_INLINE(AVX512) void gemm_start(const struct gemm_tile *tile, int g, const int rows, const int panels, const int zero,
                                     __m512i (*sums)[GEMM_PANELS])
 {
+    const int own = zero && tile->panel_zeros;
+#pragma GCC unroll 6
+    for (int r = 0; r < rows && !own; r++)
 #pragma GCC unroll 4
-    for (int p = 0; p < panels; p++) {
-        __m512i zeros = _mm512_set1_epi32(zero);
-        if (zero && tile->panel_zeros)
-            zeros = gemm_widen(tile->panel_zeros + p * tile->panel_groups + (size_t)g * GEMM_COLUMNS);
+        for (int p = 0; p < panels; p++)
+            sums[r][p] = _mm512_set1_epi32(zero * tile->row_starts[r * tile->row_groups + g]);
+#pragma GCC unroll 4
+    for (int p = 0; p < panels && own; p++) {
+        const __m512i zeros = gemm_widen(tile->panel_zeros + p * tile->panel_groups + (size_t)g * GEMM_COLUMNS);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) /* 16 bits hold a number, and the sum of 128 bytes */
             sums[r][p] = _mm512_madd_epi16(zeros, _mm512_set1_epi32(tile->row_starts[r * tile->row_groups + g]));
