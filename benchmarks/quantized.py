@@ -1,61 +1,63 @@
 """How far quantized weights move the answers of a model that learned from texts, the demo model.
 
 Each side reads the same text, and its distributions of the next token are compared with those of the model in bfloat16.
-Sides of GGUF's types have weights that the package ``gguf`` quantized and dequantized, in bfloat16 and with rows that
-are not rounded: what such a file moves by itself. As in llama.cpp's mixtures and in ours, what is not a matrix of a
-layer has 8 bits.
+Files of GGUF's types are made by llama.cpp's own quantizer, which the environment of that peer has. They are served as
+they are stored, where rows are rounded to 8 bits, and expanded to bfloat16, which shows what the file moves by itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-import numpy as np
-import torch
-from safetensors.torch import load_file, save_file
-
 from benchmarks.cache import DEMO, TEXT, divergence
 from benchmarks.cases import PREFILL, Cell
 from benchmarks.engines.inprocess import Inside
-from benchmarks.machine import hardware
-from benchmarks.record import Benchmark, Record
+from benchmarks.machine import ROOT, hardware
+from benchmarks.peers import ENVIRONMENTS, install
+from benchmarks.record import Benchmark, Option, Record
 from benchmarks.table import target
 from ferrum_rpc.building import model_folder
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.engine.assembly.choose import choose
 
-EXACT: Final = "bfloat16"
-OURS: Final = {"int8": "Q8_0", "int4": "Q4_0"}
-"""``--quantize``, and the type of a file of as many bits."""
+ENVIRONMENT: Final = "llama_cpp"
+TYPES: Final = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "Q3_K_M")
+"""Of GGUF: llama.cpp's names."""
 
-TYPES: Final = ("Q8_0", "Q4_1", "Q4_0")
-OTHERS: Final = "Q8_0"
+OURS: Final = {"int8": "Q8_0", "int4": "Q4_K_M"}
+"""``--quantize``, and the type of a file that it should move answers no more than."""
+
+SIZES: Final = {"Q8_0": 1.05, "Q4_0": 1.05, "Q4_K_M": 1.2}
+"""Bytes that weights may take, in those of their file."""
 
 
-def rounded(folder: Path, kind: str, to: Path) -> str:
-    """The checkpoint ``folder`` with its matrices as type ``kind`` has them."""
-    import gguf
+def files(folder: Path, types: Sequence[str], to: Path) -> dict[str, str]:
+    """A file of each type, by its name."""
+    if not types:
+        return {}
+    if failed := install(ENVIRONMENT):
+        raise RuntimeError("llama.cpp cannot be installed: {}: {}".format(*failed))
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    program = [str(ENVIRONMENTS / ENVIRONMENT / "bin" / "python"), "-m", "benchmarks.engines.peers.gguf_file"]
+    subprocess.run([*program, str(to), *map(str.lower, types)], cwd=ROOT, check=True, capture_output=True)
+    return {kind: str(to / f"model.{kind.lower()}.gguf") for kind in types}
 
-    def as_type(values: torch.Tensor, name: str) -> torch.Tensor:
-        made = gguf.GGMLQuantizationType[kind if ".layers." in name else OTHERS]
-        numbers = values.to(torch.float32).numpy()
-        again = gguf.quants.dequantize(gguf.quants.quantize(numbers, made), made)
-        return torch.from_numpy(np.ascontiguousarray(again)).to(values.dtype)
 
-    to.mkdir()
-    for each in folder.glob("*.json"):
-        shutil.copy(each, to)
-    tensors = load_file(folder / "model.safetensors")
-    changed = {name: as_type(each, name) if each.dim() > 1 else each for name, each in tensors.items()}
-    save_file(changed, to / "model.safetensors", {"format": "pt"})
-    return str(to)
+def bytes_held(file: str) -> float:
+    """Bytes of the weights as they are stored, in those of their file."""
+    held = choose(ModelSettings(file, device="cpu", kv_blocks=1)).source.weight_bytes()
+    return round(held / Path(file).stat().st_size, 3)
 
 
 async def rows_of(model: str, threads: int, **settings: Any) -> Any:
     """float32 [rows, vocab]: the logits behind every token of the text but its first."""
-    async with Inside.open(model, [Cell(PREFILL, 1, len(TEXT))], threads, dtype="bfloat16", **settings) as side:
+    async with Inside.open(model, [Cell(PREFILL, 1, len(TEXT))], threads, **settings) as side:
         return await side.logits(TEXT, len(TEXT) - 1)
 
 
@@ -63,28 +65,28 @@ async def run(options: argparse.Namespace) -> Record:
     """Compare every side with the exact one."""
     threads = hardware()["cores"]
     record = Record(options, model=DEMO, threads=threads)
-    folder = Path(model_folder(DEMO))
-    exact, found = await rows_of(DEMO, threads), {}
-    for kind in OURS:
-        found[f"--quantize {kind}"] = divergence(exact, await rows_of(DEMO, threads, quantize=kind))
+    exact, rows = await rows_of(DEMO, threads, dtype="bfloat16"), list[dict[str, Any]]()
+
+    async def compare(name: str, model: str, *, held: float | None = None, **settings: Any) -> float:
+        found = divergence(exact, await rows_of(model, threads, **settings))
+        rows.append({"weights": name, "bytes, of the file's": held, **found})
+        return float(found["KL, mean"])
+
+    moved = {kind: await compare(f"--quantize {kind}", DEMO, dtype="bfloat16", quantize=kind) for kind in OURS}
+    targets = []
     with TemporaryDirectory() as place:
-        for kind in TYPES:
-            made = rounded(folder, kind, Path(place) / kind)
-            found[f"weights of {kind}"] = divergence(exact, await rows_of(made, threads))
-    moved = {name: each["KL, mean"] for name, each in found.items()}
-    targets = [
-        target(
-            f"KL of {ours} weights and rows, in that of weights of {theirs}",
-            moved[f"--quantize {ours}"] / moved[f"weights of {theirs}"],
-            1.0,
-            least=False,
-            unit=" ×",
-        )
-        for ours, theirs in OURS.items()
-    ]
-    rows = [{"weights": name, **each} for name, each in found.items()]
+        for kind, file in files(Path(model_folder(DEMO)), options.types, Path(place)).items():
+            held = bytes_held(file)
+            moved[kind] = await compare(f"{kind}, as stored", file, held=held)
+            await compare(f"{kind}, expanded", file, dtype="bfloat16")
+            if kind in SIZES:
+                what = f"bytes of weights of {kind} as stored, in those of the file"
+                targets.append(target(what, held, SIZES[kind], least=False, unit=" ×"))
+    for ours, theirs in OURS.items():
+        ratio = moved[ours] / moved[theirs] if theirs in moved else None
+        targets.append(target(f"KL of --quantize {ours}, in that of {theirs}", ratio, 1.0, least=False, unit=" ×"))
     record.put("answers", rows, targets=targets)
     return record
 
 
-BENCHMARK: Final = Benchmark("quantized", run, ())
+BENCHMARK: Final = Benchmark("quantized", run, (Option("--types", [*TYPES], "of GGUF", choices=[*TYPES]),))

@@ -30,11 +30,13 @@ from benchmarks.machine import ROOT
 from benchmarks.profile import timelines
 from benchmarks.streams import Round
 from benchmarks.table import bound_of, rows_of
+from ferrum_rpc.building import model_folder
 from ferrum_rpc.client import ExecutorClient
 from ferrum_rpc.distributed import shared_memory
 from ferrum_rpc.models.native_linear import NibbleFactory
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.request import Request
+from tests.quantized.gguf_files import write_model
 from tests.support.harness import made_or_skip
 from tests.support.serving import serve_identity
 
@@ -260,14 +262,26 @@ def test_the_divergence_of_a_cache_is_that_of_its_definition():
     assert cache.divergence(exact, moved) == {"rows": 2} | figures
 
 
-def test_quantized_weights_move_answers_as_much_as_their_bits(quick_run):
-    pytest.importorskip("gguf")
+def test_quantized_weights_move_answers_as_much_as_their_bits(quick_run, tmp_path, monkeypatch):
+    """A file of a type is made without llama.cpp, which would be installed."""
+    gguf, transformers = pytest.importorskip("gguf"), pytest.importorskip("transformers")
     made_or_skip(NibbleFactory)
+    demo = transformers.AutoModelForCausalLM.from_pretrained(model_folder("demo"))
+    write_model(tmp_path / "demo.gguf", demo, gguf.GGMLQuantizationType.Q8_0)
+    monkeypatch.setattr(quantized, "files", lambda *_: {"Q8_0": str(tmp_path / "demo.gguf")})
     result = quick_run(quantized)
     moved = {each["weights"]: each["KL, mean"] for each in rows_of(result["tables"]["answers"])}
-    assert list(moved) == ["--quantize int8", "--quantize int4", *(f"weights of {kind}" for kind in quantized.TYPES)]
-    assert 0 < moved["--quantize int8"] < 0.3 * moved["--quantize int4"] < 0.3 * moved["weights of Q4_0"] < 0.001
-    assert [each["value"] > 0 for each in result["targets"]] == [True, True]
+    assert list(moved) == ["--quantize int8", "--quantize int4", "Q8_0, as stored", "Q8_0, expanded"]
+    assert (
+        0
+        < moved["Q8_0, expanded"]
+        < moved["Q8_0, as stored"]
+        < moved["--quantize int8"]
+        < 0.3 * moved["--quantize int4"]
+    )
+    assert moved["--quantize int4"] < 0.003
+    held, int8, int4 = (each["value"] for each in result["targets"])
+    assert 0.9 < held < 1.05 and int8 > 0 and int4 is None
 
 
 def test_every_part_of_a_plan_is_measured(tmp_path):

@@ -1,4 +1,4 @@
-"""A Qwen3 checkpoint of ours as a GGUF file, bfloat16, Q8_0 or Q4_K_M: the same numbers for llama.cpp.
+"""A Qwen3 checkpoint of ours as a GGUF file, in bfloat16 or a quantized type: the same numbers for llama.cpp.
 
 llama.cpp's own converter wants a tokenizer and there is none: the file says so, and names the vocabulary's size.
 Norms stay float32, as that converter has them; q and k are not permuted in this architecture.
@@ -7,36 +7,37 @@ Norms stay float32, as that converter has them; q and k are not permuted in this
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-MIXTURES: Final = {"q4_k_m": "LLAMA_FTYPE_MOSTLY_Q4_K_M"}
-"""What only llama.cpp's own quantizer makes."""
+PLAIN: Final = ("bf16", "q8_0")
+"""What is written here. llama.cpp's own quantizer makes all other types."""
 
 
 def converted(folder: Path, kind: str) -> Path:
-    """The file of ``folder`` in ``kind`` (bf16, q8_0, q4_k_m); written on first use, whole or not at all."""
+    """The file of ``folder`` in ``kind`` (bf16, q8_0, q4_k_m, ..); written on first use, whole or not at all."""
     file = folder / f"model.{kind}.gguf"
     if not file.exists():
         partial = file.with_suffix(".partial")
-        if kind in MIXTURES:
-            quantize_all(converted(folder, "bf16"), partial, MIXTURES[kind])
-        else:
+        if kind in PLAIN:
             write(folder, partial, kind)
+        else:
+            quantize_all(converted(folder, "bf16"), partial, kind)
         partial.rename(file)
     return file
 
 
-def quantize_all(source: Path, file: Path, mixture: str) -> None:
+def quantize_all(source: Path, file: Path, kind: str) -> None:
     """By llama.cpp itself."""
     import ctypes
 
     import llama_cpp
 
     wanted = llama_cpp.llama_model_quantize_default_params()
-    wanted.ftype = getattr(llama_cpp, mixture)
+    wanted.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
     if llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(wanted)):
         raise RuntimeError(f"llama.cpp does not quantize {source.name}")
 
@@ -82,3 +83,8 @@ def write(folder: Path, file: Path, kind: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+if __name__ == "__main__":  # a folder, and types
+    for each in sys.argv[2:]:
+        converted(Path(sys.argv[1]), each)
