@@ -7,7 +7,8 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Final
+from functools import partial
+from typing import Any, Final
 from unittest import mock
 
 from ferrum_rpc.client import CacheMode, ExecutorClient, FullLogits, Sequence
@@ -23,20 +24,29 @@ from tests.support.serving import Served, serve_model
 
 NOTHING: Final = "this machine's kernels promise nothing"
 LONGEST: Final = 90
+IN_MEMORY: Final[dict[str, dict[str, Any]]] = {
+    "bfloat16": {},
+    **({each: {"quantize": each} for each in ("int8", "int4")} if cpu.flags() & {"avx2"} else {}),
+}
+"""Weights; portable C has 8 and 4 bits too, and takes minutes."""
+
 HELD: Final = 4
 """Sequences at a time: they meet in steps, and what stands beside a span must not show in it."""
 
 
 async def r25_a_lost_sequence_is_rebuilt_exactly(size: Size) -> Figures:
     """Sequences of random histories, each with a fork that is asked for its next row; then the sequence is lost, the
-    client rebuilds it, and its next row must be the same bits. Lost by a reset and with its lease, in bfloat16; by kill
-    -9 and a restart, in float32."""
+    client rebuilds it, and its next row must be the same bits. Lost by a reset and with its lease, in bfloat16 and with
+    weights in 8 and 4 bits; by kill -9 and a restart, in float32."""
     dice, outcomes = random.Random(25), Counter[str]()
     hidden = cpu.flags() - {linear.AMX}  # a CPU with a matrix unit would choose products that promise nothing
     with mock.patch.object(cpu, "flags", lambda: hidden):
-        async with serve_model(ModelSettings(path=str(MODEL), device="cpu", dtype="bfloat16", kv_blocks=512)) as served:
-            for _ in range(size.rebuilt_histories):
-                await _lost_and_rebuilt(served.target, dice, outcomes, "bfloat16", lambda: _forget(served, dice))
+        for name, settings in IN_MEMORY.items():
+            config = ModelSettings(path=str(MODEL), device="cpu", dtype="bfloat16", kv_blocks=512, **settings)
+            async with serve_model(config) as served:
+                forget = partial(_forget, served, dice)
+                for _ in range(size.rebuilt_histories):
+                    await _lost_and_rebuilt(served.target, dice, outcomes, name, forget)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(serving("--identity-positional"))
 
@@ -52,7 +62,7 @@ async def r25_a_lost_sequence_is_rebuilt_exactly(size: Size) -> Figures:
         exactly("rows of rebuilt sequences with other bits", outcomes["different"], 0),
         *[
             at_least(f"rows compared in {name}", outcomes[name], 1)
-            for name in ("bfloat16", "float32")
+            for name in (*IN_MEMORY, "float32")
             if not outcomes[f"{name}: {NOTHING}"]
         ],
         facts=dict(outcomes),
