@@ -33,12 +33,12 @@ from tests.support.harness import CPU, Executor, made_or_skip, native, rounded_m
 
 ROOT = Path(__file__).parents[2]
 BF16 = torch.bfloat16
-LAYERS = 5
+LAYERS = 3
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": LAYERS, "head_dim": 32}
 SIGHTS = {
     "all": [(None, None)] * LAYERS,
-    "windows": [(None, None), (9, None), (50, None), (9, None), (None, None)],
-    "soft caps": [(None, 2.0), (None, None), (40, 3.0), (None, 1.0), (7, None)],
+    "windows": [(9, None), (None, None), (50, None)],
+    "soft caps": [(None, 2.0), (40, 3.0), (7, None)],
 }
 """Window and soft cap of every layer."""
 
@@ -172,18 +172,23 @@ import sys
 from ferrum_rpc.runtime import prepare
 prepare()
 import torch
-from tests.numerics.test_native_layers import ByteFactory, Executor, NibbleFactory, PairFactory, decoder, run
+from tests.numerics.test_native_layers import run_by_every_factory
 torch.set_num_threads(1)
-found = {}
-for factory in (ByteFactory, NibbleFactory, PairFactory):
-    executor = Executor(decoder(factory))
-    found[factory.__name__] = run(executor), executor.compute.exact_span_tokens, executor.backend.name
-torch.save(found, sys.argv[1])
+torch.save(run_by_every_factory(), sys.argv[1])
 """
 
 
+def run_by_every_factory():
+    """Rows and caches, what is promised of spans, and the attention."""
+    found = {}
+    for factory in (ByteFactory, NibbleFactory, PairFactory):
+        executor = Executor(decoder(factory))
+        found[factory.__name__] = run(executor), executor.compute.exact_span_tokens, executor.backend.name
+    return found
+
+
 def run_in(isa, folder):
-    """What the program finds where C, torch and oneDNN have no better instructions."""
+    """The same where C, torch and oneDNN have no better instructions."""
     kept = {
         name: value for name, value in os.environ.items() if name not in {"ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"}
     }
@@ -195,18 +200,18 @@ def run_in(isa, folder):
     return torch.load(folder / isa)
 
 
-def test_a_model_on_a_machine_with_avx2_is_near_the_one_in_avx512_and_promises_as_much(tmp_path):
+def test_a_model_on_a_machine_with_avx2_is_near_the_one_in_avx512_and_promises_as_much(tmp_path, monkeypatch):
     """Products of bytes or nibbles of the same row are equal to the last bit. What differs is the order in which norms
-    and attention sum over lanes, torch's attention to long spans, and what five layers in bfloat16 make of it: 2 %
+    and attention sum over lanes, torch's attention to long spans, and what three layers in bfloat16 make of it: 1.5 %
     here."""
-    decoder()
-    best, lesser = run_in("avx512", tmp_path), run_in("avx2", tmp_path)
+    monkeypatch.setenv(ISA_VARIABLE, "avx512")
+    best, lesser = run_by_every_factory(), run_in("avx2", tmp_path)
     assert best.keys() == lesser.keys() == {"ByteFactory", "NibbleFactory", "PairFactory"}
     for name, (expected, *promised) in best.items():
         found, *still_promised = lesser[name]
         assert promised == still_promised == [32, "native"]
         for one, other in zip(found, expected, strict=True):
-            assert (one.double() - other.double()).norm() < 0.04 * other.double().norm()
+            assert (one.double() - other.double()).norm() < 0.03 * other.double().norm()
 
 
 # --- over two ranks ---------------------------------------------------------------------------------------------------
