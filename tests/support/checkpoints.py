@@ -148,7 +148,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
 
 
 LOAD = """
-import gc, re, sys, torch
+import ctypes, gc, re, sys, torch
 from pathlib import Path
 from ferrum_rpc.engine.assembly.loading import load_model
 from ferrum_rpc.models.linear import select_linear
@@ -163,6 +163,7 @@ for folder, name in zip(sys.argv[1::2], sys.argv[2::2]):
     print(peak() - before)
     del model
     gc.collect()
+    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # else the next model may take what this one had
 """
 
 
