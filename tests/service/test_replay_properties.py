@@ -257,6 +257,16 @@ async def test_fifty_duplicates_are_applied_once_and_share_one_answer(scheduler,
 
 
 @patiently
+async def test_a_creation_twice_in_one_batch_gives_one_sequence(scheduler):
+    answer = await scheduler.unified(item(None, [4, 5], "one"), item(None, [4, 5], "one"), item(None, [4, 5], "two"))
+    first, second, other = (result.output for result in answer.results)
+    assert first.handle == second.handle != other.handle and first.rows == second.rows != other.rows
+    assert [first.replayed, second.replayed, other.replayed] == [False, True, False]
+    assert answer.timing.step_tokens == 2 + 2
+    await scheduler.nothing_is_left(first.handle, other.handle)
+
+
+@patiently
 async def test_other_content_under_an_id_in_flight_is_refused_at_once(scheduler):
     handle = await scheduler.new(1, 2, 3)
     async with scheduler.busy():

@@ -6,7 +6,7 @@ from collections import Counter, deque
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ferrum_rpc.core import OutputSpec, RowBlock, RowKind, Rows, Run, Span, Step, StepResult
@@ -212,6 +212,7 @@ class Board:
     st.lists(st.sampled_from([2, PART, 2 * PLACES]), min_size=1, max_size=4),
     st.lists(st.tuples(st.sampled_from(["ask", "ask", "end", "cancel"]), st.integers(0, 99), st.integers(1, PLACES))),
 )
+@example([2], [("ask", 0, 2), ("ask", 0, 1), ("ask", 0, 2), ("cancel", 0, 1)])
 def test_runs_begin_in_each_callers_order_within_its_part_and_nothing_waits_for_ever(parts, history):
     board = Board(*parts)
     asked: list[Submission] = []

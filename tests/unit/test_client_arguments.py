@@ -141,6 +141,9 @@ def test_the_stop_ids_of_a_run_are_token_ids() -> None:
         with pytest.raises(InvalidRequest) as refused:
             as_run(Run(2, wrong), last)  # type: ignore[arg-type]
         assert refused.value.field == "run.stop_token_ids"
+    with pytest.raises(InvalidRequest, match="not 2") as refused:
+        as_run(2, last)  # type: ignore[arg-type]
+    assert refused.value.field == "run"
 
 
 def test_neither_handle_nor_item_prints_what_would_let_another_use_the_sequence() -> None:

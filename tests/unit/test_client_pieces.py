@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ferrum_rpc.client.pieces import Piece, Pieces
+from ferrum_rpc.core import Positions, Rows
 
 EXACT, MOST = 4, 64
 
@@ -30,6 +31,12 @@ def test_a_piece_that_was_rolled_back_is_fed_as_long_as_it_was():
     [long, short] = pieces.plan(8, 8, EXACT, MOST)
     assert (tuple(long), tuple(short)) == ((0, 7, 10), (7, 8, 1))
     assert long.tokens(range(20)) == [0, 1, 2, 3, 4, 5, 6, 6, 6, 6]
+
+
+def test_of_a_piece_with_filler_tokens_the_rows_of_its_own_are_the_callers():
+    piece, fed = Piece(4, 7, 10), Rows(block={}, first=20, count=10)
+    assert piece.rows(fed, Positions.ALL) == Rows({}, 20, 3)
+    assert piece.rows(fed, Positions.LAST) == Rows({}, 22, 1)
 
 
 def test_calls_are_as_large_as_they_may_be_where_nothing_is_promised_or_was_in_the_cache():

@@ -55,6 +55,13 @@ def test_llama_3_1():
     assert spec.attention_specs[31].scale == 128**-0.5
 
 
+def test_a_whole_number_may_be_written_as_a_float():
+    floats = {name: float(value) for name, value in LLAMA.items() if type(value) is int and "token" not in name}
+    assert ModelSpec.from_config(LLAMA | floats) == ModelSpec.from_config(LLAMA)
+    with pytest.raises(InvalidRequest, match="hidden_size"):
+        ModelSpec.from_config(LLAMA | {"hidden_size": 4096.5})
+
+
 def test_what_the_families_differ_in():
     qwen2, qwen3, mistral = (ModelSpec.from_config(config) for config in (QWEN2, QWEN3, MISTRAL))
     one, other, third = (each.layers[0].mixer for each in (qwen2, qwen3, mistral))
