@@ -53,7 +53,8 @@ def copy(folder, *names):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     setup = folder / "ferrum_rpc_kernels" / "setup.py"
-    setup.write_text(setup.read_text().replace("-O3", "-O0"))  # a quarter of the time
+    quickly = setup.read_text().replace('"-O3"', '"-O0", "-DGEMM_ROWS=1"')  # a sixth of the time
+    setup.write_text(quickly)
     return folder
 
 
