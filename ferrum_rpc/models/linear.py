@@ -198,6 +198,8 @@ def select_quantized(device: torch.device, dtype: torch.dtype, requested: str) -
 def beside_stored(device: torch.device) -> PairFactory | None:
     """How a model holds what is no integer if its checkpoint's integers are multiplied as they are stored. None: not
     here; the kernels are missing, or slower than products of floats."""
+    if device.type != "cpu":
+        return None
     try:
         made = PairFactory()
         _agreeing(made, torch.bfloat16)
@@ -205,7 +207,7 @@ def beside_stored(device: torch.device) -> PairFactory | None:
             _agreeing(kind(), torch.bfloat16, 0.02)
     except (OSError, Unsuited):
         return None
-    return None if made.isa == ISAS[4] or device.type != "cpu" else made
+    return None if made.isa == ISAS[4] else made
 
 
 def _agreeing(factory: LinearFactory, dtype: torch.dtype, tolerance: float | None = None) -> LinearFactory:

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ferrum_rpc.models.stored_integers import SUPER_GROUP, IntegerFormat, Integers
+from ferrum_rpc.models.stored_integers import IntegerFormat, Integers
 from ferrum_rpc.weights.entries import CHUNK
 
 DecodeRows = Callable[[int, int], Tensor]
@@ -33,7 +33,7 @@ FORMATS: Final = {
 def integers_of(kind: str, blocks: Tensor, decode: DecodeRows) -> Integers:
     """The matrix whose rows are the ``blocks`` uint8 [n, bytes] of a type of `FORMATS`."""
     known = {"Q4_0": _q4_0, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q6_K": _q6_k}.get(kind)
-    return _in_bytes(len(blocks), decode) if known is None else known(blocks)
+    return _in_bytes(blocks, decode) if known is None else known(blocks)
 
 
 def _q4_0(blocks: Tensor) -> Integers:
@@ -76,10 +76,11 @@ def _q6_k(blocks: Tensor) -> Integers:
     return Integers(8, numbers.reshape(len(blocks), -1), scales.reshape(len(blocks), -1))
 
 
-def _in_bytes(rows: int, decode: DecodeRows) -> Integers:
+def _in_bytes(blocks: Tensor, decode: DecodeRows) -> Integers:
     """Decoded and quantized a second time, in groups of 32: their largest magnitude over 127."""
     numbers, scales = list[Tensor](), list[Tensor]()
-    step = max(1, CHUNK // SUPER_GROUP // 16)
+    rows, size = blocks.shape
+    step = max(1, CHUNK // size)
     for first in range(0, rows, step):
         decoded = decode(first, min(first + step, rows))
         grouped = decoded.view(len(decoded), -1, IN_BYTES.group)
