@@ -3,8 +3,9 @@
 Torch needs the blocks gathered first, so every byte of the cache is read, written and read again; at 32 sequences that
 is more than half of a decode step. ``attention_decode.c`` reads through the block table. It computes the spans that are
 bound by memory: single tokens and short runs, as in decode and verification. Longer spans are bound by arithmetic. In
-bfloat16, on a CPU with AVX-512, ``attention_prefill.c`` computes them: at 512 tokens 7 times as fast as torch with
-AVX-512 BF16, and 1.6 times without; otherwise `TorchPagedAttention`, which is the oracle of both.
+bfloat16, on a CPU with AVX-512 or AVX2, ``attention_prefill.c`` computes them: at 512 tokens 7 times as fast as torch
+with AVX-512 BF16, 1.6 times without, and 1.8 times with AVX2; otherwise `TorchPagedAttention`, which is the oracle of
+both.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class NativePlan:
 class NativePagedAttention:
     """See the module. ``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim] on the CPU, bfloat16
     or float32; a layer's queries have its dtype. Or int8, rows of `eight_bits`, which the kernels dequantize; then
-    ``dtype`` is that of the queries. ``isa``: an instruction set by name, for tests; else the best of the machine.
+    ``dtype`` is that of the queries. ``isa``: an instruction set by name, for tests; else the best of the machine, and
+    portable C for short spans only.
     ``takes_long_spans``: whether the kernel, not torch, also computes long spans. Only then are a long span's bits
     independent of where its prompt is cut, and only then does a key that is NaN show in no row that does not see it.
     Raises OSError if the kernel is not built or does not support such heads."""
@@ -105,10 +107,10 @@ class NativePagedAttention:
         self._narrow = all(computed == torch.bfloat16 for computed in self._dtypes)
         self._prefill = None
         self.takes_long_spans = all(
-            takes_long_spans(computed, spec.head_dim) for computed, spec in zip(self._dtypes, specs, strict=True)
-        ) and isa in {None, "avx512"}
+            takes_long_spans(computed, spec.head_dim, isa) for computed, spec in zip(self._dtypes, specs, strict=True)
+        )
         if self.takes_long_spans:
-            self._prefill = self._library.ferrum_prefill_new()
+            self._prefill = self._library.ferrum_prefill_new(name)
         self._layers = (library.AttentionLayer * len(specs))(
             *(
                 library.AttentionLayer(
@@ -198,9 +200,10 @@ class NativePagedAttention:
         return plan.step if self._narrow and plan.rest is None else None
 
 
-def takes_long_spans(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernel, not torch, also computes long spans of such queries."""
-    return dtype == torch.bfloat16 and bool(library.load().ferrum_prefill_supported(head_dim))
+def takes_long_spans(dtype: torch.dtype, head_dim: int, isa: str | None = None) -> bool:
+    """Whether the kernel, not torch, also computes long spans of such queries; ``isa`` as in `NativePagedAttention`."""
+    name = None if isa is None else isa.encode()
+    return dtype == torch.bfloat16 and bool(library.load().ferrum_prefill_supported(name, head_dim))
 
 
 def probe(specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype, quantized: bool = False) -> str:

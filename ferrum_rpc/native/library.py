@@ -159,7 +159,7 @@ STRUCTS: Final = (
     *(SpanArrays, RowKindStruct, RowTask, MatrixStruct, LayerWeights, AttentionLayer, AttentionStep, Draw),
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep),
 )
-ABI_VERSION: Final = 21
+ABI_VERSION: Final = 22
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -191,8 +191,8 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_decode_name": (_S, _P),
     "ferrum_attend": (_I, _P, _I, _P, _L, _P),
     "ferrum_store": (None, _P, _P, _L, _P, _P, _L, _L),
-    "ferrum_prefill_supported": (_I, _I),
-    "ferrum_prefill_new": (_P,),
+    "ferrum_prefill_supported": (_I, _S, _I),
+    "ferrum_prefill_new": (_P, _S),
     "ferrum_prefill_free": (None, _P),
     "ferrum_rows_lanes": (_I, _I),
     "ferrum_rows": (None, _P, _I),

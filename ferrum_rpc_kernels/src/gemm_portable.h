@@ -38,7 +38,7 @@ static inline float portable_fma(float x, float y, float z)
 #endif
 }
 
-static void pairs_portable(const struct gemm_tile *tile, int rows, int panels)
+static inline void pairs_portable(const struct gemm_tile *tile, int rows, int panels)
 {
     for (int p = 0; p < panels; p++)
         for (int r = 0; r < rows; r++) {
@@ -68,7 +68,7 @@ static inline float portable_half(uint16_t half)
 }
 
 /* Add the integer sums of group `g` in panel `p` and row `r` to a tile's, with the scales of both. */
-static void portable_scale(const struct gemm_tile *tile, int p, int r, int g, int factored, const int32_t *sums)
+static inline void portable_scale(const struct gemm_tile *tile, int p, int r, int g, int factored, const int32_t *sums)
 {
     const size_t at = p * tile->panel_groups + (size_t)g * GEMM_COLUMNS;
     const float scale = tile->row_scales[r * tile->row_groups + g];
@@ -110,8 +110,8 @@ static inline void portable_groups(const struct gemm_tile *tile, int rows, int p
             }
 }
 
-static void bytes_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, 0, 128); }
-static void nibbles_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, 1, 8); }
-static void factored_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, 1, 0); }
+static inline void bytes_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, 0, 128); }
+static inline void nibbles_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, 1, 8); }
+static inline void factored_portable(const struct gemm_tile *tile, int rows, int panels) { portable_groups(tile, rows, panels, 1, 0); }
 
 #endif

@@ -20,7 +20,9 @@
 int32_t ferrum_linear_supported(int32_t kind);
 struct ferrum_linears *ferrum_linears_new(void);
 void ferrum_linears_free(struct ferrum_linears *self);
-int32_t ferrum_prefill_supported(int32_t head_dim);
+int32_t ferrum_prefill_supported(const char *name, int32_t head_dim);
+struct ferrum_prefill *ferrum_prefill_new(const char *name);
+void ferrum_prefill_free(struct ferrum_prefill *self);
 int32_t ferrum_rows_lanes(int32_t elements);
 struct ferrum_decode *ferrum_decode_new(const char *name, int32_t head_dim);
 const char *ferrum_decode_name(const struct ferrum_decode *self);
@@ -74,8 +76,10 @@ static void run_rows(int wide)
     free(hidden), free(out), free(delta), free(norms), free(angles);
 }
 
-/* A span of five tokens at the start of a sequence, and a single one behind two chunks of another. */
-static void run_attention(struct ferrum_decode *kernel, int wide, int rounded, int window, float softcap)
+/* A span of five tokens at the start of a sequence, and a single one behind two chunks of another: by the kernel of short
+ * spans, and those of bfloat16 by that of long spans too. */
+static void run_attention(struct ferrum_decode *kernel, struct ferrum_prefill *prefill, int wide, int rounded, int window,
+                          float softcap)
 {
     const int32_t rows[] = {0, 5}, starts[] = {0, 1000}, lengths[] = {5, 1001}, table_start[] = {0, 1, BLOCKS};
     const int row = (HEADS + 2 * KV_HEADS) * DIM;
@@ -87,7 +91,7 @@ static void run_attention(struct ferrum_decode *kernel, int wide, int rounded, i
     const struct span_arrays step = {2, BLOCK, 1, rows, starts, lengths, table_start, tables};
     char *keys = drawn(BLOCKS * BLOCK * KV_HEADS * DIM, wide), *values = drawn(BLOCKS * BLOCK * KV_HEADS * DIM, wide);
     char *qkv = drawn(TOKENS * row, wide), *out = calloc(TOKENS * HEADS * DIM, 4);
-    struct attention_layer layer = {.decode = kernel, .keys = keys, .values = values, .heads = HEADS, .kv_heads = KV_HEADS,
+    struct attention_layer layer = {.decode = kernel, .prefill = prefill, .keys = keys, .values = values, .heads = HEADS, .kv_heads = KV_HEADS,
                                     .head_dim = DIM, .wide = wide, .rounded = rounded, .window = window, .scale = 0.2f,
                                     .softcap = softcap};
     if (rounded) {
@@ -101,6 +105,11 @@ static void run_attention(struct ferrum_decode *kernel, int wide, int rounded, i
     if (wide ? ferrum_attend(&whole, 0, qkv, row, out) : ferrum_attention_layer(&whole, 0, qkv, TOKENS, out))
         exit(1);
     print("attention", wide, out, TOKENS * HEADS * DIM);
+    const struct attention_step as_long = {NULL, &step, &layer, slots};
+    if (!wide && ferrum_attend(&as_long, 0, qkv, row, out))
+        exit(1);
+    if (!wide)
+        print("long spans", wide, out, TOKENS * HEADS * DIM);
     if (rounded)
         free(layer.keys), free(layer.values);
     free(keys), free(values), free(qkv), free(out);
@@ -135,8 +144,9 @@ static void run_products(int32_t kind)
 int main(void)
 {
     struct ferrum_decode *best = ferrum_decode_new(NULL, DIM), *kernel = ferrum_decode_new("portable", DIM);
+    struct ferrum_prefill *prefill = ferrum_prefill_new("portable");
     printf("%s lanes %d pairs %d bytes %d prefill %d\n", ferrum_decode_name(best), ferrum_rows_lanes(DIM),
-           ferrum_linear_supported(0), ferrum_linear_supported(1), ferrum_prefill_supported(DIM));
+           ferrum_linear_supported(0), ferrum_linear_supported(1), ferrum_prefill_supported(NULL, DIM));
     setenv("FERRUM_ISA", "portable", 1);
     run_products(PAIRS);
     run_products(BYTES);
@@ -144,11 +154,12 @@ int main(void)
     run_products(FACTORED);
     for (int wide = 0; wide <= 1; wide++) {
         run_rows(wide);
-        run_attention(kernel, wide, 0, 0, 0.0f);
-        run_attention(kernel, wide, 0, 700, 5.0f);
-        run_attention(kernel, wide, 1, 0, 0.0f);
+        run_attention(kernel, prefill, wide, 0, 0, 0.0f);
+        run_attention(kernel, prefill, wide, 0, 700, 5.0f);
+        run_attention(kernel, prefill, wide, 1, 0, 0.0f);
     }
     ferrum_decode_free(best);
     ferrum_decode_free(kernel);
+    ferrum_prefill_free(prefill);
     return 0;
 }

@@ -25,10 +25,12 @@ FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"
 def isa_of_long_spans(cpu):
     """Its name is the first of the set, which is the first of the kernel."""
     cpu.ferrum_prefill_new.restype = ctypes.c_void_p
-    kernel = cpu.ferrum_prefill_new()
+    kernel = cpu.ferrum_prefill_new(None)
+    if kernel is None:
+        return None
     chosen = ctypes.c_void_p.from_address(kernel).value
     cpu.ferrum_prefill_free(ctypes.c_void_p(kernel))
-    return None if chosen is None else ctypes.c_char_p.from_address(chosen).value
+    return ctypes.c_char_p.from_address(chosen).value
 
 
 def in_avx2(cpu, kind):
@@ -51,7 +53,10 @@ KERNELS = {
     "products of pairs in avx2": ("pairs_avx2", lambda cpu: in_avx2(cpu, library.PAIRS)),
     "products of bytes in avx2": ("bytes_avx2", lambda cpu: in_avx2(cpu, library.BYTES)),
     "products of nibbles in avx2": ("nibbles_avx2", lambda cpu: in_avx2(cpu, library.NIBBLES)),
-    "long spans in floats": ("prefill_avx512", lambda cpu: cpu.ferrum_prefill_supported(64)),
+    "long spans in avx2": ("prefill_avx2", lambda cpu: cpu.ferrum_prefill_supported(b"avx2", 64)),
+    "tiles of long spans in avx2": ("run_tile_avx2", lambda cpu: cpu.ferrum_prefill_supported(b"avx2", 64)),
+    "long spans in avx512": ("prefill_avx512", lambda cpu: cpu.ferrum_prefill_supported(b"avx512", 64)),
+    "tiles of long spans in avx512": ("run_tile_avx512", lambda cpu: cpu.ferrum_prefill_supported(b"avx512", 64)),
     "long spans in pairs": ("prefill_avx512_bf16", lambda cpu: isa_of_long_spans(cpu) == b"avx512_bf16"),
 }
 """The outermost function of each that is compiled for instructions, and whether it may run."""
@@ -118,7 +123,7 @@ AVX512 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq")
     ("features", "kernels", "lanes"),
     [
         ((), [4, 4, 0], 4),
-        (("avx2", "fma", "f16c"), [8, 8, 0], 8),
+        (("avx2", "fma", "f16c"), [8, 8, 1], 8),
         (AVX512, [16, 8, 1], 16),
         ((*AVX512, "avx512vnni"), [16, 16, 1], 16),  # Cascade Lake, Ice Lake
         ((*AVX512, "avx512bf16"), [16, 8, 1], 16),
@@ -131,7 +136,7 @@ def test_each_cpu_takes_what_it_has(machine, features, kernels, lanes):
     """``kernels``: floats of a vector of products of pairs and of bytes, and whether long spans have attention."""
     cpu = machine(features)
     products = [cpu.ferrum_linear_supported(kind) for kind in (library.PAIRS, library.BYTES)]
-    assert [*products, cpu.ferrum_prefill_supported(128)] == kernels
+    assert [*products, cpu.ferrum_prefill_supported(None, 128)] == kernels
     assert cpu.ferrum_rows_lanes(64) == lanes
     cpu.ferrum_decode_new.restype = ctypes.c_void_p
     cpu.ferrum_decode_name.restype = ctypes.c_char_p
@@ -146,5 +151,5 @@ def test_a_mask_hides_what_a_cpu_has(machine, monkeypatch, isa, lanes):
     cpu = machine(FEATURES)
     assert cpu.ferrum_rows_lanes(64) == lanes
     assert {cpu.ferrum_linear_supported(kind) for kind in (library.PAIRS, library.BYTES)} == {lanes}
-    assert bool(cpu.ferrum_prefill_supported(128)) == (lanes == 16)
+    assert isa_of_long_spans(cpu) == {4: None, 8: b"avx2", 16: b"avx512_bf16"}[lanes]
     assert machine(("avx2", "fma", "f16c")).ferrum_rows_lanes(64) == min(lanes, 8)
