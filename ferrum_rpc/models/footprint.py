@@ -26,8 +26,9 @@ from ferrum_rpc.models.spec import ModelSpec
 LOOKED_UP: Final = 1 + 4 + 2
 """Bytes for each number of a row that is looked up in a table of integers: as stored, as float32, and as it is used."""
 
-THREAD_BYTES: Final = 2 << 10
-"""What the kernels' buffers take of a thread for each channel of a head, about."""
+THREAD_BYTES: Final = 9 << 8
+"""What the kernels' buffers take of a thread for each channel of a head, about: 256 queries in float32, as AVX2 reads
+them, their sums, and K and V of 64 positions. AVX-512 reads bfloat16, and takes half a kilobyte less."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +102,9 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     if isinstance(build.linear, PanelFactory):
         width = _grown(*(matrix.columns.size for layer in layers for matrix in layer.matrices()))
         forms = {part.form for parts in build.held.values() for part in parts if part.form is not None}
-        of_rows = [build.linear.row_bytes(width), *(StoredFactory.row_bytes(width, form) for form in forms)]
+        of_rows = [StoredFactory.row_bytes(width, form) for form in forms]
+        if _holds_unstored(build):
+            of_rows.append(build.linear.row_bytes(width))
         if isinstance(build.head, PanelFactory):  # of fewer rows, but perhaps of more bytes each
             of_rows.append(build.head.row_bytes(hidden))
         kept += max(of_rows)
@@ -129,6 +132,17 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     looked_up = tokens * hidden * LOOKED_UP * (EMBEDDED in build.held or isinstance(build.head, QuantizedFactory))
     peaks = looked_up, tokens * rotation, tokens * (held + angles) + max(moments), tokens * hidden * size + logits
     return buffers + tokens * kept + max(peaks)
+
+
+def _holds_unstored(build: DecoderBuild) -> bool:
+    """Whether a layer has a matrix, or a part of one, that is held by `DecoderBuild.linear` and not as it is stored."""
+    unstored = (HeldPart((), 0, None),)
+    return any(
+        part.form is None
+        for index, layer in enumerate(build.spec.layers)
+        for each in layer.matrices()
+        for part in build.held.get(f"{LAYERS}{index}.{each.role}.weight", unstored)
+    )
 
 
 def _widths(part: Attention | Dense) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.linear import LinearFactory, PackedLinear, PlainLinear
 from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
 from ferrum_rpc.native import cpu
+from ferrum_rpc.usage import ISA_VARIABLE
 from tests.quantized.gguf_files import write_model
 from tests.support.checkpoints import configure, make_checkpoint, make_model
 from tests.support.hf_families import make_family_checkpoint
@@ -161,16 +162,20 @@ def test_weights_and_cache_take_what_was_planned(folder, kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "attention"),
+    ("family", "kind", "attention", "isa"),
     [
-        *(("qwen3", kind, "auto") for kind in DTYPES),
-        *(("qwen3", "bfloat16", "torch"), ("qwen3", "int8", "torch"), ("glm4", "float32", "torch")),
-        *(("gemma2", "float32", "auto"), ("gemma3", "bfloat16", "auto")),
+        *(("qwen3", kind, "auto", None) for kind in DTYPES),
+        *(("qwen3", kind, "auto", "avx2") for kind in ("bfloat16", "int8", "int4", "stored")),
+        *(("qwen3", kind, "torch", None) for kind in ("bfloat16", "int8")),
+        *(("glm4", "float32", "torch", None), ("gemma2", "float32", "auto", None)),
+        *(("gemma3", "bfloat16", "auto", isa) for isa in (None, "avx2")),
     ],
 )
-def test_a_step_takes_what_was_planned(tmp_path, family, kind, attention):
+def test_a_step_takes_what_was_planned(tmp_path, monkeypatch, family, kind, attention, isa):  # noqa: PLR0917
     """A prompt of the longest length in two steps of the largest size, by engines that are new: their buffers grow.
     Among the families are scores that are written out, two rotations, windows, norms behind each half of a layer."""
+    if isa is not None:
+        monkeypatch.setenv(ISA_VARIABLE, isa)
     context, tokens = 1024, 512
     folder = in_q8_0(tmp_path) if kind == "stored" else make_checkpoint(tmp_path, family, dtype=torch.bfloat16, **SHAPE)
     config = settings(folder, kind, attention=attention, max_context=context)
