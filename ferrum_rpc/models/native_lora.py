@@ -61,7 +61,7 @@ class NativeAdapted(AdaptedProduct):
 
 
 class NativeLoras(Loras):
-    """On a CPU that multiplies bfloat16. Raises OSError where the kernel cannot run."""
+    """On a CPU with AVX-512 BF16 or AVX2. Raises OSError where the kernel cannot run."""
 
     name = "native"
     rowwise = True
@@ -76,8 +76,9 @@ class NativeLoras(Loras):
         cpu.require(device, dtype, torch.bfloat16)
         super().__init__(table, dtype, device, here)
         self._library = library.load()
-        if not self._library.ferrum_lora_supported():
-            raise OSError("the CPU has no avx512_bf16")
+        self._lanes: int = self._library.ferrum_lora_lanes()
+        if not self._lanes:
+            raise OSError("the CPU has no AVX2")
         if any(each.local[1] % 2 for each in self._here.values()):
             raise OSError("the model has products of odd width")
         self._structs: dict[int, ctypes.Array[library.LoraChange]] = {}
@@ -115,17 +116,17 @@ class NativeLoras(Loras):
             for at in range(first, first + count, MOST_ROWS)
         ]
         rank = max(self._ranks[number] for number, _, _ in spans)
-        return NativeStep(self._library, np.array(parts, dtype=ROWS), tokens, rank)
+        return NativeStep(self._library, np.array(parts, dtype=ROWS), tokens, rank, self._lanes)
 
 
 class NativeStep:
     """A `StepAdapters`."""
 
-    def __init__(self, loaded: ctypes.CDLL, rows: npt.NDArray[np.void], tokens: int, rank: int) -> None:
+    def __init__(self, loaded: ctypes.CDLL, rows: npt.NDArray[np.void], tokens: int, rank: int, lanes: int) -> None:
         self._library = loaded
         self._rows = rows
         self._sums = torch.empty((tokens, rank), dtype=torch.bfloat16)
-        self._step = library.LoraStep(rows.ctypes.data, self._sums.data_ptr(), len(rows), rank)
+        self._step = library.LoraStep(rows.ctypes.data, self._sums.data_ptr(), len(rows), rank, lanes)
         self.address = ctypes.addressof(self._step)
 
     def add(self, slot: int, x: Tensor, y: Tensor) -> None:

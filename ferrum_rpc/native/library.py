@@ -151,7 +151,7 @@ class LoraStep(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "sums")),
-        *((name, ctypes.c_int32) for name in ("count", "rank")),
+        *((name, ctypes.c_int32) for name in ("count", "rank", "lanes")),
     )
 
 
@@ -159,7 +159,7 @@ STRUCTS: Final = (
     *(SpanArrays, RowKindStruct, RowTask, MatrixStruct, LayerWeights, AttentionLayer, AttentionStep, Draw),
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep),
 )
-ABI_VERSION: Final = 22
+ABI_VERSION: Final = 23
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -205,7 +205,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_layers_new": (_P, _P, _P, _P),
     "ferrum_layers_free": (None, _P),
     "ferrum_layers_run": (_I, _P, _P, _I, *(_P,) * 7, _L, _I),
-    "ferrum_lora_supported": (_I,),
+    "ferrum_lora_lanes": (_I,),
     "ferrum_lora": (None, _P, _I, _P, _L, _P, _I),
     "ferrum_group_bytes": (_L, _I),
     "ferrum_group_new": (_P, _P, _I, _I, _I),

@@ -69,15 +69,16 @@ GEMM_INLINE(AVX2) void avx2_row(__m256i *sums, __m256i left, __m256i right, cons
                 : "m"(*four), "x"(left), "x"(right));
 }
 
-/* sums += `count` vectors of rows and panels. Registers hold the weights of one panel while rows pass, or one or two rows
- * while weights pass. */
-GEMM_INLINE(AVX2) void avx2_multiply(const struct gemm_tile *tile, const char *row, const char *panel, const char *ahead,
-                                     int count, const int rows, const int panels, const int bytes,
-                                     __m256i (*sums)[2 * GEMM_PANELS])
+/* sums += `count` vectors of rows and panels, `vector_bytes` apart in a panel; `ahead`: `lines` to fetch for each. Registers
+ * hold the weights of one panel while rows pass, or one or two rows while weights pass. */
+GEMM_INLINE(AVX2) void avx2_multiply(const char *row, size_t row_bytes, const char *panel, size_t panel_bytes,
+                                     size_t vector_bytes, const char *ahead, const int lines, int count, const int rows,
+                                     const int panels, const int bytes, __m256i (*sums)[2 * GEMM_PANELS])
 {
-    const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
-    for (int i = 0; i < count; i++, row += AVX2_STEP, panel += 64, ahead += 64) {
-        _mm_prefetch(ahead, _MM_HINT_T1);
+    for (int i = 0; i < count; i++, row += AVX2_STEP, panel += vector_bytes, ahead += vector_bytes) {
+#pragma GCC unroll 4
+        for (int line = 0; line < lines; line++)
+            _mm_prefetch(ahead + 64 * line, _MM_HINT_T1);
 #pragma GCC unroll 2
         for (int second = 0; second < 2; second++) {
             __asm__("" : "+r"(panel)); /* read it again: there is no register to keep it for the second step */
@@ -102,23 +103,32 @@ GEMM_INLINE(AVX2) void avx2_multiply(const struct gemm_tile *tile, const char *r
     }
 }
 
-/* Rows against the panels from `first` on. Only the first of them fetch ahead. */
-GEMM_INLINE(AVX2) void avx2_pairs(const struct gemm_tile *tile, int first, const int rows, const int panels)
+/* `panels` panels, `panel_bytes` apart; the rest as avx2_multiply. `to`: the sums of these panels. */
+GEMM_INLINE(AVX2) void avx2_pairs_at(const struct gemm_tile *tile, const char *panel, size_t panel_bytes,
+                                     size_t vector_bytes, const char *ahead, const int lines, float *to, const int rows,
+                                     const int panels)
 {
-    const char *panel = tile->panels + first * tile->panel_bytes;
-    float *to = tile->sums + first * GEMM_COLUMNS;
     __m256i sums[GEMM_ROWS][2 * GEMM_PANELS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int p = 0; p < 2 * panels; p++)
             sums[r][p] = _mm256_castps_si256(_mm256_loadu_ps(to + r * GEMM_WIDTH + p * 8));
-    avx2_multiply(tile, tile->rows, panel, first ? panel : tile->ahead, tile->vectors, rows, panels, 0, sums);
+    avx2_multiply(tile->rows, tile->row_bytes, panel, panel_bytes, vector_bytes, ahead, lines, tile->vectors, rows, panels,
+                  0, sums);
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int p = 0; p < 2 * panels; p++)
             _mm256_storeu_ps(to + r * GEMM_WIDTH + p * 8, _mm256_castsi256_ps(sums[r][p]));
+}
+
+/* Rows against the panels from `first` on. Only the first of them fetch ahead. */
+GEMM_INLINE(AVX2) void avx2_pairs(const struct gemm_tile *tile, int first, const int rows, const int panels)
+{
+    const char *panel = tile->panels + first * tile->panel_bytes;
+    avx2_pairs_at(tile, panel, tile->panel_bytes, 64, first ? panel : tile->ahead, 1, tile->sums + first * GEMM_COLUMNS,
+                  rows, panels);
 }
 
 GEMM_INLINE(AVX2) __m256i avx2_eight(const uint8_t *bytes)
@@ -186,7 +196,7 @@ GEMM_INLINE(AVX2) void avx2_bytes(const struct gemm_tile *tile, int first, const
     for (int g = 0; g < tile->vectors / group; g++) {
         __m256i sums[GEMM_ROWS][2 * GEMM_PANELS];
         avx2_start(tile, first, g, rows, panels, 128, sums);
-        avx2_multiply(tile, row, panel, ahead, group, rows, panels, 1, sums);
+        avx2_multiply(row, tile->row_bytes, panel, tile->panel_bytes, 64, ahead, 1, group, rows, panels, 1, sums);
         row += group * AVX2_STEP, panel += group * 64, ahead += group * 64;
         avx2_scale(tile, first, g, rows, panels, 0, sums);
     }

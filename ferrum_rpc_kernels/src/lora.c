@@ -4,8 +4,8 @@
  * adapter in every row reads all of them, 20 MB each at rank 16 of Qwen3-0.6B, and rows of one adapter share the reads. The
  * order of a sum is fixed, as in linear.c: a row's result does not depend on the other rows.
  *
- * A x is rounded to bfloat16, and so is the result: y is read as bfloat16, and rounded again. OpenMP: see
- * attention_decode.c.
+ * A x is rounded to bfloat16, and so is the result: y is read as bfloat16, and rounded again. Pairs are multiplied by
+ * AVX-512 BF16, or as two floats each by AVX2. OpenMP: see attention_decode.c.
  */
 
 #include <stddef.h>
@@ -13,6 +13,7 @@
 #include <string.h>
 
 #include "cpu_features.h"
+#include "gemm_avx2.h"
 #include "gemm_tile.h"
 #include "lora.h"
 
@@ -20,7 +21,7 @@
 
 #define JOB_PANELS 32  /* of B, that a job takes: groups of four */
 #define AHEAD 2048     /* bytes that are fetched ahead */
-#define TARGET COMPILED_FOR(AVX512_BF16)
+#define WIDENED 512    /* elements of a row that AVX2 has as floats at a time: 12 kB of six */
 
 /* Rows against a group of panels, as gemm_pairs, of which every panel is a vector further on; sums begin at zero. */
 GEMM_INLINE(AVX512_BF16) void lora_pairs(const struct gemm_tile *tile, const int rows, const int panels)
@@ -55,77 +56,46 @@ GEMM_INLINE(AVX512_BF16) void lora_pairs(const struct gemm_tile *tile, const int
             _mm512_storeu_ps(tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS, sums[r][p]);
 }
 
-GEMM_ENTRY(lora_entry, lora_pairs, AVX512_BF16)
-
-int32_t ferrum_lora_supported(void) { return CPU_HAS(AVX512_BF16); }
-
-static inline TARGET __m256i to_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-
-static inline TARGET __m512 to_fp32(__m256i half)
+/* The same of rows of floats, added to the sums; `panel_bytes`: of a vector of all panels. */
+GEMM_INLINE(AVX2) void lora_floats(const struct gemm_tile *tile, int first, const int rows, const int panels)
 {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+    const char *panel = tile->panels + first * 64;
+    avx2_pairs_at(tile, panel, 64, tile->panel_bytes, panel + AHEAD, panels, tile->sums + first * GEMM_COLUMNS, rows, panels);
 }
 
-/* Rows against a group of panels of A, of which `panel` is the first: their sums. */
-static TARGET void multiply_a(const struct lora_rows *rows, const struct lora_change *change, int panel, int panels,
-                         const char *x, size_t x_bytes, char *sums, size_t sums_bytes)
-{
-    const size_t panel_bytes = (size_t)change->k * GEMM_COLUMNS * 2;
-    const char *weights = change->a + panel * panel_bytes;
-    for (int64_t row = rows->first, last = row + rows->count; row < last; row += GEMM_ROWS) {
-        const int count = (int)(last - row < GEMM_ROWS ? last - row : GEMM_ROWS);
-        float tile_sums[GEMM_ROWS * GEMM_WIDTH];
-        const struct gemm_tile tile = {
-            .rows = x + row * x_bytes,
-            .panels = weights,
-            .row_bytes = x_bytes,
-            .sums = tile_sums,
-            .vectors = change->k / 2,
-        };
-        lora_entry(&tile, count, panels);
-        for (int r = 0; r < count; r++)
-            for (int p = 0; p < panels; p++)
-                _mm256_storeu_si256(
-                    (__m256i *)(sums + (row + r) * sums_bytes + (panel + p) * GEMM_COLUMNS * 2),
-                    to_bf16(_mm512_loadu_ps(tile_sums + r * GEMM_WIDTH + p * GEMM_COLUMNS)));
-    }
-}
+GEMM_ENTRY(lora_avx512, lora_pairs, AVX512_BF16)
+AVX2_ENTRY(lora_avx2, lora_floats)
 
-/* The sums of rows against groups of panels of a part's B, of which `panel` is the first: added to y. */
-static TARGET void add_b(const struct lora_rows *rows, const struct lora_part *part, int panel, int panels, char *y,
-                         size_t y_bytes, const char *sums, size_t sums_bytes)
-{
-    const size_t panel_bytes = (size_t)part->rank * GEMM_COLUMNS * 2;
-    const char *weights = part->b + panel * panel_bytes;
-    for (int64_t row = rows->first, last = row + rows->count; row < last; row += GEMM_ROWS) {
-        const int count = (int)(last - row < GEMM_ROWS ? last - row : GEMM_ROWS);
-        for (int done = 0; done < panels; done += GEMM_PANELS) {
-            const int width = panels - done < GEMM_PANELS ? panels - done : GEMM_PANELS;
-            float tile_sums[GEMM_ROWS * GEMM_WIDTH];
-            const struct gemm_tile tile = {
-                .rows = sums + row * sums_bytes + part->start * 2,
-                .panels = weights + done * panel_bytes,
-                .row_bytes = sums_bytes,
-                .sums = tile_sums,
-                .vectors = part->rank / 2,
-            };
-            lora_entry(&tile, count, width);
-            for (int r = 0; r < count; r++)
-                for (int p = 0; p < width; p++) {
-                    const int column = (panel + done + p) * GEMM_COLUMNS, left = part->columns - column;
-                    const __mmask16 held = left < GEMM_COLUMNS ? (__mmask16)((1u << left) - 1) : 0xffff;
-                    char *to = y + (row + r) * y_bytes + (part->first + column) * 2;
-                    const __m512 old = to_fp32(_mm256_maskz_loadu_epi16(held, to));
-                    const __m512 sum = _mm512_loadu_ps(tile_sums + r * GEMM_WIDTH + p * GEMM_COLUMNS);
-                    _mm256_mask_storeu_epi16(to, held, to_bf16(_mm512_add_ps(old, sum)));
-                }
-        }
-    }
-}
+struct isa {
+    void (*multiply_a)(const struct lora_rows *rows, const struct lora_change *change, int panel, int panels,
+                       const char *x, size_t x_bytes, char *sums, size_t sums_bytes);
+    void (*add_b)(const struct lora_rows *rows, const struct lora_part *part, int panel, int panels, char *y,
+                  size_t y_bytes, const char *sums, size_t sums_bytes);
+};
+
+#define JOINED(name, suffix) name##suffix
+#define ISA(name) JOINED(name, _avx512)
+#define TARGET COMPILED_FOR(AVX512_BF16)
+#define LANES 16
+#include "lora_isa.h"
+static const struct isa isa_avx512 = {multiply_a_avx512, add_b_avx512};
+#undef ISA
+#undef TARGET
+#undef LANES
+
+#define ISA(name) JOINED(name, _avx2)
+#define TARGET COMPILED_FOR(AVX2)
+#define LANES 8
+#include "lora_isa.h"
+static const struct isa isa_avx2 = {multiply_a_avx2, add_b_avx2};
+
+/* The floats in the vectors of this machine's kernel: 16 (AVX-512 BF16), 8 (AVX2), or 0: there is none. */
+int32_t ferrum_lora_lanes(void) { return CPU_HAS(AVX512_BF16) ? 16 : CPU_HAS(AVX2) ? 8 : 0; }
 
 static inline int panels_of(int columns) { return (columns + GEMM_COLUMNS - 1) / GEMM_COLUMNS; }
 
 struct task {
+    const struct isa *isa;
     const struct lora_step *step;
     const char *x;
     char *y;
@@ -140,8 +110,8 @@ static void job_of_a(const struct task *task, int64_t which, int group)
     const struct lora_change *change = rows->changes + task->slot;
     const int panel = group * GEMM_PANELS, left = panels_of(change->rank) - panel;
     if (left > 0)
-        multiply_a(rows, change, panel, left < GEMM_PANELS ? left : GEMM_PANELS, task->x, task->x_bytes, task->step->sums,
-              task->sums_bytes);
+        task->isa->multiply_a(rows, change, panel, left < GEMM_PANELS ? left : GEMM_PANELS, task->x, task->x_bytes,
+                              task->step->sums, task->sums_bytes);
 }
 
 /* The same of B, of each part; JOB_PANELS at a time. */
@@ -153,8 +123,8 @@ static void job_of_b(const struct task *task, int64_t which, int groups)
     for (int p = 0; p < change->parts; p++) {
         const int left = panels_of(change->part[p].columns) - panel;
         if (left > 0)
-            add_b(rows, change->part + p, panel, left < JOB_PANELS ? left : JOB_PANELS, task->y, (size_t)change->n * 2,
-                 task->step->sums, task->sums_bytes);
+            task->isa->add_b(rows, change->part + p, panel, left < JOB_PANELS ? left : JOB_PANELS, task->y,
+                             (size_t)change->n * 2, task->step->sums, task->sums_bytes);
     }
 }
 
@@ -162,6 +132,7 @@ static void job_of_b(const struct task *task, int64_t which, int groups)
 void ferrum_lora(const struct lora_step *step, int32_t slot, const char *x, int64_t x_stride, char *y, int32_t threads)
 {
     const struct task task = {
+        .isa = step->lanes == 16 ? &isa_avx512 : &isa_avx2,
         .step = step,
         .x = x,
         .y = y,
@@ -205,7 +176,7 @@ void ferrum_lora(const struct lora_step *step, int32_t slot, const char *x, int6
 #else
 
 /* Without these instructions only the first function is called. */
-int32_t ferrum_lora_supported(void) { return 0; }
+int32_t ferrum_lora_lanes(void) { return 0; }
 
 void ferrum_lora(const struct lora_step *step, int32_t slot, const char *x, int64_t x_stride, char *y, int32_t threads)
 {

@@ -31,11 +31,11 @@ struct lora_rows {
 #define LORA_ROWS 24
 
 /* The adapters of a step. `sums`: room for `rank` bfloat16 of every row of the step, a multiple of 16, and as large as any
- * adapter's. */
+ * adapter's. `lanes`: of ferrum_lora_lanes. */
 struct lora_step {
     const struct lora_rows *rows;
     char *sums;
-    int32_t count, rank;
+    int32_t count, rank, lanes;
 };
 
 void ferrum_lora(const struct lora_step *step, int32_t slot, const char *x, int64_t x_stride, char *y, int32_t threads);

@@ -3,6 +3,7 @@ rank and on several."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,25 @@ import pytest
 import torch
 
 from ferrum_rpc.engine.adapters import Adapters
-from ferrum_rpc.models.layout import layout
+from ferrum_rpc.models.adapter_config import LowRank
+from ferrum_rpc.models.layout import TensorPlacement, layout
 from ferrum_rpc.models.lora import Loras, TorchLoras
+from ferrum_rpc.models.native_lora import NativeLoras
+from ferrum_rpc.usage import ISA_VARIABLE
 from tests.numerics.ranks import BOTH, FOUR, TWO, on_ranks
 from tests.support.adapters import load_adapters, make_adapter, merge
-from tests.support.harness import SPLITS, TOKENS, Executor, Oracle, error, native, native_or_skip, rounded_model
+from tests.support.harness import (
+    CPU,
+    SPLITS,
+    TOKENS,
+    Executor,
+    Oracle,
+    error,
+    made_or_skip,
+    native,
+    native_or_skip,
+    rounded_model,
+)
 from tests.support.inside import held_bytes
 
 CASES: dict[str, dict[str, Any]] = {
@@ -81,31 +96,41 @@ def test_bfloat16_on_ranks_errs_at_most_twice_as_much_as_transformers(family, cu
     Oracle(merge(reference, folder), torch.bfloat16).check(ours)
 
 
-HOW = pytest.mark.parametrize("how", ["native", "native, called back", "torch"])
+ONE_CALL = ("native", "native in avx2")
+HOW = pytest.mark.parametrize("how", [*ONE_CALL, "native, called back", "torch"])
+
+Prepare = Callable[..., tuple[Any, Loras]]
 
 
-def prepared(how: str, reference: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Loras]:
-    """A decoder and what holds its adapters: products and adapters are ours, or torch's."""
-    if how == "torch":
-        decoder = native(reference, dtype, "plain")
-        return decoder, TorchLoras(layout(decoder.spec), dtype, decoder.device)
-    decoder = native_or_skip(reference, dtype, "native")
-    _, loras = decoder.take_adapters(64)
-    if loras.name != "native":
-        pytest.skip("no kernel of ours runs here")
-    return decoder, loras
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """Makes a decoder and what holds its adapters: products and adapters are ours, or torch's."""
+
+    def prepare(how: str, reference: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Loras]:
+        if how == "torch":
+            decoder = native(reference, dtype, "plain")
+            return decoder, TorchLoras(layout(decoder.spec), dtype, decoder.device)
+        if how.endswith("avx2"):
+            monkeypatch.setenv(ISA_VARIABLE, "avx2")
+        decoder = native_or_skip(reference, dtype, "native")
+        _, loras = decoder.take_adapters(64)
+        if loras.name != "native":
+            pytest.skip("no kernel of ours runs here")
+        return decoder, loras
+
+    return prepare
 
 
 @HOW
 @pytest.mark.parametrize("case", ["all, rank 4", "rank 16, rsLoRA", "key, an odd rank", "ranks and alphas by module"])
-def test_bfloat16_errs_at_most_twice_as_much_as_transformers(case, how, tmp_path):
+def test_bfloat16_errs_at_most_twice_as_much_as_transformers(case, how, tmp_path, prepared):
     reference = rounded_model("qwen3", torch.bfloat16)
     folder = make_adapter(tmp_path / "one", reference, dtype=torch.bfloat16, **CASES[case])
     decoder, loras = prepared(how, reference)
     merged = Oracle(merge(reference, folder), torch.bfloat16)
     load_adapters(tmp_path, loras)
     for split in SPLITS:
-        executor = Executor(decoder, loras=loras, adapters={0: 1}, native=how == "native")
+        executor = Executor(decoder, loras=loras, adapters={0: 1}, native=how in ONE_CALL)
         merged.check(executor.run(TOKENS, split))
 
 
@@ -134,7 +159,7 @@ def play(executor: Executor, only: int | None = None) -> dict[int, torch.Tensor]
 
 
 @HOW
-def test_a_batch_of_several_and_the_base_is_each_alone(how, tmp_path):
+def test_a_batch_of_several_and_the_base_is_each_alone(how, tmp_path, prepared):
     """To the bit where the kernels are ours, as is what the base computes without any adapter there."""
     dtype = torch.float32 if how == "torch" else torch.bfloat16
     reference = rounded_model("qwen3", dtype)
@@ -144,7 +169,7 @@ def test_a_batch_of_several_and_the_base_is_each_alone(how, tmp_path):
 
     def played(only: int | None = None) -> dict[int, torch.Tensor]:
         used = {1: 1, 2: 2, 3: 3, 4: 4, 5: 1}
-        return play(Executor(decoder, loras=loras, adapters=used, native=how == "native"), only)
+        return play(Executor(decoder, loras=loras, adapters=used, native=how in ONE_CALL), only)
 
     together = played()
     for each, rows in together.items():
@@ -159,9 +184,10 @@ def test_a_batch_of_several_and_the_base_is_each_alone(how, tmp_path):
     assert all(not torch.equal(apart[each], together[each]) for each in range(1, 6))
 
 
-def test_short_pieces_have_the_bits_of_single_tokens(tmp_path):
+@pytest.mark.parametrize("how", ONE_CALL)
+def test_short_pieces_have_the_bits_of_single_tokens(how, tmp_path, prepared):
     reference = rounded_model("qwen3", torch.bfloat16, head_dim=32)
-    decoder, loras = prepared("native", reference)
+    decoder, loras = prepared(how, reference)
     load_adapters(four_adapters(tmp_path, reference), loras)
     assert Executor(decoder, loras=loras).compute.exact_span_tokens == 32
 
@@ -170,6 +196,46 @@ def test_short_pieces_have_the_bits_of_single_tokens(tmp_path):
         return torch.cat([executor.run(TOKENS, pieces), executor.step({1: TOKENS})[1]])
 
     assert torch.equal(rows([1] * 40), rows([32, 3, 5]))
+
+
+WIDE_IN, PARTS = 1030, {"query": (40, 70), "value": (33, 3)}
+"""Columns of a product, and rows and rank of two matrices of it: no whole number of vectors, of panels, of groups of
+panels, or of what AVX2 widens at once."""
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("count", [1, 2, 3, 31])
+def test_a_product_of_any_size_is_that_of_float64_and_no_rows_depend_on_others(count):
+    starts = {"query": 0, "value": PARTS["query"][0]}
+    table = {
+        f"{name}.weight": TensorPlacement("qv", (rows, WIDE_IN), starts[name], (rows, WIDE_IN), adaptable=True)
+        for name, (rows, _) in PARTS.items()
+    }
+    loras = made_or_skip(lambda: NativeLoras(table, torch.bfloat16, CPU))
+    adapter = [LowRank(name, rank, 1.0, name, name) for name, (_, rank) in PARTS.items()]
+    loras.add(1, loras.changes(adapter))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).bfloat16()
+
+    x, before = draw(count, 2 * WIDE_IN)[:, :WIDE_IN], draw(count, 73)
+    expected = before.double()
+    for each in adapter:
+        rows, rank = PARTS[each.module]
+        a, b = draw(rank, WIDE_IN, scale=WIDE_IN**-0.5), draw(rows, rank, scale=rank**-0.5)
+        loras.put(1, each, a, b)
+        first = starts[each.module]
+        expected[:, first : first + rows] += (x.double() @ a.double().T).bfloat16().double() @ b.double().T
+
+    def found(first: int, last: int) -> torch.Tensor:
+        y = before[first:last].clone()
+        loras.step([(1, 0, last - first)], last - first).add(0, x[first:last], y)
+        return y
+
+    whole = found(0, count)
+    torch.testing.assert_close(whole.double(), expected, rtol=2**-8, atol=0.01)
+    assert torch.equal(torch.cat([found(row, row + 1) for row in range(count)]), whole)
 
 
 # --- what loading promises --------------------------------------------------------------------------------------------
@@ -185,7 +251,7 @@ def test_a_fingerprint_is_of_the_content(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["native", "torch"])
-def test_what_is_told_of_the_memory_is_what_is_taken(how, tmp_path):
+def test_what_is_told_of_the_memory_is_what_is_taken(how, tmp_path, prepared):
     reference = rounded_model("qwen3", torch.bfloat16)
     make_adapter(tmp_path / "one", reference, r=5, targets=("q_proj", "v_proj", "gate_proj", "down_proj"))
     _, loras = prepared(how, reference)

@@ -18,7 +18,7 @@ import pytest
 from ferrum_rpc.native import library
 
 SOURCES = Path(__file__).parents[2] / "ferrum_rpc_kernels" / "src"
-FILES = ("attention_decode.c", "norm_rope_gate.c", "linear.c", "attention_prefill.c", "group.c")
+FILES = ("attention_decode.c", "norm_rope_gate.c", "linear.c", "attention_prefill.c", "group.c", "lora.c")
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni")
 
 
@@ -33,11 +33,11 @@ def isa_of_long_spans(cpu):
     return ctypes.c_char_p.from_address(chosen).value
 
 
-def in_avx2(cpu, kind):
-    """Whether it multiplies so where AVX-512 is hidden."""
+def in_avx2(lanes, *arguments):
+    """Whether a function that says its lanes computes so where AVX-512 is hidden."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FERRUM_ISA", "avx2")
-        return cpu.ferrum_linear_supported(kind) == 8
+        return lanes(*arguments) == 8
 
 
 KERNELS = {
@@ -50,9 +50,13 @@ KERNELS = {
     "products of pairs in avx512": ("pairs_avx512", lambda cpu: cpu.ferrum_linear_supported(library.PAIRS) == 16),
     "products of bytes in avx512": ("bytes_avx512", lambda cpu: cpu.ferrum_linear_supported(library.BYTES) == 16),
     "products of nibbles in avx512": ("nibbles_avx512", lambda cpu: cpu.ferrum_linear_supported(library.NIBBLES) == 16),
-    "products of pairs in avx2": ("pairs_avx2", lambda cpu: in_avx2(cpu, library.PAIRS)),
-    "products of bytes in avx2": ("bytes_avx2", lambda cpu: in_avx2(cpu, library.BYTES)),
-    "products of nibbles in avx2": ("nibbles_avx2", lambda cpu: in_avx2(cpu, library.NIBBLES)),
+    "products of pairs in avx2": ("pairs_avx2", lambda cpu: in_avx2(cpu.ferrum_linear_supported, library.PAIRS)),
+    "products of bytes in avx2": ("bytes_avx2", lambda cpu: in_avx2(cpu.ferrum_linear_supported, library.BYTES)),
+    "products of nibbles in avx2": ("nibbles_avx2", lambda cpu: in_avx2(cpu.ferrum_linear_supported, library.NIBBLES)),
+    "adapters in avx512": ("add_b_avx512", lambda cpu: cpu.ferrum_lora_lanes() == 16),
+    "products of adapters in avx512": ("lora_avx512", lambda cpu: cpu.ferrum_lora_lanes() == 16),
+    "adapters in avx2": ("add_b_avx2", lambda cpu: in_avx2(cpu.ferrum_lora_lanes)),
+    "products of adapters in avx2": ("lora_avx2", lambda cpu: in_avx2(cpu.ferrum_lora_lanes)),
     "long spans in avx2": ("prefill_avx2", lambda cpu: cpu.ferrum_prefill_supported(b"avx2", 64)),
     "tiles of long spans in avx2": ("run_tile_avx2", lambda cpu: cpu.ferrum_prefill_supported(b"avx2", 64)),
     "long spans in avx512": ("prefill_avx512", lambda cpu: cpu.ferrum_prefill_supported(b"avx512", 64)),
@@ -122,21 +126,22 @@ AVX512 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq")
 @pytest.mark.parametrize(
     ("features", "kernels", "lanes"),
     [
-        ((), [4, 4, 0], 4),
-        (("avx2", "fma", "f16c"), [8, 8, 1], 8),
-        (AVX512, [16, 8, 1], 16),
-        ((*AVX512, "avx512vnni"), [16, 16, 1], 16),  # Cascade Lake, Ice Lake
-        ((*AVX512, "avx512bf16"), [16, 8, 1], 16),
-        (FEATURES, [16, 16, 1], 16),
-        (("avx512bf16", "avx512vnni", "avx512f"), [4, 4, 0], 4),
+        ((), [4, 4, 0, 0], 4),
+        (("avx2", "fma", "f16c"), [8, 8, 8, 1], 8),
+        (AVX512, [16, 8, 8, 1], 16),
+        ((*AVX512, "avx512vnni"), [16, 16, 8, 1], 16),  # Cascade Lake, Ice Lake
+        ((*AVX512, "avx512bf16"), [16, 8, 16, 1], 16),
+        (FEATURES, [16, 16, 16, 1], 16),
+        (("avx512bf16", "avx512vnni", "avx512f"), [4, 4, 0, 0], 4),
     ],
     ids=["nothing", "AVX2", "AVX-512", "VNNI", "BF16", "all", "half of it"],
 )
 def test_each_cpu_takes_what_it_has(machine, features, kernels, lanes):
-    """``kernels``: floats of a vector of products of pairs and of bytes, and whether long spans have attention."""
+    """``kernels``: floats of a vector of products of pairs, of bytes and of adapters, and whether long spans have
+    attention."""
     cpu = machine(features)
     products = [cpu.ferrum_linear_supported(kind) for kind in (library.PAIRS, library.BYTES)]
-    assert [*products, cpu.ferrum_prefill_supported(None, 128)] == kernels
+    assert [*products, cpu.ferrum_lora_lanes(), cpu.ferrum_prefill_supported(None, 128)] == kernels
     assert cpu.ferrum_rows_lanes(64) == lanes
     cpu.ferrum_decode_new.restype = ctypes.c_void_p
     cpu.ferrum_decode_name.restype = ctypes.c_char_p
@@ -151,5 +156,6 @@ def test_a_mask_hides_what_a_cpu_has(machine, monkeypatch, isa, lanes):
     cpu = machine(FEATURES)
     assert cpu.ferrum_rows_lanes(64) == lanes
     assert {cpu.ferrum_linear_supported(kind) for kind in (library.PAIRS, library.BYTES)} == {lanes}
+    assert cpu.ferrum_lora_lanes() == (lanes if lanes > 4 else 0)
     assert isa_of_long_spans(cpu) == {4: None, 8: b"avx2", 16: b"avx512_bf16"}[lanes]
     assert machine(("avx2", "fma", "f16c")).ferrum_rows_lanes(64) == min(lanes, 8)
