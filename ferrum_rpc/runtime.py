@@ -71,7 +71,7 @@ ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 ALLOCATOR: Final = "expandable_segments:True"
 
-ISA_MASKS: Final[Mapping[str, Mapping[str, str]]] = {
+ISA_MASKS: Final[Mapping[str, Mapping[str, str]]] = {"amx": {}} | {
     isa: {"ATEN_CPU_CAPABILITY": of_torch, "ONEDNN_MAX_CPU_ISA": of_onednn, "MKL_ENABLE_INSTRUCTIONS": of_mkl}
     for isa, of_torch, of_onednn, of_mkl in (
         ("portable", "default", "SSE41", "SSE4_2"),
@@ -80,7 +80,8 @@ ISA_MASKS: Final[Mapping[str, Mapping[str, str]]] = {
         ("avx512", "avx512", "AVX512_CORE_FP16", "AVX512"),
     )
 }
-"""What limits torch, oneDNN and MKL to each of `usage.ISAS`. oneDNN's last is its widest before AMX."""
+"""What limits torch, oneDNN and MKL to each of `usage.ISAS`; to the last nothing does. oneDNN's name for `avx512` is
+its widest before AMX."""
 
 KEPT_BYTES: Final = 32 << 20
 """Free bytes at the heap's end that are kept: the maximum cost."""

@@ -12,7 +12,7 @@ TOKEN_VARIABLE: Final = "FERRUM_TOKEN"  # noqa: S105 - a name, no token
 """The token of the commands that ask a server; the server's own setting is a file of them."""
 
 ISA_VARIABLE: Final = "FERRUM_ISA"
-ISAS: Final = ("portable", "avx2", "avx512_vnni", "avx512")
+ISAS: Final = ("portable", "avx2", "avx512_vnni", "avx512", "amx")
 """Values of the variable, in the order of what they leave visible."""
 
 

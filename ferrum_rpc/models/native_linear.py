@@ -27,19 +27,19 @@ GROUP_OF_8_BITS: Final = 64
 GROUP_OF_4_BITS: Final = 32
 """Elements of a column, or of a row, that share a scale."""
 
-ISAS: Final = {4: "portable C", 8: "AVX2", 16: "AVX-512"}
-"""What kernels are compiled for, by the floats of a vector."""
+ISAS: Final = {4: "portable C", 8: "AVX2", 16: "AVX-512", 32: "AMX"}
+"""What kernels are compiled for, by the number that the library has for it: the floats of a vector, or 32."""
 
 PREPARED: Final = {
     library.PAIRS: {8: 4},
-    library.BYTES: {4: 1, 8: 2, 16: 1},
-    library.NIBBLES: {4: 1, 8: 1, 16: 1},
-    library.FACTORED: {4: 1, 8: 1, 16: 1},
+    library.BYTES: {4: 1, 8: 2, 16: 1, 32: 1},
+    library.NIBBLES: {4: 1, 8: 1, 16: 1, 32: 1},
+    library.FACTORED: {4: 1, 8: 1, 16: 1, 32: 1},
 }
 """Bytes for each element of a row that a kernel takes to make rows ready: AVX2 reads them widened, but for nibbles."""
 
 UNPACKED_BYTES: Final = 4 * 512 * 64
-"""Of 4-bit panels that AVX-512 multiplies as bytes (``linear.c``)."""
+"""Of 4-bit panels that AVX-512 and AMX multiply as bytes (``linear.c``)."""
 
 SLAB: Final = 4096
 """Columns that are packed at a time: what the intermediate copies cost."""
@@ -388,7 +388,7 @@ def _row_bytes(kind: int, lanes: int, k: int, group: int) -> int:
 
 
 def _thread_bytes(kind: int, lanes: int) -> int:
-    return UNPACKED_BYTES if kind in (library.NIBBLES, library.FACTORED) and lanes == 16 else 0
+    return UNPACKED_BYTES if kind in (library.NIBBLES, library.FACTORED) and lanes >= 16 else 0
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ HIDDEN: Final = {
     "avx2": ("amx", "avx512"),
     "avx512_vnni": ("amx", "avx512_bf16", "avx512_fp16"),
     "avx512": ("amx",),
+    "amx": (),
 }
 """What the names of those sets begin with that a value of `FERRUM_ISA` hides."""
 

@@ -2,7 +2,7 @@
  * the same list, so code compiled for a feature never runs on a CPU without it.
  *
  * The environment variable FERRUM_ISA hides features, so that a machine can be tested as a lesser one: `avx2` hides
- * AVX-512, `avx512_vnni` what multiplies bfloat16, `portable` every feature. It is read when a kernel is chosen;
+ * AVX-512, `avx512_vnni` what multiplies bfloat16, `portable` every feature, and each of them and `avx512` hide AMX. It is read when a kernel is chosen;
  * ferrum_rpc/native/cpu.py checks its value. */
 
 #ifndef FERRUM_CPU_FEATURES_H
@@ -17,6 +17,9 @@
 #define AVX512(EACH) EACH("avx512f") EACH("avx512bw") EACH("avx512vl") EACH("avx512dq") EACH("fma")
 #define AVX512_BF16(EACH) AVX512(EACH) EACH("avx512bf16")
 #define AVX512_VNNI(EACH) AVX512(EACH) EACH("avx512vnni")
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define AMX(EACH) AVX512_BF16(EACH) EACH("avx512vnni") EACH("amx-tile") EACH("amx-bf16") EACH("amx-int8")
+#endif
 
 #define LISTED(feature) "," feature
 #define HELD(feature) && feature_visible(feature) && __builtin_cpu_supports(feature)
@@ -31,11 +34,13 @@
 static inline int feature_visible(const char *feature)
 {
     const char *isa = getenv("FERRUM_ISA");
-    if (!isa || !strcmp(isa, "avx512"))
+    if (!isa || !strcmp(isa, "amx"))
         return 1;
+    if (!strncmp(feature, "amx", 3) || !strcmp(isa, "portable"))
+        return 0;
     if (!strcmp(isa, "avx512_vnni"))
         return strcmp(feature, "avx512bf16");
-    return !strcmp(isa, "avx2") && strncmp(feature, "avx512", 6);
+    return !strcmp(isa, "avx512") || strncmp(feature, "avx512", 6);
 }
 
 #endif

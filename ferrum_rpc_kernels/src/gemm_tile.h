@@ -1,6 +1,6 @@
 /* Rows times panels, the inner loops of every matrix product here: sums of pairs of bfloat16 (AVX-512 BF16, or two
- * products in float32 for each pair) and of fours of bytes, whose weights have 8 bits or 4 (AVX-512 VNNI). gemm_avx2.h and gemm_portable.h have those of
- * other CPUs, over the same panels.
+ * products in float32 for each pair) and of fours of bytes, whose weights have 8 bits or 4 (AVX-512 VNNI). gemm_amx.h,
+ * gemm_avx2.h and gemm_portable.h have those of other CPUs, over the same panels.
  *
  * A panel is 16 columns of a matrix, stored so that one vector holds the same few elements of all 16: [pairs][16][2] of
  * bfloat16, [fours][16][4] of bytes or [eights][16][4] of nibbles, the first four of eight in the low halves of bytes and the
@@ -43,6 +43,7 @@ struct gemm_tile {
     const uint16_t *panel_factors;
     size_t row_groups, panel_groups, panel_supers; /* from one row's, or panel's, to the next one's */
     int group;
+    int *configured; /* of a thread: see gemm_amx.h */
 };
 
 #define GEMM_SUPER 8 /* groups that share factors */
@@ -167,8 +168,26 @@ GEMM_INLINE(AVX512) __m512 gemm_floats(const uint16_t *halves)
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves));
 }
 
-/* What the sums of group `g` begin with: numbers are unsigned and rows are signed, so the number that stands for 0, which
- * is `zero` where a matrix has none of its own, times the sum of the row's group is taken off. */
+/* Of group `g` in panel `p`, if a matrix has some of its own: the number that stands for 0. */
+GEMM_INLINE(AVX512) __m512i gemm_zeros(const struct gemm_tile *tile, int g, int p)
+{
+    return gemm_widen(tile->panel_zeros + p * tile->panel_groups + (size_t)g * GEMM_COLUMNS);
+}
+
+/* What the sums of group `g` begin with: numbers are unsigned and rows are signed, so the number that stands for 0 times the
+ * sum of the row's group is taken off. 16 bits hold the number, and the sum of 128 bytes. */
+GEMM_INLINE(AVX512) __m512i gemm_zero_sums(const struct gemm_tile *tile, int g, int r, __m512i zeros)
+{
+    return _mm512_madd_epi16(zeros, _mm512_set1_epi32(tile->row_starts[r * tile->row_groups + g]));
+}
+
+/* The same, if it is `zero` everywhere. */
+GEMM_INLINE(AVX512) __m512i gemm_start_of(const struct gemm_tile *tile, int g, int r, const int zero)
+{
+    return _mm512_set1_epi32(zero * tile->row_starts[r * tile->row_groups + g]);
+}
+
+/* `zero`: 0 of a FACTORED matrix. */
 GEMM_INLINE(AVX512) void gemm_start(const struct gemm_tile *tile, int g, const int rows, const int panels, const int zero,
                                     __m512i (*sums)[GEMM_PANELS])
 {
@@ -177,43 +196,56 @@ GEMM_INLINE(AVX512) void gemm_start(const struct gemm_tile *tile, int g, const i
     for (int r = 0; r < rows && !own; r++)
 #pragma GCC unroll 4
         for (int p = 0; p < panels; p++)
-            sums[r][p] = _mm512_set1_epi32(zero * tile->row_starts[r * tile->row_groups + g]);
+            sums[r][p] = gemm_start_of(tile, g, r, zero);
 #pragma GCC unroll 4
     for (int p = 0; p < panels && own; p++) {
-        const __m512i zeros = gemm_widen(tile->panel_zeros + p * tile->panel_groups + (size_t)g * GEMM_COLUMNS);
+        const __m512i zeros = gemm_zeros(tile, g, p);
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) /* 16 bits hold a number, and the sum of 128 bytes */
-            sums[r][p] = _mm512_madd_epi16(zeros, _mm512_set1_epi32(tile->row_starts[r * tile->row_groups + g]));
+        for (int r = 0; r < rows; r++)
+            sums[r][p] = gemm_zero_sums(tile, g, r, zeros);
     }
 }
 
-/* Add the sums of group `g`, integers, to a tile's, with the scales of rows and columns. */
+/* Of group `g` in panel `p`: what a number counts, and of a FACTORED matrix what is taken off each. */
+struct gemm_scales {
+    __m512 scale, least;
+};
+
+GEMM_INLINE(AVX512) struct gemm_scales gemm_scales_of(const struct gemm_tile *tile, int g, int p, const int factored)
+{
+    const size_t at = p * tile->panel_groups + (size_t)g * GEMM_COLUMNS;
+    if (!factored)
+        return (struct gemm_scales){gemm_floats((const uint16_t *)tile->panel_scales + at), _mm512_setzero_ps()};
+    const uint16_t *factors = tile->panel_factors + p * tile->panel_supers + g / GEMM_SUPER * 2 * GEMM_COLUMNS;
+    return (struct gemm_scales){
+        _mm512_mul_ps(_mm512_cvtepi32_ps(gemm_widen((const uint8_t *)tile->panel_scales + at)), gemm_floats(factors)),
+        _mm512_mul_ps(_mm512_cvtepi32_ps(gemm_widen(tile->panel_zeros + at)), gemm_floats(factors + GEMM_COLUMNS)),
+    };
+}
+
+/* Add the sums of group `g` in row `r` and panel `p`, integers, to a tile's, with the scales of both. */
+GEMM_INLINE(AVX512) void gemm_add(const struct gemm_tile *tile, int g, int r, int p, const int factored,
+                                  const struct gemm_scales *scales, __m512i sums)
+{
+    float *to = tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS;
+    const float of_row = tile->row_scales[r * tile->row_groups + g];
+    const __m512 both = _mm512_mul_ps(scales->scale, _mm512_set1_ps(of_row));
+    __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), both, _mm512_loadu_ps(to));
+    if (factored)
+        sum = _mm512_fmadd_ps(scales->least,
+                              _mm512_set1_ps((float)tile->row_starts[r * tile->row_groups + g] * of_row), sum);
+    _mm512_storeu_ps(to, sum);
+}
+
 GEMM_INLINE(AVX512) void gemm_scale(const struct gemm_tile *tile, int g, const int rows, const int panels, const int factored,
                                     __m512i (*sums)[GEMM_PANELS])
 {
 #pragma GCC unroll 4
     for (int p = 0; p < panels; p++) {
-        const size_t at = p * tile->panel_groups + (size_t)g * GEMM_COLUMNS;
-        const uint16_t *factors = tile->panel_factors + p * tile->panel_supers + g / GEMM_SUPER * 2 * GEMM_COLUMNS;
-        __m512 scale, least = _mm512_setzero_ps();
-        if (factored) {
-            scale = _mm512_mul_ps(_mm512_cvtepi32_ps(gemm_widen((const uint8_t *)tile->panel_scales + at)),
-                                  gemm_floats(factors));
-            least = _mm512_mul_ps(_mm512_cvtepi32_ps(gemm_widen(tile->panel_zeros + at)),
-                                  gemm_floats(factors + GEMM_COLUMNS));
-        } else
-            scale = gemm_floats((const uint16_t *)tile->panel_scales + at);
+        const struct gemm_scales scales = gemm_scales_of(tile, g, p, factored);
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            float *to = tile->sums + r * GEMM_WIDTH + p * GEMM_COLUMNS;
-            const float of_row = tile->row_scales[r * tile->row_groups + g];
-            const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(of_row));
-            __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][p]), both, _mm512_loadu_ps(to));
-            if (factored)
-                sum = _mm512_fmadd_ps(
-                    least, _mm512_set1_ps((float)tile->row_starts[r * tile->row_groups + g] * of_row), sum);
-            _mm512_storeu_ps(to, sum);
-        }
+        for (int r = 0; r < rows; r++)
+            gemm_add(tile, g, r, p, factored, &scales, sums[r][p]);
     }
 }
 

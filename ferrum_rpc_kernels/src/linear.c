@@ -16,7 +16,7 @@
  * other in the output: a file may store q and k in 4 bits and v in 6.
  *
  * Packing does not depend on the CPU. The inner loops are of the best instructions that it has (`kernel_of`): gemm_tile.h,
- * gemm_avx2.h, gemm_portable.h.
+ * gemm_amx.h, gemm_avx2.h, gemm_portable.h.
  *
  * It needs no Python and no torch headers: ferrum_rpc/models/native_linear.py passes pointers. OpenMP: see attention_decode.c.
  */
@@ -27,6 +27,7 @@
 #include <string.h>
 
 #include "cpu_features.h"
+#include "gemm_amx.h"
 #include "gemm_avx2.h"
 #include "gemm_portable.h"
 #include "gemm_tile.h"
@@ -34,7 +35,7 @@
 #include "buffer.h"
 
 #define SLAB 240         /* rows of a job: their sums are 60 kB */
-#define CHUNK_BYTES 65536 /* of a panel at a time: four panels and the next four are 512 kB */
+#define CHUNK 1024       /* vectors of a panel at a time: four panels and the next four are 512 kB */
 #define MAX_GROUP 128    /* elements that share a scale */
 #define UNPACKED 256     /* vectors of a panel of nibbles that are bytes at a time: of four panels 128 kB */
 #define UNPACKED_BYTES (GEMM_PANELS * 2 * UNPACKED * 64)
@@ -85,48 +86,74 @@ AVX2_ENTRY(factored_avx2, avx2_factored)
 #endif
 
 typedef void multiply_tile(const struct gemm_tile *tile, int rows, int panels);
+typedef void unpack_panel(const char *panel, const uint8_t *zeros, int every, int vectors, int group, char *to);
 
-/* Its bits do not depend on the number of rows. `step`: bytes of a row, as `multiply` reads it, for each vector of a panel.
- * `unpack`: panels to bytes, for many rows, and what multiplies these (`unpacked`, half a step for each vector); NULL if
- * there is no such thing. A nibble becomes `every` more, if a matrix has no zeros. */
+/* Inner loops for up to `rows` rows at a time, of several such blocks a multiple of `whole`, and `chunk` vectors of a panel.
+ * `unpack`: panels of nibbles to bytes before, if they multiply these; a nibble becomes `every` more, if a matrix has no
+ * zeros. */
+struct loops {
+    multiply_tile *multiply;
+    int32_t rows, whole, chunk;
+    unpack_panel *unpack;
+    int32_t every;
+};
+
+/* What multiplies the panels of a kind. Its bits do not depend on the number of rows: loops for few and, from `many_from` on,
+ * for many rows compute the same. `step`: bytes of a row, as they read it, for each vector of a panel. `vectors`: what
+ * ferrum_linear_supported says. */
 struct kernel {
     const struct isa *isa;
     prepare_row *prepare;
-    multiply_tile *multiply;
-    int32_t step, lanes;
-    void (*unpack)(const char *panel, const uint8_t *zeros, int every, int vectors, int group, char *to);
-    multiply_tile *unpacked;
-    int every;
+    int32_t step, vectors, many_from;
+    struct loops few, many;
 };
+
+#define FEW(multiply) {multiply, GEMM_ROWS, 1, CHUNK, NULL, 0}
+#define NEVER INT32_MAX
 
 /* The best of this machine. */
 static struct kernel kernel_of(int32_t kind)
 {
+#if defined(AMX)
+    if (CPU_HAS(AMX) && amx_permitted()) {
+        const struct loops bytes = {bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK, NULL, 0};
+        const struct loops nibbles = {bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK / 2, unpack_avx512, 120};
+        const struct loops factored = {factored_bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK / 2, unpack_avx512, 0};
+        if (kind == PAIRS)
+            return (struct kernel){&isa_avx512, NULL, 4, 32, NEVER, {pairs_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK, NULL, 0}};
+        if (kind == BYTES)
+            return (struct kernel){&isa_avx512, prepare_bytes_avx512, 4, 32, AMX_ROWS, FEW(bytes_avx512), bytes};
+        if (kind == NIBBLES)
+            return (struct kernel){&isa_avx512, prepare_bytes_avx512, 8, 32, AMX_ROWS, FEW(nibbles_avx512), nibbles};
+        return (struct kernel){&isa_avx512, prepare_bytes_avx512, 8, 32, AMX_ROWS, FEW(factored_avx512), factored};
+    }
+#endif
 #if defined(__x86_64__)
     if (kind == BYTES && CPU_HAS(AVX512_VNNI))
-        return (struct kernel){&isa_avx512, prepare_bytes_avx512, bytes_avx512, 4, 16, NULL, NULL, 0};
+        return (struct kernel){&isa_avx512, prepare_bytes_avx512, 4, 16, NEVER, FEW(bytes_avx512)};
     if (kind == NIBBLES && CPU_HAS(AVX512_VNNI))
-        return (struct kernel){&isa_avx512, prepare_bytes_avx512, nibbles_avx512, 8, 16, unpack_avx512, bytes_avx512, 120};
+        return (struct kernel){&isa_avx512, prepare_bytes_avx512, 8, 16, UNPACKING, FEW(nibbles_avx512),
+                               {bytes_avx512, GEMM_ROWS, 1, UNPACKED, unpack_avx512, 120}};
     if (kind == FACTORED && CPU_HAS(AVX512_VNNI))
-        return (struct kernel){
-            &isa_avx512, prepare_bytes_avx512, factored_avx512, 8, 16, unpack_avx512, factored_bytes_avx512, 0};
+        return (struct kernel){&isa_avx512, prepare_bytes_avx512, 8, 16, UNPACKING, FEW(factored_avx512),
+                               {factored_bytes_avx512, GEMM_ROWS, 1, UNPACKED, unpack_avx512, 0}};
     if (kind == PAIRS && CPU_HAS(AVX512_BF16))
-        return (struct kernel){&isa_avx512, NULL, pairs_avx512_bf16, 4, 16, NULL, NULL, 0};
+        return (struct kernel){&isa_avx512, NULL, 4, 16, NEVER, FEW(pairs_avx512_bf16)};
     if (kind == PAIRS && CPU_HAS(AVX512))
-        return (struct kernel){&isa_avx512, NULL, pairs_avx512, 4, 16, NULL, NULL, 0};
+        return (struct kernel){&isa_avx512, NULL, 4, 16, NEVER, FEW(pairs_avx512)};
     if (kind == BYTES && CPU_HAS(AVX2))
-        return (struct kernel){&isa_avx2, prepare_wide_bytes_avx2, bytes_avx2, AVX2_STEP, 8, NULL, NULL, 0};
+        return (struct kernel){&isa_avx2, prepare_wide_bytes_avx2, AVX2_STEP, 8, NEVER, FEW(bytes_avx2)};
     if (kind == NIBBLES && CPU_HAS(AVX2))
-        return (struct kernel){&isa_avx2, prepare_bytes_avx2, nibbles_avx2, 8, 8, NULL, NULL, 0};
+        return (struct kernel){&isa_avx2, prepare_bytes_avx2, 8, 8, NEVER, FEW(nibbles_avx2)};
     if (kind == FACTORED && CPU_HAS(AVX2))
-        return (struct kernel){&isa_avx2, prepare_bytes_avx2, factored_avx2, 8, 8, NULL, NULL, 0};
+        return (struct kernel){&isa_avx2, prepare_bytes_avx2, 8, 8, NEVER, FEW(factored_avx2)};
     if (CPU_HAS(AVX2))
-        return (struct kernel){&isa_avx2, prepare_pairs_avx2, pairs_avx2, AVX2_STEP, 8, NULL, NULL, 0};
+        return (struct kernel){&isa_avx2, prepare_pairs_avx2, AVX2_STEP, 8, NEVER, FEW(pairs_avx2)};
 #endif
     if (kind == PAIRS)
-        return (struct kernel){&isa_portable, NULL, pairs_portable, 4, 4, NULL, NULL, 0};
+        return (struct kernel){&isa_portable, NULL, 4, 4, NEVER, FEW(pairs_portable)};
     multiply_tile *const found = kind == BYTES ? bytes_portable : kind == NIBBLES ? nibbles_portable : factored_portable;
-    return (struct kernel){&isa_portable, prepare_bytes_portable, found, kind == BYTES ? 4 : 8, 4, NULL, NULL, 0};
+    return (struct kernel){&isa_portable, prepare_bytes_portable, kind == BYTES ? 4 : 8, 4, NEVER, FEW(found)};
 }
 
 /* Buffers of buffer.h. */
@@ -141,8 +168,8 @@ struct ferrum_linears {
     size_t sums_size, unpacked_size, rows_size, scales_size, starts_size, best_size;
 };
 
-/* The floats in the vectors of this machine's kernel: 16 (AVX-512), 8 (AVX2) or 4 (portable C). */
-int32_t ferrum_linear_supported(int32_t kind) { return kernel_of(kind).lanes; }
+/* The floats in the vectors of this machine's kernel: 16 (AVX-512), 8 (AVX2) or 4 (portable C); 32 with AMX. */
+int32_t ferrum_linear_supported(int32_t kind) { return kernel_of(kind).vectors; }
 
 /* NULL if memory is short. */
 struct ferrum_linears *ferrum_linears_new(void)
@@ -167,6 +194,7 @@ void ferrum_linears_free(struct ferrum_linears *self)
 struct product {
     const struct matrix *linear;
     const struct kernel *kernel;
+    const struct loops *loops;
     const char *rows;
     const float *row_scales;
     const int32_t *row_starts;
@@ -178,37 +206,43 @@ struct product {
     int together, groups;          /* elements of a column in a vector; groups of a column */
 };
 
-/* Job `job`: its panels against its rows. `next`: the one that this thread will do then. `best`, `unpacked`: of this
- * thread; the latter NULL if panels are multiplied as they are. */
-static void multiply(const struct product *product, int64_t job, int64_t next, float *sums, char *unpacked,
-                     struct best *best)
+/* What a thread has of its own: see struct ferrum_linears, and gemm_amx.h. */
+struct thread {
+    float *sums;
+    char *unpacked;
+    struct best *best;
+    int configured;
+};
+
+/* Job `job`: its panels against its rows. `next`: the one that this thread will do then. */
+static void multiply(const struct product *product, int64_t job, int64_t next, struct thread *own)
 {
     const struct matrix *linear = product->linear;
     const struct kernel *kernel = product->kernel;
+    const struct loops *loops = product->loops;
     const int panel = (int)(job / product->slabs) * product->unit;
     const int panels = product->panels - panel < product->unit ? product->panels - panel : product->unit;
     const int64_t from = job % product->slabs * SLAB;
     const int rows = (int)(product->count - from < SLAB ? product->count - from : SLAB);
-    const int blocks = (rows + GEMM_ROWS - 1) / GEMM_ROWS;
+    const int blocks = (rows + loops->rows - 1) / loops->rows;
     const int vectors = (int)(product->panel_bytes / 64), groups = product->groups, together = product->together;
     const size_t scale_bytes = linear->kind == FACTORED ? sizeof(uint8_t) : sizeof(uint16_t);
     const size_t supers = linear->factors ? (size_t)(linear->k / SUPER_GROUP) * 2 * GEMM_COLUMNS : 0;
     const char *ahead = NULL;
     if (blocks > 1 && next / product->slabs != job / product->slabs)
         ahead = linear->panels + next / product->slabs * product->unit * product->panel_bytes;
-    const int chunk = unpacked ? UNPACKED : CHUNK_BYTES / 64;
-    multiply_tile *const multiply_tile = unpacked ? kernel->unpacked : kernel->multiply;
-    memset(sums, 0, (size_t)rows * GEMM_WIDTH * sizeof *sums);
-    for (int first = 0; first < vectors; first += chunk) {
+    memset(own->sums, 0, (size_t)rows * GEMM_WIDTH * sizeof *own->sums);
+    for (int first = 0; first < vectors; first += loops->chunk) {
         struct gemm_tile tile = {
             .panels = linear->panels + panel * product->panel_bytes + (size_t)first * 64,
             .row_bytes = product->row_bytes,
             .panel_bytes = product->panel_bytes,
-            .vectors = vectors - first < chunk ? vectors - first : chunk,
+            .vectors = vectors - first < loops->chunk ? vectors - first : loops->chunk,
             .row_groups = groups,
             .panel_groups = (size_t)groups * GEMM_COLUMNS,
             .panel_supers = supers,
             .group = linear->group / together,
+            .configured = &own->configured,
         };
         const int group = groups ? first * together / linear->group : 0; /* the first of this chunk */
         if (groups) {
@@ -218,29 +252,31 @@ static void multiply(const struct product *product, int64_t job, int64_t next, f
         }
         if (linear->factors)
             tile.panel_factors = linear->factors + panel * supers + group / GEMM_SUPER * 2 * GEMM_COLUMNS;
-        if (unpacked) {
+        if (loops->unpack) {
             const uint8_t *zeros = linear->kind == NIBBLES ? tile.panel_zeros : NULL;
             for (int p = 0; p < panels; p++)
-                kernel->unpack(tile.panels + p * tile.panel_bytes, zeros ? zeros + p * tile.panel_groups : NULL,
-                               kernel->every, tile.vectors, tile.group, unpacked + (size_t)p * 2 * UNPACKED * 64);
+                loops->unpack(tile.panels + p * tile.panel_bytes, zeros ? zeros + p * tile.panel_groups : NULL,
+                              loops->every, tile.vectors, tile.group, own->unpacked + (size_t)p * 2 * UNPACKED * 64);
             if (zeros)
                 tile.panel_zeros = NULL; /* all are 128 now */
-            tile.panels = unpacked;
+            tile.panels = own->unpacked;
             tile.panel_bytes = 2 * UNPACKED * 64;
             tile.vectors *= 2;
             tile.group *= 2;
         }
         int row = 0;
         for (int block = 0; block < blocks; block++) {
-            const int count = (rows - row + blocks - block - 1) / (blocks - block);
+            const int share = (rows - row + blocks - block - 1) / (blocks - block);
+            const int even = (share + loops->whole - 1) / loops->whole * loops->whole;
+            const int count = even < rows - row ? even : rows - row;
             tile.rows = product->rows + (from + row) * product->row_bytes + (size_t)first * kernel->step;
-            tile.sums = sums + row * GEMM_WIDTH;
+            tile.sums = own->sums + row * GEMM_WIDTH;
             tile.ahead = ahead && block < panels ? ahead + block * product->panel_bytes + (size_t)first * 64 : tile.panels;
             if (groups) {
                 tile.row_scales = product->row_scales + (from + row) * groups + group;
                 tile.row_starts = product->row_starts + (from + row) * groups + group;
             }
-            multiply_tile(&tile, count, panels);
+            loops->multiply(&tile, count, panels);
             row += count;
         }
     }
@@ -248,9 +284,9 @@ static void multiply(const struct product *product, int64_t job, int64_t next, f
     const int columns = linear->n - column < panels * GEMM_COLUMNS ? linear->n - column : panels * GEMM_COLUMNS;
     for (int row = 0; row < rows; row++)
         if (product->ranked)
-            kernel->isa->best_of_row(sums + row * GEMM_WIDTH, linear->bias, column, columns, best + from + row);
+            kernel->isa->best_of_row(own->sums + row * GEMM_WIDTH, linear->bias, column, columns, own->best + from + row);
         else
-            kernel->isa->round_row(sums + row * GEMM_WIDTH, linear->bias, column, columns,
+            kernel->isa->round_row(own->sums + row * GEMM_WIDTH, linear->bias, column, columns,
                                    product->out + (from + row) * product->out_bytes, product->wide);
 }
 
@@ -266,6 +302,7 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
     struct product product = {
         .linear = linear,
         .kernel = kernel,
+        .loops = count >= kernel->many_from ? &kernel->many : &kernel->few,
         .rows = x,
         .row_bytes = (size_t)x_stride * 2,
         .panel_bytes = (size_t)linear->k / together * 64,
@@ -288,7 +325,7 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
     const size_t sums = (size_t)(count < SLAB ? count : SLAB) * GEMM_WIDTH;
     if (!reserve_buffer(&self->sums, &self->sums_size, threads * sums * sizeof(float)))
         return -1;
-    const int unpacking = kernel->unpack && count >= UNPACKING;
+    const int unpacking = product.loops->unpack != NULL;
     if (unpacking && !reserve_buffer(&self->unpacked, &self->unpacked_size, (size_t)threads * UNPACKED_BYTES))
         return -1;
     if (product.ranked) {
@@ -312,9 +349,11 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         const int number = __atomic_fetch_add(&arrived, 1, __ATOMIC_RELAXED);
-        float *mine = self->sums + number * sums;
-        char *unpacked = unpacking ? self->unpacked + (size_t)number * UNPACKED_BYTES : NULL;
-        struct best *best = product.ranked ? self->best + number * count : NULL;
+        struct thread own = {
+            .sums = self->sums + number * sums,
+            .unpacked = unpacking ? self->unpacked + (size_t)number * UNPACKED_BYTES : NULL,
+            .best = product.ranked ? self->best + number * count : NULL,
+        };
         if (kernel->prepare) {
             int64_t row;
 #pragma omp for schedule(static)
@@ -325,9 +364,12 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
         int64_t job = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
         while (job < jobs) {
             const int64_t next = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
-            multiply(&product, job, next < jobs ? next : job, mine, unpacked, best);
+            multiply(&product, job, next < jobs ? next : job, &own);
             job = next;
         }
+#if defined(AMX)
+        amx_release(own.configured);
+#endif
     }
     return threads;
 }

@@ -9,11 +9,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Final
-from unittest import mock
 
 from ferrum_rpc.client import CacheMode, ExecutorClient, FullLogits, Sequence
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.models import linear
 from ferrum_rpc.native import cpu
 from ferrum_rpc.service.records import SequenceEnd
 from tests.faults.figures import Figures, at_least, exactly
@@ -39,14 +37,12 @@ async def r25_a_lost_sequence_is_rebuilt_exactly(size: Size) -> Figures:
     client rebuilds it, and its next row must be the same bits. Lost by a reset and with its lease, in bfloat16 and with
     weights in 8 and 4 bits; by kill -9 and a restart, in float32."""
     dice, outcomes = random.Random(25), Counter[str]()
-    hidden = cpu.flags() - {linear.AMX}  # a CPU with a matrix unit would choose products that promise nothing
-    with mock.patch.object(cpu, "flags", lambda: hidden):
-        for name, settings in IN_MEMORY.items():
-            config = ModelSettings(path=str(MODEL), device="cpu", dtype="bfloat16", kv_blocks=512, **settings)
-            async with serve_model(config) as served:
-                forget = partial(_forget, served, dice)
-                for _ in range(size.rebuilt_histories):
-                    await _lost_and_rebuilt(served.target, dice, outcomes, name, forget)
+    for name, settings in IN_MEMORY.items():
+        config = ModelSettings(path=str(MODEL), device="cpu", dtype="bfloat16", kv_blocks=512, **settings)
+        async with serve_model(config) as served:
+            forget = partial(_forget, served, dice)
+            for _ in range(size.rebuilt_histories):
+                await _lost_and_rebuilt(served.target, dice, outcomes, name, forget)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(serving("--identity-positional"))
 

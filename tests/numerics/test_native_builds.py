@@ -26,6 +26,9 @@ EXACT = ("-w", "-fno-math-errno", "-ffp-contract=off", f"-I{SOURCES[0].parent}")
 FEWER = ("-DGEMM_ROWS=3",)
 """Half of the copies of the loops over rows, which take most of the time to compile."""
 
+EMULATED = ("-include", f"{HERE / 'emulated_amx.h'}")
+"""Every CPU with AVX-512 BF16 and VNNI has AMX."""
+
 ELSEWHERE = """
 import sys
 import pytest
@@ -41,7 +44,8 @@ EVERY_KERNEL = (
     "or (have_the_same_bits and not (2112 or 4160)) or lie_apart or what_is_no_number or new_tokens "
     "or short_and_long or head_and_block or (eight_bit_mixes and 48-None-5.0-torch.bfloat16) "
     "or (key_that_is_no and 20-None) or (soft and Factory-auto and not portable-Pair) or (c_draws and not 33000) "
-    "or (each_alone and native) or product_of_any_size or stand_for"
+    "or (each_alone and native) or product_of_any_size or stand_for or (single_tokens and amx) "
+    "or (twice_as_much and bfloat16)"
 )
 
 
@@ -72,7 +76,10 @@ def run_kernels(folder, **environment):
     """The tests of every kernel, with the library of ``folder``."""
     files = [
         HERE / f"test_{each}.py"
-        for each in ("fused_ops", "linear", "attention", "eight_bits", "native_layers", "draws", "adapters")
+        for each in (
+            *("fused_ops", "linear", "attention", "eight_bits", "native_layers", "draws", "adapters"),
+            *("exact_spans", "parity"),
+        )
     ]
     command = [sys.executable, "-c", ELSEWHERE, folder, "-q", "-x", "-p", "no:cacheprovider", "-k", EVERY_KERNEL]
     done = subprocess.run(
@@ -87,7 +94,7 @@ def test_kernels_touch_no_memory_but_theirs_and_rely_on_nothing_undefined(tmp_pa
     if not Path(found.stdout.strip()).is_absolute():
         pytest.skip("the compiler has no address sanitizer of its own to preload")
     watched = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-    build(compiler, tmp_path, "-O1", "-fopenmp", "-fno-math-errno", *FEWER, *watched)
+    build(compiler, tmp_path, "-O1", "-fopenmp", "-fno-math-errno", *FEWER, *EMULATED, *watched)
     run_kernels(tmp_path, LD_PRELOAD=found.stdout.strip(), ASAN_OPTIONS="detect_leaks=0")  # Python's own are many
 
 

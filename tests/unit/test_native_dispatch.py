@@ -19,7 +19,8 @@ from ferrum_rpc.native import library
 
 SOURCES = Path(__file__).parents[2] / "ferrum_rpc_kernels" / "src"
 FILES = ("attention_decode.c", "norm_rope_gate.c", "linear.c", "attention_prefill.c", "group.c", "lora.c")
-FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni")
+VECTORS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vnni")
+FEATURES = (*VECTORS, "amx-tile", "amx-bf16", "amx-int8")
 
 
 def isa_of_long_spans(cpu):
@@ -47,9 +48,12 @@ KERNELS = {
     "rows in avx2": ("run_row_avx2", lambda cpu: cpu.ferrum_rows_lanes(8) == 8),
     "sums of ranks in avx512": ("sum_parts_avx512", lambda cpu: cpu.ferrum_rows_lanes(64) == 16),
     "sums of ranks in avx2": ("sum_parts_avx2", lambda cpu: cpu.ferrum_rows_lanes(8) == 8),
-    "products of pairs in avx512": ("pairs_avx512", lambda cpu: cpu.ferrum_linear_supported(library.PAIRS) == 16),
-    "products of bytes in avx512": ("bytes_avx512", lambda cpu: cpu.ferrum_linear_supported(library.BYTES) == 16),
-    "products of nibbles in avx512": ("nibbles_avx512", lambda cpu: cpu.ferrum_linear_supported(library.NIBBLES) == 16),
+    "products of pairs in amx": ("pairs_amx", lambda cpu: cpu.ferrum_linear_supported(library.PAIRS) == 32),
+    "products of bytes in amx": ("bytes_amx", lambda cpu: cpu.ferrum_linear_supported(library.BYTES) == 32),
+    "products of nibbles in amx": ("bytes_amx", lambda cpu: cpu.ferrum_linear_supported(library.NIBBLES) == 32),
+    "products of pairs in avx512": ("pairs_avx512", lambda cpu: cpu.ferrum_linear_supported(library.PAIRS) >= 16),
+    "products of bytes in avx512": ("bytes_avx512", lambda cpu: cpu.ferrum_linear_supported(library.BYTES) >= 16),
+    "products of nibbles in avx512": ("nibbles_avx512", lambda cpu: cpu.ferrum_linear_supported(library.NIBBLES) >= 16),
     "products of pairs in avx2": ("pairs_avx2", lambda cpu: in_avx2(cpu.ferrum_linear_supported, library.PAIRS)),
     "products of bytes in avx2": ("bytes_avx2", lambda cpu: in_avx2(cpu.ferrum_linear_supported, library.BYTES)),
     "products of nibbles in avx2": ("nibbles_avx2", lambda cpu: in_avx2(cpu.ferrum_linear_supported, library.NIBBLES)),
@@ -68,11 +72,21 @@ KERNELS = {
 CPU = r"""
 #include <string.h>
 char shown[200]; /* each with a space behind it */
+int refused; /* 1: the system gives no tiles */
 int has(const char *feature)
 {
     const char *at = strstr(shown, feature);
     return at && at[strlen(feature)] == ' ';
 }
+"""
+
+
+HAS = """
+#include <unistd.h>
+int has(const char *);
+extern int refused;
+#define __builtin_cpu_supports(feature) has(feature)
+#define syscall(...) (refused)
 """
 
 
@@ -85,7 +99,7 @@ def machine(tmp_path_factory):
         pytest.skip("no C compiler")
     folder = tmp_path_factory.mktemp("cpu")
     (folder / "cpu.c").write_text(CPU)
-    (folder / "has.h").write_text("int has(const char *);\n#define __builtin_cpu_supports(feature) has(feature)\n")
+    (folder / "has.h").write_text(HAS)
     sources = [SOURCES / each for each in FILES]
     command = ["cc", "-O0", "-shared", "-fPIC", "-w", "-include", "has.h", *sources, "cpu.c", "-o", "cpu.so"]
     subprocess.run(command, cwd=folder, check=True)
@@ -131,10 +145,12 @@ AVX512 = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq")
         (AVX512, [16, 8, 8, 1], 16),
         ((*AVX512, "avx512vnni"), [16, 16, 8, 1], 16),  # Cascade Lake, Ice Lake
         ((*AVX512, "avx512bf16"), [16, 8, 16, 1], 16),
-        (FEATURES, [16, 16, 16, 1], 16),
+        (VECTORS, [16, 16, 16, 1], 16),
+        (FEATURES, [32, 32, 16, 1], 16),
+        (("amx-tile", "amx-bf16", "amx-int8"), [4, 4, 0, 0], 4),
         (("avx512bf16", "avx512vnni", "avx512f"), [4, 4, 0, 0], 4),
     ],
-    ids=["nothing", "AVX2", "AVX-512", "VNNI", "BF16", "all", "half of it"],
+    ids=["nothing", "AVX2", "AVX-512", "VNNI", "BF16", "both", "AMX", "AMX alone", "half of it"],
 )
 def test_each_cpu_takes_what_it_has(machine, features, kernels, lanes):
     """``kernels``: floats of a vector of products of pairs, of bytes and of adapters, and whether long spans have
@@ -148,6 +164,15 @@ def test_each_cpu_takes_what_it_has(machine, features, kernels, lanes):
     kernel = ctypes.c_void_p(cpu.ferrum_decode_new(None, 128))
     assert cpu.ferrum_decode_name(kernel) == {4: b"portable", 8: b"avx2", 16: b"avx512"}[lanes]
     cpu.ferrum_decode_free(kernel)
+
+
+def test_tiles_that_the_system_refuses_are_not_used(machine):
+    cpu = machine(FEATURES)
+    refused = ctypes.c_int.in_dll(cpu, "refused")
+    refused.value = 1
+    assert cpu.ferrum_linear_supported(library.PAIRS) == 16
+    refused.value = 0
+    assert cpu.ferrum_linear_supported(library.PAIRS) == 32
 
 
 @pytest.mark.parametrize(("isa", "lanes"), [("portable", 4), ("avx2", 8), ("avx512", 16)])
