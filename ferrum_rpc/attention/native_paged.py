@@ -3,9 +3,8 @@
 Torch needs the blocks gathered first, so every byte of the cache is read, written and read again; at 32 sequences that
 is more than half of a decode step. ``attention_decode.c`` reads through the block table. It computes the spans that are
 bound by memory: single tokens and short runs, as in decode and verification. Longer spans are bound by arithmetic. In
-bfloat16, on a CPU with AVX-512 or AVX2, ``attention_prefill.c`` computes them: at 512 tokens 7 times as fast as torch
-with AVX-512 BF16, 1.6 times without, and 1.8 times with AVX2; otherwise `TorchPagedAttention`, which is the oracle of
-both.
+bfloat16, on a CPU with AVX2 or more, ``attention_prefill.c`` computes them; otherwise `TorchPagedAttention`, which is
+the oracle of both.
 """
 
 from __future__ import annotations

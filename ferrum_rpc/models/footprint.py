@@ -27,8 +27,8 @@ LOOKED_UP: Final = 1 + 4 + 2
 """Bytes for each number of a row that is looked up in a table of integers: as stored, as float32, and as it is used."""
 
 THREAD_BYTES: Final = 9 << 8
-"""What the kernels' buffers take of a thread for each channel of a head, about: 256 queries in float32, as AVX2 reads
-them, their sums, and K and V of 64 positions. AVX-512 reads bfloat16, and takes half a kilobyte less."""
+"""What the kernels' buffers take of a thread for each channel of a head, about: 256 queries in float32, their sums,
+and K and V of 64 positions. AVX-512 BF16 and AMX read queries in bfloat16, and take less."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

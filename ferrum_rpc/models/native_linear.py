@@ -30,14 +30,6 @@ GROUP_OF_4_BITS: Final = 32
 ISAS: Final = {4: "portable C", 8: "AVX2", 16: "AVX-512", 32: "AMX"}
 """What kernels are compiled for, by the number that the library has for it: the floats of a vector, or 32."""
 
-PREPARED: Final = {
-    library.PAIRS: {8: 4},
-    library.BYTES: {4: 1, 8: 2, 16: 1, 32: 1},
-    library.NIBBLES: {4: 1, 8: 1, 16: 1, 32: 1},
-    library.FACTORED: {4: 1, 8: 1, 16: 1, 32: 1},
-}
-"""Bytes for each element of a row that a kernel takes to make rows ready: AVX2 reads them widened, but for nibbles."""
-
 UNPACKED_BYTES: Final = 4 * 512 * 64
 """Of 4-bit panels that AVX-512 and AMX multiply as bytes (``linear.c``)."""
 
@@ -177,15 +169,14 @@ class PanelFactory:
 
     def __init__(self, space: Workspace | None = None) -> None:
         self.space = Workspace() if space is None else space
-        self._lanes = self.space.library.ferrum_linear_supported(self.kind)
-        self.isa = ISAS[self._lanes]
+        self.isa = ISAS[self.space.library.ferrum_linear_supported(self.kind)]
 
     def row_bytes(self, k: int) -> int:
-        return _row_bytes(self.kind, self._lanes, k, self.group)
+        return _row_bytes(self.kind, k, self.group)
 
     @property
     def thread_bytes(self) -> int:
-        return _thread_bytes(self.kind, self._lanes)
+        return _thread_bytes(self.kind)
 
     @staticmethod
     def passing(dtype: torch.dtype) -> int:
@@ -368,13 +359,12 @@ class StoredFactory:
     def row_bytes(k: int, form: IntegerFormat) -> int:
         """See `PanelFactory`."""
         kind = kind_of(form.bits, factored=form.factored)
-        return _row_bytes(kind, library.load().ferrum_linear_supported(kind), k, form.group)
+        return _row_bytes(kind, k, form.group)
 
     @staticmethod
     def thread_bytes(form: IntegerFormat) -> int:
         """See `PanelFactory`."""
-        kind = kind_of(form.bits, factored=form.factored)
-        return _thread_bytes(kind, library.load().ferrum_linear_supported(kind))
+        return _thread_bytes(kind_of(form.bits, factored=form.factored))
 
 
 def kind_of(bits: int, *, factored: bool) -> int:
@@ -382,13 +372,15 @@ def kind_of(bits: int, *, factored: bool) -> int:
     return library.FACTORED if factored else library.NIBBLES if bits == 4 else library.BYTES
 
 
-def _row_bytes(kind: int, lanes: int, k: int, group: int) -> int:
+def _row_bytes(kind: int, k: int, group: int) -> int:
     scales = k // group * 8 if group else 0  # and sums
-    return k * PREPARED[kind].get(lanes, 0) + scales
+    prepared: int = library.load().ferrum_linear_prepared(kind)
+    return k * prepared + scales
 
 
-def _thread_bytes(kind: int, lanes: int) -> int:
-    return UNPACKED_BYTES if kind in (library.NIBBLES, library.FACTORED) and lanes >= 16 else 0
+def _thread_bytes(kind: int) -> int:
+    wide = library.load().ferrum_linear_supported(kind) >= 16
+    return UNPACKED_BYTES if wide and kind in (library.NIBBLES, library.FACTORED) else 0
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -197,6 +197,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_rows_lanes": (_I, _I),
     "ferrum_rows": (None, _P, _I),
     "ferrum_linear_supported": (_I, _I),
+    "ferrum_linear_prepared": (_I, _I),
     "ferrum_linears_new": (_P,),
     "ferrum_linears_free": (None, _P),
     "ferrum_linear": (_I, _P, _P, *_ROWS, _P, _I, _I),

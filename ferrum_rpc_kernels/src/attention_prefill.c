@@ -1,5 +1,4 @@
-/* Attention of long spans over a paged KV cache on a CPU, by the products of pairs of bfloat16 that linear.c has too: one
- * instruction for 16 pairs with AVX-512 BF16, else two products in float32 for each pair.
+/* Attention of long spans over a paged KV cache on a CPU, by the products of pairs of bfloat16 that linear.c has too.
  *
  * A prompt's attention is bound by arithmetic, not memory: torch's kernel ran at 70 GFLOP/s, the products of its layers at
  * 800 (512 tokens, two cores with AVX-512 BF16), so it took two fifths of a prompt's time. Here K and V are packed into
@@ -8,8 +7,8 @@
  * fixed grid of 64 and a row is summed in order, so its result does not depend on how its prompt was split into spans, on
  * the other spans or on the threads.
  *
- * AVX2 multiplies rows of floats (gemm_avx2.h): queries are widened once for all keys, and weights stay as the softmax
- * leaves them. The others multiply rows of bfloat16, to which weights are rounded.
+ * What multiplies two floats for each pair reads rows of floats: queries are widened once for all keys, and weights stay as
+ * the softmax leaves them. AMX, AVX-512 BF16 and portable C read rows of bfloat16, to which weights are rounded.
  *
  * Callers and OpenMP: see attention_decode.c.
  */
@@ -21,6 +20,7 @@
 
 #include "attention_kernels.h"
 #include "cpu_features.h"
+#include "gemm_amx.h"
 #include "gemm_avx2.h"
 #include "gemm_portable.h"
 #include "gemm_tile.h"
@@ -54,10 +54,11 @@ struct buffers {
     char *query;      /* [rows][wide_dim / 2][step] */
     char *key, *value; /* panels: [4][wide_dim / 2][16][2], [panels][KEYS / 2][16][2] */
     float *key_scales, *value_scales; /* [KEYS], of a cache that is rounded */
-    char *weights;    /* [GEMM_ROWS][KEYS / 2][step]: bfloat16, or `scores` itself */
-    float *scores;    /* [GEMM_ROWS][KEYS] */
+    char *weights;    /* of a block of rows, [KEYS / 2][step]: bfloat16, or `scores` itself */
+    float *scores;    /* of a block of rows, [KEYS] */
     float *sums;      /* [panels / 4][rows][64] */
     float *most, *total;
+    int *configured; /* see gemm_amx.h */
 };
 
 struct isa {
@@ -66,20 +67,21 @@ struct isa {
                      const struct buffers *own);
 };
 
-/* `step`: bytes of a row, as `multiply` reads it, for each pair. `narrow`: weights to bfloat16; NULL: rows are floats. */
+/* `step`: bytes of a row, as `multiply` reads it, for each pair. `narrow`: weights to bfloat16; NULL: rows are floats. `rows`:
+ * so many at a time. */
 struct kernel {
     const char *name;
     const struct isa *isa;
     void (*multiply)(const struct gemm_tile *tile, int rows, int panels);
     void (*narrow)(const float *from, char *to, int count);
-    int32_t step, lanes;
+    int32_t step, lanes, rows;
 };
 
 #define ISA_ENTRIES {ISA_NAME, ISA(run_tile)}
 #define BODY "attention_prefill_isa.h"
 #include "for_each_isa.h"
 
-static const struct kernel portable = {"portable", &isa_portable, pairs_portable, narrow_portable, 4, 4};
+static const struct kernel portable = {"portable", &isa_portable, pairs_portable, narrow_portable, 4, 4, GEMM_ROWS};
 
 #if defined(__x86_64__)
 AVX2_ENTRY(prefill_avx2, avx2_pairs)
@@ -94,10 +96,13 @@ static COMPILED_FOR(AVX512_BF16) void narrow_avx512_bf16(const float *from, char
     }
 }
 
-static const struct kernel avx2 = {"avx2", &isa_avx2, prefill_avx2, NULL, AVX2_STEP, 8};
-static const struct kernel avx512 = {"avx512", &isa_avx512, prefill_avx512, narrow_avx512, 4, 16};
+static const struct kernel avx2 = {"avx2", &isa_avx2, prefill_avx2, NULL, AVX2_STEP, 8, GEMM_ROWS};
+static const struct kernel avx512 = {"avx512", &isa_avx512, prefill_avx512, NULL, 8, 16, GEMM_ROWS};
 static const struct kernel avx512_bf16 = {
-    "avx512_bf16", &isa_avx512, prefill_avx512_bf16, narrow_avx512_bf16, 4, 16};
+    "avx512_bf16", &isa_avx512, prefill_avx512_bf16, narrow_avx512_bf16, 4, 16, GEMM_ROWS};
+#if defined(AMX)
+static const struct kernel amx = {"amx", &isa_avx512, pairs_amx, narrow_avx512_bf16, 4, 16, AMX_BLOCK};
+#endif
 #endif
 
 /* The best kernel that this machine has of the instruction set of that name, or of all; NULL if there is none. Portable C
@@ -106,7 +111,11 @@ static const struct kernel *find_kernel(const char *name)
 {
 #if defined(__x86_64__)
     if (!name || !strcmp(name, isa_avx512.name)) {
-        if (CPU_HAS(AVX512_BF16))
+#if defined(AMX)
+        if (CPU_HAS(AMX) && amx_permitted())
+            return &amx;
+#endif
+        if (CPU_HAS(AVX512_BF16) && pairs_preferred())
             return &avx512_bf16;
         if (CPU_HAS(AVX512))
             return &avx512;
@@ -153,8 +162,8 @@ static size_t lay_out(const struct job *job, int rows, char *base, struct buffer
     PLACE(value, (size_t)KEYS * job->panels * GEMM_COLUMNS * 2);
     PLACE(key_scales, KEYS * sizeof(float));
     PLACE(value_scales, KEYS * sizeof(float));
-    PLACE(weights, job->kernel->narrow ? GEMM_ROWS * KEYS * 2 : 0); /* 0: where the scores are, which are next */
-    PLACE(scores, GEMM_ROWS * KEYS * sizeof(float));
+    PLACE(weights, job->kernel->narrow ? job->kernel->rows * KEYS * 2 : 0); /* 0: where the scores are, which are next */
+    PLACE(scores, job->kernel->rows * KEYS * sizeof(float));
     PLACE(sums, planes * rows * GEMM_WIDTH * sizeof(float));
     PLACE(most, rows * sizeof(float));
     PLACE(total, rows * sizeof(float));
@@ -203,7 +212,9 @@ int32_t ferrum_prefill_attend(const struct attention_layer *layer, const struct 
 #pragma omp parallel num_threads(step->threads) if (step->threads > 1)
     {
         struct buffers own;
+        int configured = 0;
         lay_out(&job, tile * job.group, self->scratch + bytes * __atomic_fetch_add(&arrived, 1, __ATOMIC_RELAXED), &own);
+        own.configured = &configured;
         int64_t next;
         while ((next = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < jobs) {
             /* from the last tile on: a span's later tiles have more keys, and the small ones balance the end */
@@ -220,6 +231,9 @@ int32_t ferrum_prefill_attend(const struct attention_layer *layer, const struct 
                                         step->rows[span] + from, step->starts[span] + from, tokens < tile ? tokens : tile,
                                         &own);
         }
+#if defined(AMX)
+        amx_release(configured);
+#endif
     }
     return 0;
 }

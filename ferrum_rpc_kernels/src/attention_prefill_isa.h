@@ -206,7 +206,7 @@ INLINE float ISA(soften)(const struct job *job, const struct buffers *own, float
     return scale;
 }
 
-#if LANES != 8 /* AVX2 multiplies floats */
+#if LANES == 4 /* AVX-512 BF16 has an instruction, and the others multiply floats */
 /* Round `count` floats, a multiple of LANES, to bfloat16. */
 static TARGET void ISA(narrow)(const float *from, char *to, int count)
 {
@@ -223,8 +223,8 @@ INLINE void ISA(copy_query)(const struct job *job, const char *from, char *to)
         memcpy(to, from, (size_t)dim * 2);
         memset(to + (size_t)dim * 2, 0, (size_t)(job->wide_dim - dim) * 2);
     } else
-        for (int d = 0; d < dim; d += LANES)
-            ISA(store)(to, d, 1, ISA(load)(from, d, 0));
+        for (int d = 0; d < job->wide_dim; d += LANES)
+            ISA(store)(to, d, 1, d < dim ? ISA(load)(from, d, 0) : (FV){0});
 }
 
 /* A tile of `tokens` tokens from row `row`, position `position` on, for one KV head. */
@@ -247,7 +247,7 @@ static TARGET void ISA(run_tile)(const struct job *job, const int32_t *table, in
         ISA(pack)(job, table, head, first, end, own);
         int count;
         for (int r = 0; r < rows; r += count) {
-            count = rows - r < GEMM_ROWS ? rows - r : GEMM_ROWS;
+            count = rows - r < kernel->rows ? rows - r : kernel->rows;
             const int last = position + (r + count - 1) / group;
             if (last < first || (job->window > 0 && position + r / group - job->window >= first + KEYS))
                 continue; /* no row of the block attends to these positions */
@@ -259,6 +259,7 @@ static TARGET void ISA(run_tile)(const struct job *job, const int32_t *table, in
                 .panel_bytes = (size_t)job->wide_dim / 2 * 64,
                 .sums = own->scores,
                 .vectors = job->wide_dim / 2,
+                .configured = own->configured,
             };
             memset(own->scores, 0, (size_t)count * KEYS * sizeof(float));
             kernel->multiply(&tile, count, KEYS / GEMM_COLUMNS);
@@ -287,6 +288,7 @@ static TARGET void ISA(run_tile)(const struct job *job, const int32_t *table, in
                     .panel_bytes = KEYS / 2 * 64,
                     .sums = own->sums + ((size_t)plane * rows + r) * GEMM_WIDTH,
                     .vectors = KEYS / 2,
+                    .configured = own->configured,
                 };
                 kernel->multiply(&tile, count, panels);
             }

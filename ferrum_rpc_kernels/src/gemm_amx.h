@@ -131,7 +131,7 @@ GEMM_INLINE(AMX) void amx_multiply(const struct gemm_tile *tile, int rows, int p
     }
 }
 
-static COMPILED_FOR(AMX) void pairs_amx(const struct gemm_tile *tile, int rows, int panels)
+static inline COMPILED_FOR(AMX) void pairs_amx(const struct gemm_tile *tile, int rows, int panels)
 {
     const int steps = tile->vectors / AMX_DEPTH, rest = tile->vectors % AMX_DEPTH;
     if (steps) {
@@ -166,12 +166,12 @@ GEMM_INLINE(AMX) void amx_in_bytes(const struct gemm_tile *tile, int rows, int p
     }
 }
 
-static COMPILED_FOR(AMX) void bytes_amx(const struct gemm_tile *tile, int rows, int panels)
+static inline COMPILED_FOR(AMX) void bytes_amx(const struct gemm_tile *tile, int rows, int panels)
 {
     amx_in_bytes(tile, rows, panels, 0);
 }
 
-static COMPILED_FOR(AMX) void factored_bytes_amx(const struct gemm_tile *tile, int rows, int panels)
+static inline COMPILED_FOR(AMX) void factored_bytes_amx(const struct gemm_tile *tile, int rows, int panels)
 {
     amx_in_bytes(tile, rows, panels, 1);
 }

@@ -130,15 +130,15 @@ GEMM_INLINE(AVX512) __m512 gemm_half(__m512i pairs, const int second)
     return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
 }
 
-/* As gemm_pairs, on a CPU without its instruction. The product of two bfloat16 is exact in float32, so what is rounded
- * is each sum. One half of the pairs after the other, so that the vectors fit the registers. */
+/* As gemm_pairs, over rows of floats. The product of two bfloat16 is exact in float32, so what is rounded is each sum. One half
+ * of the pairs after the other, so that the vectors fit the registers. */
 GEMM_INLINE(AVX512) void gemm_halves(const struct gemm_tile *tile, const int rows, const int panels)
 {
     __m512 sums[GEMM_ROWS][GEMM_PANELS];
     gemm_load(tile, rows, panels, sums);
     const char *row = tile->rows, *panel = tile->panels, *ahead = tile->ahead;
     const size_t row_bytes = tile->row_bytes, panel_bytes = tile->panel_bytes;
-    for (int i = 0; i < tile->vectors; i++, row += 4, panel += 64, ahead += 64) {
+    for (int i = 0; i < tile->vectors; i++, row += 8, panel += 64, ahead += 64) {
         gemm_prefetch(ahead, panel, panel_bytes, panels);
 #pragma GCC unroll 2
         for (int second = 0; second < 2; second++) {
@@ -148,7 +148,7 @@ GEMM_INLINE(AVX512) void gemm_halves(const struct gemm_tile *tile, const int row
                 weights[p] = gemm_half(_mm512_loadu_si512(panel + p * panel_bytes), second);
 #pragma GCC unroll 6
             for (int r = 0; r < rows; r++) {
-                const __m512 x = gemm_half(gemm_broadcast(row + r * row_bytes), second);
+                const __m512 x = _mm512_castsi512_ps(gemm_broadcast(row + r * row_bytes + 4 * second));
 #pragma GCC unroll 4
                 for (int p = 0; p < panels; p++)
                     sums[r][p] = _mm512_fmadd_ps(weights[p], x, sums[r][p]);

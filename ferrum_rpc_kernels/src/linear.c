@@ -43,6 +43,9 @@
 #define TINY 1e-36f      /* 127 / TINY is a float */
 #define SMALL 131072     /* bytes of weights below which waking threads costs more than they save */
 
+/* Elements of a column in a vector of a panel, by enum kind. */
+static const int32_t elements_of[] = {2, 4, 8, 8};
+
 /* The largest element so far of a row, as an integer of that order (linear_isa.h), and its column. */
 struct best {
     int32_t key, column;
@@ -137,10 +140,10 @@ static struct kernel kernel_of(int32_t kind)
     if (kind == FACTORED && CPU_HAS(AVX512_VNNI))
         return (struct kernel){&isa_avx512, prepare_bytes_avx512, 8, 16, UNPACKING, FEW(factored_avx512),
                                {factored_bytes_avx512, GEMM_ROWS, 1, UNPACKED, unpack_avx512, 0}};
-    if (kind == PAIRS && CPU_HAS(AVX512_BF16))
+    if (kind == PAIRS && CPU_HAS(AVX512_BF16) && pairs_preferred())
         return (struct kernel){&isa_avx512, NULL, 4, 16, NEVER, FEW(pairs_avx512_bf16)};
     if (kind == PAIRS && CPU_HAS(AVX512))
-        return (struct kernel){&isa_avx512, NULL, 4, 16, NEVER, FEW(pairs_avx512)};
+        return (struct kernel){&isa_avx512, prepare_pairs_avx512, 8, 16, NEVER, FEW(pairs_avx512)};
     if (kind == BYTES && CPU_HAS(AVX2))
         return (struct kernel){&isa_avx2, prepare_wide_bytes_avx2, AVX2_STEP, 8, NEVER, FEW(bytes_avx2)};
     if (kind == NIBBLES && CPU_HAS(AVX2))
@@ -170,6 +173,13 @@ struct ferrum_linears {
 
 /* The floats in the vectors of this machine's kernel: 16 (AVX-512), 8 (AVX2) or 4 (portable C); 32 with AMX. */
 int32_t ferrum_linear_supported(int32_t kind) { return kernel_of(kind).vectors; }
+
+/* Bytes for each element of a row that this machine's kernel takes to make it ready; 0: it reads rows as they are. */
+int32_t ferrum_linear_prepared(int32_t kind)
+{
+    const struct kernel kernel = kernel_of(kind);
+    return kernel.prepare ? kernel.step / elements_of[kind] : 0;
+}
 
 /* NULL if memory is short. */
 struct ferrum_linears *ferrum_linears_new(void)
@@ -296,8 +306,7 @@ static void multiply(const struct product *product, int64_t job, int64_t next, s
 static int32_t run(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                    int64_t count, char *out, size_t out_bytes, int32_t wide, int32_t threads)
 {
-    static const int elements[] = {2, 4, 8, 8};
-    const int groups = linear->group ? linear->k / linear->group : 0, together = elements[linear->kind];
+    const int groups = linear->group ? linear->k / linear->group : 0, together = elements_of[linear->kind];
     const struct kernel *kernel = self->kernels + linear->kind;
     struct product product = {
         .linear = linear,

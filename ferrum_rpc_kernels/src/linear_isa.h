@@ -65,6 +65,9 @@ static TARGET void ISA(prepare_wide_bytes)(const struct matrix *linear, const ch
     }
 }
 
+#endif
+
+#if LANES >= 8
 /* A row of bfloat16 as floats. */
 static TARGET void ISA(prepare_pairs)(const struct matrix *linear, const char *row, char *to, float *scales,
                                       int32_t *starts)

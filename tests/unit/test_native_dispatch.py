@@ -65,7 +65,8 @@ KERNELS = {
     "tiles of long spans in avx2": ("run_tile_avx2", lambda cpu: cpu.ferrum_prefill_supported(b"avx2", 64)),
     "long spans in avx512": ("prefill_avx512", lambda cpu: cpu.ferrum_prefill_supported(b"avx512", 64)),
     "tiles of long spans in avx512": ("run_tile_avx512", lambda cpu: cpu.ferrum_prefill_supported(b"avx512", 64)),
-    "long spans in pairs": ("prefill_avx512_bf16", lambda cpu: isa_of_long_spans(cpu) == b"avx512_bf16"),
+    "long spans in pairs": ("prefill_avx512_bf16", lambda cpu: isa_of_long_spans(cpu) in {b"avx512_bf16", b"amx"}),
+    "long spans in amx": ("pairs_amx", lambda cpu: isa_of_long_spans(cpu) == b"amx"),
 }
 """The outermost function of each that is compiled for instructions, and whether it may run."""
 
@@ -86,6 +87,7 @@ HAS = """
 int has(const char *);
 extern int refused;
 #define __builtin_cpu_supports(feature) has(feature)
+#define __builtin_cpu_is(vendor) has(vendor)
 #define syscall(...) (refused)
 """
 
@@ -173,6 +175,16 @@ def test_tiles_that_the_system_refuses_are_not_used(machine):
     assert cpu.ferrum_linear_supported(library.PAIRS) == 16
     refused.value = 0
     assert cpu.ferrum_linear_supported(library.PAIRS) == 32
+
+
+def test_a_cpu_of_intel_multiplies_pairs_in_float32_unless_a_mask_asks_for_its_instruction(machine, monkeypatch):
+    """Rows of floats, 4 bytes for each element, are what tells the two apart."""
+    for features, expected in (((*VECTORS, "intel"), (4, b"avx512")), (VECTORS, (0, b"avx512_bf16"))):
+        cpu = machine(features)
+        assert (cpu.ferrum_linear_prepared(library.PAIRS), isa_of_long_spans(cpu)) == expected
+    monkeypatch.setenv("FERRUM_ISA", "avx512")
+    cpu = machine((*VECTORS, "intel"))
+    assert (cpu.ferrum_linear_prepared(library.PAIRS), isa_of_long_spans(cpu)) == (0, b"avx512_bf16")
 
 
 @pytest.mark.parametrize(("isa", "lanes"), [("portable", 4), ("avx2", 8), ("avx512", 16)])
