@@ -1,0 +1,359 @@
+"""Gated DeltaNet (the recurrent layers of Qwen3-Next and Qwen3.5) over a state that steps can leave again.
+
+A recurrent layer overwrites its state with every token, so nothing remains of the state that a rejected draft, a
+truncation or a failed step must return to. A snapshot per token would cost a whole state each. A slot keeps instead an
+older state and a journal, the inputs of the tokens since:
+
+    positions    0 ...... folded ...... floor ...... length ...... length + T
+                 in the state |  journal: committed tokens  | the step under way
+
+`floor` is the length before the last committed step, and no truncation within that step goes below it. So a step folds
+the journal up to `floor` into the stored state, and no further. The rows of the journal behind it and of the new tokens
+advance a copy that is dropped (in C: a head's state in cache). This makes every operation on the last step one of
+integers. Commit and truncation set `length`; a failed step has folded only what no truncation can reach, which the
+count `folded` of each layer records, and has written only rows behind `length`. Repeated, it computes the same bits.
+
+Each token is computed alone, by operations on tensors of one shape. So the bits of a state depend on its tokens only,
+not on the steps that brought them, nor on when the journal was folded. This does not hold of the chunked form, for
+prompts: it writes another slot, and the slot that it started from is the checkpoint for a truncation into the chunk.
+
+The convolution needs the `taps - 1` inputs before each token. The journal has them as its oldest rows: what it stores
+of a token is the input of the convolution, from which k and v are computed again. That takes 12 kB a token and layer of
+Qwen3.5-0.8B in bfloat16, where k and v in float32 take 16 kB more.
+
+The rule is that of Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), the chunked form that of Yang et al. 2024
+(arXiv:2406.06484), both with the conventions of transformers. A state with a ring of the inputs since, in which a
+rollback moves a cursor, is the idea of ReplaySSM (Dao AI Lab 2026, vLLM #48018 and #49887), there for rejected drafts.
+Nothing serves such models yet: docs/models.md has the design, its figures and the alternatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+STEP_TOKENS: Final = 32
+"""The most tokens of a step in the token-by-token form, and so of a truncation that costs nothing."""
+
+CHUNK_TOKENS: Final = 64
+"""Tokens that the chunked form combines into products of matrices."""
+
+EPSILON: Final = 1e-6
+"""Added to the squared length of q and k, as in transformers."""
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    """Heads of a recurrent layer. Each key head belongs to ``value_heads // key_heads`` value heads in a row."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    """Inputs that a row of the convolution reads, its own and those before."""
+
+    @property
+    def channels(self) -> int:
+        """Width of the convolution: q and k of the key heads, then v of the value heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+class RecurrentInputs(NamedTuple):
+    """What the projections of a layer give for T tokens.
+
+    channels    [T, channels] of any float type: q, k and v before the convolution
+    log_decay   [T, value_heads]: the logarithm of the factor by which a token lets the state decay, at most 0
+    beta        [T, value_heads]: how much of a token's value is written, 0 to 1
+    """
+
+    channels: Tensor
+    log_decay: Tensor
+    beta: Tensor
+
+
+class HeadRows(NamedTuple):
+    """q and k [..., value_heads, key_dim] of length 1 (q then divided by sqrt(key_dim)), v [..., value_heads,
+    value_dim]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def convolve(inputs: Tensor, weight: Tensor) -> Tensor:
+    """The causal convolution of each channel by itself, then SiLU: [T, channels] of ``inputs`` [taps - 1 + T, channels]
+    and ``weight`` [taps, channels], whose last row is for the newest input."""
+    taps = len(weight)
+    tokens = len(inputs) - taps + 1
+    mixed = inputs[:tokens] * weight[0]
+    for tap in range(1, taps):
+        mixed = mixed + inputs[tap : tap + tokens] * weight[tap]
+    return F.silu(mixed)
+
+
+def split_heads(mixed: Tensor, shape: RecurrentShape) -> HeadRows:
+    """q, k and v of ``mixed`` [..., channels], normalised and repeated for the value heads that share them."""
+    keys, group = shape.key_heads * shape.key_dim, shape.value_heads // shape.key_heads
+    query, key, value = torch.split(mixed, [keys, keys, shape.value_heads * shape.value_dim], -1)
+    query, key = (_normalised(_heads(each, shape.key_heads)) for each in (query, key))
+    return HeadRows(
+        (query / shape.key_dim**0.5).repeat_interleave(group, -2),
+        key.repeat_interleave(group, -2),
+        _heads(value, shape.value_heads),
+    )
+
+
+def _heads(rows: Tensor, heads: int) -> Tensor:
+    return rows.reshape(*rows.shape[:-1], heads, -1)
+
+
+def _normalised(rows: Tensor) -> Tensor:
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + EPSILON)
+
+
+def delta_update(state: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor) -> None:
+    """One token, in place: ``state`` [H, key_dim, value_dim] decays, and what it answers to ``key`` [H, key_dim] moves
+    by ``beta`` [H] towards ``value`` [H, value_dim]. All are of the state's type."""
+    state.mul_(log_decay.exp()[:, None, None])
+    answer = (state * key[:, :, None]).sum(-2)
+    state.add_(key[:, :, None] * ((value - answer) * beta[:, None])[:, None, :])
+
+
+def delta_read(state: Tensor, query: Tensor) -> Tensor:
+    """The output [H, value_dim] of ``state`` [H, key_dim, value_dim] for ``query`` [H, key_dim]."""
+    return (state * query[:, :, None]).sum(-2)
+
+
+def delta_chunks(state: Tensor, heads: HeadRows, log_decay: Tensor, beta: Tensor) -> Tensor:
+    """T tokens in the chunked form: `delta_update` and `delta_read` for each, with products of matrices.
+
+    ``state`` [H, key_dim, value_dim] is updated in place. The tensors of ``heads`` are [T, H, ...], ``log_decay`` and
+    ``beta`` [T, H], all of the state's type; so is the result [T, H, value_dim]. Its values are close to those of the
+    other form; the bits differ, and depend on T.
+    """
+    rows = [torch.split(each.transpose(0, 1), CHUNK_TOKENS, 1) for each in (*heads, log_decay, beta)]
+    found = []
+    for query, key, value, decay, strength in zip(*rows, strict=True):
+        total = decay.cumsum(1)  # [H, n], the logarithm of the decay since the chunk began
+        between = (total[:, :, None] - total[:, None, :]).exp().tril()  # [H, n, n], from column to row
+        since, until = total.exp()[:, :, None], (total[:, -1:] - total).exp()[:, :, None]
+        # what each token writes depends on what those before it wrote: a triangular system
+        system = strength[:, :, None] * (key @ key.mT) * between
+        wanted = strength[:, :, None] * (value - since * (key @ state))
+        written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        found.append(since * (query @ state) + ((query @ key.mT) * between) @ written)
+        state.copy_(state * since[:, -1:] + (key * until).mT @ written)
+    return torch.cat(found, 1).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class SlotImage:
+    """What a fork, a transfer or a checkpoint keeps of a slot: its numbers, and the rows of its journal in order."""
+
+    length: int
+    floor: int
+    folded: tuple[int, ...]
+    states: Tensor
+    """[layers, value_heads, key_dim, value_dim]"""
+    channels: Tensor
+    """[layers, rows, channels]; the last row is that of token ``length - 1``"""
+    gates: Tensor
+    """[layers, rows, 2, value_heads]: ``log_decay`` and ``beta``"""
+
+
+class RecurrentSlot:
+    """The recurrent layers of one sequence: a state for each, and a journal of the last tokens' inputs.
+
+    The journal is a ring of ``rows``; token p is in row ``p % rows``. `rows_needed` says how many a step needs.
+
+    length   tokens of the sequence, as callers see it
+    floor    the length before the last committed step; a truncation goes no deeper for free
+    folded   for each layer, the tokens that its state contains: at most ``floor``
+    states   [layers, value_heads, key_dim, value_dim] in ``state_dtype``
+    channels [layers, rows, channels] in ``dtype``, and gates [layers, rows, 2, value_heads] in ``state_dtype``
+    """
+
+    def __init__(
+        self,
+        shape: RecurrentShape,
+        layers: int,
+        rows: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.shape = shape
+        self.length = self.floor = 0
+        self.folded = [0] * layers
+        heads = shape.value_heads
+        self.states = torch.zeros((layers, heads, shape.key_dim, shape.value_dim), dtype=state_dtype, device=device)
+        # the inputs before the first token are zeros, in rows -3 to -1
+        self.channels = torch.zeros((layers, rows, shape.channels), dtype=dtype, device=device)
+        self.gates = torch.zeros((layers, rows, 2, heads), dtype=state_dtype, device=device)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the journal."""
+        return self.channels.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states and the journal."""
+        return self.states.nbytes + self.channels.nbytes + self.gates.nbytes
+
+    # --- a step, layer by layer -------------------------------------------------------------------------------------
+
+    def step(self, layer: int, weight: Tensor, inputs: RecurrentInputs, start: int | None = None) -> Tensor:
+        """Rows [T, value_heads, value_dim] of at most `STEP_TOKENS` new tokens, in the type of their ``channels``.
+
+        ``weight`` [channels, taps] is the convolution's. ``start`` is the position of the first token where a step
+        before this one is not committed yet; otherwise it is `length`. When all layers ran, `commit` makes the tokens
+        part of the sequence. A step that is not committed changes nothing that a caller can see.
+
+        Raises ValueError, and changes nothing, if shapes do not fit or the journal has too few rows.
+        """
+        start = self.length if start is None else start
+        end = start + self._checked(inputs, weight)
+        if not start < end <= start + STEP_TOKENS or start < self.length:
+            raise ValueError(f"a step must have 1 to {STEP_TOKENS} tokens, behind those of the sequence")
+        if (needed := end - self.floor + self.shape.taps - 1) > self.rows:
+            raise ValueError(f"the journal has {self.rows} rows, and the step needs {needed}")
+        weight = self._taps(weight)
+        running = self.states[layer].clone()
+        if self.folded[layer] < self.floor:
+            self._advance(running, layer, weight, range(self.folded[layer], self.floor))
+            self.states[layer].copy_(running)  # whole, so that a failure before leaves the old state
+            self.folded[layer] = self.floor
+        self._write(layer, start, inputs)  # only now: the rows may take the place of those just folded
+        self._advance(running, layer, weight, range(self.floor, start))
+        found: list[Tensor] = []
+        self._advance(running, layer, weight, range(start, end), found)
+        return torch.stack(found).to(inputs.channels.dtype)
+
+    def chunk(self, layer: int, weight: Tensor, inputs: RecurrentInputs, into: RecurrentSlot) -> Tensor:
+        """Rows [T, value_heads, value_dim] of T new tokens in the chunked form; see `step`.
+
+        ``into`` is a slot of `after_chunk`. To commit, replace this slot by it. This slot does not change; it is the
+        checkpoint for truncations into the chunk.
+
+        Raises ValueError, and changes nothing, if shapes do not fit or ``into`` is for another number of tokens.
+        """
+        tokens = self._checked(inputs, weight)
+        if into.length != self.length + tokens:
+            raise ValueError("the slot after a chunk must be longer by the tokens of the chunk")
+        weight, before = self._taps(weight), self.shape.taps - 1
+        running = self.states[layer].clone()
+        self._advance(running, layer, weight, range(self.folded[layer], self.length))
+        last = self.channels[layer, self._ring(self.length - before, self.length)]
+        window = torch.cat((last, inputs.channels.to(last.dtype)))
+        log_decay, beta = (each.to(running.dtype) for each in inputs[1:])
+        heads = split_heads(convolve(window.to(running.dtype), weight), self.shape)
+        found = delta_chunks(running, heads, log_decay, beta)
+        into.states[layer].copy_(running)
+        into.channels[layer, into._ring(into.length - before, into.length)] = window[tokens:]
+        return found.to(inputs.channels.dtype)
+
+    def after_chunk(self, tokens: int) -> RecurrentSlot:
+        """A slot for the sequence when it is ``tokens`` longer, which `chunk` fills layer by layer."""
+        made = RecurrentSlot(
+            self.shape,
+            len(self.folded),
+            self.rows,
+            dtype=self.channels.dtype,
+            state_dtype=self.states.dtype,
+            device=self.states.device,
+        )
+        made.length = made.floor = self.length + tokens
+        made.folded = [made.length] * len(made.folded)
+        return made
+
+    # --- between steps ----------------------------------------------------------------------------------------------
+
+    def commit(self, tokens: int) -> None:
+        """Make the ``tokens`` of a step that ran in all layers part of the sequence; steps commit in their order."""
+        self.floor, self.length = self.length, self.length + tokens
+
+    def truncate(self, length: int) -> None:
+        """Cut the sequence back to ``length``: to any within the last committed step, and deeper as long as no state
+        has folded what is beyond. Only numbers change.
+
+        Raises ValueError if a checkpoint is needed.
+        """
+        if not max(self.folded) <= length <= self.length:
+            raise ValueError(f"a truncation to {length} needs a checkpoint: {max(self.folded)} tokens are folded")
+        self.length, self.floor = length, min(self.floor, length)
+
+    def image(self) -> SlotImage:
+        """A copy of what the sequence needs, in no more rows than it needs."""
+        ring = self._ring(min(self.folded) - self.shape.taps + 1, self.length)
+        return SlotImage(
+            self.length,
+            self.floor,
+            tuple(self.folded),
+            self.states.clone(),
+            self.channels[:, ring],
+            self.gates[:, ring],
+        )
+
+    @classmethod
+    def from_image(cls, shape: RecurrentShape, image: SlotImage, rows: int) -> RecurrentSlot:
+        """A slot with the content of ``image``, on its device, and a journal of ``rows``.
+
+        Raises ValueError if they are too few for the image's.
+        """
+        layers, kept = image.channels.shape[:2]
+        if kept > rows:
+            raise ValueError(f"the journal has {rows} rows, and the image {kept}")
+        dtypes = {"dtype": image.channels.dtype, "state_dtype": image.states.dtype}
+        made = cls(shape, layers, rows, **dtypes, device=image.states.device)
+        made.length, made.floor, made.folded = image.length, image.floor, list(image.folded)
+        ring = made._ring(image.length - kept, image.length)
+        made.states.copy_(image.states)
+        made.channels[:, ring], made.gates[:, ring] = image.channels, image.gates
+        return made
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _checked(self, inputs: RecurrentInputs, weight: Tensor) -> int:
+        """The number of tokens."""
+        tokens, heads, shape = len(inputs.channels), self.shape.value_heads, self.shape
+        wanted = [(tokens, shape.channels), (tokens, heads), (tokens, heads), (shape.channels, shape.taps)]
+        if [tuple(each.shape) for each in (*inputs, weight)] != wanted:
+            raise ValueError(f"inputs and weight must have the shapes {wanted}")
+        return tokens
+
+    def _taps(self, weight: Tensor) -> Tensor:
+        return weight.to(self.states.dtype).T.contiguous()
+
+    def _ring(self, first: int, last: int) -> list[int]:
+        """Rows of the tokens ``first .. last``."""
+        return [position % self.rows for position in range(first, last)]
+
+    def _write(self, layer: int, start: int, inputs: RecurrentInputs) -> None:
+        ring = self._ring(start, start + len(inputs.channels))
+        self.channels[layer, ring] = inputs.channels.to(self.channels.dtype)
+        self.gates[layer, ring] = torch.stack(inputs[1:], 1).to(self.gates.dtype)
+
+    def _advance(
+        self, state: Tensor, layer: int, weight: Tensor, tokens: range, found: list[Tensor] | None = None
+    ) -> None:
+        """Update ``state`` with ``tokens`` of the journal, the next ones. ``found`` gets the output of each."""
+        for position in tokens:
+            window = self.channels[layer, self._ring(position + 1 - self.shape.taps, position + 1)]
+            query, key, value = split_heads(convolve(window.to(state.dtype), weight)[0], self.shape)
+            log_decay, beta = self.gates[layer, position % self.rows]
+            delta_update(state, key, value, log_decay, beta)
+            if found is not None:
+                found.append(delta_read(state, query))
+
+
+def rows_needed(shape: RecurrentShape, last: int, new: int) -> int:
+    """Rows of a journal for a step of ``new`` tokens behind a committed one of ``last``: a row for each, and the inputs
+    of the convolution before them."""
+    return shape.taps - 1 + last + new

@@ -1,0 +1,688 @@
+"""The state of a recurrent layer, one journal behind: what gives the very bits of a plain loop, and what is only close.
+
+In float64 the oracle is transformers. Its functions compute in float32 whatever they get; `in_double` changes that. In
+float32 a plain loop over the tokens of a sequence is the oracle, with the rule of transformers for each token. It has
+no journal, and computes from the first token what a sequence contains now.
+
+Equal bits: steps of any split of the same tokens, truncation within the last step, failed and repeated steps, steps
+under way at once, forks, images, and roll-back to the checkpoint before a chunk. A chunk has the bits of a chunk of the
+same tokens from the same state; to the values of the token-by-token form it is only close.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, Qwen3NextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from ferrum_rpc.attention.recurrent import (
+    STEP_TOKENS,
+    RecurrentInputs,
+    RecurrentShape,
+    RecurrentSlot,
+    SlotImage,
+    convolve,
+    delta_chunks,
+    delta_read,
+    delta_update,
+    rows_needed,
+    split_heads,
+)
+
+MODELING = {"qwen3_next": modeling_qwen3_next, "qwen3_5": modeling_qwen3_5}
+SHAPE = RecurrentShape(key_heads=2, value_heads=4, key_dim=8, value_dim=4)
+QWEN_08B = RecurrentShape(key_heads=16, value_heads=16, key_dim=128, value_dim=128)
+"""Each of the 18 recurrent layers of Qwen3.5-0.8B."""
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+# --- against transformers, in float64 ---------------------------------------------------------------------------------
+
+
+class TorchInDouble:
+    """torch, for a module that asks it for float32."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@pytest.fixture(params=MODELING)
+def modeling(request, monkeypatch):
+    """A family's module of transformers, which computes in float64 what it would in float32."""
+    module = MODELING[request.param]
+    monkeypatch.setattr(module, "torch", TorchInDouble())
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    return module
+
+
+def close(found, wanted, bound=1e-11):
+    assert found.dtype == wanted.dtype
+    return bool((found - wanted).abs().max() <= bound * wanted.abs().max())
+
+
+def random_rule(tokens, key_heads, seed):
+    """State, q, k, v, log decay and beta of 4 heads, as a layer may have them."""
+    heads = SHAPE.value_heads
+    state = random(heads, 8, 4, seed=seed, dtype=torch.float64)
+    query, key = random(2, tokens, key_heads, 8, seed=seed + 1, dtype=torch.float64)
+    value = random(tokens, heads, 4, seed=seed + 2, dtype=torch.float64)
+    decay, beta = random(2, tokens, heads, seed=seed + 3, dtype=torch.float64)
+    return state, query, key, value, -F.softplus(decay), beta.sigmoid()
+
+
+def heads_of(query, key, value):
+    shape = RecurrentShape(query.shape[1], value.shape[1], query.shape[2], value.shape[2])
+    return split_heads(torch.cat([each.flatten(1) for each in (query, key, value)], 1), shape)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_token_by_token_form_is_that_of_transformers(modeling, tokens, key_heads):
+    state, *rows, decay, beta = random_rule(tokens, key_heads, seed=tokens)
+    rule = [each[None] for each in (*rows, decay, beta)]
+    options = {"initial_state": state[None], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    wanted, last = modeling.torch_recurrent_gated_delta_rule(*rule, **options)
+    heads, found = heads_of(*rows), []
+    for token in range(tokens):
+        delta_update(state, heads.key[token], heads.value[token], decay[token], beta[token])
+        found.append(delta_read(state, heads.query[token]))
+    assert close(torch.stack(found), wanted[0]) and close(state, last[0])
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 64, 65, 130])
+def test_the_chunked_form_is_that_of_transformers(modeling, tokens):
+    state, *rows, decay, beta = random_rule(tokens, 2, seed=tokens)
+    rule = [each[None] for each in (*rows, decay, beta)]
+    options = {"initial_state": state[None], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    wanted, last = modeling.torch_chunk_gated_delta_rule(*rule, **options)
+    found = delta_chunks(state, heads_of(*rows), decay, beta)
+    assert close(found, wanted[0]) and close(state, last[0])
+
+
+def test_a_decay_of_nearly_everything_leaves_no_infinities():
+    """The logarithm of a chunk's decay reaches thousands in models; its inverse is no float."""
+    state, *rows, decay, beta = random_rule(64, 2, seed=7)
+    heads, decay, plain = heads_of(*rows), decay - 40, state.clone()
+    found, wanted = delta_chunks(state, heads, decay, beta), []
+    for token in range(64):
+        delta_update(plain, heads.key[token], heads.value[token], decay[token], beta[token])
+        wanted.append(delta_read(plain, heads.query[token]))
+    assert close(found, torch.stack(wanted)) and close(state, plain)
+
+
+def test_the_convolution_is_that_of_transformers(modeling):
+    inputs, weight = random(12, 6, dtype=torch.float64), random(6, 4, seed=1, dtype=torch.float64)
+    padded, taps = torch.cat((torch.zeros(3, 6, dtype=torch.float64), inputs)), weight.T
+    whole = modeling.causal_conv1d_fn(inputs.T[None], weight, None, "silu")[0].T
+    assert close(convolve(padded, taps), whole)
+    state = torch.zeros(1, 6, 4, dtype=torch.float64)
+    for token in range(12):
+        row = modeling.causal_conv1d_update(inputs[token][None, :, None], state, weight, None, "silu")[0, :, 0]
+        assert close(convolve(padded[token : token + 4], taps)[0], row)
+
+
+@dataclass
+class Layer:
+    """A Gated DeltaNet layer of transformers whose recurrence and convolution run over a slot."""
+
+    module: torch.nn.Module
+
+    @property
+    def weight(self):
+        return self.module.conv1d.weight.squeeze(1)
+
+    def rows(self, slot, hidden, into=None):
+        """Of a step, or of a chunk whose state goes ``into`` another slot."""
+        inputs, gate = self._projected(hidden)
+        form = (slot.step,) if into is None else (slot.chunk, into)
+        rows = form[0](0, self.weight, inputs, *form[1:])
+        normed = self.module.norm(rows.reshape(-1, rows.shape[-1]), gate.reshape(-1, gate.shape[-1]))
+        return self.module.out_proj(normed.reshape(len(hidden), -1))
+
+    def _projected(self, hidden):
+        made, rows = self.module, hidden[None]
+        if hasattr(made, "in_proj_qkvz"):
+            *qkv, gate, b, a = made.fix_query_key_value_ordering(made.in_proj_qkvz(rows), made.in_proj_ba(rows))
+            channels = torch.cat([each.flatten(2) for each in qkv], -1)
+        else:
+            channels, gate, b, a = (getattr(made, f"in_proj_{each}")(rows) for each in ("qkv", "z", "b", "a"))
+            gate = gate.unflatten(-1, (made.num_v_heads, -1))
+        decay = -made.A_log.float().exp() * F.softplus(a.float() + made.dt_bias)
+        return RecurrentInputs(channels[0], decay[0], b.sigmoid()[0]), gate[0]
+
+
+def layer_of(modeling, dtype):
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    options = {"hidden_size": 24, "num_hidden_layers": 4, "linear_value_head_dim": 4, **sizes}
+    if modeling is modeling_qwen3_next:
+        config, made = Qwen3NextConfig(**options), modeling.Qwen3NextGatedDeltaNet
+    else:
+        config, made = Qwen3_5TextConfig(**options), modeling.Qwen3_5GatedDeltaNet
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return config, made(config, 0).to(dtype).requires_grad_(False)
+
+
+def fed_with_every_operation(layer, hidden, dtype):
+    """Rows of a chunk of 70, single tokens, drafts of which some are rejected, a failed step and one of 32 tokens."""
+    slot = RecurrentSlot(SHAPE, 1, rows_needed(SHAPE, 5, 32), dtype=dtype, state_dtype=dtype)
+    after = slot.after_chunk(70)
+    rows, slot = [layer.rows(slot, hidden[:70], into=after)], after
+    while slot.length < 78:
+        rows.append(layer.rows(slot, hidden[slot.length][None]))
+        slot.commit(1)
+    for kept in (0, 1, 3, 5):
+        start = slot.length
+        drafts = torch.cat((hidden[start : start + kept], hidden[kept:5].flip(0)))
+        rows.append(layer.rows(slot, drafts)[:kept])
+        slot.commit(5)
+        slot.truncate(start + kept)
+    layer.rows(slot, hidden[:3])
+    rows.append(layer.rows(slot, hidden[87:119]))
+    slot.commit(32)
+    return torch.cat(rows)
+
+
+def test_a_layer_is_that_of_transformers(modeling):
+    _, module = layer_of(modeling, torch.float64)
+    hidden = random(119, 24, dtype=torch.float64)
+    found = fed_with_every_operation(Layer(module), hidden, torch.float64)
+    assert close(found, module(hidden[None])[0])
+
+
+def test_a_layer_decodes_as_transformers_does_over_its_own_cache(modeling):
+    config, module = layer_of(modeling, torch.float64)
+    hidden, cache, layer = random(45, 24, dtype=torch.float64), DynamicCache(config=config), Layer(module)
+    empty = RecurrentSlot(SHAPE, 1, rows_needed(SHAPE, 1, 1), dtype=torch.float64, state_dtype=torch.float64)
+    slot = empty.after_chunk(40)
+    assert close(layer.rows(empty, hidden[:40], into=slot), module(hidden[None, :40], cache)[0])
+    for each in hidden[40:]:
+        assert close(layer.rows(slot, each[None]), module(each[None, None], cache)[0])
+        slot.commit(1)
+
+
+@pytest.mark.parametrize("family", MODELING)
+def test_a_layer_in_float32_is_as_near_as_rounding_allows(family):
+    _, module = layer_of(MODELING[family], torch.float32)
+    hidden = random(119, 24)
+    assert close(fed_with_every_operation(Layer(module), hidden, torch.float32), module(hidden[None])[0], 1e-5)
+
+
+# --- a stack of layers, and the plain loop that is its oracle ---------------------------------------------------------
+
+HIDDEN, VOCABULARY = 12, 7
+
+
+class Stack:
+    """Layers whose rows feed the next one. Each row is projected alone, so that its bits do not depend on others."""
+
+    def __init__(self, layers, dtype=torch.float32, shape=SHAPE):
+        self.shape, self.layers, self.dtype = shape, range(layers), dtype
+        self.embedding = random(VOCABULARY, HIDDEN, seed=50)
+        self.weights = [random(shape.channels, shape.taps, seed=layer).to(dtype) for layer in self.layers]
+        width = shape.channels + 2 * shape.value_heads
+        self.into = [random(HIDDEN, width, seed=10 + layer) for layer in self.layers]
+        self.out = [random(shape.value_heads * shape.value_dim, HIDDEN, seed=20 + layer) for layer in self.layers]
+
+    def slot(self, rows=18):
+        """By default with a journal for a step of 5 tokens behind another, and one more under way."""
+        return RecurrentSlot(self.shape, len(self.layers), rows, dtype=self.dtype)
+
+    def embedded(self, tokens):
+        return [self.embedding[token] for token in tokens]
+
+    def inputs(self, layer, hidden):
+        rows = torch.stack([row @ self.into[layer] for row in hidden])
+        heads = self.shape.value_heads
+        channels, decay, beta = rows.split((self.shape.channels, heads, heads), -1)
+        decay, beta = (torch.stack([how(row) for row in each]) for how, each in ((gate, decay), (torch.sigmoid, beta)))
+        return RecurrentInputs(channels.to(self.dtype), decay, beta)
+
+    def added(self, layer, hidden, rows):
+        return [row + each.flatten().float() @ self.out[layer] for row, each in zip(hidden, rows, strict=True)]
+
+    def step(self, slot, tokens, start=None, layers=None):
+        """Run a step, of all ``layers`` or only that many."""
+        hidden = self.embedded(tokens)
+        for layer in self.layers[:layers]:
+            rows = slot.step(layer, self.weights[layer], self.inputs(layer, hidden), start)
+            hidden = self.added(layer, hidden, rows)
+        return torch.stack(hidden)
+
+    def chunk(self, slot, tokens, into, layers=None):
+        hidden = self.embedded(tokens)
+        for layer in self.layers[:layers]:
+            rows = slot.chunk(layer, self.weights[layer], self.inputs(layer, hidden), into)
+            hidden = self.added(layer, hidden, rows)
+        return torch.stack(hidden)
+
+
+def gate(row):
+    return -F.softplus(row)
+
+
+class PlainLoop:
+    """What a stack computes, token by token from the first, without journals. A history is a tuple of its tokens; the
+    tokens of a chunk are one tuple in it."""
+
+    def __init__(self, stack):
+        self.stack = stack
+        empty = torch.zeros(3, SHAPE.channels, dtype=stack.dtype)
+        state = torch.zeros(SHAPE.value_heads, SHAPE.key_dim, SHAPE.value_dim)
+        self.known = {(): ([(state, empty)] * len(stack.layers), torch.zeros(0))}
+
+    def rows(self, history, tokens):
+        """The rows of the last ``tokens`` items of ``history``."""
+        return torch.cat([self.after(history[: len(history) - back])[1] for back in reversed(range(tokens))])
+
+    def after(self, history):
+        """State and last inputs of every layer, and the rows of the last item."""
+        if history not in self.known:
+            held, _ = self.after(history[:-1])
+            tokens = history[-1] if isinstance(history[-1], tuple) else history[-1:]
+            form = self._chunk if isinstance(history[-1], tuple) else self._token
+            hidden, after = self.stack.embedded(tokens), []
+            for layer, (last, before) in enumerate(held):
+                inputs = self.stack.inputs(layer, hidden)
+                window = torch.cat((before, inputs.channels))
+                rows, state = form(last, window.float(), self.stack.weights[layer].float(), inputs)
+                hidden = self.stack.added(layer, hidden, rows.to(self.stack.dtype))
+                after.append((state, window[-3:]))
+            self.known[history] = after, torch.stack(hidden)
+        return self.known[history]
+
+    @staticmethod
+    def _token(state, window, weight, inputs):
+        mixed = window[0] * weight[:, 0]
+        for tap in (1, 2, 3):
+            mixed = mixed + window[tap] * weight[:, tap]
+        query, key, value = F.silu(mixed).split((16, 16, 16))
+        rule = (
+            query.view(1, 1, 2, 8),
+            key.view(1, 1, 2, 8),
+            value.view(1, 1, 4, 4),
+            *(each[None] for each in inputs[1:]),
+        )
+        options = {"initial_state": state[None], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        rows, state = modeling_qwen3_next.torch_recurrent_gated_delta_rule(*rule, **options)
+        return rows[0], state[0]
+
+    @staticmethod
+    def _chunk(state, window, weight, inputs):
+        state = state.clone()
+        heads = split_heads(convolve(window, weight.T.contiguous()), SHAPE)
+        return delta_chunks(state, heads, *inputs[1:]), state
+
+
+def poison(slot):
+    """Fill the rows of the journal that no token of the sequence needs with NaN, in each layer."""
+    for layer, folded in enumerate(slot.folded):
+        needed = {position % slot.rows for position in range(folded - SHAPE.taps + 1, slot.length)}
+        others = [row for row in range(slot.rows) if row not in needed]
+        slot.channels[layer, others] = float("nan")
+        slot.gates[layer, [row for row in range(slot.rows) if row not in needed]] = float("nan")
+    return slot
+
+
+def carried(slot, rows):
+    """``slot`` as an executor that imports it gets it: from bytes."""
+
+    def moved(tensor):
+        return torch.frombuffer(bytearray(tensor.view(torch.uint8).numpy().tobytes()), dtype=tensor.dtype).view(
+            tensor.shape
+        )
+
+    image = slot.image()
+    arrived = replace(image, **{name: moved(getattr(image, name)) for name in ("states", "channels", "gates")})
+    return RecurrentSlot.from_image(slot.shape, arrived, max(rows, image.channels.shape[1]))
+
+
+class Broken(RuntimeError):
+    pass
+
+
+class BreaksAt(TorchDispatchMode):
+    """The operation of torch with this number fails, before it does anything."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == -1:
+            raise Broken
+        return func(*args, **(kwargs or {}))
+
+
+# --- any history ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Life:
+    """A sequence: its slot, what it contains, and how far it can be truncated within its last step. So is a checkpoint,
+    whose slot may be an image."""
+
+    slot: RecurrentSlot | SlotImage
+    history: tuple = ()
+    free: int = 0
+    checkpoint: Life | None = None
+
+
+def cut(history, length):
+    """The first ``length`` tokens, all behind the last chunk."""
+    while sum(len(item) if isinstance(item, tuple) else 1 for item in history) > length:
+        assert not isinstance(history[-1], tuple)
+        history = history[:-1]
+    return history
+
+
+few = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=5).map(tuple)
+many = st.tuples(st.integers(0, VOCABULARY - 1), st.integers(STEP_TOKENS + 1, 70)).map(
+    lambda each: tuple((each[0] + place * place) % VOCABULARY for place in range(each[1]))
+)
+thens = st.sampled_from(["", "again", "truncate", "truncate again"])
+sizes = st.integers(rows_needed(SHAPE, 5, 5 + 5), 24)
+
+
+class Histories(RuleBasedStateMachine):
+    """Steps are of at most 5 tokens, two of them under way at once at most."""
+
+    layers, dtype = 1, torch.float32
+
+    @initialize(steps=st.lists(few, min_size=2, max_size=3))
+    def begin(self, steps):
+        self.stack = Stack(self.layers, self.dtype)
+        self.plain = PlainLoop(self.stack)
+        self.lives = [Life(self.stack.slot())]
+        for tokens in steps:
+            self.take(self.lives[0], tokens, self.stack.step(self.lives[0].slot, tokens))
+
+    def life(self, data):
+        return data.draw(st.sampled_from(self.lives), label="sequence")
+
+    def take(self, life, tokens, rows):
+        """A step of ``tokens`` is committed, whose rows were ``rows``."""
+        life.free, life.history = life.slot.length, life.history + tokens
+        life.slot.commit(len(tokens))
+        assert torch.equal(rows, self.plain.rows(life.history, len(tokens)))
+
+    @rule(data=st.data(), tokens=few)
+    def step(self, data, tokens):
+        life = self.life(data)
+        self.take(life, tokens, self.stack.step(life.slot, tokens))
+
+    @rule(data=st.data())
+    def truncate(self, data):
+        self.cut_back(data, self.life(data))
+
+    def cut_back(self, data, life):
+        """To any length within the last step, or to another, if the slot still can."""
+        within, folded = st.integers(life.free, life.slot.length), st.integers(min(life.slot.folded), life.slot.length)
+        length = data.draw(within | within | folded | st.integers(0, life.slot.length), label="length")
+        try:
+            life.slot.truncate(length)
+        except ValueError:
+            assert length < life.free
+        else:
+            life.history, life.free = cut(life.history, length), min(life.free, length)
+
+    @rule(data=st.data(), tokens=few)
+    def verify(self, data, tokens):
+        life = self.life(data)
+        self.take(life, tokens, self.stack.step(life.slot, tokens))
+        self.cut_back(data, life)
+
+    @rule(data=st.data(), tokens=few, layers=st.integers(1, 3), then=thens)
+    def fail_behind_a_layer(self, data, tokens, layers, then):
+        life = self.life(data)
+        self.stack.step(life.slot, tokens, layers=layers)
+        self.go_on(data, life, tokens, then)
+
+    @rule(data=st.data(), tokens=few, at=st.floats(0, 1), then=thens)
+    def fail_at_an_operation(self, data, tokens, at, then):
+        life = self.life(data)
+        copy, counter = self.copy(life.slot), BreaksAt(-1)
+        with counter:
+            self.stack.step(copy, tokens)
+        operations = -1 - counter.left
+        with pytest.raises(Broken), BreaksAt(int(at * (operations - 1))):
+            self.stack.step(life.slot, tokens)
+        self.go_on(data, life, tokens, then)
+
+    def go_on(self, data, life, tokens, then):
+        if "truncate" in then:
+            self.cut_back(data, life)
+        if "again" in then:
+            self.take(life, tokens, self.stack.step(life.slot, tokens))
+
+    @rule(data=st.data(), tokens=few, after=few, committed=st.sampled_from([0, 1, 2]))
+    def two_under_way(self, data, tokens, after, committed):
+        """The second step begins before the first is committed, and may be lost with it or without it."""
+        life = self.life(data)
+        first = self.stack.step(life.slot, tokens)
+        start = life.slot.length + len(tokens)
+        second = self.stack.step(life.slot, after, start)
+        for each, rows in list(zip((tokens, after), (first, second), strict=True))[:committed]:
+            self.take(life, each, rows)
+
+    @rule(data=st.data(), tokens=many, layers=st.none() | st.integers(0, 3))
+    def chunk(self, data, tokens, layers):
+        """In all layers, or it fails behind some."""
+        life = self.life(data)
+        into = life.slot.after_chunk(len(tokens))
+        if layers is not None:
+            if layers:
+                self.stack.chunk(life.slot, tokens, into, layers)
+            return
+        rows = self.stack.chunk(life.slot, tokens, into)
+        life.checkpoint = replace(life)
+        life.slot, life.history, life.free = into, (*life.history, tokens), into.length
+        assert torch.equal(rows, self.plain.rows(life.history, 1))
+
+    @rule(data=st.data())
+    def keep_a_checkpoint(self, data):
+        life = self.life(data)
+        life.checkpoint = replace(life, slot=life.slot.image())
+
+    @precondition(lambda self: any(life.checkpoint for life in self.lives))
+    @rule(data=st.data())
+    def roll_back_to_a_checkpoint(self, data):
+        """To one that was kept, or to the slot before a chunk."""
+        life = data.draw(st.sampled_from([each for each in self.lives if each.checkpoint]), label="sequence")
+        before = life.checkpoint
+        if isinstance(before.slot, SlotImage):
+            before = replace(before, slot=RecurrentSlot.from_image(SHAPE, before.slot, life.slot.rows))
+        self.lives[self.lives.index(life)] = before
+
+    @precondition(lambda self: len(self.lives) < 4)
+    @rule(data=st.data(), rows=sizes)
+    def fork(self, data, rows):
+        life = self.life(data)
+        self.lives.append(replace(life, slot=self.copy(life.slot, rows), checkpoint=None))
+
+    @staticmethod
+    def copy(slot, rows=0):
+        return RecurrentSlot.from_image(slot.shape, slot.image(), rows or slot.rows)
+
+    @rule(data=st.data(), rows=sizes)
+    def export_and_import(self, data, rows):
+        life = self.life(data)
+        life.slot = carried(life.slot, rows)
+
+    @rule(data=st.data())
+    def poison(self, data):
+        poison(self.life(data).slot)
+
+    def teardown(self):
+        for life in getattr(self, "lives", ()):
+            assert torch.equal(self.stack.step(life.slot, (1, 2)), self.plain.rows((*life.history, 1, 2), 2))
+
+
+class HistoriesOfThreeLayers(Histories):
+    layers = 3
+
+
+class HistoriesInBfloat16(Histories):
+    layers, dtype = 2, torch.bfloat16
+
+
+TestOneLayer = Histories.TestCase
+TestThreeLayers = HistoriesOfThreeLayers.TestCase
+TestBfloat16 = HistoriesInBfloat16.TestCase
+TestOneLayer.settings = TestThreeLayers.settings = TestBfloat16.settings = settings(
+    max_examples=60, stateful_step_count=20, suppress_health_check=list(HealthCheck)
+)
+
+
+# --- promises, one by one ---------------------------------------------------------------------------------------------
+
+BEGUN, LAST = (1, 2), (4, 5, 6)
+
+
+def after_two_steps(stack):
+    slot = stack.slot()
+    for tokens in (BEGUN, LAST):
+        stack.step(slot, tokens)
+        slot.commit(len(tokens))
+    return poison(slot)
+
+
+def test_whatever_operation_fails_every_truncation_within_the_last_step_is_still_free():
+    stack, new = Stack(2), (6,)
+    plain, image = PlainLoop(stack), after_two_steps(stack).image()
+    for operation in range(1000):
+        slot = RecurrentSlot.from_image(SHAPE, image, 24)
+        try:
+            with BreaksAt(operation):
+                stack.step(slot, new)
+            break
+        except Broken:
+            assert (slot.length, slot.floor) == (5, 2)
+        kept = 2 + operation % 4
+        slot.truncate(kept)
+        assert torch.equal(stack.step(slot, new), plain.rows((*(BEGUN + LAST)[:kept], *new), 1)), (operation, kept)
+    assert 200 < operation < 999
+
+
+@pytest.mark.parametrize("split", [[1] * 32, [32], [5, 1, 1, 25], [31, 1]], ids=str)
+def test_rows_have_the_same_bits_however_tokens_are_divided_into_steps(split):
+    stack, tokens = Stack(1), tuple(place * place % VOCABULARY for place in range(32))
+    slot, rows = stack.slot(rows_needed(SHAPE, 32, 32)), []
+    for count in split:
+        rows.append(stack.step(slot, tokens[slot.length : slot.length + count]))
+        slot.commit(count)
+    assert torch.equal(torch.cat(rows), PlainLoop(stack).rows(tokens, 32))
+
+
+def test_a_chunk_is_close_to_the_steps_of_its_tokens_and_not_the_same():
+    stack, tokens = Stack(1), tuple(place * place % VOCABULARY for place in range(70))
+    slot = stack.slot()
+    found = stack.chunk(slot, tokens, slot.after_chunk(70))
+    wanted = PlainLoop(stack).rows(tokens, 70)
+    assert close(found, wanted, 1e-5) and not torch.equal(found, wanted)
+
+
+def test_a_truncation_computes_nothing():
+    slot = after_two_steps(Stack(2))
+    for length in (4, 2):
+        with BreaksAt(0):
+            slot.truncate(length)
+    assert slot.length == 2
+
+
+def test_a_step_folds_no_token_that_a_truncation_can_remove_and_every_other():
+    stack = Stack(2)
+    slot = after_two_steps(stack)
+    assert slot.folded == [0, 0]
+    stack.step(slot, (1,), layers=1)
+    assert slot.folded == [2, 0]
+    stack.step(slot, (1,))
+    slot.commit(1)
+    assert (slot.folded, slot.floor, slot.length) == ([2, 2], 5, 6)
+
+
+def test_a_sequence_can_be_cut_to_nothing_and_begin_again():
+    stack = Stack(1)
+    slot = stack.slot()
+    stack.step(slot, LAST)
+    slot.commit(3)
+    slot.truncate(0)
+    assert torch.equal(stack.step(poison(slot), BEGUN), PlainLoop(stack).rows(BEGUN, 2))
+
+
+def test_a_sequence_that_decodes_holds_less_than_a_tenth_more_than_its_states():
+    rows = rows_needed(QWEN_08B, 1, 1)
+    options = {"dtype": torch.bfloat16, "device": "meta"}
+    slot = RecurrentSlot(QWEN_08B, 18, rows, **options)
+    assert slot.states.nbytes == 18 << 20
+    assert slot.nbytes <= 1.06 * slot.states.nbytes
+    wide = RecurrentSlot(QWEN_08B, 18, rows, **options | {"dtype": torch.float32})
+    convolution = 3 * 18 * QWEN_08B.channels * 4  # a state as any engine holds it has these, too
+    assert wide.nbytes <= 1.05 * (wide.states.nbytes + convolution)
+    assert RecurrentSlot(QWEN_08B, 18, rows_needed(QWEN_08B, 5, 5), **options).nbytes <= 1.16 * slot.states.nbytes
+
+
+def test_five_rows_are_enough_to_decode():
+    """Four are refused: see below."""
+    stack = Stack(2)
+    plain, slot = PlainLoop(stack), stack.slot(rows_needed(SHAPE, 1, 1))
+    assert slot.rows == 5
+    for token in range(9):
+        rows = stack.step(slot, (token % VOCABULARY,))
+        slot.commit(1)
+        assert torch.equal(rows, plain.rows(tuple(each % VOCABULARY for each in range(token + 1)), 1))
+        poison(slot)
+
+
+def everything(slot):
+    image = slot.image()
+    return [image.length, image.floor, image.folded, *(each.tolist() for each in (slot.states, slot.channels))]
+
+
+@pytest.mark.parametrize("case", ["no tokens", "33 tokens", "before the end", "no rows", "heads", "weight"])
+def test_a_step_that_does_not_fit_is_refused_and_changes_nothing(case):
+    stack = Stack(1)
+    slot = stack.slot(60 if case != "no rows" else rows_needed(SHAPE, 3, 4))
+    for _ in range(2):
+        stack.step(slot, LAST)
+        slot.commit(3)
+    before, start, weight = everything(slot), None, stack.weights[0]
+    tokens = {"no tokens": 0, "33 tokens": 33, "no rows": 5}.get(case, 1)
+    inputs = RecurrentInputs(random(tokens, SHAPE.channels), random(tokens, 4), random(tokens, 4))
+    if case == "before the end":
+        start = 5
+    if case == "heads":
+        inputs = inputs._replace(beta=random(1, 3))
+    if case == "weight":
+        weight = weight.T
+    with pytest.raises(ValueError, match=r"must|needs"):
+        slot.step(0, weight, inputs, start)
+    assert everything(slot) == before
+
+
+def test_a_chunk_of_another_length_and_an_image_without_place_are_refused():
+    stack = Stack(1)
+    slot = after_two_steps(stack)
+    with pytest.raises(ValueError, match="longer by the tokens"):
+        stack.chunk(slot, (1,) * 40, slot.after_chunk(41))
+    with pytest.raises(ValueError, match="7 rows, and the image 8"):
+        RecurrentSlot.from_image(SHAPE, slot.image(), 7)
+    for length in (-1, 6):
+        with pytest.raises(ValueError, match="needs a checkpoint"):
+            slot.truncate(length)
