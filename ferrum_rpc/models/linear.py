@@ -191,19 +191,28 @@ def select_quantized(device: torch.device, dtype: torch.dtype, requested: str) -
     return made
 
 
-def beside_stored(device: torch.device) -> PairFactory | None:
-    """How a model holds what is no integer if its checkpoint's integers are multiplied as they are stored. None: not
-    here; the kernels are missing, or slower than products of floats."""
+def fast_pairs(device: torch.device) -> PairFactory | None:
+    """Our products of bfloat16, if they are right here and not slower than torch's of float32."""
     if device.type != "cpu":
         return None
     try:
         made = PairFactory()
         _agreeing(made, torch.bfloat16)
-        for kind in (ByteFactory, NibbleFactory):
-            _agreeing(kind(), torch.bfloat16, 0.02)
     except (OSError, Unsuited):
         return None
     return None if made.isa == ISAS[4] else made
+
+
+def beside_stored(device: torch.device) -> PairFactory | None:
+    """How a model holds what is no integer if its checkpoint's integers are multiplied as they are stored. None: not
+    here; the kernels are missing, or slower than products of floats."""
+    try:
+        if made := fast_pairs(device):
+            for kind in (ByteFactory, NibbleFactory):
+                _agreeing(kind(), torch.bfloat16, 0.02)
+    except Unsuited:
+        return None
+    return made
 
 
 def _agreeing(factory: LinearFactory, dtype: torch.dtype, tolerance: float | None = None) -> LinearFactory:

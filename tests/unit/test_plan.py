@@ -129,13 +129,23 @@ def test_a_product_says_what_it_will_hold(make, dtype):
         assert factory.nbytes(n, k, dtype, bias=True) == found, (n, k)
 
 
-def test_quantized_weights_of_a_bfloat16_checkpoint_are_served_in_bfloat16(folder, monkeypatch):
-    """On a CPU that does not multiply bfloat16 too: nothing else multiplies bytes."""
+def test_on_a_cpu_that_does_not_multiply_bfloat16_our_kernels_do(folder, monkeypatch):
+    """In vectors, or in portable C if the weights are quantized: nothing else multiplies bytes."""
     made(ByteFactory)
     monkeypatch.setattr(cpu, "bfloat16", lambda: None)
-    plain, rounded = (choose(ModelSettings(str(folder), device="cpu", quantize=each)) for each in ("none", "int8"))
-    assert (plain.facts.dtype, rounded.facts.dtype) == (torch.float32, torch.bfloat16)
-    assert "quantized weights" in dict(rounded.reasons)["dtype=bfloat16"]
+
+    def dtypes():
+        plain, rounded = (choose(ModelSettings(str(folder), device="cpu", quantize=each)) for each in ("none", "int8"))
+        through = choose(ModelSettings(str(folder), device="cpu", model_backend="hf"))
+        return plain, rounded, through
+
+    monkeypatch.setenv("FERRUM_ISA", "portable")
+    assert [each.facts.dtype for each in dtypes()] == [torch.float32, torch.bfloat16, torch.float32]
+    assert "quantized weights" in dict(dtypes()[1].reasons)["dtype=bfloat16"]
+    monkeypatch.setenv("FERRUM_ISA", "avx2")
+    if made(PairFactory).isa == "AVX2":
+        assert [each.facts.dtype for each in dtypes()] == [torch.bfloat16, torch.bfloat16, torch.float32]
+        assert "our kernels multiply it in AVX2" in dict(dtypes()[0].reasons)["dtype=bfloat16"]
     with pytest.raises(InvalidRequest, match="add --dtype bfloat16"):
         choose(ModelSettings(str(folder), device="cpu", quantize="int8", dtype="float32"))
 

@@ -20,8 +20,10 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.assembly.loading import choose_dtype, load_model, read_spec
 from ferrum_rpc.errors import InvalidRequest, NotSupported
+from ferrum_rpc.models.native_linear import PairFactory
 from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.support.checkpoints import configure, loading_peaks, make_checkpoint, rewrite
+from tests.support.harness import made_or_skip
 
 CPU = torch.device("cpu")
 INDEX = "model.safetensors.index.json"
@@ -490,5 +492,8 @@ def test_a_requested_dtype_is_taken_and_automatic_ones_have_reasons(monkeypatch)
     assert chosen == (torch.bfloat16, "the checkpoint is bfloat16 and the CPU has amx_bf16")
     monkeypatch.setattr("ferrum_rpc.native.cpu.bfloat16", lambda: None)
     assert choose_dtype("auto", torch.bfloat16, CPU)[0] == torch.float32
+    ours = made_or_skip(PairFactory)
+    chosen = choose_dtype("auto", torch.bfloat16, CPU, ours)
+    assert chosen == (torch.bfloat16, f"the checkpoint is bfloat16 and our kernels multiply it in {ours.isa}")
     with pytest.raises(InvalidRequest, match="int4"):
         choose_dtype("int4", torch.float32, CPU)

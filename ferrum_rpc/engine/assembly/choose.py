@@ -39,7 +39,7 @@ from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.hf.describe import HfSpec
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.layout import Held
-from ferrum_rpc.models.linear import LinearFactory, beside_stored, select_linear, select_quantized
+from ferrum_rpc.models.linear import LinearFactory, beside_stored, fast_pairs, select_linear, select_quantized
 from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
@@ -281,7 +281,8 @@ def _choose_dtype(
     if beyond := [str(each) for each in spec.eos_token_ids if each >= spec.vocab_size]:
         named = ",".join(beyond[:8])
         reasons.append((f"eos_token_id={named}", f"not among the model's {spec.vocab_size} tokens: no text ends there"))
-    dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
+    ours = None if isinstance(spec, HfSpec) else fast_pairs(device)
+    dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device, ours)
     if quantize == AS_STORED and dtype != torch.bfloat16:
         dtype, reason = torch.bfloat16, "rows meet integers in it; --dtype float32 expands them"
     on_request = quantize != QUANTIZE_NONE and device.type == "cpu"
