@@ -32,10 +32,11 @@ Facts = dict[str, Any]
 
 
 def hardware() -> Facts:
-    """The machine that this runs on. ``huge_pages`` is the kernel's policy for transparent ones: it moves memory-bound
-    steps by 10 %."""
-    fields = _cpu_fields()
-    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    """The machine that this runs on, without what `FERRUM_ISA` hides. ``huge_pages`` is the kernel's policy for
+    transparent ones: it moves memory-bound steps by 10 %."""
+    from ferrum_rpc.native import cpu  # here, because peers import this module without torch
+
+    fields, flags = _cpu_fields(), cpu.flags()
     return {
         "cpu": fields.get("model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

@@ -24,10 +24,14 @@ from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
 from benchmarks.machine import ROOT
 from benchmarks.record import Benchmark, Contest, Option, Record
 from benchmarks.suite import EAGER
+from ferrum_rpc.usage import masked_isa
 
 SPINS: Final = {"GOMP_SPINCOUNT": "300000"}
 """llama.cpp meets at an OpenMP barrier after every operation, a thousand times a step: it gets libgomp's own default,
 spelled out (the number is libgomp's), or each barrier would put its threads to sleep."""
+
+LLAMA_CPP: Final = "llama_cpp_avx2" if masked_isa() == "avx2" else "llama_cpp"
+"""Its environment: it is built for instruction sets, and gets no better ones than ours under `FERRUM_ISA`."""
 
 VLLM: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -42,9 +46,9 @@ PEERS: Final = (
     EAGER,
     PeerKind("transformers static, compiled", "hf", {"cache": "static"}),
     PeerKind("transformers continuous batching", "hf", {"cache": "paged"}),
-    PeerKind("llama.cpp bf16", "llama_cpp_peer", {"type": "bf16"}, "llama_cpp", SPINS),
-    PeerKind("llama.cpp Q8_0", "llama_cpp_peer", {"type": "q8_0"}, "llama_cpp", SPINS, INT8),
-    PeerKind("llama.cpp Q4_K_M", "llama_cpp_peer", {"type": "q4_k_m"}, "llama_cpp", SPINS, INT4),
+    PeerKind("llama.cpp bf16", "llama_cpp_peer", {"type": "bf16"}, LLAMA_CPP, SPINS),
+    PeerKind("llama.cpp Q8_0", "llama_cpp_peer", {"type": "q8_0"}, LLAMA_CPP, SPINS, INT8),
+    PeerKind("llama.cpp Q4_K_M", "llama_cpp_peer", {"type": "q4_k_m"}, LLAMA_CPP, SPINS, INT4),
     PeerKind("vLLM CPU bf16", "vllm_peer", {}, "vllm", VLLM),
     PeerKind("OpenVINO GenAI bf16", "openvino_peer", {"weights": "bf16"}, "openvino"),
     PeerKind("OpenVINO GenAI int8", "openvino_peer", {"weights": "int8"}, "openvino", rival=INT8),
