@@ -203,7 +203,7 @@ def run_in(isa, folder):
 def test_a_model_on_a_machine_with_avx2_is_near_the_one_in_avx512_and_promises_as_much(tmp_path, monkeypatch):
     """Products of bytes or nibbles of the same row are equal to the last bit. What differs is the order in which norms
     and attention sum over lanes, the weights of long spans, which AVX2 does not round, and what three layers in
-    bfloat16 make of it: 1.5 % here."""
+    bfloat16 make of it: 1.9 % here."""
     monkeypatch.setenv(ISA_VARIABLE, "avx512")
     best, lesser = run_by_every_factory(), run_in("avx2", tmp_path)
     assert best.keys() == lesser.keys() == {"ByteFactory", "NibbleFactory", "PairFactory"}
