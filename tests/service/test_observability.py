@@ -329,8 +329,8 @@ async def test_an_operator_sees_what_callers_hold_and_which_calls_were_slow() ->
         held = {each.identity: (each.sequences, each.blocks, each.items) for each in found.callers}
         assert held == {"alice": (2, 6, 0), "bob": (2, 6, 0)}
         slow = [(each.method.rpartition("/")[2], each.identity, each.code) for each in found.slowest_calls]
-        assert sorted(slow[:2]) == [("BatchPrefill", name, "OK") for name in ("alice", "bob")]
-        assert ("Prefill", "bob", "INVALID_ARGUMENT") in slow
+        batches = {("BatchPrefill", name, "OK") for name in ("alice", "bob")}
+        assert batches | {("Prefill", "bob", "INVALID_ARGUMENT")} <= {*slow}  # in which order, the machine decides
         times = [each.elapsed.ToNanoseconds() for each in found.slowest_calls]
         assert times == sorted(times, reverse=True) and times[-1] > 0
         request = executor_control_pb2.GetActivityRequest()
