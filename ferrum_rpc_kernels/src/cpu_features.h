@@ -43,9 +43,9 @@ static inline int feature_visible(const char *feature)
     return !strcmp(isa, "avx512") || strncmp(feature, "avx512", 6);
 }
 
-/* Whether the instruction of AVX-512 BF16 is faster than two of float32. Not on Intel's CPUs, which begin one in two cycles and
- * four of those: products of 8, 32 and 128 rows take 0.71, 0.65 and 0.61 of the time by floats (a Xeon of family 6, model
- * 207). FERRUM_ISA=avx512 uses it on these too. */
+/* Whether the instruction of AVX-512 BF16 is faster than two multiply-adds of float32. Not on Intel's CPUs, which begin one in
+ * two cycles, and four multiply-adds meanwhile: products of 8, 32 and 128 rows take 0.71, 0.65 and 0.61 of the time by floats
+ * (a Xeon of family 6, model 207). FERRUM_ISA=avx512 uses the instruction there too. */
 static inline int pairs_preferred(void)
 {
     const char *isa = getenv("FERRUM_ISA");
