@@ -24,17 +24,20 @@ Qwen3.5-0.8B in bfloat16, where k and v in float32 take 16 kB more.
 The rule is that of Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), the chunked form that of Yang et al. 2024
 (arXiv:2406.06484), both with the conventions of transformers. A state with a ring of the inputs since, in which a
 rollback moves a cursor, is the idea of ReplaySSM (Dao AI Lab 2026, vLLM #48018 and #49887), there for rejected drafts.
-Nothing serves such models yet: docs/models.md has the design, its figures and the alternatives.
+No runner serves such models yet: docs/models.md has the design, its figures and the alternatives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ferrum_rpc.core import RecurrentShape
 
 STEP_TOKENS: Final = 32
 """The most tokens of a step in the token-by-token form, and so of a truncation that costs nothing."""
@@ -44,23 +47,6 @@ CHUNK_TOKENS: Final = 64
 
 EPSILON: Final = 1e-6
 """Added to the squared length of q and k, as in transformers."""
-
-
-@dataclass(frozen=True)
-class RecurrentShape:
-    """Heads of a recurrent layer. Each key head belongs to ``value_heads // key_heads`` value heads in a row."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int = 4
-    """Inputs that a row of the convolution reads, its own and those before."""
-
-    @property
-    def channels(self) -> int:
-        """Width of the convolution: q and k of the key heads, then v of the value heads."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 class RecurrentInputs(NamedTuple):
@@ -357,3 +343,37 @@ def rows_needed(shape: RecurrentShape, last: int, new: int) -> int:
     """Rows of a journal for a step of ``new`` tokens behind a committed one of ``last``: a row for each, and the inputs
     of the convolution before them."""
     return shape.taps - 1 + last + new
+
+
+class RecurrentStep:
+    """The recurrence of a step over several sequences: each has a slot, and the next of the step's packed rows.
+
+    A span of at most `STEP_TOKENS` tokens is computed token by token, a longer one in the chunked form. Call `recur`
+    once for each recurrent layer, then `commit`. A step that is not committed changes nothing that a caller can see.
+    """
+
+    def __init__(self, slots: Sequence[RecurrentSlot], counts: Sequence[int]) -> None:
+        """``counts``: the tokens of each sequence, at least one. A slot that gets more than `STEP_TOKENS` is left as it
+        is, for truncations into the chunk, and another one takes its place."""
+        self._spans = [
+            (slot, slot.after_chunk(count) if count > STEP_TOKENS else slot, count)
+            for slot, count in zip(slots, counts, strict=True)
+        ]
+
+    def recur(self, layer: int, weight: Tensor, channels: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        """Rows [T, value_heads, value_dim] of the ``layer``-th recurrent layer of `RecurrentInputs` of T packed rows;
+        ``weight`` [channels, taps]. Raises ValueError as `RecurrentSlot.step` does."""
+        counts = [count for *_, count in self._spans]
+        parts = [torch.split(each, counts) for each in (channels, log_decay, beta)]
+        found = []
+        for (slot, into, _), *inputs in zip(self._spans, *parts, strict=True):
+            span = RecurrentInputs(*inputs)
+            found.append(slot.step(layer, weight, span) if into is slot else slot.chunk(layer, weight, span, into))
+        return torch.cat(found)
+
+    def commit(self) -> list[RecurrentSlot]:
+        """Make the tokens part of their sequences; returns the slots that these have from now on."""
+        for slot, into, count in self._spans:
+            if into is slot:
+                slot.commit(count)
+        return [into for _, into, _ in self._spans]

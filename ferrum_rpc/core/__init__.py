@@ -24,6 +24,7 @@ from ferrum_rpc.core.info import (
     ModelInfo,
     Pressure,
     RankState,
+    RecurrentShape,
 )
 from ferrum_rpc.core.items import ANYBODY, Caller, CreateOptions, Follow, HandleRef, ItemAnswer, ItemOutcome, WorkItem
 from ferrum_rpc.core.outputs import (
@@ -98,6 +99,7 @@ __all__ = [
     "PrefixUse",
     "Pressure",
     "RankState",
+    "RecurrentShape",
     "RowBlock",
     "RowDType",
     "RowKind",

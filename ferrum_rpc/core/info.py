@@ -22,6 +22,24 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentShape:
+    """Heads of a recurrent layer (Gated DeltaNet). Each key head belongs to ``value_heads // key_heads`` value heads in
+    a row."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    """Inputs that a row of the convolution reads, its own and those before."""
+
+    @property
+    def channels(self) -> int:
+        """Width of the convolution: q and k of the key heads, then v of the value heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Properties of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers, and is known once there is a
     cache. ``folder``: its path on the executor's machine; empty for a built-in model. ``fingerprint``: 32 bytes; models

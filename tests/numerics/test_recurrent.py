@@ -28,8 +28,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from ferrum_rpc.attention.recurrent import (
     STEP_TOKENS,
     RecurrentInputs,
-    RecurrentShape,
     RecurrentSlot,
+    RecurrentStep,
     SlotImage,
     convolve,
     delta_chunks,
@@ -38,6 +38,9 @@ from ferrum_rpc.attention.recurrent import (
     rows_needed,
     split_heads,
 )
+from ferrum_rpc.core import RecurrentShape
+from tests.support.harness import TorchInDouble
+from tests.support.poison import fill_journal
 
 MODELING = {"qwen3_next": modeling_qwen3_next, "qwen3_5": modeling_qwen3_5}
 SHAPE = RecurrentShape(key_heads=2, value_heads=4, key_dim=8, value_dim=4)
@@ -50,15 +53,6 @@ def random(*shape, seed=0, dtype=torch.float32):
 
 
 # --- against transformers, in float64 ---------------------------------------------------------------------------------
-
-
-class TorchInDouble:
-    """torch, for a module that asks it for float32."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
 
 
 @pytest.fixture(params=MODELING)
@@ -329,16 +323,6 @@ class PlainLoop:
         return delta_chunks(state, heads, *inputs[1:]), state
 
 
-def poison(slot):
-    """Fill the rows of the journal that no token of the sequence needs with NaN, in each layer."""
-    for layer, folded in enumerate(slot.folded):
-        needed = {position % slot.rows for position in range(folded - SHAPE.taps + 1, slot.length)}
-        others = [row for row in range(slot.rows) if row not in needed]
-        slot.channels[layer, others] = float("nan")
-        slot.gates[layer, [row for row in range(slot.rows) if row not in needed]] = float("nan")
-    return slot
-
-
 def carried(slot, rows):
     """``slot`` as an executor that imports it gets it: from bytes."""
 
@@ -527,7 +511,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def poison(self, data):
-        poison(self.life(data).slot)
+        fill_journal(self.life(data).slot)
 
     def teardown(self):
         for life in getattr(self, "lives", ()):
@@ -560,7 +544,7 @@ def after_two_steps(stack):
     for tokens in (BEGUN, LAST):
         stack.step(slot, tokens)
         slot.commit(len(tokens))
-    return poison(slot)
+    return fill_journal(slot)
 
 
 def test_whatever_operation_fails_every_truncation_within_the_last_step_is_still_free():
@@ -598,6 +582,40 @@ def test_a_chunk_is_close_to_the_steps_of_its_tokens_and_not_the_same():
     assert close(found, wanted, 1e-5) and not torch.equal(found, wanted)
 
 
+def inputs_of(stack, count):
+    tokens = tuple(place * place % VOCABULARY for place in range(count))
+    return stack.inputs(0, stack.embedded(tokens))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)], ids=str)
+def test_a_step_of_several_sequences_gives_each_the_rows_of_a_step_of_its_own(order):
+    """A prompt, a decode, drafts, and the longest step of a sequence that begins."""
+    stack, counts, begun = Stack(1), [70, 1, 5, 32], [LAST, LAST, (), ()]
+    weight, slots, wanted, after = stack.weights[0], [], [], []
+    for index in order:
+        own, shared = (stack.slot(rows_needed(SHAPE, 5, 32)) for _ in range(2))
+        for slot in (own, shared):
+            if begun[index]:
+                stack.step(slot, begun[index])
+                slot.commit(len(begun[index]))
+        slots.append(shared)
+        inputs, later = inputs_of(stack, counts[index]), own
+        if counts[index] > STEP_TOKENS:
+            later = own.after_chunk(counts[index])
+            wanted.append(own.chunk(0, weight, inputs, later))
+        else:
+            wanted.append(own.step(0, weight, inputs))
+            later.commit(counts[index])
+        after.append(later)
+    packed = [torch.cat(each) for each in zip(*(inputs_of(stack, counts[index]) for index in order), strict=True)]
+    step = RecurrentStep(slots, [counts[index] for index in order])
+    assert torch.equal(step.recur(0, weight, *packed), torch.cat(wanted))
+    assert [slot.length for slot in slots] == [len(begun[index]) for index in order]
+    taken = step.commit()
+    assert [everything(slot) for slot in taken] == [everything(slot) for slot in after]
+    assert [old is new for old, new in zip(slots, taken, strict=True)] == [counts[index] <= 32 for index in order]
+
+
 def test_a_truncation_computes_nothing():
     slot = after_two_steps(Stack(2))
     for length in (4, 2):
@@ -623,7 +641,7 @@ def test_a_sequence_can_be_cut_to_nothing_and_begin_again():
     stack.step(slot, LAST)
     slot.commit(3)
     slot.truncate(0)
-    assert torch.equal(stack.step(poison(slot), BEGUN), PlainLoop(stack).rows(BEGUN, 2))
+    assert torch.equal(stack.step(fill_journal(slot), BEGUN), PlainLoop(stack).rows(BEGUN, 2))
 
 
 def test_a_sequence_that_decodes_holds_less_than_a_tenth_more_than_its_states():
@@ -647,7 +665,7 @@ def test_five_rows_are_enough_to_decode():
         rows = stack.step(slot, (token % VOCABULARY,))
         slot.commit(1)
         assert torch.equal(rows, plain.rows(tuple(each % VOCABULARY for each in range(token + 1)), 1))
-        poison(slot)
+        fill_journal(slot)
 
 
 def everything(slot):

@@ -74,6 +74,15 @@ def native_or_skip(reference: Any, dtype: torch.dtype, linear: str) -> Decoder:
     return native(reference, dtype, linear)
 
 
+class TorchInDouble:
+    """torch, for a module that asks it for float32."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 def reference_logits(reference: Any, tokens: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """float64 [T, vocab] of the transformers model computed in ``dtype``, its rotary frequencies kept in float32."""
     original = next(reference.parameters()).dtype

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ferrum_rpc.attention.recurrent import RecurrentSlot
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.kv.store import KvStore
 from tests.support.kv_world import owned_slots
@@ -22,6 +23,16 @@ def fill_slots(store: KvStore, slots: Tensor, value: float = NAN) -> None:
         filled = -1 if each.itemsize == 1 and math.isnan(value) else value
         rows = each.view(torch.int8) if each.itemsize == 1 else each
         rows.index_fill_(2, indices.to(each.device), filled)
+
+
+def fill_journal(slot: RecurrentSlot, value: float = NAN) -> RecurrentSlot:
+    """``slot``, the rows of whose journal that no token of the sequence needs are set to ``value``, in each layer."""
+    for layer, folded in enumerate(slot.folded):
+        needed = {position % slot.rows for position in range(folded - slot.shape.taps + 1, slot.length)}
+        others = [row for row in range(slot.rows) if row not in needed]
+        slot.channels[layer, others] = value
+        slot.gates[layer, others] = value
+    return slot
 
 
 def poison(runner: TorchRunner) -> int:
