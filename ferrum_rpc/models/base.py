@@ -3,6 +3,7 @@ transformers.
 
 A model turns a step's `StepInputs` into hidden rows, and hidden rows into logits. It calls ``attend`` once per layer,
 in order, with that layer's query, key and value. Where K and V are kept and what a row sees of them is not known here.
+Of a layer that keeps a state instead, it calls ``recur``. Both count the layers of their kind alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ferrum_rpc.core import AttentionSpec, ModelInfo
+from ferrum_rpc.core import AttentionSpec, ModelInfo, RecurrentShape
 from ferrum_rpc.native import library
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, query [T, heads, head_dim], key [T, kv_heads, head_dim], value [T, kv_heads, head_dim])`` stores K
 and V of the step's tokens and returns the attention output [T, heads, head_dim]. All in the model's dtype."""
+
+
+Recur = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""``recur(layer, weight [channels, taps], channels [T, channels], log_decay [T, value_heads], beta [T, value_heads])``
+advances the states of the step's sequences by its tokens and returns what these read of them [T, value_heads,
+value_dim]. ``channels`` and the result are in the model's dtype, the others in float32 or wider."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +84,7 @@ class Model(Protocol):
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """One per layer."""
+        """One per layer with attention."""
 
     @property
     def sinks(self) -> Sequence[Tensor | None]:
@@ -107,6 +114,17 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits float32 [R, vocab] of hidden rows [R, hidden]; where ranks share the head, those of its own tokens, as
         `argmax` is that of these."""
+
+
+class RecurrentModel(Model, Protocol):
+    """A model that may have recurrent layers."""
+
+    @property
+    def recurrent_shapes(self) -> tuple[RecurrentShape, ...]:
+        """One per recurrent layer, all the same."""
+
+    def forward(self, inputs: StepInputs, attend: Attend, recur: Recur | None = None) -> Tensor:
+        """``recur`` must be given if there are recurrent layers."""
 
 
 class NativeModel(Model, Protocol):

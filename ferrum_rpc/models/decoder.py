@@ -3,13 +3,14 @@
 Parameters are plain tensors, fused where the checkpoint has several (q, k, v; gate, up), and filled by `load` one
 checkpoint tensor at a time, so that shards stream and memory peaks near one copy of the weights. `fused_ops` computes
 what is between the products; `layers` uses both. The decoder does not know sequences, blocks or which rows are sampled:
-attention is a callback.
+attention and recurrence are callbacks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -18,11 +19,11 @@ from torch import Tensor
 from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.distributed.group import Group
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.models.base import Attend, StepInputs
+from ferrum_rpc.models.base import Attend, Recur, StepInputs
 from ferrum_rpc.models.finite import is_finite
 from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
-from ferrum_rpc.models.layers import Layer, NativeLayers, PlainLayers, assemble
+from ferrum_rpc.models.layers import Layer, MixedLayers, NativeLayers, PlainLayers, assemble
 from ferrum_rpc.models.layout import (
     EMBEDDED,
     LAYERS,
@@ -38,6 +39,7 @@ from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.lora_choice import select_loras
 from ferrum_rpc.models.native_linear import NativeLinear, PanelFactory, StoredFactory
 from ferrum_rpc.models.parts.layer import LayerSpec
+from ferrum_rpc.models.recurrent_rows import RecurrentWeights
 from ferrum_rpc.models.rotary import Rotary
 from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
@@ -76,8 +78,8 @@ class Loaded:
 
 
 class Decoder:
-    """A `Model`. ``linear`` says how weight matrices are held (see `models.linear`), ``head`` how that of the head is
-    (None: as the others), ``ops`` computes what lies between the products (default: the best of this machine),
+    """A `RecurrentModel`. ``linear`` says how weight matrices are held (see `models.linear`), ``head`` how that of the
+    head is (None: as the others), ``ops`` computes what lies between the products (default: the best of this machine),
     ``parallel`` which part of the model ``spec`` it is. ``held``: the matrices that stay as they are stored
     (`layout.held_parts`), and ``linear`` is then a `PanelFactory`.
 
@@ -106,11 +108,12 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.attention_specs = spec.attention_specs
+        self.recurrent_shapes = spec.recurrent_shapes
         self._shard = shard
         self._group, self._pipe = parallel.group, parallel.pipe
         self._first_token = shard.tokens(self.whole.vocab_size)[0]
         self._fp32 = torch.promote_types(dtype, torch.float32)
-        self._rotary = Rotary(spec.ropes, spec.layers[0].mixer.head_dim, device)
+        self._rotary = Rotary(spec.ropes, spec.attention.head_dim, device)
         scale = spec.scales.embedding
         self._embedding_scale = float(torch.tensor(scale).to(dtype)) if spec.scales.rounded else scale
         self._ops = select_fused_ops(spec, dtype, device)[1] if ops is None else ops
@@ -166,7 +169,7 @@ class Decoder:
     def _fill(self, name: str, placement: TensorPlacement, tensor: Tensor) -> None:
         key = placement.parameter
         if key not in self._parameters:
-            dtype = self._fp32 if placement.norm else self.dtype  # a norm's weights are too few to be worth rounding
+            dtype = self._fp32 if placement.fp32 else self.dtype  # such weights are too few to be worth rounding
             self._parameters[key] = torch.empty(self._shapes[key], dtype=dtype, device=self.device)
         rows = self._parameters[key][placement.first : placement.first + placement.rows]
         rows.copy_(placement.of(tensor))
@@ -240,7 +243,9 @@ class Decoder:
             prefix = f"layers.{index}."
             products = tuple(linears[prefix + matrix.role] for matrix in spec.matrices())
             norms = {norm.role: parameters[prefix + norm.role] for norm in spec.norms()}
-            layers.append(Layer(spec, made[spec], products, slot, **norms))
+            floats = {each.role: parameters[prefix + each.role] for each in spec.floats()}
+            recurrent = RecurrentWeights(**floats) if floats else None
+            layers.append(Layer(spec, made[spec], products, slot, recurrent=recurrent, **norms))
             slot += len(products)
         assembled = assemble(layers, self._group)
         return Loaded(self._embedding, assembled, parameters.get("norm"), linears.get("head"))
@@ -253,10 +258,13 @@ class Decoder:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def forward(self, inputs: StepInputs, attend: Attend | library.AttentionStep) -> Tensor:
+    def forward(self, inputs: StepInputs, attend: Attend | library.AttentionStep, recur: Recur | None = None) -> Tensor:
         loaded = self._require()
         hidden = self._enter(loaded, inputs)
-        delta = loaded.layers.forward(hidden, *self._rotary(inputs.positions), attend, inputs.adapters)
+        layers = loaded.layers
+        run = partial(layers.forward, recur=recur) if isinstance(layers, MixedLayers) else layers.forward
+        # the rotations are no variables, for they must not live longer than the layers need them
+        delta = run(hidden, *self._rotary(inputs.positions), attend, inputs.adapters)
         return self._leave(loaded, hidden, delta)
 
     @property

@@ -39,7 +39,8 @@ class Rotation:
     """How heads are rotated. ``theta``: the default of ``rope_theta``. ``partial``: the default of
     ``partial_rotary_factor``; None: whole heads are rotated. ``pairs``: neighbouring channels are a pair, not channels
     i and i + half. ``longrope``: that scaling (and no other) is supported, with ``original`` as the context before it.
-    ``local``: the base of layers with a window, if they have their own rotation."""
+    ``local``: the base of layers with a window, if they have their own rotation. ``irrelevant``: keys of its section
+    that change nothing."""
 
     theta: float = 10_000.0
     partial: float | None = None
@@ -47,6 +48,7 @@ class Rotation:
     longrope: bool = False
     original: int | None = None
     local: float | None = None
+    irrelevant: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class Family:
     - ``activation``: as ``eps``; ``gelu_is_tanh``: its ``gelu`` means the tanh form. ``gated``: the MLP has a gate.
       ``parallel``: attention and MLP read the same row.
     - ``no_rope``: layers without a rotation: those of ``no_rope_layers``, or those without a window.
+    - ``recurrent``: layers of ``layer_types`` "linear_attention" (without a list, all but every n-th) are Gated
+      DeltaNet, and the output of attention has a gate.
     - ``multipliers``: the four of Granite. ``scaled_embedding``: by the root of the hidden size. ``query_scalar``,
       ``logit_scale``: the defaults of ``query_pre_attn_scalar`` and ``logit_scale``; None: the family has no such
       field. ``softcaps``: the fields of soft caps with their defaults.
@@ -98,6 +102,7 @@ class Family:
     parallel: bool = False
     gated: bool = True
     no_rope: Literal["listed", "windowless"] | None = None
+    recurrent: bool = False
     multipliers: bool = False
     scaled_embedding: bool = False
     query_scalar: float | None = None
@@ -255,6 +260,22 @@ FAMILIES: Final[dict[str, Family]] = {
             "use_gated_activation": (True,),
             "use_parallel_block": (True,),
             "use_qk_norm": (False,),
+        },
+    ),
+    "Qwen3_5ForCausalLM": Family(
+        ("qwen3_5_text",),
+        rotation=Rotation(partial=0.25, irrelevant=frozenset(("mrope_section", "mrope_interleaved"))),
+        kv_heads=4,
+        head_dim=256,
+        norm=Norm(offset=True),
+        qk_norm="head",
+        recurrent=True,
+        irrelevant=frozenset(("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")),
+        neutral={
+            "attn_output_gate": (True,),
+            "output_gate_type": ("swish",),
+            "mamba_ssm_dtype": ("float32",),
+            "mlp_only_layers": ([],),
         },
     ),
 }

@@ -14,12 +14,14 @@ from typing import Final
 
 import torch
 
+from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.models.fused_ops import FusedOps, NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.layout import EMBEDDED, HEAD, LAYERS, Held, HeldPart
 from ferrum_rpc.models.linear import LinearFactory
 from ferrum_rpc.models.native_linear import PanelFactory, QuantizedFactory, StoredFactory
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
+from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
 
@@ -62,6 +64,7 @@ def weight_bytes(build: DecoderBuild) -> int:
         for each in layer.matrices():
             held = build.held.get(f"{LAYERS}{index}.{each.role}.weight")
             total += _matrix_bytes(held, each.shape, linear, dtype, bias=each.bias)
+        total += sum(each.size for each in layer.floats()) * max(4, dtype.itemsize)
     table, tied = (spec.vocab_size, spec.hidden_size), spec.tied_embeddings and shard.last
     in_panels = tied and isinstance(build.head, PanelFactory)  # then the head is the embedding too
     if EMBEDDED in build.held:
@@ -92,12 +95,16 @@ def _matrix_bytes(
 
 def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int | None) -> int:
     """Bytes of a step of ``tokens`` tokens that wants float32 logits of ``rows`` of them; ``attending``: what attention
-    takes of a layer while it computes, besides its answer; None: it can run in one call with the layers."""
+    takes of a layer while it computes, besides its answer; None: it can run in one call with the layers. Raises
+    NotSupported for a model with recurrent layers, whose step is not counted yet."""
+    if build.spec.recurrent_shapes:
+        raise NotSupported(f"{build.spec.architecture}: a step of recurrent layers is not counted yet", field="model")
     spec, size = build.spec, build.dtype.itemsize
     layers = dict.fromkeys(spec.layers)
     native = build.packed and isinstance(build.ops, NativeFusedOps)
     hidden = spec.hidden_size
-    angles = max(4 * (each.mixer.rotary_dim + each.mixer.rotary_dim // 2) for each in layers) * len(spec.ropes)
+    rotary_dim = spec.attention.rotary_dim
+    angles = 4 * (rotary_dim + rotary_dim // 2) * len(spec.ropes)
     kept, held, moments, buffers = 0, 2 * hidden * size, [0], 0  # held: hidden, delta
     if isinstance(build.linear, PanelFactory):
         width = _grown(*(matrix.columns.size for layer in layers for matrix in layer.matrices()))
@@ -121,7 +128,9 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
         held += max(attended for _, _, attended, _, _ in widths) * size  # of the layer before
     for layer, qkv, attended, up, gated in () if native else widths:
         moments.append(tokens * (qkv + attended) * size + (attending or 0))
-        rotating = _rotating_in_torch(layer.mixer, size) if isinstance(build.ops, TorchFusedOps) else 0
+        rotating = 0
+        if isinstance(layer.mixer, Attention) and isinstance(build.ops, TorchFusedOps):
+            rotating = _rotating_in_torch(layer.mixer, size)
         moments.append(tokens * ((hidden + qkv) * size + max(rotating, qkv * passing)))  # normed, qkv
         normed = hidden if layer.norm_names.before_mlp or layer.parallel else 0
         moments.append(tokens * ((normed + up) * size + max(gated * size, up * passing)))
@@ -145,7 +154,7 @@ def _holds_unstored(build: DecoderBuild) -> bool:
     )
 
 
-def _widths(part: Attention | Dense) -> tuple[int, int]:
+def _widths(part: Attention | Recurrent | Dense) -> tuple[int, int]:
     """Of the rows that its first product makes, and of those that its last one reads."""
     first, *_, last = part.matrices()
     return first.shape[0], last.shape[1]

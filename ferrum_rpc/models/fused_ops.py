@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.layer import LayerSpec
+from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.rotary import rotate
 from ferrum_rpc.native import library
 
@@ -62,7 +63,8 @@ class FusedOps(Protocol):
     def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Heads:
         """Query [T, heads, head_dim], key and value [T, kv_heads, head_dim] of ``qkv`` [T, all heads side by side],
         which they may overwrite: query and key normed by ``norm`` ([heads + kv_heads, head_dim], or None), each head or
-        the whole query and the whole key, and rotated by one rotation's ``cos`` and ``sin`` of `Rotary`, or not."""
+        the whole query and the whole key, and rotated by one rotation's ``cos`` and ``sin`` of `Rotary`, or not. For
+        layers with attention."""
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """activation(gate) * up [T, n] of ``gate_up`` [T, 2n]; of an MLP without a gate activation(up), of [T, n]."""
@@ -83,6 +85,13 @@ def split_heads(qkv: Tensor, mixer: Attention) -> Heads:
     heads = (mixer.heads, mixer.kv_heads, mixer.kv_heads)
     query, key, value = qkv.view(len(qkv), sum(heads), mixer.head_dim).split_with_sizes(heads, 1)
     return query, key, value
+
+
+def _heads(mixer: Attention | Recurrent) -> tuple[int, int, int, int, str | None]:
+    """Heads, KV heads, the channels of a head and those rotated, and how heads are normed; zeros without attention."""
+    if isinstance(mixer, Recurrent):
+        return 0, 0, 0, 0, None
+    return mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.rotary_dim, mixer.qk_norm
 
 
 class TorchFusedOps:
@@ -116,6 +125,7 @@ class TorchFusedOps:
 
     def heads(self, qkv: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Heads:
         mixer, eps = self._mixer, self._norm.eps
+        assert isinstance(mixer, Attention)  # noqa: S101 - no other layer has heads
         rotating = mixer.heads + mixer.kv_heads
         heads = qkv.view(len(qkv), rotating + mixer.kv_heads, mixer.head_dim)
         rows = heads[:, :rotating].to(self._fp32)
@@ -144,10 +154,11 @@ class NativeFusedOps:
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, lanes: int | None = None) -> None:
         mixer, mlp, norm = layer.mixer, layer.mlp, layer.norm
+        heads, kv_heads, head_dim, rotary_dim, qk_norm = _heads(mixer)
         self._library = library.load()
         self._mixer, self._gated = mixer, mlp.gated
         self._dtype = dtype
-        widths = math.gcd(mixer.hidden, mlp.inner, mixer.rotary_dim // 2, mixer.head_dim // 2)
+        widths = math.gcd(mixer.hidden, mlp.inner, rotary_dim // 2, head_dim // 2)
         self.lanes = self._library.ferrum_rows_lanes(widths if lanes is None else math.gcd(widths, lanes))
         if not self.lanes or lanes not in (None, self.lanes):
             raise OSError(f"rows of {widths} must be multiples of a vector of this machine")
@@ -156,11 +167,11 @@ class NativeFusedOps:
             norm.bias,
             NATIVE[mlp.activation],
             mlp.gated,
-            mixer.heads,
-            mixer.kv_heads,
-            mixer.head_dim,
-            mixer.rotary_dim,
-            mixer.qk_norm == "row",
+            heads,
+            kv_heads,
+            head_dim,
+            rotary_dim,
+            qk_norm == "row",
             norm.eps,
             layer.residual,
         )
@@ -191,6 +202,7 @@ class NativeFusedOps:
             cos=None if cos is None else cos.data_ptr(),
             sin=None if sin is None else sin.data_ptr(),
         )
+        assert isinstance(self._mixer, Attention)  # noqa: S101 - no other layer has heads
         return split_heads(qkv, self._mixer)
 
     def gate(self, gate_up: Tensor) -> Tensor:

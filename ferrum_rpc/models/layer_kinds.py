@@ -1,4 +1,4 @@
-"""In what the layers of one model differ: their windows, and whether their heads are rotated."""
+"""In what the layers of one model differ: their windows, whether their heads are rotated, and which are recurrent."""
 
 from __future__ import annotations
 
@@ -14,6 +14,21 @@ def read_kinds(config: Fields, family: Family, layers: int) -> tuple[tuple[int |
     if family.no_rope == "windowless":
         no_rope = tuple(window is None for window in windows)
     return windows, no_rope
+
+
+def read_recurrent(config: Fields, layers: int) -> tuple[bool, ...]:
+    """Which layers of a family with recurrent ones are recurrent: those that ``layer_types`` calls linear attention, or
+    where that is absent all but every n-th, n being ``full_attention_interval``."""
+    if config.value("layer_types") is None:
+        interval = config.integer("full_attention_interval", 4)
+        found = tuple(bool((layer + 1) % interval) for layer in range(layers))
+    else:
+        types = _types(config, layers, ("full_attention", "linear_attention"))
+        found = tuple(kind == "linear_attention" for kind in types)
+    if all(found) or not any(found):
+        other = "full" if all(found) else "linear"
+        raise NotSupported(f"layer_types: a model without {other} attention is not supported", field="layer_types")
+    return found
 
 
 def _no_rope(config: Fields, family: Family, layers: int) -> tuple[bool, ...]:
@@ -43,7 +58,7 @@ def _windows(config: Fields, family: Family, layers: int, no_rope: tuple[bool, .
         raise InvalidRequest(f"use_sliding_window {used} contradicts sliding_window", field="use_sliding_window")
     window = window if used else None
     sliding = _usual(config, family, layers, window is not None, no_rope)
-    if config.value("layer_types") is not None:
+    if not family.recurrent and config.value("layer_types") is not None:
         listed = _listed(config, layers)
         if not family.listed and listed != sliding:
             raise NotSupported("layer_types: this architecture has layers of one kind", field="layer_types")
@@ -67,10 +82,15 @@ def _usual(config: Fields, family: Family, layers: int, windows: bool, no_rope: 
 
 
 def _listed(config: Fields, layers: int) -> tuple[bool, ...]:
+    types = _types(config, layers, ("full_attention", "sliding_attention"))
+    return tuple(kind == "sliding_attention" for kind in types)
+
+
+def _types(config: Fields, layers: int, known: tuple[str, str]) -> tuple[str, ...]:
     types = config.texts("layer_types")
     if len(types) != layers:
         raise InvalidRequest(f"layer_types has {len(types)} entries for {layers} layers", field="layer_types")
     for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in known:
             raise NotSupported(f"layer_types: {kind[:80]!r} is not supported", field="layer_types")
-    return tuple(kind == "sliding_attention" for kind in types)
+    return types

@@ -1,8 +1,9 @@
 """Decoder layers with their weights: products and what lies between them.
 
-`PlainLayers` calls each by itself, wherever it runs. `NativeLayers` runs all layers in one call where products and row
-operations are C kernels of ours (``layer.c``): one by one, calls and small tensors take a tenth of a step of the 0.6B
-shape at one row. It calls attention back in every layer, unless that is a C kernel too. Both compute the same bits.
+`PlainLayers` calls each by itself, wherever it runs. `MixedLayers` does so with recurrent layers among them.
+`NativeLayers` runs all layers in one call where products and row operations are C kernels of ours (``layer.c``): one by
+one, calls and small tensors take a tenth of a step of the 0.6B shape at one row. It calls attention back in every
+layer, unless that is a C kernel too. It computes the bits of `PlainLayers`.
 
 Of a model that is cut over ranks, these are a rank's part: some heads, and some of the MLP. Then what attention's and
 the MLP's last products make is summed over the group. Where all heads are normed together, so are their squares; such
@@ -15,17 +16,21 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ferrum_rpc.distributed.group import Group, GroupAborted
-from ferrum_rpc.models.base import Attend, CacheAttend, StepAdapters
+from ferrum_rpc.models.base import Attend, CacheAttend, Recur, StepAdapters
 from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps, StoringOps, split_heads
 from ferrum_rpc.models.linear import Linear
 from ferrum_rpc.models.native_linear import NativeLinear
+from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.layer import LayerSpec
+from ferrum_rpc.models.parts.recurrent import Recurrent
+from ferrum_rpc.models.recurrent_rows import RecurrentWeights, gated, gated_norm, recurrent_rows
 from ferrum_rpc.native import library
 
 Rotate = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Heads]
@@ -35,7 +40,8 @@ Rotate = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Heads]
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     """One layer: ``products`` are those of `LayerSpec.matrices`, the first of which has the ``slot``. Its norms, where
-    there are any, as `FusedOps.add_norm` wants them; ``qk_norm`` as `FusedOps.heads`."""
+    there are any, as `FusedOps.add_norm` wants them; ``qk_norm`` as `FusedOps.heads`. ``recurrent``: what else a
+    recurrent layer has."""
 
     spec: LayerSpec
     ops: FusedOps
@@ -46,10 +52,11 @@ class Layer:
     before_mlp: Tensor | None = None
     after_mlp: Tensor | None = None
     qk_norm: Tensor | None = None
+    recurrent: RecurrentWeights | None = None
 
 
 class PlainLayers:
-    """Any linears and row operations. ``group``: the ranks over which the layers are cut."""
+    """Layers with attention, of any linears and row operations. ``group``: the ranks over which the layers are cut."""
 
     def __init__(self, layers: Sequence[Layer], group: Group | None = None) -> None:
         self._layers, self._group = tuple(layers), group
@@ -85,14 +92,14 @@ class PlainLayers:
         ops, rope, norm = layer.ops, layer.spec.rope, layer.qk_norm
         normed = ops.add_norm(hidden, delta, layer.before_mixer)
         qkv = _product(layer, 0, normed, adapters)
-        if norm is not None and self._group is not None and layer.spec.mixer.qk_norm == "row":
-            _norm_across_ranks(layer.spec, qkv, norm, self._group)
+        if norm is not None and self._group is not None and _attention(layer).qk_norm == "row":
+            _norm_across_ranks(layer, qkv, norm, self._group)
             norm = None
         rotation = (None, None) if rope is None else (cos[rope], sin[rope])
         return rotate(qkv, norm, *rotation)
 
     def _output_and_mlp(self, layer: Layer, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None) -> Tensor:
-        """Add what attention found ([T, heads, head_dim]) to ``hidden``; the MLP's answer, yet to be added."""
+        """Add what the mixer found ([T, heads, head_dim], or flat) to ``hidden``; the MLP's answer, yet to be added."""
         ops, group = layer.ops, self._group
         output = _product(layer, 1, attended.flatten(1), adapters)
         if group is not None:
@@ -137,6 +144,82 @@ class StoringLayers(PlainLayers):
         return delta
 
 
+class MixedLayers(PlainLayers):
+    """Layers with attention, which may be gated, and recurrent ones."""
+
+    def __init__(self, layers: Sequence[Layer], group: Group | None = None) -> None:
+        super().__init__(layers, group)
+        counts = {True: count(), False: count()}
+        self._places = [next(counts[layer.recurrent is None]) for layer in layers]
+        """Of each layer its number among those of its kind, by which ``attend`` and ``recur`` know it."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend | library.AttentionStep,
+        adapters: StepAdapters | None = None,
+        *,
+        recur: Recur | None = None,
+    ) -> Tensor | None:
+        """``recur`` must be given if a layer is recurrent."""
+        assert callable(attend)  # noqa: S101 - only `NativeLayers` take another
+        delta = None
+        for layer, place in zip(self._layers, self._places, strict=True):
+            if layer.recurrent is not None:
+                assert recur is not None  # noqa: S101 - see above
+                mixed = self._recurrent(layer, place, hidden, delta, recur, adapters)
+            elif _attention(layer).gated:
+                mixed = self._gated(layer, place, hidden, delta, cos, sin, attend, adapters)
+            else:
+                mixed = attend(place, *self._heads(layer, layer.ops.heads, hidden, delta, cos, sin, adapters))
+            delta = self._output_and_mlp(layer, hidden, mixed, adapters)
+        return delta
+
+    def _gated(  # noqa: PLR0917 - as `_heads`
+        self,
+        layer: Layer,
+        place: int,
+        hidden: Tensor,
+        delta: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        adapters: StepAdapters | None,
+    ) -> Tensor:
+        """As `_heads`, attended, each head times the sigmoid of the gate beside its query."""
+        mixer = _attention(layer)
+        gates = list[Tensor]()
+
+        def rotate(rows: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None) -> Heads:
+            queries, others = rows.tensor_split([2 * mixer.heads * mixer.head_dim], 1)
+            query, gate = queries.view(len(rows), mixer.heads, 2, mixer.head_dim).unbind(2)
+            gates.append(gate)
+            return layer.ops.heads(torch.cat((query.flatten(1), others), 1), norm, cos, sin)
+
+        attended = attend(place, *self._heads(layer, rotate, hidden, delta, cos, sin, adapters))
+        return gated(attended, *gates)
+
+    @staticmethod
+    def _recurrent(  # noqa: PLR0917 - as `_heads`
+        layer: Layer,
+        place: int,
+        hidden: Tensor,
+        delta: Tensor | None,
+        recur: Recur,
+        adapters: StepAdapters | None,
+    ) -> Tensor:
+        """Add ``delta`` to ``hidden``; what the recurrence finds for the sum, normed and gated [T, value_heads *
+        value_dim]."""
+        mixer, weights = layer.spec.mixer, layer.recurrent
+        assert isinstance(mixer, Recurrent) and weights is not None  # noqa: S101 - the caller knows
+        inputs = _product(layer, 0, layer.ops.add_norm(hidden, delta, layer.before_mixer), adapters)
+        rows = recurrent_rows(inputs, mixer.shape, weights)
+        found = recur(place, weights.taps[:, 0], rows.channels, rows.log_decay, rows.beta)
+        return gated_norm(found, rows.gate, weights, layer.spec.norm.eps)
+
+
 def _product(layer: Layer, index: int, x: Tensor, adapters: StepAdapters | None) -> Tensor:
     y = layer.products[index](x)
     if adapters is not None:
@@ -144,15 +227,21 @@ def _product(layer: Layer, index: int, x: Tensor, adapters: StepAdapters | None)
     return y
 
 
-def _norm_across_ranks(layer: LayerSpec, qkv: Tensor, norm: Tensor, group: Group) -> None:
+def _attention(layer: Layer) -> Attention:
+    mixer = layer.spec.mixer
+    assert isinstance(mixer, Attention)  # noqa: S101 - the caller knows
+    return mixer
+
+
+def _norm_across_ranks(layer: Layer, qkv: Tensor, norm: Tensor, group: Group) -> None:
     """Norm the whole query and the whole key of every row, in place; each rank has as many heads of them, and a head
     that several have counts for each."""
-    mixer = layer.mixer
+    mixer = _attention(layer)
     heads = qkv.view(len(qkv), -1, mixer.head_dim)[:, : mixer.heads + mixer.kv_heads]
     parts = heads.to(norm.dtype).split_with_sizes((mixer.heads, mixer.kv_heads), 1)
     squares = torch.stack([each.square().mean((1, 2)) for each in parts], 1)
     group.all_reduce(squares)
-    scales = squares.div_(group.size).add_(layer.norm.eps).rsqrt_()[:, :, None, None].unbind(1)
+    scales = squares.div_(group.size).add_(layer.spec.norm.eps).rsqrt_()[:, :, None, None].unbind(1)
     heads.copy_(torch.cat([each * scale for each, scale in zip(parts, scales, strict=True)], 1).mul_(norm))
 
 
@@ -216,7 +305,7 @@ class _Callbacks:
     that sums, a function and its context."""
 
     def __init__(self, layers: Sequence[Layer], group: Group | None) -> None:
-        self._mixers = [layer.spec.mixer for layer in layers]
+        self._mixers = [_attention(layer) for layer in layers]
         self._group = group
         self._error: BaseException | None = None
         self.attend: Attend | None = None
@@ -259,12 +348,14 @@ def _bfloat16(address: int, elements: int) -> Tensor:
 
 
 def assemble(layers: Sequence[Layer], group: Group | None = None) -> PlainLayers:
-    """`NativeLayers` if every part is native, `StoringLayers` if all operations can write to the cache. ``group``: the
-    ranks over which the model is cut."""
+    """`MixedLayers` if a layer is recurrent or its attention gated; `NativeLayers` if every part is native,
+    `StoringLayers` if all operations can write to the cache. ``group``: the ranks over which the model is cut."""
+    if any(layer.recurrent is not None or _attention(layer).gated for layer in layers):
+        return MixedLayers(layers, group)
     native = all(
         isinstance(layer.ops, NativeFusedOps)
         and all(isinstance(each, NativeLinear) for each in layer.products)
-        and (group is None or layer.spec.mixer.qk_norm != "row")  # all between products is each rank's own
+        and (group is None or _attention(layer).qk_norm != "row")  # all between products is each rank's own
         for layer in layers
     )
     if native and layers:

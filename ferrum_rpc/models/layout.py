@@ -46,8 +46,9 @@ class Slice(NamedTuple):
 class TensorPlacement:
     """A checkpoint tensor of ``shape`` becomes the rows of ``parameter`` from ``first`` on, which have the shape
     ``local``: what the ``cut`` takes of it, or None, all. Where one row of a norm serves several heads, it becomes
-    each of them. ``unit``: its rows, where a rotation pairs them. ``layer`` and ``slot``: of a layer's matrix, and its
-    place among the matrices of all layers that are here."""
+    each of them. ``unit``: its rows, where a rotation pairs them. ``fp32``: it is held in float32; ``norm``: it is the
+    weights of a norm. ``layer`` and ``slot``: of a layer's matrix, and its place among the matrices of all layers that
+    are here."""
 
     parameter: str
     shape: Shape
@@ -55,6 +56,7 @@ class TensorPlacement:
     local: Shape
     cut: Slice | None = None
     unit: Channels | None = None
+    fp32: bool = False
     norm: bool = False
     adaptable: bool = False
     layer: int = 0
@@ -120,6 +122,10 @@ def layout(spec: ModelSpec, shard: Shard = WHOLE) -> dict[str, TensorPlacement]:
         prefix, checkpoint = f"{LAYERS}{layer}.", f"{spec.roots.body}layers.{source}."
         for norm in spec.layers[source].norms():
             table.update(_norm(norm, prefix, checkpoint, shard))
+        for floats in spec.layers[source].floats():
+            table[checkpoint + floats.name] = TensorPlacement(
+                prefix + floats.role, floats.shape, 0, floats.shape, fp32=True
+            )
         for matrix in spec.layers[source].matrices():
             table.update(_matrix(matrix, prefix, checkpoint, shard, layer, next(slots)))
     return table
@@ -192,7 +198,10 @@ def _norm(norm: NormWeights, prefix: str, checkpoint: str, shard: Shard) -> Iter
         local = (high - low) // channels.width, channels.width
         cut = None if norm.spread or high - low == channels.size else Slice(0, ((low, high),))
         shape = (channels.width if norm.spread else channels.size,)
-        yield checkpoint + name, TensorPlacement(prefix + norm.role, shape, first, local, cut, channels, norm=True)
+        yield (
+            checkpoint + name,
+            TensorPlacement(prefix + norm.role, shape, first, local, cut, channels, fp32=True, norm=True),
+        )
         first += local[0]
 
 

@@ -1,13 +1,14 @@
 """How the parts of a layer declare their weights.
 
-Each part lists its matrices and norms. All else loops over these lists and knows no part by name: where the tensors of
-a checkpoint go (`layout`), what a rank has of them (`shard`), what they take of the memory (`footprint`), and which of
-them adapters change (`lora`).
+Each part lists its matrices, its norms and what else it has. All else loops over these lists and knows no part by name:
+where the tensors of a checkpoint go (`layout`), what a rank has of them (`shard`), what they take of the memory
+(`footprint`), and which of them adapters change (`lora`).
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -75,3 +76,17 @@ class NormWeights:
     def size(self) -> int:
         """Numbers in all."""
         return sum(each.size for each in self.channels)
+
+
+class Floats(NamedTuple):
+    """Numbers that are neither a matrix nor the weights of a model's norm, held in float32 as the checkpoint has them.
+    ``name``: the checkpoint's tensor. All ranks have them whole."""
+
+    role: str
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Numbers in all."""
+        return math.prod(self.shape)

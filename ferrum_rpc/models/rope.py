@@ -74,7 +74,7 @@ def read_rope(config: Fields, rotation: Rotation, max_context: int, head_dim: in
     partial = _partial(rope, config, rotation, head_dim)
     theta = _theta(rope, config, "rope_theta", rotation.theta)
     spec = replace(_of_kind(rope, config, theta, rotation, max_context, int(head_dim * partial)), partial=partial)
-    refuse_unread(rope, ROPE_IRRELEVANT, {}, OF_MODEL)
+    refuse_unread(rope, ROPE_IRRELEVANT | rotation.irrelevant, {}, OF_MODEL)
     return spec
 
 

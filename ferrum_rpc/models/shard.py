@@ -17,6 +17,7 @@ from typing import Final
 
 from ferrum_rpc.errors import NotSupported, counted
 from ferrum_rpc.models.matrices import Channels
+from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.spec import ModelSpec
 
 VOCABULARY_STEP: Final = 64
@@ -83,13 +84,18 @@ class Shard:
 
     def _check(self, spec: ModelSpec) -> None:
         if obstacle := _obstacle(spec, self.ranks):
-            max_ranks = min(layer.mixer.heads for layer in spec.layers)
+            max_ranks = min(each.heads for each in spec.attention_specs)
             would_do = ", ".join(str(ranks) for ranks in range(1, max_ranks + 1) if not _obstacle(spec, ranks))
             message = f"tensor_parallel {self.ranks}: {obstacle}; of this model it can be {would_do}"
             raise NotSupported(message, field="tensor_parallel")
         if self.stages > (layers := len(spec.layers)):
             why = f"the model has {counted(layers, 'layer')}; of this model it can be {layers} at most"
             raise NotSupported(f"pipeline_parallel {self.stages}: {why}", field="pipeline_parallel")
+        for stage in range(self.stages):
+            own = replace(self, stage=stage).layers(layers)
+            if not any(isinstance(spec.layers[each].mixer, Attention) for each in own):
+                why = f"stage {stage} would have no layer with attention"
+                raise NotSupported(f"pipeline_parallel {self.stages}: {why}", field="pipeline_parallel")
 
 
 WHOLE: Final = Shard()

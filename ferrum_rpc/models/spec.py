@@ -12,20 +12,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ferrum_rpc.core import AttentionSpec
+from ferrum_rpc.core import AttentionSpec, RecurrentShape
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, OF_MODEL, refuse_unread
 from ferrum_rpc.models.families import ACTIVATIONS, FAMILIES, Family
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.models.layer_kinds import read_kinds
+from ferrum_rpc.models.layer_kinds import read_kinds, read_recurrent
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.parts.layer import LayerSpec, Norm
+from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.rope import RopeSpec, read_rope, read_ropes_of_windows
 from ferrum_rpc.models.with_images import PLAIN, WITH_IMAGES, Roots, text_part
 
 MAX_LAYERS = 4096
 """Maximum number of layers: more is a broken file."""
+
+MAX_TAPS = 64
+"""Of the convolution of a recurrent layer, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +65,21 @@ class ModelSpec:
     def __post_init__(self) -> None:
         """Raise ValueError for layers that differ in what is computed once for all of them, or across two of them: a
         layer adds the output of the previous one with its own ``residual``."""
-        mixer, residual = self.layers[0].mixer, self.layers[0].residual
+        attention, shapes, residual = self.attention, self.recurrent_shapes, self.layers[0].residual
         for index, layer in enumerate(self.layers):
-            for name, found, same in (
+            mixer = layer.mixer
+            facts: list[tuple[str, object, object]] = [
                 ("norm", layer.norm, self.norm),
                 ("residual", layer.residual, residual),
-                ("mixer.hidden", layer.mixer.hidden, self.hidden_size),
-                ("mixer.head_dim", layer.mixer.head_dim, mixer.head_dim),
-                ("mixer.rotary_dim", layer.mixer.rotary_dim, mixer.rotary_dim),
+                ("mixer.hidden", mixer.hidden, self.hidden_size),
                 ("mlp.hidden", layer.mlp.hidden, self.hidden_size),
-            ):
+            ]
+            if isinstance(mixer, Recurrent):
+                facts.append(("mixer.shape", mixer.shape, shapes[0]))
+            else:
+                facts.append(("mixer.head_dim", mixer.head_dim, attention.head_dim))
+                facts.append(("mixer.rotary_dim", mixer.rotary_dim, attention.rotary_dim))
+            for name, found, same in facts:
                 if found != same:
                     raise ValueError(f"layer {index}: {name} must be the same in all layers, {same}, not {found}")
 
@@ -105,9 +114,19 @@ class ModelSpec:
         return spec
 
     @property
+    def attention(self) -> Attention:
+        """The first layer's that has attention; each model and each stage has such a layer."""
+        return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """One per layer."""
-        return tuple(layer.mixer.spec for layer in self.layers)
+        """One per layer with attention."""
+        return tuple(layer.mixer.spec for layer in self.layers if isinstance(layer.mixer, Attention))
+
+    @property
+    def recurrent_shapes(self) -> tuple[RecurrentShape, ...]:
+        """One per recurrent layer, all the same."""
+        return tuple(layer.mixer.shape for layer in self.layers if isinstance(layer.mixer, Recurrent))
 
     def for_context(self, tokens: int | None) -> ModelSpec:
         """Of sequences of at most so many tokens (None: of as many as the model takes): scalings that depend on it are
@@ -118,7 +137,7 @@ class ModelSpec:
 
 def _family(config: Fields) -> tuple[str, Family, Fields]:
     """Returns the class, how its decoder reads its configuration, and the decoder's configuration."""
-    supported = ", ".join((*FAMILIES, *WITH_IMAGES))
+    supported = ", ".join((*(name for name, each in FAMILIES.items() if not each.recurrent), *WITH_IMAGES))
     names, model_type = config.texts("architectures"), config.text("model_type", "")
     if names:
         if names[0] in WITH_IMAGES:
@@ -212,6 +231,7 @@ def _layers(
         bias=biased if family.qkv_bias is None else family.qkv_bias,
         output_bias=biased if family.output_bias is None else family.output_bias,
         qk_norm=family.qk_norm,
+        gated=family.recurrent,
     )
     mlp = Dense(
         hidden=hidden,
@@ -238,6 +258,14 @@ def _layers(
         )
         for window, unrotated in zip(windows, no_rope, strict=True)
     ]
+    if family.recurrent:
+        recurrent = Recurrent(hidden, _recurrent_shape(config))
+        if mlp.activation != "silu":  # its convolution has the same
+            raise NotSupported(f"hidden_act must be silu, not {mlp.activation}", field="hidden_act")
+        kinds = read_recurrent(config, count)
+        made = [
+            replace(each, mixer=recurrent, rope=None) if kind else each for each, kind in zip(made, kinds, strict=True)
+        ]
     if family.vary is not None:
         made = [family.vary(config, index, each) for index, each in enumerate(made)]
     return tuple(made), ropes
@@ -253,6 +281,22 @@ def _scales(config: Fields, family: Family, hidden: int) -> Scales:
     if family.logit_scale is not None:
         scales = replace(scales, logits=config.number("logit_scale", family.logit_scale))
     return scales
+
+
+def _recurrent_shape(config: Fields) -> RecurrentShape:
+    key_heads, value_heads = config.integer("linear_num_key_heads", 16), config.integer("linear_num_value_heads", 32)
+    if value_heads % key_heads:
+        raise InvalidRequest(
+            f"linear_num_value_heads {value_heads} must be a multiple of linear_num_key_heads {key_heads}",
+            field="linear_num_value_heads",
+        )
+    return RecurrentShape(
+        key_heads,
+        value_heads,
+        config.integer("linear_key_head_dim", 128, high=4096),
+        config.integer("linear_value_head_dim", 128, high=4096),
+        config.integer("linear_conv_kernel_dim", 4, low=2, high=MAX_TAPS),
+    )
 
 
 def _softcap(config: Fields, family: Family, name: str) -> float | None:

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ferrum_rpc.models.fused_ops import NATIVE, Heads, split_heads
+from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.native.triton_heads import CacheRows, HeadNorm, place_heads
 
@@ -68,6 +69,7 @@ class TritonFusedOps:
     def heads_stored(
         self, into: CacheRows | None, qkv: Tensor, norm: Tensor | None, cos: Tensor | None, sin: Tensor | None
     ) -> Heads:
+        assert isinstance(self._mixer, Attention)  # noqa: S101 - no other layer has heads
         heads = split_heads(qkv, self._mixer)
         head_norm = None if norm is None else HeadNorm(norm, self._norm.eps, self._mixer.qk_norm == "row")
         place_heads(*heads, head_norm, None if cos is None or sin is None else (cos, sin), into)

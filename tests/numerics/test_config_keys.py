@@ -17,7 +17,7 @@ import pytest
 
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.models.spec import ModelSpec
-from tests.support.checkpoints import FAMILIES, config_class, make_model
+from tests.support.checkpoints import FAMILIES, RECURRENT, config_class, make_model
 from tests.support.harness import Executor, Oracle, native
 
 ROUNDS = int(os.environ.get("FERRUM_CONFIG_ROUNDS", "40"))
@@ -43,6 +43,8 @@ OTHERWISE = {
     **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "_sliding_window_pattern": 3},
     **{"max_window_layers": 0, "no_rope_layer_interval": 1, "no_rope_layers": [0, 1, 0]},
     **{"max_position_embeddings": 64, "original_max_position_embeddings": 16},
+    **{"linear_conv_kernel_dim": 3, "linear_key_head_dim": 24, "linear_value_head_dim": 40},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 6},
     "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
     **{"architectures": ["MambaForCausalLM"], "model_type": "gpt2", "transformers_version": "9.9.9"},
     **{"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0}, "problem_type": "regression"},
@@ -54,13 +56,16 @@ FORM = {"return_dict": True}
 """Keys that change the form of transformers' answer: the oracle keeps them."""
 
 
+ALL = FAMILIES | RECURRENT
+
+
 @functools.cache
 def keys_of(family):
     config = config_class(family)
     return {*config().to_dict(), *(field.name for field in dataclasses.fields(config))}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_every_key_of_transformers_is_tried(family):
     assert keys_of(family) <= OTHERWISE.keys()
 
@@ -77,16 +82,16 @@ def tried(family):
     return sorted(keys if family in FIRST else keys - set.union(*map(keys_of, FIRST)) | keys & SHARED)
 
 
-@pytest.mark.parametrize(("family", "key"), [(family, key) for family in FAMILIES for key in tried(family)])
+@pytest.mark.parametrize(("family", "key"), [(family, key) for family in ALL for key in tried(family)])
 def test_another_value_gives_what_transformers_gives_or_is_refused_by_name(family, key):
     compare(family, [key])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_other_values_of_several_keys_at_once_too(family):
     rng = random.Random(f"{family} {ROUNDS}")
     keys = sorted(keys_of(family) - {"architectures", "model_type", "is_encoder_decoder"})
-    honoured = [compare(family, rng.sample(keys, rng.randint(2, 5))) for _ in range(-(-ROUNDS // len(FAMILIES)))]
+    honoured = [compare(family, rng.sample(keys, rng.randint(2, 5))) for _ in range(-(-ROUNDS // len(ALL)))]
     assert any(honoured)
 
 
@@ -94,7 +99,9 @@ def test_other_values_of_several_keys_at_once_too(family):
 def usual(family):
     """A configuration that says nothing of single layers."""
     found = make_model(family, **WINDOWS.get(family, {})).config.to_dict()
-    found["architectures"] = [f"{FAMILIES[family]}ForCausalLM"]
+    found["architectures"] = [f"{ALL[family]}ForCausalLM"]
+    if family in RECURRENT:
+        found["full_attention_interval"] = 2  # where no list says which layers are recurrent
     return {name: value for name, value in found.items() if name not in {"layer_types", "no_rope_layers"}}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ferrum_rpc.core import RecurrentShape
 from ferrum_rpc.models.families import FAMILIES
 from ferrum_rpc.models.footprint import DecoderBuild, weight_bytes
 from ferrum_rpc.models.linear import PlainLinear
@@ -109,7 +110,7 @@ SAME = {
 MAY_DIFFER = {
     *("norm_names", "rope", "parallel"),
     *(f"mixer.{name}" for name in ("heads", "kv_heads", "scale", "names", "window", "softcap", "pairs")),
-    *(f"mixer.{name}" for name in ("bias", "output_bias", "qk_norm")),
+    *(f"mixer.{name}" for name in ("bias", "output_bias", "qk_norm", "gated")),
     *(f"mlp.{name}" for name in ("inner", "activation", "names", "down", "gated", "bias")),
 }
 """All others: each is read of the layer itself."""
@@ -138,3 +139,17 @@ def test_every_field_of_a_layer_may_differ_or_is_refused():
     known = {field.name for field in fields(layer)} - {"mixer", "mlp"}
     known |= {f"{part}.{field.name}" for part in ("mixer", "mlp") for field in fields(getattr(layer, part))}
     assert known == MAY_DIFFER | SAME.keys()
+
+
+@pytest.mark.parametrize("index", [0, 1, 4])
+@pytest.mark.parametrize("field", ["shape", "hidden"])
+def test_recurrent_layers_that_differ_are_refused(monkeypatch, field, index):
+    def vary(config, at, layer):
+        other = RecurrentShape(1, 1, 8, 8) if field == "shape" else 128
+        return replace(layer, mixer=replace(layer.mixer, **{field: other})) if at == index else layer
+
+    name = "Qwen3_5ForCausalLM"
+    reference = make_model("qwen3_5", num_hidden_layers=5, full_attention_interval=4)
+    monkeypatch.setitem(FAMILIES, name, replace(FAMILIES[name], vary=vary))
+    with pytest.raises(ValueError, match=f"mixer.{field} must be the same in all layers"):
+        native(reference)

@@ -36,6 +36,9 @@ FAMILIES: dict[str, str] = {
     "cohere2": "Cohere2",
 }
 
+RECURRENT: dict[str, str] = {"qwen3_5": "Qwen3_5"}
+"""Families with recurrent layers, which the decoder computes and no runner serves yet."""
+
 WITHOUT_TRANSFORMERS: dict[str, str] = {}
 """Families that transformers lacks: the class, and the test (below the root) of its definition written in torch."""
 
@@ -71,6 +74,14 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2},
     "glm4": {"head_dim": 16},
     "cohere2": {"sliding_window": 9, "sliding_window_pattern": 2},
+    "qwen3_5": {
+        "head_dim": 16,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
 }
 
 
@@ -78,7 +89,8 @@ def config_class(family: str) -> Any:
     """The configuration of the family in transformers."""
     import transformers
 
-    return getattr(transformers, {"gemma3": "Gemma3TextConfig"}.get(family, f"{FAMILIES[family]}Config"))
+    name = (FAMILIES | RECURRENT)[family]
+    return getattr(transformers, f"{name}TextConfig" if family in {"gemma3", *RECURRENT} else f"{name}Config")
 
 
 def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
@@ -95,13 +107,18 @@ def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
         options["rope_parameters"] = {"rope_theta": theta, **rope}
     config = config_class(family)(**options)
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{(FAMILIES | RECURRENT)[family]}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("norm.weight"):
-                weight.copy_((not family.startswith("gemma")) + 0.2 * noise)
+                offset = family.startswith("gemma") or (family in RECURRENT and "linear_attn" not in name)
+                weight.copy_((not offset) + 0.2 * noise)
+            elif name.endswith(("A_log", "dt_bias")):
+                weight.copy_(noise)
+            elif "conv1d" in name:
+                weight.copy_(noise / weight.shape[-1] ** 0.5)
             elif name.endswith("bias"):
                 weight.copy_(0.3 * noise)
             elif "embed_tokens" in name:

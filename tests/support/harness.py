@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -13,18 +14,19 @@ import torch
 
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentSlot, RecurrentStep, rows_needed
 from ferrum_rpc.core import OutputSpec, Positions, Span
 from ferrum_rpc.engine.assembly.choose import ROUNDED, cache_layers
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import KvStore
-from ferrum_rpc.models.base import Model
+from ferrum_rpc.models.base import Attend, Model, StepInputs
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.linear import select_linear
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.spec import ModelSpec
 from tests.support.checkpoints import make_model
-from tests.support.poison import fill_slots
+from tests.support.poison import fill_journal, fill_slots
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -84,9 +86,12 @@ class TorchInDouble:
 
 
 def reference_logits(reference: Any, tokens: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """float64 [T, vocab] of the transformers model computed in ``dtype``, its rotary frequencies kept in float32."""
+    """float64 [T, vocab] of the transformers model computed in ``dtype``, its rotary frequencies kept in float32. Its
+    recurrent layers, which compute in float32 whatever they get, are given float64 for it."""
     original = next(reference.parameters()).dtype
-    with torch.inference_mode():
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patched:
+        if dtype == torch.float64 and hasattr(reference.config, "linear_num_value_heads"):
+            patched.setattr(sys.modules[type(reference).__module__], "torch", TorchInDouble())
         convert(reference, dtype)
         ids = torch.as_tensor(np.asarray(tokens), dtype=torch.int64)[None]
         logits = reference(input_ids=ids, use_cache=False).logits[0].double()
@@ -151,8 +156,31 @@ def check_geometry(geometry):
         assert (geometry.slots[rows] == blocks * geometry.block_size + positions % geometry.block_size).all()
 
 
+class Recurring:
+    """A model with recurrent layers over the slots of a ``step``, for a `Compute`, which knows of none."""
+
+    step: RecurrentStep
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, inputs: StepInputs, attend: Attend) -> torch.Tensor:
+        return cast(torch.Tensor, self._model.forward(inputs, attend, self.step.recur))
+
+    def slot(self) -> RecurrentSlot:
+        """Of a new sequence, for steps of any length."""
+        shape, *others = self._model.recurrent_shapes
+        rows, dtype = rows_needed(shape, STEP_TOKENS, STEP_TOKENS), self._model.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        return RecurrentSlot(shape, 1 + len(others), rows, dtype=dtype, state_dtype=wide, device=self._model.device)
+
+
 class Executor:
-    """Sequences over one store. Blocks are handed out in a random order; slots that nobody owns hold NaN.
+    """Sequences over one store, and the states of recurrent layers. Blocks are handed out in a random order; slots that
+    nobody owns hold NaN, and so do rows of journals that no token needs.
     ``adapters``: of sequences that have one, its number among ``loras``. Not ``native``: layers call back for their
     attention, whatever could run in C."""
 
@@ -180,11 +208,13 @@ class Executor:
         if not native:
             plain = ("plan", "write", "attend", "exact_span_tokens")
             backend = SimpleNamespace(**{name: getattr(backend, name) for name in plain})
-        self.compute = Compute(model, backend, loras)
+        self.recurring = Recurring(model) if getattr(model, "recurrent_shapes", ()) else None
+        self.compute = Compute(model if self.recurring is None else cast(Model, self.recurring), backend, loras)
         self.adapters = adapters or {}
         self._free = list(1 + np.random.default_rng(seed).permutation(blocks - 1))
         self.tables: dict[int, np.ndarray] = {}
         self.lengths: dict[int, int] = {}
+        self.slots: dict[int, RecurrentSlot] = {}
 
     def step(self, spans: dict[int, Sequence[int]], *, logits: bool = True) -> dict[int, torch.Tensor]:
         """One forward pass that appends tokens to several sequences: their logits [n, vocab]."""
@@ -212,13 +242,24 @@ class Executor:
             )
             for sequence, tokens in spans.items()
         ]
+        if self.recurring is not None:
+            slots = [self.slots.get(sequence) or self.recurring.slot() for sequence in spans]
+            self.recurring.step = RecurrentStep([*map(fill_journal, slots)], [*map(len, spans.values())])
         with torch.inference_mode():
             hidden = self.compute.forward(packed, geometry)
             rows = (self.model.logits(hidden) if logits else hidden).cpu()
+        if self.recurring is not None:
+            self.slots.update(zip(spans, self.recurring.step.commit(), strict=True))
         for sequence, tokens in spans.items():
             self.lengths[sequence] += len(tokens)
         bounds = geometry.query_start
         return {sequence: rows[bounds[i] : bounds[i + 1]] for i, sequence in enumerate(spans)}
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Cut a sequence back to ``length``, within its last step."""
+        if self.recurring is not None:
+            self.slots[sequence].truncate(length)
+        self.lengths[sequence] = length
 
     def run(
         self, tokens: Sequence[int], chunks: Sequence[int], sequence: int = 0, *, logits: bool = True

@@ -103,6 +103,30 @@ def test_what_neither_serves_has_both_reasons(folder):
     assert caught.value.field == "architectures"
 
 
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_models_with_a_state_are_refused_by_name(family, command, tmp_path, capsys):
+    """What is missing for Qwen3.5 is told; it must not start without it."""
+    state = "it keeps a state in addition to keys and values"
+    if family == "qwen3_5":
+        make_checkpoint(tmp_path, family)
+        ours = "Qwen3_5ForCausalLM has recurrent layers, and the cache has no slots for their states yet"
+    else:
+        make_family_checkpoint(tmp_path, family, layer_types=["linear_attention", "full_attention"])
+        ours = "architectures: 'Qwen3NextForCausalLM' is not supported"
+    for backend, said in (("auto", f"^{ours}.*; nor through transformers: .*{state}"), ("native", ours), ("hf", state)):
+        for serve in (choose, build_runner):
+            with pytest.raises(NotSupported, match=said):
+                serve(settings(tmp_path, model_backend=backend))
+    assert run(command, tmp_path) == 1 and ours in capsys.readouterr().err
+
+
+def test_a_model_of_the_same_family_without_a_state_is_served_as_before(tmp_path):
+    make_family_checkpoint(tmp_path, "qwen3_5_text")
+    reasons = dict(choose(settings(tmp_path)).reasons)
+    assert reasons["model=hf"] == "native: layer_types: a model without linear attention is not supported"
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [

@@ -8,7 +8,7 @@ import torch
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.spec import ModelSpec
-from tests.support.checkpoints import FAMILIES, make_model
+from tests.support.checkpoints import FAMILIES, RECURRENT, make_model
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def spec_of(model):
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
-        *((family, fields) for family in FAMILIES for fields in ({}, {"tie_word_embeddings": True})),
+        *((family, fields) for family in FAMILIES | RECURRENT for fields in ({}, {"tie_word_embeddings": True})),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("qwen3", {"attention_bias": True}),
     ],

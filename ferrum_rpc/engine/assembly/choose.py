@@ -243,6 +243,11 @@ def _choose_checkpoint(
     if requested != HF:
         try:
             spec = read_spec(checkpoint)
+            if spec.recurrent_shapes:
+                raise NotSupported(
+                    f"{spec.architecture} has recurrent layers, and the cache has no slots for their states yet",
+                    field="architectures",
+                )
         except UnknownKey:
             raise
         except NotSupported as error:

@@ -6,14 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ferrum_rpc.core import AttentionSpec
-from ferrum_rpc.models.matrices import Channels, Cut, Matrix, NormWeights
+from ferrum_rpc.models.matrices import Channels, Cut, Floats, Matrix, NormWeights
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     """``scale``, ``window`` and ``softcap`` are those of `AttentionSpec`. ``rotary_dim``: channels of a head that are
     rotated, from the first on; ``pairs``: the checkpoint pairs neighbouring ones. ``qk_norm``: query and key are normed
-    head by head, or each as a whole row. ``names``: the checkpoint's modules of query, key and value, or of all."""
+    head by head, or each as a whole row. ``names``: the checkpoint's modules of query, key and value, or of all.
+    ``gated``: the query's module has for each head its query and then a gate, by whose sigmoid the head's output is
+    multiplied."""
 
     hidden: int
     heads: int
@@ -28,10 +30,13 @@ class Attention:
     bias: bool = False
     output_bias: bool = False
     qk_norm: Literal["head", "row"] | None = None
+    gated: bool = False
 
     def matrices(self) -> tuple[Matrix, Matrix]:
         """The fused query, key and value; the output back to hidden rows."""
         query, key = self._rotated()
+        if self.gated:
+            query = Channels(self.heads, 2 * self.head_dim)
         value, hidden = Channels(self.kv_heads, self.head_dim), Channels(self.hidden)
         attended = Channels(self.heads, self.head_dim)
         return (
@@ -45,6 +50,10 @@ class Attention:
             return ()
         names = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
         return (NormWeights("qk_norm", self._rotated(), names, spread=self.qk_norm == "head"),)
+
+    def floats(self) -> tuple[Floats, ...]:
+        """None."""
+        return ()
 
     def share(self, ranks: int) -> Attention:
         """What each of so many ranks has."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from ferrum_rpc.models.matrices import Channels, Matrix, NormWeights
+from ferrum_rpc.models.matrices import Channels, Floats, Matrix, NormWeights
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
+from ferrum_rpc.models.parts.recurrent import Recurrent
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class LayerSpec:
     """``rope``: which of the model's rotations its heads have; None: none. ``parallel``: mixer and MLP read the same
     row. ``residual``: what is added to the hidden rows is multiplied with it."""
 
-    mixer: Attention
+    mixer: Attention | Recurrent
     mlp: Dense
     norm: Norm
     norm_names: NormNames
@@ -59,6 +60,10 @@ class LayerSpec:
         names = ((role, getattr(self.norm_names, role)) for role in NORMS)
         around = (self.norm.weights(role, name, self.mixer.hidden) for role, name in names if name is not None)
         return (*around, *self.mixer.norms())
+
+    def floats(self) -> tuple[Floats, ...]:
+        """What is neither a matrix nor a norm."""
+        return self.mixer.floats()
 
     def share(self, ranks: int) -> LayerSpec:
         """What each of so many ranks has."""

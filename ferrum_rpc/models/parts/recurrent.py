@@ -1,0 +1,52 @@
+"""Gated DeltaNet, a recurrent layer: a state of fixed size in place of keys and values. The mixer of a layer.
+
+The checkpoint's names are those of Qwen3.5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ferrum_rpc.core import RecurrentShape
+from ferrum_rpc.models.matrices import Channels, Floats, Matrix, NormWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """``shape``: its heads and its convolution, and so what a sequence keeps of it."""
+
+    hidden: int
+    shape: RecurrentShape
+
+    def matrices(self) -> tuple[Matrix, Matrix]:
+        """The inputs of the convolution, the gate of the output, and two numbers of each value head: how much of a
+        token is written, and how much the state decays; the output back to hidden rows."""
+        shape, hidden = self.shape, Channels(self.hidden)
+        heads, values = Channels(shape.value_heads), Channels(shape.value_heads, shape.value_dim)
+        names = tuple(f"linear_attn.in_proj_{each}" for each in ("qkv", "z", "b", "a"))
+        return (
+            Matrix("inputs", (Channels(shape.channels), values, heads, heads), hidden, names),
+            Matrix("output", (hidden,), values, ("linear_attn.out_proj",)),
+        )
+
+    def norms(self) -> tuple[NormWeights, ...]:
+        """None: the one of its output has other weights than a model's norms (`floats`)."""
+        return ()
+
+    def floats(self) -> tuple[Floats, ...]:
+        """The fields of `RecurrentWeights`."""
+        shape, heads = self.shape, (self.shape.value_heads,)
+        return (
+            Floats("taps", "linear_attn.conv1d.weight", (shape.channels, 1, shape.taps)),
+            Floats("decay", "linear_attn.A_log", heads),
+            Floats("shift", "linear_attn.dt_bias", heads),
+            Floats("out_norm", "linear_attn.norm.weight", (shape.value_dim,)),
+        )
+
+    def share(self, ranks: int) -> Recurrent:
+        """Itself: ``ranks`` is 1 (`obstacle`)."""
+        return self
+
+    def obstacle(self, ranks: int) -> str:
+        """Why so many ranks cannot share it; empty if they can."""
+        return "the heads of its recurrent layers cannot be shared yet" if ranks > 1 else ""

@@ -1,0 +1,320 @@
+"""Whole models with recurrent layers (Qwen3.5) against transformers, and what their rows do not depend on.
+
+In float32 the root mean square of the error is at most 3e-6 of the logits' spread, in 16 bits at most twice that of
+transformers, for sequences that are fed whole, in chunks, side by side, by single tokens, and with rejected drafts. The
+bits of a row depend on its sequence alone where products and row operations are our kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ferrum_rpc.core import RecurrentShape
+from ferrum_rpc.engine.assembly.loading import load_model
+from ferrum_rpc.errors import NotSupported
+from ferrum_rpc.models.base import StepInputs
+from ferrum_rpc.models.decoder import Decoder
+from ferrum_rpc.models.families import FAMILIES
+from ferrum_rpc.models.footprint import DecoderBuild, activation_bytes, weight_bytes
+from ferrum_rpc.models.fused_ops_choice import select_fused_ops
+from ferrum_rpc.models.linear import LinearFactory, PlainLinear
+from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
+from ferrum_rpc.models.recurrent_rows import RecurrentWeights, gated, gated_norm, recurrent_rows
+from ferrum_rpc.models.shard import WHOLE, Shard
+from ferrum_rpc.models.spec import ModelSpec
+from tests.numerics.ranks import on_ranks
+from tests.support.adapters import load_adapters, make_adapter, merge
+from tests.support.checkpoints import make_checkpoint, make_model
+from tests.support.harness import CPU, Executor, Oracle, error, made_or_skip, native, rounded_model
+from tests.support.harness import TOKENS as RANK_TOKENS
+
+TOKENS = np.random.default_rng(5).integers(0, 300, size=84)
+SPLITS = ([84], [1] * 7 + [40, 1, 3, 33], [32, 5, 1, 1, 13, 32])
+"""`TOKENS` in one chunk, in chunks and steps, and in steps alone."""
+
+SHAPE = {"num_hidden_layers": 4, "full_attention_interval": 2, "intermediate_size": 128}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "partial_rotary_factor": 0.5}
+SECTIONS = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+CASES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "tied, biases": {"tie_word_embeddings": True, "attention_bias": True},
+    "as many key heads": {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "rope_parameters": SECTIONS},
+    "one key head, attention first": {
+        "linear_num_key_heads": 1,
+        "linear_value_head_dim": 8,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        "rope_parameters": YARN,
+    },
+}
+
+
+def model(dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    return rounded_model("qwen3_5", dtype, **SHAPE | overrides)
+
+
+def with_rejected_drafts(executor: Executor) -> torch.Tensor:
+    """All logits of `TOKENS` in sequence 0, beside a sequence in chunks: of each step of five behind the first all or
+    some of the tokens are others, which are cut off again; once twice, and once the whole step."""
+    rows, at, others = [executor.step({0: TOKENS[:40], 1: TOKENS[20:60]})[0]], 40, TOKENS[::-1]
+    for kept in (0, 2, 5, 1, 4, 3, 5, 0):
+        drafts = [*TOKENS[at : at + kept], *others[kept:5]]
+        step = {0: drafts, 1: TOKENS[at : at + 33]} if kept == 2 else {0: drafts}
+        rows.append(executor.step(step)[0][:kept])
+        if kept == 1:
+            executor.truncate(0, at + 3)
+        executor.truncate(0, at + kept)
+        at += kept
+    rows.append(executor.step({1: TOKENS[:2], 0: TOKENS[at:]})[0])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_is_the_oracle_to_3e_6(case):
+    reference = model(**CASES[case])
+    oracle, decoder = Oracle(reference, tokens=TOKENS), native(reference)
+    for split in SPLITS:
+        ours = Executor(decoder).run(TOKENS, split)
+        assert error(ours, oracle.logits) <= 3e-6
+        assert (ours.argmax(-1) == oracle.logits.argmax(-1)).all()
+    assert error(with_rejected_drafts(Executor(decoder)), oracle.logits) <= 3e-6
+
+
+@pytest.mark.parametrize("linear", ["native", "plain"])
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_errs_at_most_twice_as_much_as_transformers(case, linear):
+    reference = model(torch.bfloat16, **CASES[case])
+    decoder = native_of(reference, PairFactory) if linear == "native" else native(reference, torch.bfloat16, "plain")
+    oracle = Oracle(reference, torch.bfloat16, TOKENS)
+    for split in SPLITS:
+        oracle.check(Executor(decoder).run(TOKENS, split))
+    oracle.check(with_rejected_drafts(Executor(decoder)))
+
+
+def test_float16_errs_at_most_twice_as_much_as_transformers():
+    reference = model(torch.float16)
+    Oracle(reference, torch.float16, TOKENS).check(Executor(native(reference, torch.float16)).run(TOKENS, SPLITS[1]))
+
+
+def test_float64_works_for_self_tests():
+    reference = model()
+    oracle = Oracle(reference, tokens=TOKENS)
+    assert error(Executor(native(reference, torch.float64)).run(TOKENS, SPLITS[1]), oracle.logits) <= 1e-6
+
+
+def native_of(reference: Any, factory: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A decoder whose products are our kernels'."""
+    linear: LinearFactory = made_or_skip(factory)
+    spec = ModelSpec.from_config(reference.config.to_dict() | {"architectures": [type(reference).__name__]})
+    decoder = Decoder(spec, dtype, CPU, linear)
+    for name in decoder.expected_tensors():
+        decoder.load(name, reference.state_dict()[name])
+    return decoder
+
+
+def test_quantized_products_are_near_what_they_quantize():
+    reference = model(torch.bfloat16)
+    oracle = Oracle(reference, torch.bfloat16, TOKENS)
+    for factory, bound in ((ByteFactory, 0.1), (NibbleFactory, 0.5)):
+        assert error(Executor(native_of(reference, factory)).run(TOKENS, SPLITS[1]), oracle.logits) <= bound
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+WIDE = {"head_dim": 64}
+"""Rows of which our kernels are."""
+
+NATIVE = pytest.mark.parametrize("factory", [PairFactory, ByteFactory, NibbleFactory])
+
+
+def exact(factory: Any) -> Any:
+    decoder = native_of(model(torch.bfloat16, **WIDE), factory)
+    if select_fused_ops(decoder.spec, torch.bfloat16, CPU)[1].name != "native":
+        pytest.skip("no kernel of ours runs here")
+    return decoder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_around_the_recurrence_have_the_same_bits_alone(dtype):
+    """Widths that fill no vector: the place of a row in it would change its bits."""
+    shape, generator = RecurrentShape(1, 5, 3, 7), torch.Generator().manual_seed(0)
+
+    def draw(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(size, generator=generator).to(kind)
+
+    weights = RecurrentWeights(draw(shape.channels, 1, 4), draw(5), draw(5), draw(7))
+    inputs = draw(61, shape.channels + 5 * 7 + 2 * 5, kind=dtype)
+    rows, singly = recurrent_rows(inputs, shape, weights), [recurrent_rows(row[None], shape, weights) for row in inputs]
+    for name, found in rows._asdict().items():
+        assert torch.equal(found, torch.cat([getattr(row, name) for row in singly])), name
+    found, gates = draw(61, 5, 7, kind=dtype), draw(61, 5, 7, kind=dtype)
+    pairs = list(zip(found[:, None], gates[:, None], strict=True))
+    normed = [gated_norm(row, gate.flatten(1), weights, 1e-6) for row, gate in pairs]
+    assert torch.equal(gated_norm(found, gates.flatten(1), weights, 1e-6), torch.cat(normed))
+    assert torch.equal(gated(found, gates), torch.cat([gated(*pair) for pair in pairs]))
+
+
+@NATIVE
+def test_a_row_has_the_bits_of_a_single_decode_whatever_its_neighbours(factory):
+    """In steps of up to 32 tokens behind the same chunks."""
+    decoder = exact(factory)
+    alone, mixed, at, rows = Executor(decoder), Executor(decoder, seed=3), 40, []
+    alone.step({0: TOKENS[:40]})
+    mixed.step({1: TOKENS[3:50], 0: TOKENS[:40], 2: TOKENS[:7]})
+    singly = torch.cat([alone.step({0: [token]})[0] for token in TOKENS[40:]])
+    for count in (1, 5, 32, 2, 4):
+        neighbours = {2: TOKENS[at : at + 1], 1: TOKENS[: 35 * (count == 5) + count]}
+        own = {0: TOKENS[at : at + count]}
+        rows.append(mixed.step(own | neighbours if count % 2 else neighbours | own)[0])
+        at += count
+    assert at == len(TOKENS) and torch.equal(torch.cat(rows), singly)
+
+
+@NATIVE
+def test_a_truncation_within_the_last_step_leaves_the_bits_of_never_having_fed_it(factory):
+    decoder = exact(factory)
+    plain = Executor(decoder)
+    plain.step({0: TOKENS[:40], 1: TOKENS[20:60]})
+    assert torch.equal(
+        with_rejected_drafts(Executor(decoder))[40:], torch.cat([plain.step({0: [each]})[0] for each in TOKENS[40:]])
+    )
+
+
+class Broken(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 33])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_step_that_fails_in_a_layer_can_be_repeated_or_its_sequence_cut(layer, tokens, monkeypatch):
+    reference = model()
+    decoder = native(reference)
+    whole, other = Executor(decoder), Executor(decoder)
+    for executor in (whole, other):
+        executor.step({0: TOKENS[:40]})
+        executor.step({0: TOKENS[40:43]})
+    forward = decoder.forward
+
+    def broken(inputs, attend, recur):
+        def fails(at, *rows):
+            found = recur(at, *rows)
+            if at == layer:
+                raise Broken
+            return found
+
+        return forward(inputs, attend, fails)
+
+    with monkeypatch.context() as patched, pytest.raises(Broken):
+        patched.setattr(decoder, "forward", broken)
+        other.step({0: TOKENS[50 : 50 + tokens]})
+    for executor in (whole, other):
+        executor.truncate(0, 41)
+    assert torch.equal(*(executor.step({0: TOKENS[41 : 41 + tokens]})[0] for executor in (whole, other)))
+
+
+# --- the rest of a model ----------------------------------------------------------------------------------------------
+
+
+def test_adapters_of_recurrent_layers_and_gated_attention_are_merged_weights(tmp_path):
+    reference = model()
+    targets = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "o_proj", "down_proj")
+    folder, plain = make_adapter(tmp_path / "one", reference, targets=targets, r=3), Oracle(reference, tokens=TOKENS)
+    decoder = native(reference)
+    merged = Oracle(merge(reference, folder), tokens=TOKENS)
+    assert error(plain.logits, merged.logits) > 0.01
+    _, loras = decoder.take_adapters(64)
+    load_adapters(tmp_path, loras)
+    ours = Executor(decoder, loras=loras, adapters={0: 1}).run(TOKENS, SPLITS[1])
+    assert error(ours, merged.logits) <= 3e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_checkpoint_is_loaded_by_the_names_of_transformers(dtype, tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen3_5", dtype=dtype, **SHAPE)
+    oracle = Oracle(model(dtype), dtype, TOKENS)
+    ours = Executor(load_model(folder, dtype, CPU)).run(TOKENS, SPLITS[1])
+    if dtype == torch.float32:
+        assert error(ours, oracle.logits) <= 3e-6
+    else:
+        oracle.check(ours)
+
+
+def test_attention_without_a_gate_may_stand_beside_gated(monkeypatch):
+    """A gate of zeros halves what attention finds."""
+
+    def vary(config, at, layer):
+        return replace(layer, mixer=replace(layer.mixer, gated=False)) if at == 1 else layer
+
+    name = "Qwen3_5ForCausalLM"
+    monkeypatch.setitem(FAMILIES, name, replace(FAMILIES[name], vary=vary))
+    reference = model()
+    ungated = reference.model.layers[1].self_attn
+    queries = ungated.q_proj.weight.detach().view(4, 2, 16, 64)
+    queries[:, 1] = 0
+    others = {
+        "model.layers.1.self_attn.q_proj.weight": queries[:, 0].reshape(64, 64),
+        "model.layers.1.self_attn.o_proj.weight": ungated.o_proj.weight.detach() / 2,
+    }
+    spec = ModelSpec.from_config(reference.config.to_dict() | {"architectures": [name]})
+    decoder, state = Decoder(spec, torch.float32, CPU), reference.state_dict() | others
+    for expected in decoder.expected_tensors():
+        decoder.load(expected, state[expected])
+    assert error(Executor(decoder).run(TOKENS, SPLITS[0]), Oracle(reference, tokens=TOKENS).logits) <= 3e-6
+
+
+def test_what_is_no_matrix_stays_in_float32():
+    """Checkpoints in bfloat16 have the decay's speed in float32."""
+    state, found = model(torch.bfloat16).state_dict(), list[torch.Tensor]()
+    name, speed = "model.layers.0.linear_attn.A_log", torch.tensor([0.1234567, -1.2345678, 2.3456789, 0.0])
+
+    def recur(layer, weight, channels, log_decay, beta):
+        if layer == 0:
+            found.append(log_decay)
+        assert log_decay.dtype == beta.dtype == torch.float32 != channels.dtype
+        return torch.zeros(len(channels), 4, 16, dtype=channels.dtype)
+
+    for each in (speed, torch.zeros(4)):
+        decoder = Decoder(native(model()).spec, torch.bfloat16, CPU)
+        for expected in decoder.expected_tensors():
+            decoder.load(expected, each if expected == name else state[expected])
+        decoder.forward(StepInputs(torch.tensor([5, 6]), torch.arange(2)), lambda layer, query, *_: query, recur)
+    assert torch.allclose(found[0], found[1] * speed.exp(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("second", ["linear_attention", "full_attention"])
+def test_stages_have_their_own_states(second, dtype):
+    """And one may have none."""
+    kinds = ["linear_attention", "full_attention", second, "full_attention"]
+    reference = model(dtype, vocab_size=500, layer_types=kinds, **WIDE)
+    Oracle(reference, dtype, RANK_TOKENS).check(on_ranks(reference, Shard(0, 1, 0, 2), dtype))
+
+
+def test_what_ranks_cannot_share_is_refused_by_name():
+    spec = native(model()).spec
+    with pytest.raises(
+        NotSupported, match="recurrent layers cannot be shared yet; of this model it can be 1"
+    ) as caught:
+        Shard(0, 2).of(spec)
+    assert caught.value.field == "tensor_parallel"
+    spec = ModelSpec.from_config(make_model("qwen3_5", **SHAPE | {"full_attention_interval": 4}).config.to_dict())
+    with pytest.raises(NotSupported, match="stage 0 would have no layer with attention") as caught:
+        Shard(0, 1, 0, 2).of(spec)
+    assert caught.value.field == "pipeline_parallel"
+
+
+def test_weights_are_counted_and_steps_are_refused_by_name():
+    reference = model(tie_word_embeddings=True)
+    spec = native(reference).spec
+    build = DecoderBuild(spec, spec, WHOLE, torch.float32, PlainLinear, PlainLinear, None)
+    matrices = sum(each.numel() for each in reference.parameters() if each.dim() == 2)
+    others = sum(each.numel() for each in reference.parameters() if each.dim() != 2)
+    others += 2 * (4 + 2 - 2) * 16  # of two layers the norms of query and key, a row for each head
+    assert weight_bytes(build) == 4 * (matrices + others)
+    assert weight_bytes(replace(build, dtype=torch.bfloat16)) == 2 * matrices + 4 * others
+    with pytest.raises(NotSupported, match="Qwen3_5ForCausalLM: a step of recurrent layers is not counted yet"):
+        activation_bytes(build, 1, 1, None)
