@@ -23,7 +23,7 @@ from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.parts.layer import LayerSpec, Norm
 from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.rope import RopeSpec, read_rope, read_ropes_of_windows
-from ferrum_rpc.models.with_images import PLAIN, WITH_IMAGES, Roots, text_part
+from ferrum_rpc.models.with_images import PLAIN, TEXTS, WITH_IMAGES, Roots, text_part
 
 MAX_LAYERS = 4096
 """Maximum number of layers: more is a broken file."""
@@ -137,7 +137,7 @@ class ModelSpec:
 
 def _family(config: Fields) -> tuple[str, Family, Fields]:
     """Returns the class, how its decoder reads its configuration, and the decoder's configuration."""
-    supported = ", ".join((*(name for name, each in FAMILIES.items() if not each.recurrent), *WITH_IMAGES))
+    supported = ", ".join(name for name in (*FAMILIES, *WITH_IMAGES) if not _is_recurrent(name))
     names, model_type = config.texts("architectures"), config.text("model_type", "")
     if names:
         if names[0] in WITH_IMAGES:
@@ -162,6 +162,13 @@ def _family(config: Fields) -> tuple[str, Family, Fields]:
             f"model_type: {model_type[:80]!r} is not supported; supported: {supported}", field="model_type"
         )
     raise InvalidRequest("architectures is missing; it must name the model's class", field="architectures")
+
+
+def _is_recurrent(architecture: str) -> bool:
+    """Whether models of it have recurrent layers, and so are not served yet."""
+    if architecture in WITH_IMAGES:
+        return any(FAMILIES[TEXTS[text].name].recurrent for text in WITH_IMAGES[architecture].texts)
+    return FAMILIES[architecture].recurrent
 
 
 def _of_text(architecture: str, config: Fields) -> tuple[str, Family, Fields]:

@@ -30,6 +30,7 @@ OF_IMAGES: Final = frozenset(
             "processor_class",
             "ignore_index",
         ),
+        *("video_token_id", "vision_start_token_id", "vision_end_token_id"),
     )
 )
 
@@ -95,22 +96,41 @@ TEXTS: Final[dict[str, TextPart]] = {
             "max_position_embeddings": 131_072,
         },
     ),
+    "qwen3_5_text": TextPart(
+        "Qwen3_5ForCausalLM",
+        {
+            "vocab_size": 248_320,
+            "hidden_size": 4096,
+            "intermediate_size": 12_288,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 32_768,
+        },
+    ),
 }
 """By the ``model_type`` of the section."""
 
 
 @dataclass(frozen=True, slots=True)
 class WithImages:
-    """``texts``: its possible text parts, by their ``model_type``; the first is the default."""
+    """``texts``: its possible text parts, by their ``model_type``; the first is the default. ``roots``: how its tensors
+    may be named."""
 
     model_type: str
     texts: tuple[str, ...]
+    roots: tuple[Roots, ...] = ROOTS
 
 
 WITH_IMAGES: Final[dict[str, WithImages]] = {
     "Gemma3ForConditionalGeneration": WithImages("gemma3", ("gemma3_text",)),
     "Mistral3ForConditionalGeneration": WithImages("mistral3", ("mistral",)),
     "LlavaForConditionalGeneration": WithImages("llava", ("llama", "mistral")),
+    "Qwen3_5ForConditionalGeneration": WithImages(
+        "qwen3_5",
+        ("qwen3_5_text",),
+        # "mtp.": layers that draft tokens
+        (Roots("model.language_model.", "lm_head.", ("model.visual.", "mtp.")),),
+    ),
 }
 """By ``architectures[0]``."""
 
@@ -150,7 +170,8 @@ def roots(architecture: str, names: Collection[str], embedding: str) -> Roots:
     """The prefixes of a checkpoint with these ``names`` of tensors: that of the ``embedding`` decides."""
     if architecture not in WITH_IMAGES:
         return PLAIN
-    return next((each for each in ROOTS if each.body + embedding in names), ROOTS[0])
+    known = WITH_IMAGES[architecture].roots
+    return next((each for each in known if each.body + embedding in names), known[0])
 
 
 def adapted_roots(architecture: str) -> Roots:

@@ -29,7 +29,7 @@ from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
 from tests.numerics.ranks import on_ranks
 from tests.support.adapters import load_adapters, make_adapter, merge
-from tests.support.checkpoints import make_checkpoint, make_model
+from tests.support.checkpoints import make_checkpoint, make_model, rewrite
 from tests.support.harness import CPU, Executor, Oracle, error, made_or_skip, native, rounded_model
 from tests.support.harness import TOKENS as RANK_TOKENS
 
@@ -283,6 +283,22 @@ def test_what_is_no_matrix_stays_in_float32():
             decoder.load(expected, each if expected == name else state[expected])
         decoder.forward(StepInputs(torch.tensor([5, 6]), torch.arange(2)), lambda layer, query, *_: query, recur)
     assert torch.allclose(found[0], found[1] * speed.exp(), rtol=1e-6, atol=0)
+
+
+def test_the_text_part_of_a_model_with_images_is_the_decoder(tmp_path):
+    """And layers that draft tokens are left out."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = make_model("qwen3_5", **SHAPE)
+    vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision | {"patch_size": 4})
+    whole = Qwen3_5ForConditionalGeneration(config)
+    whole.model.language_model, whole.lm_head = text.model, text.lm_head
+    whole.save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({"mtp.fc.weight": torch.zeros(3)}))
+    decoder, oracle = load_model(tmp_path, torch.float32, CPU), Oracle(model(), tokens=TOKENS)
+    assert decoder.spec.architecture == "Qwen3_5ForConditionalGeneration"
+    assert error(Executor(decoder).run(TOKENS, SPLITS[0]), oracle.logits) <= 3e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -142,6 +143,7 @@ def refused(config, error, field):
 def test_unknown_architectures_are_refused_with_the_list_of_known_ones():
     message = refused(LLAMA | {"architectures": ["MambaForCausalLM"]}, NotSupported, "architectures")
     assert [name for name in FAMILIES if name not in message] == ["Qwen3_5ForCausalLM"]  # it is not served yet
+    assert "Gemma3ForConditionalGeneration" in message and "Qwen3_5For" not in message
     refused(without(LLAMA, "architectures") | {"model_type": "mamba"}, NotSupported, "model_type")
     refused(without(LLAMA, "architectures", "model_type"), InvalidRequest, "architectures")
 
@@ -431,17 +433,22 @@ QWEN35_TEXT |= {"mtp_use_dedicated_embeddings": False, "num_attention_heads": 24
 QWEN35_TEXT |= {"output_gate_type": "swish", "rms_norm_eps": 1e-06, "vocab_size": 248320, "eos_token_id": 248044}
 SECTIONS = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25}
 QWEN35_TEXT |= {"rope_parameters": SECTIONS | {"rope_theta": 10000000, "rope_type": "default"}}
-"""As the text part of 27B of Qwen3.5 and later is published."""
+QWEN35 = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": QWEN35_TEXT}
+QWEN35 |= {"image_token_id": 248056, "video_token_id": 248057, "vision_start_token_id": 248053}
+QWEN35 |= {"vision_end_token_id": 248054, "vision_config": {}, "tie_word_embeddings": False}
+"""As 27B of Qwen3.5 and later is published."""
 
 
 def test_qwen_35_has_recurrent_layers_and_gated_attention():
-    spec = ModelSpec.from_config(QWEN35_TEXT | {"architectures": ["Qwen3_5ForCausalLM"]})
+    spec = ModelSpec.from_config(QWEN35)
     assert spec.recurrent_shapes == (RecurrentShape(16, 48, 128, 128, 4),) * 48
     assert [isinstance(layer.mixer, Recurrent) for layer in spec.layers] == ([True] * 3 + [False]) * 16
     assert len(spec.attention_specs) == 16 and (spec.attention.heads, spec.attention.kv_heads) == (24, 4)
     assert spec.attention.gated and spec.attention.qk_norm == "head" and spec.attention.rotary_dim == 64
     assert ropes_of(spec)[:4] == (None, None, None, 0) and spec.ropes[0].theta == 1e7 and spec.norm.offset
-    assert ModelSpec.from_config(without(QWEN35_TEXT, "layer_types")) == spec
+    alone = ModelSpec.from_config(QWEN35_TEXT | {"architectures": ["Qwen3_5ForCausalLM"]})
+    assert replace(alone, architecture=spec.architecture) == spec
+    assert ModelSpec.from_config(without(QWEN35_TEXT, "layer_types")) == alone
     every_third = ModelSpec.from_config(without(QWEN35_TEXT, "layer_types") | {"full_attention_interval": 3})
     assert [isinstance(layer.mixer, Recurrent) for layer in every_third.layers[:4]] == [True, True, False, True]
     few = without(QWEN35_TEXT, *(name for name in QWEN35_TEXT if name.startswith("linear_")))
