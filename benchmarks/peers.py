@@ -108,9 +108,9 @@ async def run(options: argparse.Namespace) -> Record:
 
 
 def variant(options: argparse.Namespace) -> str:
-    """Peers in 4 bits alone are a run of their own, not a newer one of all."""
+    """Peers in 4 bits alone, or in 16, are a run of their own, not a newer one of all."""
     rivals = {each.rival for each in PEERS if each.name in options.peers}
-    return "int4" if rivals == {INT4} else ""
+    return "int4" if rivals == {INT4} else "bf16" if rivals == {REFERENCE} else ""
 
 
 BENCHMARK: Final = Benchmark(
