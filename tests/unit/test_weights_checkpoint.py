@@ -493,7 +493,7 @@ def test_a_requested_dtype_is_taken_and_automatic_ones_have_reasons(monkeypatch)
     monkeypatch.setattr("ferrum_rpc.native.cpu.bfloat16", lambda: None)
     assert choose_dtype("auto", torch.bfloat16, CPU)[0] == torch.float32
     ours = made_or_skip(PairFactory)
-    chosen = choose_dtype("auto", torch.bfloat16, CPU, ours)
+    chosen = choose_dtype("auto", torch.bfloat16, CPU, lambda _: ours)
     assert chosen == (torch.bfloat16, f"the checkpoint is bfloat16 and our kernels multiply it in {ours.isa}")
     with pytest.raises(InvalidRequest, match="int4"):
         choose_dtype("int4", torch.float32, CPU)

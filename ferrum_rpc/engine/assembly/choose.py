@@ -286,7 +286,7 @@ def _choose_dtype(
     if beyond := [str(each) for each in spec.eos_token_ids if each >= spec.vocab_size]:
         named = ",".join(beyond[:8])
         reasons.append((f"eos_token_id={named}", f"not among the model's {spec.vocab_size} tokens: no text ends there"))
-    ours = None if isinstance(spec, HfSpec) else fast_pairs(device)
+    ours = None if isinstance(spec, HfSpec) else fast_pairs
     dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device, ours)
     if quantize == AS_STORED and dtype != torch.bfloat16:
         dtype, reason = torch.bfloat16, "rows meet integers in it; --dtype float32 expands them"

@@ -173,11 +173,14 @@ def check_readable(checkpoint: Checkpoint, names: Iterable[str]) -> None:
 
 
 def choose_dtype(
-    requested: str, checkpoint: torch.dtype, device: torch.device, ours: PairFactory | None = None
+    requested: str,
+    checkpoint: torch.dtype,
+    device: torch.device,
+    ours: Callable[[torch.device], PairFactory | None] | None = None,
 ) -> tuple[torch.dtype, str]:
-    """The dtype to compute in, and why. ``requested``: ``auto`` or one of `DTYPES`. ``ours``: products of bfloat16 that
-    the model can use although the CPU has no instruction for it. By AVX2 they are 2.3, 1.3, 1.1 and 0.93 times as fast
-    as oneDNN's of float32 at 1, 8, 32 and 512 rows, and half as large.
+    """The dtype to compute in, and why. ``requested``: ``auto`` or one of `DTYPES`. ``ours``: finds products of
+    bfloat16 that the model can use although the CPU has no instruction for it. By AVX2 they are 2.3, 1.3, 1.1 and 0.93
+    times as fast as oneDNN's of float32 at 1, 8, 32 and 512 rows, and half as large.
 
     Raises InvalidRequest for another name. float16 is never chosen on a CPU: measured 6 times slower than bfloat16.
     """
@@ -198,6 +201,6 @@ def choose_dtype(
     instruction = cpu.bfloat16() if torch._C._has_mkldnn else None
     if instruction is not None:
         return torch.bfloat16, f"the checkpoint is bfloat16 and the CPU has {instruction}"
-    if ours is not None:
-        return torch.bfloat16, f"the checkpoint is bfloat16 and our kernels multiply it in {ours.isa}"
+    if ours is not None and (made := ours(device)) is not None:
+        return torch.bfloat16, f"the checkpoint is bfloat16 and our kernels multiply it in {made.isa}"
     return torch.float32, "the checkpoint is bfloat16 and the CPU has no bfloat16 matrix instructions"
