@@ -30,8 +30,8 @@ SERVICES = {
     for name, service in module.DESCRIPTOR.services_by_name.items()
 }
 
-LANDED_REVISION = 7
-LANDED_SHA256 = "578cb1e2bf3fb83685de7816576936c5695df5c9d2a246885ccc596c13304d49"
+LANDED_REVISION = 8
+LANDED_SHA256 = "9af9568c0d9000254654466b2a258bd4d0c40e5efb819c49609b7ae8b04458b3"
 """Of `protos/landed.binpb`, the contract with which `buf breaking` compares."""
 
 
