@@ -192,7 +192,8 @@ class TruncateBeyondLength(ExecutorError):
 
 
 class KvBlocksExhausted(ExecutorError):
-    """Not enough free blocks (``needed_blocks``, ``free_blocks``): release or preempt, then try again."""
+    """Not enough free blocks (``needed_blocks``, ``free_blocks``), or no free slot for the recurrent states of a
+    sequence (``needed_slots``, ``free_slots``): release or preempt, then try again."""
 
 
 class KvCorrupt(ExecutorError):

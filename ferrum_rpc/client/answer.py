@@ -61,6 +61,8 @@ class Answer(NamedTuple):
     if no step ran for this answer).
     ``run_end``: why the item's run ended (None: it was not a run), and ``run_cause`` the reason of an interrupted run,
     whose tokens so far are the answer; the sequence can continue from there.
+    ``recomputed_tokens`` that the sequence already had were fed again before the item's, because it was truncated by
+    more than ``limits.free_truncation_tokens``.
 
     The row accessors raise `NoSuchRowsError` if other rows were requested. R is the number of rows: 1 for LAST, the
     item's tokens for ALL, the scored tokens for `NextToken`, the emitted ones for `Accept`, the chosen ones for a run.
@@ -75,6 +77,7 @@ class Answer(NamedTuple):
     replayed: bool = False
     run_end: RunEnd | None = None
     run_cause: ExecutorError | None = None
+    recomputed_tokens: int = 0
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -88,6 +91,7 @@ class Answer(NamedTuple):
     def __repr__(self) -> str:
         facts = [f"length={self.length}", self._rows_in_words()]
         facts += [f"cached_tokens={self.cached_tokens}"] if self.cached_tokens else []
+        facts += [f"recomputed_tokens={self.recomputed_tokens}"] if self.recomputed_tokens else []
         facts += ["replayed"] if self.replayed else []
         facts += [f"run_end={self.run_end.name}"] if self.run_end is not None else []
         facts += [f"run_cause={type(self.run_cause).__name__}"] if self.run_cause is not None else []
@@ -224,7 +228,8 @@ class BatchResults(list[Answer | ExecutorError]):
 
 
 def joined(answers: Sequence[Answer]) -> Answer:
-    """One answer for consecutive chunks: the last, with the rows (all of one kind) and the cached tokens of all."""
+    """One answer for consecutive chunks: the last, with the rows (all of one kind), and the cached and the recomputed
+    tokens, of all."""
     last, parts = answers[-1], [each.rows for each in answers if each.rows is not None]
     if len(answers) == 1:
         return last
@@ -233,4 +238,8 @@ def joined(answers: Sequence[Answer]) -> Answer:
         blocks = [part.block.between(part.first, part.first + part.count) for part in parts]
         columns = {name: np.concatenate([block.columns[name] for block in blocks]) for name in blocks[0].columns}
         rows = Rows(RowBlock(blocks[0].kind, columns), 0, sum(part.count for part in parts))
-    return last._replace(rows=rows, cached_tokens=sum(each.cached_tokens for each in answers))
+    return last._replace(
+        rows=rows,
+        cached_tokens=sum(each.cached_tokens for each in answers),
+        recomputed_tokens=sum(each.recomputed_tokens for each in answers),
+    )

@@ -177,8 +177,8 @@ class Connection:
         if item.run is not None:
             end = RUN_END_FROM_PROTO.get(output.run_end)
             cause = error_from_status(output.run_cause) if output.HasField("run_cause") else None
-        cached, replayed = output.cached_tokens, output.replayed
-        answer = named(Answer, (handle, rows, pressure, forwarded.timing, cached, replayed, end, cause))
+        cached, replayed, recomputed = output.cached_tokens, output.replayed, output.recomputed_tokens
+        answer = named(Answer, (handle, rows, pressure, forwarded.timing, cached, replayed, end, cause, recomputed))
         if item.run is not None:
             chosen = () if rows is None else answer.tokens.tolist()
         elif item.followed and rows is not None and rows.block.kind is RowKind.TOKENS:
@@ -213,7 +213,9 @@ class Connection:
             return results
         for (index, answer), again in zip(gone.items(), fresh, strict=True):
             if isinstance(again, Answer):
-                results[index] = again._replace(replayed=True, cached_tokens=answer.cached_tokens)
+                results[index] = again._replace(
+                    replayed=True, cached_tokens=answer.cached_tokens, recomputed_tokens=answer.recomputed_tokens
+                )
         return results
 
     def _failed(self, feed: Feed, item: Item, error: BaseException) -> None:

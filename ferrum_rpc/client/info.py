@@ -256,8 +256,13 @@ class WarmupReport:
 
 def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
     """Wire to domain."""
-    model, cache = proto.model, proto.kv_cache
+    model, cache, limits = proto.model, proto.kv_cache, proto.limits
     known = {each.value for each in Capability}
+    of_engine = {
+        "exact_span_tokens": limits.exact_span_tokens,
+        "free_truncation_tokens": limits.free_truncation_tokens if limits.HasField("free_truncation_tokens") else None,
+        "checkpoint_tokens": limits.checkpoint_tokens,
+    }
     return from_proto(
         ExecutorInfo,
         proto,
@@ -265,18 +270,19 @@ def info_from_proto(proto: model_executor_pb2.GetInfoResponse) -> ExecutorInfo:
             ModelInfo,
             model,
             kv_bytes_per_token=cache.bytes_per_token,
+            state_bytes=cache.state_bytes,
             eos_token_ids=tuple(model.eos_token_ids),
             bos_token_id=model.bos_token_id if model.HasField("bos_token_id") else None,
         ),
         block_size=cache.block_size,
         total_blocks=cache.total_blocks,
-        limits=from_proto(Limits, proto.limits, **UNREPORTED),
+        limits=from_proto(Limits, limits, **UNREPORTED, **of_engine),
         capabilities=frozenset(Capability(each) for each in proto.capabilities if each in known),
         device=from_proto(
             DeviceInfo,
             proto.device,
             choices=tuple((each.choice, each.reason) for each in proto.device.choices),
-            exact_span_tokens=proto.limits.exact_span_tokens,
+            **of_engine,
         ),
     )
 

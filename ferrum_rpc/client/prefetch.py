@@ -173,7 +173,8 @@ class RunPrefetcher:
             if stays and fate_unknown(error) and (run.item.follows is None or not await self._lost(error)):
                 raise
             await self.drain()
-            if isinstance(error, KvBlocksExhausted | QuotaExceeded) and run.tokens > 1:
+            short = isinstance(error, KvBlocksExhausted | QuotaExceeded) and "needed_slots" not in error.metadata
+            if short and run.tokens > 1:
                 self._most = run.tokens // 2
             elif isinstance(error, NotSupported) and run.item.run is not None and error.field == "run":
                 self._most = 0  # another executor, without runs, answers there now

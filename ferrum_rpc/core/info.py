@@ -42,9 +42,9 @@ class RecurrentShape:
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Properties of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers, and is known once there is a
-    cache. ``folder``: its path on the executor's machine; empty for a built-in model. ``fingerprint``: 32 bytes; models
-    with the same one compute the same K and V. ``tokenizer_sha256``: of the tokenizer of grammars; empty: there are
-    none."""
+    cache; ``state_bytes`` are those of a sequence's recurrent states. ``folder``: its path on the executor's machine;
+    empty for a built-in model. ``fingerprint``: 32 bytes; models with the same one compute the same K and V.
+    ``tokenizer_sha256``: of the tokenizer of grammars; empty: there are none."""
 
     name: str
     architecture: str
@@ -59,6 +59,7 @@ class ModelInfo:
     weight_dtype: str
     kv_dtype: str
     kv_bytes_per_token: int = 0
+    state_bytes: int = 0
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     folder: str = ""
@@ -74,7 +75,9 @@ NO_KERNELS: Final = "kernels=none"
 class DeviceInfo:
     """The device of the model and the selected backends with their reasons (``choices``: choice -> reason).
     ``exact_span_tokens``: spans of up to this many tokens give exactly the bits of single decodes, whatever their
-    neighbours; 0: nothing is promised."""
+    neighbours; 0: nothing is promised. ``free_truncation_tokens``: to go back by up to so many tokens of the last step
+    costs nothing; by more, tokens are fed again from a checkpoint, which come every ``checkpoint_tokens``. None: any
+    truncation costs nothing."""
 
     kind: str
     name: str
@@ -83,6 +86,8 @@ class DeviceInfo:
     attention_backend: str
     choices: tuple[tuple[str, str], ...] = ()
     exact_span_tokens: int = 0
+    free_truncation_tokens: int | None = None
+    checkpoint_tokens: int = 0
 
 
 MAX_CACHE_SALT_BYTES: Final = 1024
@@ -98,9 +103,10 @@ class Limits:
     ``caller_share``: the part of a table that one of several callers may hold; a limit per caller that is not 0 stands
     in its place. ``max_adapters`` 0: none are offered. GetInfo reports neither that nor ``adapter_memory``, nor the
     limits of parking and of the second tier (``kv_tier_bytes``; 0: there is none).
-    ``exact_span_tokens`` is no setting: the engine knows it (`DeviceInfo`), GetInfo reports it here. Nor are those from
-    ``max_cache_salt_bytes`` to ``max_biases``, which the wire floor enforces, and ``max_forks`` and ``max_operations``,
-    which are ``max_batch_items``. To a client 0 means that the executor does not report the limit."""
+    ``exact_span_tokens``, ``free_truncation_tokens`` and ``checkpoint_tokens`` are no settings: the engine knows them
+    (`DeviceInfo`), GetInfo reports them here. Nor are those from ``max_cache_salt_bytes`` to ``max_biases``, which the
+    wire floor enforces, and ``max_forks`` and ``max_operations``, which are ``max_batch_items``. To a client 0 means
+    that the executor does not report the limit."""
 
     max_batch_items: int
     max_batch_tokens: int
@@ -141,6 +147,8 @@ class Limits:
     adapter_memory: int = 0
     kv_tier_bytes: int = 0
     exact_span_tokens: int = 0
+    free_truncation_tokens: int | None = None
+    checkpoint_tokens: int = 0
     max_cache_salt_bytes: int = MAX_CACHE_SALT_BYTES
     max_name_bytes: int = MAX_NAME_BYTES
     max_request_id_bytes: int = MAX_REQUEST_ID_BYTES
@@ -158,7 +166,8 @@ class Limits:
 class CacheState(NamedTuple):
     """A snapshot of the block pool. Of the free blocks ``cached_blocks`` are published in the prefix cache. So far
     ``blocks_evicted`` were evicted from it, after ``evicted_s`` seconds there in total; ``tier_bytes`` of them are in
-    the second tier. ``prefix_changes`` changes with each `BlockChange`."""
+    the second tier. ``prefix_changes`` changes with each `BlockChange`. If the model has recurrent layers, a sequence
+    needs one of ``total_slots`` for its states; ``free_slots`` hold none, or a checkpoint that can be dropped."""
 
     block_size: int
     total_blocks: int
@@ -169,6 +178,8 @@ class CacheState(NamedTuple):
     evicted_s: float = 0.0
     tier_bytes: int = 0
     prefix_changes: int = 0
+    total_slots: int = 0
+    free_slots: int = 0
 
 
 class RankState(NamedTuple):
@@ -203,7 +214,8 @@ class AdapterFacts(NamedTuple):
 
 
 class Pressure(NamedTuple):
-    """The wire's KvPressure: the block pool, the queue in front of it, and the runs under way."""
+    """The wire's KvPressure: the block pool, the queue in front of it, the runs under way, and the slots for recurrent
+    states (`CacheState`)."""
 
     free_blocks: int
     total_blocks: int
@@ -212,3 +224,5 @@ class Pressure(NamedTuple):
     queued_tokens: int
     sequences: int
     running_items: int = 0
+    free_slots: int = 0
+    total_slots: int = 0

@@ -74,13 +74,14 @@ class WorkItem(NamedTuple):
 
 class ItemAnswer(NamedTuple):
     """A committed work item: the sequence's handle after it, and its rows (None if none were requested, or if it was
-    replayed without them)."""
+    replayed without them). ``cached_tokens``, ``recomputed_tokens``: see `SpanResult`."""
 
     handle: HandleRef
     rows: Rows | None
     replayed: bool = False
     cached_tokens: int = 0
     ended: RunEnded | None = None
+    recomputed_tokens: int = 0
 
 
 ItemOutcome = ItemAnswer | ExecutorError

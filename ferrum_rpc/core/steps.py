@@ -142,12 +142,14 @@ class StepTiming(NamedTuple):
 
 class SpanResult(NamedTuple):
     """A committed span: the sequence's new length and the requested rows; of a run those of all its steps.
-    ``cached_tokens`` were found in the prefix cache."""
+    ``cached_tokens`` were found in the prefix cache. ``recomputed_tokens`` that the sequence already had were fed again
+    before them, because its recurrent states had gone back further."""
 
     length: int
     rows: Rows | None
     ended: RunEnded | None = None
     cached_tokens: int = 0
+    recomputed_tokens: int = 0
 
 
 LATE: Final = SpanResult(-1, None)

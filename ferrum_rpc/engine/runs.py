@@ -193,8 +193,8 @@ class Runs:
         call = each.call
         rows = each.rows[0] if len(each.rows) == 1 else _joined(each.rows)
         begun = call.outcomes[each.index]
-        cached = begun.cached_tokens if isinstance(begun, SpanResult) else 0
-        call.outcomes[each.index] = SpanResult(each.span.start, rows, RunEnded(end, cause), cached)
+        assert isinstance(begun, SpanResult)  # noqa: S101 - a run goes on after its first step
+        call.outcomes[each.index] = begun._replace(length=each.span.start, rows=rows, ended=RunEnded(end, cause))
         call.left -= 1
         self._places.free(call.work, 1)
         self._ended.append(each.span.sequence)

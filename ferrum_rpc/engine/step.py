@@ -285,7 +285,7 @@ class StepRunner:
                 continue
             reservation = reservations[index]
             length = commit(reservation, span.tokens)
-            outcomes.append(named(SpanResult, (length, next(rows), None, reservation.cached)))
+            outcomes.append(named(SpanResult, (length, next(rows), None, reservation.cached, 0)))
             copied += len(reservation.copies)
             searched += reservation.searched
         if followed:

@@ -182,7 +182,7 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
     # --- what it is and how it does ---------------------------------------------------------------------------------
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
-        model, cache = self.state.model, self.state.engine.cache
+        model, device, cache = self.state.model, self.state.device, self.state.engine.cache
         return pb.GetInfoResponse(
             server_version=__version__,
             schema_revision=SCHEMA_REVISION,
@@ -190,17 +190,22 @@ class ModelExecutorServicer(model_executor_pb2_grpc.ModelExecutorServicer):
             instance_id=self.state.handles.instance_id,
             model=to_proto(info_pb2.ModelInfo, model),
             kv_cache=info_pb2.KvCacheInfo(
-                block_size=cache.block_size, total_blocks=cache.total_blocks, bytes_per_token=model.kv_bytes_per_token
+                block_size=cache.block_size,
+                total_blocks=cache.total_blocks,
+                bytes_per_token=model.kv_bytes_per_token,
+                state_bytes=model.state_bytes,
             ),
             limits=to_proto(
                 info_pb2.Limits,
                 self.state.quotas.limits(self.state.limits, CALLER.get()),
-                exact_span_tokens=self.state.device.exact_span_tokens,
+                exact_span_tokens=device.exact_span_tokens,
+                free_truncation_tokens=device.free_truncation_tokens,
+                checkpoint_tokens=device.checkpoint_tokens,
                 max_forks=self.state.limits.max_batch_items,
                 max_operations=self.state.limits.max_batch_items,
             ),
             capabilities=self.state.capabilities,
-            device=device_to_proto(self.state.device),
+            device=device_to_proto(device),
         )
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:

@@ -459,7 +459,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                     self._first_failed = self._admitted[outcome.position].place
                 answer = outcome
             else:
-                length, rows, ended, cached = outcome
+                length, rows, ended, cached, recomputed = outcome
                 if record.length > span.start:
                     state.counters.tokens_truncated += record.length - span.start
                 if record.adapter is not None:
@@ -473,7 +473,7 @@ class ForwardCall(Transaction["ForwardCall"]):
                 if span.create and self._abandoned and entry is None:
                     # Cancelled, and no request id to ask again with: its handle will never be known.
                     record.pending_end = record.pending_end or SequenceEnd.ABANDONED
-                answer = named(ItemAnswer, (record.handle, rows, False, cached, ended))
+                answer = named(ItemAnswer, (record.handle, rows, False, cached, ended, recomputed))
             answers[place] = end_item(state, each, answer, now, present)
             followed = followed or record.follower is not None
         self.timing = timing

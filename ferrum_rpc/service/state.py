@@ -210,11 +210,11 @@ class ServerState:
 
     def pressure(self) -> Pressure:
         """How full the executor is, as of the last step. Never waits."""
-        engine = self.engine
-        size, total, free, *_ = engine.cache
-        sequences = len(self.handles.live)
+        engine, cache = self.engine, self.engine.cache
+        size, total, free, *_ = cache
+        sequences, slots = len(self.handles.live), (cache.free_slots, cache.total_slots)
         waiting, running = (engine.queued_items, engine.queued_tokens), engine.counters.running
-        return named(Pressure, (free, total, size, *waiting, sequences, running))
+        return named(Pressure, (free, total, size, *waiting, sequences, running, *slots))
 
     # --- sequences --------------------------------------------------------------------------------------------------
 

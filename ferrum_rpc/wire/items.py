@@ -245,13 +245,15 @@ def fill_outputs(answered: Iterable[tuple[forward_pb2.ForwardOutput, ItemAnswer]
     extents: dict[int, Extent] = {}
     ranges: list[tuple[output_pb2.RowRange, Extent, int]] = []
     extent: Extent | None = None
-    for output, (reference, rows, replayed, cached_tokens, ended) in answered:
+    for output, (reference, rows, replayed, cached_tokens, ended, recomputed_tokens) in answered:
         handle = output.handle
         handle.id, handle.seq_len, handle.version = reference
         if replayed:
             output.replayed = True
         if cached_tokens:
             output.cached_tokens = cached_tokens
+        if recomputed_tokens:
+            output.recomputed_tokens = recomputed_tokens
         if ended is not None:
             output.run_end = RUN_END_TO_PROTO[ended.end]
             if ended.cause is not None:
@@ -282,7 +284,9 @@ def fill_outputs(answered: Iterable[tuple[forward_pb2.ForwardOutput, ItemAnswer]
 def fill_pressure(message: types_pb2.KvPressure, pressure: Pressure) -> None:
     """Write the pressure of the executor into its message."""
     message.free_blocks, message.total_blocks, message.block_size = pressure[:3]
-    message.queued_items, message.queued_tokens, message.sequences, message.running_items = pressure[3:]
+    message.queued_items, message.queued_tokens, message.sequences, message.running_items = pressure[3:7]
+    if pressure.total_slots:
+        message.free_slots, message.total_slots = pressure[7:]
 
 
 def pressure_to_proto(pressure: Pressure) -> types_pb2.KvPressure:
@@ -313,6 +317,8 @@ def pressure_from_proto(message: types_pb2.KvPressure) -> Pressure:
         message.queued_tokens,
         message.sequences,
         message.running_items,
+        message.free_slots,
+        message.total_slots,
     )
 
 

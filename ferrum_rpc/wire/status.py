@@ -99,7 +99,8 @@ def status_from_error(error: ExecutorError) -> status_pb2.Status:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.reason is Reason.KV_BLOCKS_EXHAUSTED:
-        resource = error_details_pb2.ResourceInfo(resource_type="kv_block", description=error.message)
+        kind = "kv_slot" if "needed_slots" in error.metadata else "kv_block"
+        resource = error_details_pb2.ResourceInfo(resource_type=kind, description=error.message)
         details.append(resource)
     for detail in details:
         status.details.add().Pack(detail)

@@ -31,6 +31,7 @@ from tests.support.clients import BOTH_WAYS, losing, restarting, text
 from tests.support.lives import counters, play
 from tests.support.proxy import proxied as tcp_proxied
 from tests.support.serving import Gate, Served, serve_identity
+from tests.support.states import with_states
 from tests.support.wiring import until
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -133,7 +134,8 @@ async def test_leaving_a_doubtful_fork_leaves_no_children_behind() -> None:
 
 
 async def test_rows_that_the_replay_has_lost_are_computed_again() -> None:
-    async with losing(replay_bytes=1) as (served, proxy, client), client.sequence() as sequence:
+    made = with_states(9)
+    async with losing(replay_bytes=1, made=made) as (served, proxy, client), client.sequence() as sequence:
         expected = client.sequence()
         for tokens, positions in ((PROMPT, Positions.LAST), ([1, 2, 3], Positions.ALL), ([4], Positions.LAST)):
             output = OutputSpec(positions, FullLogits())
@@ -147,6 +149,9 @@ async def test_rows_that_the_replay_has_lost_are_computed_again() -> None:
             assert single.logits.shape == (1, 256)
             await sequence.truncate(expected.length)
         assert sequence.length == expected.length
+        proxy.faults.append("lose")
+        [answer] = (await client.forward([sequence.item([7], truncate_to=3)])).all_answers()
+        assert answer.replayed and answer.recomputed_tokens == 3, "those of the first time"
         await served.check()
 
 

@@ -40,6 +40,8 @@ async def test_status_names_every_number_in_json_and_in_text(served, capsys) -> 
             "queued_tokens": 0,
             "sequences": 1,
             "running_items": 0,
+            "free_slots": 0,
+            "total_slots": 0,
         }
         await run(served.target, "status")
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]

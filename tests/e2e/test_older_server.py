@@ -198,7 +198,8 @@ async def test_what_it_makes_of_a_sessions_frames(dialled: Dialled) -> None:
 
 
 async def test_the_client_works_with_it(client: ExecutorClient) -> None:
-    expected = greedy(PROMPT, 12)
+    expected, info = greedy(PROMPT, 12), await client.info()
+    assert (info.limits.free_truncation_tokens, info.limits.checkpoint_tokens, info.model.state_bytes) == (None, 0, 0)
     async with client.sequence(keep_tokens=True) as sequence:
         assert [each async for each in sequence.generate(PROMPT, max_tokens=8, stop=())] == expected[:8]
         again = sequence.generate([expected[7]], max_tokens=4, stop=())
@@ -210,7 +211,8 @@ async def test_the_client_works_with_it(client: ExecutorClient) -> None:
         assert [each.token for each in found] == [expected[1], *greedy([*PROMPT, 7], 1)]
         assert (await sequence.verify(expected[1:3])).tokens.tolist() == expected[2:4]
         await sequence.rebuild()
-        assert (await sequence.decode(expected[3])).token == expected[4]
+        answer = await sequence.decode(expected[3])
+        assert (answer.token, answer.recomputed_tokens, answer.pressure.total_slots) == (expected[4], 0, 0)
         assert await client.truncate([(sequence, 3), (branch, 3)]) == [None, None]
         assert await client.release([sequence, branch]) == [None, None]
 

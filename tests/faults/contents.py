@@ -26,8 +26,12 @@ TIMES: Final = 10
 VOCABULARY: Final = 6_000
 """Ids of tokens are objects of their own then, and not the small numbers that Python shares."""
 
-MAY_BE_ZERO: Final = {"max_sequences_per_caller", "max_blocks_per_caller", "exact_span_tokens"}
-"""Limits that an operator sets or leaves out, and what an executor without C kernels does not promise."""
+MAY_BE_ZERO: Final = {
+    *("max_sequences_per_caller", "max_blocks_per_caller"),
+    *("exact_span_tokens", "free_truncation_tokens", "checkpoint_tokens"),
+}
+"""Limits that an operator sets or leaves out, what an executor without C kernels does not promise, and what models
+without recurrent states do not have."""
 
 
 async def r34_memory_by_content_is_bounded(size: Size) -> Figures:

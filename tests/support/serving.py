@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,6 +142,7 @@ async def serve_model(
     security: Security | None = None,
     tokens: Sequence[str] = (),
     program: Program | None = None,
+    made: Callable[[Any], Any] = lambda runner: runner,
     park_dir: Path | None = None,
     nixl_agent: Callable[[str], Any] | None = None,
     host: str = "127.0.0.1",
@@ -150,10 +150,10 @@ async def serve_model(
 ) -> AsyncIterator[Served]:
     """Serve ``config`` on a free port with `LIMITS`, changed by ``limits``. ``tokens``: the lines of a file of tokens,
     without which nobody is served: see `Served.by`. ``program``: the engine is a process that has its own ``config``
-    and ``stage``, and ``Served.runner`` is only described."""
+    and ``stage``, and ``Served.runner`` is only described. ``made`` changes the runner before it is served."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     stage = failing_stage(failpoints) if failpoints.rules else stage
-    build = program or partial(build_runner, config, stage=stage)
+    build = program or (lambda: made(build_runner(config, stage=stage)))
     with token_file(*tokens) if tokens else nullcontext() as file:
         server = ExecutorServer(
             build,
@@ -196,11 +196,12 @@ async def serve_identity(
     park_dir: Path | None = None,
     nixl_agent: Callable[[str], Any] | None = None,
     program: Callable[[ModelSettings], Program | None] = lambda config: None,
+    made: Callable[[Any], Any] = lambda runner: runner,
     host: str = "127.0.0.1",
     **options: Any,
 ) -> AsyncIterator[Served]:
     """Serve the identity model. ``options`` that are limits change `LIMITS`, the others go to `IdentityConfig`.
-    ``tokens``, ``program``: see `serve_model`."""
+    ``tokens``, ``program``, ``made``: see `serve_model`."""
     limits = {name: options.pop(name) for name in list(options) if name in Limits.__dataclass_fields__}
     config = ModelSettings(
         path="identity",
@@ -213,7 +214,7 @@ async def serve_identity(
         **{f"identity_{name}": value for name, value in options.items()},
     )
     about: Any = {"stage": stage, "failpoints": failpoints, "security": security, "program": program(config)}
-    about |= {"park_dir": park_dir, "nixl_agent": nixl_agent, "tokens": tokens, "host": host}
+    about |= {"park_dir": park_dir, "nixl_agent": nixl_agent, "tokens": tokens, "host": host, "made": made}
     async with serve_model(config, **about, **limits) as served:
         yield served
 

@@ -93,7 +93,7 @@ class TokenRunner:
         return pending
 
     def cache_state(self) -> CacheState:
-        return CacheState(16, 10, max(0, 10 - len(self._seen)), 1)
+        return CacheState(16, 10, max(0, 10 - len(self._seen)), 1, total_slots=5, free_slots=4)
 
     def seen(self) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Sequences and atomic groups of every step."""

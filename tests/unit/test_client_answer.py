@@ -116,11 +116,14 @@ def test_log_probabilities_must_be_asked_for() -> None:
 
 @pytest.mark.parametrize("block", [TOKENS, BESIDE, token_rows(TOKENS.columns["token_ids"]), TOP, SELECTED, LOGITS])
 def test_chunks_joined_are_the_whole(block: RowBlock) -> None:
-    rows = joined([answer(None), answer(block, 0, 1), answer(block, 1, 2)]).rows
+    parts = [answer(None), answer(block, 0, 1), answer(block, 1, 2)]
+    whole = joined([each._replace(cached_tokens=at, recomputed_tokens=10 * at) for at, each in enumerate(parts)])
+    assert (whole.cached_tokens, whole.recomputed_tokens) == (3, 30)
+    rows = whole.rows
     assert rows is not None
     assert (rows.first, rows.count) == (0, 3)
     assert (rows.block.kind, list(rows.block.columns)) == (block.kind, list(block.columns))
-    for name, whole in block.columns.items():
-        parts = rows.block.columns[name]
-        assert parts.dtype == whole.dtype
-        assert (parts == whole).all()
+    for name, column in block.columns.items():
+        found = rows.block.columns[name]
+        assert found.dtype == column.dtype
+        assert (found == column).all()

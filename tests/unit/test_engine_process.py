@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrum_rpc.core import FullLogits, OutputSpec, Run, RunEnd, SelectedTokens, Span, SpanResult
+from ferrum_rpc.core import CacheState, FullLogits, OutputSpec, Run, RunEnd, SelectedTokens, Span, SpanResult
 from ferrum_rpc.engine import liveness
 from ferrum_rpc.engine.api import Operation, Submission
 from ferrum_rpc.engine.channel import Messages
@@ -121,7 +121,7 @@ async def test_submissions_that_wait_become_one_step_within_its_budget(tmp_path)
     assert (made.engine.queued_items, made.engine.queued_tokens) == (0, 0)
     counters = made.engine.counters
     assert (counters.steps, counters.tokens, counters.blocks_copied) == (2, 12, 4)
-    assert made.engine.cache[:4] == (16, 10, 8, 1)
+    assert made.engine.cache == CacheState(16, 10, 8, 1, total_slots=5, free_slots=4)
     described = await made.ready
     assert (described.info, described.device) == ("a model", "a device")
     for (outcome,), timing in answers[:3]:

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from ferrum_rpc.client import Counters, ExecutorState, ExecutorStatus, KvBlocks, MethodCount, Pressure
 from ferrum_rpc.client.fleet.merged import merged_pressure, merged_status
 
-LEFT = Pressure(3, 10, 16, queued_items=1, queued_tokens=5, sequences=2, running_items=1)
-RIGHT = Pressure(4, 8, 32, queued_items=2, queued_tokens=7, sequences=3, running_items=0)
+LEFT = Pressure(3, 10, 16, queued_items=1, queued_tokens=5, sequences=2, running_items=1, free_slots=1, total_slots=4)
+RIGHT = Pressure(4, 8, 32, queued_items=2, queued_tokens=7, sequences=3, running_items=0, free_slots=2, total_slots=6)
 
 
 def status(state: ExecutorState, pressure: Pressure, number: int, *methods: MethodCount) -> ExecutorStatus:
@@ -22,6 +22,7 @@ def test_blocks_of_unlike_sizes_are_counted_in_the_smallest() -> None:
     both = merged_pressure([LEFT, RIGHT])
     assert (both.free_blocks, both.total_blocks, both.block_size) == (3 + 8, 10 + 16, 16)
     assert (both.queued_items, both.queued_tokens, both.sequences, both.running_items) == (3, 12, 5, 1)
+    assert (both.free_slots, both.total_slots) == (3, 10)
 
 
 def test_the_state_is_that_of_the_best_and_numbers_are_summed() -> None:

@@ -28,17 +28,17 @@ from ferrum_rpc.executor.v1 import types_pb2 as ferrum__rpc_dot_executor_dot_v1_
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$ferrum_rpc/executor/v1/forward.proto\x12\x16\x66\x65rrum_rpc.executor.v1\x1a!ferrum_rpc/executor/v1/info.proto\x1a#ferrum_rpc/executor/v1/output.proto\x1a\"ferrum_rpc/executor/v1/types.proto\x1a\x17google/rpc/status.proto\"\x99\x03\n\x0b\x46orwardItem\x12\x0f\n\x07item_id\x18\x01 \x01(\x04\x12\x30\n\x06handle\x18\x02 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x0btruncate_to\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x32\n\x06output\x18\x05 \x01(\x0b\x32\".ferrum_rpc.executor.v1.OutputSpec\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x35\n\x06\x63reate\x18\x07 \x01(\x0b\x32%.ferrum_rpc.executor.v1.CreateOptions\x12(\n\x03run\x18\x08 \x01(\x0b\x32\x1b.ferrum_rpc.executor.v1.Run\x12.\n\x06\x66ollow\x18\t \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Follow\x12\x31\n\x05needs\x18\n \x03(\x0e\x32\".ferrum_rpc.executor.v1.CapabilityB\x0e\n\x0c_truncate_to\"1\n\x03Run\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\"/\n\x06\x46ollow\x12\x13\n\x0b\x66\x65\x65\x64_chosen\x18\x01 \x01(\x08\x12\x10\n\x08\x63reation\x18\x02 \x01(\t\"\xa3\x01\n\rCreateOptions\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x12\n\ncache_salt\x18\x03 \x01(\x0c\x12\x35\n\ncache_mode\x18\x04 \x01(\x0e\x32!.ferrum_rpc.executor.v1.CacheMode\x12\x16\n\x0ereserve_tokens\x18\x05 \x01(\r\x12\x0c\n\x04\x66ork\x18\x06 \x01(\x08\"\xf2\x01\n\rForwardOutput\x12\x30\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12.\n\x04rows\x18\x02 \x01(\x0b\x32 .ferrum_rpc.executor.v1.RowRange\x12\x10\n\x08replayed\x18\x03 \x01(\x08\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12/\n\x07run_end\x18\x05 \x01(\x0e\x32\x1e.ferrum_rpc.executor.v1.RunEnd\x12%\n\trun_cause\x18\x06 \x01(\x0b\x32\x12.google.rpc.Status\"\x99\x01\n\nItemResult\x12\x0f\n\x07item_id\x18\x01 \x01(\x04\x12\x37\n\x06output\x18\x02 \x01(\x0b\x32%.ferrum_rpc.executor.v1.ForwardOutputH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12\x12\n\nitem_index\x18\x04 \x01(\rB\x08\n\x06result*t\n\x06RunEnd\x12\x17\n\x13RUN_END_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_END_MAX_TOKENS\x10\x01\x12\x13\n\x0fRUN_END_STOP_ID\x10\x02\x12\x13\n\x0fRUN_END_CONTEXT\x10\x03\x12\x0f\n\x0bRUN_END_CUT\x10\x04*s\n\tCacheMode\x12\x1a\n\x16\x43\x41\x43HE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43\x41\x43HE_MODE_READ_WRITE\x10\x01\x12\x18\n\x14\x43\x41\x43HE_MODE_READ_ONLY\x10\x02\x12\x15\n\x11\x43\x41\x43HE_MODE_BYPASS\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$ferrum_rpc/executor/v1/forward.proto\x12\x16\x66\x65rrum_rpc.executor.v1\x1a!ferrum_rpc/executor/v1/info.proto\x1a#ferrum_rpc/executor/v1/output.proto\x1a\"ferrum_rpc/executor/v1/types.proto\x1a\x17google/rpc/status.proto\"\x99\x03\n\x0b\x46orwardItem\x12\x0f\n\x07item_id\x18\x01 \x01(\x04\x12\x30\n\x06handle\x18\x02 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x18\n\x0btruncate_to\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x32\n\x06output\x18\x05 \x01(\x0b\x32\".ferrum_rpc.executor.v1.OutputSpec\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x35\n\x06\x63reate\x18\x07 \x01(\x0b\x32%.ferrum_rpc.executor.v1.CreateOptions\x12(\n\x03run\x18\x08 \x01(\x0b\x32\x1b.ferrum_rpc.executor.v1.Run\x12.\n\x06\x66ollow\x18\t \x01(\x0b\x32\x1e.ferrum_rpc.executor.v1.Follow\x12\x31\n\x05needs\x18\n \x03(\x0e\x32\".ferrum_rpc.executor.v1.CapabilityB\x0e\n\x0c_truncate_to\"1\n\x03Run\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\"/\n\x06\x46ollow\x12\x13\n\x0b\x66\x65\x65\x64_chosen\x18\x01 \x01(\x08\x12\x10\n\x08\x63reation\x18\x02 \x01(\t\"\xa3\x01\n\rCreateOptions\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x12\n\ncache_salt\x18\x03 \x01(\x0c\x12\x35\n\ncache_mode\x18\x04 \x01(\x0e\x32!.ferrum_rpc.executor.v1.CacheMode\x12\x16\n\x0ereserve_tokens\x18\x05 \x01(\r\x12\x0c\n\x04\x66ork\x18\x06 \x01(\x08\"\x8d\x02\n\rForwardOutput\x12\x30\n\x06handle\x18\x01 \x01(\x0b\x32 .ferrum_rpc.executor.v1.KvHandle\x12.\n\x04rows\x18\x02 \x01(\x0b\x32 .ferrum_rpc.executor.v1.RowRange\x12\x10\n\x08replayed\x18\x03 \x01(\x08\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12/\n\x07run_end\x18\x05 \x01(\x0e\x32\x1e.ferrum_rpc.executor.v1.RunEnd\x12%\n\trun_cause\x18\x06 \x01(\x0b\x32\x12.google.rpc.Status\x12\x19\n\x11recomputed_tokens\x18\x07 \x01(\r\"\x99\x01\n\nItemResult\x12\x0f\n\x07item_id\x18\x01 \x01(\x04\x12\x37\n\x06output\x18\x02 \x01(\x0b\x32%.ferrum_rpc.executor.v1.ForwardOutputH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12\x12\n\nitem_index\x18\x04 \x01(\rB\x08\n\x06result*t\n\x06RunEnd\x12\x17\n\x13RUN_END_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_END_MAX_TOKENS\x10\x01\x12\x13\n\x0fRUN_END_STOP_ID\x10\x02\x12\x13\n\x0fRUN_END_CONTEXT\x10\x03\x12\x0f\n\x0bRUN_END_CUT\x10\x04*s\n\tCacheMode\x12\x1a\n\x16\x43\x41\x43HE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43\x41\x43HE_MODE_READ_WRITE\x10\x01\x12\x18\n\x14\x43\x41\x43HE_MODE_READ_ONLY\x10\x02\x12\x15\n\x11\x43\x41\x43HE_MODE_BYPASS\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ferrum_rpc.executor.v1.forward_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RUNEND']._serialized_start=1276
-  _globals['_RUNEND']._serialized_end=1392
-  _globals['_CACHEMODE']._serialized_start=1394
-  _globals['_CACHEMODE']._serialized_end=1509
+  _globals['_RUNEND']._serialized_start=1303
+  _globals['_RUNEND']._serialized_end=1419
+  _globals['_CACHEMODE']._serialized_start=1421
+  _globals['_CACHEMODE']._serialized_end=1536
   _globals['_FORWARDITEM']._serialized_start=198
   _globals['_FORWARDITEM']._serialized_end=607
   _globals['_RUN']._serialized_start=609
@@ -48,7 +48,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATEOPTIONS']._serialized_start=710
   _globals['_CREATEOPTIONS']._serialized_end=873
   _globals['_FORWARDOUTPUT']._serialized_start=876
-  _globals['_FORWARDOUTPUT']._serialized_end=1118
-  _globals['_ITEMRESULT']._serialized_start=1121
-  _globals['_ITEMRESULT']._serialized_end=1274
+  _globals['_FORWARDOUTPUT']._serialized_end=1145
+  _globals['_ITEMRESULT']._serialized_start=1148
+  _globals['_ITEMRESULT']._serialized_end=1301
 # @@protoc_insertion_point(module_scope)

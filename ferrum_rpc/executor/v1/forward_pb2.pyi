@@ -92,20 +92,22 @@ class CreateOptions(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[bytes] = ..., cache_mode: _Optional[_Union[CacheMode, str]] = ..., reserve_tokens: _Optional[int] = ..., fork: bool = ...) -> None: ...
 
 class ForwardOutput(_message.Message):
-    __slots__ = ("handle", "rows", "replayed", "cached_tokens", "run_end", "run_cause")
+    __slots__ = ("handle", "rows", "replayed", "cached_tokens", "run_end", "run_cause", "recomputed_tokens")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUN_END_FIELD_NUMBER: _ClassVar[int]
     RUN_CAUSE_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     handle: _types_pb2.KvHandle
     rows: _output_pb2.RowRange
     replayed: bool
     cached_tokens: int
     run_end: RunEnd
     run_cause: _status_pb2.Status
-    def __init__(self, handle: _Optional[_Union[_types_pb2.KvHandle, _Mapping]] = ..., rows: _Optional[_Union[_output_pb2.RowRange, _Mapping]] = ..., replayed: bool = ..., cached_tokens: _Optional[int] = ..., run_end: _Optional[_Union[RunEnd, str]] = ..., run_cause: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    recomputed_tokens: int
+    def __init__(self, handle: _Optional[_Union[_types_pb2.KvHandle, _Mapping]] = ..., rows: _Optional[_Union[_output_pb2.RowRange, _Mapping]] = ..., replayed: bool = ..., cached_tokens: _Optional[int] = ..., run_end: _Optional[_Union[RunEnd, str]] = ..., run_cause: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class ItemResult(_message.Message):
     __slots__ = ("item_id", "output", "error", "item_index")

@@ -135,17 +135,19 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., heads: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., parameters: _Optional[int] = ..., weight_dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., folder: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., tokenizer_sha256: _Optional[bytes] = ...) -> None: ...
 
 class KvCacheInfo(_message.Message):
-    __slots__ = ("block_size", "total_blocks", "bytes_per_token")
+    __slots__ = ("block_size", "total_blocks", "bytes_per_token", "state_bytes")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     total_blocks: int
     bytes_per_token: int
-    def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., bytes_per_token: _Optional[int] = ...) -> None: ...
+    state_bytes: int
+    def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., bytes_per_token: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_batch_items", "max_batch_tokens", "max_top_tokens", "max_selected_tokens", "max_request_bytes", "max_response_bytes", "max_sequences", "max_queued_items", "max_queued_tokens", "replay_bytes", "max_steps_in_flight", "session_inline_bytes", "max_session_response_bytes", "lease_ttl", "max_lease_ttl", "idle_ttl", "max_sequences_per_caller", "max_blocks_per_caller", "max_leases", "min_lease_ttl", "max_sessions", "caller_share", "exact_span_tokens", "max_unread_bytes", "max_run_tokens", "max_running", "max_followers", "max_forks", "max_draft_tokens", "max_draft_candidates", "max_token_masks", "max_biases", "max_transfers", "max_cache_salt_bytes", "max_name_bytes", "max_request_id_bytes", "max_stop_tokens", "max_operations", "max_watchers", "max_grammars", "max_grammar_bytes")
+    __slots__ = ("max_batch_items", "max_batch_tokens", "max_top_tokens", "max_selected_tokens", "max_request_bytes", "max_response_bytes", "max_sequences", "max_queued_items", "max_queued_tokens", "replay_bytes", "max_steps_in_flight", "session_inline_bytes", "max_session_response_bytes", "lease_ttl", "max_lease_ttl", "idle_ttl", "max_sequences_per_caller", "max_blocks_per_caller", "max_leases", "min_lease_ttl", "max_sessions", "caller_share", "exact_span_tokens", "max_unread_bytes", "max_run_tokens", "max_running", "max_followers", "max_forks", "max_draft_tokens", "max_draft_candidates", "max_token_masks", "max_biases", "max_transfers", "max_cache_salt_bytes", "max_name_bytes", "max_request_id_bytes", "max_stop_tokens", "max_operations", "max_watchers", "max_grammars", "max_grammar_bytes", "free_truncation_tokens", "checkpoint_tokens")
     MAX_BATCH_ITEMS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +189,8 @@ class Limits(_message.Message):
     MAX_WATCHERS_FIELD_NUMBER: _ClassVar[int]
     MAX_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     MAX_GRAMMAR_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_TRUNCATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     max_batch_items: int
     max_batch_tokens: int
     max_top_tokens: int
@@ -228,7 +232,9 @@ class Limits(_message.Message):
     max_watchers: int
     max_grammars: int
     max_grammar_bytes: int
-    def __init__(self, max_batch_items: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_top_tokens: _Optional[int] = ..., max_selected_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_queued_items: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., replay_bytes: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., session_inline_bytes: _Optional[int] = ..., max_session_response_bytes: _Optional[int] = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sequences_per_caller: _Optional[int] = ..., max_blocks_per_caller: _Optional[int] = ..., max_leases: _Optional[int] = ..., min_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sessions: _Optional[int] = ..., caller_share: _Optional[float] = ..., exact_span_tokens: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_run_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_followers: _Optional[int] = ..., max_forks: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_draft_candidates: _Optional[int] = ..., max_token_masks: _Optional[int] = ..., max_biases: _Optional[int] = ..., max_transfers: _Optional[int] = ..., max_cache_salt_bytes: _Optional[int] = ..., max_name_bytes: _Optional[int] = ..., max_request_id_bytes: _Optional[int] = ..., max_stop_tokens: _Optional[int] = ..., max_operations: _Optional[int] = ..., max_watchers: _Optional[int] = ..., max_grammars: _Optional[int] = ..., max_grammar_bytes: _Optional[int] = ...) -> None: ...
+    free_truncation_tokens: int
+    checkpoint_tokens: int
+    def __init__(self, max_batch_items: _Optional[int] = ..., max_batch_tokens: _Optional[int] = ..., max_top_tokens: _Optional[int] = ..., max_selected_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., max_sequences: _Optional[int] = ..., max_queued_items: _Optional[int] = ..., max_queued_tokens: _Optional[int] = ..., replay_bytes: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., session_inline_bytes: _Optional[int] = ..., max_session_response_bytes: _Optional[int] = ..., lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., idle_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sequences_per_caller: _Optional[int] = ..., max_blocks_per_caller: _Optional[int] = ..., max_leases: _Optional[int] = ..., min_lease_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_sessions: _Optional[int] = ..., caller_share: _Optional[float] = ..., exact_span_tokens: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_run_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_followers: _Optional[int] = ..., max_forks: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_draft_candidates: _Optional[int] = ..., max_token_masks: _Optional[int] = ..., max_biases: _Optional[int] = ..., max_transfers: _Optional[int] = ..., max_cache_salt_bytes: _Optional[int] = ..., max_name_bytes: _Optional[int] = ..., max_request_id_bytes: _Optional[int] = ..., max_stop_tokens: _Optional[int] = ..., max_operations: _Optional[int] = ..., max_watchers: _Optional[int] = ..., max_grammars: _Optional[int] = ..., max_grammar_bytes: _Optional[int] = ..., free_truncation_tokens: _Optional[int] = ..., checkpoint_tokens: _Optional[int] = ...) -> None: ...
 
 class DeviceInfo(_message.Message):
     __slots__ = ("kind", "name", "memory_bytes", "threads", "attention_backend", "choices")

@@ -47,7 +47,7 @@ class Tensor(_message.Message):
     def __init__(self, dtype: _Optional[_Union[DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class KvPressure(_message.Message):
-    __slots__ = ("free_blocks", "total_blocks", "block_size", "queued_items", "queued_tokens", "sequences", "running_items")
+    __slots__ = ("free_blocks", "total_blocks", "block_size", "queued_items", "queued_tokens", "sequences", "running_items", "free_slots", "total_slots")
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,8 @@ class KvPressure(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     RUNNING_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    FREE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SLOTS_FIELD_NUMBER: _ClassVar[int]
     free_blocks: int
     total_blocks: int
     block_size: int
@@ -62,7 +64,9 @@ class KvPressure(_message.Message):
     queued_tokens: int
     sequences: int
     running_items: int
-    def __init__(self, free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., queued_items: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., running_items: _Optional[int] = ...) -> None: ...
+    free_slots: int
+    total_slots: int
+    def __init__(self, free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., queued_items: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., running_items: _Optional[int] = ..., free_slots: _Optional[int] = ..., total_slots: _Optional[int] = ...) -> None: ...
 
 class StepTiming(_message.Message):
     __slots__ = ("step", "queue_micros", "forward_micros", "step_sequences", "step_tokens")
