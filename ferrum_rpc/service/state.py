@@ -24,6 +24,7 @@ from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExha
 from ferrum_rpc.executor.v1.info_pb2 import (
     CAPABILITY_ADAPTERS,
     CAPABILITY_GRAMMAR,
+    CAPABILITY_KV_TRANSFER,
     CAPABILITY_KV_TRANSPORT_NIXL,
     CAPABILITY_PARK,
 )
@@ -53,6 +54,9 @@ from ferrum_rpc.service.supervisor import Supervisor
 from ferrum_rpc.wire.info import CAPABILITIES
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+OF_MOVES: Final = {CAPABILITY_KV_TRANSFER, CAPABILITY_KV_TRANSPORT_NIXL, CAPABILITY_PARK}
+"""What is not offered of a model with recurrent states."""
 
 RETRY_ELSEWHERE_S: Final = 1.0
 """What a refusal while starting or draining suggests to wait."""
@@ -128,7 +132,7 @@ class ServerState:
             *((CAPABILITY_PARK,) if self.parked.offered else ()),
             *((CAPABILITY_KV_TRANSPORT_NIXL,) if nixl is not None else ()),
         )
-        """What GetInfo says, and an item may need. GRAMMAR is added with the model."""
+        """What GetInfo says, and an item may need. GRAMMAR is added with the model, and `OF_MOVES` removed."""
         self.sessions = 0
         self.watchers = 0
         self.unnamed: dict[SequenceRecord, None] = {}
@@ -152,6 +156,8 @@ class ServerState:
         self._model, self._device = model, device
         if model.tokenizer_sha256:
             self.capabilities = (*self.capabilities, CAPABILITY_GRAMMAR)
+        if model.state_bytes:
+            self.capabilities = tuple(each for each in self.capabilities if each not in OF_MOVES)
         self.limits = replace(self.limits, max_top_tokens=min(self.limits.max_top_tokens, model.vocab_size))
         self.quotas.cache(self.engine.cache.total_blocks, self.engine.cache.block_size)
         if self.lifecycle is Lifecycle.STARTING:

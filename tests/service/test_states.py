@@ -9,9 +9,9 @@ import pytest
 import pytest_asyncio
 from google.rpc import error_details_pb2, status_pb2
 
-from ferrum_rpc.client import ExecutorClient, KvBlocksExhausted
+from ferrum_rpc.client import Capability, ExecutorClient, KvBlocksExhausted
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import forward_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, kv_transfer_pb2, types_pb2
 from ferrum_rpc.wire.status import STATUS_METADATA_KEY
 from tests.support.clients import BOTH_WAYS
 from tests.support.serving import Served, serve_identity
@@ -39,6 +39,7 @@ async def test_a_model_without_states_has_no_slots_and_any_truncation_is_free() 
         info = await served.executor.GetInfo(pb.GetInfoRequest())
         assert info.kv_cache.state_bytes == info.limits.checkpoint_tokens == 0
         assert not info.limits.HasField("free_truncation_tokens")
+        assert info_pb2.CAPABILITY_KV_TRANSFER in info.capabilities
         answer = await served.prefill(PROMPT)
         assert slots(answer.pressure) == (0, 0)
 
@@ -109,6 +110,14 @@ async def test_a_run_has_those_of_its_first_step(served: Served) -> None:
     await release(served, answer.output.handle)
 
 
+async def test_caches_with_states_do_not_move(served: Served) -> None:
+    capabilities = (await served.executor.GetInfo(pb.GetInfoRequest())).capabilities
+    assert not {info_pb2.CAPABILITY_KV_TRANSFER, info_pb2.CAPABILITY_PARK} & set(capabilities)
+    handle = await prefill(served, PROMPT)
+    await refused(served.transfer.ExportKv(kv_transfer_pb2.ExportKvRequest(handle=handle)).read(), Reason.NOT_SUPPORTED)
+    await release(served, handle)
+
+
 # --- this version's client --------------------------------------------------------------------------------------------
 
 
@@ -122,6 +131,7 @@ async def test_the_client_has_slots_and_what_was_fed_again(served: Served, sessi
         assert answer.recomputed_tokens == 0 and "recomputed" not in repr(answer)
         [answer] = (await client.forward([sequence.item([5], truncate_to=3)])).all_answers()
         assert answer.recomputed_tokens == 3 and "recomputed_tokens=3" in repr(answer)
+        assert Capability.KV_TRANSFER not in (await client.info()).capabilities
 
 
 @BOTH_WAYS
