@@ -91,9 +91,12 @@ class Quotas:
         sequences, blocks = (0 if most[each] == UNBOUNDED else most[each] for each in self._exact)
         return replace(limits, max_sequences_per_caller=sequences, max_blocks_per_caller=blocks)
 
-    def cache(self, total_blocks: int, block_size: int) -> None:
-        """Set the size of the cache once the model is loaded: ``total_blocks`` of ``block_size`` tokens."""
+    def cache(self, total_blocks: int, block_size: int, total_slots: int) -> None:
+        """Set the size of the cache once the model is loaded: ``total_blocks`` of ``block_size`` tokens, and
+        ``total_slots``, of which each sequence needs one; 0: it needs none."""
         self._tables[Resource.BLOCKS], self._block_size = total_blocks, block_size
+        if total_slots:
+            self._tables[Resource.SEQUENCES] = min(self._limits.max_sequences, total_slots)
         self._per_caller = self._shares()
         for account in self._accounts.values():
             account.most = self._per_caller[account.caller.shares]

@@ -159,7 +159,8 @@ class ServerState:
         if model.state_bytes:
             self.capabilities = tuple(each for each in self.capabilities if each not in OF_MOVES)
         self.limits = replace(self.limits, max_top_tokens=min(self.limits.max_top_tokens, model.vocab_size))
-        self.quotas.cache(self.engine.cache.total_blocks, self.engine.cache.block_size)
+        cache = self.engine.cache
+        self.quotas.cache(cache.total_blocks, cache.block_size, cache.total_slots)
         if self.lifecycle is Lifecycle.STARTING:
             self.lifecycle = Lifecycle.SERVING
 

@@ -10,8 +10,10 @@ import pytest_asyncio
 from google.rpc import error_details_pb2, status_pb2
 
 from ferrum_rpc.client import Capability, ExecutorClient, KvBlocksExhausted
+from ferrum_rpc.core import Caller
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, kv_transfer_pb2, types_pb2
+from ferrum_rpc.service.records import Resource
 from ferrum_rpc.wire.status import STATUS_METADATA_KEY
 from tests.support.clients import BOTH_WAYS
 from tests.support.serving import Served, serve_identity
@@ -116,6 +118,16 @@ async def test_caches_with_states_do_not_move(served: Served) -> None:
     handle = await prefill(served, PROMPT)
     await refused(served.transfer.ExportKv(kv_transfer_pb2.ExportKvRequest(handle=handle)).read(), Reason.NOT_SUPPORTED)
     await release(served, handle)
+
+
+async def test_one_of_several_callers_has_a_share_of_the_slots() -> None:
+    async with serve_identity(made=with_states(6), tokens=("alice a", "bob b")) as served:
+        quotas = served.server.state.quotas
+        assert quotas.account(Caller("alice", operator=False, shares=True)).most[Resource.SEQUENCES] == 3
+        held = [await prefill(served.by("a"), [1]) for _ in range(3)]
+        error = await refused(served.by("a").prefill([1]), Reason.QUOTA_EXCEEDED)
+        assert error.number("max_sequences_per_caller") == 3
+        await release(served.by("a"), *held)
 
 
 # --- this version's client --------------------------------------------------------------------------------------------
