@@ -89,6 +89,8 @@ class ExecutorRow:
             "used_blocks": blocks and blocks.used,
             "cached_blocks": blocks and blocks.cached,
             "free_blocks": blocks and blocks.free,
+            "free_slots": pressure and pressure.free_slots,
+            "total_slots": pressure and pressure.total_slots,
             "prefix_hit_share": measured and measured.prefix_hit_share,
             "prefix_hit_share_since_start": status and hits_since_start(status.counters),
             "sequences": pressure and pressure.sequences,

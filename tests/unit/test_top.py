@@ -33,7 +33,7 @@ DECODE = "ferrum_rpc.executor.v1.ModelExecutor/Decode"
 
 def status(counters: Counters, *methods: MethodCount, uptime_s: float = 100.0, number: int = 7) -> ExecutorStatus:
     blocks = KvBlocks(**{each.name: number for each in fields(KvBlocks)})
-    pressure = Pressure(number, number, 16, number, number, number, number)
+    pressure = Pressure(number, number, 16, number, number, number, number, free_slots=number, total_slots=2 * number)
     return ExecutorStatus(ExecutorState.SERVING, pressure, counters, methods, uptime_s, 0, number, number, blocks)
 
 
@@ -212,6 +212,7 @@ def test_json_has_the_documented_keys_whatever_is_known():
     documented = {each for row in rows for each in re.findall(r"`(\w+)`", row[1])}
     assert set(ROWS[0].json()) == set(ROWS[2].json()) == documented - set(program.document([], 1.0))
     assert set(program.document([], 1.0)) <= documented
+    assert (ROWS[0].json()["free_slots"], ROWS[0].json()["total_slots"]) == (7, 14)
     unknown = {key: value for key, value in ROWS[2].json().items() if value not in (None, [])}
     assert unknown == {"target": ROWS[2].target, "state": "GONE", "reason": ROWS[2].reason, "restarts": 0}
     assert {each.heading for each in COLUMNS} <= {each.strip() for row in rows for each in row[2].split(", ")}
