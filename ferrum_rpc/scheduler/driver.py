@@ -136,6 +136,7 @@ class Driver:
             self.admissible(request)
         try:
             await self.port.look()
+            self._budget = replace(self._budget, running=min(self._budget.running, self.port.most_sequences))
             yield
         finally:
             run.wall_seconds = time.monotonic() - began
@@ -206,6 +207,8 @@ class Driver:
             await self._end_turn()
             if self._scarce is not None:
                 await self._make_way(self._scarce)
+            if self._releases and not self.port.pool.slots:
+                await asyncio.wait(self._releases)  # rather than preempt a request that has none yet
         running = [each for each in queues.running if self.rests(each)]
         places = budget.at_once - len(queues.running) - len(queues.moving) if self.refusal is None else 0
         waiting = queues.waiting[: max(0, places)]
@@ -504,7 +507,7 @@ class Driver:
         request, follows = sent.feed.request, sent.item.follows is not None
         if isinstance(error, ChainBroken) or (follows and isinstance(error, OUT_OF_STEP + TRY_LATER)):
             return  # planned again, as an item that follows none
-        if isinstance(error, NO_CAPACITY) and sent.item.run is not None:
+        if isinstance(error, NO_CAPACITY) and sent.item.run is not None and "needed_slots" not in error.metadata:
             self._single = True
         elif isinstance(error, NO_CAPACITY + TRY_LATER):
             self._scarce, self._draining = error, True

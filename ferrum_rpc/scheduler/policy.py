@@ -1,4 +1,5 @@
-"""The next step as a pure function of the requests and the executor's free blocks. No IO, no clock, no randomness.
+"""The next step as a pure function of the requests and the executor's free blocks and slots. No IO, no clock, no
+randomness.
 
 A step is made in three passes over a ledger of free blocks:
 
@@ -6,26 +7,32 @@ A step is made in three passes over a ledger of free blocks:
    left for it, the last running request is preempted, be it that request itself.
 2. *chunks*: running prompts continue, in that order, with what is left of the token budget.
 3. *admission*: waiting requests join in order, while the free blocks cover all their known tokens and some headroom for
-   every running request, and no request was preempted in this step. The last places are for tenants that have no
-   request running: they need not wait until a text of another tenant ends.
+   every running request, a slot is free, and no request was preempted in this step. The last places are for tenants
+   that have no request running: they need not wait until a text of another tenant ends.
 
 Drafts are added to decodes while tokens and blocks are left over.
 
 Preemption is by recomputation: the sequence of the request is released, and the request is admitted again as a longer
 prompt. The first running request is never preempted while there is another, so a request always finishes. Block
 arithmetic is the executor's (`ceil(length / block_size)`), without shared prefixes, which only make the true number
-smaller.
+smaller. A sequence of a model with recurrent states also has a slot, from its first tokens to its end; a running
+request without a sequence waits for one.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from ferrum_rpc.scheduler.request import Request
 
 PLACES_A_RESERVED_ONE = 16
 """One place in so many is for tenants that have no request running."""
+
+NO_STATES: Final = sys.maxsize
+"""The slots of a model without recurrent states: no sequence needs one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +66,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The executor's blocks, as of its last answer."""
+    """The executor's blocks, as of its last answer, and its free ``slots``."""
 
     free: int
     total: int
     block_size: int
+    slots: int = NO_STATES
 
     def blocks(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -106,12 +114,14 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class Others:
     """The requests that run meanwhile, because they have items in flight: the places that they take (``count``), the
-    ``tokens`` that they take of a step's, the blocks ``promised`` to their growth, and their ``tenants``."""
+    ``tokens`` that they take of a step's, the blocks ``promised`` to their growth, their ``tenants``, and the ``slots``
+    that their branches will need."""
 
     count: int = 0
     tokens: int = 0
     promised: int = 0
     tenants: frozenset[str] = frozenset()
+    slots: int = 0
 
 
 NO_OTHERS = Others()
@@ -141,7 +151,8 @@ def arrivals(
     ready: Iterable[Request], running: Sequence[Request], coming: Sequence[Request], pool: Pool, budget: Budget
 ) -> list[Request]:
     """Which of the ``ready`` requests, computed at another executor, may be moved here now: in order, while the free
-    blocks cover them, those that are ``coming`` already, and the headroom of all."""
+    blocks cover them, those that are ``coming`` already, and the headroom of all, and each has a slot."""
+    slots = pool.slots - sum(len(each.branches) for each in running) - sum(each.slots for each in coming)
     free = pool.free - sum(pool.growth(each.cached, each.owed + budget.headroom) for each in running)
     free -= sum(pool.blocks(each.known + budget.headroom) for each in coming)
     found: list[Request] = []
@@ -149,7 +160,8 @@ def arrivals(
     beside = sum(each.places for each in (*running, *coming))
     for request in ready:
         free -= pool.blocks(request.known + (budget.headroom if beside else 0))  # the only request needs none
-        if free < 0 or budget.is_full(request, beside, tenants):
+        slots -= request.slots if beside else 1
+        if min(free, slots) < 0 or budget.is_full(request, beside, tenants):
             break
         found.append(request)
         tenants.add(request.tenant)
@@ -166,6 +178,7 @@ class _Planner:
     kept: list[Request]
     others: Others = NO_OTHERS
     free: int = field(init=False)
+    slots: int = field(init=False)
     tokens: int = field(init=False)
     feeds: list[PlannedFeed] = field(default_factory=list)
     victims: list[Request] = field(default_factory=list)
@@ -173,12 +186,12 @@ class _Planner:
     unservable: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.free = self.pool.free
+        self.free, self.slots = self.pool.free, self.pool.slots
         self.tokens = max(0, self.budget.tokens - self.others.tokens)
 
     def decodes(self) -> None:
         for request in [each for each in self.kept if each.owed == 1]:
-            if request not in self.kept or not self._has_room():
+            if request not in self.kept or not self._has_room() or self._lacks_slot(request):
                 continue
             need = self.pool.growth(request.cached, 1)
             while need > self.free and self.kept[-1] is not request:
@@ -201,7 +214,7 @@ class _Planner:
                 return
             if self.kept[-1] is not first:
                 self._preempt(self.kept[-1])
-            elif (count := self._most(first)) > 0:
+            elif (count := self._most(first)) > 0 and not self._lacks_slot(first):
                 self._feed(first, min(count, first.owed))  # not bit-exact, but it runs
             else:
                 self._step_aside(first)
@@ -216,7 +229,10 @@ class _Planner:
             if self.budget.is_full(request, beside, tenants) or not self._has_room():
                 return
             headroom = self.budget.headroom if beside else 0  # the only request needs none
-            if self._promised() + self.pool.blocks(request.known + headroom) > self.free:
+            blocks, slots = self._promised()
+            if blocks + self.pool.blocks(request.known + headroom) > self.free:
+                return
+            if slots + (request.slots if beside else 1) > self.slots:
                 return
             if beside and request.span(self._most(request), self.budget.exact) == 0:
                 return
@@ -237,14 +253,19 @@ class _Planner:
                 self.tokens -= drafted
                 self.feeds[at] = replace(feed, drafted=drafted)
 
-    def _promised(self) -> int:
-        """Blocks that running requests still need for the tokens that they owe, and for their headroom."""
+    def _promised(self) -> tuple[int, int]:
+        """Blocks that running requests still need for the tokens that they owe, and for their headroom; and the slots
+        of those that have none, and of their branches."""
         fed = {feed.request.index: feed.count for feed in self.feeds}
-        promised = self.others.promised
+        promised, slots = self.others.promised, self.others.slots
         for each in self.kept:
             done = fed.get(each.index, 0)
             promised += self.pool.growth(each.cached + done, each.owed - done + self.budget.headroom)
-        return promised
+            slots += len(each.branches) + (not done and each.begins)
+        return promised, slots
+
+    def _lacks_slot(self, request: Request) -> bool:
+        return self.slots < 1 and request.begins
 
     def _has_room(self) -> bool:
         return self.tokens > 0 and len(self.feeds) < self.budget.items
@@ -253,7 +274,7 @@ class _Planner:
         return min(self.tokens, self.pool.room(request.cached, self.free))
 
     def _feed_some(self, request: Request) -> bool:
-        count = request.span(self._most(request), self.budget.exact)
+        count = 0 if self._lacks_slot(request) else request.span(self._most(request), self.budget.exact)
         if count > 0:
             self._feed(request, count)
         return count > 0
@@ -261,18 +282,22 @@ class _Planner:
     def _feed(self, request: Request, count: int) -> None:
         self.free -= self.pool.growth(request.cached, count)
         self.tokens -= count
+        self.slots -= request.begins
         self.feeds.append(PlannedFeed(request, count))
 
     def _preempt(self, request: Request) -> None:
-        self.kept.remove(request)
+        self._leave(request)
         self.victims.append(request)
+
+    def _leave(self, request: Request) -> None:
+        self.kept.remove(request)
         self.free += self.pool.blocks(request.cached)
+        self.slots += not request.begins
 
     def _step_aside(self, request: Request) -> None:
         """Preempt the last request, which cannot grow. If the whole pool could not hold it, it is unservable."""
         if self.pool.blocks(request.cached + 1) > self.pool.total:
-            self.kept.remove(request)
-            self.free += self.pool.blocks(request.cached)
+            self._leave(request)
             self.unservable.append(request)
         else:
             self._preempt(request)

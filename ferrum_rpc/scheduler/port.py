@@ -1,5 +1,5 @@
-"""One executor as its driver uses it: its free blocks, work items of requests, and calls that are repeated until they
-are answered.
+"""One executor as its driver uses it: its free blocks and slots, work items of requests, and calls that are repeated
+until they are answered.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ferrum_rpc.client import (
     ModelClient,
     OutputSpec,
     Positions,
+    Pressure,
     Run,
     Sample,
     Sequence,
@@ -30,7 +31,7 @@ from ferrum_rpc.client import (
 )
 from ferrum_rpc.scheduler.counts import RunCounts
 from ferrum_rpc.scheduler.patience import Patience
-from ferrum_rpc.scheduler.policy import PlannedFeed, Pool
+from ferrum_rpc.scheduler.policy import NO_STATES, PlannedFeed, Pool
 from ferrum_rpc.scheduler.request import Request
 
 HANGS: Final = "the executor's device makes no progress"
@@ -56,11 +57,22 @@ class ExecutorPort:
 
     @property
     def pool(self) -> Pool:
-        """The executor's blocks, as of its last answer."""
+        """The executor's blocks and slots, as of its last answer."""
+        pressure = self._pressure
+        total = min(pressure.total_blocks, self._most_blocks or pressure.total_blocks)
+        slots = pressure.free_slots if pressure.total_slots else NO_STATES
+        return Pool(min(pressure.free_blocks, total), total, pressure.block_size, slots)
+
+    @property
+    def most_sequences(self) -> int:
+        """How many sequences the executor has slots for."""
+        return self._pressure.total_slots or NO_STATES
+
+    @property
+    def _pressure(self) -> Pressure:
         pressure = self._client.pressure
         assert pressure is not None  # noqa: S101 - `look` came first
-        total = min(pressure.total_blocks, self._most_blocks or pressure.total_blocks)
-        return Pool(min(pressure.free_blocks, total), total, pressure.block_size)
+        return pressure
 
     def holds(self, tokens: int) -> bool:
         """Whether the context and the whole cache could hold a sequence of so many tokens."""

@@ -137,6 +137,16 @@ class Request:
         return max(1, len(self.branches))
 
     @property
+    def slots(self) -> int:
+        """How many slots it needs at a time: its own, until all branches have begun, and theirs."""
+        return 1 + len(self.branches)
+
+    @property
+    def begins(self) -> bool:
+        """Whether its next item makes its sequence."""
+        return self.sequence is None or self.sequence.handle is None
+
+    @property
     def decodes(self) -> bool:
         """Whether it owes one generated token."""
         return bool(self.generated) and self.owed == 1

@@ -96,16 +96,17 @@ class InFlight:
         return request.cached if known is None else known.end
 
     def free(self, pool: Pool) -> Pool:
-        """The pool without the blocks that items in flight may still take."""
+        """The pool without the blocks and the slots that items in flight may still take."""
         taken = sum(pool.growth(each.held, each.end - each.held) for each in self._sequences.values())
-        return Pool(max(0, pool.free - taken), pool.total, pool.block_size)
+        begun = sum(each.handle is None for each in self._sequences)
+        return Pool(max(0, pool.free - taken), pool.total, pool.block_size, max(0, pool.slots - begun))
 
     def others(self, pool: Pool, requests: Iterable[Request], headroom: int, tokens: int) -> Others:
         """The running ``requests`` for a plan of the rest. ``tokens``: those of their prompts in flight."""
         ends = {each: self.end(each) for each in requests}
         promised = sum(pool.growth(end, headroom) for end in ends.values())
-        places = sum(each.places for each in ends)
-        return Others(places, len(ends) + tokens, promised, frozenset(each.tenant for each in ends))
+        places, slots = sum(each.places for each in ends), sum(len(each.branches) for each in ends)
+        return Others(places, len(ends) + tokens, promised, frozenset(each.tenant for each in ends), slots)
 
 
 class Flights:

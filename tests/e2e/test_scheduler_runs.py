@@ -40,6 +40,7 @@ from tests.support.scheduling import (
     scheduled,
     texts,
 )
+from tests.support.states import with_states
 
 PERSISTENT = ResendPolicy(times=5, backoff_s=0)
 """For a network that resets connections all the time: a release that is given up keeps its blocks until the lease ends,
@@ -101,6 +102,32 @@ async def test_two_schedulers_on_one_small_pool_both_finish_with_the_right_token
         await asyncio.gather(*(schedule(served.target, work, budget=budget, session=True) for work in both))
         for work in both:
             assert [each.generated for each in work] == expected
+
+
+@pytest.mark.parametrize("run_tokens", [0, 8])
+async def test_no_more_sequences_begin_than_there_are_slots(expected: list[list[int]], run_tokens: int) -> None:
+    async with emptied(kv_blocks=512, made=with_states(3)) as served:
+        work = requests(prompts(12))
+        run = await schedule(served.target, work, session=True, run_tokens=run_tokens)
+        assert [each.generated for each in work] == expected
+        assert run.preemptions == served.server.state.counters.kv_exhausted == 0
+
+
+async def test_two_schedulers_share_the_slots_that_there_are(expected: list[list[int]]) -> None:
+    async with emptied(kv_blocks=512, made=with_states(3)) as served:
+        both = [requests(prompts(12)) for _ in range(2)]
+        await asyncio.gather(*(schedule(served.target, work, session=True, run_tokens=8) for work in both))
+        for work in both:
+            assert [each.generated for each in work] == expected
+
+
+async def test_a_request_that_is_refused_a_slot_waits_until_another_ends(expected: list[list[int]]) -> None:
+    async with emptied(kv_blocks=512, made=with_states(1, more=1)) as served:
+        work = requests(prompts(2))
+        run = await schedule(served.target, work, session=True, run_tokens=8)
+        assert [each.generated for each in work] == expected[:2]
+        refused = served.server.state.counters.kv_exhausted
+        assert refused == run.preemptions > 0, "a single step would need a slot as well"
 
 
 @pytest.mark.parametrize(

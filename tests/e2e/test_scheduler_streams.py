@@ -50,6 +50,7 @@ from tests.support.scheduling import (
     sampled,
 )
 from tests.support.serving import Served
+from tests.support.states import with_states
 
 PROMPT = list(b"In the beginning God created the heaven and the earth. ")
 
@@ -241,16 +242,18 @@ async def test_log_probabilities_and_cached_tokens_come_with_the_tokens() -> Non
                 assert [each.cached_tokens for each in tokens] == [stream.cached_tokens, 0, 0] == [cached, 0, 0]
 
 
-@pytest.mark.parametrize("blocks", [512, 40])
-async def test_texts_of_one_prompt_share_it_and_have_a_seed_each(blocks: int) -> None:
+@pytest.mark.parametrize(("blocks", "slots"), [(512, 0), (40, 0), (512, 5), (512, 3), (512, 1)])
+async def test_texts_of_one_prompt_share_it_and_have_a_seed_each(blocks: int, slots: int) -> None:
+    """Four of them and their prompt need five slots. With one, each is computed as a prompt of its own."""
+    states = {"made": with_states(slots)} if slots else {}
     prompt = list(range(30))
     async with emptied(kv_blocks=512) as served:
         expected = [await by_the_client(served, prompt, sampled(number)) for number in range(4)]
-    async with identity(kv_blocks=blocks) as served, Scheduler(served.target, run_tokens=5) as scheduler:
+    async with identity(kv_blocks=blocks, **states) as served, Scheduler(served.target, run_tokens=5) as scheduler:
         streams = scheduler.submit_choices(asked(prompt, output=sampled(0), stop=()), 4)
         found = await asyncio.gather(*(each.all() for each in streams))
         assert [[each.token for each in tokens] for tokens in found] == expected
-        if blocks == 512:
+        if blocks == 512 and slots != 1:
             assert scheduler.counts.prompt_tokens == 29 + 4, "the prompt is computed once"
         [single] = scheduler.submit_choices(asked([7], 3, stop=()), 1)
         assert len(await single.all()) == 3
@@ -302,6 +305,14 @@ async def one_at_a_time(served: Served, order: list[str], **options: Any) -> Any
         await anext(blocker)
         order.clear()
         yield scheduler
+
+
+async def test_the_last_slots_are_for_tenants_that_have_no_text_running() -> None:
+    async with emptied(kv_blocks=1024, made=with_states(16)) as served, Scheduler(served.target) as scheduler:
+        many = [scheduler.submit(asked([1, 2, 3], 200, tenant="a", output=SAMPLED, stop=())) for _ in range(17)]
+        await anext(many[0])
+        assert len(await scheduler.submit(asked([4, 5], 8, tenant="b", stop=())).all()) == 8
+        assert not any(each.end for each in many)
 
 
 async def test_tenants_take_turns_by_their_weights_however_much_one_sends() -> None:

@@ -4,16 +4,17 @@ their answers are taken."""
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from ferrum_rpc.client import Item, OutputSpec, Run, RunPace, Sequence
 from ferrum_rpc.client.state import SequenceState
-from ferrum_rpc.core import StepTiming
+from ferrum_rpc.core import HandleRef, StepTiming
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.scheduler.counts import RunCounts
-from ferrum_rpc.scheduler.policy import PlannedFeed
+from ferrum_rpc.scheduler.policy import PlannedFeed, Pool
 from ferrum_rpc.scheduler.request import Request
 from ferrum_rpc.scheduler.runs import Flights, InFlight, SentFeed, in_step, next_due
 
@@ -46,6 +47,21 @@ def test_the_next_run_waits_for_others_while_its_executor_does_not_wait_for_it(t
     assert due > half_over - 2 * trip_s - 0.01, "as many as can be share a frame"
     assert next_due(in_flight(prompt), pace) == 0.0, "it ends with the next step"
     assert next_due(in_flight(follower), RunPace()) == 0.0
+
+
+def test_what_is_in_flight_takes_blocks_and_a_slot_of_each_sequence_that_it_makes() -> None:
+    made, unborn = [cast(Any, SequenceState(forward_pb2.CreateOptions())) for _ in range(2)]
+    made.handle = HandleRef(b"made", 4, 1)
+    in_flight = InFlight()
+    pool = Pool(free=10, total=20, block_size=4, slots=3)
+    in_flight.sent(made, 4, 12)
+    assert in_flight.free(pool) == replace(pool, free=8)
+    in_flight.sent(unborn, 0, 3)
+    in_flight.sent(unborn, 3, 4)
+    assert in_flight.free(pool) == replace(pool, free=7, slots=2)
+    assert in_flight.free(replace(pool, slots=0)).slots == 0
+    trunk = Request(0, (1, 2, 3), 8, branches=(Request(1, (1, 2, 3, 4), 8), Request(2, (1, 2, 3, 4), 8)))
+    assert in_flight.others(pool, [trunk], 0, 0).slots == 2
 
 
 async def test_the_answer_of_a_follower_waits_for_that_of_the_item_before_it() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ferrum_rpc.client import HandleRef, Sequence
 from ferrum_rpc.scheduler.policy import Budget, Others, Pool, StepPlan, arrivals, plan
 from ferrum_rpc.scheduler.request import Request
 
@@ -179,6 +182,80 @@ def test_a_prompt_of_several_texts_takes_a_place_for_each() -> None:
     assert admitted([prompt(4)], 5) == 0
     assert admitted([prompt(20)], 0) == 1, "alone it runs, however many texts it has"
     assert admitted([prompt(20)], 1) == 0
+
+
+# --- slots ----------------------------------------------------------------------------------------------------------
+
+
+def with_slot(request: Request) -> Request:
+    """It has a sequence at the executor."""
+    request.sequence = cast(Sequence, SimpleNamespace(handle=HandleRef(b"", request.cached, 1)))
+    return request
+
+
+def unborn(request: Request) -> Request:
+    """It has one that no item has made yet."""
+    request.sequence = cast(Sequence, SimpleNamespace(handle=None))
+    return request
+
+
+def texts_of_one_prompt(count: int) -> Request:
+    return replace(request(99, 9), branches=tuple(request(100 + at, 10) for at in range(count)))
+
+
+def test_requests_join_while_slots_are_free():
+    waiting = [request(at, 8) for at in (7, 8, 9)]
+    running = [with_slot(decoding(0, 8)), with_slot(decoding(1, 8))]
+    for slots in range(4):
+        pool = replace(ROOMY, slots=slots)
+        assert [each.index for each in plan(running, waiting, pool, BUDGET).admitted] == [7, 8, 9][:slots]
+        assert [each.index for each in arrivals(waiting, running, [], pool, BUDGET)] == [7, 8, 9][:slots]
+        assert len(fed(plan(running, waiting, pool, BUDGET))) == 2 + slots, "who has one goes on"
+    assert arrivals(waiting[:1], running, waiting[1:], replace(ROOMY, slots=2), BUDGET) == []
+    assert plan([], waiting, replace(ROOMY, slots=0), BUDGET).feeds == ()
+
+
+def test_a_prompt_of_several_texts_waits_for_a_slot_for_each_and_its_own_or_runs_alone():
+    prompt, running = texts_of_one_prompt(3), [with_slot(decoding(0, 8))]
+    for slots, admitted in ((3, 0), (4, 1)):
+        pool = replace(ROOMY, slots=slots)
+        assert len(plan(running, [prompt], pool, BUDGET).admitted) == admitted
+        assert len(arrivals([prompt], running, [], pool, BUDGET)) == admitted
+    one = replace(ROOMY, slots=1)
+    assert len(plan([], [prompt], one, BUDGET).admitted) == len(arrivals([prompt], [], [], one, BUDGET)) == 1
+    assert plan([], [prompt], replace(ROOMY, slots=0), BUDGET).feeds == ()
+
+
+def test_slots_that_running_requests_will_need_are_not_given_away():
+    newcomer, branching = request(7, 8), with_slot(replace(texts_of_one_prompt(2), cached=4))
+    assert plan([branching], [newcomer], replace(ROOMY, slots=2), BUDGET).admitted == ()
+    assert plan([branching], [newcomer], replace(ROOMY, slots=3), BUDGET).admitted == (newcomer,)
+    assert arrivals([newcomer], [branching], [], replace(ROOMY, slots=2), BUDGET) == []
+    assert plan([], [newcomer], replace(ROOMY, slots=2), BUDGET, Others(1, 1, slots=2)).admitted == ()
+    assert plan([], [newcomer], replace(ROOMY, slots=3), BUDGET, Others(1, 1, slots=2)).admitted == (newcomer,)
+    children = [unborn(decoding(at, 8)) for at in (0, 1)]
+    for slots, joins in ((2, ()), (3, (newcomer,))):
+        step = plan(children, [newcomer], replace(ROOMY, slots=slots), replace(BUDGET, items=3))
+        assert (fed(step)[:2], step.admitted) == ([(0, 1), (1, 1)], joins)
+    again = unborn(request(0, 90, 16))
+    again.pieces.fed(16, 70, 1)
+    again.computed = 86  # it goes on in a span of 70 tokens, for which this step has no room
+    for slots, joins in ((1, ()), (2, (newcomer,))):
+        running, budget = [again, with_slot(decoding(1, 8))], replace(BUDGET, exact=1)
+        assert plan(running, [newcomer], replace(ROOMY, slots=slots), budget).admitted == joins
+
+
+def test_who_has_no_slot_yet_waits_for_others_and_takes_one_only_where_nothing_else_goes_on():
+    full = replace(ROOMY, slots=0)
+    child, other = unborn(decoding(0, 8)), with_slot(decoding(1, 8))
+    step = plan([child, other], [], full, BUDGET)
+    assert (fed(step), victims(step)) == ([(1, 1)], []), "it waits until a text ends"
+    prompt, blocked = unborn(request(0, 30, 16)), with_slot(request(1, 30, 16))
+    step = plan([prompt, blocked], [], Pool(free=0, total=8, block_size=4, slots=0), BUDGET)
+    assert (victims(step), fed(step)) == ([1], [(0, 14)])
+    for each, others, gone in ((prompt, Others(), [0]), (prompt, Others(1, 1), []), (child, Others(), [0])):
+        step = plan([each], [], full, BUDGET, others)
+        assert (victims(step), fed(step)) == (gone, []), "others have the slots"
 
 
 # --- properties -----------------------------------------------------------------------------------------------------
