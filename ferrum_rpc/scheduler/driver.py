@@ -99,6 +99,8 @@ class Driver:
         if drafter is not None:
             exact = self._budget.exact  # a draft within it gives the very bits of single decodes
             most = min(info.limits.max_draft_tokens, exact - 1 if exact > 1 else LONGEST_DRAFT)
+            if info.limits.free_truncation_tokens is not None:  # what is not accepted costs nothing then
+                most = min(most, info.limits.free_truncation_tokens)
             self._speculation = Speculation(drafter, most, runs=run_tokens > 0)
         self._turn: tuple[float, dict[Request, int], bool] | None = None
         self._limit: int | None = None  # tokens of each request by runs, until drafts are considered again

@@ -33,6 +33,7 @@ from tests.support.scheduling import (
     schedule,
 )
 from tests.support.serving import serve_identity, serve_model
+from tests.support.states import FREE_TRUNCATION_TOKENS, with_states
 
 NEW_TOKENS = 30
 SAMPLED = Sample(0.8, 20, 0.9, seed=3)
@@ -46,9 +47,11 @@ class Fortune:
         self._share = share
         self._dice = random.Random(5)
         self.forgotten: set[int] = set()
+        self.longest = 0
 
     async def draft(self, request: Request, most: int) -> list[int]:
         assert request.owed == 1, "a draft goes on behind the token that is fed with it"
+        self.longest = max(self.longest, most)
         at = len(request.generated)
         right = self._texts[request.index][at : at + most]
         return [each if self._dice.random() < self._share else (each + 1) % 256 for each in right]
@@ -78,6 +81,14 @@ async def test_texts_do_not_depend_on_how_good_the_guesses_are(expected, share, 
             assert run.accepted == share * run.drafted
         if share == 1.0:
             assert run.trips < 0.5 * run.decode_tokens
+
+
+async def test_a_draft_that_is_not_accepted_costs_no_tokens_that_are_fed_again(expected) -> None:
+    async with emptied(kv_blocks=512, made=with_states(8)) as served:
+        work, drafter = requests(prompts(12), NEW_TOKENS), Fortune(expected, 1.0)
+        await speculate(served.target, work, drafter)
+        assert [each.generated for each in work] == expected
+        assert drafter.longest == FREE_TRUNCATION_TOKENS
 
 
 @pytest.mark.parametrize(
