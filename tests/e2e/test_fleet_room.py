@@ -36,6 +36,7 @@ from tests.support.fleets import (
 from tests.support.inside import name_targets
 from tests.support.proxy import proxied
 from tests.support.serving import Gate, Served
+from tests.support.states import with_states
 
 SHORT, LONG = 16, 64
 
@@ -206,6 +207,25 @@ async def test_who_is_full_by_number_is_passed_over(limit: str, how: str, sessio
                 if limit == "max_sequences":
                     with pytest.raises(SequencesExhausted):
                         await another.prefill(PROMPT)
+        await one.release(sequences)
+
+
+async def test_who_has_no_slot_is_passed_over_before_it_refuses() -> None:
+    async with (
+        identity(kv_blocks=1024, made=with_states(2)) as small,
+        identity(kv_blocks=512, made=with_states(9)) as large,
+        fleet_of(small.target, large.target, placement=Largest()) as one,
+    ):
+        sequences = [one.sequence() for _ in range(5)]
+        with mock.patch.object(Members, "look", mock.AsyncMock()):  # what was promised since its last answer counts
+            await asyncio.gather(*(each.prefill(PROMPT) for each in sequences))
+        assert [len(each.server.state.handles) for each in (small, large)] == [2, 3]
+        assert small.server.state.counters.kv_exhausted == 0
+        assert one.pressure is not None and (one.pressure.free_slots, one.pressure.total_slots) == (6, 11)
+        member = one.members.serving[0]
+        free = member.candidate((), ()).free_blocks
+        member.promise(5)
+        assert member.candidate((), ()).free_blocks == free - 5
         await one.release(sequences)
 
 

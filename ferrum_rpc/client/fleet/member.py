@@ -66,7 +66,7 @@ class Member:
         self.turn = 0
         self._drains = False
         self._uptime_s = 0.0
-        self._promised = 0
+        self._promised = (0, 0)  # blocks, and sequences
         self._promised_at: Pressure | None = None
         self._notify = notify
         self._looking: asyncio.Task[None] | None = None
@@ -115,10 +115,15 @@ class Member:
 
     @property
     def full(self) -> bool:
-        """Whether it has just refused a sequence for their number or the caller's share, or has its maximum of
-        sequences. Its free blocks do not show that."""
+        """Whether it has just refused a sequence for their number or the caller's share, has its maximum of sequences,
+        or no free slot for the states of another one. Its free blocks do not show that."""
+        if time.monotonic() < self._full_until:
+            return True
         most, pressure = self.info.limits.max_sequences, self.pressure
-        return time.monotonic() < self._full_until or (pressure is not None and pressure.sequences >= most > 0)
+        if pressure is None:
+            return False
+        lacks_slots = pressure.total_slots > 0 and pressure.free_slots <= self._expected(pressure)[1]
+        return lacks_slots or pressure.sequences >= most > 0
 
     def refused(self, error: ExecutorError) -> None:
         """Skip it for a while after `SequencesExhausted` and `QuotaExceeded`."""
@@ -138,7 +143,7 @@ class Member:
             target=self.target,
             instance_id=self.info.instance_id,
             cached_tokens=0 if self.index is None else min(len(prompt), self.index.found(hashes)),
-            free_blocks=max(0, pressure.free_blocks - self._expected(pressure)),
+            free_blocks=max(0, pressure.free_blocks - self._expected(pressure)[0]),
             total_blocks=pressure.total_blocks,
             block_size=pressure.block_size,
             queued_items=pressure.queued_items,
@@ -158,13 +163,14 @@ class Member:
         return len(live) + len(self.coming)
 
     def promise(self, blocks: int) -> None:
-        """Count blocks of a sequence that was placed there and is not yet in its reports."""
+        """Count a sequence that was placed there, with so many blocks, and is not yet in its reports."""
         if self.pressure is not None:
-            self._promised = self._expected(self.pressure) + blocks
+            promised, sequences = self._expected(self.pressure)
+            self._promised = promised + blocks, sequences + 1
 
-    def _expected(self, pressure: Pressure) -> int:
+    def _expected(self, pressure: Pressure) -> tuple[int, int]:
         if pressure is not self._promised_at:
-            self._promised, self._promised_at = 0, pressure
+            self._promised, self._promised_at = (0, 0), pressure
         return self._promised
 
     # --- how it is --------------------------------------------------------------------------------------------------
