@@ -92,6 +92,11 @@ def fits(workload: Workload, info: ExecutorInfo, pressure: Pressure) -> int:
             f"{sequences} sequences need {blocks} blocks each and {pressure.free_blocks} are free",
             metadata={"needed_blocks": blocks * sequences, "free_blocks": pressure.free_blocks},
         )
+    if pressure.total_slots and sequences > pressure.free_slots:
+        raise KvBlocksExhausted(
+            f"{sequences} sequences need a slot each and {pressure.free_slots} are free",
+            metadata={"needed_slots": sequences, "free_slots": pressure.free_slots},
+        )
     return growth
 
 

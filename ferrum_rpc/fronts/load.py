@@ -75,7 +75,8 @@ class WorkLoad(Collector):
         total = sum(each.total_blocks * each.block_size for each in pressures)
         used = total - sum(each.free_blocks * each.block_size for each in pressures)
         waiting, running = self.waiting, self.requests - self.waiting
-        most = self.max_running * max(1, len(self.members.serving))
+        slots = [0 if each.pressure is None else each.pressure.total_slots for each in self.members.serving]
+        most = sum(min(self.max_running, each or self.max_running) for each in slots) or self.max_running
         return pb.SchedulerLoad(
             num_running_reqs=running,
             num_waiting_reqs=waiting,

@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import generate_latest
 
 from ferrum_rpc import errors
-from ferrum_rpc.client import ExecutorClient, Greedy, HiddenStates, PrefixIndex, RowLogprobs, Sample
+from ferrum_rpc.client import ExecutorClient, Greedy, HiddenStates, PrefixIndex, Pressure, RowLogprobs, Sample
 from ferrum_rpc.scheduler import ExecutorGone
 from tests.support.grammars import DEMO, END, MODEL, PERSON
 from tests.support.process import serving
@@ -462,6 +463,16 @@ async def test_the_load_is_that_of_the_texts(worker: Working) -> None:
     assert 0 < during.num_used_tokens < during.max_total_num_tokens
     assert during.max_total_num_tokens == 512 * 16
     call.cancel()
+
+
+async def test_no_more_texts_run_than_executors_have_slots_for() -> None:
+    def most(*slots: int) -> int:
+        there: Any = [SimpleNamespace(pressure=Pressure(1, 2, 16, 0, 0, 0, total_slots=each)) for each in slots]
+        members: Any = SimpleNamespace(there=there, serving=there)
+        scheduler: Any = SimpleNamespace(waiting=0)
+        return WorkLoad(scheduler, members, max_running=8, max_waiting=8).message().max_running_requests
+
+    assert [most(), most(0), most(3, 9), most(0, 3)] == [8, 8, 11, 11]
 
 
 async def test_the_tokenizer_is_a_zip_with_its_digest(worker: Working, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ferrum_rpc.bench.stats import Stats
 from ferrum_rpc.client import NEVER_RESEND, Answer, ExecutorClient
 from ferrum_rpc.errors import InvalidRequest, KvBlocksExhausted, OutputTooLarge, Reason
 from tests.support.serving import Gate, serve_identity
+from tests.support.states import with_states
 from tests.unit.test_bench_cmd_options import workload as workload_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -194,6 +195,12 @@ async def small():
     limits = {"max_batch_items": 8, "max_sequences": 16, "max_steps_in_flight": 2, "max_response_bytes": 1 << 13}
     async with serve_identity(max_context=128, kv_blocks=224, **limits) as served:
         yield served
+
+
+async def test_sequences_without_a_slot_are_refused_before_it_begins():
+    async with serve_identity(made=with_states(3)) as served:
+        with pytest.raises(KvBlocksExhausted, match="3 are free"):
+            await run(served, "--batch", "4", "--steps", "1")
 
 
 @pytest.mark.parametrize(
