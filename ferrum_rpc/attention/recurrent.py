@@ -15,7 +15,8 @@ count `folded` of each layer records, and has written only rows behind `length`.
 
 Each token is computed alone, by operations on tensors of one shape. So the bits of a state depend on its tokens only,
 not on the steps that brought them, nor on when the journal was folded. This does not hold of the chunked form, for
-prompts: it writes another slot, and the slot that it started from is the checkpoint for a truncation into the chunk.
+prompts: it writes another slot, which takes the place of the first at commit, and may keep the states between its
+tokens in further ones, as checkpoints.
 
 The convolution needs the `taps - 1` inputs before each token. The journal has them as its oldest rows: what it stores
 of a token is the input of the convolution, from which k and v are computed again. That takes 12 kB a token and layer of
@@ -24,14 +25,14 @@ Qwen3.5-0.8B in bfloat16, where k and v in float32 take 16 kB more.
 The rule is that of Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), the chunked form that of Yang et al. 2024
 (arXiv:2406.06484), both with the conventions of transformers. A state with a ring of the inputs since, in which a
 rollback moves a cursor, is the idea of ReplaySSM (Dao AI Lab 2026, vLLM #48018 and #49887), there for rejected drafts.
-No runner serves such models yet: docs/models.md has the design, its figures and the alternatives.
+docs/models.md has the design, its figures and the alternatives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -152,46 +153,32 @@ class SlotImage:
     """[layers, rows, 2, value_heads]: ``log_decay`` and ``beta``"""
 
 
+KeptAt = tuple[int, "RecurrentSlot | None"]
+"""A length at which the states of a chunk are kept, in a slot that `RecurrentSlot.restart` has set to it; None: they
+are not, but the chunked form begins anew there as if they were."""
+
+
 class RecurrentSlot:
     """The recurrent layers of one sequence: a state for each, and a journal of the last tokens' inputs.
 
-    The journal is a ring of ``rows``; token p is in row ``p % rows``. `rows_needed` says how many a step needs.
+    The journal is a ring; token p is in row ``p % rows``. `rows_needed` says how many a step needs.
 
     length   tokens of the sequence, as callers see it
     floor    the length before the last committed step; a truncation goes no deeper for free
     folded   for each layer, the tokens that its state contains: at most ``floor``
-    states   [layers, value_heads, key_dim, value_dim] in ``state_dtype``
-    channels [layers, rows, channels] in ``dtype``, and gates [layers, rows, 2, value_heads] in ``state_dtype``
+    rows     of the journal in use; a step takes more of those that are there, if it needs them
+    states   [layers, value_heads, key_dim, value_dim]
+    channels [layers, all rows, channels] in the model's type
+    gates    [layers, all rows, 2, value_heads] in the states' type
     """
 
-    def __init__(
-        self,
-        shape: RecurrentShape,
-        layers: int,
-        rows: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        state_dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
+    def __init__(self, shape: RecurrentShape, states: Tensor, channels: Tensor, gates: Tensor) -> None:
+        """The tensors need no content; call `clear`, `restart` or `load` before the first step."""
         self.shape = shape
+        self.states, self.channels, self.gates = states, channels, gates
         self.length = self.floor = 0
-        self.folded = [0] * layers
-        heads = shape.value_heads
-        self.states = torch.zeros((layers, heads, shape.key_dim, shape.value_dim), dtype=state_dtype, device=device)
-        # the inputs before the first token are zeros, in rows -3 to -1
-        self.channels = torch.zeros((layers, rows, shape.channels), dtype=dtype, device=device)
-        self.gates = torch.zeros((layers, rows, 2, heads), dtype=state_dtype, device=device)
-
-    @property
-    def rows(self) -> int:
-        """Rows of the journal."""
-        return self.channels.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states and the journal."""
-        return self.states.nbytes + self.channels.nbytes + self.gates.nbytes
+        self.folded = [0] * len(states)
+        self.rows = self._fewest = rows_needed(shape, 1, 1)
 
     # --- a step, layer by layer -------------------------------------------------------------------------------------
 
@@ -208,8 +195,7 @@ class RecurrentSlot:
         end = start + self._checked(inputs, weight)
         if not start < end <= start + STEP_TOKENS or start < self.length:
             raise ValueError(f"a step must have 1 to {STEP_TOKENS} tokens, behind those of the sequence")
-        if (needed := end - self.floor + self.shape.taps - 1) > self.rows:
-            raise ValueError(f"the journal has {self.rows} rows, and the step needs {needed}")
+        self._make_room(start, end)
         weight = self._taps(weight)
         running = self.states[layer].clone()
         if self.folded[layer] < self.floor:
@@ -222,42 +208,45 @@ class RecurrentSlot:
         self._advance(running, layer, weight, range(start, end), found)
         return torch.stack(found).to(inputs.channels.dtype)
 
-    def chunk(self, layer: int, weight: Tensor, inputs: RecurrentInputs, into: RecurrentSlot) -> Tensor:
+    def chunk(
+        self,
+        layer: int,
+        weight: Tensor,
+        inputs: RecurrentInputs,
+        into: RecurrentSlot,
+        keep: Sequence[KeptAt] = (),
+    ) -> Tensor:
         """Rows [T, value_heads, value_dim] of T new tokens in the chunked form; see `step`.
 
-        ``into`` is a slot of `after_chunk`. To commit, replace this slot by it. This slot does not change; it is the
-        checkpoint for truncations into the chunk.
+        ``into`` is a slot that `restart` has set to the length behind them, and gets their states. At the lengths of
+        ``keep``, in order, the chunked form begins anew, and a slot that stands there gets the states. To commit,
+        replace this slot by ``into``. This slot does not change, unless it is ``into`` itself: a step that fails then
+        leaves nothing of it.
 
-        Raises ValueError, and changes nothing, if shapes do not fit or ``into`` is for another number of tokens.
+        Raises ValueError, and changes nothing, if shapes do not fit or lengths are not in order.
         """
-        tokens = self._checked(inputs, weight)
-        if into.length != self.length + tokens:
-            raise ValueError("the slot after a chunk must be longer by the tokens of the chunk")
-        weight, before = self._taps(weight), self.shape.taps - 1
+        tokens, start = self._checked(inputs, weight), self.length
+        ends = [length - start for length, _ in keep] + [tokens if into is self else into.length - start]
+        if ends[-1] != tokens or sorted({0, *ends}) != [0, *ends]:
+            raise ValueError("the slot after a chunk must be longer by the tokens of the chunk, and those kept shorter")
+        weight, before, first = self._taps(weight), self.shape.taps - 1, 0
         running = self.states[layer].clone()
-        self._advance(running, layer, weight, range(self.folded[layer], self.length))
-        last = self.channels[layer, self._ring(self.length - before, self.length)]
+        self._advance(running, layer, weight, range(self.folded[layer], start))
+        last = self.channels[layer, self._ring(start - before, start)]
         window = torch.cat((last, inputs.channels.to(last.dtype)))
+        mixed = convolve(window.to(running.dtype), weight)
         log_decay, beta = (each.to(running.dtype) for each in inputs[1:])
-        heads = split_heads(convolve(window.to(running.dtype), weight), self.shape)
-        found = delta_chunks(running, heads, log_decay, beta)
-        into.states[layer].copy_(running)
-        into.channels[layer, into._ring(into.length - before, into.length)] = window[tokens:]
-        return found.to(inputs.channels.dtype)
-
-    def after_chunk(self, tokens: int) -> RecurrentSlot:
-        """A slot for the sequence when it is ``tokens`` longer, which `chunk` fills layer by layer."""
-        made = RecurrentSlot(
-            self.shape,
-            len(self.folded),
-            self.rows,
-            dtype=self.channels.dtype,
-            state_dtype=self.states.dtype,
-            device=self.states.device,
-        )
-        made.length = made.floor = self.length + tokens
-        made.folded = [made.length] * len(made.folded)
-        return made
+        found = []
+        for end, slot in zip(ends, (*[each for _, each in keep], into), strict=True):
+            piece = slice(first, end)
+            heads = split_heads(mixed[piece], self.shape)
+            found.append(delta_chunks(running, heads, log_decay[piece], beta[piece]))
+            if slot is not None:
+                slot.states[layer].copy_(running)
+                slot.channels[layer, slot._ring(start + end - before, start + end)] = window[end : end + before]
+                slot.folded[layer] = start + end
+            first = end
+        return torch.cat(found).to(inputs.channels.dtype)
 
     # --- between steps ----------------------------------------------------------------------------------------------
 
@@ -265,46 +254,80 @@ class RecurrentSlot:
         """Make the ``tokens`` of a step that ran in all layers part of the sequence; steps commit in their order."""
         self.floor, self.length = self.length, self.length + tokens
 
+    def reaches(self, length: int) -> bool:
+        """Whether `truncate` can go back to ``length``."""
+        return max(self.folded) <= length <= self.length
+
     def truncate(self, length: int) -> None:
         """Cut the sequence back to ``length``: to any within the last committed step, and deeper as long as no state
         has folded what is beyond. Only numbers change.
 
         Raises ValueError if a checkpoint is needed.
         """
-        if not max(self.folded) <= length <= self.length:
+        if not self.reaches(length):
             raise ValueError(f"a truncation to {length} needs a checkpoint: {max(self.folded)} tokens are folded")
         self.length, self.floor = length, min(self.floor, length)
 
-    def image(self) -> SlotImage:
-        """A copy of what the sequence needs, in no more rows than it needs."""
+    def clear(self) -> None:
+        """Make it that of a sequence without tokens."""
+        self.restart(0)
+        self.states.zero_()
+        # the inputs before the first token are zeros, in rows -3 to -1
+        self.channels[:, self._ring(1 - self.shape.taps, 0)] = 0.0
+
+    def restart(self, length: int) -> None:
+        """Make it a slot for ``length`` tokens whose states `chunk` will bring."""
+        self.length = self.floor = length
+        self.folded = [length] * len(self.folded)
+        self.rows = self._fewest
+
+    def save_rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """The rows of the tokens ``start .. end``, for `restore_rows`."""
+        ring = self._ring(start, end)
+        return self.channels[:, ring], self.gates[:, ring]
+
+    def restore_rows(self, start: int, end: int, saved: tuple[Tensor, Tensor]) -> None:
+        """Put back what `save_rows` returned."""
+        ring = self._ring(start, end)
+        self.channels[:, ring], self.gates[:, ring] = saved
+
+    def image(self, *, shared: bool = False) -> SlotImage:
+        """What the sequence needs, in no more rows than it needs. A copy, unless the states are to be ``shared``."""
         ring = self._ring(min(self.folded) - self.shape.taps + 1, self.length)
         return SlotImage(
             self.length,
             self.floor,
             tuple(self.folded),
-            self.states.clone(),
+            self.states if shared else self.states.clone(),
             self.channels[:, ring],
             self.gates[:, ring],
         )
 
-    @classmethod
-    def from_image(cls, shape: RecurrentShape, image: SlotImage, rows: int) -> RecurrentSlot:
-        """A slot with the content of ``image``, on its device, and a journal of ``rows``.
-
-        Raises ValueError if they are too few for the image's.
-        """
-        layers, kept = image.channels.shape[:2]
-        if kept > rows:
-            raise ValueError(f"the journal has {rows} rows, and the image {kept}")
-        dtypes = {"dtype": image.channels.dtype, "state_dtype": image.states.dtype}
-        made = cls(shape, layers, rows, **dtypes, device=image.states.device)
-        made.length, made.floor, made.folded = image.length, image.floor, list(image.folded)
-        ring = made._ring(image.length - kept, image.length)
-        made.states.copy_(image.states)
-        made.channels[:, ring], made.gates[:, ring] = image.channels, image.gates
-        return made
+    def load(self, image: SlotImage) -> None:
+        """Take over the content of ``image``. Raises ValueError if the journal has too few rows for it."""
+        kept, there = image.channels.shape[1], self.channels.shape[1]
+        if kept > there:
+            raise ValueError(f"the journal has {there} rows, and the image {kept}")
+        self.length, self.floor, self.folded = image.length, image.floor, list(image.folded)
+        self.rows = max(self._fewest, kept)
+        ring = self._ring(image.length - kept, image.length)
+        self.states.copy_(image.states)
+        self.channels[:, ring], self.gates[:, ring] = image.channels, image.gates
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _make_room(self, start: int, end: int) -> None:
+        """Use as many rows of the journal as a step of the tokens ``start .. end`` needs. Raises ValueError if there
+        are too few."""
+        needed = rows_needed(self.shape, start - self.floor, end - start)
+        if needed <= self.rows:
+            return
+        if needed > (there := self.channels.shape[1]):
+            raise ValueError(f"the journal has {there} rows, and the step needs {needed}")
+        first = min(self.folded) - self.shape.taps + 1
+        kept = self.save_rows(first, start)
+        self.rows = needed
+        self.restore_rows(first, start, kept)
 
     def _checked(self, inputs: RecurrentInputs, weight: Tensor) -> int:
         """The number of tokens."""
@@ -345,35 +368,113 @@ def rows_needed(shape: RecurrentShape, last: int, new: int) -> int:
     return shape.taps - 1 + last + new
 
 
+class RecurrentStore:
+    """The tensors of all slots, and of one without tokens, ``empty``, that chunks of new sequences start from.
+
+    The memory is not initialised: on a CPU its pages are touched when they are first written. So a sequence that only
+    decodes takes little of its journal, which has place for steps of `STEP_TOKENS` tokens.
+    """
+
+    def __init__(
+        self,
+        shape: RecurrentShape,
+        layers: int,
+        slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        rows: int | None = None,
+    ) -> None:
+        """Slots of models in ``dtype``; ``rows``: of each journal (default: for any steps)."""
+        rows = rows_needed(shape, STEP_TOKENS, STEP_TOKENS) if rows is None else rows
+        wide, heads = torch.promote_types(dtype, torch.float32), shape.value_heads
+        options: dict[str, Any] = {"device": device}
+        states = torch.empty((slots, layers, heads, shape.key_dim, shape.value_dim), dtype=wide, **options)
+        channels = torch.empty((slots, layers, rows, shape.channels), dtype=dtype, **options)
+        gates = torch.empty((slots, layers, rows, 2, heads), dtype=wide, **options)
+        self.buffers = states, channels, gates
+        self.slots = [RecurrentSlot(shape, *each) for each in zip(*self.buffers, strict=True)]
+        fewest = rows_needed(shape, 1, 1)
+        wanted = [(each, each.shape[2:]) for each in (states, channels[:, :, :fewest], gates[:, :, :fewest])]
+        self.empty = RecurrentSlot(shape, *[each.new_zeros(one).expand(layers, *one) for each, one in wanted])
+
+
+def slot_bytes(shape: RecurrentShape, layers: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of the states of a slot of a `RecurrentStore`, and of its journal."""
+    store = RecurrentStore(shape, layers, 1, dtype=dtype, device=torch.device("meta"))
+    states, *journal = store.buffers
+    return states.nbytes, sum(each.nbytes for each in journal)
+
+
+class RecurrentSpan(NamedTuple):
+    """``tokens`` of a sequence of ``start`` tokens, whose ``slot`` reaches back to that. They lead to ``into``:
+    the same slot if there are at most `STEP_TOKENS`, and otherwise another one; see `RecurrentSlot.chunk`. It may be
+    the same there, too, if nobody needs what it has. ``keep``: where states are kept."""
+
+    slot: RecurrentSlot
+    into: RecurrentSlot
+    start: int
+    tokens: int
+    keep: Sequence[KeptAt] = ()
+
+
 class RecurrentStep:
     """The recurrence of a step over several sequences: each has a slot, and the next of the step's packed rows.
 
     A span of at most `STEP_TOKENS` tokens is computed token by token, a longer one in the chunked form. Call `recur`
-    once for each recurrent layer, then `commit`. A step that is not committed changes nothing that a caller can see.
+    once for each recurrent layer, then `commit`. A step that is not committed changes nothing that a caller can see,
+    once `undo` was called.
     """
 
-    def __init__(self, slots: Sequence[RecurrentSlot], counts: Sequence[int]) -> None:
-        """``counts``: the tokens of each sequence, at least one. A slot that gets more than `STEP_TOKENS` is left as it
-        is, for truncations into the chunk, and another one takes its place."""
-        self._spans = [
-            (slot, slot.after_chunk(count) if count > STEP_TOKENS else slot, count)
-            for slot, count in zip(slots, counts, strict=True)
-        ]
+    def __init__(self, spans: Sequence[RecurrentSpan]) -> None:
+        """Cuts the slots back to where the spans start. Raises ValueError if one cannot be."""
+        self._spans = spans
+        self._before = [(each.slot.length, each.slot.floor) for each in spans]
+        self._rows: list[tuple[int, int, tuple[Tensor, Tensor]] | None] = []
+        for slot, into, start, count, keep in spans:
+            saved = None
+            if start < slot.length and count <= STEP_TOKENS:
+                saved = start, slot.length, slot.save_rows(start, slot.length)
+            slot.truncate(start)
+            if into is not slot:
+                into.restart(start + count)
+            for length, kept in keep:
+                if kept is not None:
+                    kept.restart(length)
+            self._rows.append(saved)
 
     def recur(self, layer: int, weight: Tensor, channels: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
         """Rows [T, value_heads, value_dim] of the ``layer``-th recurrent layer of `RecurrentInputs` of T packed rows;
         ``weight`` [channels, taps]. Raises ValueError as `RecurrentSlot.step` does."""
-        counts = [count for *_, count in self._spans]
+        counts = [each.tokens for each in self._spans]
         parts = [torch.split(each, counts) for each in (channels, log_decay, beta)]
         found = []
-        for (slot, into, _), *inputs in zip(self._spans, *parts, strict=True):
-            span = RecurrentInputs(*inputs)
-            found.append(slot.step(layer, weight, span) if into is slot else slot.chunk(layer, weight, span, into))
+        for (slot, into, _, count, keep), *inputs in zip(self._spans, *parts, strict=True):
+            rows = RecurrentInputs(*inputs)
+            if count <= STEP_TOKENS:
+                found.append(slot.step(layer, weight, rows))
+            else:
+                found.append(slot.chunk(layer, weight, rows, into, keep))
         return torch.cat(found)
 
-    def commit(self) -> list[RecurrentSlot]:
-        """Make the tokens part of their sequences; returns the slots that these have from now on."""
-        for slot, into, count in self._spans:
-            if into is slot:
+    def commit(self, left_out: Collection[int] = ()) -> None:
+        """Make the tokens part of their sequences: those of ``into`` from now on. Spans that are ``left_out``, by
+        index, are undone."""
+        for index, (slot, into, start, count, _) in enumerate(self._spans):
+            if index in left_out or (count > STEP_TOKENS and into is not slot):
+                self._undo(index)
+            elif count <= STEP_TOKENS:
                 slot.commit(count)
-        return [into for _, into, _ in self._spans]
+            else:
+                slot.length = slot.floor = start + count
+
+    def undo(self) -> None:
+        """Nothing happened. Call it once the step has ended, instead of `commit`."""
+        for index in range(len(self._spans)):
+            self._undo(index)
+
+    def _undo(self, index: int) -> None:
+        slot, rows = self._spans[index].slot, self._rows[index]
+        slot.length, slot.floor = self._before[index]
+        if rows is not None:
+            slot.restore_rows(*rows)

@@ -29,13 +29,16 @@ from ferrum_rpc.attention.recurrent import (
     STEP_TOKENS,
     RecurrentInputs,
     RecurrentSlot,
+    RecurrentSpan,
     RecurrentStep,
+    RecurrentStore,
     SlotImage,
     convolve,
     delta_chunks,
     delta_read,
     delta_update,
     rows_needed,
+    slot_bytes,
     split_heads,
 )
 from ferrum_rpc.core import RecurrentShape
@@ -50,6 +53,28 @@ QWEN_08B = RecurrentShape(key_heads=16, value_heads=16, key_dim=128, value_dim=1
 
 def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def new_slot(rows, layers=1, shape=SHAPE, dtype=torch.float32):
+    """Of a sequence without tokens."""
+    device = torch.device("cpu")
+    (slot,) = RecurrentStore(shape, layers, 1, rows=rows, dtype=dtype, device=device).slots
+    slot.clear()
+    return slot
+
+
+def after_chunk(slot, tokens):
+    """A slot for the sequence when it is longer by a chunk."""
+    rows, layers = slot.channels.shape[1], len(slot.folded)
+    made = new_slot(rows, layers, slot.shape, slot.channels.dtype)
+    made.restart(slot.length + tokens)
+    return made
+
+
+def from_image(image, rows):
+    slot = new_slot(rows, len(image.folded), dtype=image.channels.dtype)
+    slot.load(image)
+    return slot
 
 
 # --- against transformers, in float64 ---------------------------------------------------------------------------------
@@ -174,8 +199,8 @@ def layer_of(modeling, dtype):
 
 def fed_with_every_operation(layer, hidden, dtype):
     """Rows of a chunk of 70, single tokens, drafts of which some are rejected, a failed step and one of 32 tokens."""
-    slot = RecurrentSlot(SHAPE, 1, rows_needed(SHAPE, 5, 32), dtype=dtype, state_dtype=dtype)
-    after = slot.after_chunk(70)
+    slot = new_slot(rows_needed(SHAPE, 5, 32), dtype=dtype)
+    after = after_chunk(slot, 70)
     rows, slot = [layer.rows(slot, hidden[:70], into=after)], after
     while slot.length < 78:
         rows.append(layer.rows(slot, hidden[slot.length][None]))
@@ -202,8 +227,8 @@ def test_a_layer_is_that_of_transformers(modeling):
 def test_a_layer_decodes_as_transformers_does_over_its_own_cache(modeling):
     config, module = layer_of(modeling, torch.float64)
     hidden, cache, layer = random(45, 24, dtype=torch.float64), DynamicCache(config=config), Layer(module)
-    empty = RecurrentSlot(SHAPE, 1, rows_needed(SHAPE, 1, 1), dtype=torch.float64, state_dtype=torch.float64)
-    slot = empty.after_chunk(40)
+    empty = new_slot(rows_needed(SHAPE, 1, 1), dtype=torch.float64)
+    slot = after_chunk(empty, 40)
     assert close(layer.rows(empty, hidden[:40], into=slot), module(hidden[None, :40], cache)[0])
     for each in hidden[40:]:
         assert close(layer.rows(slot, each[None]), module(each[None, None], cache)[0])
@@ -235,7 +260,7 @@ class Stack:
 
     def slot(self, rows=18):
         """By default with a journal for a step of 5 tokens behind another, and one more under way."""
-        return RecurrentSlot(self.shape, len(self.layers), rows, dtype=self.dtype)
+        return new_slot(rows, len(self.layers), self.shape, self.dtype)
 
     def embedded(self, tokens):
         return [self.embedding[token] for token in tokens]
@@ -333,7 +358,7 @@ def carried(slot, rows):
 
     image = slot.image()
     arrived = replace(image, **{name: moved(getattr(image, name)) for name in ("states", "channels", "gates")})
-    return RecurrentSlot.from_image(slot.shape, arrived, max(rows, image.channels.shape[1]))
+    return from_image(arrived, max(rows, image.channels.shape[1]))
 
 
 class Broken(RuntimeError):
@@ -441,6 +466,7 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data(), tokens=few, at=st.floats(0, 1), then=thens)
     def fail_at_an_operation(self, data, tokens, at, then):
         life = self.life(data)
+        life.slot = self.copy(life.slot)  # a copy of which uses as many rows
         copy, counter = self.copy(life.slot), BreaksAt(-1)
         with counter:
             self.stack.step(copy, tokens)
@@ -469,7 +495,7 @@ class Histories(RuleBasedStateMachine):
     def chunk(self, data, tokens, layers):
         """In all layers, or it fails behind some."""
         life = self.life(data)
-        into = life.slot.after_chunk(len(tokens))
+        into = after_chunk(life.slot, len(tokens))
         if layers is not None:
             if layers:
                 self.stack.chunk(life.slot, tokens, into, layers)
@@ -491,7 +517,7 @@ class Histories(RuleBasedStateMachine):
         life = data.draw(st.sampled_from([each for each in self.lives if each.checkpoint]), label="sequence")
         before = life.checkpoint
         if isinstance(before.slot, SlotImage):
-            before = replace(before, slot=RecurrentSlot.from_image(SHAPE, before.slot, life.slot.rows))
+            before = replace(before, slot=from_image(before.slot, 18))
         self.lives[self.lives.index(life)] = before
 
     @precondition(lambda self: len(self.lives) < 4)
@@ -502,7 +528,7 @@ class Histories(RuleBasedStateMachine):
 
     @staticmethod
     def copy(slot, rows=0):
-        return RecurrentSlot.from_image(slot.shape, slot.image(), rows or slot.rows)
+        return from_image(slot.image(), rows or slot.channels.shape[1])
 
     @rule(data=st.data(), rows=sizes)
     def export_and_import(self, data, rows):
@@ -551,7 +577,7 @@ def test_whatever_operation_fails_every_truncation_within_the_last_step_is_still
     stack, new = Stack(2), (6,)
     plain, image = PlainLoop(stack), after_two_steps(stack).image()
     for operation in range(1000):
-        slot = RecurrentSlot.from_image(SHAPE, image, 24)
+        slot = from_image(image, 24)
         try:
             with BreaksAt(operation):
                 stack.step(slot, new)
@@ -577,7 +603,7 @@ def test_rows_have_the_same_bits_however_tokens_are_divided_into_steps(split):
 def test_a_chunk_is_close_to_the_steps_of_its_tokens_and_not_the_same():
     stack, tokens = Stack(1), tuple(place * place % VOCABULARY for place in range(70))
     slot = stack.slot()
-    found = stack.chunk(slot, tokens, slot.after_chunk(70))
+    found = stack.chunk(slot, tokens, after_chunk(slot, 70))
     wanted = PlainLoop(stack).rows(tokens, 70)
     assert close(found, wanted, 1e-5) and not torch.equal(found, wanted)
 
@@ -601,19 +627,22 @@ def test_a_step_of_several_sequences_gives_each_the_rows_of_a_step_of_its_own(or
         slots.append(shared)
         inputs, later = inputs_of(stack, counts[index]), own
         if counts[index] > STEP_TOKENS:
-            later = own.after_chunk(counts[index])
+            later = after_chunk(own, counts[index])
             wanted.append(own.chunk(0, weight, inputs, later))
         else:
             wanted.append(own.step(0, weight, inputs))
             later.commit(counts[index])
         after.append(later)
     packed = [torch.cat(each) for each in zip(*(inputs_of(stack, counts[index]) for index in order), strict=True)]
-    step = RecurrentStep(slots, [counts[index] for index in order])
+    spans = []
+    for index, slot in zip(order, slots, strict=True):
+        into = slot if counts[index] <= STEP_TOKENS else stack.slot()
+        spans.append(RecurrentSpan(slot, into, len(begun[index]), counts[index]))
+    step = RecurrentStep(spans)
     assert torch.equal(step.recur(0, weight, *packed), torch.cat(wanted))
     assert [slot.length for slot in slots] == [len(begun[index]) for index in order]
-    taken = step.commit()
-    assert [everything(slot) for slot in taken] == [everything(slot) for slot in after]
-    assert [old is new for old, new in zip(slots, taken, strict=True)] == [counts[index] <= 32 for index in order]
+    step.commit()
+    assert [everything(span.into) for span in spans] == [everything(slot) for slot in after]
 
 
 def test_a_truncation_computes_nothing():
@@ -645,22 +674,26 @@ def test_a_sequence_can_be_cut_to_nothing_and_begin_again():
 
 
 def test_a_sequence_that_decodes_holds_less_than_a_tenth_more_than_its_states():
-    rows = rows_needed(QWEN_08B, 1, 1)
-    options = {"dtype": torch.bfloat16, "device": "meta"}
-    slot = RecurrentSlot(QWEN_08B, 18, rows, **options)
-    assert slot.states.nbytes == 18 << 20
-    assert slot.nbytes <= 1.06 * slot.states.nbytes
-    wide = RecurrentSlot(QWEN_08B, 18, rows, **options | {"dtype": torch.float32})
+    def held(dtype, last, new):
+        rows, device = rows_needed(QWEN_08B, last, new), torch.device("meta")
+        return sum(
+            each.nbytes for each in RecurrentStore(QWEN_08B, 18, 1, rows=rows, dtype=dtype, device=device).buffers
+        )
+
+    states = 18 << 20
+    assert slot_bytes(QWEN_08B, 18, torch.bfloat16)[0] == states
+    assert held(torch.bfloat16, 1, 1) <= 1.06 * states
     convolution = 3 * 18 * QWEN_08B.channels * 4  # a state as any engine holds it has these, too
-    assert wide.nbytes <= 1.05 * (wide.states.nbytes + convolution)
-    assert RecurrentSlot(QWEN_08B, 18, rows_needed(QWEN_08B, 5, 5), **options).nbytes <= 1.16 * slot.states.nbytes
+    assert held(torch.float32, 1, 1) <= 1.05 * (states + convolution)
+    assert held(torch.bfloat16, 5, 5) <= 1.16 * states
+    assert held(torch.bfloat16, 32, 32) == sum(slot_bytes(QWEN_08B, 18, torch.bfloat16)) <= 1.8 * states
 
 
 def test_five_rows_are_enough_to_decode():
     """Four are refused: see below."""
     stack = Stack(2)
     plain, slot = PlainLoop(stack), stack.slot(rows_needed(SHAPE, 1, 1))
-    assert slot.rows == 5
+    assert slot.channels.shape[1] == 5
     for token in range(9):
         rows = stack.step(slot, (token % VOCABULARY,))
         slot.commit(1)
@@ -670,7 +703,7 @@ def test_five_rows_are_enough_to_decode():
 
 def everything(slot):
     image = slot.image()
-    return [image.length, image.floor, image.folded, *(each.tolist() for each in (slot.states, slot.channels))]
+    return [image.length, image.floor, image.folded, *(each.tolist() for each in (image.states, image.channels))]
 
 
 @pytest.mark.parametrize("case", ["no tokens", "33 tokens", "before the end", "no rows", "heads", "weight"])
@@ -698,9 +731,9 @@ def test_a_chunk_of_another_length_and_an_image_without_place_are_refused():
     stack = Stack(1)
     slot = after_two_steps(stack)
     with pytest.raises(ValueError, match="longer by the tokens"):
-        stack.chunk(slot, (1,) * 40, slot.after_chunk(41))
+        stack.chunk(slot, (1,) * 40, after_chunk(slot, 41))
     with pytest.raises(ValueError, match="7 rows, and the image 8"):
-        RecurrentSlot.from_image(SHAPE, slot.image(), 7)
+        from_image(slot.image(), 7)
     for length in (-1, 6):
         with pytest.raises(ValueError, match="needs a checkpoint"):
             slot.truncate(length)

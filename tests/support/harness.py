@@ -14,7 +14,7 @@ import torch
 
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentSlot, RecurrentStep, rows_needed
+from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentSlot, RecurrentSpan, RecurrentStep, RecurrentStore
 from ferrum_rpc.core import OutputSpec, Positions, Span
 from ferrum_rpc.engine.assembly.choose import ROUNDED, cache_layers
 from ferrum_rpc.engine.compute import Compute
@@ -173,9 +173,9 @@ class Recurring:
     def slot(self) -> RecurrentSlot:
         """Of a new sequence, for steps of any length."""
         shape, *others = self._model.recurrent_shapes
-        rows, dtype = rows_needed(shape, STEP_TOKENS, STEP_TOKENS), self._model.dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        return RecurrentSlot(shape, 1 + len(others), rows, dtype=dtype, state_dtype=wide, device=self._model.device)
+        store = RecurrentStore(shape, 1 + len(others), 1, dtype=self._model.dtype, device=self._model.device)
+        store.slots[0].clear()
+        return store.slots[0]
 
 
 class Executor:
@@ -243,13 +243,18 @@ class Executor:
             for sequence, tokens in spans.items()
         ]
         if self.recurring is not None:
-            slots = [self.slots.get(sequence) or self.recurring.slot() for sequence in spans]
-            self.recurring.step = RecurrentStep([*map(fill_journal, slots)], [*map(len, spans.values())])
+            states, after = [], {}
+            for sequence, tokens in spans.items():
+                slot = fill_journal(self.slots.setdefault(sequence, self.recurring.slot()))
+                after[sequence] = into = slot if len(tokens) <= STEP_TOKENS else self.recurring.slot()
+                states.append(RecurrentSpan(slot, into, slot.length, len(tokens)))
+            self.recurring.step = RecurrentStep(states)
         with torch.inference_mode():
             hidden = self.compute.forward(packed, geometry)
             rows = (self.model.logits(hidden) if logits else hidden).cpu()
         if self.recurring is not None:
-            self.slots.update(zip(spans, self.recurring.step.commit(), strict=True))
+            self.recurring.step.commit()
+            self.slots |= after
         for sequence, tokens in spans.items():
             self.lengths[sequence] += len(tokens)
         bounds = geometry.query_start

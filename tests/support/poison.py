@@ -29,7 +29,7 @@ def fill_journal(slot: RecurrentSlot, value: float = NAN) -> RecurrentSlot:
     """``slot``, the rows of whose journal that no token of the sequence needs are set to ``value``, in each layer."""
     for layer, folded in enumerate(slot.folded):
         needed = {position % slot.rows for position in range(folded - slot.shape.taps + 1, slot.length)}
-        others = [row for row in range(slot.rows) if row not in needed]
+        others = [row for row in range(slot.channels.shape[1]) if row not in needed]
         slot.channels[layer, others] = value
         slot.gates[layer, others] = value
     return slot
