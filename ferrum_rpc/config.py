@@ -154,6 +154,12 @@ class ModelSettings:
     kv_blocks: int | None = Field(
         default=None, ge=1, description="exact number of KV cache blocks, instead of kv_memory"
     )
+    state_slots: int | None = Field(
+        default=None,
+        ge=2,
+        description="models with recurrent layers: number of slots for states, one for each live sequence, the others "
+        "for checkpoints (default: half of the cache's memory)",
+    )
     kv_tier_dir: File | None = Field(
         default=None, description="folder for blocks evicted from the prefix cache; it outlives the process"
     )

@@ -72,6 +72,7 @@ def doctor(settings: ServeSettings, *, as_json: bool) -> int:
         ("weights", gib(plan.weights_bytes)),
         ("largest step", f"{gib(plan.activations_bytes + plan.sampling_bytes)} for {plan.step_tokens:,} tokens"),
         ("kv cache", f"{gib(plan.kv_bytes)} in {plan.kv_dtype}: {plan.kv_tokens:,} tokens"),
+        *([("states", f"{gib(plan.slots_bytes)}: {plan.state_slots:,} slots")] if plan.state_slots else []),
         *([("all ranks", f"{gib(plan.all_bytes)} on this machine")] if plan.others.ranks else []),
         ("memory", f"{gib(memory)} free" if memory else "not known"),
         *((f"adapter {name}", text) for name, text in adapters.items()),

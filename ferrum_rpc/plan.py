@@ -30,6 +30,7 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
         weights = made.dtype if made.quantize == "none" else f"{made.quantize}, the rest {made.dtype}"
         copied = made.kv_copied_bytes_per_token
         copies = f"{copied:,} bytes of these are copies: layers that share keys and values keep their own"
+        slots = f"{made.state_slots:,} slots of {gib(made.state_bytes)}, one for each live sequence"
         left, others = made.memory_bytes - made.all_bytes, made.others.ranks
         alone = "what follows is of the first of them" + (", until all" if others else " alone")
         return [
@@ -43,6 +44,7 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
             ("kv cache", gib(made.kv_bytes), f"{made.kv_blocks:,} blocks of {made.block_size} tokens: {made.reason}"),
             ("", "", f"{made.kv_tokens:,} tokens of {made.kv_bytes_per_token:,} bytes ({made.kv_dtype}), {sequences}"),
             *([("", "", copies)] if copied else []),
+            *([("states", gib(made.slots_bytes), slots)] if made.state_slots else []),
             *([("all", gib(made.all_bytes), f"of {1 + others} ranks on this machine")] if others else []),
             ("left", gib(max(0, left)), "it does not fit" if left < 0 else ""),
         ]
@@ -52,7 +54,16 @@ def plan(settings: ServeSettings, memory: int | None, *, as_json: bool) -> int:
     if as_json:
         facts = dataclasses.asdict(made)
         facts["others"] = made.others._asdict()
-        for name in ("kv_tokens", "kv_bytes", "full_sequences", "total_bytes", "all_bytes", "fits", "advice"):
+        for name in (
+            "kv_tokens",
+            "kv_bytes",
+            "slots_bytes",
+            "full_sequences",
+            "total_bytes",
+            "all_bytes",
+            "fits",
+            "advice",
+        ):
             facts[name] = getattr(made, name)
         print(json.dumps(facts))
     else:

@@ -64,6 +64,16 @@ class Constraining(Protocol):
         """Wait for the first answer, at most for so long."""
 
 
+class Feeding(Protocol):
+    """See `feeding.StateFeeding`."""
+
+    def missing(self, span: Span) -> int:
+        """How many tokens must be fed again before ``span`` can run."""
+
+    def feed(self, span: Span) -> int:
+        """Feed a piece of them; returns how many are still missing. Raises `StepFailed` and `DeviceLost`."""
+
+
 class Runner(Operations, Protocol):
     """The runner of an engine. Called from one thread only."""
 
@@ -86,6 +96,10 @@ class Runner(Operations, Protocol):
     @property
     def constraints(self) -> Constraining | None:
         """What knows grammars; None: there are none."""
+
+    @property
+    def feeding(self) -> Feeding | None:
+        """What feeds tokens again; None: nothing has to be."""
 
     @property
     def look_every_s(self) -> float | None:
@@ -136,8 +150,8 @@ class Submission:
     ``on_tokens`` is called on the event loop, ahead of ``done``, with what its runs chose in a step: (index of the
     span, tokens before, token) of each. ``runs``: how many of its spans have one; ``interrupts``: the
     errors that end them early, by index, or by None for all. ``max_running``: runs of its caller that may be under way
-    at a time (`engine.places`); ``placed``: they hold their places already, and wait for a step. ``slot`` is its place
-    in the memory that an engine process shares.
+    at a time (`engine.places`); ``placed``: they hold their places already, and wait for a step. ``fed``: what could be
+    fed again for it was (`engine.behind`). ``slot`` is its place in the memory that an engine process shares.
 
     ``behind``: the submission that it follows and the index of the span there, if it waits for one: see
     `engine.chains`. It has one span, with a run; the engine fills in the token. It is not part of the queue. If it
@@ -161,6 +175,7 @@ class Submission:
     slot: int = -1
     over: bool = False
     placed: bool = False
+    fed: bool = False
 
     def __post_init__(self) -> None:
         tokens = runs = 0

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
+from ferrum_rpc.attention.recurrent import RecurrentStep
 from ferrum_rpc.core import (
     Accept,
     Greedy,
@@ -34,7 +35,7 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.device import check_device
 from ferrum_rpc.engine.memory import used_memory
-from ferrum_rpc.models.base import Model, NativeModel, StepAdapters, StepInputs
+from ferrum_rpc.models.base import Attend, Model, NativeModel, RecurrentModel, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.masks import Masks
@@ -124,6 +125,14 @@ class Compute:
         adapters = self.adapters_at(self.adapted_rows(spans), len(packed)) if self.loras else None
         return self.run(packed, geometry, adapters, behind)
 
+    def forward_states(self, spans: Sequence[Span], geometry: BatchGeometry, states: RecurrentStep) -> Tensor:
+        """As `forward`, of a `RecurrentModel`; also advances the ``states`` of the spans."""
+        packed, plan = packed_tokens(spans), self.attention.plan(geometry)
+        tokens, positions, slots = self.to_device(packed, geometry.positions, geometry.slots)
+        adapters = self.adapters_at(self.adapted_rows(spans), len(packed)) if self.loras else None
+        model = cast(RecurrentModel, self.model)
+        return model.forward(StepInputs(tokens, positions, adapters), self._attend(slots, plan), states.recur)
+
     def run(
         self,
         packed: Int64Array,
@@ -145,14 +154,17 @@ class Compute:
 
     def run_layers(self, inputs: Sequence[Tensor], plan: Any, adapters: StepAdapters | None = None) -> Tensor:
         """Hidden rows of a step whose ``inputs`` (token ids, positions, slots) and ``plan`` are on the device."""
-        attention = self.attention
         tokens, positions, slots = inputs
+        return self.model.forward(StepInputs(tokens, positions, adapters), self._attend(slots, plan))
+
+    def _attend(self, slots: Tensor, plan: Any) -> Attend:
+        attention = self.attention
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             attention.write(layer, slots, key, value)
             return attention.attend(layer, query, plan)
 
-        return self.model.forward(StepInputs(tokens, positions, adapters), attend)
+        return attend
 
     def adapters_at(self, adapted: Sequence[AdaptedRows], tokens: int) -> StepAdapters | None:
         """Of a step of so many tokens."""

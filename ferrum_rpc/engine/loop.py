@@ -37,6 +37,7 @@ from ferrum_rpc.core import LATE, CacheState, RankState, SpanOutcome, SpanResult
 from ferrum_rpc.engine.api import EngineCounters, Finished, Interrupt, Operation, Runner, Submission, ended, lost
 from ferrum_rpc.engine.aside import Aside
 from ferrum_rpc.engine.backlog import Backlog
+from ferrum_rpc.engine.behind import Behind
 from ferrum_rpc.engine.chains import Chains
 from ferrum_rpc.engine.overlap import LOOK_S, Overlap
 from ferrum_rpc.engine.places import Places
@@ -90,6 +91,7 @@ class EngineLoop(ABC):
         self._on_failed = on_failed
         self._backlog = Backlog(max_step_items, max_step_tokens)
         self._aside = Aside(self._backlog.add)
+        self._behind = Behind()
         self._places = Places(max_running)
         self._runs = Runs(self._places)
         self._chains = Chains(self._places)
@@ -146,6 +148,8 @@ class EngineLoop(ABC):
                 continue
             finished: Finished = []
             stopping |= self._drain_inbox(runner, finished, wait=not self._has_work())
+            if self._behind:
+                self._feed_again(runner, finished)
             going: list[Running] = []
             if constraints is not None and self._aside:
                 self._aside.pass_on(constraints)
@@ -156,7 +160,9 @@ class EngineLoop(ABC):
                 self._end_runs(runner, finished)
             chained = self._chains.take_next()
             following = self._may_follow(runner) if self._under_way else []
-            claimed = chained + self._claim(finished, None if share is None else share - len(going) - len(chained))
+            claimed = chained + self._claim(
+                runner, finished, None if share is None else share - len(going) - len(chained)
+            )
             if finished:
                 self.cache = runner.cache_state()
                 self._deliver(finished)
@@ -176,6 +182,7 @@ class EngineLoop(ABC):
             or self._chains.next
             or self._places
             or self._aside
+            or self._behind
         )
 
     def _next_is_due(self, runner: Runner) -> bool:
@@ -280,13 +287,13 @@ class EngineLoop(ABC):
             self._broken(error, [partial(operation.refuse, lost(error))])
             raise
 
-    def _claim(self, finished: Finished, share: int | None) -> list[Submission]:
+    def _claim(self, runner: Runner, finished: Finished, share: int | None) -> list[Submission]:
         """The next step's submissions, in the backlog's order, up to the step's budget, and until it has its ``share``
-        of the tokens that wait."""
+        of the tokens that wait. Those for which tokens must be fed again wait for that."""
         claimed: list[Submission] = []
         items = tokens = 0
         now = time.monotonic()
-        places, backlog = self._places, self._backlog
+        places, backlog, feeding = self._places, self._backlog, runner.feeding
         is_over = partial(self._is_over, now, finished)
         with self._lock:
             self._give_places(is_over)
@@ -297,6 +304,9 @@ class EngineLoop(ABC):
                     backlog.take(counted=False)
                     if work.placed:
                         places.free(work, work.runs)
+                    continue
+                if feeding is not None and not work.fed and self._behind.waits(work, feeding):
+                    self._behind.add(backlog.take(counted=False))
                     continue
                 if work.runs and not work.placed and not places.may_begin(work):
                     places.add(backlog.take(counted=False))
@@ -313,6 +323,26 @@ class EngineLoop(ABC):
                     places.hold(work)
                 claimed.append(backlog.take())
         return claimed
+
+    def _feed_again(self, runner: Runner, finished: Finished) -> None:
+        """Feed a piece of what a submission waits for. Once it is complete, it waits for a step again."""
+        assert runner.feeding is not None  # noqa: S101 - or nothing would wait
+        behind = self._behind
+        with self._lock:
+            work = behind.first(partial(self._is_over, time.monotonic(), finished))
+        if work is None:
+            return
+        self.busy_since = time.monotonic()
+        try:
+            if behind.feed(runner.feeding):
+                self._backlog.add(behind.pop())
+        except StepFailed as error:
+            behind.pop()
+            if self._claim_one(work):
+                finished.append(partial(work.refuse, error))
+        except BaseException as error:
+            self._broken(error, finished)
+            raise
 
     def _give_places(self, is_over: Callable[[Submission], bool]) -> None:
         """Have those that waited for places and get them now wait for their callers' turns again: a step is shared by
@@ -519,6 +549,8 @@ class EngineLoop(ABC):
                     work = self._places.pop()
                 elif self._aside:
                     work = self._aside.pop()
+                elif self._behind:
+                    work = self._behind.pop()
                 elif self._backlog:
                     work = self._backlog.take(counted=False)
                 else:

@@ -20,6 +20,7 @@ from ferrum_rpc.device import check_device
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.grammars.constraints import Constraints
+from ferrum_rpc.engine.states import States
 from ferrum_rpc.engine.step import DEVICE_ERRORS, Stage, StepRunner
 from ferrum_rpc.errors import DeviceLost, ExecutorError, NotSupported, StepFailed
 from ferrum_rpc.kv.manager import KvManager
@@ -52,9 +53,12 @@ class TorchRunner(StepRunner):
         tier: BlockFiles | None = None,
         adapters: Adapters | None = None,
         constraints: Constraints | None = None,
+        states: States | None = None,
     ) -> None:
         compute = Compute(model, attention) if compute is None else compute
-        super().__init__(kv, store, compute, stage=stage, depth=depth, tier=tier, constraints=constraints)
+        super().__init__(
+            kv, store, compute, stage=stage, depth=depth, tier=tier, constraints=constraints, states=states
+        )
         self.info = info
         self.device = device
         self.model = model
@@ -65,6 +69,8 @@ class TorchRunner(StepRunner):
     def truncate(self, sequence: int, length: int) -> int:
         with self._operation("truncate", stage="truncate"):
             self.kv.truncate(sequence, length)
+            if self.states is not None:
+                self.states.truncate(sequence, length)
         return length
 
     def fork(self, parent: int, children: Sequence[int], at: int | None) -> int:
@@ -76,9 +82,13 @@ class TorchRunner(StepRunner):
                         self._stage("fork")
                     self.kv.fork(parent, child, at)
                     made.append(child)
+                    if self.states is not None:
+                        self.states.fork(parent, child, self.kv.length(child))
             except BaseException:
                 for child in made:
                     self.kv.release(child, publish=False)
+                    if self.states is not None:
+                        self.states.release(child)
                 if made:  # a truncation to where it stands gives back the spare that its shared block needed
                     self.kv.truncate(parent, self.kv.length(parent))
                 raise
@@ -100,6 +110,8 @@ class TorchRunner(StepRunner):
                 unfinished = self._imports.pop(sequence, None)
                 if unfinished is None:
                     self.kv.release(sequence)
+                    if self.states is not None:
+                        self.states.release(sequence)
                 else:
                     self.kv.rollback(unfinished[0])
             return self.kv.free_blocks - free
@@ -107,6 +119,8 @@ class TorchRunner(StepRunner):
     def forget_prefixes(self) -> None:
         with self._operation("change of the prefix cache"):
             self.kv.forget_prefixes()
+            if self.states is not None:
+                self.states.forget_checkpoints()
             if self._tier is not None:
                 self._tier.clear()
 

@@ -37,11 +37,10 @@ import structlog
 import torch
 
 from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.recurrent import RecurrentStep
 from ferrum_rpc.core import (
     LATE,
     CacheState,
-    OutputSpec,
-    Positions,
     Rows,
     Span,
     SpanOutcome,
@@ -51,7 +50,9 @@ from ferrum_rpc.core import (
     named,
 )
 from ferrum_rpc.engine.compute import Compute, TokensBehind, clear_frames
+from ferrum_rpc.engine.feeding import NO_ROWS, StateFeeding
 from ferrum_rpc.engine.grammars.constraints import Constraints
+from ferrum_rpc.engine.states import States
 from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, StepFailed
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import Reservation
@@ -66,12 +67,11 @@ log = structlog.get_logger("ferrum_rpc.engine")
 Stage = Callable[[str], None]
 """Called with a stage's name before it runs; tests and failpoints raise from it to show that everything rolls back.
 
-Stages of a step: ``reserve`` (each span; again where it had to wait for blocks), ``plan``, ``forward``, ``select``, and
-when its rows are there ``commit``. Operations: ``truncate``, ``fork`` (each child), ``release``, ``reserve_kv``,
-``export`` (each piece), ``import`` (its begin, each piece, its end), ``adapter`` (each piece).
+Stages of a step: ``reserve`` (each span; again where it had to wait for blocks), ``plan``, ``forward`` (also of tokens
+that are fed again), ``select``, and when its rows are there ``commit``. Operations: ``truncate``, ``fork`` (each
+child), ``release``, ``reserve_kv``, ``export`` (each piece), ``import`` (its begin, each piece, its end), ``adapter``
+(each piece).
 """
-
-_NO_ROWS: Final = OutputSpec(Positions.NONE)
 
 FLUSH_S: Final = 5.0
 """At its end, the second tier may take so long to be written."""
@@ -103,6 +103,7 @@ class Pending:
     constrained: bool = False
     late: Collection[int] = ()
     saved: Saved | None = None
+    states: RecurrentStep | None = None
     mark: Marker | None = None
     closes_first: bool = False
     """Whether its commit may take blocks, so that no other step may reserve any before."""
@@ -111,7 +112,7 @@ class Pending:
 
 class StepRunner:
     """Runs steps of one model over one paged cache. ``depth``: how many may be under way at once; more than one only
-    where ``compute`` is late."""
+    where ``compute`` is late, and the model keeps no ``states``."""
 
     def __init__(
         self,
@@ -123,8 +124,14 @@ class StepRunner:
         depth: int,
         tier: BlockFiles | None,
         constraints: Constraints | None,
+        states: States | None = None,
     ) -> None:
         self.kv = kv
+        self.states = states
+        self.feeding = None
+        if states is not None:
+            kv.prefixes.has_checkpoint = states.has_checkpoint
+            self.feeding = StateFeeding(states, kv, compute, self._before_forward, self._undone)
         self.store = store
         self.compute = compute
         self.depth = depth
@@ -167,10 +174,14 @@ class StepRunner:
     def check(self) -> None:
         """Raise unless the accounting of the cache is consistent."""
         self.kv.check()
+        if self.states is not None:
+            self.states.check()
 
     def cache_state(self) -> CacheState:
         """How full the cache is."""
         state = self.kv.state()
+        if self.states is not None:
+            state = state._replace(total_slots=self.states.pool.total, free_slots=self.states.pool.free)
         return state if self._tier is None else state._replace(tier_bytes=self._tier.held_bytes)
 
     # --- the step ---------------------------------------------------------------------------------------------------
@@ -188,6 +199,10 @@ class StepRunner:
             if step.stops:
                 behind = self._tokens_behind(step.spans[: len(step.stops)])
             self._make_way(step, behind)
+        if self.feeding is not None:
+            for span in step.spans:
+                while self.feeding.feed(span):
+                    pass
         refused, reservations, copied = self._reserve(step)
         if self._under_way and _short(refused):
             self._give_up(reservations)
@@ -268,6 +283,9 @@ class StepRunner:
             self._ask_for_next(pending)  # first: the masks are made while the host goes on
         refused, late, reservations, commit = pending.refused, pending.late, pending.reservations, self.kv.commit
         rows = iter(pending.rows)
+        states = self.states
+        if pending.states is not None:
+            pending.states.commit([place for place, index in enumerate(reservations) if index in late])
         followed = bool(self._under_way) and self._under_way[0].behind is pending
         if followed:
             commit = self.kv.commit_first
@@ -279,13 +297,14 @@ class StepRunner:
                 continue
             if index in late:
                 if index in reservations:
-                    self.kv.rollback(reservations[index])
+                    self._roll_back(reservations[index])
                     next(rows)
                 outcomes.append(LATE)
                 continue
             reservation = reservations[index]
             length = commit(reservation, span.tokens)
-            outcomes.append(named(SpanResult, (length, next(rows), None, reservation.cached, 0)))
+            again = 0 if states is None else states.commit(span.sequence, length)
+            outcomes.append(named(SpanResult, (length, next(rows), None, reservation.cached, again)))
             copied += len(reservation.copies)
             searched += reservation.searched
         if followed:
@@ -310,7 +329,12 @@ class StepRunner:
 
     def _give_up(self, reservations: dict[int, Reservation]) -> None:
         for reservation in reservations.values():
-            self.kv.rollback(reservation)
+            self._roll_back(reservation)
+
+    def _roll_back(self, reservation: Reservation) -> None:
+        if self.states is not None:
+            self.states.rollback(reservation.sequence)
+        self.kv.rollback(reservation)
 
     def _reserve(
         self, step: Step, *, keep: bool = True
@@ -322,7 +346,7 @@ class StepRunner:
         refused: dict[int, ExecutorError] = {}
         reservations: dict[int, Reservation] = {}
         copied = False
-        constraints = self.constraints
+        constraints, states = self.constraints, self.states
         stage, reserve = self._stage, self.kv.reserve
         spans = list(enumerate(step.spans))
         forks = [each for each in spans if each[1].parent is not None]
@@ -342,9 +366,10 @@ class StepRunner:
                         raise copy.copy(refusal)
                     count, hold = len(tokens), 0 if run is None else run.max_tokens - 1
                     prompt = span.prompt if count > 1 else None
-                    reservations[index] = reserved = reserve(
-                        sequence, start, count, create, ahead, hold, parent, prefix, prompt, keep
-                    )
+                    reserved = reserve(sequence, start, count, create, ahead, hold, parent, prefix, prompt, keep)
+                    if states is not None:
+                        self._reserve_states(states, span, reserved)
+                    reservations[index] = reserved
                     if reserved.kept:
                         copied = True
                 except ExecutorError as error:
@@ -353,7 +378,7 @@ class StepRunner:
                     for member in group:
                         refused[member] = error
                         if member in reservations:
-                            self.kv.rollback(reservations.pop(member))
+                            self._roll_back(reservations.pop(member))
         except BaseException as error:
             self._give_up(reservations)
             self.kv.trim_spares()
@@ -364,6 +389,16 @@ class StepRunner:
         if forks:
             reservations = dict(sorted(reservations.items()))
         return refused, reservations, copied
+
+    # --- states of recurrent layers ---------------------------------------------------------------------------------
+
+    def _reserve_states(self, states: States, span: Span, reserved: Reservation) -> None:
+        """The slots of a span whose blocks are reserved; these are given back if there are none."""
+        try:
+            states.reserve(span, reserved, publishes=self.kv.publishes(span.sequence))
+        except KvBlocksExhausted:
+            self.kv.rollback(reserved)
+            raise
 
     # --- a step that continues runs of the step before it -----------------------------------------------------------
 
@@ -462,9 +497,8 @@ class StepRunner:
                 pending.saved = self.store.save(np.concatenate(overwritten))
             if copies:
                 self.store.copy_blocks(np.array(copies, dtype=np.int64))
-            if stage is not None:
-                stage("forward")
-            hidden = self.compute.forward(spans, geometry, behind)
+            self._before_forward()
+            hidden = self._forward(pending, spans, geometry, behind)
             if stage is not None:
                 stage("select")
             if pending.constrained and not self.compute.masks_first:
@@ -478,13 +512,21 @@ class StepRunner:
         except BaseException as error:
             raise self._failure(pending, error) from error
 
+    def _forward(
+        self, pending: Pending, spans: Sequence[Span], geometry: BatchGeometry, behind: TokensBehind | None
+    ) -> torch.Tensor:
+        if self.states is None:
+            return self.compute.forward(spans, geometry, behind)
+        pending.states = self.states.begin([each.sequence for each in spans])
+        return self.compute.forward_states(spans, geometry, pending.states)
+
     def _leave_out(self, pending: Pending, began: float) -> None:
         """Leave spans out of a step that has not begun on the device, if their masks are late."""
         assert self.constraints is not None  # noqa: S101 - the caller looked
         late = self.constraints.late([pending.spans[index] for index in pending.reservations], began)
         pending.late = {index for index in pending.reservations if pending.spans[index].sequence in late}
         for index in pending.late:
-            self.kv.rollback(pending.reservations.pop(index))
+            self._roll_back(pending.reservations.pop(index))
 
     def _without_late(self, pending: Pending, spans: Sequence[Span], began: float) -> list[Span]:
         """The spans of a step that computes, without rows of those whose masks are late. These are steps of runs, which
@@ -494,7 +536,7 @@ class StepRunner:
         if late:
             of_masks = [index for index in pending.reservations if pending.spans[index].sequence in late]
             pending.late = {*pending.late, *of_masks}
-        return [span._replace(output=_NO_ROWS) if span.sequence in late else span for span in spans]
+        return [span._replace(output=NO_ROWS) if span.sequence in late else span for span in spans]
 
     def _save_leaving(self) -> None:
         """Save evicted blocks of the prefix cache, before any block is written."""
@@ -505,6 +547,14 @@ class StepRunner:
                 if key in self._tier:
                     self.kv.prefixes.note_tier(key, there=True)
 
+    def _before_forward(self) -> None:
+        if self._stage is not None:
+            self._stage("forward")
+
+    def _undone(self, error: Exception) -> ExecutorError:
+        """The error of a forward pass that nothing was reserved for."""
+        return self._failure(Pending(0.0, (), {}, {}), error)
+
     def _failure(self, pending: Pending, error: BaseException) -> ExecutorError:
         """Undo a reserved step, and return its callers' error. Raises errors that are not a failure of the step."""
         if not isinstance(error, DEVICE_ERRORS):
@@ -513,6 +563,8 @@ class StepRunner:
                 self.compute.recover()
                 if pending.saved is not None:
                     self.store.restore(pending.saved)
+                if pending.states is not None:
+                    pending.states.undo()
             except DEVICE_ERRORS as gone:
                 error = gone
             except Exception as failed:  # the cache has changed, so no call may be answered as if it had not

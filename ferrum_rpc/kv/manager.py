@@ -37,9 +37,9 @@ from ferrum_rpc.core import CacheState, PrefixUse, TokenArray, TokenCounts
 from ferrum_rpc.errors import KvBlocksExhausted, TruncateBeyondLength
 from ferrum_rpc.kv import audit
 from ferrum_rpc.kv.capacity import Capacity
-from ferrum_rpc.kv.pool import BlockPool
+from ferrum_rpc.kv.pool import BlockPool, Int32Array
 from ferrum_rpc.kv.prefix import PrefixCache, PrefixHit
-from ferrum_rpc.kv.sequence import KvMisuse, Reservation, SequenceBlocks
+from ferrum_rpc.kv.sequence import NEVER, KvMisuse, Reservation, SequenceBlocks
 from ferrum_rpc.kv.table import BlockTable, blocks_for, slots_for
 
 _NO_SLOTS: Final = np.zeros(0, dtype=np.int64)
@@ -121,7 +121,7 @@ class KvManager:
             if parent is not None:
                 self.release(sequence, publish=False)
             raise
-        opened.searched = searched
+        opened.searched, opened.known, opened.checkpoint = searched, found.known, found.checkpoint
         if prompt is not None and opened.cached:
             state.history.write(start, prompt[: opened.cached])
             state.shared = max(state.shared, start // size + len(found.blocks))
@@ -468,6 +468,16 @@ class KvManager:
         state = self._known(sequence)
         return state.imported_from if state.imported_from < state.length else None
 
+    def checkpoint_key(self, sequence: int, length: int) -> bytes:
+        """The key of the states behind the first ``length`` tokens of ``sequence``, a whole number of blocks; empty if
+        it does not publish."""
+        state = self._known(sequence)
+        return b"" if state.publish_at == NEVER else self.prefixes.key_at(state, length)
+
+    def publishes(self, sequence: int) -> bool:
+        """Whether what ``sequence`` computes is published."""
+        return self._known(sequence).publish_at != NEVER
+
     def length(self, sequence: int) -> int:
         """Committed tokens of ``sequence``."""
         return self._known(sequence).length
@@ -482,6 +492,10 @@ class KvManager:
         """How often tokens occur among the first ``length`` of ``sequence``, as `tokens` has them, and the tokens
         ``fed`` behind them, which need not be committed: see `TokenHistory.counts`."""
         return self._sequences[sequence].history.counts(length, counted_from, fed)
+
+    def table(self, sequence: int) -> Int32Array:
+        """The blocks of ``sequence``, int32 [n]: a view, valid until its next reservation."""
+        return self._known(sequence).table.whole
 
     def slots(self, sequence: int, start: int, end: int) -> npt.NDArray[np.int64]:
         """The slots of the positions ``start .. end`` of ``sequence``, int64 [n]; of those that an open reservation

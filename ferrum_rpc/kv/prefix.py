@@ -45,10 +45,13 @@ class Tier(Protocol):
 
 class PrefixHit(NamedTuple):
     """The published ``blocks`` of a prompt. From the position ``imported_from`` on their content was imported, or
-    computed from what was."""
+    computed from what was. If the model keeps states, they end at a ``checkpoint``, by its key, and the prompt is
+    published up to the position ``known``."""
 
     blocks: list[int]
     imported_from: int = NEVER
+    known: int = 0
+    checkpoint: bytes = b""
 
 
 class PrefixCache:
@@ -56,7 +59,8 @@ class PrefixCache:
     A block is published once, and a key has one block. A key is a hash, or for what one caller alone may find, the hash
     and the caller's digest. ``evicted`` blocks were given away, after ``evicted_s`` seconds here in all; with a
     ``tier`` they wait in ``leaving``, with their keys, until they are saved: before anything is written. ``changed``
-    is another number whenever something was published, or is no more."""
+    is another number whenever something was published, or is no more. ``has_checkpoint``: whether there are states
+    behind a block, by its key; None: the model keeps none."""
 
     def __init__(self, pool: BlockPool, block_size: int, fingerprint: bytes) -> None:
         self._pool = pool
@@ -70,6 +74,7 @@ class PrefixCache:
         self.tier: Tier | None = None
         self.leaving: list[tuple[int, bytes]] = []
         self.changed = 0
+        self.has_checkpoint: Callable[[bytes], bool] | None = None
         self._since = [0.0] * pool.num_blocks
         self.evicted = 0
         self.evicted_s = 0.0
@@ -92,8 +97,9 @@ class PrefixCache:
         """The published blocks of ``prompt`` behind the sequence's tokens, the block in which those end among them.
         Memory only: what the tier has, `fetch` has published before. For a sequence that uses the cache."""
         found, imported_from = list[int](), NEVER
+        checkpoint, usable, first = b"", 0, state.length // self._size
         _, hashes = self._hashes_behind(state, state.length, prompt)
-        for place, hashed in enumerate(hashes, state.length // self._size):
+        for place, hashed in enumerate(hashes, first):
             key, block = hashed, self._blocks.get(hashed)
             if block is None:  # most are there
                 key, block = _first_of(self._blocks.get, hashed, state.caller)
@@ -102,7 +108,21 @@ class PrefixCache:
             if key is not hashed and imported_from == NEVER:
                 imported_from = place * self._size
             found.append(block)
-        return PrefixHit(found, imported_from)
+            if self.has_checkpoint is not None and self.has_checkpoint(key):
+                checkpoint, usable = key, len(found)
+        if self.has_checkpoint is None:
+            return PrefixHit(found, imported_from)
+        known, end = (first + len(found)) * self._size, (first + usable) * self._size
+        return PrefixHit(found[:usable], imported_from if imported_from < end else NEVER, known, checkpoint)
+
+    def key_at(self, state: SequenceBlocks, length: int) -> bytes:
+        """The key of what the first ``length`` tokens of a sequence that uses the cache leave: a whole number of
+        blocks."""
+        blocks = length // self._size
+        key, done = (state.chain, state.chained) if state.chained <= blocks else (state.root or b"", 0)
+        for hashed in chained(key, state.history.upto(length)[done * self._size :], self._size):
+            key = hashed
+        return key if length <= state.imported_from else key + state.caller
 
     def fetch(self, state: SequenceBlocks, start: int, prompt: TokenArray, max_blocks: int) -> list[tuple[int, bytes]]:
         """Publish blocks for what the tier has of ``prompt`` behind the first ``start`` tokens of the sequence and

@@ -60,6 +60,10 @@ class Reservation:
     """Blocks of the prefix cache that it put into the table, before the fresh ones."""
     cached: int = 0
     searched: int = 0
+    known: int = 0
+    """If the model keeps states: up to where the prefix cache has what the span feeds."""
+    checkpoint: bytes = b""
+    """And the key of the checkpoint behind what is ``cached``."""
     kept: int = 0
     """How many of ``replaced`` only this sequence holds: it could have written them in place, as it does if blocks are
     short, and others would no longer find what is published there."""

@@ -37,7 +37,7 @@ FAMILIES: dict[str, str] = {
 }
 
 RECURRENT: dict[str, str] = {"qwen3_5": "Qwen3_5"}
-"""Families with recurrent layers, which the decoder computes and no runner serves yet."""
+"""Families with recurrent layers."""
 
 WITHOUT_TRANSFORMERS: dict[str, str] = {}
 """Families that transformers lacks: the class, and the test (below the root) of its definition written in torch."""

@@ -47,6 +47,7 @@ class TokenRunner:
     follows = False
     in_stages = False
     constraints = None
+    feeding = None
     on_device = True
 
     def close(self) -> None:

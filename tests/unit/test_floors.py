@@ -80,8 +80,10 @@ TABLE = {
     "engine.runs": Floor("core errors engine.api engine.places", "numpy"),
     "engine.chains": Floor("core engine.api engine.places", "numpy"),
     "engine.aside": Floor("engine.api"),
+    "engine.behind": Floor("engine.api"),
     "engine.loop": Floor(
-        "core errors engine.aside engine.backlog engine.chains engine.overlap engine.places engine.runs engine.api"
+        "core errors engine.aside engine.backlog engine.behind engine.chains engine.overlap engine.places engine.runs "
+        "engine.api"
     ),
     "engine.thread": Floor("core errors engine.liveness engine.api engine.loop"),
     "engine.channel": Floor("core", "numpy"),
@@ -100,8 +102,11 @@ TABLE = {
         "core device errors models attention sampling sampling.transfer distributed.group engine.compute",
         "numpy torch structlog",
     ),
+    "engine.states": Floor("core errors kv attention", "torch"),
+    "engine.feeding": Floor("core errors kv attention engine.compute engine.states", "numpy torch"),
     "engine.step": Floor(
-        "core errors kv kv.store kv.tiers attention sampling sampling.transfer engine.compute engine.grammars",
+        "core errors kv kv.store kv.tiers attention sampling sampling.transfer engine.compute engine.grammars "
+        "engine.states engine.feeding",
         "numpy torch structlog",
     ),
     # from settings to a runner: what every rank chooses, the ranks, and what puts the first one's together
@@ -112,8 +117,8 @@ TABLE = {
     ),
     "engine.adapters": Floor("core errors models weights engine.assembly", "torch"),
     "engine.operations": Floor(
-        "core device errors kv kv.store kv.tiers models attention engine.compute engine.grammars engine.step "
-        "engine.adapters",
+        "core device errors kv kv.store kv.tiers models attention engine.compute engine.grammars engine.states "
+        "engine.step engine.adapters",
         "numpy torch structlog",
     ),
     "engine.ranks": Floor(
@@ -124,8 +129,8 @@ TABLE = {
     ),
     "engine.assembly.build": Floor(
         "config core errors failpoints install kv kv.store kv.tiers models attention sampling sampling.transfer native "
-        "engine.memory engine.compute engine.cuda engine.grammars engine.step engine.assembly engine.adapters "
-        "engine.operations engine.ranks engine.ranks.world weights",
+        "engine.memory engine.compute engine.cuda engine.grammars engine.states engine.step engine.assembly "
+        "engine.adapters engine.operations engine.ranks engine.ranks.world weights",
         "torch",
     ),
     "engine.assembly.parity": Floor(

@@ -114,6 +114,7 @@ class Fake:
     follows = False
     in_stages = False
     constraints = None
+    feeding = None
     on_device = False
 
     def close(self) -> None:

@@ -104,21 +104,26 @@ def test_what_neither_serves_has_both_reasons(folder):
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-def test_models_with_a_state_are_refused_by_name(family, command, tmp_path, capsys):
-    """What is missing for Qwen3.5 is told; it must not start without it."""
+def test_models_with_a_state_are_refused_by_name(command, tmp_path, capsys):
     state = "it keeps a state in addition to keys and values"
-    if family == "qwen3_5":
-        make_checkpoint(tmp_path, family)
-        ours = "Qwen3_5ForCausalLM has recurrent layers, and the cache has no slots for their states yet"
-    else:
-        make_family_checkpoint(tmp_path, family, layer_types=["linear_attention", "full_attention"])
-        ours = "architectures: 'Qwen3NextForCausalLM' is not supported"
+    make_family_checkpoint(tmp_path, "qwen3_next", layer_types=["linear_attention", "full_attention"])
+    ours = "architectures: 'Qwen3NextForCausalLM' is not supported"
     for backend, said in (("auto", f"^{ours}.*; nor through transformers: .*{state}"), ("native", ours), ("hf", state)):
         for serve in (choose, build_runner):
             with pytest.raises(NotSupported, match=said):
                 serve(settings(tmp_path, model_backend=backend))
     assert run(command, tmp_path) == 1 and ours in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"tensor_parallel": 2}, "by several ranks"), ({"kv_tier_dir": "/tier"}, "with --kv-tier-dir"), ({}, "on cuda")],
+)
+def test_what_is_missing_for_states_is_refused_by_name(options, what, tmp_path):
+    folder = make_checkpoint(tmp_path, "qwen3_5")
+    asked = settings(folder, **options) if options else replace(settings(folder), device="cuda")
+    with pytest.raises(NotSupported, match=f"^Qwen3_5ForCausalLM has recurrent layers, and is not served {what} yet"):
+        choose(asked, elsewhere=not options)
 
 
 def test_a_model_of_the_same_family_without_a_state_is_served_as_before(tmp_path):

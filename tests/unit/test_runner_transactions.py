@@ -192,7 +192,8 @@ class Twins:
         """A draft of eight tokens, of which the first are ``right``."""
         runner, output = self.twin, OutputSpec(Positions.ALL, Accept())
         tokens, probe = self.span(sequence, 9, start, output).tokens, 1000
-        runner.fork(sequence, [probe], start)
+        with runner.context():
+            runner.fork(sequence, [probe], start)
         for at in range(1, 9):
             [found] = answered(runner, Span(probe, tokens[:at], start, LAST))
             best = int(found["logits"].argmax())
@@ -405,6 +406,16 @@ def checkpoint(tmp_path_factory):
 def test_a_decoder_with_weights_is_as_before_too(checkpoint, name, dtype, kv_dtype):
     config = ModelSettings(str(checkpoint), device="cpu", dtype=dtype, kv_dtype=kv_dtype, block_size=SIZE, kv_blocks=24)
     run_scenario(SCENARIOS[name], config)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_states_are_as_before_too(name, tmp_path_factory):
+    """Attention is in the first two layers of four."""
+    kinds = ["full_attention", "full_attention", "linear_attention", "linear_attention"]
+    sizes = {"num_hidden_layers": 4, "layer_types": kinds, "intermediate_size": 128}
+    folder = make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5", **sizes)
+    cache = {"block_size": SIZE, "kv_blocks": 24, "state_slots": 9}
+    run_scenario(SCENARIOS[name], ModelSettings(str(folder), device="cpu", dtype="float32", **cache))
 
 
 @pytest.mark.parametrize("name", LARGEST)

@@ -17,6 +17,7 @@ import torch
 from torch.distributed import Store
 
 from ferrum_rpc.attention.backend import AttentionBackend
+from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentStore, slot_bytes
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import DeviceInfo, ModelInfo
 from ferrum_rpc.engine.adapters import Adapters
@@ -25,7 +26,14 @@ from ferrum_rpc.engine.assembly.choose import ROUNDED, Choices, choose
 from ferrum_rpc.engine.assembly.loading import Progress
 from ferrum_rpc.engine.assembly.measure import measure_step
 from ferrum_rpc.engine.assembly.plan import announce, mib
-from ferrum_rpc.engine.assembly.size import LargestStep, adapter_bytes, make_plan, size_cache, step_bytes
+from ferrum_rpc.engine.assembly.size import (
+    LargestStep,
+    adapter_bytes,
+    make_plan,
+    size_cache,
+    size_states,
+    step_bytes,
+)
 from ferrum_rpc.engine.assembly.source import QUANTIZE_NONE, Reasons
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
@@ -49,6 +57,7 @@ from ferrum_rpc.engine.ranks.leader import Ranks
 from ferrum_rpc.engine.ranks.links import assemble
 from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
 from ferrum_rpc.engine.ranks.world import ranks_here
+from ferrum_rpc.engine.states import States
 from ferrum_rpc.engine.step import Stage
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.failpoints import Failpoint, Failpoints
@@ -126,7 +135,9 @@ def _assemble(
     weights were loaded. ``largest``: None for the default step."""
     config, device, cuda = choices.config, choices.device, choices.device.type == "cuda"
     info, reasons = _describe(choices, model), [*choices.reasons, *loaded]
-    blocks, store, attention = _make_cache(choices, model, info, reasons, sharing, largest=largest or LargestStep())
+    blocks, slots, store, attention = _make_cache(
+        choices, model, info, reasons, sharing, largest=largest or LargestStep()
+    )
     rounded = config.kv_dtype in ROUNDED
     if rounded and not sharing:
         of_keys, of_values, tokens = rounding_error(model, attention, store, info.max_context)
@@ -137,6 +148,7 @@ def _assemble(
     if config.adapter_dir is not None:
         loras, adapters = _adapters(config, model, info.fingerprint, reasons, sharing)
     kv = KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint)
+    states = None if slots is None else States(slots, config.block_size, kv.checkpoint_key)
     info, pool = _grammars(choices, info, reasons)
     compute, depth = Compute(model, attention, loras), 1
     blocks_per_sequence = min(blocks, -(-info.max_context // config.block_size))
@@ -175,6 +187,8 @@ def _assemble(
             attention_backend=choices.attention[0],
             choices=tuple(reasons),
             exact_span_tokens=compute.exact_span_tokens,
+            free_truncation_tokens=None if states is None else STEP_TOKENS,
+            checkpoint_tokens=0 if states is None else states.checkpoint_tokens,
         ),
         stage=stage,
         compute=compute,
@@ -182,6 +196,7 @@ def _assemble(
         tier=tier,
         adapters=adapters,
         constraints=None if pool is None else Constraints(pool, kv.tokens),
+        states=states,
     )
 
 
@@ -213,6 +228,7 @@ def _describe(choices: Choices, model: Model) -> ModelInfo:
         model.info(config.name or facts.name),
         max_context=choices.max_context,
         kv_bytes_per_token=choices.slot_bytes_of_all,
+        state_bytes=choices.state_bytes,
         fingerprint=choices.source.fingerprint(),
     )
     if config.kv_dtype in ROUNDED:
@@ -237,8 +253,9 @@ def _make_cache(
     sharing: Sharing | None,
     *,
     largest: LargestStep,
-) -> tuple[int, KvStore, AttentionBackend]:
-    """Returns the number of blocks (without the null block), their tensors, and what reads and writes them."""
+) -> tuple[int, RecurrentStore | None, KvStore, AttentionBackend]:
+    """Returns the number of blocks (without the null block), the slots for states, if the model has any, the blocks'
+    tensors, and what reads and writes them."""
     config, device = choices.config, choices.device
     block_bytes = choices.slot_bytes * config.block_size
     step = step_bytes(choices, largest)
@@ -247,7 +264,8 @@ def _make_cache(
         step = step.at_least(measure_step(choices, stage_compute(model, attention), largest))
         del attention
     left = max(0, free_memory(device) // (sharing.setup.sharers if sharing else 1) - adapter_bytes(config))
-    blocks, reason = size_cache(config, block_bytes, info.max_context, left, step)
+    slots = size_states(config, choices.state_bytes, left)
+    blocks, reason = size_cache(config, block_bytes, info.max_context, left, step, states=slots * choices.state_bytes)
     reasons.append((f"kv_blocks={blocks} ({mib(blocks * block_bytes)})", reason))
     make: Callable[..., KvStore] = KvStore
     if sharing:
@@ -255,15 +273,27 @@ def _make_cache(
         make = partial(RankedStore, ranks=sharing.ranks, shard=shard, count=info.layers, kv_heads=heads)
     try:
         store, attention = make_cache(choices, model, blocks + 1, config.block_size, make)
+        states = _make_states(choices, slots, reasons) if slots else None
     except RuntimeError as error:  # torch has no narrower class for "out of memory" on a CPU
         raise InvalidRequest(
-            f"a KV cache of {blocks} blocks does not fit the memory; lower --kv-memory or --kv-blocks",
+            f"a KV cache of {blocks} blocks{f' and {slots} slots' if slots else ''} does not fit the memory; "
+            "lower --kv-memory or --kv-blocks",
             field="kv_memory",
         ) from error
     if device.type == "cpu":
-        for buffer in store.buffers:
+        for buffer in (*store.buffers, *(states.buffers[:1] if states else ())):
             library.prefer_huge_pages(buffer)
-    return blocks, store, attention
+    return blocks, states, store, attention
+
+
+def _make_states(choices: Choices, slots: int, reasons: Reasons) -> RecurrentStore:
+    """The tensors of so many slots."""
+    layers, dtype = choices.facts.recurrent, choices.facts.dtype
+    states, journal = slot_bytes(layers[0], len(layers), dtype)
+    parts = f"{mib(states)} of states and up to {mib(journal)} of journal each"
+    reason = "requested" if choices.config.state_slots is not None else "half of the cache's memory"
+    reasons.append((f"state_slots={slots} ({mib(slots * choices.state_bytes)})", f"{reason}; {parts}"))
+    return RecurrentStore(layers[0], len(layers), slots, dtype=dtype, device=choices.device)
 
 
 def _say_ranks(config: ModelSettings, sharing: Sharing) -> list[tuple[str, str]]:

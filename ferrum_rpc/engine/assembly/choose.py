@@ -15,6 +15,7 @@ import torch
 from ferrum_rpc.attention.backend import NATIVE, TRITON, Factory, select_backend
 from ferrum_rpc.attention.eight_bits import FP8, SCALE_BYTES, row_width
 from ferrum_rpc.attention.native_paged import takes_long_spans
+from ferrum_rpc.attention.recurrent import slot_bytes
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.config import IDENTITY, ModelSettings
 from ferrum_rpc.core import NO_KERNELS, AttentionSpec
@@ -92,6 +93,12 @@ class Choices:
         return sum(layer.slot_bytes for layer in layers)
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of a slot: the states of a sequence and their journal."""
+        layers = self.facts.recurrent
+        return sum(slot_bytes(layers[0], len(layers), self.facts.dtype)) if layers else 0
+
+    @property
     def copied_bytes(self) -> int:
         """The part of `slot_bytes` of layers that attend over another layer's keys and values: each keeps its own
         copy."""
@@ -101,7 +108,7 @@ class Choices:
     def attends_in_c(self) -> bool:
         """Whether native layers call attention in C, for spans of any length."""
         facts = self.facts
-        known = not facts.estimated and self.attention[0] == NATIVE
+        known = not facts.estimated and not facts.recurrent and self.attention[0] == NATIVE
         return known and takes_long_spans(facts.dtype, facts.layers[0].head_dim)
 
 
@@ -244,10 +251,7 @@ def _choose_checkpoint(
         try:
             spec = read_spec(checkpoint)
             if spec.recurrent_shapes:
-                raise NotSupported(
-                    f"{spec.architecture} has recurrent layers, and the cache has no slots for their states yet",
-                    field="architectures",
-                )
+                _check_recurrent(config, spec, device)
         except UnknownKey:
             raise
         except NotSupported as error:
@@ -269,6 +273,17 @@ def _choose_checkpoint(
         ) from error
     reasons.append((f"model={HF}", "requested" if obstacle is None else f"{BACKEND_NATIVE}: {obstacle.message}"))
     return _choose_hf(config, checkpoint, described, device, reasons)
+
+
+def _check_recurrent(config: ModelSettings, spec: ModelSpec, device: torch.device) -> None:
+    """Raise NotSupported for what cannot be done yet with states."""
+    for asked, what in (
+        (device.type != "cpu", f"on {device.type}"),
+        (config.ranks > 1, "by several ranks"),
+        (config.kv_tier_dir is not None, "with --kv-tier-dir"),
+    ):
+        if asked:
+            raise NotSupported(f"{spec.architecture} has recurrent layers, and is not served {what} yet", field="model")
 
 
 def _choose_dtype(

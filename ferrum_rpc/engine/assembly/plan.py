@@ -33,6 +33,7 @@ class MemoryPlan:
     cache can hold. ``kv_dtype``: the dtype of the cache. ``reason``: of the cache's size, or why it holds no block.
     ``alternative``: flags that fit, if these do not. ``estimated``: the activations are a conservative estimate.
     ``ranks``: how many share the model; except for ``others``, all numbers are those of the first.
+    ``state_slots``: slots for the recurrent states of sequences, of ``state_bytes`` each.
     ``kv_copied_bytes_per_token``: the part of ``kv_bytes_per_token`` of layers that attend over another layer's keys
     and values."""
 
@@ -58,6 +59,8 @@ class MemoryPlan:
     ranks: int = 1
     others: OtherRanks = NO_OTHERS
     kv_copied_bytes_per_token: int = 0
+    state_slots: int = 0
+    state_bytes: int = 0
 
     @property
     def kv_tokens(self) -> int:
@@ -70,6 +73,11 @@ class MemoryPlan:
         return (self.kv_blocks + 1) * self.block_size * self.kv_bytes_per_token
 
     @property
+    def slots_bytes(self) -> int:
+        """Bytes of all slots for states."""
+        return self.state_slots * self.state_bytes
+
+    @property
     def full_sequences(self) -> float:
         """How many sequences of the maximum length the cache holds."""
         return self.kv_blocks / -(-self.max_context // self.block_size)
@@ -77,7 +85,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Bytes of everything."""
-        return self.weights_bytes + self.adapters_bytes + self.step_bytes + self.kv_bytes
+        return self.weights_bytes + self.adapters_bytes + self.step_bytes + self.kv_bytes + self.slots_bytes
 
     @property
     def step_bytes(self) -> int:
@@ -101,7 +109,7 @@ class MemoryPlan:
         if not self.fits:
             if self.all_bytes <= self.memory_bytes and not self.alternative:
                 return self.reason
-            weights, step, cache = map(gib, (self.weights_bytes, self.step_bytes, self.kv_bytes))
+            weights, step, cache = map(gib, (self.weights_bytes, self.step_bytes, self.kv_bytes + self.slots_bytes))
             weights += " of weights"
             if self.adapters_bytes:
                 weights += f" and {gib(self.adapters_bytes)} of adapters"
@@ -144,6 +152,7 @@ def announce(plan: MemoryPlan) -> None:
         step_tokens=plan.step_tokens,
         kv_bytes=plan.kv_bytes,
         kv_blocks=plan.kv_blocks,
+        **({"state_slots": plan.state_slots, "slots_bytes": plan.slots_bytes} if plan.state_slots else {}),
         memory_bytes=plan.memory_bytes,
         **({"ranks_here": 1 + plan.others.ranks, "all_bytes": plan.all_bytes} if plan.others.ranks else {}),
     )

@@ -43,6 +43,8 @@ buffers, which `measure` finds."""
 PROCESS_BYTES: Final = 170 << 20
 """Bytes of another rank in addition to its part of the model: private pages of Python and torch (163 MiB)."""
 
+LEAST_SLOTS: Final = 2
+
 LEAST_STEP: Final = 256
 """Tokens below which no smaller step or cache is proposed."""
 
@@ -81,11 +83,29 @@ def step_bytes(choices: Choices, largest: LargestStep) -> StepBytes:
     return StepBytes(activations, _sampling(choices, largest), CUDA_RESERVE)
 
 
+def size_states(config: ModelSettings, slot_bytes: int, left: int) -> int:
+    """The slots for states of ``slot_bytes`` each, if the weights leave ``left`` bytes. Raises InvalidRequest if there
+    is no room for two: one for a sequence, and one for its next chunk."""
+    if not slot_bytes:
+        return 0
+    if config.state_slots is not None:
+        return config.state_slots
+    budget = min(int(left * CPU_SHARE), CPU_MOST) if config.kv_memory is None else config.kv_memory
+    slots = min(budget // 2 // slot_bytes, 2 * config.max_sequences)
+    if slots < LEAST_SLOTS:
+        raise InvalidRequest(
+            f"half of a kv memory of {budget} bytes holds fewer than {LEAST_SLOTS} slots of {slot_bytes} bytes for "
+            "states; raise --kv-memory, or set --state-slots",
+            field="kv_memory",
+        )
+    return slots
+
+
 def size_cache(
-    config: ModelSettings, block_bytes: int, max_context: int, left: int, step: StepBytes
+    config: ModelSettings, block_bytes: int, max_context: int, left: int, step: StepBytes, *, states: int = 0
 ) -> tuple[int, str]:
     """Returns ``(blocks, reason)``, without the null block. ``left``: bytes that the weights leave; ``step``: see
-    `step_bytes`. Raises InvalidRequest if there is room for no block."""
+    `step_bytes`; ``states``: bytes of all slots. Raises InvalidRequest if there is room for no block."""
     if config.kv_blocks is not None:
         return config.kv_blocks, "requested"
     if config.kv_memory is not None:
@@ -105,6 +125,8 @@ def size_cache(
     else:
         budget = min(int(left * CPU_SHARE), CPU_MOST)
         reason = f"{CPU_SHARE:.0%} of the free memory, at most {CPU_MOST >> 30} GiB"
+    if states:
+        budget, reason = max(0, budget - states), f"{reason}, less the states"
     useful = config.max_sequences * -(-max_context // config.block_size)
     blocks = min(budget // block_bytes, useful)
     if blocks == useful:
@@ -147,8 +169,11 @@ def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory:
     taken = weights + sum(count * (size + PROCESS_BYTES) for _, count, size in of_others)
     block_bytes, left = choices.slot_bytes * config.block_size, max(0, (memory - taken) // here - adapters)
     reserved = step_bytes(choices, largest)
+    slots = 0
     try:
-        blocks, reason = size_cache(config, block_bytes, choices.max_context, left, reserved)
+        slots = size_states(config, choices.state_bytes, left)
+        states = slots * choices.state_bytes
+        blocks, reason = size_cache(config, block_bytes, choices.max_context, left, reserved, states=states)
     except InvalidRequest as error:
         blocks, reason = 0, error.message
     held = blocks * config.block_size or choices.max_context
@@ -181,6 +206,8 @@ def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory:
             kv_bytes_per_token=sum(count * each.slot_bytes for each, count in others),
         ),
         kv_copied_bytes_per_token=choices.copied_bytes,
+        state_slots=slots,
+        state_bytes=choices.state_bytes,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.config import IDENTITY
-from ferrum_rpc.core import AttentionSpec
+from ferrum_rpc.core import AttentionSpec, RecurrentShape
 from ferrum_rpc.engine.assembly.loading import Progress, load_model
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.kv.store import KvStore
@@ -52,6 +52,7 @@ class ModelFacts(NamedTuple):
     ``vocab_size``: that of all ranks. ``modules``: the matrices that adapters can change, by name, with their sizes
     [out, in]. ``copied``: layers that attend over an earlier layer's keys and values, and keep a copy. ``numbers``: how
     many weights the checkpoint has; 0: there is none. ``estimated``: `ModelSource.activation_bytes` is an estimate.
+    ``recurrent``: the recurrent layers of this rank.
     ``quantized``: how weights are held that are quantized in memory: int8, int4, or what the checkpoint stores (gptq;
     q4_k,q6_k); none."""
 
@@ -67,6 +68,7 @@ class ModelFacts(NamedTuple):
     numbers: int = 0
     estimated: bool = False
     quantized: str = "none"
+    recurrent: tuple[RecurrentShape, ...] = ()
 
 
 class ModelSource(Protocol):
@@ -140,6 +142,7 @@ class DecoderCheckpoint(DecoderBuild):
             modules_of(layout(replace(whole, roots=adapted_roots(whole.architecture)))),
             numbers=checkpoint.numbers,
             quantized=",".join(checkpoint.encodings).lower() if self.quantize == AS_STORED else self.quantize,
+            recurrent=self.spec.recurrent_shapes,
         )
 
     def weight_bytes(self) -> int:

@@ -1,0 +1,83 @@
+"""Tokens of a sequence that are fed again, because its recurrent states have gone back further than its length.
+
+Their keys and values are in the cache, and stay: only the states advance. The pieces are forward passes of their own,
+between steps, so a long way back delays others by a piece at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.recurrent import RecurrentSpan, RecurrentStep
+from ferrum_rpc.core import OutputSpec, Positions, Span
+from ferrum_rpc.engine.compute import Compute
+from ferrum_rpc.engine.states import States
+from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted
+from ferrum_rpc.kv.manager import KvManager
+
+NO_ROWS: Final = OutputSpec(Positions.NONE)
+
+
+class StateFeeding:
+    """What brings the ``states`` of sequences to where a span starts. ``stage`` is called before each forward pass;
+    ``failed`` turns the error of one into that of its callers."""
+
+    def __init__(
+        self,
+        states: States,
+        kv: KvManager,
+        compute: Compute,
+        stage: Callable[[], object],
+        failed: Callable[[Exception], ExecutorError],
+    ) -> None:
+        self._states, self._kv, self._compute = states, kv, compute
+        self._stage, self._failed = stage, failed
+
+    def missing(self, span: Span) -> int:
+        """How many tokens must be fed again before ``span`` can run."""
+        sequence = _whose(span)
+        missing = 0 if sequence is None else self._states.missing(sequence, span.start)
+        # a span that starts behind the end is refused when it is reserved
+        return missing if sequence is None or not missing or span.start <= self._kv.length(sequence) else 0
+
+    def feed(self, span: Span) -> int:
+        """Feed a piece of them; returns how many are still missing, or 0 if there is no slot for them: then the span
+        will be refused. Raises `StepFailed` and `DeviceLost`; then more may be missing, and nothing else changed."""
+        sequence, fork = _whose(span), span.parent is not None
+        if sequence is None or not self.missing(span):
+            return 0
+        try:
+            piece = self._states.next_piece(sequence, span.start, apart=fork)
+        except KvBlocksExhausted:
+            return 0
+        complete = False
+        try:
+            self._stage()
+            self._run(sequence, piece, span.adapter)
+            complete = True
+        except Exception as error:
+            raise self._failed(error) from error
+        finally:
+            self._states.end_piece(sequence, piece, apart=fork, complete=complete)
+        return self.missing(span)
+
+    def _run(self, sequence: int, piece: RecurrentSpan, adapter: int) -> None:
+        first, count, size = piece.start, piece.tokens, self._kv.block_size
+        tokens = self._kv.tokens(sequence)[first : first + count].copy()
+        geometry = BatchGeometry.build(size, [first], [count], [self._kv.table(sequence)])
+        to_null_block = np.arange(count, dtype=np.int64) % size
+        step = RecurrentStep([piece])
+        span = Span(sequence, tokens, first, NO_ROWS, adapter=adapter)
+        self._compute.forward_states([span], geometry._replace(slots=to_null_block), step)
+        step.commit()
+
+
+def _whose(span: Span) -> int | None:
+    """The sequence whose states a span starts from; None: it begins anew."""
+    if span.parent is not None:
+        return span.parent
+    return None if span.create else span.sequence

@@ -1,0 +1,347 @@
+"""The states of recurrent layers, sequence by sequence: which slot each has, and which checkpoints.
+
+A step over sequences with such layers is a transaction here as it is in `kv.manager`: `reserve` of each span, then
+`begin`, the layers, and `commit` or `rollback`. What a truncation needs that goes deeper than the last step is fed
+again, from the nearest checkpoint (`missing`, `next_piece`): its tokens' keys and values are in the cache, and only the
+states advance. So nothing is refused for lack of a checkpoint.
+
+Checkpoints are states at a length, by a key: that of the prefix cache for the block that ends there, or one of the
+sequence's own if others must not find it. They are taken `checkpoint_tokens` apart, and where others may find them, at
+the last block border of a prompt and where it leaves those that are in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentSlot, RecurrentSpan, RecurrentStep, RecurrentStore
+from ferrum_rpc.core import Span
+from ferrum_rpc.errors import KvBlocksExhausted
+from ferrum_rpc.kv.sequence import Reservation
+from ferrum_rpc.kv.slots import SlotPool
+
+CHECKPOINT_TOKENS: Final = 512
+"""Checkpoints are at most so far apart, for blocks of a size that divides it."""
+
+PIECE_TOKENS: Final = 64
+"""Tokens that are fed again in one forward pass: others wait for it."""
+
+KeyAt = Callable[[int, int], bytes]
+"""`KvManager.checkpoint_key`: empty if only the sequence and its forks may find a checkpoint."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What a sequence has: its ``slot``, whose content is ``usable`` or has to be replaced, and its ``checkpoints`` by
+    length; those of ``own`` only it and its forks find. ``recomputed`` tokens were fed again since its last step.
+    ``prompt_end``: how far a prompt is fed, and its last checkpoint, which the next chunk replaces."""
+
+    slot: int
+    usable: bool = True
+    checkpoints: dict[int, bytes] = field(default_factory=dict)
+    own: list[bytes] = field(default_factory=list)
+    recomputed: int = 0
+    prompt_end: tuple[int, bytes] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _OpenSpan:
+    """A reserved span: from ``source`` on, a slot or a checkpoint of this ``key``, to the slot ``into``, which was
+    ``taken`` for it unless it is the sequence's own. ``cuts``: the lengths at which states are to be ``kept``, in slots
+    taken for that; None: there was none."""
+
+    sequence: int
+    source: RecurrentSlot
+    into: int
+    start: int
+    count: int
+    taken: bool
+    key: bytes = b""
+    cuts: list[int] = field(default_factory=list)
+    kept: dict[int, int | None] = field(default_factory=dict)
+    parent: int | None = None
+
+
+class States:
+    """The states of all sequences over the slots of ``store``. ``key_at``: see `KeyAt`; ``block_size``: that of the
+    cache, between whose blocks prefixes end."""
+
+    def __init__(self, store: RecurrentStore, block_size: int, key_at: KeyAt) -> None:
+        self.store = store
+        self.pool = SlotPool(len(store.slots))
+        self.checkpoint_tokens = max(1, CHECKPOINT_TOKENS // block_size) * block_size
+        self._block_size = block_size
+        self._key_at = key_at
+        self._held: dict[int, _Held] = {}
+        self._open: dict[int, _OpenSpan] = {}
+        self._numbers = itertools.count()
+        self._apart = -1
+
+    # --- what must be fed again -------------------------------------------------------------------------------------
+
+    def missing(self, sequence: int, length: int) -> int:
+        """How many tokens of ``sequence`` must be fed again before a step, or a fork of it, can start at ``length``."""
+        held = self._held.get(sequence)
+        if held is None:
+            return 0
+        slot = self.store.slots[held.slot]
+        if held.usable and slot.reaches(length):
+            return 0
+        known = self._nearest(held, length)[0]
+        return length - (max(known, slot.length) if held.usable and slot.length <= length else known)
+
+    def next_piece(self, sequence: int, length: int, *, apart: bool) -> RecurrentSpan:
+        """The next of those tokens, at most `PIECE_TOKENS`, as a span to be run without rows; `end_piece` follows. They
+        advance the slot of the sequence, or ``apart`` from it a checkpoint that a fork will find. Raises
+        `KvBlocksExhausted` if there is no slot for that."""
+        held = self._held[sequence]
+        slot = self.store.slots[held.slot]
+        known, key = self._nearest(held, length)
+        if apart or not (held.usable and known <= slot.length <= length):
+            source = self._checkpoint(key)
+            if apart:
+                if held.usable and known < slot.length <= length:
+                    source = slot
+                if key:
+                    self.pool.pin(key)
+                try:
+                    self._apart = self.pool.take()
+                finally:
+                    if key:
+                        self.pool.unpin(key)
+                slot = self.store.slots[self._apart]
+            _copy(source, slot, min(source.length, length))
+        if not apart:
+            held.usable = False  # until the piece is complete
+        count = min(PIECE_TOKENS, length - slot.length)
+        return RecurrentSpan(slot, slot, slot.length, count)
+
+    def end_piece(self, sequence: int, piece: RecurrentSpan, *, apart: bool, complete: bool) -> None:
+        """A piece was run in all layers and committed, or it failed."""
+        held = self._held[sequence]
+        if not apart:
+            held.usable = complete
+            held.recomputed += piece.tokens * complete
+        elif complete:
+            self._keep(held, b"", piece.start + piece.tokens, self._apart)
+        else:
+            self.pool.give(self._apart)
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, span: Span, reserved: Reservation, *, publishes: bool) -> None:
+        """Prepare the states for a span whose blocks are ``reserved``. Raises `KvBlocksExhausted` (``needed_slots``,
+        ``free_slots``); nothing changed then. ``publishes``: whether others may find the sequence's checkpoints."""
+        sequence, start = span.sequence, span.start + reserved.cached
+        count, held = reserved.end - start, self._held.get(sequence)
+        opened = _OpenSpan(sequence, self.store.empty, -1, start, count, taken=True, parent=span.parent)
+        if reserved.cached:
+            opened.key = reserved.checkpoint
+            opened.source = self._checkpoint(opened.key)
+        elif span.create and span.parent is not None:
+            opened.source, opened.key = self._source(self._held[span.parent], start)
+        elif held is not None:
+            opened.source, opened.key = self._source(held, start)
+            own = self.store.slots[held.slot]
+            if count <= STEP_TOKENS and opened.source is own:
+                opened.into, opened.taken = held.slot, False
+        if opened.key:
+            self.pool.pin(opened.key)
+        try:
+            if opened.taken:
+                opened.into = self.pool.take()
+                if count <= STEP_TOKENS or span.parent is not None:  # a parent may be fed in the same step
+                    into = self.store.slots[opened.into]
+                    _copy(opened.source, into, start)
+                    opened.source = into
+        except KvBlocksExhausted:
+            if opened.key:
+                self.pool.unpin(opened.key)
+            raise
+        if count > STEP_TOKENS:
+            opened.cuts = self._cuts(start, reserved, publishes=publishes)
+        self._open[sequence] = opened
+
+    def _cuts(self, start: int, reserved: Reservation, *, publishes: bool) -> list[int]:
+        """The lengths behind the first tokens of a long span at which its states are kept."""
+        end, every = reserved.end, self.checkpoint_tokens
+        cuts = set(range((start // every + 1) * every, end, every))
+        if publishes:
+            cuts.add((end - 1) // self._block_size * self._block_size)
+            cuts.add(reserved.known)
+        return sorted(each for each in cuts if start < each < end)
+
+    def begin(self, sequences: list[int]) -> RecurrentStep:
+        """The step of these reserved spans, in their order."""
+        slots, spans = self.store.slots, list[RecurrentSpan]()
+        for sequence in sequences:
+            opened = self._open[sequence]
+            for length in opened.cuts:  # only now: no span is refused for them
+                try:
+                    opened.kept[length] = self.pool.take()
+                except KvBlocksExhausted:
+                    opened.kept[length] = None
+            keep = [(length, None if slot is None else slots[slot]) for length, slot in opened.kept.items()]
+            spans.append(RecurrentSpan(opened.source, slots[opened.into], opened.start, opened.count, keep))
+        return RecurrentStep(spans)
+
+    def commit(self, sequence: int, length: int) -> int:
+        """The step that a reserved span was in is committed, and the sequence has ``length`` tokens now. Returns how
+        many were fed again before."""
+        opened = self._open.pop(sequence)
+        held = self._held.get(sequence)
+        if opened.key:
+            self.pool.unpin(opened.key)
+        end = opened.start + opened.count
+        if held is None:
+            parent = self._held.get(opened.parent) if opened.parent is not None else None
+            known = {} if parent is None else {at: key for at, key in parent.checkpoints.items() if at <= opened.start}
+            held = self._held[sequence] = _Held(opened.into, checkpoints=known)
+            held.usable = length == end or opened.count <= STEP_TOKENS
+        elif opened.taken and (length == end or opened.count <= STEP_TOKENS):
+            self._leave(held, sequence, opened)
+            held.slot, held.usable = opened.into, True
+        elif opened.taken:  # tokens were rejected, and the chunked form has no states between
+            self.pool.give(opened.into)
+            self._go_back(held, opened.start)
+        held.checkpoints = {at: key for at, key in held.checkpoints.items() if at <= opened.start}
+        if opened.key:
+            held.checkpoints[opened.start] = opened.key
+        slot = self.store.slots[held.slot]
+        if held.usable and length < slot.length:
+            slot.truncate(length)
+        for at, kept in opened.kept.items():
+            if kept is not None:
+                if at <= length:
+                    self._keep(held, self._key_at(sequence, at), at, kept)
+                else:
+                    self.pool.give(kept)
+        if opened.kept:
+            self._end_prompt(held, opened, length)
+        elif held.usable and opened.count <= STEP_TOKENS:
+            self._keep_on_the_way(held, sequence, opened.start, length)
+        recomputed, held.recomputed = held.recomputed, 0
+        return recomputed
+
+    def _leave(self, held: _Held, sequence: int, opened: _OpenSpan) -> None:
+        """The sequence has another slot now. The one that it had is a checkpoint if a chunk began where one is due."""
+        slot, start = self.store.slots[held.slot], opened.start
+        if start and start % self.checkpoint_tokens == 0 and slot is opened.source:
+            slot.truncate(start)
+            self._keep(held, self._key_at(sequence, start), start, held.slot)
+        else:
+            self.pool.give(held.slot)
+
+    def rollback(self, sequence: int) -> None:
+        """A reserved span does not run, or its step failed and was undone."""
+        opened = self._open.pop(sequence)
+        if opened.key:
+            self.pool.unpin(opened.key)
+        for slot in (*opened.kept.values(), opened.into if opened.taken else None):
+            if slot is not None:
+                self.pool.give(slot)
+
+    def _end_prompt(self, held: _Held, opened: _OpenSpan, length: int) -> None:
+        """The last checkpoint of a chunk stands for the prompt's end, in place of that of the chunk before it."""
+        before, last = held.prompt_end, max(opened.kept)
+        if before is not None and before[0] == opened.start:
+            self.pool.drop(before[1])
+        key = held.checkpoints.get(last)
+        held.prompt_end = (length, key) if key and last % self.checkpoint_tokens else None
+
+    def _keep_on_the_way(self, held: _Held, sequence: int, start: int, length: int) -> None:
+        """A step of few tokens keeps the states `checkpoint_tokens` apart, if there is a slot for them."""
+        at = length // self.checkpoint_tokens * self.checkpoint_tokens
+        slot = self.store.slots[held.slot]
+        if at > start and slot.reaches(at):
+            try:
+                kept = self.pool.take()
+            except KvBlocksExhausted:
+                return
+            _copy(slot, self.store.slots[kept], at)
+            self._keep(held, self._key_at(sequence, at), at, kept)
+
+    # --- between steps ----------------------------------------------------------------------------------------------
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Only numbers change; what is missing then is fed again with the next step."""
+        self._go_back(self._held[sequence], length)
+
+    def fork(self, parent: int, child: int, at: int) -> None:
+        """Make ``child`` of the first ``at`` tokens. Raises `KvBlocksExhausted`."""
+        held = self._held[parent]
+        slot = self.store.slots[held.slot]
+        made = _Held(self.pool.take(), usable=False)
+        made.checkpoints = {length: key for length, key in held.checkpoints.items() if length <= at}
+        if held.usable and (slot.reaches(at) or slot.length < at):
+            _copy(slot, self.store.slots[made.slot], min(at, slot.length))
+            made.usable = True
+        self._held[child] = made
+
+    def release(self, sequence: int) -> None:
+        """Forget a sequence, and the checkpoints that only it can find."""
+        held = self._held.pop(sequence, None)
+        if held is not None:
+            self.pool.give(held.slot)
+            for key in held.own:
+                self.pool.drop(key)
+
+    def has_checkpoint(self, key: bytes) -> bool:
+        """Whether there is one of this key."""
+        return key in self.pool
+
+    def forget_checkpoints(self) -> None:
+        """Drop them all."""
+        self.pool.clear()
+
+    def check(self) -> None:
+        """Raise `CacheCorrupt` unless the slots are accounted for."""
+        self.pool.check([held.slot for held in self._held.values()])
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _go_back(self, held: _Held, length: int) -> None:
+        slot = self.store.slots[held.slot]
+        if held.usable and length < slot.length:
+            held.usable = slot.reaches(length)
+            if held.usable:
+                slot.truncate(length)
+        held.checkpoints = {at: key for at, key in held.checkpoints.items() if at <= length}
+
+    def _source(self, held: _Held, start: int) -> tuple[RecurrentSlot, bytes]:
+        """The slot from which a step starts at ``start``: the sequence's, or a checkpoint, and its key."""
+        slot = self.store.slots[held.slot]
+        if held.usable and slot.reaches(start):
+            return slot, b""
+        length, key = self._nearest(held, start)
+        if length != start:  # it was dropped for the slot of another span of the step
+            metadata = {"needed_slots": 1, "free_slots": 0}
+            raise KvBlocksExhausted("the slot of a checkpoint that the step needs was taken", metadata=metadata)
+        return self._checkpoint(key), key
+
+    def _nearest(self, held: _Held, length: int) -> tuple[int, bytes]:
+        """The last checkpoint at or below ``length`` that is there, and its key; (0, b""): the beginning."""
+        for at in sorted(held.checkpoints, reverse=True):
+            if at <= length and held.checkpoints[at] in self.pool:
+                return at, held.checkpoints[at]
+        return 0, b""
+
+    def _checkpoint(self, key: bytes) -> RecurrentSlot:
+        slot = self.pool.find(key) if key else None
+        return self.store.empty if slot is None else self.store.slots[slot]
+
+    def _keep(self, held: _Held, key: bytes, length: int, slot: int) -> None:
+        if not key:  # never that of other tokens, which the sequence had before: forks may still have them
+            key = next(self._numbers).to_bytes(8, "little")
+            held.own.append(key)
+        self.pool.keep(key, slot)
+        held.checkpoints[length] = key
+
+
+def _copy(source: RecurrentSlot, into: RecurrentSlot, length: int) -> None:
+    """The content of ``source`` cut to ``length``."""
+    into.load(source.image(shared=True))
+    into.truncate(length)

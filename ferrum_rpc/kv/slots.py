@@ -1,0 +1,100 @@
+"""Slots for recurrent states as integers: who has which, and checkpoints, the states of a sequence at a length.
+
+A sequence of a model with recurrent layers holds one slot while it lives. A checkpoint is a slot that nobody has to
+keep: the pool drops the one used longest ago when a slot is needed. So free slots are to checkpoints what free blocks
+are to the prefix cache.
+
+This file must not know tokens, blocks or tensors. It belongs to the model thread; `free` may be read from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from ferrum_rpc.errors import KvBlocksExhausted
+from ferrum_rpc.kv.pool import CacheCorrupt
+
+
+class SlotPool:
+    """The slots ``0 .. total - 1``. Keys of checkpoints are the caller's."""
+
+    def __init__(self, total: int) -> None:
+        if total < 1:
+            raise ValueError(f"there must be at least one slot, not {total}")
+        self.total = total
+        self._free = list(reversed(range(total)))
+        self._checkpoints: OrderedDict[bytes, int] = OrderedDict()
+        self._pinned: dict[bytes, int] = {}
+        self.evicted = 0
+        """Checkpoints that were dropped because their slot was needed."""
+
+    @property
+    def free(self) -> int:
+        """Slots that `take` could return."""
+        return len(self._free) + len(self._checkpoints) - len(self._pinned)
+
+    @property
+    def checkpoints(self) -> int:
+        """How many there are."""
+        return len(self._checkpoints)
+
+    def take(self) -> int:
+        """A slot without content. Raises `KvBlocksExhausted` (``needed_slots``, ``free_slots``) if all are held."""
+        if not self._free:
+            key = next((each for each in self._checkpoints if each not in self._pinned), None)
+            if key is None:
+                metadata = {"needed_slots": 1, "free_slots": 0}
+                raise KvBlocksExhausted(f"all {self.total} slots for recurrent states are held", metadata=metadata)
+            self.evicted += 1
+            return self._checkpoints.pop(key)
+        return self._free.pop()
+
+    def give(self, slot: int) -> None:
+        """A slot is not needed any more."""
+        self._free.append(slot)
+
+    def keep(self, key: bytes, slot: int) -> None:
+        """A slot becomes the checkpoint ``key``, unless there is one."""
+        if key in self._checkpoints:  # it is of the same tokens, and may be read by a step
+            self._checkpoints.move_to_end(key)
+            self.give(slot)
+        else:
+            self._checkpoints[key] = slot
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._checkpoints
+
+    def find(self, key: bytes) -> int | None:
+        """The slot of a checkpoint, which is used now."""
+        slot = self._checkpoints.get(key)
+        if slot is not None:
+            self._checkpoints.move_to_end(key)
+        return slot
+
+    def pin(self, key: bytes) -> None:
+        """Do not drop a checkpoint until `unpin` was called as often."""
+        self._pinned[key] = self._pinned.get(key, 0) + 1
+
+    def unpin(self, key: bytes) -> None:
+        """See `pin`."""
+        self._pinned[key] -= 1
+        if not self._pinned[key]:
+            del self._pinned[key]
+
+    def drop(self, key: bytes) -> None:
+        """Drop a checkpoint if it is there and nobody reads it."""
+        if key not in self._pinned and (slot := self._checkpoints.pop(key, None)) is not None:
+            self.give(slot)
+
+    def clear(self) -> None:
+        """Drop all checkpoints that nobody reads."""
+        for key in list(self._checkpoints):
+            self.drop(key)
+
+    def check(self, held: list[int]) -> None:
+        """Raise `CacheCorrupt` unless every slot is free, ``held``, or a checkpoint, and one of them only."""
+        every = sorted([*self._free, *held, *self._checkpoints.values()])
+        if every != list(range(self.total)):
+            raise CacheCorrupt(f"{self.total} slots, and these are accounted for: {every}")
+        if self._pinned:
+            raise CacheCorrupt(f"{len(self._pinned)} checkpoints are pinned, and no step is under way")

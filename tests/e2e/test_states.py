@@ -1,0 +1,156 @@
+"""A model with recurrent layers through the client, against a real executor: rows are those of `transformers` after
+verification, truncation to any length, forks, prefix hits and lost answers, and what is not offered says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from ferrum_rpc.client import ExecutorClient, FullLogits, OutputSpec, Positions, Run
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.errors import Cancelled, DeadlineExceeded, KvBlocksExhausted, NotSupported, StepFailed
+from ferrum_rpc.failpoints import Failpoints, parse_failpoints
+from tests.support.checkpoints import make_checkpoint, make_model
+from tests.support.clients import BOTH_WAYS
+from tests.support.serving import Served, serve_model
+
+SHAPE = {"num_hidden_layers": 4, "full_attention_interval": 2, "intermediate_size": 128, "vocab_size": 300}
+SLOTS = 6
+ALL = OutputSpec(Positions.ALL, FullLogits())
+LAST = OutputSpec(Positions.LAST, FullLogits())
+PROMPT = np.random.default_rng(3).integers(0, 300, 200).tolist()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelSettings:
+    folder = make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5", **SHAPE)
+    cache: dict[str, Any] = {"block_size": 4, "kv_blocks": 400, "state_slots": SLOTS}
+    return ModelSettings(str(folder), device="cpu", dtype="float32", **cache)
+
+
+@pytest_asyncio.fixture
+async def served(config: ModelSettings) -> AsyncIterator[Served]:
+    async with serve_model(config) as served:
+        yield served
+
+
+def near(rows: np.ndarray, history: list[int]) -> bool:
+    """Whether ``rows`` are the last ones of ``history``."""
+    with torch.inference_mode():
+        wanted = make_model("qwen3_5", **SHAPE)(torch.tensor([history])).logits[0].float().numpy()
+    return bool(np.abs(rows - wanted[len(history) - len(rows) :]).max() <= 1e-4 * wanted.std())
+
+
+@BOTH_WAYS
+async def test_a_sequence_is_cut_and_fed_as_any_other(served: Served, session: bool) -> None:
+    async with ExecutorClient(served.target, session=session) as client:
+        info = await client.info()
+        assert (info.limits.free_truncation_tokens, info.limits.checkpoint_tokens) == (32, 512)
+        assert info.model.state_bytes > 0
+        sequence, history = client.sequence(), list(PROMPT)
+        answer = await sequence.prefill(history, LAST)
+        assert near(answer.logits, history) and answer.recomputed_tokens == 0
+        assert (answer.pressure.total_slots, answer.pressure.free_slots) == (SLOTS, SLOTS - 1)
+        for kept, draft in ((2, [5, 6, 7, 8, 9]), (0, [3]), (3, [1, 2, 3])):
+            assert near((await sequence.verify(draft, ALL)).logits, history + draft)
+            await sequence.truncate(len(history) + kept)
+            history += draft[:kept]
+            answer = await sequence.decode(42, LAST)
+            history.append(42)
+            assert near(answer.logits, history) and answer.recomputed_tokens == 0
+        deep = 100
+        answer = await sequence.decode(7, LAST, truncate_to=deep)
+        history = [*history[:deep], 7]
+        assert near(answer.logits, history) and answer.recomputed_tokens == deep
+        children = await sequence.fork(2, at=50)
+        for child in children:
+            answer = await child.decode(9, LAST)
+            assert near(answer.logits, [*history[:50], 9]) and answer.recomputed_tokens == 50
+            await child.release()
+        answer = await sequence.decode(8, LAST)
+        assert near(answer.logits, [*history, 8])
+        run = await sequence.decode(1, run=Run(5), truncate_to=60)
+        assert len(run.tokens) == 5 and run.recomputed_tokens == 60
+        await sequence.release()
+        assert (await client.status()).pressure.free_slots == SLOTS
+
+
+async def test_a_prompt_that_is_known_is_not_computed_again(served: Served) -> None:
+    async with ExecutorClient(served.target) as client:
+        first, second = client.sequence(), client.sequence()
+        await first.prefill(PROMPT)
+        answer = await second.prefill([*PROMPT, 1, 2, 3], LAST)
+        assert answer.cached_tokens == len(PROMPT) - 4 and near(answer.logits, [*PROMPT, 1, 2, 3])
+
+
+async def test_without_a_slot_a_sequence_is_refused_and_the_next_one_comes(served: Served) -> None:
+    async with ExecutorClient(served.target) as client:
+        held = [client.sequence() for _ in range(SLOTS)]
+        for each in held:
+            await each.prefill([1, 2, 3])
+        with pytest.raises(KvBlocksExhausted) as refused:
+            await client.sequence().prefill([1])
+        assert refused.value.metadata == {"needed_slots": "1", "free_slots": "0"}
+        await held[0].release()
+        await client.sequence().prefill([1])
+
+
+async def test_what_is_not_offered_says_so(config: ModelSettings, tmp_path: Any) -> None:
+    async with serve_model(config, park_dir=tmp_path / "park") as served, ExecutorClient(served.target) as client:
+        sequence = client.sequence()
+        await sequence.prefill(PROMPT)
+        for refused in (sequence.park(), sequence.export_to(tmp_path / "file")):
+            with pytest.raises(NotSupported):
+                await refused
+        assert near((await sequence.decode(5, LAST)).logits, [*PROMPT, 5])
+
+
+@pytest.mark.parametrize("ends", ["cancel", "deadline", "fails"])
+async def test_a_call_that_ends_while_its_tokens_are_fed_again_changes_nothing(
+    config: ModelSettings, ends: str
+) -> None:
+    """The second piece of three is reached. Then the next call is as if there had been none."""
+    reached, go_on = asyncio.Event(), asyncio.Event()
+    passages, loop = iter(range(1000)), asyncio.get_running_loop()
+
+    def stage(name: str) -> None:
+        if name == "forward" and next(passages) == 2:
+            loop.call_soon_threadsafe(reached.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
+            if ends == "fails":
+                raise RuntimeError("broken")
+
+    async with serve_model(config, stage=stage) as served, ExecutorClient(served.target) as client:
+        sequence = client.sequence()
+        await sequence.prefill(PROMPT)
+        await sequence.truncate(150)
+        timeout_s = 1.0 if ends == "deadline" else None
+        call = asyncio.create_task(sequence.decode(9, LAST, timeout_s=timeout_s))
+        await reached.wait()
+        if ends == "cancel":
+            call.cancel()
+        if ends != "deadline":
+            await asyncio.sleep(0)
+            go_on.set()
+        with pytest.raises((asyncio.CancelledError, Cancelled, DeadlineExceeded, StepFailed)):
+            await call
+        go_on.set()
+        assert sequence.length == 150
+        answer = await sequence.decode(8, LAST)
+        assert near(answer.logits, [*PROMPT[:150], 8]) and answer.recomputed_tokens >= 150
+
+
+async def test_a_lost_answer_is_replayed_and_the_states_advance_once(config: ModelSettings) -> None:
+    points = Failpoints(parse_failpoints("before_reply=error@2"))
+    async with serve_model(config, failpoints=points) as served, ExecutorClient(served.target) as client:
+        sequence, history = client.sequence(), [*PROMPT, 3, 4]
+        await sequence.prefill(PROMPT)
+        answer = await sequence.verify([3, 4], ALL)  # which is sent again
+        assert answer.replayed and near(answer.logits, history)
+        assert near((await sequence.decode(5, LAST)).logits, [*history, 5])

@@ -1,0 +1,462 @@
+"""Sequences of a model with recurrent layers, whatever happens to them: rows are those of `transformers` for the tokens
+that a sequence has, and slots are accounted for.
+
+The oracle knows no cache: it computes each history anew. Rows are near it, because chunks, and tokens that are fed
+again, add up in other orders. Where only steps of few tokens are involved, bits are compared: with those of a sequence
+that never had what was taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import PREFIX, Accept, FullLogits, OutputSpec, Positions, Span, Step
+from ferrum_rpc.engine import states
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, StepFailed
+from tests.support.checkpoints import make_checkpoint, make_model
+from tests.support.poison import poison
+from tests.support.rows import columns_of
+
+SHAPE = {"num_hidden_layers": 4, "full_attention_interval": 2, "intermediate_size": 128}
+SIZE, EVERY, PIECE, SLOTS = 4, 24, 40, 7
+LAST = OutputSpec(Positions.LAST, FullLogits())
+ALL = OutputSpec(Positions.ALL, FullLogits())
+STAGES = ("reserve", "plan", "forward", "select", "commit")
+VOCABULARY = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5", **SHAPE)
+
+
+@pytest.fixture(autouse=True)
+def small_distances(monkeypatch):
+    monkeypatch.setattr(states, "CHECKPOINT_TOKENS", EVERY)
+    monkeypatch.setattr(states, "PIECE_TOKENS", PIECE)
+
+
+@cache
+def reference() -> Any:
+    return make_model("qwen3_5", **SHAPE)
+
+
+@cache
+def wanted(history: tuple[int, ...]) -> np.ndarray:
+    """Logits [len, vocab] of every row."""
+    with torch.inference_mode():
+        return reference()(torch.tensor([history])).logits[0].float().numpy()
+
+
+def near(found: np.ndarray, history: tuple[int, ...]) -> bool:
+    rows = wanted(history)[len(history) - len(found) :]
+    return bool(np.abs(found - rows).max() <= 1e-4 * rows.std())
+
+
+class Sabotage(Exception):
+    pass
+
+
+class World:
+    """A runner, and the tokens that each sequence has."""
+
+    def __init__(self, folder: Any, slots: int = SLOTS, dtype: str = "float32", blocks: int = 200) -> None:
+        config = ModelSettings(
+            str(folder), device="cpu", dtype=dtype, block_size=SIZE, kv_blocks=blocks, state_slots=slots
+        )
+        self.fails_at: tuple[str, int] | None = None
+        self.runner = build_runner(config, stage=self._stage)
+        self.has: dict[int, tuple[int, ...]] = {}
+        self.numbers = count(1)
+
+    def _stage(self, stage: str) -> None:
+        if self.fails_at is not None and self.fails_at[0] == stage:
+            left = self.fails_at[1] - 1
+            self.fails_at = (stage, left) if left else None
+            if not left:
+                raise Sabotage
+
+    @contextmanager
+    def failing(self, stage: str, nth: int) -> Iterator[None]:
+        self.fails_at = stage, nth
+        try:
+            yield
+        finally:
+            self.fails_at = None
+
+    def span(
+        self, sequence: int, tokens: Any, start: int | None = None, output: OutputSpec = LAST, **more: Any
+    ) -> Span:
+        start = len(self.has[sequence]) if start is None else start
+        return Span(sequence, np.asarray(tokens, np.int32), start, output, **more)
+
+    def made(self, tokens: Any, output: OutputSpec = LAST, prefix: Any = PREFIX) -> Span:
+        return Span(next(self.numbers), np.asarray(tokens, np.int32), 0, output, create=True, prefix=prefix)
+
+    def fork(self, parent: int, tokens: Any, at: int) -> Span:
+        return Span(next(self.numbers), np.asarray(tokens, np.int32), at, LAST, create=True, parent=parent)
+
+    def step(self, *spans: Span) -> list[Any]:
+        """Rows are right, and what is refused is as it was."""
+        with self.runner.context():
+            outcomes = self.runner.forward(Step(spans)).outcomes
+        before = dict(self.has)
+        for span, outcome in zip(spans, outcomes, strict=True):
+            if isinstance(outcome, ExecutorError):
+                assert isinstance(outcome, KvBlocksExhausted), outcome
+                continue
+            old = before[span.parent] if span.parent is not None else before.get(span.sequence, ())
+            history = (*old[: span.start], *span.tokens.tolist())
+            self.has[span.sequence] = history[: outcome.length]
+            if outcome.rows is not None and not isinstance(span.output.kind, Accept):
+                assert near(columns_of(outcome.rows)["logits"], history)
+        self.check()
+        return list(outcomes)
+
+    def do(self, operation: str, *arguments: Any) -> Any:
+        with self.runner.context():
+            return getattr(self.runner, operation)(*arguments)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self.do("truncate", sequence, length)
+        self.has[sequence] = self.has[sequence][:length]
+
+    def release(self, sequence: int) -> None:
+        self.do("release", [sequence])
+        del self.has[sequence]
+
+    def check(self) -> None:
+        self.runner.check()
+        for sequence, history in self.has.items():
+            assert tuple(self.runner.kv.tokens(sequence).tolist()) == history
+
+    def missing(self, sequence: int) -> int:
+        return self.runner.feeding.missing(self.span(sequence, [0]))
+
+
+# --- any history ------------------------------------------------------------------------------------------------------
+
+few = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6)
+prompts = st.tuples(st.integers(0, 1), st.integers(1, 90), st.integers(0, VOCABULARY - 1)).map(
+    lambda each: [(each[0] + place * place) % VOCABULARY for place in range(each[1])] + [each[2]]
+)
+
+
+class Histories(RuleBasedStateMachine):
+    """Prompts share their beginnings, so some are found in the prefix cache. Slots are few."""
+
+    folder: Any = None
+
+    @initialize()
+    def begin(self):
+        self.world = World(self.folder)
+
+    def sequence(self, data):
+        return data.draw(st.sampled_from(sorted(self.world.has)), label="sequence")
+
+    def lengths(self, data, sequence):
+        length = len(self.world.has[sequence])
+        return data.draw(st.integers(max(0, length - 5), length) | st.integers(0, length), label="length")
+
+    @rule(tokens=prompts, published=st.booleans())
+    def create(self, tokens, published):
+        self.world.step(self.world.made(tokens, prefix=PREFIX if published else None))
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), tokens=few | prompts, rows=st.sampled_from([LAST, ALL]))
+    def feed(self, data, tokens, rows):
+        self.world.step(self.world.span(self.sequence(data), tokens, output=rows))
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), tokens=few | prompts)
+    def go_back_and_feed(self, data, tokens):
+        sequence = self.sequence(data)
+        self.world.step(self.world.span(sequence, tokens, self.lengths(data, sequence), ALL))
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data())
+    def truncate(self, data):
+        sequence = self.sequence(data)
+        self.world.truncate(sequence, self.lengths(data, sequence))
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), tokens=few)
+    def verify_and_reject(self, data, tokens):
+        world, sequence = self.world, self.sequence(data)
+        start = len(world.has[sequence])
+        world.step(world.span(sequence, tokens, output=ALL))
+        if len(world.has[sequence]) > start:
+            world.truncate(sequence, start + data.draw(st.integers(0, len(tokens)), label="kept"))
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), tokens=few | prompts)
+    def accept(self, data, tokens):
+        world, sequence = self.world, self.sequence(data)
+        world.step(world.span(sequence, tokens, output=OutputSpec(Positions.ALL, Accept())))
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), children=st.integers(1, 2))
+    def fork(self, data, children):
+        world, parent = self.world, self.sequence(data)
+        at, made = self.lengths(data, parent), [next(world.numbers) for _ in range(children)]
+        try:
+            world.do("fork", parent, made, at)
+        except KvBlocksExhausted as error:
+            assert error.metadata["needed_slots"] == "1"
+        else:
+            world.has |= dict.fromkeys(made, world.has[parent][:at])
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), tokens=few | prompts, together=few | prompts)
+    def feed_a_child_beside_its_parent(self, data, tokens, together):
+        world, parent = self.world, self.sequence(data)
+        child = world.fork(parent, tokens, self.lengths(data, parent))
+        world.step(world.span(parent, together, self.lengths(data, parent)), child)
+
+    @precondition(lambda self: len(self.world.has) > 1)
+    @rule(data=st.data(), tokens=prompts)
+    def feed_all(self, data, tokens):
+        world = self.world
+        spans = [world.span(each, tokens[: data.draw(st.integers(1, len(tokens)))]) for each in sorted(world.has)]
+        world.step(world.made(tokens), *spans)
+
+    @precondition(lambda self: self.world.has)
+    @rule(
+        data=st.data(), tokens=few | prompts, stage=st.sampled_from(STAGES), nth=st.integers(1, 2), again=st.booleans()
+    )
+    def fail(self, data, tokens, stage, nth, again):
+        world, sequence = self.world, self.sequence(data)
+        spans = [world.span(sequence, tokens, self.lengths(data, sequence)), world.made(tokens)]
+        before = dict(world.has)
+        try:
+            with world.failing(stage, nth):
+                world.step(*spans)
+        except StepFailed:
+            assert world.has == before
+            world.check()
+            if again:
+                world.step(*spans)
+
+    @precondition(lambda self: self.world.has)
+    @rule(data=st.data())
+    def release(self, data):
+        self.world.release(self.sequence(data))
+
+    @precondition(lambda self: self.world.has)
+    @rule()
+    def forget_prefixes(self):
+        self.world.do("forget_prefixes")
+
+    @rule()
+    def poison(self):
+        poison(self.world.runner)
+
+    @invariant()
+    def slots_are_accounted_for(self):
+        if hasattr(self, "world"):
+            state = self.world.runner.cache_state()
+            assert (state.total_slots, state.free_slots) == (SLOTS, SLOTS - len(self.world.has))
+
+    def teardown(self):
+        world = getattr(self, "world", None)
+        if world is None:
+            return
+        for sequence in list(world.has):
+            world.step(world.span(sequence, [1, 2], output=ALL))
+            world.release(sequence)
+        assert world.runner.cache_state().free_slots == SLOTS
+
+
+def test_rows_are_those_of_the_tokens_that_a_sequence_has(folder):
+    Histories.folder = folder
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        Histories,
+        settings=settings(
+            max_examples=60, stateful_step_count=25, suppress_health_check=list(HealthCheck), deadline=None
+        ),
+    )
+
+
+# --- promises, one by one ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def usual_distances(small_distances, monkeypatch):
+    monkeypatch.setattr(states, "CHECKPOINT_TOKENS", 512)
+    monkeypatch.setattr(states, "PIECE_TOKENS", 64)
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, tokens).tolist()
+
+
+def computed(world: World, *spans: Span) -> list[int]:
+    """Tokens of each span that the prefix cache did not have."""
+    return [len(span.tokens) - each.cached_tokens for span, each in zip(spans, world.step(*spans), strict=True)]
+
+
+def test_of_a_prompt_that_is_known_at_most_two_blocks_are_computed(folder, usual_distances):
+    world, known = World(folder, blocks=2000), prompt(480)
+    assert computed(world, world.made(known)) == [480]
+    assert computed(world, world.made(known)) == [SIZE]
+    assert computed(world, world.made(known[:470])) == [470]  # it ends before the checkpoint
+    [longer] = computed(world, world.made(known + prompt(40, seed=1)))
+    assert longer == 40 + SIZE
+    world.release(1)
+    assert computed(world, world.made(known)) == [SIZE]
+
+
+def test_of_prompts_that_part_the_third_one_finds_what_they_share(folder, usual_distances):
+    world, shared = World(folder, blocks=2000), prompt(480)
+    tails = [prompt(100, seed) for seed in (1, 2, 3)]
+    for tail, wanted in zip(tails, (580, 580, 100), strict=True):
+        assert computed(world, world.made(shared + tail)) == [wanted]
+
+
+def test_a_long_prompt_in_chunks_is_found_from_its_last_checkpoint_on(folder, usual_distances):
+    world, tokens = World(folder, blocks=2000), prompt(1300)
+    made = world.made(tokens[:512])
+    world.step(made)
+    for first in (512, 1024):
+        world.step(world.span(made.sequence, tokens[first : first + 512]))
+    assert world.runner.states.pool.checkpoints == 3, "at 512, 1,024 and 1,296; not at the ends of the first chunks"
+    assert computed(world, world.made(tokens)) == [4]
+    assert computed(world, world.made(tokens[:1200])) == [1200 - 1024]
+
+
+def test_a_sequence_that_decodes_keeps_a_checkpoint_every_512_tokens(folder, usual_distances):
+    world = World(folder, blocks=2000)
+    made = world.made(prompt(500), prefix=None)
+    world.step(made)
+    for each in prompt(20):
+        world.step(world.span(made.sequence, [each]))
+    world.truncate(made.sequence, 514)
+    assert world.missing(made.sequence) == 2
+    [outcome] = world.step(world.span(made.sequence, [1]))
+    assert outcome.recomputed_tokens == 2
+    world.truncate(made.sequence, 511)
+    assert world.missing(made.sequence) == 511
+
+
+def test_other_salts_and_adapters_never_find_a_checkpoint(folder):
+    world, tokens = World(folder), prompt(60)
+    uses = [PREFIX, PREFIX._replace(salt=b"other"), PREFIX._replace(adapter="other", fingerprint=bytes(32)), None]
+    for use in uses:
+        assert computed(world, world.made(tokens, prefix=use)) == [60]
+    silent = PREFIX._replace(salt=b"silent", publishes=False)
+    for _ in range(2):
+        assert computed(world, world.made(tokens, prefix=silent)) == [60]
+
+
+def test_tokens_are_fed_again_in_pieces_and_their_keys_and_values_stay(folder):
+    world = World(folder)
+    made = world.made(prompt(100), prefix=None)
+    world.step(made)
+    kept = world.runner.store.save(world.runner.kv.slots(made.sequence, 0, 90)).content
+    world.truncate(made.sequence, 90)
+    world.runner.states.forget_checkpoints()
+    span, left = world.span(made.sequence, [1]), []
+    with world.runner.context():
+        while world.runner.feeding.missing(span):
+            left.append(world.runner.feeding.feed(span))
+    assert left == [50, 10, 0]
+    [outcome] = world.step(span)
+    assert outcome.recomputed_tokens == 90
+    now = world.runner.store.save(world.runner.kv.slots(made.sequence, 0, 90)).content
+    assert all(torch.equal(one, other) for one, other in zip(kept, now, strict=True))
+    [again] = world.step(world.span(made.sequence, [2]))
+    assert again.recomputed_tokens == 0
+
+
+def test_a_piece_that_fails_is_fed_again(folder):
+    world = World(folder)
+    made = world.made(prompt(100), prefix=None)
+    world.step(made)
+    world.truncate(made.sequence, 90)
+    for nth in (1, 2):
+        with pytest.raises(StepFailed), world.failing("forward", nth):
+            world.step(world.span(made.sequence, [1]))
+        assert world.runner.kv.length(made.sequence) == 90
+    world.step(world.span(made.sequence, [1]))
+
+
+def test_without_a_slot_a_sequence_is_refused_and_says_why(folder):
+    world = World(folder, slots=2)
+    first, second, third = (world.made(prompt(9)) for _ in range(3))
+    *made, refused = world.step(first, second, third)
+    assert [each.length for each in made] == [9, 9]
+    assert refused.metadata == {"needed_slots": "1", "free_slots": "0"}
+    assert world.runner.cache_state().free_slots == 0
+    [chunk] = world.step(world.span(first.sequence, prompt(40)))
+    assert isinstance(chunk, KvBlocksExhausted), "a chunk needs a slot besides its sequence's"
+    assert [each.length for each in world.step(world.span(first.sequence, prompt(32)))] == [9 + 32]
+    world.release(second.sequence)
+    assert [each.length for each in world.step(world.span(first.sequence, prompt(40)))] == [9 + 32 + 40]
+
+
+def test_of_a_step_s_spans_none_is_refused_for_the_checkpoints_of_another(folder):
+    world = World(folder, slots=3)
+    outcomes = world.step(*(world.made(prompt(60, seed)) for seed in range(3)))
+    assert [each.length for each in outcomes] == [60] * 3
+
+
+class Bits:
+    """The rows of one sequence, whose tokens are fed in steps of up to 32, in bfloat16 over our products."""
+
+    def __init__(self, folder: Any) -> None:
+        self.world = World(folder, dtype="bfloat16")
+        if not self.world.runner.device.exact_span_tokens:
+            pytest.skip("rows of short spans need not have the bits of single decodes here")
+
+    def rows(self, *spans: Span) -> list[bytes]:
+        with self.world.runner.context():
+            outcomes = self.world.runner.forward(Step(spans)).outcomes
+        for span in spans:
+            before = self.world.has.get(span.parent or span.sequence, ())
+            self.world.has[span.sequence] = (*before[: span.start], *span.tokens.tolist())
+        return [columns_of(each.rows)["logits"][-1].tobytes() for each in outcomes]
+
+    def alone(self, history: list[int]) -> bytes:
+        """The last row of a new sequence that is fed token by token."""
+        made = self.world.made(history[:1], prefix=None)
+        [row] = self.rows(made)
+        for token in history[1:]:
+            [row] = self.rows(self.world.span(made.sequence, [token]))
+        self.world.release(made.sequence)
+        return row
+
+
+def test_what_is_taken_back_within_the_last_step_leaves_no_trace_in_any_bit(folder):
+    bits, history = Bits(folder), prompt(20)
+    world = bits.world
+    made = world.made(history, prefix=None)
+    bits.rows(made)
+    for kept in (3, 0, 5, 1):
+        bits.rows(world.span(made.sequence, draft := prompt(5, seed=kept)))
+        world.truncate(made.sequence, len(history) + kept)
+        history += draft[:kept]
+        child = world.fork(made.sequence, [4], len(history))
+        [of_child, own] = bits.rows(child, world.span(made.sequence, [2]))
+        assert own == bits.alone([*history, 2])
+        assert of_child == bits.alone([*history, 4])
+        with pytest.raises(StepFailed), world.failing("commit", 1):
+            bits.rows(world.span(made.sequence, [1, 3], len(history)))
+        history.append(2)
+        assert bits.rows(world.span(made.sequence, [5, 0])) == [bits.alone([*history, 5, 0])]
+        history += [5, 0]
+        world.release(child.sequence)
