@@ -94,11 +94,13 @@ def peers_on(found: Sequence[Result]) -> list[str]:
 
 
 def rates_of(cell: str, machine: str, found: Sequence[Result]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The limit, and each engine with its row, our own first; of the suite where it is in both. An engine's last row is
-    what counts: that of a run without figures says why."""
+    """The limit, and each engine with its row, our own first; of the suite where it is in both. An engine's latest row
+    is what counts: that of a run without figures says why."""
     rows: dict[str, dict[str, Any]] = {}
     for benchmark in ("peers", "suite"):
-        for result in (each for each in found if (each["benchmark"], each["machine"]) == (benchmark, machine)):
+        for result in (
+            each for each in reversed(found) if (each["benchmark"], each["machine"]) == (benchmark, machine)
+        ):
             cells = result["tables"].get("cells", {"columns": (), "rows": ()})
             rows |= {row["side"]: row for row in rows_of(cells) if row["cell"] == cell}
     yield from sorted(rows.items(), key=lambda each: (each[0] != LIMIT, not each[0].startswith(OURS)))
