@@ -21,7 +21,7 @@ def of(files: str) -> tuple[Promise, ...]:
 
 IN_PROCESS: Final = of("""
     any_bytes background bad_items deadlines error_contract frame_order handles imports leaks.r15_nothing_leaks prefixes
-    retries security
+    retries security states
 """)
 """Servers of the test's process can be held to these."""
 

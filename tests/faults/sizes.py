@@ -115,6 +115,8 @@ class Size:
     hostile_kinds: int = counts(1, 4)
     """R35: texts by grammars and by masks of the caller; rounds of hostile grammars beside a neighbour, and how many of
     those that are too complex and of those that are impossible are among them."""
+    state_histories: int = counts(6, 2_000)
+    """R36: sequences of a model with recurrent layers, each of some ten steps."""
     outsider_calls: int = counts(20, 1_000)
     """R23: calls of each kind beside a crowd."""
     configurations: int = counts(25, 5_000)
