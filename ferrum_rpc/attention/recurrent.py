@@ -30,6 +30,7 @@ docs/models.md has the design, its figures and the alternatives.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -38,7 +39,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ferrum_rpc.attention import native_recurrent
 from ferrum_rpc.core import RecurrentShape
+from ferrum_rpc.native import library
 
 STEP_TOKENS: Final = 32
 """The most tokens of a step in the token-by-token form, and so of a truncation that costs nothing."""
@@ -170,6 +173,7 @@ class RecurrentSlot:
     states   [layers, value_heads, key_dim, value_dim]
     channels [layers, all rows, channels] in the model's type
     gates    [layers, all rows, 2, value_heads] in the states' type
+    lanes    of the vectors of the C kernel that computes its steps; 0: torch does
     """
 
     def __init__(self, shape: RecurrentShape, states: Tensor, channels: Tensor, gates: Tensor) -> None:
@@ -179,6 +183,7 @@ class RecurrentSlot:
         self.length = self.floor = 0
         self.folded = [0] * len(states)
         self.rows = self._fewest = rows_needed(shape, 1, 1)
+        self.lanes = native_recurrent.lanes_of(shape, states, channels)
 
     # --- a step, layer by layer -------------------------------------------------------------------------------------
 
@@ -193,8 +198,8 @@ class RecurrentSlot:
         """
         start = self.length if start is None else start
         end = start + self._checked(inputs, weight)
-        if not start < end <= start + STEP_TOKENS or start < self.length:
-            raise ValueError(f"a step must have 1 to {STEP_TOKENS} tokens, behind those of the sequence")
+        if self.lanes:
+            return _step_together(layer, weight, inputs, [(self, start, 0, end - start)])
         self._make_room(start, end)
         weight = self._taps(weight)
         running = self.states[layer].clone()
@@ -318,7 +323,9 @@ class RecurrentSlot:
 
     def _make_room(self, start: int, end: int) -> None:
         """Use as many rows of the journal as a step of the tokens ``start .. end`` needs. Raises ValueError if there
-        are too few."""
+        are too few, or if it cannot be a step."""
+        if not start < end <= start + STEP_TOKENS or start < self.length:
+            raise ValueError(f"a step must have 1 to {STEP_TOKENS} tokens, behind those of the sequence")
         needed = rows_needed(self.shape, start - self.floor, end - start)
         if needed <= self.rows:
             return
@@ -352,7 +359,14 @@ class RecurrentSlot:
     def _advance(
         self, state: Tensor, layer: int, weight: Tensor, tokens: range, found: list[Tensor] | None = None
     ) -> None:
-        """Update ``state`` with ``tokens`` of the journal, the next ones. ``found`` gets the output of each."""
+        """Update ``state`` with ``tokens`` of the journal, the next ones. ``found`` gets the output of each; only torch
+        takes it."""
+        if self.lanes and tokens:
+            job = self._job(layer, tokens.stop)
+            job.state, job.folded, job.floor = state.data_ptr(), tokens.start, tokens.stop
+            none = RecurrentInputs(self.channels[layer, :0], *self.gates[layer, :0].unbind(1))
+            native_recurrent.step(self.shape, self.lanes, weight, [job], none)
+            return
         for position in tokens:
             window = self.channels[layer, self._ring(position + 1 - self.shape.taps, position + 1)]
             query, key, value = split_heads(convolve(window.to(state.dtype), weight)[0], self.shape)
@@ -360,6 +374,26 @@ class RecurrentSlot:
             delta_update(state, key, value, log_decay, beta)
             if found is not None:
                 found.append(delta_read(state, query))
+
+    def _job(self, layer: int, start: int, row: int = 0, count: int = 0) -> library.RecurrentJob:
+        tensors = (native_recurrent.address(each, layer) for each in (self.states, self.channels, self.gates))
+        return library.RecurrentJob(*tensors, self.rows, self.folded[layer], self.floor, start, row, count)
+
+
+def _step_together(
+    layer: int, weight: Tensor, inputs: RecurrentInputs, parts: Sequence[tuple[RecurrentSlot, int, int, int]]
+) -> Tensor:
+    """`RecurrentSlot.step` of several slots in one call of C: each with its start, its first row of ``inputs`` and how
+    many it has. Rows that none has are undefined."""
+    for slot, start, _, count in parts:
+        slot._make_room(start, start + count)
+    first, dtype = parts[0][0], inputs.channels.dtype
+    inputs = inputs._replace(channels=inputs.channels.to(first.channels.dtype))
+    jobs = [slot._job(layer, *part) for slot, *part in parts]
+    found = native_recurrent.step(first.shape, first.lanes, first._taps(weight), jobs, inputs)
+    for slot, *_ in parts:
+        slot.folded[layer] = slot.floor
+    return found.to(dtype)
 
 
 def rows_needed(shape: RecurrentShape, last: int, new: int) -> int:
@@ -446,16 +480,28 @@ class RecurrentStep:
     def recur(self, layer: int, weight: Tensor, channels: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
         """Rows [T, value_heads, value_dim] of the ``layer``-th recurrent layer of `RecurrentInputs` of T packed rows;
         ``weight`` [channels, taps]. Raises ValueError as `RecurrentSlot.step` does."""
-        counts = [each.tokens for each in self._spans]
-        parts = [torch.split(each, counts) for each in (channels, log_decay, beta)]
-        found = []
-        for (slot, into, _, count, keep), *inputs in zip(self._spans, *parts, strict=True):
-            rows = RecurrentInputs(*inputs)
-            if count <= STEP_TOKENS:
-                found.append(slot.step(layer, weight, rows))
+        first, inputs = self._spans[0].slot, RecurrentInputs(channels, log_decay, beta)
+        rows = first._checked(inputs, weight)
+        ends = [*itertools.accumulate(each.tokens for each in self._spans)]
+        if ends[-1] != rows:
+            raise ValueError(f"the step has {ends[-1]} tokens, and {rows} rows are given")
+        together, others = list[tuple[RecurrentSlot, int, int, int]](), []
+        for span, end in zip(self._spans, ends, strict=True):
+            if span.slot.lanes and span.tokens <= STEP_TOKENS:
+                together.append((span.slot, span.slot.length, end - span.tokens, span.tokens))
             else:
-                found.append(slot.chunk(layer, weight, rows, into, keep))
-        return torch.cat(found)
+                others.append((span, slice(end - span.tokens, end)))
+        if together:
+            found = _step_together(layer, weight, inputs, together)
+        else:
+            found = channels.new_empty((rows, first.shape.value_heads, first.shape.value_dim))
+        for (slot, into, _, count, keep), own in others:
+            part = RecurrentInputs(*(each[own] for each in inputs))
+            if count <= STEP_TOKENS:
+                found[own] = slot.step(layer, weight, part)
+            else:
+                found[own] = slot.chunk(layer, weight, part, into, keep)
+        return found
 
     def commit(self, left_out: Collection[int] = ()) -> None:
         """Make the tokens part of their sequences: those of ``into`` from now on. Spans that are ``left_out``, by

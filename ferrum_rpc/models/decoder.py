@@ -244,7 +244,7 @@ class Decoder:
             products = tuple(linears[prefix + matrix.role] for matrix in spec.matrices())
             norms = {norm.role: parameters[prefix + norm.role] for norm in spec.norms()}
             floats = {each.role: parameters[prefix + each.role] for each in spec.floats()}
-            recurrent = RecurrentWeights(**floats) if floats else None
+            recurrent = RecurrentWeights(**floats).laid_out() if floats else None
             layers.append(Layer(spec, made[spec], products, slot, recurrent=recurrent, **norms))
             slot += len(products)
         assembled = assemble(layers, self._group)

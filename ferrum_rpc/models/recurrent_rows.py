@@ -30,6 +30,10 @@ class RecurrentWeights(NamedTuple):
     shift: Tensor
     out_norm: Tensor
 
+    def laid_out(self) -> RecurrentWeights:
+        """The same with the weights of one tap side by side, as the convolution reads them."""
+        return self._replace(taps=self.taps.transpose(0, 2).contiguous().transpose(0, 2))
+
 
 class RecurrentRows(NamedTuple):
     """The product of a layer's inputs in its parts: ``channels`` [T, channels] before the convolution, and the output's

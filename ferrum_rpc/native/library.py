@@ -155,11 +155,34 @@ class LoraStep(ctypes.Structure):
     )
 
 
+class RecurrentLayer(ctypes.Structure):
+    """``struct recurrent_layer`` of recurrent.h: a recurrent layer and the rows of a step. Pointers are to the tensors'
+    elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "inputs")),
+        ("input_bytes", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("log_decay", "beta", "output")),
+        *((name, ctypes.c_int32) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
+        *((name, ctypes.c_int32) for name in ("taps", "wide", "lanes", "threads")),
+    )
+
+
+class RecurrentJob(ctypes.Structure):
+    """``struct recurrent_job`` of recurrent.h: a sequence's part of a step, in one layer. Pointers are to the tensors'
+    elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("state", "channels", "gates")),
+        *((name, ctypes.c_int64) for name in ("rows", "folded", "floor", "start", "row", "count")),
+    )
+
+
 STRUCTS: Final = (
     *(SpanArrays, RowKindStruct, RowTask, MatrixStruct, LayerWeights, AttentionLayer, AttentionStep, Draw),
-    *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep),
+    *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep, RecurrentLayer, RecurrentJob),
 )
-ABI_VERSION: Final = 23
+ABI_VERSION: Final = 24
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -208,6 +231,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_layers_run": (_I, _P, _P, _I, *(_P,) * 7, _L, _I),
     "ferrum_lora_lanes": (_I,),
     "ferrum_lora": (None, _P, _I, _P, _L, _P, _I),
+    "ferrum_recurrent_step": (_I, _P, _P, _I),
     "ferrum_group_bytes": (_L, _I),
     "ferrum_group_new": (_P, _P, _I, _I, _I),
     "ferrum_group_free": (None, _P),

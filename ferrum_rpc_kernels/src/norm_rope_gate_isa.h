@@ -111,8 +111,7 @@ INLINE FV ISA(activated)(FV x, int activation)
     FV s = x;
     if (activation == GELU_TANH)
         s = x * (x * x * 0.0713548163f + 1.59576912f);
-    const FV t = ISA(exp)(ISA(where)(s < 0.0f, s, -s)); /* e^-|s|: no overflow on either side */
-    return ISA(where)(s < 0.0f, x * t, x) / (1.0f + t);
+    return ISA(times_sigmoid)(x, s);
 }
 
 /* out = activation(gate) * up, where a row holds gate and up one after the other; without a gate activation(up). */

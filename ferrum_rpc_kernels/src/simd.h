@@ -105,6 +105,13 @@ INLINE FV ISA(exp)(FV x)
     return (FV)(~small & (IV)(y * (FV)((UV)shifted << 23)));
 }
 
+/* x times the sigmoid of s, which is 1 / (1 + e^-s). */
+INLINE FV ISA(times_sigmoid)(FV x, FV s)
+{
+    const FV t = ISA(exp)(ISA(where)(s < 0.0f, s, -s)); /* e^-|s|: no overflow on either side */
+    return ISA(where)(s < 0.0f, x * t, x) / (1.0f + t);
+}
+
 /* To 2 ulp. Near 0, where 1 - e^-2x would cancel, a polynomial (Cephes' tanhf). */
 INLINE FV ISA(tanh)(FV x)
 {

@@ -1,8 +1,8 @@
 """The state of a recurrent layer, one journal behind: what gives the very bits of a plain loop, and what is only close.
 
 In float64 the oracle is transformers. Its functions compute in float32 whatever they get; `in_double` changes that. In
-float32 a plain loop over the tokens of a sequence is the oracle, with the rule of transformers for each token. It has
-no journal, and computes from the first token what a sequence contains now.
+float32 a plain loop over the tokens of a sequence is the oracle, with the rule of transformers for each token, or the C
+kernel's for a lone one. It has no journal, and computes from the first token what a sequence contains now.
 
 Equal bits: steps of any split of the same tokens, truncation within the last step, failed and repeated steps, steps
 under way at once, forks, images, and roll-back to the checkpoint before a chunk. A chunk has the bits of a chunk of the
@@ -25,6 +25,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from ferrum_rpc.attention import native_recurrent
 from ferrum_rpc.attention.recurrent import (
     STEP_TOKENS,
     RecurrentInputs,
@@ -42,6 +43,7 @@ from ferrum_rpc.attention.recurrent import (
     split_heads,
 )
 from ferrum_rpc.core import RecurrentShape
+from ferrum_rpc.native import library
 from tests.support.harness import TorchInDouble
 from tests.support.poison import fill_journal
 
@@ -247,6 +249,23 @@ def test_a_layer_in_float32_is_as_near_as_rounding_allows(family):
 HIDDEN, VOCABULARY = 12, 7
 
 
+def compute_in(form, monkeypatch):
+    """Slots that are made from now on compute in ``torch``, or by the ``native`` kernel."""
+    if form == "torch":
+        monkeypatch.setattr(native_recurrent, "lanes_of", lambda *_: 0)
+    elif not new_slot(5).lanes:
+        pytest.skip("the library is not built")
+
+
+@pytest.fixture(params=["torch", "native"])
+def form(request, monkeypatch):
+    compute_in(request.param, monkeypatch)
+    return request.param
+
+
+in_both_forms = pytest.mark.usefixtures("form")
+
+
 class Stack:
     """Layers whose rows feed the next one. Each row is projected alone, so that its bits do not depend on others."""
 
@@ -300,9 +319,10 @@ class PlainLoop:
     tokens of a chunk are one tuple in it."""
 
     def __init__(self, stack):
-        self.stack = stack
-        empty = torch.zeros(3, SHAPE.channels, dtype=stack.dtype)
-        state = torch.zeros(SHAPE.value_heads, SHAPE.key_dim, SHAPE.value_dim)
+        self.stack, shape = stack, stack.shape
+        self.lanes = stack.slot().lanes
+        empty = torch.zeros(3, shape.channels, dtype=stack.dtype)
+        state = torch.zeros(shape.value_heads, shape.key_dim, shape.value_dim)
         self.known = {(): ([(state, empty)] * len(stack.layers), torch.zeros(0))}
 
     def rows(self, history, tokens):
@@ -314,7 +334,8 @@ class PlainLoop:
         if history not in self.known:
             held, _ = self.after(history[:-1])
             tokens = history[-1] if isinstance(history[-1], tuple) else history[-1:]
-            form = self._chunk if isinstance(history[-1], tuple) else self._token
+            token = self._native_token if self.lanes else self._token
+            form = self._chunk if isinstance(history[-1], tuple) else token
             hidden, after = self.stack.embedded(tokens), []
             for layer, (last, before) in enumerate(held):
                 inputs = self.stack.inputs(layer, hidden)
@@ -341,10 +362,19 @@ class PlainLoop:
         rows, state = modeling_qwen3_next.torch_recurrent_gated_delta_rule(*rule, **options)
         return rows[0], state[0]
 
-    @staticmethod
-    def _chunk(state, window, weight, inputs):
+    def _native_token(self, state, window, weight, inputs):
+        """The token's row from the state before it; then it is folded, and nothing else."""
+        shape, state, channels = self.stack.shape, state.clone(), torch.zeros_like(window).to(self.stack.dtype)
+        gates = torch.zeros(len(channels), 2, shape.value_heads)
+        channels[1:] = window[:3]
+        form, held = (shape, self.lanes, weight.T.contiguous()), [each.data_ptr() for each in (state, channels, gates)]
+        rows = native_recurrent.step(*form, [library.RecurrentJob(*held, len(channels), 0, 0, 0, 0, 1)], inputs)
+        native_recurrent.step(*form, [library.RecurrentJob(*held, len(channels), 0, 1, 1)], inputs)
+        return rows, state
+
+    def _chunk(self, state, window, weight, inputs):
         state = state.clone()
-        heads = split_heads(convolve(window, weight.T.contiguous()), SHAPE)
+        heads = split_heads(convolve(window, weight.T.contiguous()), self.stack.shape)
         return delta_chunks(state, heads, *inputs[1:]), state
 
 
@@ -552,12 +582,25 @@ class HistoriesInBfloat16(Histories):
     layers, dtype = 2, torch.bfloat16
 
 
-TestOneLayer = Histories.TestCase
-TestThreeLayers = HistoriesOfThreeLayers.TestCase
-TestBfloat16 = HistoriesInBfloat16.TestCase
-TestOneLayer.settings = TestThreeLayers.settings = TestBfloat16.settings = settings(
-    max_examples=60, stateful_step_count=20, suppress_health_check=list(HealthCheck)
-)
+def with_every_history(histories, form):
+    """A test case of pytest."""
+
+    class Case(histories.TestCase):
+        settings = settings(max_examples=60, stateful_step_count=20, suppress_health_check=list(HealthCheck))
+
+        def setUp(self):
+            patch = pytest.MonkeyPatch()
+            self.addCleanup(patch.undo)
+            compute_in(form, patch)
+
+    return Case
+
+
+TestOneLayer = with_every_history(Histories, "torch")
+TestThreeLayers = with_every_history(HistoriesOfThreeLayers, "torch")
+TestBfloat16 = with_every_history(HistoriesInBfloat16, "torch")
+TestThreeNativeLayers = with_every_history(HistoriesOfThreeLayers, "native")
+TestNativeBfloat16 = with_every_history(HistoriesInBfloat16, "native")
 
 
 # --- promises, one by one ---------------------------------------------------------------------------------------------
@@ -573,7 +616,7 @@ def after_two_steps(stack):
     return fill_journal(slot)
 
 
-def test_whatever_operation_fails_every_truncation_within_the_last_step_is_still_free():
+def test_whatever_operation_fails_every_truncation_within_the_last_step_is_still_free(form):
     stack, new = Stack(2), (6,)
     plain, image = PlainLoop(stack), after_two_steps(stack).image()
     for operation in range(1000):
@@ -587,9 +630,10 @@ def test_whatever_operation_fails_every_truncation_within_the_last_step_is_still
         kept = 2 + operation % 4
         slot.truncate(kept)
         assert torch.equal(stack.step(slot, new), plain.rows((*(BEGUN + LAST)[:kept], *new), 1)), (operation, kept)
-    assert 200 < operation < 999
+    assert (200 if form == "torch" else 9) < operation < 999
 
 
+@in_both_forms
 @pytest.mark.parametrize("split", [[1] * 32, [32], [5, 1, 1, 25], [31, 1]], ids=str)
 def test_rows_have_the_same_bits_however_tokens_are_divided_into_steps(split):
     stack, tokens = Stack(1), tuple(place * place % VOCABULARY for place in range(32))
@@ -600,6 +644,7 @@ def test_rows_have_the_same_bits_however_tokens_are_divided_into_steps(split):
     assert torch.equal(torch.cat(rows), PlainLoop(stack).rows(tokens, 32))
 
 
+@in_both_forms
 def test_a_chunk_is_close_to_the_steps_of_its_tokens_and_not_the_same():
     stack, tokens = Stack(1), tuple(place * place % VOCABULARY for place in range(70))
     slot = stack.slot()
@@ -613,6 +658,7 @@ def inputs_of(stack, count):
     return stack.inputs(0, stack.embedded(tokens))
 
 
+@in_both_forms
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)], ids=str)
 def test_a_step_of_several_sequences_gives_each_the_rows_of_a_step_of_its_own(order):
     """A prompt, a decode, drafts, and the longest step of a sequence that begins."""
@@ -653,6 +699,7 @@ def test_a_truncation_computes_nothing():
     assert slot.length == 2
 
 
+@in_both_forms
 def test_a_step_folds_no_token_that_a_truncation_can_remove_and_every_other():
     stack = Stack(2)
     slot = after_two_steps(stack)
@@ -664,6 +711,7 @@ def test_a_step_folds_no_token_that_a_truncation_can_remove_and_every_other():
     assert (slot.folded, slot.floor, slot.length) == ([2, 2], 5, 6)
 
 
+@in_both_forms
 def test_a_sequence_can_be_cut_to_nothing_and_begin_again():
     stack = Stack(1)
     slot = stack.slot()
@@ -689,6 +737,7 @@ def test_a_sequence_that_decodes_holds_less_than_a_tenth_more_than_its_states():
     assert held(torch.bfloat16, 32, 32) == sum(slot_bytes(QWEN_08B, 18, torch.bfloat16)) <= 1.8 * states
 
 
+@in_both_forms
 def test_five_rows_are_enough_to_decode():
     """Four are refused: see below."""
     stack = Stack(2)
@@ -706,6 +755,7 @@ def everything(slot):
     return [image.length, image.floor, image.folded, *(each.tolist() for each in (image.states, image.channels))]
 
 
+@in_both_forms
 @pytest.mark.parametrize("case", ["no tokens", "33 tokens", "before the end", "no rows", "heads", "weight"])
 def test_a_step_that_does_not_fit_is_refused_and_changes_nothing(case):
     stack = Stack(1)

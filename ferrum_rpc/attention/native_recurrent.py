@@ -1,0 +1,80 @@
+"""The recurrence of Gated DeltaNet on a CPU by a C kernel: a step reads each state once, and writes it at most once.
+
+Torch passes over a state several times for every token, and dispatches an operation for each pass. ``recurrent.c``
+passes all tokens through a slice of the state that stays in cache, for all sequences of a step in one call a layer.
+`recurrent` has the design of both, and computes in torch what this does not take.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.core import RecurrentShape
+from ferrum_rpc.native import library
+
+DTYPES: Final = (torch.bfloat16, torch.float32)
+MOST_TAPS: Final = 64
+"""As in recurrent.h."""
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+"""`recurrent.RecurrentInputs`."""
+
+
+def lanes_of(shape: RecurrentShape, states: Tensor, channels: Tensor) -> int:
+    """Floats in the vectors that the kernel has for such states and rows; 0: it does not take them, or is not built."""
+    if states.device.type != "cpu" or states.dtype != torch.float32 or channels.dtype not in DTYPES:
+        return 0
+    try:
+        lanes: int = library.load().ferrum_rows_lanes(math.gcd(shape.key_dim, shape.value_dim))
+    except OSError:
+        return 0
+    return lanes if shape.taps <= MOST_TAPS else 0
+
+
+def address(tensor: Tensor, layer: int) -> int:
+    """Of ``tensor[layer]``."""
+    return tensor.data_ptr() + layer * tensor.stride(0) * tensor.element_size()
+
+
+def step(
+    shape: RecurrentShape, lanes: int, taps: Tensor, jobs: Sequence[library.RecurrentJob], inputs: Inputs
+) -> Tensor:
+    """Rows [T, value_heads, value_dim], defined where a job has them. States contain ``floor`` tokens then, and
+    journals have the new ones.
+
+    ``taps``: [taps, channels], float32 and contiguous. ``inputs``: channels in the type of the journals. A job without
+    new rows must have tokens to fold, and none behind them.
+
+    Raises MemoryError, and changes nothing, if memory is short.
+    """
+    channels, log_decay, beta = inputs
+    if channels.stride(1) != 1:
+        channels = channels.contiguous()
+    log_decay, beta = (each.to(torch.float32).contiguous() for each in (log_decay, beta))
+    found = channels.new_empty((len(channels), shape.value_heads, shape.value_dim))
+    layer = library.RecurrentLayer(
+        taps.data_ptr(),
+        channels.data_ptr(),
+        channels.stride(0) * channels.element_size(),
+        log_decay.data_ptr(),
+        beta.data_ptr(),
+        found.data_ptr(),
+        shape.key_heads,
+        shape.value_heads,
+        shape.key_dim,
+        shape.value_dim,
+        shape.taps,
+        channels.dtype == torch.float32,
+        lanes,
+        torch.get_num_threads(),
+    )
+    array = (library.RecurrentJob * len(jobs))(*jobs)
+    if library.load().ferrum_recurrent_step(ctypes.addressof(layer), ctypes.addressof(array), len(jobs)):
+        raise MemoryError("no memory for the rows of a recurrent layer")
+    return found

@@ -1,0 +1,162 @@
+"""The C kernels of recurrent layers, in each instruction set: near the form of torch in float64, and what they refuse.
+
+`test_recurrent` has the promises about bits, for the kernels too.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from ferrum_rpc.attention import native_recurrent
+from ferrum_rpc.attention.recurrent import RecurrentInputs, RecurrentSpan, RecurrentStep, rows_needed
+from ferrum_rpc.core import RecurrentShape
+from ferrum_rpc.native import library
+from tests.numerics.test_recurrent import PlainLoop, Stack, close, everything, gate, new_slot, random
+from tests.support.poison import fill_journal
+
+LANES = {"portable": 4, "avx2": 8, "avx512": 16}
+SHAPES = {  # by the vectors that divide a head
+    4: [RecurrentShape(1, 1, 4, 4, taps=2), RecurrentShape(2, 4, 12, 20)],
+    8: [RecurrentShape(3, 3, 8, 40, taps=5), RecurrentShape(1, 3, 24, 8)],
+    16: [RecurrentShape(2, 4, 16, 80), RecurrentShape(1, 2, 128, 128)],
+}
+TOKENS = tuple(place * place % 7 for place in range(40))
+
+
+@pytest.fixture(params=LANES)
+def lanes(request, monkeypatch):
+    """Those of an instruction set, in which slots that are made now compute."""
+    monkeypatch.setenv("FERRUM_ISA", request.param)
+    wanted = LANES[request.param]
+    if slot_of(SHAPES[16][0], torch.float32).lanes != wanted:
+        pytest.skip("not on this machine")
+    return wanted
+
+
+def inputs_of(shape, count, dtype, seed=0):
+    decay, beta = random(2, count, shape.value_heads, seed=seed + 1)
+    return RecurrentInputs(random(count, shape.channels, seed=seed).to(dtype), gate(decay), beta.sigmoid())
+
+
+def slot_of(shape, dtype, layers=1):
+    return new_slot(rows_needed(shape, 5, 32), layers, shape, dtype)
+
+
+def step_of(slots, counts):
+    return RecurrentStep(
+        [RecurrentSpan(slot, slot, slot.length, count) for slot, count in zip(slots, counts, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_are_those_of_torch(lanes, dtype):
+    """Of one token and of several, some of which are truncated, beside others; rows are those of a wider tensor."""
+    for shape in itertools.chain(*(SHAPES[each] for each in SHAPES if each >= lanes)):
+        weight = random(shape.channels, shape.taps, seed=9)
+        native = [slot_of(shape, dtype, 2) for _ in range(3)]
+        exact = [slot_of(shape, torch.float64, 2) for _ in native]
+        assert (native[0].lanes, exact[0].lanes) == (lanes, 0)
+        for step, (counts, kept) in enumerate([((3, 1, 5), 5), ((1, 5, 1), 1), ((5, 32, 4), 2), ((1, 1, 1), 1)]):
+            inputs = inputs_of(shape, sum(counts), dtype, seed=step)
+            wide = torch.cat((inputs.channels, torch.zeros(len(inputs.channels), 3, dtype=dtype)), 1)
+            found = step_of([*map(fill_journal, native)], counts)
+            rows = found.recur(1, weight, wide[:, : shape.channels], *inputs[1:])
+            wanted = step_of(exact, counts)
+            doubled = wanted.recur(1, weight.double(), *(each.double() for each in inputs))
+            assert rows.dtype == dtype
+            assert close(rows.double(), doubled, 4e-6 if dtype == torch.float32 else 4e-3), (shape, step)
+            found.commit()
+            wanted.commit()
+            for slot, other in zip(native, exact, strict=True):
+                slot.truncate(length := max(slot.floor, slot.length - 5 + kept))
+                other.truncate(length)
+        for slot, other in zip(native, exact, strict=True):
+            assert slot.folded == other.folded != [0, 0]
+            assert close(slot.states.double(), other.states, 4e-6)
+            assert not slot.states[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("split", [[1] * 40, [32, 8], [5, 1, 1, 25, 8], [31, 1, 3, 5]], ids=str)
+def test_bits_depend_on_the_tokens_only(lanes, split, dtype):
+    stack = Stack(1, dtype, SHAPES[16][0])
+    slot, rows, wanted = stack.slot(rows_needed(stack.shape, 32, 32)), [], PlainLoop(stack)
+    for count in split:
+        rows.append(stack.step(fill_journal(slot), TOKENS[slot.length : slot.length + count]))
+        slot.commit(count)
+    stack.step(slot, (1,))
+    assert torch.equal(torch.cat(rows), wanted.rows(TOKENS, 40))
+    assert torch.equal(slot.states[0], wanted.after(TOKENS[: slot.floor])[0][0][0])
+
+
+def test_bits_do_not_depend_on_threads(lanes):
+    shape, threads = SHAPES[16][0], torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            slots = [slot_of(shape, torch.bfloat16) for _ in range(3)]
+            for seed in range(2):
+                step = step_of(slots, (4, 1, 2))
+                inputs = inputs_of(shape, 7, torch.bfloat16, seed)
+                rows = step.recur(0, random(shape.channels, 4), *inputs)
+                step.commit()
+            found.append([rows.tolist(), *(everything(slot) for slot in slots)])
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (torch.float16, SHAPES[16][0]),
+        (torch.float64, SHAPES[16][0]),
+        (torch.float32, RecurrentShape(1, 1, 16, 6)),
+        (torch.float32, RecurrentShape(1, 1, 6, 16)),
+        (torch.float32, RecurrentShape(1, 1, 16, 16, taps=65)),
+    ],
+    ids=str,
+)
+def test_torch_computes_what_the_kernels_do_not_take(dtype, shape):
+    slot = slot_of(shape, dtype)
+    assert slot.lanes == 0
+    rows = slot.step(0, random(shape.channels, shape.taps), inputs_of(shape, 1, dtype))
+    assert rows.isfinite().all()
+
+
+def test_torch_computes_where_the_library_is_not_built(monkeypatch):
+    def missing():
+        raise OSError
+
+    monkeypatch.setattr(library, "load", missing)
+    assert slot_of(SHAPES[16][0], torch.float32).lanes == 0
+
+
+def test_without_memory_a_step_changes_nothing(lanes, monkeypatch):
+    class Short:
+        ferrum_recurrent_step = staticmethod(lambda *_: -1)
+
+    shape = SHAPES[16][0]
+    slot, weight = slot_of(shape, torch.float32), random(shape.channels, 4)
+    for _ in range(2):
+        slot.step(0, weight, inputs_of(shape, 2, torch.float32))
+        slot.commit(2)
+    before = everything(slot)
+    monkeypatch.setattr(native_recurrent.library, "load", Short)
+    with pytest.raises(MemoryError, match="recurrent"):
+        slot.step(0, weight, inputs_of(shape, 2, torch.float32))
+    assert everything(slot) == before
+
+
+def test_rows_of_another_type_are_those_of_the_journal_s(lanes):
+    shape = SHAPES[16][0]
+    inputs, found = inputs_of(shape, 3, torch.bfloat16), []
+    for each in (inputs, inputs._replace(channels=inputs.channels.float(), beta=inputs.beta.double())):
+        rows = slot_of(shape, torch.bfloat16).step(0, random(shape.channels, 4), each)
+        assert rows.dtype == each.channels.dtype
+        found.append(rows.float())
+    assert torch.equal(*found)
