@@ -30,11 +30,7 @@ def lanes_of(shape: RecurrentShape, states: Tensor, channels: Tensor) -> int:
     """Floats in the vectors that the kernel has for such states and rows; 0: it does not take them, or is not built."""
     if states.device.type != "cpu" or states.dtype != torch.float32 or channels.dtype not in DTYPES:
         return 0
-    try:
-        lanes: int = library.load().ferrum_rows_lanes(math.gcd(shape.key_dim, shape.value_dim))
-    except OSError:
-        return 0
-    return lanes if shape.taps <= MOST_TAPS else 0
+    return library.row_lanes(math.gcd(shape.key_dim, shape.value_dim)) if shape.taps <= MOST_TAPS else 0
 
 
 def address(tensor: Tensor, layer: int) -> int:

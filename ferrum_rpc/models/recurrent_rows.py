@@ -1,19 +1,28 @@
 """What a recurrent layer computes of its rows before and after the recurrence, and the gate of attention's output.
 
-Each row is computed by itself. The functions of torch round a number by its place in a tensor, vectors of numbers
-unlike the rest, so that a row's bits would depend on the rows beside it. Everything is float32 (or wider), and rounded
+The functions of torch round a number by its place in a tensor, vectors of numbers unlike the rest, so that a row's bits
+would depend on the rows beside it. So torch computes each row by itself, which takes long for a prompt. On a CPU a C
+kernel (``recurrent_rows.c``) computes every number alike, wherever it is. Everything is float32 (or wider), and rounded
 once.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import ctypes
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.core import RecurrentShape
+from ferrum_rpc.native import library
+
+DTYPES: Final = (torch.bfloat16, torch.float32)
+"""Of the rows that the kernel takes."""
+
+LANES: Final = 16
+"""No vectors hold more floats."""
 
 
 class RecurrentWeights(NamedTuple):
@@ -52,6 +61,12 @@ def recurrent_rows(inputs: Tensor, shape: RecurrentShape, weights: RecurrentWeig
     widths = [shape.channels, heads * shape.value_dim, heads, heads]
     channels, gate, written, decay = torch.split(inputs, widths, -1)
     speed, wide = -weights.decay.exp(), weights.decay.dtype
+    if lanes := _lanes(inputs, wide, LANES):
+        log_decay, beta = speed.new_empty((2, len(inputs), heads))
+        numbers = (each.data_ptr() for each in (written, decay, speed, weights.shift, log_decay, beta))
+        rows = library.DecayRows(*numbers, *_rows(written), heads, inputs.dtype == torch.float32, lanes)
+        library.load().ferrum_decay_rows(ctypes.addressof(rows))
+        return RecurrentRows(channels, gate, log_decay, beta)
     log_decay = torch.stack([speed * F.softplus(row.to(wide) + weights.shift) for row in decay])
     return RecurrentRows(channels, gate, log_decay, torch.stack([row.to(wide).sigmoid() for row in written]))
 
@@ -59,7 +74,10 @@ def recurrent_rows(inputs: Tensor, shape: RecurrentShape, weights: RecurrentWeig
 def gated_norm(found: Tensor, gate: Tensor, weights: RecurrentWeights, eps: float) -> Tensor:
     """[T, value_heads * value_dim] of what the recurrence ``found`` [T, value_heads, value_dim]: each head over its
     root mean square, times the norm's weights and the SiLU of the gate."""
-    norm, made = weights.out_norm, torch.empty_like(gate)
+    norm = weights.out_norm
+    if lanes := _lanes(found, norm.dtype, found.shape[2]):
+        return _gate_heads(found, gate.view(found.shape), lanes, norm, eps).flatten(1)
+    made = torch.empty_like(gate)
     for row, heads, factors in zip(made, found, gate, strict=True):
         normed = F.rms_norm(heads.to(norm.dtype), norm.shape, norm, eps)
         row.copy_(normed.flatten() * F.silu(factors.to(norm.dtype)))
@@ -68,7 +86,41 @@ def gated_norm(found: Tensor, gate: Tensor, weights: RecurrentWeights, eps: floa
 
 def gated(attended: Tensor, gate: Tensor) -> Tensor:
     """``attended`` times the sigmoid of ``gate``, both [T, heads, head_dim]."""
+    if lanes := _lanes(attended, torch.float32, attended.shape[2]):
+        return _gate_heads(attended, gate, lanes)
     wide, made = torch.promote_types(attended.dtype, torch.float32), torch.empty_like(attended)
     for row, heads, factors in zip(made, attended, gate, strict=True):
         row.copy_(heads.to(wide) * factors.to(wide).sigmoid())
+    return made
+
+
+def _lanes(rows: Tensor, wide: torch.dtype, elements: int) -> int:
+    """Of the kernel's vectors, which divide ``elements``; 0: it does not take such rows."""
+    if rows.device.type != "cpu" or rows.dtype not in DTYPES or wide != torch.float32:
+        return 0
+    return library.row_lanes(elements)
+
+
+def _rows(tensor: Tensor) -> tuple[int, int]:
+    """How many rows, and the bytes from one to the next."""
+    return len(tensor), tensor.stride(0) * tensor.element_size()
+
+
+def _gate_heads(heads: Tensor, gates: Tensor, lanes: int, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    heads = heads.contiguous()
+    made = torch.empty_like(heads)
+    rows = library.GatedRows(
+        heads.data_ptr(),
+        gates.data_ptr(),
+        made.data_ptr(),
+        None if norm is None else norm.data_ptr(),
+        *_rows(gates),
+        gates.stride(1) * gates.element_size(),
+        *heads.shape[1:],
+        heads.dtype == torch.float32,
+        lanes,
+        torch.get_num_threads(),
+        eps,
+    )
+    library.load().ferrum_gated_rows(ctypes.addressof(rows))
     return made

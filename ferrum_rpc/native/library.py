@@ -178,11 +178,33 @@ class RecurrentJob(ctypes.Structure):
     )
 
 
+class DecayRows(ctypes.Structure):
+    """``struct decay_rows`` of recurrent_rows.h. Pointers are to the tensors' elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("written", "decay", "speed", "shift", "log_decay", "beta")),
+        *((name, ctypes.c_int64) for name in ("rows", "row_bytes")),
+        *((name, ctypes.c_int32) for name in ("heads", "wide", "lanes")),
+    )
+
+
+class GatedRows(ctypes.Structure):
+    """``struct gated_rows`` of recurrent_rows.h. Pointers are to the tensors' elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("heads", "gates", "out", "norm")),
+        *((name, ctypes.c_int64) for name in ("rows", "row_bytes", "head_bytes")),
+        *((name, ctypes.c_int32) for name in ("count", "dim", "wide", "lanes", "threads")),
+        ("eps", ctypes.c_float),
+    )
+
+
 STRUCTS: Final = (
     *(SpanArrays, RowKindStruct, RowTask, MatrixStruct, LayerWeights, AttentionLayer, AttentionStep, Draw),
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep, RecurrentLayer, RecurrentJob),
+    *(DecayRows, GatedRows),
 )
-ABI_VERSION: Final = 24
+ABI_VERSION: Final = 25
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -232,6 +254,8 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_lora_lanes": (_I,),
     "ferrum_lora": (None, _P, _I, _P, _L, _P, _I),
     "ferrum_recurrent_step": (_I, _P, _P, _I),
+    "ferrum_decay_rows": (None, _P),
+    "ferrum_gated_rows": (None, _P),
     "ferrum_group_bytes": (_L, _I),
     "ferrum_group_new": (_P, _P, _I, _I, _I),
     "ferrum_group_free": (None, _P),
@@ -284,6 +308,22 @@ def load() -> Any:
             if name.endswith("_new"):
                 function.errcheck = _check_allocated
     return library
+
+
+@functools.cache
+def is_built() -> bool:
+    """Whether `load` returns the library."""
+    try:
+        load()
+    except OSError:
+        return False
+    return True
+
+
+def row_lanes(elements: int) -> int:
+    """Floats in the widest vectors of this machine that divide ``elements``; 0 if none do, or without the library."""
+    lanes: int = load().ferrum_rows_lanes(elements) if is_built() else 0
+    return lanes
 
 
 def _compare(library: ctypes.CDLL) -> None:

@@ -9,11 +9,12 @@
 #include "lora.h"
 #include "norm_rope_gate.h"
 #include "recurrent.h"
+#include "recurrent_rows.h"
 #include "sample.h"
 
 /* Raised with every change of a struct or a function that Python declares. */
 #ifndef FERRUM_ABI_VERSION
-#define FERRUM_ABI_VERSION 24
+#define FERRUM_ABI_VERSION 25
 #endif
 
 /* The version at 0, then the sizes of the structs in the order of `STRUCTS` there; -1 beyond. */
@@ -37,6 +38,8 @@ int32_t ferrum_abi(int32_t which)
         sizeof(struct lora_step),
         sizeof(struct recurrent_layer),
         sizeof(struct recurrent_job),
+        sizeof(struct decay_rows),
+        sizeof(struct gated_rows),
     };
     return which >= 0 && which < (int32_t)(sizeof numbers / sizeof *numbers) ? numbers[which] : -1;
 }

@@ -13,6 +13,7 @@ import torch
 from ferrum_rpc.attention import native_recurrent
 from ferrum_rpc.attention.recurrent import RecurrentInputs, RecurrentSpan, RecurrentStep, rows_needed
 from ferrum_rpc.core import RecurrentShape
+from ferrum_rpc.models.recurrent_rows import RecurrentWeights, gated, gated_norm, recurrent_rows
 from ferrum_rpc.native import library
 from tests.numerics.test_recurrent import PlainLoop, Stack, close, everything, gate, new_slot, random
 from tests.support.poison import fill_journal
@@ -133,6 +134,8 @@ def test_torch_computes_where_the_library_is_not_built(monkeypatch):
         raise OSError
 
     monkeypatch.setattr(library, "load", missing)
+    assert not library.is_built.__wrapped__()
+    monkeypatch.setattr(library, "is_built", lambda: False)
     assert slot_of(SHAPES[16][0], torch.float32).lanes == 0
 
 
@@ -160,3 +163,59 @@ def test_rows_of_another_type_are_those_of_the_journal_s(lanes):
         assert rows.dtype == each.channels.dtype
         found.append(rows.float())
     assert torch.equal(*found)
+
+
+# --- rows beside the recurrence ---------------------------------------------------------------------------------------
+
+ROW_SHAPE = RecurrentShape(key_heads=1, value_heads=21, key_dim=3, value_dim=48)
+
+
+def weights_of(dtype=torch.float32):
+    drawn = (random(ROW_SHAPE.channels, 1, 4), random(21, seed=1), random(21, seed=2), random(48, seed=3))
+    return RecurrentWeights(*(each.to(dtype) for each in drawn))
+
+
+def row_inputs(dtype):
+    """Numbers as layers have them, larger ones, and those whose exponentials are infinite or nothing."""
+    inputs = random(9, ROW_SHAPE.channels + 21 * 48 + 2 * 21, seed=4) * torch.logspace(-3, 3, 9)[:, None]
+    inputs[3, -5:] = torch.tensor([-1e30, 1e30, 0.0, 88.8, -88.8])
+    return inputs.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_beside_the_recurrence_are_those_of_torch(lanes, dtype):
+    """Of which the recurrence gets numbers in float32, whatever the model's type."""
+    inputs = row_inputs(dtype)
+    numbers = inputs.double()[:, -42:].split(21, 1)
+    rows = recurrent_rows(inputs, ROW_SHAPE, weights_of())
+    exact = recurrent_rows(inputs.double(), ROW_SHAPE, weights_of(torch.float64))
+    assert torch.equal(rows.channels.double(), exact.channels) and torch.equal(rows.gate.double(), exact.gate)
+    for found, wanted, x in zip((rows.beta, rows.log_decay), (exact.beta, exact.log_decay), numbers, strict=True):
+        bound = wanted.abs() * (1e-6 + 1e-7 * x.abs().clamp(max=100)) + 1e-36  # of the sum in the exponent
+        assert found.dtype == torch.float32 and (found.double() - wanted).abs().le(bound).all()
+    heads, rounded = random(9, 21, 48, seed=5).to(dtype), 1e-6 if dtype == torch.float32 else 0.004
+    pairs = rows.gate.view(9, 21, 48), random(9, 21, 2, 48, seed=6).to(dtype)[:, :, 0]
+    normed = gated_norm(heads, rows.gate, weights_of(), 1e-3)
+    wanted = gated_norm(heads.double(), exact.gate, weights_of(torch.float64), 1e-3)
+    assert normed.shape == (9, 21 * 48) and (normed.double() - wanted).abs().le(wanted.abs() * rounded + 1e-30).all()
+    for gates in pairs:
+        found, wanted = gated(heads, gates), gated(heads.double(), gates.double())
+        assert found.dtype == dtype and (found.double() - wanted).abs().le(wanted.abs() * rounded + 1e-30).all()
+
+
+def test_a_number_that_is_none_stays_one(lanes):
+    inputs = row_inputs(torch.float32)
+    inputs[:, -1] = inputs[:, -22] = inputs[:, -43] = float("nan")
+    rows = recurrent_rows(inputs, ROW_SHAPE, weights_of())
+    for each in (rows.log_decay, rows.beta, gated(rows.gate.view(9, 21, 48), rows.gate.view(9, 21, 48)).flatten(1)):
+        assert each[:, -1].isnan().all() and each[:, :-1].isfinite().all()
+
+
+def test_many_rows_have_the_bits_of_few_on_any_threads(lanes):
+    threads, heads, gates = torch.get_num_threads(), random(200, 21, 48), random(200, 21, 48, seed=1)
+    try:
+        torch.set_num_threads(3)
+        found = gated(heads, gates)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found, torch.cat([gated(*pair) for pair in zip(heads.split(9), gates.split(9), strict=True)]))

@@ -138,20 +138,21 @@ def exact(factory: Any) -> Any:
     return decoder
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_around_the_recurrence_have_the_same_bits_alone(dtype):
-    """Widths that fill no vector: the place of a row in it would change its bits."""
-    shape, generator = RecurrentShape(1, 5, 3, 7), torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [7, 48], ids=["torch", "native"])
+def test_rows_around_the_recurrence_have_the_same_bits_alone(dim, dtype):
+    """In torch of widths that fill no vector: the place of a row in it would change its bits."""
+    shape, generator = RecurrentShape(1, 5, 3, dim), torch.Generator().manual_seed(0)
 
     def draw(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(size, generator=generator).to(kind)
 
-    weights = RecurrentWeights(draw(shape.channels, 1, 4), draw(5), draw(5), draw(7))
-    inputs = draw(61, shape.channels + 5 * 7 + 2 * 5, kind=dtype)
+    weights = RecurrentWeights(draw(shape.channels, 1, 4), draw(5), draw(5), draw(dim))
+    inputs = draw(61, shape.channels + 5 * dim + 2 * 5, kind=dtype)
     rows, singly = recurrent_rows(inputs, shape, weights), [recurrent_rows(row[None], shape, weights) for row in inputs]
     for name, found in rows._asdict().items():
         assert torch.equal(found, torch.cat([getattr(row, name) for row in singly])), name
-    found, gates = draw(61, 5, 7, kind=dtype), draw(61, 5, 7, kind=dtype)
+    found, gates = draw(61, 5, dim, kind=dtype), draw(61, 5, dim, kind=dtype)
     pairs = list(zip(found[:, None], gates[:, None], strict=True))
     normed = [gated_norm(row, gate.flatten(1), weights, 1e-6) for row, gate in pairs]
     assert torch.equal(gated_norm(found, gates.flatten(1), weights, 1e-6), torch.cat(normed))
