@@ -1,15 +1,16 @@
-"""The recurrence of Gated DeltaNet on a CPU by a C kernel: a step reads each state once, and writes it at most once.
+"""The recurrence of Gated DeltaNet on a CPU by C kernels: a step reads each state once, and writes it at most once.
 
-Torch passes over a state several times for every token, and dispatches an operation for each pass. ``recurrent.c``
+Torch passes over a state several times for every token, and dispatches an operation for each pass. ``recurrent_step.c``
 passes all tokens through a slice of the state that stays in cache, for all sequences of a step in one call a layer.
-`recurrent` has the design of both, and computes in torch what this does not take.
+``recurrent_chunk.c`` computes long spans, head by head. `recurrent` has the design of both, and computes in torch what
+they do not take.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -27,7 +28,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 def lanes_of(shape: RecurrentShape, states: Tensor, channels: Tensor) -> int:
-    """Floats in the vectors that the kernel has for such states and rows; 0: it does not take them, or is not built."""
+    """Floats in the vectors that the kernels have for such states and rows; 0: torch must compute."""
     if states.device.type != "cpu" or states.dtype != torch.float32 or channels.dtype not in DTYPES:
         return 0
     return library.row_lanes(math.gcd(shape.key_dim, shape.value_dim)) if shape.taps <= MOST_TAPS else 0
@@ -49,11 +50,38 @@ def step(
 
     Raises MemoryError, and changes nothing, if memory is short.
     """
+    array = (library.RecurrentJob * len(jobs))(*jobs)
+
+    def run(layer: int) -> int:
+        status: int = library.load().ferrum_recurrent_step(layer, ctypes.addressof(array), len(jobs))
+        return status
+
+    return _rows(shape, lanes, taps, inputs, run)
+
+
+def chunk(shape: RecurrentShape, lanes: int, taps: Tensor, inputs: Inputs, state: Tensor) -> Tensor:
+    """Rows [T, value_heads, value_dim] of T tokens in the chunked form. ``state`` [value_heads, key_dim, value_dim],
+    float32 and contiguous, is updated in place.
+
+    ``taps``: as for `step`. ``inputs``: their channels begin with the rows of the taps - 1 tokens before.
+
+    Raises MemoryError, and changes nothing, if memory is short.
+    """
+
+    def run(layer: int) -> int:
+        status: int = library.load().ferrum_recurrent_chunk(layer, len(inputs[1]), state.data_ptr())
+        return status
+
+    return _rows(shape, lanes, taps, inputs, run)
+
+
+def _rows(shape: RecurrentShape, lanes: int, taps: Tensor, inputs: Inputs, run: Callable[[int], int]) -> Tensor:
+    """What ``run`` computes, which gets the address of a `library.RecurrentLayer`."""
     channels, log_decay, beta = inputs
     if channels.stride(1) != 1:
         channels = channels.contiguous()
     log_decay, beta = (each.to(torch.float32).contiguous() for each in (log_decay, beta))
-    found = channels.new_empty((len(channels), shape.value_heads, shape.value_dim))
+    found = channels.new_empty((len(log_decay), shape.value_heads, shape.value_dim))
     layer = library.RecurrentLayer(
         taps.data_ptr(),
         channels.data_ptr(),
@@ -70,7 +98,6 @@ def step(
         lanes,
         torch.get_num_threads(),
     )
-    array = (library.RecurrentJob * len(jobs))(*jobs)
-    if library.load().ferrum_recurrent_step(ctypes.addressof(layer), ctypes.addressof(array), len(jobs)):
+    if run(ctypes.addressof(layer)):
         raise MemoryError("no memory for the rows of a recurrent layer")
     return found

@@ -173,7 +173,7 @@ class RecurrentSlot:
     states   [layers, value_heads, key_dim, value_dim]
     channels [layers, all rows, channels] in the model's type
     gates    [layers, all rows, 2, value_heads] in the states' type
-    lanes    of the vectors of the C kernel that computes its steps; 0: torch does
+    lanes    of the vectors of the C kernels that compute its steps and chunks; 0: torch does
     """
 
     def __init__(self, shape: RecurrentShape, states: Tensor, channels: Tensor, gates: Tensor) -> None:
@@ -239,13 +239,12 @@ class RecurrentSlot:
         self._advance(running, layer, weight, range(self.folded[layer], start))
         last = self.channels[layer, self._ring(start - before, start)]
         window = torch.cat((last, inputs.channels.to(last.dtype)))
-        mixed = convolve(window.to(running.dtype), weight)
         log_decay, beta = (each.to(running.dtype) for each in inputs[1:])
         found = []
         for end, slot in zip(ends, (*[each for _, each in keep], into), strict=True):
             piece = slice(first, end)
-            heads = split_heads(mixed[piece], self.shape)
-            found.append(delta_chunks(running, heads, log_decay[piece], beta[piece]))
+            span = RecurrentInputs(window[first : end + before], log_decay[piece], beta[piece])
+            found.append(self._chunked(running, weight, span))
             if slot is not None:
                 slot.states[layer].copy_(running)
                 slot.channels[layer, slot._ring(start + end - before, start + end)] = window[end : end + before]
@@ -374,6 +373,13 @@ class RecurrentSlot:
             delta_update(state, key, value, log_decay, beta)
             if found is not None:
                 found.append(delta_read(state, query))
+
+    def _chunked(self, state: Tensor, weight: Tensor, inputs: RecurrentInputs) -> Tensor:
+        """Update ``state`` with the tokens of ``inputs``, whose channels begin with the rows of those before them."""
+        if self.lanes:
+            return native_recurrent.chunk(self.shape, self.lanes, weight, inputs, state)
+        heads = split_heads(convolve(inputs.channels.to(state.dtype), weight), self.shape)
+        return delta_chunks(state, heads, *inputs[1:])
 
     def _job(self, layer: int, start: int, row: int = 0, count: int = 0) -> library.RecurrentJob:
         tensors = (native_recurrent.address(each, layer) for each in (self.states, self.channels, self.gates))

@@ -204,7 +204,7 @@ STRUCTS: Final = (
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep, RecurrentLayer, RecurrentJob),
     *(DecayRows, GatedRows),
 )
-ABI_VERSION: Final = 25
+ABI_VERSION: Final = 26
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -254,6 +254,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_lora_lanes": (_I,),
     "ferrum_lora": (None, _P, _I, _P, _L, _P, _I),
     "ferrum_recurrent_step": (_I, _P, _P, _I),
+    "ferrum_recurrent_chunk": (_I, _P, _L, _P),
     "ferrum_decay_rows": (None, _P),
     "ferrum_gated_rows": (None, _P),
     "ferrum_group_bytes": (_L, _I),

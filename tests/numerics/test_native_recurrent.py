@@ -15,7 +15,7 @@ from ferrum_rpc.attention.recurrent import RecurrentInputs, RecurrentSpan, Recur
 from ferrum_rpc.core import RecurrentShape
 from ferrum_rpc.models.recurrent_rows import RecurrentWeights, gated, gated_norm, recurrent_rows
 from ferrum_rpc.native import library
-from tests.numerics.test_recurrent import PlainLoop, Stack, close, everything, gate, new_slot, random
+from tests.numerics.test_recurrent import PlainLoop, Stack, after_chunk, close, everything, gate, new_slot, random
 from tests.support.poison import fill_journal
 
 LANES = {"portable": 4, "avx2": 8, "avx512": 16}
@@ -93,16 +93,48 @@ def test_bits_depend_on_the_tokens_only(lanes, split, dtype):
     assert torch.equal(slot.states[0], wanted.after(TOKENS[: slot.floor])[0][0][0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunks_are_those_of_torch(lanes, dtype):
+    """Behind a step whose tokens are not folded yet, and behind one another."""
+    for shape in itertools.chain(*(SHAPES[each] for each in SHAPES if each >= lanes)):
+        weight = random(shape.channels, shape.taps, seed=9)
+        slot, exact = slot_of(shape, dtype), slot_of(shape, torch.float64)
+        for step, tokens in enumerate((3, 33, 64, 65, 4, 4, 130)):
+            inputs = inputs_of(shape, tokens, dtype, seed=step)
+            doubled = RecurrentInputs(*(each.double() for each in inputs))
+            if tokens > 32:
+                after, other = (after_chunk(each, tokens) for each in (slot, exact))
+                rows, wanted = slot.chunk(0, weight, inputs, after), exact.chunk(0, weight.double(), doubled, other)
+                slot, exact = after, other
+            else:
+                rows, wanted = slot.step(0, weight, inputs), exact.step(0, weight.double(), doubled)
+                slot.commit(tokens)
+                exact.commit(tokens)
+            assert rows.dtype == dtype and rows.shape == (tokens, shape.value_heads, shape.value_dim)
+            assert close(rows.double(), wanted, 4e-6 if dtype == torch.float32 else 4e-3), (shape, step)
+            assert close(slot.states.double(), exact.states, 4e-6), (shape, step)
+
+
+def test_a_decay_of_nearly_everything_leaves_no_infinities_in_a_chunk(lanes):
+    shape = SHAPES[16][0]
+    weight, inputs = random(shape.channels, 4), inputs_of(shape, 70, torch.float32)
+    inputs = inputs._replace(log_decay=inputs.log_decay - 40)
+    slot, exact = slot_of(shape, torch.float32), slot_of(shape, torch.float64)
+    rows = slot.chunk(0, weight, inputs, after_chunk(slot, 70))
+    doubled = RecurrentInputs(*(each.double() for each in inputs))
+    assert close(rows.double(), exact.chunk(0, weight.double(), doubled, after_chunk(exact, 70)), 4e-6)
+
+
 def test_bits_do_not_depend_on_threads(lanes):
     shape, threads = SHAPES[16][0], torch.get_num_threads()
     found = []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            slots = [slot_of(shape, torch.bfloat16) for _ in range(3)]
-            for seed in range(2):
-                step = step_of(slots, (4, 1, 2))
-                inputs = inputs_of(shape, 7, torch.bfloat16, seed)
+            slots = [slot_of(shape, torch.bfloat16) for _ in range(4)]
+            for seed in range(3):
+                step = step_of(slots, (4, 1, 2, 40))
+                inputs = inputs_of(shape, 47, torch.bfloat16, seed)
                 rows = step.recur(0, random(shape.channels, 4), *inputs)
                 step.commit()
             found.append([rows.tolist(), *(everything(slot) for slot in slots)])
@@ -141,17 +173,19 @@ def test_torch_computes_where_the_library_is_not_built(monkeypatch):
 
 def test_without_memory_a_step_changes_nothing(lanes, monkeypatch):
     class Short:
-        ferrum_recurrent_step = staticmethod(lambda *_: -1)
+        ferrum_recurrent_step = ferrum_recurrent_chunk = staticmethod(lambda *_: -1)
 
     shape = SHAPES[16][0]
     slot, weight = slot_of(shape, torch.float32), random(shape.channels, 4)
     for _ in range(2):
         slot.step(0, weight, inputs_of(shape, 2, torch.float32))
         slot.commit(2)
-    before = everything(slot)
+    before, after = everything(slot), after_chunk(slot, 40)
     monkeypatch.setattr(native_recurrent.library, "load", Short)
     with pytest.raises(MemoryError, match="recurrent"):
         slot.step(0, weight, inputs_of(shape, 2, torch.float32))
+    with pytest.raises(MemoryError, match="recurrent"):
+        slot.chunk(0, weight, inputs_of(shape, 40, torch.float32), after)
     assert everything(slot) == before
 
 

@@ -373,8 +373,11 @@ class PlainLoop:
         return rows, state
 
     def _chunk(self, state, window, weight, inputs):
-        state = state.clone()
-        heads = split_heads(convolve(window, weight.T.contiguous()), self.stack.shape)
+        state, shape, weight = state.clone(), self.stack.shape, weight.T.contiguous()
+        if self.lanes:
+            inputs = inputs._replace(channels=window.to(self.stack.dtype))
+            return native_recurrent.chunk(shape, self.lanes, weight, inputs, state), state
+        heads = split_heads(convolve(window, weight), shape)
         return delta_chunks(state, heads, *inputs[1:]), state
 
 
