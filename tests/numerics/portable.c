@@ -1,4 +1,4 @@
-/* Rows, attention and products in portable C on fixed random numbers, printed bit by bit: on every machine the same.
+/* Rows, attention, recurrence and products in portable C on fixed random numbers, printed bit by bit: on every machine the same.
  *
  * For test_native_builds.py, linked with the sources of the library. The first line says what else the machine has. */
 
@@ -8,6 +8,8 @@
 #include "attention.h"
 #include "linear.h"
 #include "norm_rope_gate.h"
+#include "recurrent.h"
+#include "recurrent_rows.h"
 
 #define ROWS 7
 #define DIM 32
@@ -27,6 +29,10 @@ int32_t ferrum_rows_lanes(int32_t elements);
 struct ferrum_decode *ferrum_decode_new(const char *name, int32_t head_dim);
 const char *ferrum_decode_name(const struct ferrum_decode *self);
 void ferrum_decode_free(struct ferrum_decode *self);
+int32_t ferrum_recurrent_step(const struct recurrent_layer *layer, const struct recurrent_job *jobs, int32_t count);
+int32_t ferrum_recurrent_chunk(const struct recurrent_layer *layer, int64_t tokens, float *state);
+void ferrum_decay_rows(const struct decay_rows *rows);
+void ferrum_gated_rows(const struct gated_rows *rows);
 
 static uint32_t state = 1;
 
@@ -141,6 +147,47 @@ static void run_products(int32_t kind)
     free(x), free(out), free(panels), free(scales), free(factors), free(zeros), free(bias);
 }
 
+/* Rows as a layer has them; a step of five tokens and one behind them, and a chunk of 70 from that state. */
+static void run_recurrent(int wide)
+{
+    const int channels = (2 * KV_HEADS + HEADS) * DIM, taps = 4, tokens = 70, rows = 16, element = wide ? 4 : 2;
+    char *inputs = drawn((tokens + taps) * channels, wide), *gates = drawn(tokens * 2 * HEADS, wide);
+    char *journal = calloc(rows * channels, element), *out = calloc(tokens * HEADS * DIM, 4);
+    float *weight = (float *)drawn(taps * channels, 1), *heads = (float *)drawn(2 * HEADS, 1), *norm = (float *)drawn(DIM, 1);
+    float *numbers = calloc(2 * tokens * HEADS, 4), *journal_gates = calloc(rows * 2 * HEADS, 4);
+    float *state = calloc(HEADS * DIM * DIM, 4), *log_decay = numbers, *beta = numbers + tokens * HEADS;
+    for (int i = 0; i < HEADS; i++)
+        heads[i] = -heads[i] * heads[i];
+    const struct decay_rows decays = {.written = gates, .decay = gates + HEADS * element, .speed = heads,
+                                      .shift = heads + HEADS, .log_decay = log_decay, .beta = beta, .rows = tokens,
+                                      .row_bytes = 2 * HEADS * element, .heads = HEADS, .wide = wide, .lanes = 4};
+    ferrum_decay_rows(&decays);
+    print("decays", 1, numbers, 2 * tokens * HEADS);
+    const struct recurrent_layer layer = {.weight = weight, .inputs = inputs, .input_bytes = channels * element,
+                                          .log_decay = log_decay, .beta = beta, .output = out, .key_heads = KV_HEADS,
+                                          .value_heads = HEADS, .key_dim = DIM, .value_dim = DIM, .taps = taps,
+                                          .wide = wide, .lanes = 4, .threads = 1};
+    const struct recurrent_job first = {.state = state, .channels = journal, .gates = journal_gates, .rows = rows, .count = 5};
+    struct recurrent_job second = first;
+    second.floor = second.start = second.row = 5;
+    second.count = 1;
+    if (ferrum_recurrent_step(&layer, &first, 1) || ferrum_recurrent_step(&layer, &second, 1))
+        exit(1);
+    print("step", wide, out, 6 * HEADS * DIM);
+    print("state", 1, state, HEADS * DIM * DIM);
+    if (ferrum_recurrent_chunk(&layer, tokens, state))
+        exit(1);
+    print("chunk", wide, out, tokens * HEADS * DIM);
+    print("state", 1, state, HEADS * DIM * DIM);
+    const struct gated_rows gated = {.heads = out, .gates = inputs, .out = out, .norm = norm, .rows = ROWS,
+                                     .row_bytes = channels * element, .head_bytes = DIM * element, .count = HEADS,
+                                     .dim = DIM, .wide = wide, .lanes = 4, .threads = 1, .eps = 1e-6f};
+    ferrum_gated_rows(&gated);
+    print("gated", wide, out, ROWS * HEADS * DIM);
+    free(inputs), free(gates), free(journal), free(out), free(weight), free(heads), free(norm), free(numbers);
+    free(journal_gates), free(state);
+}
+
 int main(void)
 {
     struct ferrum_decode *best = ferrum_decode_new(NULL, DIM), *kernel = ferrum_decode_new("portable", DIM);
@@ -157,6 +204,7 @@ int main(void)
         run_attention(kernel, prefill, wide, 0, 0, 0.0f);
         run_attention(kernel, prefill, wide, 0, 700, 5.0f);
         run_attention(kernel, prefill, wide, 1, 0, 0.0f);
+        run_recurrent(wide);
     }
     ferrum_decode_free(best);
     ferrum_decode_free(kernel);
