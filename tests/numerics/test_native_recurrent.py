@@ -237,6 +237,12 @@ def test_rows_beside_the_recurrence_are_those_of_torch(lanes, dtype):
         assert found.dtype == dtype and (found.double() - wanted).abs().le(wanted.abs() * rounded + 1e-30).all()
 
 
+def test_weights_lie_as_the_convolution_reads_them():
+    weights = weights_of()
+    laid_out = weights.laid_out()
+    assert all(map(torch.equal, laid_out, weights)) and laid_out.taps[:, 0].T.is_contiguous()
+
+
 def test_a_number_that_is_none_stays_one(lanes):
     inputs = row_inputs(torch.float32)
     inputs[:, -1] = inputs[:, -22] = inputs[:, -43] = float("nan")
