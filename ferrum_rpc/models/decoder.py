@@ -269,8 +269,9 @@ class Decoder:
 
     @property
     def rowwise(self) -> bool:
-        """Only the native products give this."""
-        return self.native and (self._loras is None or self._loras.rowwise)
+        """Only the native products and row operations give this."""
+        loaded = self._loaded
+        return loaded is not None and loaded.layers.rowwise and (self._loras is None or self._loras.rowwise)
 
     @property
     def native(self) -> bool:

@@ -58,6 +58,9 @@ class Layer:
 class PlainLayers:
     """Layers with attention, of any linears and row operations. ``group``: the ranks over which the layers are cut."""
 
+    rowwise = False
+    """Whether, attention and recurrence aside, a row depends on nothing but itself, bit for bit."""
+
     def __init__(self, layers: Sequence[Layer], group: Group | None = None) -> None:
         self._layers, self._group = tuple(layers), group
 
@@ -149,6 +152,7 @@ class MixedLayers(PlainLayers):
 
     def __init__(self, layers: Sequence[Layer], group: Group | None = None) -> None:
         super().__init__(layers, group)
+        self.rowwise = all(map(_is_native, layers))
         counts = {True: count(), False: count()}
         self._places = [next(counts[layer.recurrent is None]) for layer in layers]
         """Of each layer its number among those of its kind, by which ``attend`` and ``recur`` know it."""
@@ -248,6 +252,8 @@ def _norm_across_ranks(layer: Layer, qkv: Tensor, norm: Tensor, group: Group) ->
 class NativeLayers(PlainLayers):
     """On a CPU in bfloat16, with native linears and row operations throughout: all layers in one call. Attention is
     called back in every layer, or in C as well."""
+
+    rowwise = True
 
     def __init__(self, layers: Sequence[Layer], group: Group | None = None) -> None:
         super().__init__(layers, group)
@@ -352,16 +358,16 @@ def assemble(layers: Sequence[Layer], group: Group | None = None) -> PlainLayers
     `StoringLayers` if all operations can write to the cache. ``group``: the ranks over which the model is cut."""
     if any(layer.recurrent is not None or _attention(layer).gated for layer in layers):
         return MixedLayers(layers, group)
-    native = all(
-        isinstance(layer.ops, NativeFusedOps)
-        and all(isinstance(each, NativeLinear) for each in layer.products)
-        and (group is None or _attention(layer).qk_norm != "row")  # all between products is each rank's own
-        for layer in layers
-    )
+    # what lies between products must be each rank's own
+    native = all(_is_native(layer) and (group is None or _attention(layer).qk_norm != "row") for layer in layers)
     if native and layers:
         return NativeLayers(layers, group)
     storing = all(isinstance(layer.ops, StoringOps) for layer in layers)
     return StoringLayers(layers, group) if storing else PlainLayers(layers, group)
+
+
+def _is_native(layer: Layer) -> bool:
+    return isinstance(layer.ops, NativeFusedOps) and all(isinstance(each, NativeLinear) for each in layer.products)
 
 
 def _weights(layer: Layer) -> library.LayerWeights:

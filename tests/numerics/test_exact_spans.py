@@ -11,6 +11,7 @@ from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
 from tests.numerics.test_native_layers import decoder
+from tests.numerics.test_recurrent_models import exact, native_of
 from tests.support.harness import CPU, Executor, native, rounded_model
 
 RNG = np.random.default_rng(11)
@@ -23,6 +24,9 @@ MODELS = {
     "bfloat16": lambda: decoder(PairFactory),
     "int8": lambda: decoder(ByteFactory),
     "int4": lambda: decoder(NibbleFactory),
+    "recurrent, bfloat16": lambda: exact(PairFactory),
+    "recurrent, int8": lambda: exact(ByteFactory),
+    "recurrent, int4": lambda: exact(NibbleFactory),
     "identity": lambda: IdentityModel(IdentityConfig(head_dim=32), CPU),
     "identity, positional": lambda: IdentityModel(IdentityConfig(head_dim=32, positional=True), CPU),
 }
@@ -60,17 +64,26 @@ def in_pieces(model, kv_dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_short_pieces_have_the_bits_of_single_tokens(name, kv_dtype, isa):
     model = MODELS[name]()
-    promised = Executor(model, kv_dtype=kv_dtype).compute.exact_span_tokens
-    if promised == 0:
+    executor = Executor(model, kv_dtype=kv_dtype)
+    if executor.backend.exact_span_tokens == 0:
         pytest.skip("no attention kernel of ours takes such heads here")
-    assert promised == max(PIECES)
+    assert executor.compute.exact_span_tokens == max(PIECES)
     for one, other in zip(singly(model, kv_dtype), in_pieces(model, kv_dtype), strict=True):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 @pytest.mark.parametrize(("dtype", "linear"), [(torch.float32, "auto"), (torch.bfloat16, "plain")], ids=str)
-def test_nothing_is_promised_of_products_that_are_not_ours(dtype, linear):
-    assert Executor(native(rounded_model("qwen3", dtype), dtype, linear)).compute.exact_span_tokens == 0
+def test_nothing_is_promised_of_products_that_are_not_ours(family, dtype, linear):
+    assert Executor(native(rounded_model(family, dtype), dtype, linear)).compute.exact_span_tokens == 0
+
+
+def test_nothing_is_promised_of_row_operations_that_are_not_ours():
+    """Of heads whose rotated part fills no vector."""
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.125}
+    reference = rounded_model("qwen3_5", torch.bfloat16, head_dim=32, rope_parameters=rope)
+    executor = Executor(native_of(reference, PairFactory))
+    assert executor.backend.exact_span_tokens == 32 and executor.compute.exact_span_tokens == 0
 
 
 def test_the_build_tells_what_its_choices_promise():

@@ -160,22 +160,6 @@ def test_rows_around_the_recurrence_have_the_same_bits_alone(dim, dtype):
 
 
 @NATIVE
-def test_a_row_has_the_bits_of_a_single_decode_whatever_its_neighbours(factory):
-    """In steps of up to 32 tokens behind the same chunks."""
-    decoder = exact(factory)
-    alone, mixed, at, rows = Executor(decoder), Executor(decoder, seed=3), 40, []
-    alone.step({0: TOKENS[:40]})
-    mixed.step({1: TOKENS[3:50], 0: TOKENS[:40], 2: TOKENS[:7]})
-    singly = torch.cat([alone.step({0: [token]})[0] for token in TOKENS[40:]])
-    for count in (1, 5, 32, 2, 4):
-        neighbours = {2: TOKENS[at : at + 1], 1: TOKENS[: 35 * (count == 5) + count]}
-        own = {0: TOKENS[at : at + count]}
-        rows.append(mixed.step(own | neighbours if count % 2 else neighbours | own)[0])
-        at += count
-    assert at == len(TOKENS) and torch.equal(torch.cat(rows), singly)
-
-
-@NATIVE
 def test_a_truncation_within_the_last_step_leaves_the_bits_of_never_having_fed_it(factory):
     decoder = exact(factory)
     plain = Executor(decoder)
