@@ -142,7 +142,7 @@ class LoraChange(ctypes.Structure):
     _fields_ = (
         ("a", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("n", "k", "rank", "parts")),
-        ("part", LoraPart * 3),
+        ("part", LoraPart * 4),
     )
 
 
@@ -204,7 +204,7 @@ STRUCTS: Final = (
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep, RecurrentLayer, RecurrentJob),
     *(DecayRows, GatedRows),
 )
-ABI_VERSION: Final = 26
+ABI_VERSION: Final = 27
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"

@@ -19,7 +19,7 @@ struct lora_part {
 struct lora_change {
     const char *a;
     int32_t n, k, rank, parts;
-    struct lora_part part[3];
+    struct lora_part part[4];
 };
 
 /* `count` rows from `first` on, LORA_ROWS at most, with an adapter: its changes, by the slots of products. */

@@ -204,10 +204,12 @@ def test_a_step_that_fails_in_a_layer_can_be_repeated_or_its_sequence_cut(layer,
 # --- the rest of a model ----------------------------------------------------------------------------------------------
 
 
+ADAPTED = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "o_proj", "down_proj")
+
+
 def test_adapters_of_recurrent_layers_and_gated_attention_are_merged_weights(tmp_path):
     reference = model()
-    targets = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "o_proj", "down_proj")
-    folder, plain = make_adapter(tmp_path / "one", reference, targets=targets, r=3), Oracle(reference, tokens=TOKENS)
+    folder, plain = make_adapter(tmp_path / "one", reference, targets=ADAPTED, r=3), Oracle(reference, tokens=TOKENS)
     decoder = native(reference)
     merged = Oracle(merge(reference, folder), tokens=TOKENS)
     assert error(plain.logits, merged.logits) > 0.01
@@ -215,6 +217,25 @@ def test_adapters_of_recurrent_layers_and_gated_attention_are_merged_weights(tmp
     load_adapters(tmp_path, loras)
     ours = Executor(decoder, loras=loras, adapters={0: 1}).run(TOKENS, SPLITS[1])
     assert error(ours, merged.logits) <= 3e-6
+
+
+def test_rows_with_adapters_of_our_kernels_have_the_bits_of_single_decodes(tmp_path):
+    reference, decoder = model(torch.bfloat16, **WIDE), exact(PairFactory)
+    folder = make_adapter(tmp_path / "one", reference, targets=ADAPTED, r=3)
+    merged = Oracle(merge(reference, folder), torch.bfloat16, TOKENS)
+    _, loras = decoder.take_adapters(64)
+    if loras.name != "native":
+        pytest.skip("no kernel of ours runs here")
+    load_adapters(tmp_path, loras)
+
+    def rows(pieces: list[int]) -> torch.Tensor:
+        executor = Executor(decoder, loras=loras, adapters={0: 1})
+        assert executor.compute.exact_span_tokens == 32
+        return executor.run(TOKENS, pieces)
+
+    singly = rows([1] * 84)
+    merged.check(singly)
+    assert torch.equal(rows([32, 5, 1, 32, 14]), singly)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
