@@ -37,11 +37,13 @@ OF_IMAGES: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Prefixes of tensors' names: of the decoder's body, of its head, and of the other parts."""
+    """Prefixes of tensors' names: of the decoder's body, of its head, of the parts for images, and of layers that draft
+    tokens."""
 
     body: str = "model."
     head: str = "lm_head."
     images: tuple[str, ...] = ()
+    drafts: tuple[str, ...] = ()
 
 
 PLAIN: Final = Roots()
@@ -128,11 +130,13 @@ WITH_IMAGES: Final[dict[str, WithImages]] = {
     "Qwen3_5ForConditionalGeneration": WithImages(
         "qwen3_5",
         ("qwen3_5_text",),
-        # "mtp.": layers that draft tokens
-        (Roots("model.language_model.", "lm_head.", ("model.visual.", "mtp.")),),
+        (Roots("model.language_model.", "lm_head.", ("model.visual.",), ("mtp.",)),),
     ),
 }
 """By ``architectures[0]``."""
+
+WITH_DRAFTS: Final = {"Qwen3_5ForCausalLM": Roots(drafts=("mtp.",))}
+"""Models of text alone whose checkpoints may have layers that draft tokens."""
 
 
 def text_part(name: str, config: Fields) -> tuple[str, Fields]:
@@ -169,7 +173,7 @@ def text_part(name: str, config: Fields) -> tuple[str, Fields]:
 def roots(architecture: str, names: Collection[str], embedding: str) -> Roots:
     """The prefixes of a checkpoint with these ``names`` of tensors: that of the ``embedding`` decides."""
     if architecture not in WITH_IMAGES:
-        return PLAIN
+        return WITH_DRAFTS.get(architecture, PLAIN)
     known = WITH_IMAGES[architecture].roots
     return next((each for each in known if each.body + embedding in names), known[0])
 

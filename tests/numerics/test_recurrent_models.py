@@ -8,6 +8,7 @@ bits of a row depend on its sequence alone where products and row operations are
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -291,16 +292,20 @@ def test_what_is_no_matrix_stays_in_float32():
     assert torch.allclose(found[0], found[1] * speed.exp(), rtol=1e-6, atol=0)
 
 
-def test_the_text_part_of_a_model_with_images_is_the_decoder(tmp_path):
-    """And layers that draft tokens are left out."""
+def with_images(folder: Path, text: Any) -> None:
+    """Write a model of text and images with this text part."""
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-    text = make_model("qwen3_5", **SHAPE)
     vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
     config = Qwen3_5Config(text_config=text.config.to_dict(), vision_config=vision | {"patch_size": 4})
     whole = Qwen3_5ForConditionalGeneration(config)
     whole.model.language_model, whole.lm_head = text.model, text.lm_head
-    whole.save_pretrained(tmp_path)
+    whole.save_pretrained(folder)
+
+
+def test_the_text_part_of_a_model_with_images_is_the_decoder(tmp_path):
+    """And layers that draft tokens are left out."""
+    with_images(tmp_path, make_model("qwen3_5", **SHAPE))
     rewrite(tmp_path, lambda tensors: tensors.update({"mtp.fc.weight": torch.zeros(3)}))
     decoder, oracle = load_model(tmp_path, torch.float32, CPU), Oracle(model(), tokens=TOKENS)
     assert decoder.spec.architecture == "Qwen3_5ForConditionalGeneration"

@@ -137,11 +137,12 @@ def _check_fit(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     entries = checkpoint.entries
     expected = {name: placement.shape for name, placement in layout(spec).items()}
     harmless = {head_name(spec)} if spec.tied_embeddings else set()
+    elsewhere = (*spec.roots.images, *spec.roots.drafts)
     missing = [name for name in expected if name not in entries]
     extra = [
         name
         for name in entries
-        if name not in expected and name not in harmless and not name.startswith(spec.roots.images)
+        if name not in expected and name not in harmless and not name.startswith(elsewhere)
         if not name.endswith("rotary_emb.inv_freq")
         if not _adds_nothing(checkpoint, name)
     ]

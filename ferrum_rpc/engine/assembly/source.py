@@ -167,7 +167,7 @@ class DecoderCheckpoint(DecoderBuild):
         if self.quantize == QUANTIZE_NONE:
             return model, []
         names = layout(self.whole, self.shard).values()
-        matrices = sum(each.parameter.startswith(LAYERS) and len(each.shape) > 1 for each in names)
+        matrices = sum(each.parameter.startswith(LAYERS) and len(each.shape) == 2 for each in names)
         facts = [f"{model.as_stored} of {matrices} matrices of layers as they are stored"] if self.held else []
         if isinstance(self.linear, QuantizedFactory):
             facts = [f"requested, multiplied in {self.linear.isa}", *facts]
