@@ -2,7 +2,8 @@
 
 Weights are what `Decoder.load` leaves, matrix by matrix as their `LinearFactory` holds them. Activations are the
 tensors that live at the fullest moment of a step: the names in the sums are variables of `Decoder.forward`, `layers`
-and ``layer.c``. Tests hold both to what is really allocated.
+and ``layer.c``. What attention and the recurrence take while they compute is given, for their files know it. Tests hold
+both to what is really allocated.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from typing import Final
 
 import torch
 
-from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.models.fused_ops import FusedOps, NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.layout import EMBEDDED, HEAD, LAYERS, Held, HeldPart
 from ferrum_rpc.models.linear import LinearFactory
-from ferrum_rpc.models.native_linear import PanelFactory, QuantizedFactory, StoredFactory
+from ferrum_rpc.models.native_linear import JOB_ROWS, SUM_BYTES, PanelFactory, QuantizedFactory, StoredFactory
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.parts.recurrent import Recurrent
@@ -93,15 +93,14 @@ def _matrix_bytes(
     return total
 
 
-def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int | None) -> int:
+def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int | None, recurring: int = 0) -> int:
     """Bytes of a step of ``tokens`` tokens that wants float32 logits of ``rows`` of them; ``attending``: what attention
-    takes of a layer while it computes, besides its answer; None: it can run in one call with the layers. Raises
-    NotSupported for a model with recurrent layers, whose step is not counted yet."""
-    if build.spec.recurrent_shapes:
-        raise NotSupported(f"{build.spec.architecture}: a step of recurrent layers is not counted yet", field="model")
+    takes of a layer while it computes, besides its answer; None: it can run in one call with the layers.
+    ``recurring``: what the recurrence of a layer takes, its answer included."""
     spec, size = build.spec, build.dtype.itemsize
     layers = dict.fromkeys(spec.layers)
-    native = build.packed and isinstance(build.ops, NativeFusedOps)
+    mixed = any(isinstance(each.mixer, Recurrent) or each.mixer.gated for each in layers)
+    native = build.packed and isinstance(build.ops, NativeFusedOps) and not mixed
     hidden = spec.hidden_size
     rotary_dim = spec.attention.rotary_dim
     angles = 4 * (rotary_dim + rotary_dim // 2) * len(spec.ropes)
@@ -116,25 +115,26 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
             of_rows.append(build.head.row_bytes(hidden))
         kept += max(of_rows)
         buffers = max(build.linear.thread_bytes, *(StoredFactory.thread_bytes(form) for form in forms), 0)
-        buffers *= torch.get_num_threads()
+        buffers = torch.get_num_threads() * (buffers + min(tokens, JOB_ROWS) * SUM_BYTES)
     passing = build.linear.passing(build.dtype)
-    widths = [(layer, *_widths(layer.mixer), *_widths(layer.mlp)) for layer in layers]
+    widths = {layer: (*_widths(layer.mixer), *_widths(layer.mlp)) for layer in layers}
     if native:
-        kept += _grown(*(hidden + up + gated for _, _, _, up, gated in widths)) * size  # normed, and the MLP's
-        kept += _grown(*(qkv + attended for _, qkv, attended, _, _ in widths)) * size
+        kept += _grown(*(hidden + up + gated for _, _, up, gated in widths.values())) * size  # normed, and the MLP's
+        kept += _grown(*(qkv + attended for qkv, attended, _, _ in widths.values())) * size
         if attending is not None:  # and its answer, which is copied
-            moments.append(max(attended for _, _, attended, _, _ in widths) * tokens * size + attending)
-    else:
-        held += max(attended for _, _, attended, _, _ in widths) * size  # of the layer before
-    for layer, qkv, attended, up, gated in () if native else widths:
-        moments.append(tokens * (qkv + attended) * size + (attending or 0))
-        rotating = 0
-        if isinstance(layer.mixer, Attention) and isinstance(build.ops, TorchFusedOps):
-            rotating = _rotating_in_torch(layer.mixer, size)
-        moments.append(tokens * ((hidden + qkv) * size + max(rotating, qkv * passing)))  # normed, qkv
+            moments.append(max(attended for _, attended, _, _ in widths.values()) * tokens * size + attending)
+    for before, layer in () if native else dict.fromkeys(zip((None, *spec.layers), spec.layers, strict=False)):
+        made, attended, up, gated = widths[layer]
+        mixing = [tokens * ((hidden + made) * size + made * passing)]  # normed, and what the first product makes
+        if isinstance(layer.mixer, Attention):
+            in_torch = isinstance(build.ops, TorchFusedOps)
+            mixing += _attention_moments(layer.mixer, tokens, size, attending or 0, in_torch=in_torch)
+        else:
+            mixing.append(_recurrent_moment(layer.mixer, tokens, size, recurring))
+        moments.append(max(mixing) + tokens * (widths[before][1] if before else 0) * size)  # what that one found
         normed = hidden if layer.norm_names.before_mlp or layer.parallel else 0
-        moments.append(tokens * ((normed + up) * size + max(gated * size, up * passing)))
-        moments.append(tokens * (max(attended, gated) * size + hidden * passing))
+        moments.append(tokens * ((normed + up + attended) * size + max(gated * size, up * passing)))
+        moments.append(tokens * ((max(attended, gated) + attended) * size + hidden * passing))
     fp32 = 4 if build.packed or size >= 4 else 4 + size
     logits = rows * (hidden * size + spec.vocab_size * fp32) * build.shard.last
     rotation = hidden * size + angles + angles * 2 // 3  # hidden; angles, cosines, sines, and the cosines twice
@@ -168,7 +168,35 @@ def _grown(*wanted: int) -> int:
     return size
 
 
+def _attention_moments(mixer: Attention, tokens: int, size: int, attending: int, *, in_torch: bool) -> tuple[int, int]:
+    """Bytes of a layer while heads are rotated (``in_torch``: by `TorchFusedOps`), and while attention computes."""
+    hidden, attended = mixer.hidden, mixer.heads * mixer.head_dim
+    rotating = _rotating_in_torch(mixer, size) if in_torch else 0
+    qkv = (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim
+    if not mixer.gated:
+        return tokens * ((hidden + qkv) * size + rotating), tokens * (qkv + attended) * size + attending
+    made = attended + qkv  # kept for the gates; queries are copied out of it, and then again with the rest
+    rotated = (mixer.heads + mixer.kv_heads) * mixer.head_dim * in_torch
+    gating = attended * (3 * 4 if size < 4 else 2 * size)  # of a row, in float32
+    return (
+        tokens * ((hidden + made + qkv) * size + max(rotating, attended * size)),
+        max(tokens * (qkv + rotated) * size + attending, tokens * attended * size + gating)
+        + tokens * (made + attended) * size,
+    )
+
+
+def _recurrent_moment(mixer: Recurrent, tokens: int, size: int, recurring: int) -> int:
+    """Bytes of a layer while the recurrence computes, or its answer is normed: what the product made, and of each value
+    head two numbers."""
+    made, values = _widths(mixer)
+    wide = max(4, size)
+    norming = 2 * tokens * values * size + 3 * values * wide  # of a row it has three copies
+    return tokens * (made * size + 2 * mixer.shape.value_heads * wide) + max(recurring, norming)
+
+
 def _rotating_in_torch(mixer: Attention, size: int) -> int:
-    """Bytes of the copies of a token's query and key in `TorchFusedOps.heads`."""
-    copies = 4 + (4 if mixer.qk_norm or size < 4 else 0) + (size if size < 4 else 0)
-    return (mixer.heads + mixer.kv_heads) * mixer.head_dim * copies
+    """Bytes of the copies of a token's query and key in `TorchFusedOps.heads`, and of its cosines if these are made
+    longer."""
+    copies = 4 * (2 if mixer.qk_norm or size < 4 else 1)
+    longer = 4 * mixer.head_dim * (mixer.rotary_dim < mixer.head_dim)
+    return (mixer.heads + mixer.kv_heads) * mixer.head_dim * copies + longer

@@ -33,6 +33,10 @@ ISAS: Final = {4: "portable C", 8: "AVX2", 16: "AVX-512", 32: "AMX"}
 UNPACKED_BYTES: Final = 4 * 512 * 64
 """Of 4-bit panels that AVX-512 and AMX multiply as bytes (``linear.c``)."""
 
+JOB_ROWS: Final = 240
+SUM_BYTES: Final = 4 * 64
+"""The most rows of a job, and what a thread keeps of each: sums of 64 columns (``linear.c``)."""
+
 SLAB: Final = 4096
 """Columns that are packed at a time: what the intermediate copies cost."""
 

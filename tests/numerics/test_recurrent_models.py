@@ -21,7 +21,7 @@ from ferrum_rpc.errors import NotSupported
 from ferrum_rpc.models.base import StepInputs
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.families import FAMILIES
-from ferrum_rpc.models.footprint import DecoderBuild, activation_bytes, weight_bytes
+from ferrum_rpc.models.footprint import DecoderBuild, weight_bytes
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.linear import LinearFactory, PlainLinear
 from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
@@ -334,7 +334,7 @@ def test_what_ranks_cannot_share_is_refused_by_name():
     assert caught.value.field == "pipeline_parallel"
 
 
-def test_weights_are_counted_and_steps_are_refused_by_name():
+def test_weights_are_counted():
     reference = model(tie_word_embeddings=True)
     spec = native(reference).spec
     build = DecoderBuild(spec, spec, WHOLE, torch.float32, PlainLinear, PlainLinear, None)
@@ -343,5 +343,3 @@ def test_weights_are_counted_and_steps_are_refused_by_name():
     others += 2 * (4 + 2 - 2) * 16  # of two layers the norms of query and key, a row for each head
     assert weight_bytes(build) == 4 * (matrices + others)
     assert weight_bytes(replace(build, dtype=torch.bfloat16)) == 2 * matrices + 4 * others
-    with pytest.raises(NotSupported, match="Qwen3_5ForCausalLM: a step of recurrent layers is not counted yet"):
-        activation_bytes(build, 1, 1, None)

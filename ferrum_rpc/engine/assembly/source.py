@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ferrum_rpc.attention.recurrent_scratch import recurrence_bytes
 from ferrum_rpc.config import IDENTITY
 from ferrum_rpc.core import AttentionSpec, RecurrentShape
 from ferrum_rpc.engine.assembly.loading import Progress, load_model
@@ -149,7 +150,9 @@ class DecoderCheckpoint(DecoderBuild):
         return weight_bytes(self)
 
     def activation_bytes(self, tokens: int, rows: int, attending: int | None) -> int:
-        return activation_bytes(self, tokens, rows, attending)
+        shapes = self.spec.recurrent_shapes[:1]
+        recurring = max([recurrence_bytes(shape, self.dtype, tokens) for shape in shapes], default=0)
+        return activation_bytes(self, tokens, rows, attending, recurring)
 
     def load(self, device: torch.device, progress: Progress | None, parallel: ParallelContext) -> tuple[Model, Reasons]:
         model = load_model(
