@@ -8,6 +8,7 @@ to find, but what a cell gives it to. What a benchmark needs of a model is its s
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from ferrum_rpc.models.layout import layout
 from ferrum_rpc.models.spec import ModelSpec
 
 SHAPES: Final[dict[str, dict[str, Any]]] = json.loads((ROOT / "benchmarks" / "shapes.json").read_text("utf-8"))
-"""Configurations: of https://huggingface.co/Qwen/Qwen3-0.6B and Qwen3-8B, and of the same architecture at a size that a
-test can afford."""
+"""Configurations: of https://huggingface.co/Qwen/Qwen3-0.6B and Qwen3-8B, of the text part of Qwen3.5-0.8B, and of
+Qwen3's architecture at a size that a test can afford."""
 
 IDENTITY: Final = "identity"
 BUILT_IN: Final = (IDENTITY, "demo")
@@ -175,9 +176,9 @@ def write_checkpoint(path: str | Path, config: Mapping[str, Any], dtype: str = "
         if len(shape) == 1:
             tensors[name] = torch.ones(shape, dtype=block.dtype)
             continue
-        size = shape[0] * shape[1]
+        size = math.prod(shape)
         offset = index * 7919 % PERIOD
-        source = block[offset : offset + PERIOD] * (0.02 if "embed" in name else shape[1] ** -0.5)
+        source = block[offset : offset + PERIOD] * (0.02 if "embed" in name else shape[-1] ** -0.5)
         tensors[name] = source.repeat(-(-size // PERIOD))[:size].view(shape)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ QUICK_SIDE: Final = 64
 REPEATS: Final = 5
 ROWS, IN, OUT = 512, 1024, 3072  # the product: a prompt of 512 tokens through the widest linear layer of the 0.6B shape
 ELEMENT: Final = 2  # bytes of a bfloat16
+STATE_ELEMENT: Final = 4  # of a float32
 
 
 GPU_BYTES: Final = 1 << 30
@@ -68,7 +69,8 @@ class Machine:
 
 def roof(cell: Cell, spec: ModelSpec, limits: Mapping[str, Any]) -> dict[str, Any]:
     """What the cell cannot pass on this machine, of a bfloat16 model: tokens a second, what bounds it, and what a step
-    must read (GB) and compute (GFLOP). Attention's products are counted; softmax, norms and activations are not."""
+    must move (GB) and compute (GFLOP). Attention's products are counted; softmax, norms, activations and the recurrence
+    are not."""
     shapes = {name: placement.shape for name, placement in layout(spec).items()}
     linear = sum(math.prod(shape) for name, shape in shapes.items() if "layers." in name and len(shape) == 2)
     head = spec.vocab_size * spec.hidden_size
@@ -80,14 +82,16 @@ def roof(cell: Cell, spec: ModelSpec, limits: Mapping[str, Any]) -> dict[str, An
     read = (linear + head) * ELEMENT * cell.callers + kv_token * (
         cell.context * cell.batch if cell.kind == DECODE else known
     )
+    states = sum(each.value_heads * each.key_dim * each.value_dim for each in spec.recurrent_shapes) * STATE_ELEMENT
+    moved = read + 2 * states * cell.batch  # a state is also written
     flop = 2 * (
         linear * (tokens - known) + head * rows + 2 * sum(layer.heads * layer.head_dim for layer in layers) * seen
     )
-    memory_s, product_s = read / (limits["read_gb_s"] * 1e9), flop / (limits["bf16_tflops"] * 1e12)
+    memory_s, product_s = moved / (limits["read_gb_s"] * 1e9), flop / (limits["bf16_tflops"] * 1e12)
     return {
         "tokens_per_s": round(tokens / max(memory_s, product_s), 2),
         "bound_by": "memory" if memory_s > product_s else "matrix products",
-        "step_gb": round(read / 1e9, 3),
+        "step_gb": round(moved / 1e9, 3),
         "step_gflop": round(flop / 1e9, 3),
     }
 

@@ -1,6 +1,7 @@
 """`make bench-peers`: ours beside every other engine that runs on this machine, one peer at a time, in one run.
 
 Like beside like: a peer with weights in 8 or 4 bits is measured against ours with as many, the others against bfloat16.
+``--model qwen3.5-0.8b`` is a model with recurrent layers.
 
 A peer that needs packages of its own has them in an environment of its own, ``.venv-peers/NAME``, made from
 ``benchmarks/environments/NAME.txt``. Each gets the same weights and the same tokens as our server, and its rounds
@@ -15,9 +16,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Final
 
-from benchmarks.cases import CELLS, QUICK_CELLS, Cell
+from benchmarks.cases import CELLS, QUICK_CELLS, SHAPES, Cell
 from benchmarks.compare import Player, Unsupported
 from benchmarks.engines.grpc import INT4, INT8, QUANTIZED, Client, open_quantized
 from benchmarks.engines.process import REFERENCE, PeerKind, PeerProcess
@@ -54,6 +56,9 @@ PEERS: Final = (
     PeerKind("OpenVINO GenAI int8", "openvino_peer", {"weights": "int8"}, "openvino", rival=INT8),
     PeerKind("OpenVINO GenAI int4", "openvino_peer", {"weights": "int4"}, "openvino", rival=INT4),
 )
+USUAL: Final = ("qwen3-0.6b", "tiny")
+"""Shapes of a run, and of a quick one."""
+
 ENVIRONMENTS: Final = ROOT / ".venv-peers"
 REQUIREMENTS: Final = ROOT / "benchmarks" / "environments"
 
@@ -91,7 +96,10 @@ async def run(options: argparse.Namespace) -> Record:
     chosen = [each for each in PEERS if each.name in options.peers]
     wanted = dict.fromkeys(kind.environment for kind in chosen if kind.environment)
     failed = {name: trouble for name in wanted if (trouble := install(name))}
-    here, cells, threads = Contest(options), QUICK_CELLS if options.quick else CELLS, options.threads
+    here, threads = Contest(options), options.threads
+    cells: Sequence[Cell] = QUICK_CELLS if options.quick else CELLS
+    if _shape(options):  # targets are of the usual one
+        cells = [replace(cell, target=None, goal=None) for cell in cells]
     async with AsyncExitStack() as stack:
         ours = {REFERENCE: await here.open(stack, REFERENCE, Client.open(here.folder, cells, threads))}
         for name in QUANTIZED:
@@ -108,15 +116,24 @@ async def run(options: argparse.Namespace) -> Record:
 
 
 def variant(options: argparse.Namespace) -> str:
-    """Peers in 4 bits alone, or in 16, are a run of their own, not a newer one of all."""
+    """Another shape, or peers in 4 bits alone, or in 16, are a run of their own, not a newer one of all."""
     rivals = {each.rival for each in PEERS if each.name in options.peers}
-    return "int4" if rivals == {INT4} else "bf16" if rivals == {REFERENCE} else ""
+    bits = "int4" if rivals == {INT4} else "bf16" if rivals == {REFERENCE} else ""
+    return "-".join(filter(None, (_shape(options), bits)))
+
+
+def _shape(options: argparse.Namespace) -> str:
+    """That of the run, if it is not the usual one."""
+    return "" if options.model in USUAL else str(options.model)
 
 
 BENCHMARK: Final = Benchmark(
     "peers",
     run,
-    (Option("--peers", [each.name for each in PEERS], "peers", choices=[each.name for each in PEERS]),),
+    (
+        Option("--model", USUAL[0], "the shape of the model", USUAL[1], choices=[*SHAPES]),
+        Option("--peers", [each.name for each in PEERS], "peers", choices=[each.name for each in PEERS]),
+    ),
     rounds=3,
     round_s=2.0,
     variant=variant,

@@ -211,11 +211,11 @@ def cell_rows(results: Iterable[Mapping[str, Any]]) -> list[Row]:
 
 class Contest:
     """The cells of a run, side by side: a result for each, with its limit, saved as it comes. The checkpoint is written
-    when something first needs its ``folder``."""
+    when something first needs its ``folder``. ``shape``: where ``options`` have no ``model``."""
 
     def __init__(self, options: argparse.Namespace, shape: str = "qwen3-0.6b", device: str = "cpu") -> None:
         self.options = options
-        self._shape = "tiny" if options.quick else shape
+        self._shape = getattr(options, "model", "tiny" if options.quick else shape)
         self.spec = ModelSpec.from_config(SHAPES[self._shape])
         size = f"{parameter_count(self.spec) / 1e6:,.0f} million parameters"
         self.record = Record(

@@ -25,7 +25,10 @@ class FakeEngine(ModuleType):
 
     def __init__(self):
         super().__init__("llama_cpp")
-        self.lengths, self.freed = {}, 0
+        self.lengths, self.freed, self.hybrid = {}, 0, False
+
+    def llama_model_is_hybrid(self, model):
+        return self.hybrid
 
     def llama_init_from_model(self, model, params):
         self.params, self.lengths = params, dict.fromkeys(range(params.n_seq_max), 0)
@@ -38,7 +41,21 @@ class FakeEngine(ModuleType):
 
     def llama_memory_seq_rm(self, memory, sequence, first, last):
         assert (sequence, last) == (-1, -1)
+        assert not self.hybrid, "a state has no part that can be removed"
         self.lengths = {name: min(length, first) for name, length in self.lengths.items()}
+
+    def llama_memory_clear(self, memory, data):
+        self.lengths = dict.fromkeys(self.lengths, 0)
+
+    def llama_state_seq_get_size(self, context, sequence):
+        return 1
+
+    def llama_state_seq_get_data(self, context, kept, size, sequence):
+        kept[0] = self.lengths[sequence]
+
+    def llama_state_seq_set_data(self, context, kept, size, sequence):
+        self.lengths[sequence] = kept[0]
+        return size
 
     def llama_batch_init(self, tokens, embedded, sequences):
         blank = {name: [0] * tokens for name in ("token", "pos", "n_seq_id", "logits")}
@@ -74,8 +91,9 @@ def script(monkeypatch):
     sys.modules.pop("benchmarks.engines.peers.llama_cpp_peer", None)
 
 
-@pytest.fixture
-def peer(script, tmp_path):
+@pytest.fixture(params=[False, True], ids=["attention", "hybrid"])
+def peer(script, tmp_path, request):
+    script[1].hybrid = request.param
     (tmp_path / "model.bf16.gguf").write_bytes(b"weights")
     found = script[0].LlamaCpp()
     assert found.open(str(tmp_path), 2, {"type": "bf16"})["weight_bytes"] == 7

@@ -4,9 +4,12 @@ import asyncio
 import io
 import json
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from benchmarks import peers
 from benchmarks.cases import QUICK_CELLS, SHAPES, write_checkpoint
@@ -14,6 +17,7 @@ from benchmarks.compare import Unsupported
 from benchmarks.engines.grpc import INT4, INT8
 from benchmarks.engines.peers import lines
 from benchmarks.engines.peers.generating import Generating
+from benchmarks.engines.peers.gguf_file import write
 from benchmarks.engines.peers.hf import Transformers
 from benchmarks.engines.process import REFERENCE, PeerFailed, PeerKind, PeerProcess
 from benchmarks.machine import ROOT
@@ -59,15 +63,23 @@ def test_every_job_has_one_answer():
     assert found[5]["ok"]["step_s"] == [0.5]
 
 
+NARROW = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 32}
+NARROW |= {"num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+NARROW |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "max_position_embeddings": 256}
+HYBRID = SHAPES["qwen3.5-0.8b"] | NARROW
+"""A layer with attention, and three recurrent ones."""
+
+
+@pytest.mark.parametrize("shape", [SHAPES["tiny"], HYBRID], ids=["tiny", "hybrid"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_every_round_of_transformers_begins_where_the_prompts_ended(tmp_path, monkeypatch, cache):
+def test_every_round_of_transformers_begins_where_the_prompts_ended(tmp_path, monkeypatch, cache, shape):
     import torch
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # of the roll-back nothing is compiled
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # this process is not the peer's
     peer, cell = Transformers(), QUICK_CELLS[2]
     with torch.no_grad():
-        peer.open(str(write_checkpoint(tmp_path / "tiny", SHAPES["tiny"], "float32")), 1, {"cache": cache})
+        peer.open(str(write_checkpoint(tmp_path / "tiny", shape, "float32")), 1, {"cache": cache})
         prompts, fed = cell.prompts(512).tolist(), cell.fed(512, 4).tolist()
         peer.prepare(prompts, 8)
         step_s, first = peer.decode(fed, 2)
@@ -75,6 +87,44 @@ def test_every_round_of_transformers_begins_where_the_prompts_ended(tmp_path, mo
         assert peer.decode(fed, 2)[1] == first
         whole = torch.tensor([[*prompt, *(each[row] for each in fed)] for row, prompt in enumerate(prompts)])
         assert peer._model(input_ids=whole).logits[:, -1].argmax(-1).tolist() == first
+
+
+def test_a_file_for_llama_cpp_has_the_recurrent_layers_as_its_converter_writes_them(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    folder, file = write_checkpoint(tmp_path, HYBRID), tmp_path / "model.gguf"
+    write(folder, file, "bf16")
+    reader = gguf.GGUFReader(file)
+    tensors = {each.name: each for each in reader.tensors}
+    theirs = load_file(folder / "model.safetensors")
+    assert len(tensors) == len(theirs)
+    assert np.allclose(tensors["blk.0.ssm_a"].data, -np.exp(1.0))
+    assert (tensors["blk.0.ssm_dt.bias"].data == 1).all() and (tensors["blk.0.ssm_norm.weight"].data == 1).all()
+    for name in ("blk.3.attn_q_norm", "blk.3.attn_norm", "blk.0.post_attention_norm", "output_norm"):
+        assert (tensors[f"{name}.weight"].data == 2).all(), "the checkpoint has them less one"
+    taps = theirs["model.layers.0.linear_attn.conv1d.weight"].float().numpy()[:, 0]
+    assert np.array_equal(tensors["blk.0.ssm_conv1d.weight"].data, taps)
+    assert (tensors["blk.1.ssm_alpha.weight"].shape == [64, 2]).all()
+    fields = {key: each.contents() for key, each in reader.fields.items() if key.startswith("qwen35.")}
+    expected = {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 2}
+    expected |= {"ssm.inner_size": 32, "full_attention_interval": 4, "rope.dimension_count": 8, "rope.freq_base": 1e7}
+    assert {key: fields[f"qwen35.{key}"] for key in expected} == expected
+    with pytest.raises(ValueError, match="as many key heads as value heads"):
+        write(write_checkpoint(tmp_path / "shared", HYBRID | {"linear_num_value_heads": 4}), file, "bf16")
+
+
+def test_another_shape_is_a_run_of_its_own_without_targets(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "Client", SimpleNamespace(open=lambda *_: nullcontext(Scripted(REFERENCE))))
+    monkeypatch.setattr(peers, "PeerProcess", SimpleNamespace(open=lambda kind, *_: nullcontext(Scripted(kind.name))))
+    monkeypatch.setattr(peers.Contest, "folder", "nowhere")
+    monkeypatch.setattr(peers, "QUICK_CELLS", [replace(QUICK_CELLS[0], target=5.0, goal=6.0)])
+    arguments = ["--quick", "--out", str(tmp_path / "peers.json"), "--peers", peers.EAGER.name]
+    for shape, variant, aims in (("qwen3.5-0.8b", "qwen3.5-0.8b-bf16", (None, None)), ("tiny", "bf16", (5.0, 6.0))):
+        options = peers.BENCHMARK.parse([*arguments, "--model", shape])
+        found = asyncio.run(peers.run(options)).values
+        assert options.variant == found["variant"] == variant
+        assert found["settings"]["model"].startswith(f"{shape}: ")
+        assert [(each["target"], each["goal"]) for each in found["cells"]] == [aims]
+    assert peers.BENCHMARK.parse([]).model == "qwen3-0.6b" and peers.BENCHMARK.parse(["--quick"]).model == "tiny"
 
 
 async def test_a_peer_that_ends_is_an_error_with_its_last_words():

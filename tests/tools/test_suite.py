@@ -116,6 +116,14 @@ def test_the_limit_of_a_decode_is_reading_the_weights_and_of_a_prefill_the_produ
     assert 2000 < prefill["tokens_per_s"] < 2.0e12 / (2 * 440e6)
 
 
+def test_a_step_reads_and_writes_the_states_of_its_sequences():
+    spec = ModelSpec.from_config(SHAPES["qwen3.5-0.8b"])
+    one, two = (roof(Cell(DECODE, batch, 64), spec, LIMITS)["step_gb"] for batch in (1, 2))
+    cached, state = 6 * 2 * 2 * 256 * 2 * 64, 18 * 16 * 128 * 128 * 4
+    assert two - one == pytest.approx((cached + 2 * state) / 1e9, abs=2e-3)
+    assert one == pytest.approx(2 * 0.752, abs=0.05)  # the weights
+
+
 def test_no_prompt_is_prefilled_twice_and_every_side_draws_the_same_tokens():
     cell = CELLS[0]
     first, second = cell.fresh(1000, 1, 3), cell.fresh(1000, 2, 3)

@@ -1,17 +1,26 @@
-"""A Qwen3 checkpoint of ours as a GGUF file, in bfloat16 or a quantized type: the same numbers for llama.cpp.
+"""A checkpoint of ours (Qwen3, Qwen3.5) as a GGUF file, in bfloat16 or a quantized type: the same numbers for
+llama.cpp.
 
 llama.cpp's own converter wants a tokenizer and there is none: the file says so, and names the vocabulary's size.
-Norms stay float32, as that converter has them; q and k are not permuted in this architecture.
+Norms and convolutions stay float32, as that converter has them; q and k are not permuted in these architectures. Value
+heads would be, if several shared a key head.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
+
+ARCHITECTURES: Final = {"qwen3": "qwen3", "qwen3_5_text": "qwen35"}
+"""What llama.cpp calls a ``model_type``."""
+
+Floats = npt.NDArray[np.float32]
 
 PLAIN: Final = ("bf16", "q8_0")
 """What is written here. llama.cpp's own quantizer makes all other types."""
@@ -50,11 +59,12 @@ def write(folder: Path, file: Path, kind: str) -> None:
     from safetensors import safe_open
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if config["model_type"] != "qwen3":
-        raise ValueError(f"this writes Qwen3, not {config['model_type']}")
+    if config["model_type"] not in ARCHITECTURES:
+        raise ValueError(f"this writes {', '.join(ARCHITECTURES)}, not {config['model_type']}")
+    name = ARCHITECTURES[config["model_type"]]
     matrix = getattr(gguf.GGMLQuantizationType, kind.upper())
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
-    writer = gguf.GGUFWriter(file, "qwen3")
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, name.upper()), config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(file, name)
     writer.add_name("random weights")
     writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{kind.upper()}"))
     writer.add_context_length(config["max_position_embeddings"])
@@ -65,17 +75,22 @@ def write(folder: Path, file: Path, kind: str) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_dimension_count(int(config["head_dim"] * rope.get("partial_rotary_factor", 1.0)))
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(float(config["rope_theta"]))
+    if name == "qwen35":
+        add_recurrence(writer, config)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     with safe_open(folder / "model.safetensors", framework="pt") as weights:
-        for name in weights.keys():  # noqa: SIM118 - no mapping
-            values = weights.get_tensor(name).to(torch.float32).numpy()
-            to = names.get_name(name, (".weight",))
-            assert to is not None, name
-            if values.ndim == 1:
+        for each in weights.keys():  # noqa: SIM118 - no mapping
+            values = weights.get_tensor(each).to(torch.float32).numpy()
+            if name == "qwen35":
+                values = of_qwen35(each, values)
+            to = names.get_name(each.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))
+            assert to is not None, each
+            if values.ndim == 1 or "conv1d" in each:
                 writer.add_tensor(to, values.astype(np.float32))
             else:
                 writer.add_tensor(to, quantize(values, matrix), raw_dtype=matrix)
@@ -83,6 +98,29 @@ def write(folder: Path, file: Path, kind: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def add_recurrence(writer: Any, config: Mapping[str, Any]) -> None:
+    """What llama.cpp must know of the recurrent layers of Qwen3.5."""
+    heads, size = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    if (heads, size) != (config["linear_num_key_heads"], config["linear_key_head_dim"]):
+        raise ValueError("this writes models with as many key heads as value heads, of one size")
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(size)
+    writer.add_ssm_group_count(heads)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * size)
+    writer.add_full_attention_interval(config["full_attention_interval"])
+    writer.add_rope_dimension_sections([*config["rope_parameters"]["mrope_section"], 0])
+
+
+def of_qwen35(name: str, values: Floats) -> Floats:
+    """A tensor of Qwen3.5 as llama.cpp has it: decays instead of their logarithms, norms with the one that is added."""
+    if name.endswith(".A_log"):
+        return -np.exp(values)
+    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return values + 1
+    return values.squeeze(1) if "conv1d" in name else values
 
 
 if __name__ == "__main__":  # a folder, and types

@@ -9,6 +9,7 @@ when all decode. ``device`` is where it runs, the CPU unless told.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final
@@ -52,6 +53,7 @@ class Transformers:
         if self._way != "paged":
             self._cache = self._new_cache(self._length + room)
             self._rows(self._model, prompts)
+            self._kept = deepcopy(self._cache) if self._model._is_stateful else None
 
     def decode(self, tokens: list[list[int]], lead_in: int) -> Timed:
         if self._way == "paged":
@@ -98,6 +100,9 @@ class Transformers:
         return StaticCache(config=config, max_cache_len=most) if self._way == "static" else DynamicCache(config=config)
 
     def _roll_back(self) -> None:
+        if self._kept is not None:  # states cannot be cropped
+            self._cache = deepcopy(self._kept)
+            return
         if self._way == "dynamic":
             surplus = self._cache.get_seq_length() - self._length
             self._cache.crop(-surplus)

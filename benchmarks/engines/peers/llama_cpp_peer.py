@@ -32,6 +32,7 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp does not load {file.name}")
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._context: Any = None
+        self._hybrid = llama_cpp.llama_model_is_hybrid(self._model)
         return {
             "name": f"llama.cpp {kind} (llama-cpp-python {llama_cpp.__version__})",
             "versions": {"llama-cpp-python": llama_cpp.__version__},
@@ -46,6 +47,7 @@ class LlamaCpp:
         self._new_context(len(prompts), self._length + room)
         for sequence, prompt in enumerate(prompts):
             self._feed(prompt, sequence, answered=False)
+        self._kept = [self._saved(each) for each in range(len(prompts))] if self._hybrid else []
 
     def decode(self, tokens: list[list[int]], lead_in: int) -> Timed:
 
@@ -109,9 +111,23 @@ class LlamaCpp:
         return chosen
 
     def _forget(self, length: int) -> None:
-        """All sequences, back to ``length``."""
+        """All sequences, back to ``length``: that of the prompts, or 0. Recurrent states cannot be cut, and are put
+        back."""
         memory = llama_cpp.llama_get_memory(self._context)
-        llama_cpp.llama_memory_seq_rm(memory, -1, length, -1)
+        if not self._hybrid:
+            llama_cpp.llama_memory_seq_rm(memory, -1, length, -1)
+            return
+        llama_cpp.llama_memory_clear(memory, False)
+        for sequence, kept in enumerate(self._kept if length else []):
+            if not llama_cpp.llama_state_seq_set_data(self._context, kept, len(kept), sequence):
+                raise RuntimeError("llama.cpp does not take its own states back")
+
+    def _saved(self, sequence: int) -> Any:
+        """All that the context has of a sequence."""
+        size = llama_cpp.llama_state_seq_get_size(self._context, sequence)
+        kept = (ctypes.c_uint8 * size)()
+        llama_cpp.llama_state_seq_get_data(self._context, kept, size, sequence)
+        return kept
 
 
 if __name__ == "__main__":
