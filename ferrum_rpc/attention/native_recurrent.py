@@ -29,7 +29,12 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 def lanes_of(shape: RecurrentShape, states: Tensor, channels: Tensor) -> int:
     """Floats in the vectors that the kernels have for such states and rows; 0: torch must compute."""
-    if states.device.type != "cpu" or states.dtype != torch.float32 or channels.dtype not in DTYPES:
+    return lanes(shape, states.dtype, channels.dtype) if states.device.type == "cpu" else 0
+
+
+def lanes(shape: RecurrentShape, wide: torch.dtype, dtype: torch.dtype) -> int:
+    """As `lanes_of`, on a CPU, of states in ``wide`` and rows in ``dtype``."""
+    if wide != torch.float32 or dtype not in DTYPES:
         return 0
     return library.row_lanes(math.gcd(shape.key_dim, shape.value_dim)) if shape.taps <= MOST_TAPS else 0
 

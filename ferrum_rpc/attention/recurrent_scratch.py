@@ -1,17 +1,46 @@
-"""What the recurrence in torch takes of the memory while it computes: the temporaries of `recurrent`, counted."""
+"""What the recurrence takes of the memory while it computes: the temporaries of `recurrent` and of its kernels."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
+from ferrum_rpc.attention import native_recurrent
 from ferrum_rpc.attention.recurrent import CHUNK_TOKENS, STEP_TOKENS
 from ferrum_rpc.core import RecurrentShape
 
+SLICE: Final = 4
+"""Vectors of a state's columns that a thread has at a time, as in recurrent_step.c."""
+
 
 def recurrence_bytes(shape: RecurrentShape, dtype: torch.dtype, tokens: int) -> int:
-    """Bytes that `RecurrentStep.recur` takes of a layer of a model in ``dtype``, with its result, in the largest step
-    of ``tokens`` tokens: they are one span. In the chunked form it takes more than so many single tokens."""
+    """Bytes that `RecurrentStep.recur` takes on a CPU of a layer of a model in ``dtype``, with its result, in the
+    largest step of ``tokens`` tokens: they are one span. In the chunked form it takes more than so many single
+    tokens."""
+    if lanes := native_recurrent.lanes(shape, torch.promote_types(dtype, torch.float32), dtype):
+        return _native(shape, dtype, tokens) + kernel_bytes(shape, tokens, lanes)
     return (_chunk if tokens > STEP_TOKENS else _singly)(shape, dtype, tokens)
+
+
+def kernel_bytes(shape: RecurrentShape, tokens: int, lanes: int) -> int:
+    """What the threads of the C kernels allocate for a call."""
+    heads = 2 * shape.key_dim + shape.value_dim
+    if tokens > STEP_TOKENS:
+        floats = CHUNK_TOKENS * (heads + shape.key_dim + 2 * shape.value_dim + 2 * CHUNK_TOKENS + 3)
+    else:
+        floats = shape.key_dim * SLICE * lanes + (tokens + STEP_TOKENS) * (heads + 2)
+    return torch.get_num_threads() * floats * 4
+
+
+def _native(shape: RecurrentShape, dtype: torch.dtype, tokens: int) -> int:
+    """The result, and for a chunk a running state, the inputs with those before them, the results of the pieces between
+    checkpoints and their joint."""
+    size = dtype.itemsize
+    result = tokens * shape.value_heads * shape.value_dim * size
+    if tokens <= STEP_TOKENS:
+        return result
+    return 3 * result + _state(shape) * 4 + (tokens + 2 * (shape.taps - 1)) * shape.channels * size
 
 
 def _singly(shape: RecurrentShape, dtype: torch.dtype, tokens: int) -> int:

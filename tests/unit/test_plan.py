@@ -179,6 +179,7 @@ def test_weights_and_cache_take_what_was_planned(folder, kind, tmp_path):
         *(("qwen3", kind, "torch", None) for kind in ("bfloat16", "int8")),
         *(("glm4", "float32", "torch", None), ("gemma2", "float32", "auto", None)),
         *(("gemma3", "bfloat16", "auto", isa) for isa in (None, "avx2")),
+        *(("qwen3_5", kind, "auto", None) for kind in ("bfloat16", "float32")),
     ],
 )
 def test_a_step_takes_what_was_planned(tmp_path, monkeypatch, family, kind, attention, isa):  # noqa: PLR0917

@@ -106,9 +106,9 @@ class Choices:
 
     @property
     def attends_in_c(self) -> bool:
-        """Whether native layers call attention in C, for spans of any length."""
+        """Whether attention is computed in C, for spans of any length."""
         facts = self.facts
-        known = not facts.estimated and not facts.recurrent and self.attention[0] == NATIVE
+        known = not facts.estimated and self.attention[0] == NATIVE
         return known and takes_long_spans(facts.dtype, facts.layers[0].head_dim)
 
 
