@@ -331,9 +331,14 @@ class RecurrentSlot:
         if needed > (there := self.channels.shape[1]):
             raise ValueError(f"the journal has {there} rows, and the step needs {needed}")
         first = min(self.folded) - self.shape.taps + 1
-        kept = self.save_rows(first, start)
-        self.rows = needed
-        self.restore_rows(first, start, kept)
+        before, kept = self.rows, self.save_rows(first, start)
+        try:
+            self.rows = needed
+            self.restore_rows(first, start, kept)
+        except BaseException:
+            self.rows = before
+            self.restore_rows(first, start, kept)
+            raise
 
     def _checked(self, inputs: RecurrentInputs, weight: Tensor) -> int:
         """The number of tokens."""

@@ -19,7 +19,18 @@ from tests.faults.sizes import Size
 from tests.support.checkpoints import make_checkpoint
 from tests.support.serving import serve_model
 
-SHAPE: Final = {"num_hidden_layers": 4, "full_attention_interval": 2, "intermediate_size": 128, "vocab_size": 300}
+SHAPE: Final = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "vocab_size": 300,
+}
 RULES: Final = "after_reserve=error@p0.03;before_forward=error@p0.03;before_commit=error@p0.03;truncate=error@p0.03"
 OFF: Final = 0.2
 """In standard deviations of a row: a state that is wrong is off by one and more, bfloat16 by 0.05."""
@@ -57,6 +68,7 @@ async def r36_a_state_rolls_back_exactly(size: Size) -> Figures:
         at_least("cuts within the last step", outcomes["within"], 1),
         at_least("deeper cuts", outcomes["deeper"], 1),
         at_least("calls that failed", outcomes["failed"], 1),
+        *([at_least("rows compared by their bits", outcomes["rows by their bits"], 1)] if exact else []),
         facts=dict(outcomes) | {"exact_span_tokens": exact},
     )
 
