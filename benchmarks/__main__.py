@@ -9,7 +9,7 @@ from typing import Final
 NAMES: Final = (
     *("peers", "suite", "wire", "protocol", "trips", "speculation", "streams", "fronts", "grammars", "structured"),
     *("cache", "quantized", "adapters", "backends", "memory", "prefix", "transfer", "ranks", "collectives", "profile"),
-    *("launches", "report"),
+    *("launches", "states", "report"),
 )
 """Each is a module with a ``BENCHMARK``, or with a program that measures or writes something of its own."""
 

@@ -26,8 +26,8 @@ from ferrum_rpc.kv.slots import SlotPool
 CHECKPOINT_TOKENS: Final = 512
 """Checkpoints are at most so far apart, for blocks of a size that divides it."""
 
-PIECE_TOKENS: Final = 64
-"""Tokens that are fed again in one forward pass: others wait for it."""
+PIECE_TOKENS: Final = STEP_TOKENS
+"""Tokens that are fed again in one forward pass: others wait for it. So few have the bits of single tokens."""
 
 KeyAt = Callable[[int, int], bytes]
 """`KvManager.checkpoint_key`: empty if only the sequence and its forks may find a checkpoint."""
@@ -50,8 +50,8 @@ class _Held:
 @dataclass(slots=True, eq=False)
 class _OpenSpan:
     """A reserved span: from ``source`` on, a slot or a checkpoint of this ``key``, to the slot ``into``, which was
-    ``taken`` for it unless it is the sequence's own. ``cuts``: the lengths at which states are to be ``kept``, in slots
-    taken for that; None: there was none."""
+    ``taken`` for it unless it is the sequence's own. ``known``: the checkpoints of a fork's parent. ``cuts``: the
+    lengths at which states are to be ``kept``, in slots taken for that; None: there was none."""
 
     sequence: int
     source: RecurrentSlot
@@ -62,7 +62,7 @@ class _OpenSpan:
     key: bytes = b""
     cuts: list[int] = field(default_factory=list)
     kept: dict[int, int | None] = field(default_factory=dict)
-    parent: int | None = None
+    known: dict[int, bytes] = field(default_factory=dict)
 
 
 class States:
@@ -137,12 +137,14 @@ class States:
         ``free_slots``); nothing changed then. ``publishes``: whether others may find the sequence's checkpoints."""
         sequence, start = span.sequence, span.start + reserved.cached
         count, held = reserved.end - start, self._held.get(sequence)
-        opened = _OpenSpan(sequence, self.store.empty, -1, start, count, taken=True, parent=span.parent)
+        opened = _OpenSpan(sequence, self.store.empty, -1, start, count, taken=True)
         if reserved.cached:
             opened.key = reserved.checkpoint
             opened.source = self._checkpoint(opened.key)
         elif span.create and span.parent is not None:
-            opened.source, opened.key = self._source(self._held[span.parent], start)
+            parent = self._held[span.parent]  # it may be fed in the same step, and then have other checkpoints
+            opened.source, opened.key = self._source(parent, start)
+            opened.known = {at: key for at, key in parent.checkpoints.items() if at <= start}
         elif held is not None:
             opened.source, opened.key = self._source(held, start)
             own = self.store.slots[held.slot]
@@ -197,9 +199,7 @@ class States:
             self.pool.unpin(opened.key)
         end = opened.start + opened.count
         if held is None:
-            parent = self._held.get(opened.parent) if opened.parent is not None else None
-            known = {} if parent is None else {at: key for at, key in parent.checkpoints.items() if at <= opened.start}
-            held = self._held[sequence] = _Held(opened.into, checkpoints=known)
+            held = self._held[sequence] = _Held(opened.into, checkpoints=opened.known)
             held.usable = length == end or opened.count <= STEP_TOKENS
         elif opened.taken and (length == end or opened.count <= STEP_TOKENS):
             self._leave(held, sequence, opened)

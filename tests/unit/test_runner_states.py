@@ -425,6 +425,18 @@ def test_of_a_step_s_spans_none_is_refused_for_the_checkpoints_of_another(folder
     assert [each.length for each in outcomes] == [60] * 3
 
 
+def test_a_child_keeps_the_checkpoints_of_its_parent_s_tokens_when_the_parent_goes_another_way(folder):
+    """In the step that makes the child the parent is fed other tokens, and has checkpoints of those then."""
+    world = World(folder, slots=12)
+    made = world.made(prompt(80), prefix=None)
+    world.step(made)
+    child = world.fork(made.sequence, [4], 76)
+    world.step(world.span(made.sequence, prompt(50, seed=5), 10), child)
+    world.truncate(child.sequence, 60)
+    assert world.missing(child.sequence) == 12
+    world.step(world.span(child.sequence, [1]))
+
+
 class Bits:
     """The rows of one sequence, whose tokens are fed in steps of up to 32, in bfloat16 over our products."""
 

@@ -1,0 +1,173 @@
+"""What recurrent states cost: verification with rejected drafts beside the same without, truncation, memory, and what a
+sequence that is fed again does to the steps of others. One runner in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from benchmarks.cases import checkpoint
+from benchmarks.memory import resident
+from benchmarks.record import Benchmark, Record
+from benchmarks.table import target
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import Greedy, OutputSpec, Positions, Span, Step
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.engine.operations import TorchRunner
+
+SHAPE: Final = "qwen3.5-0.8b"
+QUICK: Final = "qwen3.5-tiny"
+ALL, LAST = OutputSpec(Positions.ALL, Greedy()), OutputSpec(Positions.LAST, Greedy())
+DRAFTED: Final = 5
+REJECTED: Final = 3
+DEEP: Final = 512
+"""Tokens that are fed again."""
+
+
+class Sequences:
+    """Sequences of ``length`` random tokens, which nobody else finds."""
+
+    def __init__(self, runner: TorchRunner, count: int, length: int, first: int = 1) -> None:
+        self.runner, self.numbers = runner, range(first, first + count)
+        self._dice = np.random.default_rng(0)
+        for each in self.numbers:
+            runner.forward(Step((Span(each, self._tokens(length), 0, LAST, create=True),)))
+        self.length = length
+
+    def _tokens(self, count: int) -> Any:
+        return self._dice.integers(1, self.runner.info.vocab_size, count).astype(np.int32)
+
+    def step(self, tokens: int, output: OutputSpec) -> None:
+        """So many tokens more for each."""
+        self.runner.forward(Step(tuple([Span(n, self._tokens(tokens), self.length, output) for n in self.numbers])))
+        self.length += tokens
+
+    def cut(self, length: int) -> None:
+        for each in self.numbers:
+            self.runner.truncate(each, length)
+        self.length = length
+
+    def verify(self, rejected: int) -> None:
+        """Drafts, of which so many are rejected, and the step after."""
+        self.step(DRAFTED, ALL)
+        if rejected:
+            self.cut(self.length - rejected)
+        self.step(1, LAST)
+
+    def release(self) -> None:
+        self.runner.release(list(self.numbers))
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """How long it takes."""
+    began = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def verified(runner: TorchRunner, count: int, rounds: int) -> dict[str, Any]:
+    """Rejected drafts beside accepted ones, in turn; and the truncations between, by themselves."""
+    held = Sequences(runner, count, 256)
+    for rejected in (0, REJECTED):
+        held.verify(rejected)
+    pairs = [[milliseconds(partial(held.verify, rejected)) for rejected in (REJECTED, 0)] for _ in range(rounds)]
+    held.step(DRAFTED, ALL)
+    cut = milliseconds(lambda: held.cut(held.length - REJECTED)) / count
+    held.release()
+    ratios = [rejecting / accepting for rejecting, accepting in pairs]
+    return {
+        "sequences": count,
+        "with 3 of 5 rejected, ms": round(float(np.median([each for each, _ in pairs])), 2),
+        "with none, ms": round(float(np.median([each for _, each in pairs])), 2),
+        "ratio": round(float(np.median(ratios)), 3),
+        "lowest": round(min(ratios), 3),
+        "highest": round(max(ratios), 3),
+        "a truncation, ms": round(cut, 4),
+    }
+
+
+def held_by(runner: TorchRunner, count: int) -> float:
+    """Resident bytes of a sequence that decodes, in states, without its keys and values."""
+    Sequences(runner, 1, 40, first=10_000).release()
+    before = resident()
+    held = Sequences(runner, count, DEEP)
+    for _ in range(8):
+        held.step(1, LAST)
+    took = resident() - before - count * held.length * runner.info.kv_bytes_per_token
+    held.release()
+    assert runner.states is not None
+    states, *_ = runner.states.store.buffers
+    return took / count / states[0].nbytes
+
+
+def beside(runner: TorchRunner, count: int, steps: int) -> tuple[float, float, float]:
+    """p99 of decode steps of many, alone and while another is fed again between them, and the median alone, in ms."""
+    held, other = Sequences(runner, count, 256), Sequences(runner, 1, DEEP + 8, first=5_000)
+    again = Span(other.numbers[0], np.ones(1, np.int32), DEEP, LAST)
+    feeding, states = runner.feeding, runner.states
+    assert feeding is not None and states is not None
+    held.step(1, LAST)
+    alone, fed = list[float](), list[float]()
+    while len(fed) < steps:
+        alone += [milliseconds(partial(held.step, 1, LAST)) for _ in range(8)]
+        other.cut(DEEP)
+        states.forget_checkpoints()
+        while feeding.missing(again):
+            fed.append(milliseconds(partial(feeding.feed, again)) + milliseconds(partial(held.step, 1, LAST)))
+        runner.forward(Step((again,)))
+        other.length = DEEP + 1
+        for tokens in (6, 1):  # so that its states contain more than is left next time
+            other.step(tokens, LAST)
+    held.release()
+    other.release()
+    return float(np.quantile(fed, 0.99)), float(np.quantile(alone, 0.99)), float(np.median(alone))
+
+
+def counts(quick: bool) -> Sequence[int]:
+    """Of sequences in a step."""
+    return (1, 2) if quick else (1, 8, 32)
+
+
+async def run(options: argparse.Namespace) -> Record:
+    """Every part, and a file of it."""
+    folder = checkpoint(QUICK if options.quick else SHAPE)
+    record = Record(options, model=folder.name, threads=torch.get_num_threads())
+    cache: dict[str, Any] = {"kv_blocks": 2048, "state_slots": 40, "max_context": 1024}
+    config = ModelSettings(str(folder), device="cpu", dtype="bfloat16", **cache)
+    runner = build_runner(config)
+    record.values["sides"] = {"ours": dict(runner.device.choices)}
+    with runner.context():
+        states = held_by(runner, 2 if options.quick else 16)
+        points = [verified(runner, count, options.rounds) for count in counts(options.quick)]
+        fed, alone, median = beside(runner, counts(options.quick)[-1], 16 if options.quick else 64)
+    most = max(each["ratio"] for each in points)
+    cut = max(each["a truncation, ms"] for each in points)
+    neighbours = {
+        "sequences": counts(options.quick)[-1],
+        "p99 alone, ms": round(alone, 2),
+        "median alone, ms": round(median, 2),
+        "p99 beside 512 tokens that are fed again, ms": round(fed, 2),
+        "ratio": round(fed / alone, 3),
+    }
+    record.put(
+        "verification",
+        points,
+        targets=[
+            target("Qwen3.5-0.8B, verification of 5 with 3 rejected, of the same with none", most, 1.05, least=False),
+            target("a truncation within the last step, ms", cut, 1.0, least=False),
+            target("states that a decoding sequence holds", round(states, 3), 1.1, least=False),
+            target("p99 beside a sequence that is fed again, of alone", neighbours["ratio"], 2.0, least=False),
+        ],
+    )
+    record.put("neighbours", [neighbours])
+    return record
+
+
+BENCHMARK: Final = Benchmark("states", run, rounds=9)
