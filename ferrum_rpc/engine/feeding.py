@@ -51,7 +51,7 @@ class StateFeeding:
         if sequence is None or not self.missing(span):
             return 0
         try:
-            piece = self._states.next_piece(sequence, span.start, apart=fork)
+            piece = self._states.next_piece(sequence, span.start, fork=fork)
         except KvBlocksExhausted:
             return 0
         complete = False
@@ -62,7 +62,7 @@ class StateFeeding:
         except Exception as error:
             raise self._failed(error) from error
         finally:
-            self._states.end_piece(sequence, piece, apart=fork, complete=complete)
+            self._states.end_piece(sequence, piece, complete=complete)
         return self.missing(span)
 
     def _run(self, sequence: int, piece: RecurrentSpan, adapter: int) -> None:

@@ -36,7 +36,8 @@ KeyAt = Callable[[int, int], bytes]
 @dataclass(slots=True, eq=False)
 class _Held:
     """What a sequence has: its ``slot``, whose content is ``usable`` or has to be replaced, and its ``checkpoints`` by
-    length; those of ``own`` only it and its forks find. ``recomputed`` tokens were fed again since its last step.
+    length; those of ``own`` only it and its forks find. ``recomputed`` tokens were fed again since its last step, the
+    last of them apart, up to the checkpoint ``on_the_way``.
     ``prompt_end``: how far a prompt is fed, and its last checkpoint, which the next chunk replaces."""
 
     slot: int
@@ -44,6 +45,7 @@ class _Held:
     checkpoints: dict[int, bytes] = field(default_factory=dict)
     own: list[bytes] = field(default_factory=list)
     recomputed: int = 0
+    on_the_way: bytes = b""
     prompt_end: tuple[int, bytes] | None = None
 
 
@@ -78,7 +80,8 @@ class States:
         self._held: dict[int, _Held] = {}
         self._open: dict[int, _OpenSpan] = {}
         self._numbers = itertools.count()
-        self._apart = -1
+        self._apart: int | None = None  # of the piece under way, and whether a fork needs it
+        self._for_fork = False
 
     # --- what must be fed again -------------------------------------------------------------------------------------
 
@@ -93,40 +96,53 @@ class States:
         known = self._nearest(held, length)[0]
         return length - (max(known, slot.length) if held.usable and slot.length <= length else known)
 
-    def next_piece(self, sequence: int, length: int, *, apart: bool) -> RecurrentSpan:
+    def next_piece(self, sequence: int, length: int, *, fork: bool) -> RecurrentSpan:
         """The next of those tokens, at most `PIECE_TOKENS`, as a span to be run without rows; `end_piece` follows. They
-        advance the slot of the sequence, or ``apart`` from it a checkpoint that a fork will find. Raises
-        `KvBlocksExhausted` if there is no slot for that."""
+        advance the slot of the sequence. For a ``fork``, or while the sequence still has longer states, which a step
+        that fails must find, they advance a slot apart, which becomes a checkpoint. Raises `KvBlocksExhausted` if there
+        is none for a fork; the sequence then takes its own."""
         held = self._held[sequence]
         slot = self.store.slots[held.slot]
         known, key = self._nearest(held, length)
-        if apart or not (held.usable and known <= slot.length <= length):
-            source = self._checkpoint(key)
-            if apart:
-                if held.usable and known < slot.length <= length:
-                    source = slot
-                if key:
-                    self.pool.pin(key)
-                try:
-                    self._apart = self.pool.take()
-                finally:
-                    if key:
-                        self.pool.unpin(key)
-                slot = self.store.slots[self._apart]
-            _copy(source, slot, min(source.length, length))
-        if not apart:
+        self._apart, self._for_fork = None, fork
+        if fork or (held.usable and slot.length > length):
+            try:
+                self._apart = self._slot_apart(held, key)
+            except KvBlocksExhausted:
+                if fork:
+                    raise
+        if self._apart is not None:
+            source, slot = slot, self.store.slots[self._apart]
+            if not (held.usable and known < source.length <= length):
+                source = slot if key and key == held.on_the_way else self._checkpoint(key)
+        else:
+            source = slot if held.usable and known <= slot.length <= length else self._checkpoint(key)
             held.usable = False  # until the piece is complete
-        count = min(PIECE_TOKENS, length - slot.length)
-        return RecurrentSpan(slot, slot, slot.length, count)
+        if source is not slot:
+            _copy(source, slot, source.length)
+        return RecurrentSpan(slot, slot, slot.length, min(PIECE_TOKENS, length - slot.length))
 
-    def end_piece(self, sequence: int, piece: RecurrentSpan, *, apart: bool, complete: bool) -> None:
+    def _slot_apart(self, held: _Held, key: bytes) -> int:
+        """The slot of the checkpoint that the piece before has left, which this one continues, or another one."""
+        if key and key == held.on_the_way:
+            return self.pool.remove(key)
+        if key:
+            self.pool.pin(key)
+        try:
+            return self.pool.take()
+        finally:
+            if key:
+                self.pool.unpin(key)
+
+    def end_piece(self, sequence: int, piece: RecurrentSpan, *, complete: bool) -> None:
         """A piece was run in all layers and committed, or it failed."""
         held = self._held[sequence]
-        if not apart:
+        if complete and not self._for_fork:
+            held.recomputed += piece.tokens
+        if self._apart is None:
             held.usable = complete
-            held.recomputed += piece.tokens * complete
         elif complete:
-            self._keep(held, b"", piece.start + piece.tokens, self._apart)
+            held.on_the_way = self._keep(held, b"", piece.start + piece.tokens, self._apart)
         else:
             self.pool.give(self._apart)
 
@@ -330,15 +346,15 @@ class States:
         return 0, b""
 
     def _checkpoint(self, key: bytes) -> RecurrentSlot:
-        slot = self.pool.find(key) if key else None
-        return self.store.empty if slot is None else self.store.slots[slot]
+        return self.store.slots[self.pool.find(key)] if key else self.store.empty
 
-    def _keep(self, held: _Held, key: bytes, length: int, slot: int) -> None:
+    def _keep(self, held: _Held, key: bytes, length: int, slot: int) -> bytes:
         if not key:  # never that of other tokens, which the sequence had before: forks may still have them
             key = next(self._numbers).to_bytes(8, "little")
             held.own.append(key)
         self.pool.keep(key, slot)
         held.checkpoints[length] = key
+        return key
 
 
 def _copy(source: RecurrentSlot, into: RecurrentSlot, length: int) -> None:

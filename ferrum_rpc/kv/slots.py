@@ -64,12 +64,14 @@ class SlotPool:
     def __contains__(self, key: bytes) -> bool:
         return key in self._checkpoints
 
-    def find(self, key: bytes) -> int | None:
-        """The slot of a checkpoint, which is used now."""
-        slot = self._checkpoints.get(key)
-        if slot is not None:
-            self._checkpoints.move_to_end(key)
-        return slot
+    def find(self, key: bytes) -> int:
+        """The slot of a checkpoint that is there, and is used now."""
+        self._checkpoints.move_to_end(key)
+        return self._checkpoints[key]
+
+    def remove(self, key: bytes) -> int:
+        """The slot of a checkpoint that is there, which is one no more: it is the caller's."""
+        return self._checkpoints.pop(key)
 
     def pin(self, key: bytes) -> None:
         """Do not drop a checkpoint until `unpin` was called as often."""

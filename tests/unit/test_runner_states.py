@@ -482,3 +482,23 @@ def test_what_is_taken_back_within_the_last_step_leaves_no_trace_in_any_bit(fold
         assert bits.rows(world.span(made.sequence, [5, 0])) == [bits.alone([*history, 5, 0])]
         history += [5, 0]
         world.release(child.sequence)
+
+
+def test_a_deep_cut_that_fails_or_is_refused_leaves_every_bit_of_the_longer_sequence(folder):
+    """Its tokens were fed again, apart from the states that the sequence has."""
+    bits, history = Bits(folder), prompt(60)
+    world = bits.world
+    made = world.made(history[:32], prefix=None)
+    bits.rows(made)
+    bits.rows(world.span(made.sequence, history[32:]))
+    deep = world.span(made.sequence, [1], 40)
+    with pytest.raises(StepFailed), world.failing("commit", 1):
+        bits.rows(deep)
+    assert world.missing(made.sequence) == 0
+    held = [next(world.numbers) for _ in range(SLOTS - 1)]
+    world.do("fork", made.sequence, held, 60)  # no slot is left to feed them apart
+    world.do("release", held)
+    assert bits.rows(world.span(made.sequence, [2])) == [bits.alone([*history, 2])]
+    [outcome] = world.do("forward", Step((world.span(made.sequence, [1], 40),))).outcomes
+    assert outcome.recomputed_tokens == 0, "that checkpoint is there still"
+    assert columns_of(outcome.rows)["logits"].tobytes() == bits.alone([*history[:40], 1])
