@@ -45,7 +45,7 @@ EVERY_KERNEL = (
     "or short_and_long or head_and_block or (eight_bit_mixes and 48-None-5.0-torch.bfloat16) "
     "or (key_that_is_no and 20-None) or (soft and Factory-auto and not portable-Pair) or (c_draws and not 33000) "
     "or (each_alone and native) or product_of_any_size or stand_for or (single_tokens and amx) "
-    "or (twice_as_much and bfloat16) or test_native_recurrent"
+    "or (twice_as_much and bfloat16) or steps_are_those or chunks_are_those or beside_the_recurrence or few_on_any"
 )
 
 

@@ -589,7 +589,7 @@ def with_every_history(histories, form):
     """A test case of pytest."""
 
     class Case(histories.TestCase):
-        settings = settings(max_examples=60, stateful_step_count=20, suppress_health_check=list(HealthCheck))
+        settings = settings(max_examples=25, stateful_step_count=20, suppress_health_check=list(HealthCheck))
 
         def setUp(self):
             patch = pytest.MonkeyPatch()

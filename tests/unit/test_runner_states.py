@@ -297,7 +297,7 @@ def test_rows_are_those_of_the_tokens_that_a_sequence_has(folder):
     run_state_machine_as_test(
         Histories,
         settings=settings(
-            max_examples=60, stateful_step_count=25, suppress_health_check=list(HealthCheck), deadline=None
+            max_examples=25, stateful_step_count=25, suppress_health_check=list(HealthCheck), deadline=None
         ),
     )
 
