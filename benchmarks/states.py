@@ -142,7 +142,6 @@ async def run(options: argparse.Namespace) -> Record:
     cache: dict[str, Any] = {"kv_blocks": 2048, "state_slots": 40, "max_context": 1024}
     config = ModelSettings(str(folder), device="cpu", dtype="bfloat16", **cache)
     runner = build_runner(config)
-    record.values["sides"] = {"ours": dict(runner.device.choices)}
     with runner.context():
         states = held_by(runner, 2 if options.quick else 16)
         points = [verified(runner, count, options.rounds) for count in counts(options.quick)]
