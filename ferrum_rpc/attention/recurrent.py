@@ -454,7 +454,7 @@ def slot_bytes(shape: RecurrentShape, layers: int, dtype: torch.dtype) -> tuple[
 class RecurrentSpan(NamedTuple):
     """``tokens`` of a sequence of ``start`` tokens, whose ``slot`` reaches back to that. They lead to ``into``:
     the same slot if there are at most `STEP_TOKENS`, and otherwise another one; see `RecurrentSlot.chunk`. It may be
-    the same there, too, if nobody needs what it has. ``keep``: where states are kept."""
+    the same there, too, if its content is not needed. ``keep``: where states are kept."""
 
     slot: RecurrentSlot
     into: RecurrentSlot

@@ -55,7 +55,6 @@ class _OpenSpan:
     ``taken`` for it unless it is the sequence's own. ``known``: the checkpoints of a fork's parent. ``cuts``: the
     lengths at which states are to be ``kept``, in slots taken for that; None: there was none."""
 
-    sequence: int
     source: RecurrentSlot
     into: int
     start: int
@@ -153,7 +152,7 @@ class States:
         ``free_slots``); nothing changed then. ``publishes``: whether others may find the sequence's checkpoints."""
         sequence, start = span.sequence, span.start + reserved.cached
         count, held = reserved.end - start, self._held.get(sequence)
-        opened = _OpenSpan(sequence, self.store.empty, -1, start, count, taken=True)
+        opened = _OpenSpan(self.store.empty, -1, start, count, taken=True)
         if reserved.cached:
             opened.key = reserved.checkpoint
             opened.source = self._checkpoint(opened.key)

@@ -1,7 +1,7 @@
 """Slots for recurrent states as integers: who has which, and checkpoints, the states of a sequence at a length.
 
-A sequence of a model with recurrent layers holds one slot while it lives. A checkpoint is a slot that nobody has to
-keep: the pool drops the one used longest ago when a slot is needed. So free slots are to checkpoints what free blocks
+A sequence of a model with recurrent layers holds one slot while it lives. A checkpoint may be dropped at any
+time: the pool drops the one used longest ago when a slot is needed. So free slots are to checkpoints what free blocks
 are to the prefix cache.
 
 This file must not know tokens, blocks or tensors. It belongs to the model thread; `free` may be read from elsewhere.
@@ -25,8 +25,6 @@ class SlotPool:
         self._free = list(reversed(range(total)))
         self._checkpoints: OrderedDict[bytes, int] = OrderedDict()
         self._pinned: dict[bytes, int] = {}
-        self.evicted = 0
-        """Checkpoints that were dropped because their slot was needed."""
 
     @property
     def free(self) -> int:
@@ -45,7 +43,6 @@ class SlotPool:
             if key is None:
                 metadata = {"needed_slots": 1, "free_slots": 0}
                 raise KvBlocksExhausted(f"all {self.total} slots for recurrent states are held", metadata=metadata)
-            self.evicted += 1
             return self._checkpoints.pop(key)
         return self._free.pop()
 
@@ -84,12 +81,12 @@ class SlotPool:
             del self._pinned[key]
 
     def drop(self, key: bytes) -> None:
-        """Drop a checkpoint if it is there and nobody reads it."""
+        """Drop a checkpoint if it is there and no step reads it."""
         if key not in self._pinned and (slot := self._checkpoints.pop(key, None)) is not None:
             self.give(slot)
 
     def clear(self) -> None:
-        """Drop all checkpoints that nobody reads."""
+        """Drop all checkpoints that no step reads."""
         for key in list(self._checkpoints):
             self.drop(key)
 

@@ -16,21 +16,10 @@ from ferrum_rpc.errors import StepFailed
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from tests.faults.figures import Figures, at_least, exactly
 from tests.faults.sizes import Size
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import RECURRENT_SHAPE, make_checkpoint
 from tests.support.serving import serve_model
 
-SHAPE: Final = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "full_attention_interval": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "vocab_size": 300,
-}
+SHAPE: Final = RECURRENT_SHAPE | {"vocab_size": 300}
 RULES: Final = "after_reserve=error@p0.03;before_forward=error@p0.03;before_commit=error@p0.03;truncate=error@p0.03"
 OFF: Final = 0.2
 """In standard deviations of a row: a state that is wrong is off by one and more, bfloat16 by 0.05."""

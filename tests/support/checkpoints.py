@@ -39,6 +39,19 @@ FAMILIES: dict[str, str] = {
 RECURRENT: dict[str, str] = {"qwen3_5": "Qwen3_5"}
 """Families with recurrent layers."""
 
+RECURRENT_SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+"""Of a model with recurrent layers: sizes that our kernels take, so that bits can be compared."""
+
 WITHOUT_TRANSFORMERS: dict[str, str] = {}
 """Families that transformers lacks: the class, and the test (below the root) of its definition written in torch."""
 

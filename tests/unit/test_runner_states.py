@@ -26,21 +26,11 @@ from ferrum_rpc.core import PREFIX, Accept, FullLogits, OutputSpec, Positions, S
 from ferrum_rpc.engine import states
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, StepFailed
+from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
 from tests.support.checkpoints import make_checkpoint, make_model
 from tests.support.poison import poison
 from tests.support.rows import columns_of
 
-SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "full_attention_interval": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-}
 SIZE, EVERY, PIECE, SLOTS = 4, 24, 40, 7
 LAST = OutputSpec(Positions.LAST, FullLogits())
 ALL = OutputSpec(Positions.ALL, FullLogits())
