@@ -7,6 +7,7 @@ to find, but what a cell gives it to. What a benchmark needs of a model is its s
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import shutil
@@ -188,15 +189,19 @@ def write_checkpoint(path: str | Path, config: Mapping[str, Any], dtype: str = "
 
 
 def checkpoint(shape: str) -> Path:
-    """The folder with random weights of a shape; written whole or not at all, and anew where the shape has changed."""
+    """The folder with random weights of a shape; written whole or not at all, and anew where the shape has changed. Of
+    several processes one writes it, and the others wait."""
     folder = CACHE / shape
     written = folder / "config.json"
-    if not written.is_file() or not SHAPES[shape].items() <= json.loads(written.read_text("utf-8")).items():
-        shutil.rmtree(folder, ignore_errors=True)
-        print(f"writing random weights of {shape} to {folder.relative_to(ROOT)} (once)")
-        partial = CACHE / f"{shape}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        write_checkpoint(partial, SHAPES[shape]).rename(folder)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / f"{shape}.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not written.is_file() or not SHAPES[shape].items() <= json.loads(written.read_text("utf-8")).items():
+            shutil.rmtree(folder, ignore_errors=True)
+            print(f"writing random weights of {shape} to {folder.relative_to(ROOT)} (once)")
+            partial = CACHE / f"{shape}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            write_checkpoint(partial, SHAPES[shape]).rename(folder)
     return folder
 
 
