@@ -74,7 +74,7 @@ INLINE void ISA(scores)(const float *query, int rows, const char *key, const cha
         for (int d = 0; d < dim; d += LANES) {
             const FV x = ISA(cached)(k, d, wide, rounded);
             for (int r = 0; r < rows; r++)
-                sum[r] += x * *(const FV *)(query + r * dim + d);
+                sum[r] = ISA(fma)(x, *(const FV *)(query + r * dim + d), sum[r]);
         }
         for (int r = 0; r < rows; r++)
             sums[r][slot] = sum[r] * (rounded ? ISA(scale)(k, dim) : 1.0f);
@@ -108,7 +108,7 @@ INLINE void ISA(accumulate)(float *acc, int rows, const FV *weights, const float
             for (int i = 0; i < vectors; i++) {
                 const FV x = ISA(cached)(v, from + i * LANES, wide, rounded);
                 for (int r = 0; r < rows; r++)
-                    sum[r][i] += weight[r] * x;
+                    sum[r][i] = ISA(fma)(weight[r], x, sum[r][i]);
             }
         }
         for (int r = 0; r < rows; r++)
@@ -268,7 +268,8 @@ INLINE void ISA(join)(const struct work *work, const struct unit *unit, int chun
             const float share = ISA(exp)(ISA(splat)(rows[c * stride].most - most))[0];
             sum += rows[c * stride].sum * share;
             for (int d = 0; d < dim; d += LANES)
-                acc[d / LANES] += *(const FV *)(from + c * stride * dim + d) * share;
+                acc[d / LANES] =
+                    ISA(fma)(*(const FV *)(from + c * stride * dim + d), ISA(splat)(share), acc[d / LANES]);
         }
         char *out = work->output + ((size_t)unit->row * work->heads + row) * dim * element;
         for (int d = 0; d < dim; d += LANES)
@@ -317,8 +318,7 @@ static TARGET void ISA(run_round)(char *to, const char *from, int heads, int dim
         const float scale = ISA(largest)(most) / 127.0f + ISA(total)(odd);
         const float inverse = scale < FLT_MIN ? 0.0f : 1.0f / scale;
         for (int d = 0; d < dim; d += LANES) {
-            FV x = ISA(load)(from, head * dim + d, wide) * inverse;
-            x = ISA(where)(x > 127.0f, ISA(splat)(127.0f), x); /* between product and sum, so that they are not fused */
+            const FV x = ISA(load)(from, head * dim + d, wide) * inverse;
             ISA(store_bytes)(to + d, (IV)(x + magic));
         }
         *(aliasing_float *)(to + dim) = scale;

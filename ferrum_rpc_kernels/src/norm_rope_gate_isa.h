@@ -19,7 +19,7 @@ INLINE void ISA(centre)(const struct row_task *rows, const char *hidden, char *o
     const float mean = ISA(total)(sum) / (float)n;
     for (int i = 0; i < n; i += LANES) {
         const FV x = ISA(load)(hidden, i, wide) - mean;
-        squares += x * x;
+        squares = ISA(fma)(x, x, squares);
     }
     const float scale = ISA(inverse_rms)(squares, n, rows->kind->eps);
     for (int i = 0; i < n; i += LANES) {
@@ -46,7 +46,7 @@ INLINE void ISA(add_norm)(const struct row_task *rows, int64_t row, int wide)
             ISA(store)(hidden, i, wide, x + ISA(load)(delta, i, wide) * residual);
             x = ISA(load)(hidden, i, wide);
         }
-        squares[i / LANES & 1] += x * x;
+        squares[i / LANES & 1] = ISA(fma)(x, x, squares[i / LANES & 1]);
     }
     if (!rows->norm)
         return;
@@ -65,7 +65,7 @@ INLINE float ISA(norm_of)(const char *x, int n, float eps, int wide)
     FV squares = {0};
     for (int i = 0; i < n; i += LANES) {
         const FV each = ISA(load)(x, i, wide);
-        squares += each * each;
+        squares = ISA(fma)(each, each, squares);
     }
     return ISA(inverse_rms)(squares, n, eps);
 }

@@ -46,7 +46,7 @@ INLINE void ISA(multiply_tile)(const struct ISA(product) *product, int row, int 
             const FV x = ISA(splat)(a[r * a_stride + i]);
 #pragma GCC unroll 2
             for (int v = 0; v < vectors; v++)
-                sums[r][v] += x * each[v];
+                sums[r][v] = ISA(fma)(x, each[v], sums[r][v]);
         }
     }
 #pragma GCC unroll 8
@@ -85,10 +85,10 @@ INLINE void ISA(solve_columns)(const float *system, float *x, int n, int columns
         for (int v = 0; v < vectors; v++)
             sums[v] = *(FV *)(x + (size_t)row * columns + v * LANES);
         for (int i = 0; i < row; i++) {
-            const FV factor = ISA(splat)(system[row * BLOCK + i]);
+            const FV factor = ISA(splat)(-system[row * BLOCK + i]);
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; v++)
-                sums[v] -= factor * *(FV *)(x + (size_t)i * columns + v * LANES);
+                sums[v] = ISA(fma)(factor, *(FV *)(x + (size_t)i * columns + v * LANES), sums[v]);
         }
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++)

@@ -14,7 +14,8 @@ INLINE void ISA(convolve)(const struct recurrent_layer *layer, const char *const
     for (int i = 0; i < n; i += LANES) {
         FV sum = {0};
         for (int tap = 0; tap < layer->taps; tap++)
-            sum += ISA(load)(window[tap], first + i, layer->wide) * *(const FV *)(weight + (size_t)tap * channels + i);
+            sum = ISA(fma)(ISA(load)(window[tap], first + i, layer->wide),
+                           *(const FV *)(weight + (size_t)tap * channels + i), sum);
         *(FV *)(out + i) = ISA(times_sigmoid)(sum, sum);
     }
 }
@@ -24,7 +25,7 @@ INLINE void ISA(normalise)(float *x, int n, float factor)
 {
     FV squares = {0};
     for (int i = 0; i < n; i += LANES)
-        squares += *(FV *)(x + i) * *(FV *)(x + i);
+        squares = ISA(fma)(*(FV *)(x + i), *(FV *)(x + i), squares);
     factor /= __builtin_sqrtf(ISA(total)(squares) + EPSILON);
     for (int i = 0; i < n; i += LANES)
         *(FV *)(x + i) *= factor;

@@ -6,13 +6,13 @@
 INLINE FV ISA(softplus)(FV x)
 {
     const FV t = ISA(exp)(ISA(where)(x < 0.0f, x, -x)), s = t / (t + 2.0f), z = s * s;
-    FV y = z * (1.0f / 15.0f) + 1.0f / 13.0f;
-    y = y * z + 1.0f / 11.0f;
-    y = y * z + 1.0f / 9.0f;
-    y = y * z + 1.0f / 7.0f;
-    y = y * z + 1.0f / 5.0f;
-    y = y * z + 1.0f / 3.0f;
-    y = y * z + 1.0f;
+    FV y = ISA(line)(z, 1.0f / 15.0f, 1.0f / 13.0f);
+    y = ISA(fma)(y, z, ISA(splat)(1.0f / 11.0f));
+    y = ISA(fma)(y, z, ISA(splat)(1.0f / 9.0f));
+    y = ISA(fma)(y, z, ISA(splat)(1.0f / 7.0f));
+    y = ISA(fma)(y, z, ISA(splat)(1.0f / 5.0f));
+    y = ISA(fma)(y, z, ISA(splat)(1.0f / 3.0f));
+    y = ISA(fma)(y, z, ISA(splat)(1.0f));
     return s * y * 2.0f + ISA(where)(x < 0.0f, (FV){0}, x);
 }
 
@@ -52,7 +52,7 @@ INLINE void ISA(gate_heads)(const struct gated_rows *rows, int64_t row, int wide
             FV squares = {0};
             for (int i = 0; i < dim; i += LANES) {
                 const FV each = ISA(load)(x, i, wide);
-                squares += each * each;
+                squares = ISA(fma)(each, each, squares);
             }
             scale = 1.0f / __builtin_sqrtf(ISA(total)(squares) / (float)dim + rows->eps);
         }

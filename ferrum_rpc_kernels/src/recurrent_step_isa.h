@@ -38,14 +38,14 @@ INLINE void ISA(run_pass)(struct ISA(slice) *slice, float *state, float *held, i
             if (pass & ISA(FIRST))
                 x = *stored;
             else
-                x = *own + written[v] * key_now;
+                x = ISA(fma)(written[v], key_now, *own);
             if (pass & ISA(READ))
-                output[v] += x * query_now;
+                output[v] = ISA(fma)(x, query_now, output[v]);
             if (pass & ISA(KEEP))
                 *stored = x;
             if (pass & ISA(NEXT)) {
                 x *= decay;
-                answer[v] += x * key_next;
+                answer[v] = ISA(fma)(x, key_next, answer[v]);
                 *own = x;
             }
         }

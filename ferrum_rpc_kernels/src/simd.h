@@ -36,6 +36,23 @@ INLINE FV ISA(splat)(float x) { return x - (FV){0}; }
 
 INLINE FV ISA(where)(IV mask, FV yes, FV no) { return (FV)((mask & (IV)yes) | (~mask & (IV)no)); }
 
+/* a * b + c, rounded once if the set has an instruction for it. Written out, and compiled with -ffp-contract=off: a compiler
+ * may fuse `a * b + c` in one copy of an inlined function and not in another (GCC 13 does where GCC 12 did not), and then a
+ * token's bits depend on the step that computes it. */
+INLINE FV ISA(fma)(FV a, FV b, FV c)
+{
+#if LANES == 16
+    return (FV)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+    return (FV)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+/* The same of each element of x: x * by + add. */
+INLINE FV ISA(line)(FV x, float by, float add) { return ISA(fma)(x, ISA(splat)(by), ISA(splat)(add)); }
+
 /* LANES elements of a cache or query row as floats; a bfloat16 is the upper half of one. */
 INLINE FV ISA(load)(const char *row, int element, int wide)
 {
@@ -93,15 +110,15 @@ INLINE FV ISA(exp)(FV x)
     const IV small = x <= -87.0f;
     x = ISA(where)(small, (FV){0}, x);
     const FV magic = ISA(splat)(12582912.0f + 127.0f); /* 1.5 * 2^23, and the exponent of 1 */
-    const FV shifted = x * 1.44269504088896341f + magic;
+    const FV shifted = ISA(fma)(x, ISA(splat)(1.44269504088896341f), magic);
     const FV n = shifted - magic;
-    const FV r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    FV y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
+    const FV r = ISA(fma)(n, ISA(splat)(2.12194440e-4f), ISA(fma)(n, ISA(splat)(-0.693359375f), x));
+    FV y = ISA(line)(r, 1.9875691500e-4f, 1.3981999507e-3f);
+    y = ISA(fma)(y, r, ISA(splat)(8.3334519073e-3f));
+    y = ISA(fma)(y, r, ISA(splat)(4.1665795894e-2f));
+    y = ISA(fma)(y, r, ISA(splat)(1.6666665459e-1f));
+    y = ISA(fma)(y, r, ISA(splat)(5.0000001201e-1f));
+    y = ISA(fma)(y * r, r, r) + 1.0f;
     return (FV)(~small & (IV)(y * (FV)((UV)shifted << 23)));
 }
 
@@ -117,11 +134,11 @@ INLINE FV ISA(tanh)(FV x)
 {
     const FV size = ISA(where)(x < 0.0f, -x, x), t = ISA(exp)(size * -2.0f), z = x * x;
     const FV y = (1.0f - t) / (1.0f + t);
-    FV p = z * -5.70498872745e-3f + 2.06390887954e-2f;
-    p = p * z - 5.37397155531e-2f;
-    p = p * z + 1.33314422036e-1f;
-    p = p * z - 3.33332819422e-1f;
-    return ISA(where)(size < 0.625f, p * z * x + x, ISA(where)(x < 0.0f, -y, y));
+    FV p = ISA(line)(z, -5.70498872745e-3f, 2.06390887954e-2f);
+    p = ISA(fma)(p, z, ISA(splat)(-5.37397155531e-2f));
+    p = ISA(fma)(p, z, ISA(splat)(1.33314422036e-1f));
+    p = ISA(fma)(p, z, ISA(splat)(-3.33332819422e-1f));
+    return ISA(where)(size < 0.625f, ISA(fma)(p * z, x, x), ISA(where)(x < 0.0f, -y, y));
 }
 
 /* Those lanes of x and then y that the numbers say, which are constants. */

@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SOURCES = sorted((ROOT / "ferrum_rpc_kernels" / "src").glob("*.c"))
 PORTABLE = HERE / "portable.c"
-EXACT = ("-w", "-fno-math-errno", "-ffp-contract=off", f"-I{SOURCES[0].parent}")
-"""Without fused products, which not every CPU has, results are the same everywhere to the last bit."""
+FLAGS = ("-w", "-fno-math-errno", "-ffp-contract=off")
+EXACT = (*FLAGS, f"-I{SOURCES[0].parent}")
+"""Portable C fuses no products, and its results are the same everywhere to the last bit."""
 
 FEWER = ("-DGEMM_ROWS=3",)
 """Half of the copies of the loops over rows, which take most of the time to compile."""
@@ -65,7 +66,7 @@ def build(compiler, folder, *options):
     while waiting or running:
         while waiting and len(running) < 2:
             source, target = waiting.pop()
-            running.append(subprocess.Popen([compiler, "-w", "-fPIC", *options, "-c", source, "-o", target]))
+            running.append(subprocess.Popen([compiler, *FLAGS, "-fPIC", *options, "-c", source, "-o", target]))
         assert running.pop(0).wait() == 0
     target = folder / library.LIBRARY
     links = [each for each in options if each.startswith("-fsanitize")]
@@ -94,7 +95,7 @@ def test_kernels_touch_no_memory_but_theirs_and_rely_on_nothing_undefined(tmp_pa
     if not Path(found.stdout.strip()).is_absolute():
         pytest.skip("the compiler has no address sanitizer of its own to preload")
     watched = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-    build(compiler, tmp_path, "-O1", "-fopenmp", "-fno-math-errno", *FEWER, *EMULATED, *watched)
+    build(compiler, tmp_path, "-O1", "-fopenmp", *FEWER, *EMULATED, *watched)
     run_kernels(tmp_path, LD_PRELOAD=found.stdout.strip(), ASAN_OPTIONS="detect_leaks=0")  # Python's own are many
 
 
@@ -108,7 +109,7 @@ def test_pairs_are_multiplied_in_the_other_way_too():
 
 def test_clang_builds_kernels_that_are_right(tmp_path):
     """In one thread: its OpenMP is another than torch's."""
-    build(tool("clang"), tmp_path, "-O1", "-fno-math-errno")
+    build(tool("clang"), tmp_path, "-O1")
     run_kernels(tmp_path)
 
 
