@@ -157,11 +157,11 @@ def mask_words(vocab_size: int) -> bytes:
     return b"\x55" * (4 * -(-vocab_size // 32))
 
 
-def settings(cells: Sequence[Cell], threads: int, device: str = "") -> dict[str, Any]:
+def settings(cells: Sequence[Cell], threads: int, device: str = "cpu") -> dict[str, Any]:
     """Of `ferrum-rpc serve`, for the server and for the runner in this process alike: blocks for the largest cell, and
     to spare."""
     blocks = max(cell.blocks for cell in cells) + 64
-    return {"block_size": BLOCK_SIZE, "kv_blocks": blocks, "threads": threads} | ({"device": device} if device else {})
+    return {"block_size": BLOCK_SIZE, "kv_blocks": blocks, "threads": threads, "device": device}
 
 
 def write_checkpoint(path: str | Path, config: Mapping[str, Any], dtype: str = "bfloat16") -> Path:

@@ -252,7 +252,7 @@ class Client(Way):
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, model: str, cells: Sequence[Cell], threads: int, device: str = "", *, name: str = REFERENCE, **more: Any
+        cls, model: str, cells: Sequence[Cell], threads: int, device: str = "cpu", *, name: str = REFERENCE, **more: Any
     ) -> AsyncIterator[Client]:
         """Start the server, told ``more`` than the settings of all sides, and wait for the model."""
         async with connected(model, settings(cells, threads, device) | more) as (found, client):

@@ -65,7 +65,7 @@ class Inside:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, model: str, cells: Sequence[Cell], threads: int, device: str = "", **more: Any
+        cls, model: str, cells: Sequence[Cell], threads: int, device: str = "cpu", **more: Any
     ) -> AsyncIterator[Inside]:
         """Load the model as `ferrum-rpc serve` does; ``more`` are settings of it."""
         loading = ModelSettings(model, **settings(cells, threads, device), **more)
