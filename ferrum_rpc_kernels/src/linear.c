@@ -93,12 +93,12 @@ typedef void unpack_panel(const char *panel, const uint8_t *zeros, int every, in
 
 /* Inner loops for up to `rows` rows at a time, of several such blocks a multiple of `whole`, and `chunk` vectors of a panel.
  * `unpack`: panels of nibbles to bytes before, if they multiply these; a nibble becomes `every` more, if a matrix has no
- * zeros. */
+ * zeros. `packed`: rows are packed for registers before (amx_pack). */
 struct loops {
     multiply_tile *multiply;
     int32_t rows, whole, chunk;
     unpack_panel *unpack;
-    int32_t every;
+    int32_t every, packed;
 };
 
 /* What multiplies the panels of a kind. Its bits do not depend on the number of rows: loops for few and, from `many_from` on,
@@ -111,7 +111,7 @@ struct kernel {
     struct loops few, many;
 };
 
-#define FEW(multiply) {multiply, GEMM_ROWS, 1, CHUNK, NULL, 0}
+#define FEW(multiply) {multiply, GEMM_ROWS, 1, CHUNK, NULL, 0, 0}
 #define NEVER INT32_MAX
 
 /* The best of this machine. */
@@ -119,11 +119,13 @@ static struct kernel kernel_of(int32_t kind)
 {
 #if defined(AMX)
     if (CPU_HAS(AMX) && amx_permitted()) {
-        const struct loops bytes = {bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK, NULL, 0};
-        const struct loops nibbles = {bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK / 2, unpack_avx512, 120};
-        const struct loops factored = {factored_bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK / 2, unpack_avx512, 0};
+        const struct loops pairs = {pairs_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK, NULL, 0, 0};
+        const struct loops packed_pairs = {packed_pairs_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK, NULL, 0, 1};
+        const struct loops bytes = {bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK, NULL, 0, 0};
+        const struct loops nibbles = {bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK / 2, unpack_avx512, 120, 0};
+        const struct loops factored = {factored_bytes_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK / 2, unpack_avx512, 0, 0};
         if (kind == PAIRS)
-            return (struct kernel){&isa_avx512, NULL, 4, 32, NEVER, {pairs_amx, AMX_BLOCK, AMX_ROWS, AMX_CHUNK, NULL, 0}};
+            return (struct kernel){&isa_avx512, NULL, 4, 32, AMX_ROWS + 1, pairs, packed_pairs};
         if (kind == BYTES)
             return (struct kernel){&isa_avx512, prepare_bytes_avx512, 4, 32, AMX_ROWS, FEW(bytes_avx512), bytes};
         if (kind == NIBBLES)
@@ -136,10 +138,10 @@ static struct kernel kernel_of(int32_t kind)
         return (struct kernel){&isa_avx512, prepare_bytes_avx512, 4, 16, NEVER, FEW(bytes_avx512)};
     if (kind == NIBBLES && CPU_HAS(AVX512_VNNI))
         return (struct kernel){&isa_avx512, prepare_bytes_avx512, 8, 16, UNPACKING, FEW(nibbles_avx512),
-                               {bytes_avx512, GEMM_ROWS, 1, UNPACKED, unpack_avx512, 120}};
+                               {bytes_avx512, GEMM_ROWS, 1, UNPACKED, unpack_avx512, 120, 0}};
     if (kind == FACTORED && CPU_HAS(AVX512_VNNI))
         return (struct kernel){&isa_avx512, prepare_bytes_avx512, 8, 16, UNPACKING, FEW(factored_avx512),
-                               {factored_bytes_avx512, GEMM_ROWS, 1, UNPACKED, unpack_avx512, 0}};
+                               {factored_bytes_avx512, GEMM_ROWS, 1, UNPACKED, unpack_avx512, 0, 0}};
     if (kind == PAIRS && CPU_HAS(AVX512_BF16) && pairs_preferred())
         return (struct kernel){&isa_avx512, NULL, 4, 16, NEVER, FEW(pairs_avx512_bf16)};
     if (kind == PAIRS && CPU_HAS(AVX512))
@@ -178,7 +180,7 @@ int32_t ferrum_linear_supported(int32_t kind) { return kernel_of(kind).vectors; 
 int32_t ferrum_linear_prepared(int32_t kind)
 {
     const struct kernel kernel = kernel_of(kind);
-    return kernel.prepare ? kernel.step / elements_of[kind] : 0;
+    return kernel.prepare ? kernel.step / elements_of[kind] : kernel.many.packed ? 2 : 0;
 }
 
 /* NULL if memory is short. */
@@ -235,6 +237,7 @@ static void multiply(const struct product *product, int64_t job, int64_t next, s
     const int64_t from = job % product->slabs * SLAB;
     const int rows = (int)(product->count - from < SLAB ? product->count - from : SLAB);
     const int blocks = (rows + loops->rows - 1) / loops->rows;
+    const size_t step = loops->packed ? 64 : kernel->step;
     const int vectors = (int)(product->panel_bytes / 64), groups = product->groups, together = product->together;
     const size_t scale_bytes = linear->kind == FACTORED ? sizeof(uint8_t) : sizeof(uint16_t);
     const size_t supers = linear->factors ? (size_t)(linear->k / SUPER_GROUP) * 2 * GEMM_COLUMNS : 0;
@@ -279,7 +282,7 @@ static void multiply(const struct product *product, int64_t job, int64_t next, s
             const int share = (rows - row + blocks - block - 1) / (blocks - block);
             const int even = (share + loops->whole - 1) / loops->whole * loops->whole;
             const int count = even < rows - row ? even : rows - row;
-            tile.rows = product->rows + (from + row) * product->row_bytes + (size_t)first * kernel->step;
+            tile.rows = product->rows + (from + row) * product->row_bytes + first * step;
             tile.sums = own->sums + row * GEMM_WIDTH;
             tile.ahead = ahead && block < panels ? ahead + block * product->panel_bytes + (size_t)first * 64 : tile.panels;
             if (groups) {
@@ -353,6 +356,14 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
         product.row_scales = self->scales;
         product.row_starts = self->starts;
     }
+#if defined(AMX)
+    if (product.loops->packed) {
+        product.row_bytes = amx_packed_bytes(linear->k);
+        if (!reserve_buffer(&self->rows, &self->rows_size, (size_t)(count + AMX_ROWS - 1) * product.row_bytes))
+            return -1;
+        product.rows = self->rows;
+    }
+#endif
     int64_t taken = 0;
     int arrived = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -370,6 +381,14 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
                 kernel->prepare(linear, x + (size_t)row * x_stride * 2, self->rows + (size_t)row * product.row_bytes,
                                 self->scales + (size_t)row * groups, self->starts + (size_t)row * groups);
         }
+#if defined(AMX)
+        if (product.loops->packed) {
+            int64_t row;
+#pragma omp for schedule(static)
+            for (row = 0; row < count; row++)
+                amx_pack(x + (size_t)row * x_stride * 2, row, linear->k, self->rows);
+        }
+#endif
         int64_t job = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);
         while (job < jobs) {
             const int64_t next = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED);

@@ -43,7 +43,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 EVERY_KERNEL = (
     "test_fused_ops or (exact_one and not (portable and (2112 or 4160))) "
     "or (have_the_same_bits and not (2112 or 4160)) or lie_apart or what_is_no_number or new_tokens "
-    "or short_and_long or head_and_block or (eight_bit_mixes and 48-None-5.0-torch.bfloat16) "
+    "or short_and_long or odd_width or head_and_block or (eight_bit_mixes and 48-None-5.0-torch.bfloat16) "
     "or (key_that_is_no and 20-None) or (soft and Factory-auto and not portable-Pair) or (c_draws and not 33000) "
     "or (each_alone and native) or product_of_any_size or stand_for or (single_tokens and amx) "
     "or (twice_as_much and bfloat16) or steps_are_those or chunks_are_those or beside_the_recurrence or few_on_any"
