@@ -59,6 +59,7 @@ PEERS: Final = (
 USUAL: Final = ("qwen3-0.6b", "tiny")
 """Shapes of a run, and of a quick one."""
 
+BITS: Final = {REFERENCE: "bf16", INT8: "int8", INT4: "int4"}
 ENVIRONMENTS: Final = ROOT / ".venv-peers"
 REQUIREMENTS: Final = ROOT / "benchmarks" / "environments"
 
@@ -116,9 +117,9 @@ async def run(options: argparse.Namespace) -> Record:
 
 
 def variant(options: argparse.Namespace) -> str:
-    """Another shape, or peers in 4 bits alone, or in 16, are a run of their own, not a newer one of all."""
+    """Another shape, or peers in as many bits alone, are a run of their own, not a newer one of all."""
     rivals = {each.rival for each in PEERS if each.name in options.peers}
-    bits = "int4" if rivals == {INT4} else "bf16" if rivals == {REFERENCE} else ""
+    bits = BITS[rivals.pop()] if len(rivals) == 1 else ""
     return "-".join(filter(None, (_shape(options), bits)))
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from benchmarks.cases import CELLS
 from benchmarks.machine import RESULTS, ROOT, label
-from benchmarks.peers import PEERS
+from benchmarks.peers import PEERS, USUAL
 from benchmarks.picture import Bar, svg
 from benchmarks.record import LIMIT, PAGE, SCHEMA
 from benchmarks.table import bound_of, markdown, number, reached, rows_of, shown
@@ -79,8 +79,7 @@ def glance(found: Sequence[Result]) -> str:
     engines = dict.fromkeys(name for rates in on.values() for each in rates.values() for name in each)
     engines |= dict.fromkeys(peer.name for peer in PEERS)
     for machine, rates in on.items():
-        runs = [each for each in found if each["machine"] == machine and each["benchmark"] in {"peers", "suite"}]
-        absent = {name for each in runs for name in each["left_out"]}
+        absent = {name for each in played(machine, found) for name in each["left_out"]}
         rows = [(name, *(_glance(rates[cell.name].get(name), name in absent) for cell in CELLS)) for name in engines]
         rows += [("ours, to reach", *(f"≥ {cell.target:g}" for cell in CELLS))]
         rows += [("goal", *(f"≥ {cell.goal:g}" for cell in CELLS))]
@@ -93,16 +92,18 @@ def peers_on(found: Sequence[Result]) -> list[str]:
     return list(dict.fromkeys(each["machine"] for each in found if each["benchmark"] == "peers"))
 
 
+def played(machine: str, found: Sequence[Result]) -> list[Result]:
+    """What was measured on it of all engines and the usual model: rates of two models are no comparison."""
+    runs = [each for each in found if each["machine"] == machine and each["benchmark"] in {"peers", "suite"}]
+    return [each for each in runs if each["settings"].get("model", f"{USUAL[0]}:").startswith(f"{USUAL[0]}:")]
+
+
 def rates_of(cell: str, machine: str, found: Sequence[Result]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The limit, and each engine with its row, our own first; of the suite where it is in both. An engine's latest row
-    is what counts: that of a run without figures says why."""
+    """The limit, and each engine with its latest row, our own first. A row without figures counts too: it says why."""
     rows: dict[str, dict[str, Any]] = {}
-    for benchmark in ("peers", "suite"):
-        for result in (
-            each for each in reversed(found) if (each["benchmark"], each["machine"]) == (benchmark, machine)
-        ):
-            cells = result["tables"].get("cells", {"columns": (), "rows": ()})
-            rows |= {row["side"]: row for row in rows_of(cells) if row["cell"] == cell}
+    for result in reversed(played(machine, found)):
+        cells = result["tables"].get("cells", {"columns": (), "rows": ()})
+        rows |= {row["side"]: row for row in rows_of(cells) if row["cell"] == cell}
     yield from sorted(rows.items(), key=lambda each: (each[0] != LIMIT, not each[0].startswith(OURS)))
 
 
