@@ -22,6 +22,9 @@
 #include "cpu_features.h"
 #include "buffer.h"
 
+#if !defined(SPECIALIZED) /* tests compile fewer copies of the loops */
+#define SPECIALIZED 1
+#endif
 #define MAX_DIM 256
 #define CHUNK 512    /* positions of a unit */
 #define TILE_ROWS 16 /* query rows (tokens x group) of a unit and KV head */

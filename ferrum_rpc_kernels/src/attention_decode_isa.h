@@ -282,7 +282,9 @@ static TARGET void ISA(run_unit)(const struct work *work, const struct unit *uni
                                  float *scratch)
 {
     const int dim = work->head_dim, wide = work->wide, rounded = work->rounded;
-    if (dim == 128 && !wide && rounded)
+    if (!SPECIALIZED)
+        ISA(unit)(work, unit, head, head_end, scratch, dim, wide, rounded);
+    else if (dim == 128 && !wide && rounded)
         ISA(unit)(work, unit, head, head_end, scratch, 128, 0, 1);
     else if (dim == 128 && !wide)
         ISA(unit)(work, unit, head, head_end, scratch, 128, 0, 0);

@@ -1,6 +1,6 @@
 /* Rows, attention, recurrence and products in portable C on fixed random numbers, printed bit by bit: on every machine the same.
  *
- * For test_native_builds.py, linked with the sources of the library. The first line says what else the machine has. */
+ * For test_native_builds.py, linked with the sources of the library. The first line says what else there is. */
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -19,6 +19,7 @@ from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.core import AttentionSpec
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import CacheSpec, KvStore
+from ferrum_rpc.usage import ISA_VARIABLE
 from tests.support.cases import MIX, dense, paged_step
 from tests.support.harness import check_geometry, made_or_skip, threads
 from tests.support.poison import fill_slots
@@ -86,10 +87,15 @@ def test_every_row_of_a_step(spec, spans, options):
     compare(spec, spans, **options)
 
 
+@pytest.mark.parametrize("isa", ["any", "avx512", "avx512_vnni"])
 @pytest.mark.parametrize(
     ("head_dim", "block_size"), [(16, 1), (48, 5), (80, 64), (96, 1), (192, 5), (256, 64), (64, 5)]
 )
-def test_long_spans_of_any_head_and_block(head_dim, block_size):
+def test_long_spans_of_any_head_and_block(head_dim, block_size, isa, monkeypatch):
+    """With AVX-512 pairs are multiplied by AVX-512 BF16 or in float32: one of the two is the choice for this CPU, and
+    all other tests take it."""
+    if isa != "any":
+        monkeypatch.setenv(ISA_VARIABLE, isa)
     spec = AttentionSpec(7, 1, head_dim, head_dim**-0.5)
     compare(spec, [(0, 40), (90, 65)], block_size=block_size, **BF16)
 

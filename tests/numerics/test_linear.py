@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 
 import pytest
 import torch
@@ -135,14 +134,16 @@ def test_the_largest_of_a_row_is_the_first_of_the_largest_that_would_be_written(
     elif kind == "infinite":
         bias[:] = -float("inf")
     product = factory(weight, bias)
-    for count, rows in itertools.product((1, 3), ROWS):
+    for rows in ROWS:
         x = draw(rows, k, seed=rows)
         if kind == "no numbers" and rows > 1:
             x[1] = float("nan")
-        with threads(count):
-            found = product.argmax(x)
+        expected = product.fp32(x).argmax(dim=-1)
+        for count in (1, 3):
+            with threads(count):
+                found = product.argmax(x)
             assert found.dtype == torch.int64
-            assert torch.equal(found, product.fp32(x).argmax(dim=-1))
+            assert torch.equal(found, expected)
     assert torch.equal(product.argmax(draw(2, 3, k)), product.argmax(draw(2, 3, k).view(6, k)).view(2, 3))
 
 
