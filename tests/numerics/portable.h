@@ -1,5 +1,5 @@
-/* Leaves the sources of the library their portable code alone, for portable.c, which runs no other: included before each.
- * The system's headers must still know the CPU, so they come first. */
+/* Leaves the sources of the library their portable code alone, included before each: for portable.c, which runs no other, and
+ * for wheels that are not run. The system's headers must still know the CPU, so they come first. */
 
 #include <float.h>
 #include <math.h>

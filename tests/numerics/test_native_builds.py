@@ -6,6 +6,7 @@ What a compiler or an emulator is missing for is skipped. Clang and the ARM64 cr
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -20,9 +21,10 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 SOURCES = sorted((ROOT / "ferrum_rpc_kernels" / "src").glob("*.c"))
 PORTABLE = HERE / "portable.c"
-FLAGS = ("-w", "-fno-math-errno", "-ffp-contract=off")
-EXACT = (*FLAGS, f"-I{SOURCES[0].parent}", "-include", f"{HERE / 'portable.h'}")
-"""Portable C fuses no products, and its results are the same everywhere to the last bit."""
+CACHE = ROOT / ".cache" / "objects"
+FLAGS = ("-w", "-fno-math-errno", "-ffp-contract=off", "-fPIC")
+ALONE = (f"-I{SOURCES[0].parent}", "-include", f"{HERE / 'portable.h'}")
+"""For portable C, which fuses no products, and whose results are the same everywhere to the last bit."""
 
 FEWER = ("-DGEMM_ROWS=2", "-DSPECIALIZED=0")
 """A third of the copies of the loops over rows, and one of attention: copies take most of the time to compile."""
@@ -60,19 +62,42 @@ def tool(name):
     return found
 
 
-def build(compiler, folder, *options):
-    """The library in ``folder``; a source at a time and two at once."""
-    objects = [folder / f"{each.stem}.o" for each in SOURCES]
-    waiting, running = list(zip(SOURCES, objects, strict=True)), []
-    waiting.sort(key=lambda each: each[0].stat().st_size)
+def compiled(compiler, sources, *options):
+    """Objects of ``sources``, compiled two at once. They stay in the checkout for the next run, which takes them if
+    compiler, options, headers and source are the same."""
+    said = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    headers = sorted([*SOURCES[0].parent.glob("*.h"), *HERE.glob("*.h")])
+    how = digest(said, *FLAGS, *map(str, options))
+    wanted = {each: f"{digest(*(file.read_bytes() for file in (*headers, each)))}.o" for each in sources}
+    folders = {each: CACHE / f"{each.stem}-{how}" for each in sources}
+    waiting, running = [each for each in sources if not (folders[each] / wanted[each]).exists()], []
+    waiting.sort(key=lambda each: each.stat().st_size)
     while waiting or running:
         while waiting and len(running) < 2:
-            source, target = waiting.pop()
-            running.append(subprocess.Popen([compiler, *FLAGS, "-fPIC", *options, "-c", source, "-o", target]))
-        assert running.pop(0).wait() == 0
-    target = folder / library.LIBRARY
+            source = waiting.pop()
+            folders[source].mkdir(parents=True, exist_ok=True)
+            made = folders[source] / f"{os.getpid()}"
+            command = [compiler, *FLAGS, *options, "-c", source, "-o", made]
+            running.append((source, made, subprocess.Popen(command)))
+        source, made, process = running.pop(0)
+        assert process.wait() == 0
+        target = folders[source] / wanted[source]
+        for older in {*folders[source].glob("*.o")} - {target}:
+            older.unlink(missing_ok=True)
+        made.rename(target)
+    return [folders[each] / wanted[each] for each in sources]
+
+
+def digest(*parts):
+    """Of all parts."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def build(compiler, folder, *options):
+    """The library in ``folder``."""
     links = [each for each in options if each.startswith("-fsanitize")]
-    subprocess.run([compiler, "-shared", *links, *objects, "-o", target], check=True)
+    objects = compiled(compiler, SOURCES, *options)
+    subprocess.run([compiler, "-shared", *links, *objects, "-o", folder / library.LIBRARY], check=True)
 
 
 def run_kernels(folder, **environment):
@@ -110,8 +135,9 @@ def test_clang_builds_kernels_that_are_right(tmp_path):
 
 def run_portable(folder, compiler, *options, emulator=()):
     """The bits that the portable code computes."""
-    program = folder / "portable"
-    subprocess.run([compiler, *EXACT, *options, PORTABLE, *SOURCES, "-o", program, "-lm"], check=True)
+    program, links = folder / "portable", [each for each in options if each == "-static"]
+    objects = compiled(compiler, [PORTABLE, *SOURCES], *ALONE, *options)
+    subprocess.run([compiler, *links, *objects, "-o", program, "-lm"], check=True)
     done = subprocess.run([*emulator, program], capture_output=True, text=True, check=True)
     has, _, bits = done.stdout.partition("\n")
     assert has == "portable lanes 4 pairs 4 bytes 4 prefill 0"
