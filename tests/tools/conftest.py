@@ -4,6 +4,7 @@ itself and once for each server, and that is most of what a quick run takes."""
 import asyncio
 import io
 import json
+import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -19,7 +20,7 @@ SERVER = (sys.executable, "-m", "ferrum_rpc.cli")
 
 @pytest.fixture(scope="module")
 def forked_servers():
-    """The servers of benchmarks are forked, and no turn is repeated because others use the machine: the suite does."""
+    """The servers of benchmarks are forked and have one thread, and no turn is repeated: other tests use the cores."""
     execute = asyncio.create_subprocess_exec
 
     async def start(*command, **options):
@@ -30,6 +31,7 @@ def forked_servers():
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio, "create_subprocess_exec", start)
+        patch.setattr(os, "sched_getaffinity", lambda process: {0})
         patch.setattr(compare.Bystanders, "disturbed", lambda self: False)
         yield
     torch.set_num_threads(threads)
