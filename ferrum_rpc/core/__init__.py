@@ -25,6 +25,7 @@ from ferrum_rpc.core.info import (
     Pressure,
     RankState,
     RecurrentShape,
+    StateTensors,
 )
 from ferrum_rpc.core.items import ANYBODY, Caller, CreateOptions, Follow, HandleRef, ItemAnswer, ItemOutcome, WorkItem
 from ferrum_rpc.core.outputs import (
@@ -43,6 +44,7 @@ from ferrum_rpc.core.outputs import (
     TopTokens,
 )
 from ferrum_rpc.core.rows import RowBlock, RowKind, Rows
+from ferrum_rpc.core.states import MovedStates, StateImage
 from ferrum_rpc.core.steps import (
     LATE,
     PREFIX,
@@ -92,6 +94,7 @@ __all__ = [
     "Limits",
     "MaskRows",
     "ModelInfo",
+    "MovedStates",
     "NextToken",
     "OutputKind",
     "OutputSpec",
@@ -113,6 +116,8 @@ __all__ = [
     "Span",
     "SpanOutcome",
     "SpanResult",
+    "StateImage",
+    "StateTensors",
     "Step",
     "StepResult",
     "StepTiming",

@@ -40,11 +40,29 @@ class RecurrentShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StateTensors:
+    """The tensors of the states of a sequence: ``layers`` of one ``shape``. ``dtype``: of the journal's channels;
+    ``wide_dtype``: of the rest. ``step_tokens``: the most tokens of a step that can be taken back."""
+
+    shape: RecurrentShape
+    layers: int
+    dtype: str
+    wide_dtype: str
+    step_tokens: int
+
+    def rows(self, length: int, folded: int) -> int:
+        """Rows of a layer's journal in an image: of the tokens from ``folded``, the fewest of a layer, to ``length``,
+        and the inputs of the convolution before them."""
+        return length - folded + self.shape.taps - 1
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Properties of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers, and is known once there is a
-    cache; ``state_bytes`` are those of a sequence's recurrent states. ``folder``: its path on the executor's machine;
-    empty for a built-in model. ``fingerprint``: 32 bytes; models with the same one compute the same K and V.
-    ``tokenizer_sha256``: of the tokenizer of grammars; empty: there are none."""
+    cache; ``state_bytes`` are those of a sequence's recurrent states, and ``states`` their tensors, if they can be
+    moved. ``folder``: its path on the executor's machine; empty for a built-in model. ``fingerprint``: 32 bytes; models
+    with the same one compute the same K and V. ``tokenizer_sha256``: of the tokenizer of grammars; empty: there are
+    none."""
 
     name: str
     architecture: str
@@ -60,6 +78,7 @@ class ModelInfo:
     kv_dtype: str
     kv_bytes_per_token: int = 0
     state_bytes: int = 0
+    states: StateTensors | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     folder: str = ""

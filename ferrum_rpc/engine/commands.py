@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import AdapterFacts, BlockChange, Grammar, PrefixUse, TokenArray
+from ferrum_rpc.core import AdapterFacts, BlockChange, Grammar, MovedStates, PrefixUse, TokenArray
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -77,20 +77,30 @@ class Operations(Protocol):
     def imported_from(self, sequence: int) -> int | None:
         """The position from which on its content is imported; None: it was computed."""
 
+    def begin_export(self, sequence: int, copy: int) -> None:
+        """Make ``copy`` of ``sequence``, to be read. It shares its blocks, has a copy of its states, and takes no
+        slot."""
+
+    def read_states(self, sequence: int) -> MovedStates:
+        """What moves of the recurrent states of ``sequence``: one operation reads all of it. A copy's are returned
+        once."""
+
     def read_kv(
         self, sequence: int, start: int, end: int, layers: Sequence[int]
     ) -> list[tuple[npt.NDArray[np.uint8], ...]]:
         """The cache of the positions ``start .. end``, by layer."""
 
     def begin_import(self, sequence: int, tokens: TokenArray, ahead: int, prefix: PrefixUse | None) -> int:
-        """Take the blocks of a sequence that is to have ``tokens``, and of ``ahead`` tokens more. Returns how many of
-        the tokens the prefix cache has; `write_kv` brings the rest. Raises `KvBlocksExhausted`."""
+        """Take the blocks of a sequence that is to have ``tokens``, and of ``ahead`` tokens more, and a slot if the
+        model keeps states. Returns how many of the tokens the prefix cache has; `write_kv` brings the rest. Raises
+        `KvBlocksExhausted`."""
 
     def write_kv(self, sequence: int, start: int, end: int, layer: int, parts: Sequence[Any]) -> None:
         """Write the cache of the positions ``start .. end`` of an import: what `read_kv` returned of the layer."""
 
-    def commit_import(self, sequence: int) -> int:
-        """All of its cache was written: it is a sequence like others. Returns its length."""
+    def commit_import(self, sequence: int, moved: MovedStates = ...) -> int:
+        """All of its cache was written, and ``moved`` has its states, if the model keeps any: it is a sequence like
+        others. Returns its length."""
 
 
 class Command(Generic[Result]):

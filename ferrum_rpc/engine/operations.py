@@ -15,14 +15,23 @@ import structlog
 import torch
 
 from ferrum_rpc.attention.backend import AttentionBackend
-from ferrum_rpc.core import AdapterFacts, BlockChange, DeviceInfo, Grammar, ModelInfo, PrefixUse, TokenArray
+from ferrum_rpc.core import (
+    AdapterFacts,
+    BlockChange,
+    DeviceInfo,
+    Grammar,
+    ModelInfo,
+    MovedStates,
+    PrefixUse,
+    TokenArray,
+)
 from ferrum_rpc.device import check_device
 from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.grammars.constraints import Constraints
 from ferrum_rpc.engine.states import States
 from ferrum_rpc.engine.step import DEVICE_ERRORS, Stage, StepRunner
-from ferrum_rpc.errors import DeviceLost, ExecutorError, NotSupported, StepFailed
+from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, NotSupported, StepFailed
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation
 from ferrum_rpc.kv.store import KvStore
@@ -30,6 +39,8 @@ from ferrum_rpc.kv.tiers import BlockFiles
 from ferrum_rpc.models.base import Model
 
 log = structlog.get_logger("ferrum_rpc.engine")
+
+NO_STATES: Final = MovedStates()
 
 FETCH_BYTES: Final = 16 << 20
 """What one operation reads of the second tier, at most, but for one block: a step waits for it."""
@@ -110,10 +121,10 @@ class TorchRunner(StepRunner):
                 unfinished = self._imports.pop(sequence, None)
                 if unfinished is None:
                     self.kv.release(sequence)
-                    if self.states is not None:
-                        self.states.release(sequence)
                 else:
                     self.kv.rollback(unfinished[0])
+                if self.states is not None:
+                    self.states.release(sequence)
             return self.kv.free_blocks - free
 
     def forget_prefixes(self) -> None:
@@ -193,6 +204,20 @@ class TorchRunner(StepRunner):
     def imported_from(self, sequence: int) -> int | None:
         return self.kv.imported_from(sequence)
 
+    def begin_export(self, sequence: int, copy: int) -> None:
+        with self._operation("export", stage="fork"):
+            self.kv.fork(sequence, copy)
+            if self.states is not None:
+                try:
+                    self.states.copy(sequence, copy)
+                except BaseException:
+                    self.kv.release(copy, publish=False)
+                    raise
+
+    def read_states(self, sequence: int) -> MovedStates:
+        with self._operation("export", stage="export"):
+            return MovedStates() if self.states is None else self.states.read(sequence)
+
     def read_kv(
         self, sequence: int, start: int, end: int, layers: Sequence[int]
     ) -> list[tuple[npt.NDArray[np.uint8], ...]]:
@@ -203,6 +228,12 @@ class TorchRunner(StepRunner):
     def begin_import(self, sequence: int, tokens: TokenArray, ahead: int, prefix: PrefixUse | None) -> int:
         with self._operation("import", stage="import"):
             taken = self.kv.reserve(sequence, 0, len(tokens), create=True, ahead=ahead, prefix=prefix, prompt=tokens)
+            if self.states is not None:
+                try:
+                    self.states.begin_import(sequence, taken.cached, taken.checkpoint)
+                except KvBlocksExhausted:
+                    self.kv.rollback(taken)
+                    raise
             if self._tier is not None:
                 self._save_leaving()
             self._imports[sequence] = taken, tokens
@@ -214,10 +245,14 @@ class TorchRunner(StepRunner):
                 raise KvMisuse(f"position {start} is in a block of the prefix cache")
             self.store.write(self.kv.slots(sequence, start, end), layer, self.info.head_dim, parts)
 
-    def commit_import(self, sequence: int) -> int:
+    def commit_import(self, sequence: int, moved: MovedStates = NO_STATES) -> int:
         with self._operation("import", stage="import"):
-            length = self.kv.commit(*self._imports[sequence])
+            images = None if self.states is None else self.states.unpacked(moved)
+            taken, tokens = self._imports[sequence]
+            length = self.kv.commit(taken, tokens)
             del self._imports[sequence]
+            if self.states is not None and images is not None:
+                self.states.commit_import(sequence, taken.cached, *images)
         return length
 
     @contextmanager

@@ -17,8 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentSlot, RecurrentSpan, RecurrentStep, RecurrentStore
-from ferrum_rpc.core import Span
+from ferrum_rpc.attention.recurrent import (
+    STEP_TOKENS,
+    RecurrentSlot,
+    RecurrentSpan,
+    RecurrentStep,
+    RecurrentStore,
+    SlotImage,
+)
+from ferrum_rpc.core import MovedStates, Span
+from ferrum_rpc.engine.state_images import packed, unpacked
 from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.slots import SlotPool
@@ -78,6 +86,7 @@ class States:
         self._key_at = key_at
         self._held: dict[int, _Held] = {}
         self._open: dict[int, _OpenSpan] = {}
+        self._copies: dict[int, MovedStates] = {}
         self._numbers = itertools.count()
         self._apart: int | None = None  # of the piece under way, and whether a fork needs it
         self._for_fork = False
@@ -297,12 +306,62 @@ class States:
         self._held[child] = made
 
     def release(self, sequence: int) -> None:
-        """Forget a sequence, and the checkpoints that only it can find."""
+        """Forget a sequence, and the checkpoints that only it can find; or a copy."""
+        self._copies.pop(sequence, None)
         held = self._held.pop(sequence, None)
         if held is not None:
             self.pool.give(held.slot)
             for key in held.own:
                 self.pool.drop(key)
+
+    # --- states that move -------------------------------------------------------------------------------------------
+
+    def copy(self, sequence: int, copy: int) -> None:
+        """Keep a copy of what moves with ``sequence``, for `read` under the number ``copy``. It takes no slot."""
+        self._copies[copy] = self.read(sequence)
+
+    def read(self, sequence: int) -> MovedStates:
+        """What moves with ``sequence``: its states, if they can be used, and its last checkpoint. A copy's are returned
+        once."""
+        copied = self._copies.pop(sequence, None)
+        if copied is not None:
+            return copied
+        held = self._held[sequence]
+        slot = self.store.slots[held.slot]
+        _, key = self._nearest(held, max(held.checkpoints, default=0))
+        checkpoint = packed(self._checkpoint(key)) if key else None
+        return MovedStates(packed(slot) if held.usable else None, checkpoint)
+
+    def begin_import(self, sequence: int, length: int, key: bytes) -> None:
+        """Take the slot of a sequence that comes from elsewhere. Raises `KvBlocksExhausted`. The prefix cache has its
+        first ``length`` tokens, and the states behind them as the checkpoint ``key`` (b"": it has none)."""
+        known = {}
+        if key:
+            self.pool.find(key)  # the last to be dropped
+            known[length] = key
+        self._held[sequence] = _Held(self.pool.take(), usable=False, checkpoints=known)
+
+    def unpacked(self, moved: MovedStates) -> tuple[SlotImage | None, SlotImage | None]:
+        """What slots can load of it. Raises ValueError if it is another model's."""
+        slot, checkpoint = (None if each is None else unpacked(each, self.store.slots[0]) for each in moved)
+        return slot, checkpoint
+
+    def commit_import(self, sequence: int, found: int, slot: SlotImage | None, checkpoint: SlotImage | None) -> None:
+        """The sequence is one like others, with these states. Without a slot for it, the checkpoint is dropped. Others
+        have the first ``found`` tokens too: a checkpoint of those is for this sequence alone."""
+        held = self._held[sequence]
+        if slot is not None:
+            self.store.slots[held.slot].load(slot)
+            held.usable = True
+        if checkpoint is None or self._nearest(held, found)[0] >= (at := checkpoint.length):
+            return
+        try:
+            kept = self.pool.take()
+        except KvBlocksExhausted:
+            return
+        self.store.slots[kept].load(checkpoint)
+        key = self._key_at(sequence, at) if at > found and at % self._block_size == 0 else b""
+        self._keep(held, key, at, kept)
 
     def has_checkpoint(self, key: bytes) -> bool:
         """Whether there is one of this key."""

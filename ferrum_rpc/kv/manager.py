@@ -466,7 +466,7 @@ class KvManager:
         """The position from which on the content of ``sequence`` was imported, or computed from what was; None: none
         was."""
         state = self._known(sequence)
-        return state.imported_from if state.imported_from < state.length else None
+        return state.imported_from if state.imported_from <= state.length else None
 
     def checkpoint_key(self, sequence: int, length: int) -> bytes:
         """The key of the states behind the first ``length`` tokens of ``sequence``, a whole number of blocks; empty if

@@ -122,7 +122,7 @@ class PrefixCache:
         key, done = (state.chain, state.chained) if state.chained <= blocks else (state.root or b"", 0)
         for hashed in chained(key, state.history.upto(length)[done * self._size :], self._size):
             key = hashed
-        return key if length <= state.imported_from else key + state.caller
+        return key if length < state.imported_from else key + state.caller
 
     def fetch(self, state: SequenceBlocks, start: int, prompt: TokenArray, max_blocks: int) -> list[tuple[int, bytes]]:
         """Publish blocks for what the tier has of ``prompt`` behind the first ``start`` tokens of the sequence and
@@ -197,9 +197,11 @@ class PrefixCache:
 
     def went_back(self, state: SequenceBlocks, length: int) -> None:
         """The sequence had ``length`` tokens, or has them now: its chain is no longer. Without anything that was
-        imported, what it computes from now on is for everybody."""
+        imported, what it computes from now on is for everybody. States are of all tokens before, and may go back: what
+        is computed from them stays the caller's until the sequence is empty."""
         if length <= state.imported_from:
-            state.imported_from = NEVER
+            of_states = self.has_checkpoint is not None and length and state.imported_from != NEVER
+            state.imported_from = length if of_states else NEVER
         first = length // self._size
         if state.root is None or first >= state.chained:
             return

@@ -102,7 +102,8 @@ TABLE = {
         "core device errors models attention sampling sampling.transfer distributed.group engine.compute",
         "numpy torch structlog",
     ),
-    "engine.states": Floor("core errors kv attention", "torch"),
+    "engine.state_images": Floor("core attention", "numpy torch"),
+    "engine.states": Floor("core errors kv attention engine.state_images", "torch"),
     "engine.feeding": Floor("core errors kv attention engine.compute engine.states", "numpy torch"),
     "engine.step": Floor(
         "core errors kv kv.store kv.tiers attention sampling sampling.transfer engine.compute engine.grammars "
@@ -129,8 +130,8 @@ TABLE = {
     ),
     "engine.assembly.build": Floor(
         "config core errors failpoints install kv kv.store kv.tiers models attention sampling sampling.transfer native "
-        "engine.memory engine.compute engine.cuda engine.grammars engine.states engine.step engine.assembly "
-        "engine.adapters engine.operations engine.ranks engine.ranks.world weights",
+        "engine.memory engine.compute engine.cuda engine.grammars engine.state_images engine.states engine.step "
+        "engine.assembly engine.adapters engine.operations engine.ranks engine.ranks.world weights",
         "torch",
     ),
     "engine.assembly.parity": Floor(

@@ -8,10 +8,6 @@ that never had what was taken back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -21,21 +17,30 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.core import PREFIX, Accept, FullLogits, OutputSpec, Positions, Span, Step
+from ferrum_rpc.core import PREFIX, Accept, OutputSpec, Positions, Span, Step
 from ferrum_rpc.engine import states
-from ferrum_rpc.engine.assembly.build import build_runner
-from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted, StepFailed
+from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
-from tests.support.checkpoints import make_checkpoint, make_model
+from tests.support.checkpoints import make_checkpoint
 from tests.support.poison import poison
 from tests.support.rows import columns_of
+from tests.support.state_world import (
+    ALL,
+    EVERY,
+    IMPORTED,
+    LAST,
+    OF_A_LIAR,
+    PIECE,
+    SIZE,
+    SLOTS,
+    VOCABULARY,
+    Bits,
+    World,
+    near,
+    prompt,
+)
 
-SIZE, EVERY, PIECE, SLOTS = 4, 24, 40, 7
-LAST = OutputSpec(Positions.LAST, FullLogits())
-ALL = OutputSpec(Positions.ALL, FullLogits())
 STAGES = ("reserve", "plan", "forward", "select", "commit")
-VOCABULARY = 6
 
 
 @pytest.fixture(scope="module")
@@ -47,104 +52,6 @@ def folder(tmp_path_factory):
 def small_distances(monkeypatch):
     monkeypatch.setattr(states, "CHECKPOINT_TOKENS", EVERY)
     monkeypatch.setattr(states, "PIECE_TOKENS", PIECE)
-
-
-@cache
-def reference() -> Any:
-    return make_model("qwen3_5", **SHAPE)
-
-
-@cache
-def wanted(history: tuple[int, ...]) -> np.ndarray:
-    """Logits [len, vocab] of every row."""
-    with torch.inference_mode():
-        return reference()(torch.tensor([history])).logits[0].float().numpy()
-
-
-def near(found: np.ndarray, history: tuple[int, ...]) -> bool:
-    rows = wanted(history)[len(history) - len(found) :]
-    return bool(np.abs(found - rows).max() <= 1e-4 * rows.std())
-
-
-class Sabotage(Exception):
-    pass
-
-
-class World:
-    """A runner, and the tokens that each sequence has."""
-
-    def __init__(self, folder: Any, slots: int = SLOTS, dtype: str = "float32", blocks: int = 200) -> None:
-        config = ModelSettings(
-            str(folder), device="cpu", dtype=dtype, block_size=SIZE, kv_blocks=blocks, state_slots=slots
-        )
-        self.fails_at: tuple[str, int] | None = None
-        self.runner = build_runner(config, stage=self._stage)
-        self.has: dict[int, tuple[int, ...]] = {}
-        self.numbers = count(1)
-
-    def _stage(self, stage: str) -> None:
-        if self.fails_at is not None and self.fails_at[0] == stage:
-            left = self.fails_at[1] - 1
-            self.fails_at = (stage, left) if left else None
-            if not left:
-                raise Sabotage
-
-    @contextmanager
-    def failing(self, stage: str, nth: int) -> Iterator[None]:
-        self.fails_at = stage, nth
-        try:
-            yield
-        finally:
-            self.fails_at = None
-
-    def span(
-        self, sequence: int, tokens: Any, start: int | None = None, output: OutputSpec = LAST, **more: Any
-    ) -> Span:
-        start = len(self.has[sequence]) if start is None else start
-        return Span(sequence, np.asarray(tokens, np.int32), start, output, **more)
-
-    def made(self, tokens: Any, output: OutputSpec = LAST, prefix: Any = PREFIX) -> Span:
-        return Span(next(self.numbers), np.asarray(tokens, np.int32), 0, output, create=True, prefix=prefix)
-
-    def fork(self, parent: int, tokens: Any, at: int) -> Span:
-        return Span(next(self.numbers), np.asarray(tokens, np.int32), at, LAST, create=True, parent=parent)
-
-    def step(self, *spans: Span) -> list[Any]:
-        """Rows are right, and what is refused is as it was."""
-        with self.runner.context():
-            outcomes = self.runner.forward(Step(spans)).outcomes
-        before = dict(self.has)
-        for span, outcome in zip(spans, outcomes, strict=True):
-            if isinstance(outcome, ExecutorError):
-                assert isinstance(outcome, KvBlocksExhausted), outcome
-                continue
-            old = before[span.parent] if span.parent is not None else before.get(span.sequence, ())
-            history = (*old[: span.start], *span.tokens.tolist())
-            self.has[span.sequence] = history[: outcome.length]
-            if outcome.rows is not None and not isinstance(span.output.kind, Accept):
-                assert near(columns_of(outcome.rows)["logits"], history)
-        self.check()
-        return list(outcomes)
-
-    def do(self, operation: str, *arguments: Any) -> Any:
-        with self.runner.context():
-            return getattr(self.runner, operation)(*arguments)
-
-    def truncate(self, sequence: int, length: int) -> None:
-        self.do("truncate", sequence, length)
-        self.has[sequence] = self.has[sequence][:length]
-
-    def release(self, sequence: int) -> None:
-        self.do("release", [sequence])
-        del self.has[sequence]
-
-    def check(self) -> None:
-        self.runner.check()
-        for sequence, history in self.has.items():
-            assert tuple(self.runner.kv.tokens(sequence).tolist()) == history
-
-    def missing(self, sequence: int) -> int:
-        return self.runner.feeding.missing(self.span(sequence, [0]))
 
 
 # --- any history ------------------------------------------------------------------------------------------------------
@@ -251,6 +158,69 @@ class Histories(RuleBasedStateMachine):
                 world.step(*spans)
 
     @precondition(lambda self: self.world.has)
+    @rule(data=st.data(), use=st.sampled_from([None, PREFIX, IMPORTED]), stays=st.booleans())
+    def move(self, data, use, stays):
+        """An export and an import, or with the sequence gone between, as if it was parked."""
+        world, sequence = self.world, self.sequence(data)
+        if not world.has[sequence]:
+            return
+        taken = world.taken(sequence)
+        if not stays:
+            world.release(sequence)
+        self.bring(taken, use)
+
+    def bring(self, taken, use):
+        state = self.world.runner.cache_state()
+        try:
+            self.world.bring(taken, use)
+        except KvBlocksExhausted as error:
+            assert "needed_blocks" in error.metadata or not state.free_slots
+            assert self.world.runner.cache_state().free_blocks == state.free_blocks
+
+    @rule(tokens=prompts, at=st.integers(0, 90), journal=st.booleans())
+    def forge(self, tokens, at, journal):
+        """A caller imports what is not a number anywhere: nobody else may have anything of it."""
+        self.bring(self.world.forged(tokens, at, journal=journal), OF_A_LIAR._replace(imported_from=0))
+
+    @precondition(lambda self: self.world.lies)
+    @rule(tokens=prompts)
+    def believe(self, tokens):
+        """Its caller finds it, and goes on from there."""
+        world, span = self.world, self.world.made(tokens, prefix=OF_A_LIAR)
+        [outcome] = world.do("forward", Step((span,))).outcomes
+        if isinstance(outcome, KvBlocksExhausted):
+            return
+        if world.do("imported_from", span.sequence) is not None:
+            world.lies.add(span.sequence)
+            return
+        world.has[span.sequence] = tuple(tokens)
+        assert near(columns_of(outcome.rows)["logits"], tuple(tokens))
+
+    @precondition(lambda self: self.world.lies)
+    @rule(data=st.data(), tokens=few | prompts, cut=st.integers(0, 90), fork=st.booleans())
+    def go_on_with_lies(self, data, tokens, cut, fork):
+        world, sequence = self.world, data.draw(st.sampled_from(sorted(self.world.lies)), label="sequence")
+        length = world.runner.kv.length(sequence)
+        if fork:
+            span = world.fork(sequence, tokens, min(cut, length))
+        else:
+            span = Span(sequence, np.asarray(tokens, np.int32), max(1, length - cut), LAST)
+        [outcome] = world.do("forward", Step((span,))).outcomes
+        if not isinstance(outcome, KvBlocksExhausted):
+            world.lies.add(span.sequence)
+        world.check()
+
+    @precondition(lambda self: self.world.lies)
+    @rule(data=st.data(), tokens=few | prompts)
+    def empty_a_lie(self, data, tokens):
+        """What is computed from nothing is right, and for everybody."""
+        world, sequence = self.world, data.draw(st.sampled_from(sorted(self.world.lies)), label="sequence")
+        world.lies.remove(sequence)
+        world.has[sequence] = ()
+        world.truncate(sequence, 0)
+        world.step(world.span(sequence, tokens, output=ALL))
+
+    @precondition(lambda self: self.world.has)
     @rule(data=st.data())
     def release(self, data):
         self.world.release(self.sequence(data))
@@ -268,12 +238,14 @@ class Histories(RuleBasedStateMachine):
     def slots_are_accounted_for(self):
         if hasattr(self, "world"):
             state = self.world.runner.cache_state()
-            assert (state.total_slots, state.free_slots) == (SLOTS, SLOTS - len(self.world.has))
+            live = len(self.world.has) + len(self.world.lies)
+            assert (state.total_slots, state.free_slots) == (SLOTS, SLOTS - live)
 
     def teardown(self):
         world = getattr(self, "world", None)
         if world is None:
             return
+        world.do("release", [*world.lies])
         for sequence in list(world.has):
             world.step(world.span(sequence, [1, 2], output=ALL))
             world.release(sequence)
@@ -299,10 +271,6 @@ def test_rows_are_those_of_the_tokens_that_a_sequence_has(folder):
 def usual_distances(small_distances, monkeypatch):
     monkeypatch.setattr(states, "CHECKPOINT_TOKENS", 512)
     monkeypatch.setattr(states, "PIECE_TOKENS", 64)
-
-
-def prompt(tokens: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCABULARY, tokens).tolist()
 
 
 def computed(world: World, *spans: Span) -> list[int]:
@@ -425,32 +393,6 @@ def test_a_child_keeps_the_checkpoints_of_its_parent_s_tokens_when_the_parent_go
     world.truncate(child.sequence, 60)
     assert world.missing(child.sequence) == 12
     world.step(world.span(child.sequence, [1]))
-
-
-class Bits:
-    """The rows of one sequence, whose tokens are fed in steps of up to 32, in bfloat16 over our products."""
-
-    def __init__(self, folder: Any) -> None:
-        self.world = World(folder, dtype="bfloat16")
-        if not self.world.runner.device.exact_span_tokens:
-            pytest.skip("rows of short spans need not have the bits of single decodes here")
-
-    def rows(self, *spans: Span) -> list[bytes]:
-        with self.world.runner.context():
-            outcomes = self.world.runner.forward(Step(spans)).outcomes
-        for span in spans:
-            before = self.world.has.get(span.parent or span.sequence, ())
-            self.world.has[span.sequence] = (*before[: span.start], *span.tokens.tolist())
-        return [columns_of(each.rows)["logits"][-1].tobytes() for each in outcomes]
-
-    def alone(self, history: list[int]) -> bytes:
-        """The last row of a new sequence that is fed token by token."""
-        made = self.world.made(history[:1], prefix=None)
-        [row] = self.rows(made)
-        for token in history[1:]:
-            [row] = self.rows(self.world.span(made.sequence, [token]))
-        self.world.release(made.sequence)
-        return row
 
 
 def test_what_is_taken_back_within_the_last_step_leaves_no_trace_in_any_bit(folder):

@@ -229,6 +229,7 @@ def _describe(choices: Choices, model: Model) -> ModelInfo:
         max_context=choices.max_context,
         kv_bytes_per_token=choices.slot_bytes_of_all,
         state_bytes=choices.state_bytes,
+        states=choices.state_tensors,
         fingerprint=choices.source.fingerprint(),
     )
     if config.kv_dtype in ROUNDED:

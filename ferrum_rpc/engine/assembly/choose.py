@@ -15,10 +15,10 @@ import torch
 from ferrum_rpc.attention.backend import NATIVE, TRITON, Factory, select_backend
 from ferrum_rpc.attention.eight_bits import FP8, SCALE_BYTES, row_width
 from ferrum_rpc.attention.native_paged import takes_long_spans
-from ferrum_rpc.attention.recurrent import slot_bytes
+from ferrum_rpc.attention.recurrent import STEP_TOKENS, slot_bytes
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.config import IDENTITY, ModelSettings
-from ferrum_rpc.core import NO_KERNELS, AttentionSpec
+from ferrum_rpc.core import NO_KERNELS, AttentionSpec, StateTensors
 from ferrum_rpc.engine.assembly.hf_source import HfCheckpoint, describe_checkpoint
 from ferrum_rpc.engine.assembly.loading import Progress, choose_dtype, read_spec, stored_parts
 from ferrum_rpc.engine.assembly.source import (
@@ -97,6 +97,15 @@ class Choices:
         """Bytes of a slot: the states of a sequence and their journal."""
         layers = self.facts.recurrent
         return sum(slot_bytes(layers[0], len(layers), self.facts.dtype)) if layers else 0
+
+    @property
+    def state_tensors(self) -> StateTensors | None:
+        """What such a slot is made of; None: the model keeps no states."""
+        layers, dtype = self.facts.recurrent, self.facts.dtype
+        if not layers:
+            return None
+        own, wide = (str(each).removeprefix("torch.") for each in (dtype, torch.promote_types(dtype, torch.float32)))
+        return StateTensors(layers[0], len(layers), own, wide, STEP_TOKENS)
 
     @property
     def copied_bytes(self) -> int:

@@ -1,0 +1,253 @@
+"""A runner of a model with recurrent layers, the tokens that its sequences have, and what their rows must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.core import (
+    PREFIX,
+    Accept,
+    FullLogits,
+    MovedStates,
+    OutputSpec,
+    Positions,
+    PrefixUse,
+    Span,
+    StateImage,
+    Step,
+)
+from ferrum_rpc.engine.assembly.build import build_runner
+from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted
+from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
+from tests.support.checkpoints import make_model
+from tests.support.rows import columns_of
+
+SIZE, EVERY, PIECE, SLOTS = 4, 24, 40, 7
+LAYERS = 2
+"""That attend."""
+
+LAST = OutputSpec(Positions.LAST, FullLogits())
+ALL = OutputSpec(Positions.ALL, FullLogits())
+VOCABULARY = 6
+IMPORTED = PREFIX._replace(caller=bytes(16), imported_from=0)
+"""As a caller's import that is not trusted."""
+
+OF_A_LIAR = PREFIX._replace(caller=bytes([1] * 16))
+"""As what a caller computes that imports forged content."""
+
+
+@cache
+def reference() -> Any:
+    return make_model("qwen3_5", **SHAPE)
+
+
+@cache
+def wanted(history: tuple[int, ...]) -> np.ndarray:
+    """Logits [len, vocab] of every row."""
+    with torch.inference_mode():
+        return reference()(torch.tensor([history])).logits[0].float().numpy()
+
+
+def near(found: np.ndarray, history: tuple[int, ...]) -> bool:
+    rows = wanted(history)[len(history) - len(found) :]
+    return bool(np.abs(found - rows).max() <= 1e-4 * rows.std())
+
+
+class Sabotage(Exception):
+    pass
+
+
+class Taken(NamedTuple):
+    """A sequence that left: ``parts`` are its keys and values by layer."""
+
+    tokens: np.ndarray
+    states: MovedStates
+    parts: list[tuple[np.ndarray, ...]]
+    lies: bool = False
+
+
+class World:
+    """A runner, and the tokens that each sequence ``has``, but for ``lies``: sequences of forged content."""
+
+    def __init__(
+        self, folder: Any, slots: int = SLOTS, dtype: str = "float32", blocks: int = 200, size: int = SIZE, **more: Any
+    ) -> None:
+        config = ModelSettings(
+            str(folder), device="cpu", dtype=dtype, block_size=size, kv_blocks=blocks, state_slots=slots, **more
+        )
+        self.fails_at: tuple[str, int] | None = None
+        self.runner = build_runner(config, stage=self._stage)
+        self.has: dict[int, tuple[int, ...]] = {}
+        self.lies = set[int]()
+        self.numbers = count(1)
+
+    def _stage(self, stage: str) -> None:
+        if self.fails_at is not None and self.fails_at[0] == stage:
+            left = self.fails_at[1] - 1
+            self.fails_at = (stage, left) if left else None
+            if not left:
+                raise Sabotage
+
+    @contextmanager
+    def failing(self, stage: str, nth: int) -> Iterator[None]:
+        self.fails_at = stage, nth
+        try:
+            yield
+        finally:
+            self.fails_at = None
+
+    def span(
+        self, sequence: int, tokens: Any, start: int | None = None, output: OutputSpec = LAST, **more: Any
+    ) -> Span:
+        start = len(self.has[sequence]) if start is None else start
+        return Span(sequence, np.asarray(tokens, np.int32), start, output, **more)
+
+    def made(self, tokens: Any, output: OutputSpec = LAST, prefix: Any = PREFIX) -> Span:
+        return Span(next(self.numbers), np.asarray(tokens, np.int32), 0, output, create=True, prefix=prefix)
+
+    def fork(self, parent: int, tokens: Any, at: int) -> Span:
+        return Span(next(self.numbers), np.asarray(tokens, np.int32), at, LAST, create=True, parent=parent)
+
+    def step(self, *spans: Span) -> list[Any]:
+        """Rows are right, and what is refused is as it was."""
+        with torch.inference_mode():
+            outcomes = self.runner.forward(Step(spans)).outcomes
+        before = dict(self.has)
+        for span, outcome in zip(spans, outcomes, strict=True):
+            if isinstance(outcome, ExecutorError):
+                assert isinstance(outcome, KvBlocksExhausted), outcome
+                continue
+            old = before[span.parent] if span.parent is not None else before.get(span.sequence, ())
+            history = (*old[: span.start], *span.tokens.tolist())
+            self.has[span.sequence] = history[: outcome.length]
+            if outcome.rows is not None and not isinstance(span.output.kind, Accept):
+                assert near(columns_of(outcome.rows)["logits"], history)
+        self.check()
+        return list(outcomes)
+
+    def do(self, operation: str, *arguments: Any) -> Any:
+        with torch.inference_mode():
+            return getattr(self.runner, operation)(*arguments)
+
+    def end(self) -> None:
+        """As the end of the process: the second tier gets what the prefix cache has."""
+        with self.runner.context():
+            pass
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self.do("truncate", sequence, length)
+        self.has[sequence] = self.has[sequence][:length]
+
+    def release(self, sequence: int) -> None:
+        self.do("release", [sequence])
+        del self.has[sequence]
+
+    def check(self) -> None:
+        self.runner.check()
+        for sequence, history in self.has.items():
+            assert tuple(self.runner.kv.tokens(sequence).tolist()) == history
+
+    def missing(self, sequence: int) -> int:
+        return self.runner.feeding.missing(self.span(sequence, [0]))
+
+    def taken(self, sequence: int) -> Taken:
+        """What an export of a sequence has."""
+        copy = next(self.numbers)
+        self.do("begin_export", sequence, copy)
+        tokens, states = self.do("token_ids", copy), self.do("read_states", copy)
+        parts = self.do("read_kv", copy, 0, len(tokens), range(LAYERS))
+        self.do("release", [copy])
+        return Taken(tokens, states, parts)
+
+    def bring(self, taken: Taken, prefix: PrefixUse | None) -> int:
+        """Make a sequence of that. Raises `KvBlocksExhausted`; then nothing has changed."""
+        sequence, tokens = next(self.numbers), taken.tokens
+        first = self.do("begin_import", sequence, tokens, 0, prefix)
+        for layer, parts in enumerate(taken.parts) if first < len(tokens) else ():
+            missing = [each[len(each) // len(tokens) * first :] for each in parts]
+            self.do("write_kv", sequence, first, len(tokens), layer, missing)
+        assert self.do("commit_import", sequence, taken.states) == len(tokens)
+        if taken.lies:
+            self.lies.add(sequence)
+        else:
+            self.has[sequence] = tuple(tokens.tolist())
+        self.check()
+        return sequence
+
+    def forged(self, tokens: Any, at: int, *, journal: bool) -> Taken:
+        """An export whose content is nowhere a number, with a checkpoint at a length of at most ``at`` tokens; with a
+        ``journal`` for all tokens that it may have, or none."""
+        made, tokens = self.runner.info.states, np.asarray(tokens, np.int32)
+        shape, length = made.shape, len(tokens)
+
+        def content(*extents: int, size: int = 4) -> bytes:
+            return b"\xff" * (math.prod(extents) * size)
+
+        def image(length: int, floor: int, folded: int) -> StateImage:
+            rows = made.layers, made.rows(length, folded)
+            states = content(made.layers, shape.value_heads, shape.key_dim, shape.value_dim)
+            parts = states, content(*rows, shape.channels), content(*rows, 2, shape.value_heads)
+            return StateImage(length, floor, (folded,) * made.layers, *parts)
+
+        floor = max(0, length - made.step_tokens) if journal else length
+        states = image(length, floor, max(0, floor - made.step_tokens) if journal else length)
+        at = min(at, length) // SIZE * SIZE
+        checkpoint = image(at, at, max(0, at - made.step_tokens) if journal else at) if at else None
+        parts = [tuple([np.frombuffer(content(length, 64), np.uint8)] * 2)] * LAYERS
+        return Taken(tokens, MovedStates(states, checkpoint), parts, lies=True)
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, tokens).tolist()
+
+
+def fed(world: World, tokens: list[int], *more: list[int], prefix: PrefixUse | None = None) -> int:
+    """A new sequence of ``tokens``, fed in one step, and of ``more``."""
+    made = world.made(tokens, prefix=prefix)
+    world.step(made)
+    for each in more:
+        world.step(world.span(made.sequence, each))
+    return made.sequence
+
+
+def computed(world: World, tokens: list[int], prefix: PrefixUse = PREFIX) -> int:
+    """How many tokens of a new sequence were not found."""
+    [outcome] = world.step(span := world.made(tokens, prefix=prefix))
+    world.release(span.sequence)
+    return len(tokens) - outcome.cached_tokens
+
+
+class Bits:
+    """The rows of one sequence, whose tokens are fed in steps of up to 32, in bfloat16 over our products."""
+
+    def __init__(self, folder: Any) -> None:
+        self.world = World(folder, dtype="bfloat16")
+        if not self.world.runner.device.exact_span_tokens:
+            pytest.skip("rows of short spans need not have the bits of single decodes here")
+
+    def rows(self, *spans: Span) -> list[bytes]:
+        with torch.inference_mode():
+            outcomes = self.world.runner.forward(Step(spans)).outcomes
+        for span in spans:
+            before = self.world.has.get(span.parent or span.sequence, ())
+            self.world.has[span.sequence] = (*before[: span.start], *span.tokens.tolist())
+        return [columns_of(each.rows)["logits"][-1].tobytes() for each in outcomes]
+
+    def alone(self, history: list[int]) -> bytes:
+        """The last row of a new sequence that is fed token by token."""
+        made = self.world.made(history[:1], prefix=None)
+        [row] = self.rows(made)
+        for token in history[1:]:
+            [row] = self.rows(self.world.span(made.sequence, [token]))
+        self.world.release(made.sequence)
+        return row
