@@ -27,7 +27,7 @@ from ferrum_rpc.errors import ExecutorError, InvalidRequest, KvCorrupt, NotSuppo
 from ferrum_rpc.executor.v1 import forward_pb2
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.wire.items import handle_from_proto, handle_to_proto
-from ferrum_rpc.wire.kv_stream import FILE_MAGIC, FrameFile
+from ferrum_rpc.wire.kv_stream import FILE_MAGIC, PARTS, FrameFile
 
 _SERVICE: Final = "/ferrum_rpc.executor.v1.KvTransfer/"
 LAYOUT: Final = b"\x0a"
@@ -65,8 +65,8 @@ async def check_offered(context: Context, deadline: Deadline, transport: Transpo
 
 async def layout_of(context: Context, handle: HandleRef, deadline: Deadline) -> pb.KvLayout:
     """The layout of a sequence's cache: an export without tokens. It is read to its end, since the executor counts a
-    cancelled export as one that failed."""
-    async with aclosing(exported(context, handle, handle.seq_len, 0, deadline)) as frames:
+    cancelled export as one that failed. One before revision 10 sends a trailer too."""
+    async with aclosing(exported(context, handle, handle.seq_len, 0, deadline, "grpc", True)) as frames:
         layout, *_ = [frame async for frame in frames]
     return pb.ExportKvResponse.FromString(layout).layout
 
@@ -78,6 +78,7 @@ async def exported(  # noqa: PLR0917
     chunk_tokens: int,
     deadline: Deadline,
     transport: Transport = "grpc",
+    layout_only: bool = False,
 ) -> AsyncGenerator[bytes, None]:
     """The frames of an export. Raises the `ExecutorError` that ends it."""
     method: Any = context.channel.unary_stream(f"{_SERVICE}ExportKv", pb.ExportKvRequest.SerializeToString)
@@ -86,6 +87,7 @@ async def exported(  # noqa: PLR0917
         first_token=first_token,
         chunk_tokens=chunk_tokens,
         transport=TRANSPORTS[transport],
+        layout_only=layout_only,
     )
     call: Any = None
     try:
@@ -222,7 +224,8 @@ async def abandoned(context: Context, request_id: str, deadline: Deadline) -> li
 async def chunk_tokens(context: Context, layout: pb.KvLayout, deadline: Deadline) -> int:
     """The tokens of a chunk that fits the executor's messages."""
     info = await context.info(deadline)
-    of_a_token = max(1, info.model.kv_bytes_per_token // max(1, layout.layers))
+    layers = max((each.layers for each in layout.tensors), default=layout.layers)
+    of_a_token = max(1, info.model.kv_bytes_per_token // max(1, layers))
     return max(1, (info.limits.max_request_bytes - _OVERHEAD) // of_a_token)
 
 
@@ -274,7 +277,7 @@ async def file_frames(path: Path, first: int) -> AsyncGenerator[bytes, None]:
     digest, frames = sha256(), _read(path)
     while (frame := await asyncio.to_thread(next, frames, None)) is not None:
         chunk = frame.chunk
-        if frame.WhichOneof("frame") == "chunk" and chunk.first_token + chunk.keys.shape[0] > first:
+        if frame.WhichOneof("frame") == "chunk" and _goes_beyond(chunk, first):
             _digest(digest, chunk)
             yield frame.SerializeToString()
     yield pb.ExportKvResponse(trailer=pb.KvTrailer(sha256=digest.digest())).SerializeToString()
@@ -295,8 +298,16 @@ def _read(path: Path) -> Iterator[pb.ExportKvResponse]:
         raise InvalidRequest(f"cannot read {path}: {error.strerror or error}", field="path") from None
 
 
+def _goes_beyond(chunk: pb.KvChunk, first: int) -> bool:
+    """Whether a chunk has tokens from ``first`` on, or none: then it has rows of states."""
+    if not chunk.parts:
+        return chunk.first_token + chunk.keys.shape[0] > first
+    return chunk.parts[0].tensor != PARTS[0] or chunk.first_token + chunk.parts[0].data.shape[0] > first
+
+
 def _digest(digest: Any, chunk: pb.KvChunk) -> None:
-    for part in (chunk.keys, chunk.values, chunk.key_scales, chunk.value_scales):
+    named = [each.data for each in chunk.parts]
+    for part in named or (chunk.keys, chunk.values, chunk.key_scales, chunk.value_scales):
         digest.update(part.data)
 
 

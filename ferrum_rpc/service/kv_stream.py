@@ -7,14 +7,14 @@ Exports and `parking.Park` send one, imports and `parking.Unpark` receive one (`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from hashlib import sha256
 from typing import Any, ClassVar, Final
 
 import grpc
 
-from ferrum_rpc.core import PrefixUse, TokenArray
+from ferrum_rpc.core import MovedStates, PrefixUse, TokenArray
 from ferrum_rpc.engine.api import Operation
 from ferrum_rpc.engine.commands import Command, Operations, Result
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest, KvCorrupt
@@ -26,7 +26,15 @@ from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.tier import fetch_prefix
 from ferrum_rpc.service.transaction import FAILED
-from ferrum_rpc.wire.kv_stream import CacheLayout, chunk_from_proto, chunk_to_proto, remote_chunk_to_proto
+from ferrum_rpc.wire.kv_stream import (
+    CacheLayout,
+    chunk_from_proto,
+    chunk_to_proto,
+    remote_chunk_to_proto,
+    rows_to_proto,
+)
+from ferrum_rpc.wire.state_stream import StateReceiver, StateRows, rows_of
+from ferrum_rpc.wire.tensor import is_finite
 
 CHUNK_BYTES: Final = 512 << 10
 """Of the tensors of a chunk: a message of the default limit has room for one."""
@@ -99,12 +107,18 @@ class KvStream:
         if self.foreign:
             self.record.touch()
 
+    async def _read_states(self) -> MovedStates:
+        """What moves besides the tokens' chunks."""
+        if self._layout.states is None:
+            return MovedStates()
+        return await self._ask(Command(Operations.read_states, self.record.sequence))
+
     async def _frames(
-        self, first: int, length: int, size: int, staging: StagedChunks | None = None
+        self, first: int, length: int, size: int, moved: MovedStates, staging: StagedChunks | None = None
     ) -> AsyncIterator[tuple[int, list[bytes]]]:
-        """The chunks of the tokens ``first .. length``, of ``size`` tokens each, and the trailer: as many frames at a
-        time as are read by one operation, with the first token of those chunks. With ``staging`` one at a time: their
-        data wait there, and the trailer until all of it has been read."""
+        """The chunks of the tokens ``first .. length``, of ``size`` tokens each, the rows of ``moved``, and the
+        trailer: as many frames at a time as are read by one operation, with the first token of those chunks. With
+        ``staging`` one at a time: their data wait there, and the trailer until all of it has been read."""
         layout, number, digest = self._layout, self.record.sequence, sha256() if self.foreign else None
         for start in range(first, length, size):
             end = min(start + size, length)
@@ -120,6 +134,10 @@ class KvStream:
                     crc32c = await _off_loop(found, _summed, digest, parts)
                     remote = await staging.put(parts)
                     yield start, [remote_chunk_to_proto(layout, each, start, end - start, remote, crc32c)]
+        if layout.states is not None:
+            for rows in grouped(rows_of(layout.states, moved, layout.chunk_bytes(size))):
+                self._moved(found := sum(len(each.data) for each in rows))
+                yield length, await _off_loop(found, _of_rows, digest, rows)
         if staging is not None:
             await staging.emptied()
         trailer = pb.KvTrailer(sha256=b"" if digest is None else digest.digest())
@@ -135,9 +153,11 @@ class KvStream:
 
 
 class KvReceiver(KvStream):
-    """A sequence that is built of chunks. ``next_token`` is the first that is missing."""
+    """A sequence that is built of chunks. ``next_token`` is the first that is missing; ``moved``: its states, once the
+    trailer has come."""
 
     next_token = 0
+    moved = MovedStates()
     _tokens: TokenArray
 
     async def _fetch(self, prefix: PrefixUse | None) -> None:
@@ -158,6 +178,7 @@ class KvReceiver(KvStream):
         digest, before = sha256() if self.foreign else None, self.next_token
         group: tuple[int, int] | None = None  # the tokens of the chunks that come, layer by layer
         layer = 0
+        states = None if self._layout.states is None else StateReceiver(self._layout.states, len(self._tokens))
         while (frame := await read()) is not grpc.aio.EOF:
             kind = frame.WhichOneof("frame")
             if kind == "trailer":
@@ -168,12 +189,20 @@ class KvReceiver(KvStream):
                         metadata={"next_token": before},
                         field="trailer.sha256",
                     )
+                if states is not None:
+                    self.moved = states.end()
                 return True
             if kind == "source" and reader is not None and group is None:
                 reader.connect(frame.source)
                 continue
             if kind != "chunk":
                 raise InvalidRequest("only chunks and the trailer may follow the header", field="frame")
+            if states is not None and self._has_rows(frame.chunk):
+                if layer or self.next_token < len(self._tokens):
+                    message = "states must come behind all tokens"
+                    raise InvalidRequest(message, field="chunk", metadata={"next_token": self.next_token})
+                await self._receive_rows(frame.chunk, states, digest)
+                continue
             group = await self._receive_chunk(frame.chunk, layer, group, digest, reader)
             layer += 1
             if layer == self._layout.layers:
@@ -201,25 +230,48 @@ class KvReceiver(KvStream):
             parts = await self._read(reader, chunk.remote, tokens)
         self._moved(sum(map(len, parts)))
         if digest is not None:
-            await self._check(digest, parts, layer, chunk)
+            where = f"layer {layer} of the tokens from {start} on"
+            kinds = [(name, dtype) for name, dtype, *_ in self._layout.parts(1)]
+            await self._check(digest, kinds, parts, chunk, where, {"layer": layer, "first_token": start})
         await self._write(layer, start, end, parts)
         return start, end
 
-    async def _check(self, digest: Any, parts: tuple[bytes, ...], layer: int, chunk: pb.KvChunk) -> None:
-        """Raise `KvCorrupt` unless a chunk is what was sent, and can be used."""
-        start = chunk.first_token
-        found, not_finite = await _off_loop(sum(map(len, parts)), _checked, self._layout, digest, parts)
+    def _has_rows(self, chunk: pb.KvChunk) -> bool:
+        """Whether a chunk is not one of tokens."""
+        return bool(chunk.parts) and chunk.parts[0].tensor not in self._layout.names
+
+    async def _receive_rows(self, chunk: pb.KvChunk, states: StateReceiver, digest: Any) -> None:
+        """Check rows of a tensor of the sequence, and keep them until the trailer comes."""
+        tensor, data = states.take(chunk)
+        self._moved(len(data))
+        if digest is not None:
+            where, kinds = f"{tensor.name} from row {chunk.first_row} on", [(tensor.name, tensor.dtype)]
+            await self._check(digest, kinds, (data,), chunk, where, {"tensor": tensor.name})
+        self._touch()
+
+    async def _check(  # noqa: PLR0917
+        self,
+        digest: Any,
+        kinds: Sequence[tuple[str, Any]],
+        parts: Sequence[bytes],
+        chunk: pb.KvChunk,
+        where: str,
+        about: dict[str, Any],
+    ) -> None:
+        """Raise `KvCorrupt` unless a chunk is what was sent, and can be used. ``kinds``: names and types of its
+        ``parts``; ``about``: what metadata say of ``where`` they belong."""
+        found, not_finite = await _off_loop(sum(map(len, parts)), _checked, digest, kinds, parts)
         if found != chunk.crc32c:
             raise KvCorrupt(
-                f"the checksum of layer {layer} of the tokens from {start} on is not that of its bytes",
-                metadata={"next_token": self.next_token, "layer": layer, "first_token": start},
+                f"the checksum of {where} is not that of its bytes",
+                metadata={"next_token": self.next_token, **about},
                 field="chunk.crc32c",
             )
         if not_finite:
             raise KvCorrupt(
-                f"{not_finite} of layer {layer} are not finite in the tokens from {start} on: sending them again does "
-                "not help, prefill the sequence here; nothing of it was kept",
-                metadata={"not_finite": not_finite, "layer": layer, "first_token": start},
+                f"{not_finite} of {where} are not finite: sending them again does not help, prefill the sequence here; "
+                "nothing of it was kept",
+                metadata={"not_finite": not_finite, **about},
                 field=f"chunk.{not_finite}",
             )
 
@@ -259,9 +311,28 @@ def _chunks(  # noqa: PLR0917
     ]
 
 
-def _checked(layout: CacheLayout, digest: Any, parts: Sequence[bytes]) -> tuple[int, str]:
+def grouped(rows: Iterable[StateRows]) -> Iterator[list[StateRows]]:
+    """The same in lists of about `READ_BYTES`."""
+    group, size = list[StateRows](), 0
+    for each in rows:
+        if group and size + len(each.data) > READ_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(each)
+        size += len(each.data)
+    if group:
+        yield group
+
+
+def _of_rows(digest: Any, rows: Sequence[StateRows]) -> list[bytes]:
+    """The frames of rows of states. They go into the digest."""
+    return [rows_to_proto(each, _summed(digest, (each.data,))) for each in rows]
+
+
+def _checked(digest: Any, kinds: Sequence[tuple[str, Any]], parts: Sequence[bytes]) -> tuple[int, str]:
     """The checksum of a chunk, whose bytes go into the digest, and which of its parts is not finite."""
-    return _summed(digest, parts), layout.not_finite(parts)
+    finite = zip(kinds, parts, strict=True)
+    return _summed(digest, parts), next((name for (name, dtype), part in finite if not is_finite(dtype, part)), "")
 
 
 def _summed(digest: Any, parts: Sequence[Any]) -> int:

@@ -21,7 +21,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc.aio import EOF
 
-from ferrum_rpc.core import Caller, HandleRef
+from ferrum_rpc.core import Caller, HandleRef, MovedStates
 from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import (
     Cancelled,
@@ -43,6 +43,7 @@ from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.transaction import FAILED
 from ferrum_rpc.wire.kv_stream import CacheLayout
+from ferrum_rpc.wire.state_stream import rows_of
 
 log = structlog.get_logger("ferrum_rpc.parking")
 
@@ -131,14 +132,18 @@ class Park(KvStream):
     async def _park(self) -> int:
         state, layout, record = self._state, self._layout, self.record
         length, files, account = record.length, state.parked, record.account
+        self._check()
         if length < 1:
             raise InvalidRequest("the sequence is empty; there is nothing to park", field="handle")
-        size = self._tokens_of_a_chunk()
+        size, moved = self._tokens_of_a_chunk(), await self._read_states()
         chunks = layout.layers * -(-length // size)
         max_size = layout.layers * layout.chunk_bytes(length) + CHUNK_OVERHEAD * (chunks + 2) + 5 * length
+        if layout.states is not None:
+            rows = [len(each.data) for each in rows_of(layout.states, moved, layout.chunk_bytes(size))]
+            max_size += sum(rows) + CHUNK_OVERHEAD * len(rows)
         path = files.allocate(account, max_size)
         try:
-            parked = await self._write(path, size)
+            parked = await self._write(path, size, moved)
             self._check()
         except BaseException:
             files.free(account, max_size)
@@ -157,7 +162,7 @@ class Park(KvStream):
             raise result
         return int(result)
 
-    async def _write(self, path: Path, size: int) -> Parked:
+    async def _write(self, path: Path, size: int, moved: MovedStates) -> Parked:
         """Write the file: the frames of an export."""
         layout, record, block_size = self._layout, self.record, self._state.engine.cache.block_size
         self._check()
@@ -169,7 +174,7 @@ class Park(KvStream):
         try:
             with closing(await asyncio.to_thread(self._state.parked.create, path)) as file:
                 await asyncio.to_thread(file.append, [first])
-                async for start, frames in self._frames(0, record.length, size):
+                async for start, frames in self._frames(0, record.length, size, moved):
                     self._check()
                     starts.setdefault(start, file.tell())
                     await asyncio.to_thread(file.append, frames)
@@ -246,7 +251,7 @@ class Unpark(KvReceiver):
 
             if not await self.receive(read) or self.next_token < len(self._tokens):
                 raise KvCorrupt("the file ends too early")
-            await self._ask(Command(Operations.commit_import, record.sequence))
+            await self._ask(Command(Operations.commit_import, record.sequence, self.moved))
         state.parked.drop(record)
 
     def _refusal(self, error: Exception) -> ExecutorError:

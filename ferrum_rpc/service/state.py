@@ -56,7 +56,7 @@ from ferrum_rpc.wire.info import CAPABILITIES
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 OF_MOVES: Final = {CAPABILITY_KV_TRANSFER, CAPABILITY_KV_TRANSPORT_NIXL, CAPABILITY_PARK}
-"""What is not offered of a model with recurrent states."""
+"""What is not offered of a model with a cache that cannot be moved."""
 
 RETRY_ELSEWHERE_S: Final = 1.0
 """What a refusal while starting or draining suggests to wait."""
@@ -157,7 +157,8 @@ class ServerState:
         if model.tokenizer_sha256:
             self.capabilities = (*self.capabilities, CAPABILITY_GRAMMAR)
         if model.state_bytes:
-            self.capabilities = tuple(each for each in self.capabilities if each not in OF_MOVES)
+            lacking = OF_MOVES if model.states is None else {CAPABILITY_KV_TRANSPORT_NIXL}
+            self.capabilities = tuple(each for each in self.capabilities if each not in lacking)
         self.limits = replace(self.limits, max_top_tokens=min(self.limits.max_top_tokens, model.vocab_size))
         cache = self.engine.cache
         self.quotas.cache(cache.total_blocks, cache.block_size, cache.total_slots)

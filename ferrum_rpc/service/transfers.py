@@ -17,9 +17,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Final
 
-from ferrum_rpc.core import Caller, CreateOptions, HandleRef, TokenArray
+from ferrum_rpc.core import Caller, CreateOptions, HandleRef, MovedStates, TokenArray
 from ferrum_rpc.engine.commands import Command, Operations
-from ferrum_rpc.errors import Cancelled, Draining, ExecutorError, InternalError, InvalidRequest, KvCorrupt, SequenceBusy
+from ferrum_rpc.errors import (
+    Cancelled,
+    Draining,
+    ExecutorError,
+    InternalError,
+    InvalidRequest,
+    KvCorrupt,
+    NotSupported,
+    SequenceBusy,
+)
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.admission import check_length, prefix_use
 from ferrum_rpc.service.handles import gone
@@ -55,6 +64,8 @@ class Export(KvStream):
         handle, first = handle_from_proto(request.handle), request.first_token
         size = self._tokens_of_a_chunk(request.chunk_tokens)
         if request.transport:
+            if self._layout.states is not None:
+                raise NotSupported("a cache with states is moved in the stream only")
             self._staging = StagedChunks(offered(state.nixl, request.transport), self._layout.chunk_bytes(size))
         await OperationCall(state, handle, self.record.account.caller, self._copy)
         length = handle.seq_len
@@ -65,10 +76,13 @@ class Export(KvStream):
                 metadata={"seq_len": length},
             )
         tokens = await self._ask(Command(Operations.token_ids, self.record.sequence))
+        moved = MovedStates() if request.layout_only else await self._read_states()
         yield pb.ExportKvResponse(layout=self._layout.to_proto(tokens, state.engine.cache.block_size))
+        if request.layout_only:
+            return
         if self._staging is not None:
             yield pb.ExportKvResponse(source=self._staging.source)
-        async for _, frames in self._frames(first, length, size, self._staging):
+        async for _, frames in self._frames(first, length, size, moved, self._staging):
             for frame in frames:
                 yield frame
         state.counters.sequences_exported += first < length
@@ -96,7 +110,7 @@ class Export(KvStream):
                 self.close()
             return (source.handle,)
 
-        command = Command(Operations.fork, source.sequence, [record.sequence], None)
+        command = Command(Operations.begin_export, source.sequence, record.sequence)
         return KvOperation(command, commit, partial(state.quotas.refund, record))
 
     def _cut(self, error: ExecutorError) -> None:
@@ -206,7 +220,7 @@ class Import(KvReceiver):
                 field="trailer",
                 metadata={"next_token": self.next_token},
             )
-        command = Command(Operations.commit_import, self.record.sequence)
+        command = Command(Operations.commit_import, self.record.sequence, self.moved)
         await self._change(ImportStage.COMMITTING, command, self._on_committed)
         self._state.failpoints.reach("before_reply")
         return self.record.handle

@@ -68,15 +68,25 @@ def serializing(plain: Callable[[Any], bytes] | None) -> Callable[[Any], bytes] 
 
 
 def framed_chunk(
-    layer: int, first_token: int, parts: Sequence[tuple[str, Any, tuple[int, ...], Any]], crc32c: int
+    layer: int,
+    first_token: int,
+    parts: Sequence[tuple[str, Any, tuple[int, ...], Any]],
+    crc32c: int,
+    *,
+    by_name: bool = False,
+    first_row: int = 0,
 ) -> bytes:
-    """An `ExportKvResponse` with a chunk. ``parts``: of each of its tensors the field, type, shape and bytes."""
-    head = kv_transfer_pb2.KvChunk(layer=layer, first_token=first_token, crc32c=crc32c).SerializeToString()
-    pieces: list[Any] = [head]
+    """An `ExportKvResponse` with a chunk. ``parts``: of each of its tensors the field, or ``by_name`` the name, the
+    type, shape and bytes."""
+    chunk = kv_transfer_pb2.KvChunk(layer=layer, first_token=first_token, crc32c=crc32c, first_row=first_row)
+    pieces: list[Any] = [chunk.SerializeToString()]
     for name, dtype, shape, data in parts:
-        tensor = types_pb2.Tensor(dtype=dtype, shape=shape).SerializeToString()
-        tensor += _opening(types_pb2.Tensor, "data", len(data))
-        pieces += (_opening(kv_transfer_pb2.KvChunk, name, len(tensor) + len(data)) + tensor, data)
+        head, field = types_pb2.Tensor(dtype=dtype, shape=shape).SerializeToString(), name
+        head += _opening(types_pb2.Tensor, "data", len(data))
+        if by_name:
+            part, field = kv_transfer_pb2.KvPart(tensor=name).SerializeToString(), "parts"
+            head = part + _opening(kv_transfer_pb2.KvPart, "data", len(head) + len(data)) + head
+        pieces += (_opening(kv_transfer_pb2.KvChunk, field, len(head) + len(data)) + head, data)
     return b"".join([_opening(kv_transfer_pb2.ExportKvResponse, "chunk", sum(map(len, pieces))), *pieces])
 
 

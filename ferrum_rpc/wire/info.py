@@ -13,7 +13,7 @@ from ferrum_rpc.executor.v1 import info_pb2
 M = TypeVar("M", bound=message.Message)
 Data = TypeVar("Data")
 
-SCHEMA_REVISION = 9
+SCHEMA_REVISION = 10
 """Increases with every change of protos/."""
 
 MINIMUM_CLIENT_REVISION = 1
@@ -23,7 +23,7 @@ LIVENESS: Final = "liveness"
 """The service name of the standard health check for liveness: SERVING while process and device are healthy, also while
 the executor loads or drains. Older executors answer NOT_FOUND."""
 
-SCHEMA_SHA256 = "25f43ddf37dae0475a201817b1abcbb4617ee7a8263bc5d06f903437e2ab96f8"
+SCHEMA_SHA256 = "32680952ea3be95f8b5c928f73d6fb05e6ef312c3937bf4a1c9f1a98e827918a"
 """SHA-256 over the serialized file descriptors, in the order of the test that checks it."""
 
 CAPABILITIES: Final[tuple[info_pb2.Capability, ...]] = (

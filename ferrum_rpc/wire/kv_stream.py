@@ -14,42 +14,34 @@ from typing import Any, BinaryIO, ClassVar, Final
 
 import numpy as np
 
-from ferrum_rpc.core import CreateOptions, ModelInfo, TokenArray
+from ferrum_rpc.core import CreateOptions, ModelInfo, StateTensors, TokenArray
 from ferrum_rpc.core.check import check_vocabulary
 from ferrum_rpc.errors import InvalidRequest, KvCorrupt, LayoutMismatch, NotSupported
 from ferrum_rpc.executor.v1 import kv_transfer_pb2, types_pb2
 from ferrum_rpc.wire.framing import framed_chunk
 from ferrum_rpc.wire.items import options_from_proto
-from ferrum_rpc.wire.tensor import NUMPY_BY_DTYPE
+from ferrum_rpc.wire.state_stream import StateRows, row_tensors
+from ferrum_rpc.wire.tensor import DTYPE_BY_NAME, NUMPY_BY_DTYPE, is_finite
 
-DTYPES: Final = {
-    "float32": types_pb2.D_TYPE_F32,
-    "bfloat16": types_pb2.D_TYPE_BF16,
-    "float16": types_pb2.D_TYPE_F16,
-    "int8": types_pb2.D_TYPE_I8,
-    "fp8": types_pb2.D_TYPE_F8_E4M3,
-}
 FILE_MAGIC: Final = b"ferrum-rpc kv\x00\x00\x01"
 """What a client's file of a sequence begins with. The frames of an export follow, as a `FrameFile` has them."""
 
 SIZE_BYTES: Final = 4
 
 PARTS: Final = ("keys", "values", "key_scales", "value_scales")
+OF_K_AND_V: Final = ("layers", "kv_heads", "head_dim", "dtype")
+OF_CACHES: Final = ("model_fingerprint", *OF_K_AND_V, "adapter")
+"""Fields of a layout that say which caches it is of, beside its tensors."""
+
 ROUNDED: Final = (types_pb2.D_TYPE_I8, types_pb2.D_TYPE_F8_E4M3)
 """Caches that have scales."""
-
-EXPONENTS: Final[dict[types_pb2.DType, np.unsignedinteger[Any]]] = {
-    types_pb2.D_TYPE_F32: np.uint32(0x7F80_0000),
-    types_pb2.D_TYPE_BF16: np.uint16(0x7F80),
-    types_pb2.D_TYPE_F16: np.uint16(0x7C00),
-    types_pb2.D_TYPE_F8_E4M3: np.uint8(0x7F),  # it has no infinities, and one NaN of each sign
-}
-"""Of types that can hold NaN or infinities: the bits that are all ones in those and in no other number."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What every cache of a model is made of, or of a model with an adapter. ``dtype``: one of the contract's."""
+    """What every cache of a model is made of, or of a model with an adapter. ``layers``: those that keep K and V;
+    ``dtype``: one of the contract's. ``states``: what other layers keep of a sequence; then the contract has a list of
+    tensors."""
 
     model_fingerprint: bytes
     layers: int
@@ -57,26 +49,34 @@ class CacheLayout:
     head_dim: int
     dtype: types_pb2.DType
     adapter: str = ""
+    states: StateTensors | None = None
 
     @classmethod
     def of(cls, model: ModelInfo, adapter: str = "", fingerprint: bytes = b"") -> CacheLayout:
         """That of the model that is loaded, with an adapter where there is one, and then with its ``fingerprint``.
         Raises `NotSupported` for a cache that the contract cannot say."""
-        if model.state_bytes:
-            raise NotSupported("a cache with recurrent states cannot be moved or parked")
-        dtype = DTYPES.get(model.kv_dtype)
+        if model.state_bytes and model.states is None:
+            raise NotSupported("a cache with such states cannot be moved or parked")
+        dtype = DTYPE_BY_NAME.get(model.kv_dtype)
         if dtype is None:
             raise NotSupported(f"a cache of {model.kv_dtype} cannot be moved")
         fingerprint = fingerprint or model.fingerprint
-        layout = cls(fingerprint, model.layers, model.kv_heads, model.head_dim, dtype, adapter)
-        if layout.chunk_bytes(1) * model.layers != model.kv_bytes_per_token:
+        layout = cls(fingerprint, model.layers, model.kv_heads, model.head_dim, dtype, adapter, model.states)
+        if model.states is not None:
+            layout = replace(layout, layers=model.layers - model.states.layers)
+        if layout.chunk_bytes(1) * layout.layers != model.kv_bytes_per_token:
             raise NotSupported("a cache whose layers keep different numbers of a token cannot be moved or parked")
         return layout
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors of a chunk."""
+        return PARTS if self.dtype in ROUNDED else PARTS[:2]
 
     def parts(self, tokens: int) -> Iterator[tuple[str, types_pb2.DType, tuple[int, ...], int]]:
         """Of each tensor of a chunk of so many tokens: its field, type, shape and bytes."""
         shape: tuple[int, ...] = (tokens, self.kv_heads, self.head_dim)
-        for index, name in enumerate(PARTS if self.dtype in ROUNDED else PARTS[:2]):
+        for index, name in enumerate(self.names):
             dtype = self.dtype if index < 2 else types_pb2.D_TYPE_F32
             extents = shape if index < 2 else shape[:2]
             yield name, dtype, extents, math.prod(extents) * NUMPY_BY_DTYPE[dtype].itemsize
@@ -88,36 +88,46 @@ class CacheLayout:
     def not_finite(self, parts: Sequence[Any]) -> str:
         """The name of the first of a chunk's ``parts`` (buffers) that has a NaN or an infinity; empty if none has."""
         for (name, dtype, *_), part in zip(self.parts(1), parts, strict=True):
-            ones = EXPONENTS.get(dtype)
-            if ones is not None and (np.frombuffer(part, ones.dtype) & ones).max() == ones:
+            if not is_finite(dtype, part):
                 return name
         return ""
+
+    def _fields(self) -> dict[str, Any]:
+        """What says of a layout which caches it is of."""
+        fields = {name: getattr(self, name) for name in OF_CACHES}
+        if self.states is None:
+            return {**fields, "tensors": []}
+        tensors = [
+            kv_transfer_pb2.KvTensor(name=name, dtype=dtype, shape=shape[1:], layers=self.layers)
+            for name, dtype, shape, _ in self.parts(1)
+        ]
+        for name, dtype, of_a_row in row_tensors(self.states):
+            tensors.append(kv_transfer_pb2.KvTensor(name=name, dtype=dtype, shape=of_a_row))
+        return {**fields, **dict.fromkeys(OF_K_AND_V, 0), "tensors": tensors}
 
     def to_proto(self, tokens: TokenArray, block_size: int) -> kv_transfer_pb2.KvLayout:
         """As the first frame of an export has it."""
         return kv_transfer_pb2.KvLayout(
-            model_fingerprint=self.model_fingerprint,
-            layers=self.layers,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            seq_len=len(tokens),
-            token_ids=tokens.tolist(),
-            adapter=self.adapter,
-            block_size=block_size,
+            seq_len=len(tokens), token_ids=tokens.tolist(), block_size=block_size, **self._fields()
         )
 
     def check(self, layout: kv_transfer_pb2.KvLayout) -> None:
         """Raise `LayoutMismatch` unless a cache of that layout is one of this."""
-        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        differs = {name: value for name, value in own.items() if getattr(layout, name) != value}
+        differs = {name: value for name, value in self._fields().items() if getattr(layout, name) != value}
         if differs:
-            told = {name: value.hex() if isinstance(value, bytes) else value for name, value in differs.items()}
+            told = {name: _told(value) for name, value in differs.items()}
             raise LayoutMismatch(
                 f"the cache is another model's or laid out otherwise: {', '.join(differs)}",
                 field="header.layout",
                 metadata={"differs": ",".join(differs), **told},
             )
+
+
+def _told(value: Any) -> Any:
+    """A field's value as metadata have it."""
+    if isinstance(value, list):
+        return ",".join(each.name for each in value)
+    return value.hex() if isinstance(value, bytes) else value
 
 
 def tokens_from_proto(layout: kv_transfer_pb2.KvLayout, model: ModelInfo) -> TokenArray:
@@ -155,7 +165,14 @@ def chunk_to_proto(  # noqa: PLR0917
         (name, dtype, shape, data.data)
         for (name, dtype, shape, _), data in zip(layout.parts(tokens), parts, strict=True)
     ]
-    return framed_chunk(layer, first_token, named, crc32c)
+    return framed_chunk(layer, first_token, named, crc32c, by_name=layout.states is not None)
+
+
+def rows_to_proto(rows: StateRows, crc32c: int) -> bytes:
+    """The frame of an export with rows of a tensor of the sequence."""
+    tensor = rows.tensor
+    named = [(tensor.name, tensor.dtype, (rows.rows, *tensor.shape), rows.data)]
+    return framed_chunk(0, 0, named, crc32c, by_name=True, first_row=rows.first)
 
 
 def remote_chunk_to_proto(  # noqa: PLR0917
@@ -171,12 +188,17 @@ def remote_chunk_to_proto(  # noqa: PLR0917
 def chunk_from_proto(layout: CacheLayout, chunk: kv_transfer_pb2.KvChunk) -> tuple[int, tuple[bytes, ...]]:
     """How many tokens a chunk has, and its parts, which are empty where they are to be read from elsewhere. Raises
     `InvalidRequest` where they are not what the layout says."""
-    tokens = chunk.keys.shape[0] if chunk.keys.shape else 0
+    by_name, elsewhere = layout.states is not None, chunk.HasField("remote")
+    if by_name and [each.tensor for each in chunk.parts] != [*layout.names]:
+        raise InvalidRequest(f"a chunk must have the parts {', '.join(layout.names)}", field="chunk.parts")
+    if by_name and elsewhere:
+        raise InvalidRequest("the data of a cache with states must be in its chunks", field="chunk.remote")
+    tensors = [each.data for each in chunk.parts] if by_name else [getattr(chunk, name) for name in layout.names]
+    tokens = tensors[0].shape[0] if tensors[0].shape else 0
     if not tokens:
         raise InvalidRequest("a chunk must have tokens", field="chunk.keys")
-    found, elsewhere = [], chunk.HasField("remote")
-    for name, dtype, shape, stored in layout.parts(tokens):
-        tensor = getattr(chunk, name)
+    found = []
+    for tensor, (name, dtype, shape, stored) in zip(tensors, layout.parts(tokens), strict=True):
         data, size = tensor.data, 0 if elsewhere else stored
         if tensor.dtype != dtype or tuple(tensor.shape) != shape or len(data) != size:
             raise InvalidRequest(

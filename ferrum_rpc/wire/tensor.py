@@ -25,6 +25,23 @@ NUMPY_BY_DTYPE: Final[dict[types_pb2.DType, np.dtype[Any]]] = {
     types_pb2.D_TYPE_F8_E4M3: np.dtype(np.uint8),
 }
 
+DTYPE_BY_NAME: Final = {
+    "float32": types_pb2.D_TYPE_F32,
+    "bfloat16": types_pb2.D_TYPE_BF16,
+    "float16": types_pb2.D_TYPE_F16,
+    "int8": types_pb2.D_TYPE_I8,
+    "fp8": types_pb2.D_TYPE_F8_E4M3,
+}
+"""Types of models and caches, by their names."""
+
+EXPONENTS: Final[dict[types_pb2.DType, np.unsignedinteger[Any]]] = {
+    types_pb2.D_TYPE_F32: np.uint32(0x7F80_0000),
+    types_pb2.D_TYPE_BF16: np.uint16(0x7F80),
+    types_pb2.D_TYPE_F16: np.uint16(0x7C00),
+    types_pb2.D_TYPE_F8_E4M3: np.uint8(0x7F),  # it has no infinities, and one NaN of each sign
+}
+"""Of types that can hold NaN or infinities: the bits that are all ones in those and in no other number."""
+
 DTYPE_BY_NUMPY: Final = {dtype: proto for proto, dtype in NUMPY_BY_DTYPE.items()}
 """uint16 means bfloat16 and uint8 means fp8: the contract has no other use for them."""
 
@@ -46,6 +63,12 @@ def describe(tensor: types_pb2.Tensor, array: npt.NDArray[Any]) -> None:
     """Write an array's type and shape into its message; its bytes are sent separately."""
     tensor.dtype = DTYPE_BY_NUMPY[array.dtype]
     tensor.shape.extend(array.shape)
+
+
+def is_finite(dtype: types_pb2.DType, data: Any) -> bool:
+    """Whether no number in a buffer of numbers is NaN or infinite."""
+    ones = EXPONENTS.get(dtype)
+    return ones is None or bool((np.frombuffer(data, ones.dtype) & ones).max() != ones)
 
 
 def tensor_from_proto(tensor: types_pb2.Tensor) -> npt.NDArray[Any]:

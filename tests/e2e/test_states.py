@@ -1,5 +1,5 @@
 """A model with recurrent layers through the client, against a real executor: rows are those of `transformers` after
-verification, truncation to any length, forks, prefix hits and lost answers, and what is not offered says so."""
+verification, truncation to any length, forks, prefix hits and lost answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from ferrum_rpc.client import ExecutorClient, FullLogits, OutputSpec, Positions, Run
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.errors import Cancelled, DeadlineExceeded, KvBlocksExhausted, NotSupported, StepFailed
+from ferrum_rpc.errors import Cancelled, DeadlineExceeded, KvBlocksExhausted, StepFailed
 from ferrum_rpc.failpoints import Failpoints, parse_failpoints
 from tests.support.checkpoints import make_checkpoint, make_model
 from tests.support.clients import BOTH_WAYS
@@ -99,16 +99,6 @@ async def test_without_a_slot_a_sequence_is_refused_and_the_next_one_comes(serve
         assert refused.value.metadata == {"needed_slots": "1", "free_slots": "0"}
         await held[0].release()
         await client.sequence().prefill([1])
-
-
-async def test_what_is_not_offered_says_so(config: ModelSettings, tmp_path: Any) -> None:
-    async with serve_model(config, park_dir=tmp_path / "park") as served, ExecutorClient(served.target) as client:
-        sequence = client.sequence()
-        await sequence.prefill(PROMPT)
-        for refused in (sequence.park(), sequence.export_to(tmp_path / "file")):
-            with pytest.raises(NotSupported):
-                await refused
-        assert near((await sequence.decode(5, LAST)).logits, [*PROMPT, 5])
 
 
 @pytest.mark.parametrize("ends", ["cancel", "deadline", "fails"])

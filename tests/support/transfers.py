@@ -73,6 +73,8 @@ def chunks_of(frames: Iterable[kt.ExportKvResponse]) -> list[kt.KvChunk]:
 
 
 def parts(chunk: kt.KvChunk) -> list[bytes]:
+    if chunk.parts:
+        return [each.data.data for each in chunk.parts]
     return [each.data for each in (chunk.keys, chunk.values, chunk.key_scales, chunk.value_scales)]
 
 

@@ -30,8 +30,8 @@ SERVICES = {
     for name, service in module.DESCRIPTOR.services_by_name.items()
 }
 
-LANDED_REVISION = 8
-LANDED_SHA256 = "9af9568c0d9000254654466b2a258bd4d0c40e5efb819c49609b7ae8b04458b3"
+LANDED_REVISION = 9
+LANDED_SHA256 = "25f43ddf37dae0475a201817b1abcbb4617ee7a8263bc5d06f903437e2ab96f8"
 """Of `protos/landed.binpb`, the contract with which `buf breaking` compares."""
 
 

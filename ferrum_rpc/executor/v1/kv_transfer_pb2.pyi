@@ -17,7 +17,7 @@ KV_TRANSPORT_UNSPECIFIED: KvTransport
 KV_TRANSPORT_NIXL: KvTransport
 
 class KvLayout(_message.Message):
-    __slots__ = ("model_fingerprint", "layers", "kv_heads", "head_dim", "dtype", "seq_len", "token_ids", "adapter", "block_size")
+    __slots__ = ("model_fingerprint", "layers", "kv_heads", "head_dim", "dtype", "seq_len", "token_ids", "adapter", "block_size", "tensors")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class KvLayout(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: bytes
     layers: int
     kv_heads: int
@@ -36,10 +37,31 @@ class KvLayout(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     adapter: str
     block_size: int
-    def __init__(self, model_fingerprint: _Optional[bytes] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[str] = ..., block_size: _Optional[int] = ...) -> None: ...
+    tensors: _containers.RepeatedCompositeFieldContainer[KvTensor]
+    def __init__(self, model_fingerprint: _Optional[bytes] = ..., layers: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., seq_len: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[str] = ..., block_size: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[KvTensor, _Mapping]]] = ...) -> None: ...
+
+class KvTensor(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "layers")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: _types_pb2.DType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    layers: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[_types_pb2.DType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., layers: _Optional[int] = ...) -> None: ...
+
+class KvPart(_message.Message):
+    __slots__ = ("tensor", "data")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    tensor: str
+    data: _types_pb2.Tensor
+    def __init__(self, tensor: _Optional[str] = ..., data: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class KvChunk(_message.Message):
-    __slots__ = ("layer", "first_token", "keys", "values", "crc32c", "key_scales", "value_scales", "remote")
+    __slots__ = ("layer", "first_token", "keys", "values", "crc32c", "key_scales", "value_scales", "remote", "parts", "first_row")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +70,8 @@ class KvChunk(_message.Message):
     KEY_SCALES_FIELD_NUMBER: _ClassVar[int]
     VALUE_SCALES_FIELD_NUMBER: _ClassVar[int]
     REMOTE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
     layer: int
     first_token: int
     keys: _types_pb2.Tensor
@@ -56,7 +80,9 @@ class KvChunk(_message.Message):
     key_scales: _types_pb2.Tensor
     value_scales: _types_pb2.Tensor
     remote: KvRemote
-    def __init__(self, layer: _Optional[int] = ..., first_token: _Optional[int] = ..., keys: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., values: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., crc32c: _Optional[int] = ..., key_scales: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value_scales: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., remote: _Optional[_Union[KvRemote, _Mapping]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[KvPart]
+    first_row: int
+    def __init__(self, layer: _Optional[int] = ..., first_token: _Optional[int] = ..., keys: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., values: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., crc32c: _Optional[int] = ..., key_scales: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., value_scales: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., remote: _Optional[_Union[KvRemote, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[KvPart, _Mapping]]] = ..., first_row: _Optional[int] = ...) -> None: ...
 
 class KvSource(_message.Message):
     __slots__ = ("transport", "agent")
@@ -83,16 +109,18 @@ class KvTrailer(_message.Message):
     def __init__(self, sha256: _Optional[bytes] = ...) -> None: ...
 
 class ExportKvRequest(_message.Message):
-    __slots__ = ("handle", "first_token", "chunk_tokens", "transport")
+    __slots__ = ("handle", "first_token", "chunk_tokens", "transport", "layout_only")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_ONLY_FIELD_NUMBER: _ClassVar[int]
     handle: _types_pb2.KvHandle
     first_token: int
     chunk_tokens: int
     transport: KvTransport
-    def __init__(self, handle: _Optional[_Union[_types_pb2.KvHandle, _Mapping]] = ..., first_token: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., transport: _Optional[_Union[KvTransport, str]] = ...) -> None: ...
+    layout_only: bool
+    def __init__(self, handle: _Optional[_Union[_types_pb2.KvHandle, _Mapping]] = ..., first_token: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., transport: _Optional[_Union[KvTransport, str]] = ..., layout_only: bool = ...) -> None: ...
 
 class ExportKvResponse(_message.Message):
     __slots__ = ("layout", "chunk", "trailer", "source")

@@ -1,0 +1,313 @@
+"""Sequences of a model with recurrent layers across the wire: they go on with the bits of one that stayed, whether they
+come from another executor, from a file or from a disk; and streams that are not right are refused and leave nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from ferrum_rpc.client import Capability, ExecutorClient, FullLogits, OutputSpec, Positions, Sequence, transfer
+from ferrum_rpc.client.client import connection_of
+from ferrum_rpc.client.retry import Deadline
+from ferrum_rpc.config import ModelSettings
+from ferrum_rpc.errors import KvBlocksExhausted, KvCorrupt, LayoutMismatch, NotSupported, Reason
+from ferrum_rpc.executor.v1 import info_pb2, kv_transfer_pb2
+from tests.support.checkpoints import RECURRENT_SHAPE, make_checkpoint
+from tests.support.nixl import Fabric
+from tests.support.serving import Served, serve_identity, serve_model
+from tests.support.transfers import Names, brought, chunks_of, exported, header, imported, row, sealed
+from tests.support.wiring import prefill, refused, release
+
+kt = kv_transfer_pb2
+LAST, ALL = OutputSpec(Positions.LAST, FullLogits()), OutputSpec(Positions.ALL, FullLogits())
+PROMPT = np.random.default_rng(3).integers(0, 6, 100).tolist()
+DRAFT = [1, 2, 3, 4]
+SLOTS = 6
+There = tuple[Served, ExecutorClient, Served, ExecutorClient]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelSettings:
+    folder = make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5", **RECURRENT_SHAPE)
+    cache: dict[str, Any] = {"block_size": 4, "kv_blocks": 200, "state_slots": SLOTS}
+    return ModelSettings(str(folder), device="cpu", dtype="bfloat16", **cache)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two(config: ModelSettings, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[There]:
+    parked = tmp_path_factory.mktemp("parked")
+    async with (
+        serve_model(config, park_dir=parked) as one,
+        serve_model(config, max_request_bytes=40 << 10) as other,
+        ExecutorClient(one.target) as source,
+        ExecutorClient(other.target) as target,
+    ):
+        yield one, source, other, target
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def there(two: There, request: pytest.FixtureRequest) -> AsyncIterator[There]:
+    """Two executors and a client of each; nothing of a test is left at either."""
+    Names.present = f"{request.node.name} "
+    yield two
+    for served in (two[0], two[2]):
+        await served.reset()
+        await served.check()
+        assert served.runner.cache_state().free_slots == SLOTS
+        assert not served.server.state.unnamed
+
+
+async def fed(client: ExecutorClient) -> Sequence:
+    """A prompt, and a step that may be taken back."""
+    sequence = client.sequence()
+    await sequence.prefill(PROMPT)
+    await sequence.verify(DRAFT, ALL)
+    return sequence
+
+
+async def goes_on(sequence: Sequence) -> bytes:
+    """The rows of what follows, within the last step and behind a truncation; nothing is computed again."""
+    rows = []
+    for length, tokens in ((len(PROMPT) + 4, [5, 0]), (len(PROMPT) + 4, [1]), (len(PROMPT) + 4, [2, 3])):
+        await sequence.truncate(length)
+        answer = await sequence.verify(tokens, ALL)
+        assert answer.recomputed_tokens == 0
+        rows.append(answer.logits.tobytes())
+    return b"".join(rows)
+
+
+async def test_a_sequence_that_left_goes_on_with_the_bits_of_one_that_stayed(there: There, tmp_path: Path) -> None:
+    _, source, _, target = there
+    assert {Capability.KV_TRANSFER, Capability.PARK} <= (await source.info()).capabilities
+    stays, parks, leaves = [await fed(source) for _ in range(3)]
+    for each in (stays, parks, leaves):
+        await each.truncate(len(PROMPT) + 2)
+        await each.verify([0, 5], ALL)
+    await leaves.export_to(tmp_path / "file")
+    moved, filed = target.sequence(), target.sequence()
+    await leaves.move_to(moved)
+    await filed.import_from(tmp_path / "file")
+    free = (await source.status()).pressure.free_slots
+    await parks.park()
+    assert (await source.status()).pressure.free_slots == free + 1
+    wanted = await goes_on(stays)
+    for each in (moved, filed, parks):
+        assert await goes_on(each) == wanted
+    for each in (stays, moved, filed, parks):
+        await each.truncate(50)
+    rows = [(await each.decode(4, LAST)).logits for each in (stays, moved, filed, parks)]
+    for each in rows[1:]:
+        np.testing.assert_allclose(each, rows[0], atol=0.1)
+    for each in (stays, moved, filed, parks):
+        await each.release()
+
+
+async def test_without_a_slot_nothing_comes_and_a_parked_sequence_stays(there: There, tmp_path: Path) -> None:
+    _, source, _, target = there
+    parks, leaves = await fed(source), await fed(source)
+    wanted = await goes_on(leaves)
+    await leaves.truncate(len(PROMPT) + 4)
+    await parks.park()
+    for client, sequence in ((source, parks), (target, leaves)):
+        held = [client.sequence() for _ in range((await client.status()).pressure.free_slots)]
+        for each in held:
+            await each.prefill([1, 2, 3])
+        with pytest.raises(KvBlocksExhausted) as refused:
+            await (sequence.decode(1) if client is source else sequence.move_to(client.sequence()))
+        assert (refused.value.number("needed_slots"), refused.value.number("free_slots")) == (1, 0)
+        await client.release(held)
+    assert await goes_on(parks) == wanted
+    await leaves.move_to(moved := target.sequence())
+    await moved.release()
+    await parks.release()
+
+
+async def test_another_kind_of_cache_and_another_transport_are_refused(there: There, tmp_path: Path) -> None:
+    _, source, _, target = there
+    sequence = await fed(source)
+    async with serve_identity() as other, ExecutorClient(other.target) as client:
+        with pytest.raises(LayoutMismatch) as refused:
+            await sequence.move_to(client.sequence())
+        assert {"tensors", "layers"} <= set(refused.value.metadata["differs"].split(","))
+        plain = client.sequence()
+        await plain.prefill(PROMPT)
+        with pytest.raises(LayoutMismatch) as refused:
+            await plain.move_to(target.sequence())
+        assert {"tensors", "layers"} <= set(refused.value.metadata["differs"].split(","))
+    with pytest.raises(NotSupported):
+        await sequence.move_to(target.sequence(), transport="nixl")
+    await sequence.release()
+
+
+async def test_nixl_is_not_offered_and_refused(config: ModelSettings) -> None:
+    async with serve_model(config, nixl_agent=Fabric().agent) as served:
+        assert info_pb2.CAPABILITY_KV_TRANSPORT_NIXL not in (await served.info()).capabilities
+        handle = await prefill(served, PROMPT)
+        export = served.transfer.ExportKv(kt.ExportKvRequest(handle=handle, transport=kt.KV_TRANSPORT_NIXL))
+        await refused(export.read(), Reason.NOT_SUPPORTED)
+        layout, chunks = (await exported(served, handle))[0].layout, chunks_of(await exported(served, handle))
+        chunks[0].remote.size = 1
+        error = await refused(imported(served, header(layout), *brought(chunks)), Reason.INVALID_REQUEST)
+        assert error.field == "chunk.remote"
+
+
+async def test_a_move_asks_for_chunks_that_the_importer_takes(there: There) -> None:
+    layout, _, _ = await frames_of(there[0])
+    context = connection_of(there[3]).context
+    assert await transfer.chunk_tokens(context, layout, Deadline(None)) == (36 << 10) // (2 * 64 * 2)
+
+
+# --- streams on the raw stubs -----------------------------------------------------------------------------------------
+
+
+async def frames_of(served: Served) -> tuple[kt.KvLayout, list[kt.KvChunk], bytes]:
+    """An export of `PROMPT`, and the row that follows it."""
+    handle = await prefill(served, PROMPT)
+    frames = await exported(served, handle, chunk_tokens=40)
+    wanted = await row(served, handle)
+    return frames[0].layout, chunks_of(frames), wanted
+
+
+async def test_an_export_says_which_tensors_it_has(there: There) -> None:
+    layout, chunks, _ = await frames_of(there[0])
+    assert (layout.layers, layout.kv_heads, layout.head_dim, layout.dtype) == (0, 0, 0, 0)
+    images = [
+        f"{image}.{each}" for image in ("slot", "checkpoint") for each in ("lengths", "states", "channels", "gates")
+    ]
+    assert [(each.name, each.layers) for each in layout.tensors] == [
+        ("keys", 2),
+        ("values", 2),
+        *((name, 0) for name in images),
+    ]
+    assert [[each.tensor for each in chunk.parts] for chunk in chunks[:6]] == [["keys", "values"]] * 6
+    came = [chunk.parts[0].tensor for chunk in chunks[6:]]
+    assert list(dict.fromkeys(came)) == images and all(each.parts[0].data.shape[0] for each in chunks)
+    only = await exported(there[0], await prefill(there[0], PROMPT), layout_only=True)
+    assert [each.WhichOneof("frame") for each in only] == ["layout"]
+
+
+def without(name: str) -> Callable[[list[kt.KvChunk]], None]:
+    def change(chunks: list[kt.KvChunk]) -> None:
+        chunks[:] = [each for each in chunks if each.parts[0].tensor != name]
+
+    return change
+
+
+def changed(name: str, change: Callable[[kt.KvChunk], object], *, seal: bool = True) -> Any:
+    """The first chunk that has a part of this name."""
+
+    def changed(chunks: list[kt.KvChunk]) -> None:
+        chunk = next(each for each in chunks if name in {part.tensor for part in each.parts})
+        change(chunk)
+        if seal:
+            sealed(chunk)
+
+    return changed
+
+
+def data(chunk: kt.KvChunk, content: bytes) -> None:
+    part = chunk.parts[0].data
+    part.data = content + part.data[len(content) :]
+
+
+def lengths(*numbers: int) -> Callable[[kt.KvChunk], None]:
+    return lambda chunk: data(chunk, np.array(numbers, "<u4").tobytes())
+
+
+def reshaped(chunk: kt.KvChunk) -> None:
+    shape = chunk.parts[0].data.shape
+    shape[:] = [shape[0] * 2, shape[1] // 2, *shape[2:]]
+
+
+def cut(chunk: kt.KvChunk) -> None:
+    part = chunk.parts[0].data
+    part.data = part.data[:-4]
+
+
+WRONG: dict[str, tuple[Any, Reason]] = {
+    "no states": (without("slot.states"), Reason.INVALID_REQUEST),
+    "no gates": (without("slot.gates"), Reason.INVALID_REQUEST),
+    "no lengths": (without("slot.lengths"), Reason.INVALID_REQUEST),
+    "no gates of the checkpoint": (without("checkpoint.gates"), Reason.INVALID_REQUEST),
+    "no values": (changed("values", lambda chunk: chunk.parts.pop()), Reason.INVALID_REQUEST),
+    "parts in another order": (changed("keys", lambda chunk: chunk.parts.reverse()), Reason.INVALID_REQUEST),
+    "another shape": (changed("slot.states", reshaped), Reason.INVALID_REQUEST),
+    "another type": (changed("slot.gates", lambda c: setattr(c.parts[0].data, "dtype", 2)), Reason.INVALID_REQUEST),
+    "too few bytes": (changed("slot.channels", cut), Reason.INVALID_REQUEST),
+    "another row": (changed("slot.states", lambda c: setattr(c, "first_row", 1)), Reason.INVALID_REQUEST),
+    "two parts": (changed("slot.states", lambda c: c.parts.append(c.parts[0])), Reason.INVALID_REQUEST),
+    "an unknown tensor": (changed("slot.states", lambda c: setattr(c.parts[0], "tensor", "x")), Reason.INVALID_REQUEST),
+    "rows twice": (lambda chunks: chunks.insert(-1, chunks[-1]), Reason.INVALID_REQUEST),
+    "rows behind the last": (lambda chunks: chunks.append(chunks[-1]), Reason.INVALID_REQUEST),
+    "tokens behind states": (lambda chunks: chunks.append(chunks[0]), Reason.INVALID_REQUEST),
+    "states before tokens": (lambda chunks: chunks.insert(0, chunks.pop()), Reason.INVALID_REQUEST),
+    "states within tokens": (lambda chunks: chunks.insert(1, chunks.pop(6)), Reason.INVALID_REQUEST),
+    "longer than the sequence": (changed("slot.lengths", lengths(101, 101)), Reason.INVALID_REQUEST),
+    "a floor above": (changed("slot.lengths", lengths(99, 100)), Reason.INVALID_REQUEST),
+    "a floor too deep": (changed("slot.lengths", lengths(100, 67, 67, 67)), Reason.INVALID_REQUEST),
+    "folded beyond the floor": (changed("slot.lengths", lengths(100, 98, 98, 99)), Reason.INVALID_REQUEST),
+    "folded too long ago": (changed("slot.lengths", lengths(100, 100, 35, 100)), Reason.INVALID_REQUEST),
+    "huge lengths": (changed("slot.lengths", lengths(2**32 - 1, 2**32 - 1)), Reason.INVALID_REQUEST),
+    "not a number": (changed("slot.states", lambda c: data(c, b"\xff" * 4)), Reason.KV_CORRUPT),
+    "an infinity": (changed("checkpoint.gates", lambda c: data(c, b"\0\0\x80\x7f")), Reason.KV_CORRUPT),
+    "another checksum": (changed("slot.gates", lambda c: data(c, b"\1"), seal=False), Reason.KV_CORRUPT),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+async def test_a_stream_that_is_not_right_is_refused_and_another_one_goes_on(there: There, case: str) -> None:
+    layout, chunks, wanted = await frames_of(there[0])
+    change, reason = WRONG[case]
+    wrong = [kt.KvChunk.FromString(each.SerializeToString()) for each in chunks]
+    change(wrong)
+    target = there[2]
+    await refused(imported(target, header(layout), *brought(wrong)), reason)
+    answer = await imported(target, header(layout), *brought(chunks))
+    assert not answer.replayed and await row(target, answer.handle) == wanted
+    await release(target, answer.handle)
+
+
+async def test_a_wrong_digest_and_a_stream_that_breaks_leave_the_states_to_the_next_one(there: There) -> None:
+    layout, chunks, wanted = await frames_of(there[0])
+    target, frames = there[2], brought(chunks)
+    digest = kt.ImportKvRequest(trailer=kt.KvTrailer(sha256=bytes(32)))
+    await refused(imported(target, header(layout), *frames[:-1], digest), Reason.KV_CORRUPT)
+    for end in (6, 8, len(chunks)):
+        answer = await imported(target, header(layout), *frames[:end])
+        assert (answer.next_token, answer.HasField("handle")) == (len(PROMPT), False)
+    early = frames[:7] + frames[-1:]
+    await refused(imported(target, header(layout), *early), Reason.KV_CORRUPT)
+    answer = await imported(target, header(layout), *brought(chunks[6:]))
+    assert await row(target, answer.handle) == wanted
+    await release(target, answer.handle)
+
+
+async def test_without_states_the_tokens_are_fed_again(there: There) -> None:
+    """As of a sequence that was cut back and not fed since: the checkpoint comes alone, or nothing."""
+    layout, chunks, _ = await frames_of(there[0])
+    target = there[2]
+    for first in ("checkpoint", "nothing"):
+        some = [each for each in chunks if each.parts[0].tensor.partition(".")[0] in {"keys", first}]
+        handle = (await imported(target, header(layout, first), *brought(some))).handle
+        answer = await target.decode([9 % 6], handle)
+        assert answer.output.recomputed_tokens == (len(PROMPT) - 96 if first == "checkpoint" else len(PROMPT))
+        await release(target, answer.output.handle)
+
+
+async def test_a_file_that_was_changed_is_found_before_anything_is_sent(there: There, tmp_path: Path) -> None:
+    _, source, _, target = there
+    sequence, path = await fed(source), tmp_path / "file"
+    await sequence.export_to(path)
+    content = bytearray(path.read_bytes())
+    content[-200] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(KvCorrupt):
+        await target.sequence().import_from(path)
+    await sequence.release()

@@ -1,0 +1,91 @@
+"""Recurrent states as rows of a stream: what was sent arrives, and what no slot can hold is refused at its lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrum_rpc.core import MovedStates, RecurrentShape, StateImage, StateTensors
+from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.executor.v1 import kv_transfer_pb2
+from ferrum_rpc.wire.kv_stream import rows_to_proto
+from ferrum_rpc.wire.state_stream import StateReceiver, rows_of
+
+STATES = StateTensors(RecurrentShape(1, 2, 3, 5), 2, "bfloat16", "float32", 32)
+LENGTH = 200
+
+
+def image(length: int, floor: int, folded: tuple[int, ...]) -> StateImage:
+    """One whose bytes fit its lengths."""
+    dice, rows = np.random.default_rng(length), max(0, STATES.rows(length, min(folded)))
+    sizes = 2 * 2 * 3 * 5 * 4, 2 * rows * STATES.shape.channels * 2, 2 * rows * 2 * 2 * 4
+    return StateImage(length, floor, folded, *(dice.bytes(size) for size in sizes))
+
+
+def chunks(moved: MovedStates, most: int = 64) -> list[kv_transfer_pb2.KvChunk]:
+    return [
+        kv_transfer_pb2.ExportKvResponse.FromString(rows_to_proto(each, 7)).chunk
+        for each in rows_of(STATES, moved, most)
+    ]
+
+
+def received(sent: list[kv_transfer_pb2.KvChunk]) -> MovedStates:
+    receiver = StateReceiver(STATES, LENGTH)
+    for each in sent:
+        receiver.take(each)
+    return receiver.end()
+
+
+@pytest.mark.parametrize("most", [1, 64, 1 << 20])
+def test_what_was_sent_arrives(most: int) -> None:
+    one, other, early = image(200, 190, (190, 170)), image(192, 192, (192, 192)), image(2, 1, (0, 0))
+    for moved in (MovedStates(one, other), MovedStates(None, early), MovedStates(early), MovedStates()):
+        sent = chunks(moved, most)
+        assert received(sent) == moved
+        assert all(len(each.parts[0].data.data) <= max(most, 60) for each in sent)
+        for end in range(1, len(sent)):
+            if sent[end].parts[0].tensor != "checkpoint.lengths" or sent[end].first_row:
+                with pytest.raises(InvalidRequest):
+                    received(sent[:end])
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (201, 201, (201, 201)),
+        (100, 67, (67, 67)),
+        (100, 101, (100, 100)),
+        (100, 90, (90, 91)),
+        (100, 90, (35, 90)),
+        (2**32 - 1, 2**32 - 1, (2**32 - 1, 2**32 - 1)),
+    ],
+)
+def test_lengths_that_no_slot_can_have_are_refused_before_any_row(lengths: Any) -> None:
+    [first, *_] = chunks(MovedStates(image(*lengths)), 1 << 20)
+    with pytest.raises(InvalidRequest, match="lengths"):
+        received([first])
+
+
+def test_the_deepest_lengths_that_a_slot_can_have_are_taken() -> None:
+    deepest = MovedStates(image(200, 168, (136, 168)), image(200, 168, (168, 136)))
+    assert received(chunks(deepest)) == deepest
+
+
+def test_rows_of_another_shape_or_type_are_refused() -> None:
+    for index in range(4):
+        for change in (
+            lambda data: data.shape.append(1),
+            lambda data: data.shape.insert(0, 1),
+            lambda data: setattr(data, "dtype", 5),
+            lambda data: setattr(data, "data", data.data[:-1]),
+        ):
+            sent = chunks(MovedStates(image(200, 190, (190, 170))), 1 << 20)
+            change(sent[index].parts[0].data)
+            with pytest.raises(InvalidRequest):
+                received(sent)
+    sent = chunks(MovedStates(image(200, 190, (190, 170))), 1 << 20)
+    sent[1].parts[0].data.shape[:] = [4, 5, 3]
+    with pytest.raises(InvalidRequest, match="shape"):
+        received(sent)
