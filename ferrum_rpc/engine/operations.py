@@ -35,7 +35,7 @@ from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, NotS
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation
 from ferrum_rpc.kv.store import KvStore
-from ferrum_rpc.kv.tiers import BlockFiles
+from ferrum_rpc.kv.tiers import STATES, BlockFiles
 from ferrum_rpc.models.base import Model
 
 log = structlog.get_logger("ferrum_rpc.engine")
@@ -140,8 +140,11 @@ class TorchRunner(StepRunner):
             return 0
         max_blocks = max(1, FETCH_BYTES // self.store.block_bytes)
         with self._operation("read of the second tier"):
+            reach = None
+            if self.states is not None and not (reach := self._fetch_states(sequence, start, prompt, prefix)):
+                return 0
             try:
-                fetched = self.kv.fetch(sequence, start, prompt, prefix, max_blocks)
+                fetched = self.kv.fetch(sequence, start, prompt, prefix, max_blocks, reach=reach)
                 self._save_leaving()
                 if fetched:
                     self.store.write_blocks(*zip(*fetched, strict=True))
@@ -149,6 +152,21 @@ class TorchRunner(StepRunner):
                 self.kv.forget_prefixes()  # some may lack their content
                 raise
         return len(fetched)
+
+    def _fetch_states(self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None) -> int:
+        """Have the last checkpoint of a prompt that memory or the second tier has. Returns how many of the prompt's
+        blocks it is behind; 0: there is none, or no slot for it."""
+        states, tier = self.states, self._tier
+        assert states is not None and tier is not None  # noqa: S101 - the caller looked
+        while True:
+            reach, key = self.kv.reach(
+                sequence, start, prompt, prefix, lambda key: states.has_checkpoint(key) or STATES + key in tier
+            )
+            if not reach or states.has_checkpoint(key):
+                return reach
+            content = tier.read(STATES + key)
+            if content is not None:
+                return reach if states.restore(key, content) else 0
 
     def watch_prefixes(self) -> list[BlockChange]:
         return self.kv.prefixes.watch()

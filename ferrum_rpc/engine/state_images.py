@@ -36,6 +36,30 @@ def unpacked(image: StateImage, slot: RecurrentSlot) -> SlotImage:
     return SlotImage(image.length, image.floor, image.folded, states, channels, gates)
 
 
+def numbers_bytes(layers: int) -> int:
+    """Of what `to_file` has besides tensors."""
+    return 4 * (2 + layers)
+
+
+def to_file(image: StateImage) -> bytes:
+    """An image as one piece of bytes, for `from_file`."""
+    numbers = np.array([image.length, image.floor, *image.folded], "<u4").tobytes()
+    return b"".join((numbers, image.states, image.channels, image.gates))
+
+
+def from_file(content: bytes, slot: RecurrentSlot) -> SlotImage:
+    """What ``slot`` can load of that. Raises ValueError if it is not of the slot's shapes."""
+    layers, taps = len(slot.states), slot.shape.taps
+    at = numbers_bytes(layers)
+    length, floor, *folded = np.frombuffer(content, "<u4", 2 + layers).tolist()
+    rows, parts = length - min(folded) + taps - 1, list[bytes]()
+    sizes = slot.states.nbytes, slot.channels[:, :rows].nbytes, slot.gates[:, :rows].nbytes
+    for size in sizes:
+        parts.append(content[at : at + size])
+        at += size
+    return unpacked(StateImage(length, floor, tuple(folded), *parts), slot)
+
+
 def _bytes_of(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 

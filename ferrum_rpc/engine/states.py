@@ -26,7 +26,7 @@ from ferrum_rpc.attention.recurrent import (
     SlotImage,
 )
 from ferrum_rpc.core import MovedStates, Span
-from ferrum_rpc.engine.state_images import packed, unpacked
+from ferrum_rpc.engine.state_images import from_file, packed, to_file, unpacked
 from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.slots import SlotPool
@@ -362,6 +362,22 @@ class States:
         self.store.slots[kept].load(checkpoint)
         key = self._key_at(sequence, at) if at > found and at % self._block_size == 0 else b""
         self._keep(held, key, at, kept)
+
+    # --- checkpoints on disk ----------------------------------------------------------------------------------------
+
+    def content_of(self, slot: int) -> bytes:
+        """The checkpoint in a slot, for `restore`."""
+        return to_file(packed(self.store.slots[slot]))
+
+    def restore(self, key: bytes, content: bytes) -> bool:
+        """Have a checkpoint again. False: there is no slot for it besides that of the sequence that needs it."""
+        if self.pool.free < 2:
+            return False
+        image = from_file(content, self.store.slots[0])
+        slot = self.pool.take()
+        self.store.slots[slot].load(image)
+        self.pool.keep(key, slot)
+        return True
 
     def has_checkpoint(self, key: bytes) -> bool:
         """Whether there is one of this key."""

@@ -27,7 +27,7 @@ called from elsewhere. Paged blocks with reference counts and copy-on-write are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -429,19 +429,42 @@ class KvManager:
                     self._sharing_ended = True
 
     def fetch(
-        self, sequence: int, start: int, prompt: TokenArray, prefix: PrefixUse | None, max_blocks: int
+        self,
+        sequence: int,
+        start: int,
+        prompt: TokenArray,
+        prefix: PrefixUse | None,
+        max_blocks: int,
+        *,
+        reach: int | None = None,
     ) -> list[tuple[int, bytes]]:
         """Have the second tier's blocks for ``prompt``, which is to be written behind the first ``start`` tokens of
-        ``sequence`` or of a fork of it, in the prefix cache: up to ``max_blocks`` of them. Returns them with what
-        must be written to them. ``prefix``: see `reserve`."""
+        ``sequence`` or of a fork of it, in the prefix cache: up to ``max_blocks`` of them, and of the first ``reach``
+        alone. Returns them with what must be written to them. ``prefix``: see `reserve`."""
+        state = self._fetching(sequence, start, prefix)
+        return [] if state is None else self.prefixes.fetch(state, start, prompt, max_blocks, reach)
+
+    def reach(
+        self,
+        sequence: int,
+        start: int,
+        prompt: TokenArray,
+        prefix: PrefixUse | None,
+        there: Callable[[bytes], bool],
+    ) -> tuple[int, bytes]:
+        """How many blocks of that are worth fetching, and the key of the checkpoint behind them: see
+        `PrefixCache.reach`."""
+        state = self._fetching(sequence, start, prefix)
+        return (0, b"") if state is None else self.prefixes.reach(state, start, prompt, there)
+
+    def _fetching(self, sequence: int, start: int, prefix: PrefixUse | None) -> SequenceBlocks | None:
+        """The sequence that a prompt is fetched for, or one like it that does not exist yet; None: nothing is."""
         state = self._sequences.get(sequence)
         if state is None:
             state = SequenceBlocks()
             if prefix is not None:
                 self.prefixes.begin(state, prefix)
-        if state.root is None or state.open is not None or start > state.length:
-            return []
-        return self.prefixes.fetch(state, start, prompt, max_blocks)
+        return None if state.root is None or state.open is not None or start > state.length else state
 
     def forget_prefixes(self) -> None:
         """Unpublish everything: blocks that no sequence holds are empty then."""

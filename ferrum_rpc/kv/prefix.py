@@ -15,6 +15,7 @@ block until its place is needed. Blocks found by their chained hashes are from v
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple, Protocol, TypeVar
@@ -41,6 +42,9 @@ class Tier(Protocol):
 
     def hashes(self) -> list[bytes]:
         """The keys of all blocks that are there."""
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether there is a block, or states, of this key."""
 
 
 class PrefixHit(NamedTuple):
@@ -124,14 +128,34 @@ class PrefixCache:
             key = hashed
         return key if length < state.imported_from else key + state.caller
 
-    def fetch(self, state: SequenceBlocks, start: int, prompt: TokenArray, max_blocks: int) -> list[tuple[int, bytes]]:
+    def reach(
+        self, state: SequenceBlocks, start: int, prompt: TokenArray, there: Callable[[bytes], bool]
+    ) -> tuple[int, bytes]:
+        """How many blocks behind the first ``start`` tokens memory and tier have of ``prompt``, up to the last one
+        behind which a checkpoint is ``there``, and its key; (0, b""): none is. For a sequence that uses the cache."""
+        reach, found = 0, b""
+        _, hashes = self._hashes_behind(state, start, prompt)
+        for count, hashed in enumerate(hashes, 1):
+            keys = (hashed, hashed + state.caller)
+            key = next((each for each in keys if each in self._blocks), None)
+            if key is None and self.tier is not None:
+                key = next((each for each in keys if each in self.tier), None)
+            if key is None:
+                break
+            if there(key):
+                reach, found = count, key
+        return reach, found
+
+    def fetch(
+        self, state: SequenceBlocks, start: int, prompt: TokenArray, max_blocks: int, reach: int | None = None
+    ) -> list[tuple[int, bytes]]:
         """Publish blocks for what the tier has of ``prompt`` behind the first ``start`` tokens of the sequence and
-        behind what is published: up to ``max_blocks``, as long as blocks are free. Returns them with their content,
-        which must be written to them. For a sequence that uses the cache."""
+        behind what is published: up to ``max_blocks``, as long as blocks are free, and of the first ``reach`` alone.
+        Returns them with their content, which must be written to them. For a sequence that uses the cache."""
         pool = self._pool
         held, fetched = list[int](), list[tuple[int, bytes]]()
         parent, hashes = self._hashes_behind(state, start, prompt)
-        for hashed in hashes:
+        for hashed in itertools.islice(hashes, reach):
             key, block = _first_of(self._blocks.get, hashed, state.caller)
             if block is not None:
                 pool.reuse([block])

@@ -10,13 +10,15 @@ This file must not know tokens, blocks or tensors. It belongs to the model threa
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.pool import CacheCorrupt
 
 
 class SlotPool:
-    """The slots ``0 .. total - 1``. Keys of checkpoints are the caller's."""
+    """The slots ``0 .. total - 1``. Keys of checkpoints are the caller's. ``on_drop``: called with the key and the slot
+    of a checkpoint before its slot is given to another."""
 
     def __init__(self, total: int) -> None:
         if total < 1:
@@ -25,6 +27,7 @@ class SlotPool:
         self._free = list(reversed(range(total)))
         self._checkpoints: OrderedDict[bytes, int] = OrderedDict()
         self._pinned: dict[bytes, int] = {}
+        self.on_drop: Callable[[bytes, int], object] | None = None
 
     @property
     def free(self) -> int:
@@ -43,7 +46,10 @@ class SlotPool:
             if key is None:
                 metadata = {"needed_slots": 1, "free_slots": 0}
                 raise KvBlocksExhausted(f"all {self.total} slots for recurrent states are held", metadata=metadata)
-            return self._checkpoints.pop(key)
+            slot = self._checkpoints.pop(key)
+            if self.on_drop is not None:
+                self.on_drop(key, slot)
+            return slot
         return self._free.pop()
 
     def give(self, slot: int) -> None:
@@ -65,6 +71,10 @@ class SlotPool:
         """The slot of a checkpoint that is there, and is used now."""
         self._checkpoints.move_to_end(key)
         return self._checkpoints[key]
+
+    def items(self) -> list[tuple[bytes, int]]:
+        """All checkpoints with their slots, those used last at the end."""
+        return list(self._checkpoints.items())
 
     def remove(self, key: bytes) -> int:
         """The slot of a checkpoint that is there, which is one no more: it is the caller's."""

@@ -1,4 +1,4 @@
-"""The second tier of the prefix cache: blocks on disk, under their keys (`prefix`).
+"""The second tier of the prefix cache: blocks on disk, under their keys (`prefix`), and checkpoints of states.
 
 An evicted block is written to a file of its own, concurrently with the steps, and read again when a prompt needs it:
 its tokens are read from disk instead of computed. The hash covers the model, the salt and all earlier tokens, and the
@@ -8,6 +8,8 @@ caller finds no more here than in memory.
 It is a cache: a write for which the disk is too slow is dropped, and a missing or invalid file is a miss. A file has a
 digest with a key in the folder (HMAC-SHA-256, which with the processor's instructions is as fast as CRC-32): a file
 written by others is a miss too.
+
+If the model keeps states, those behind a block are a file of their own, under the block's key with `STATES` before it.
 
 A folder is for one process at a time, which holds a lock on it. While two processes overlap, as when one replaces the
 other, the second one reads all files but deletes only its own. If it needs to delete more, it tries the lock again, and
@@ -40,6 +42,9 @@ Content = Callable[[], Any]
 KEY_BYTES: Final = (HASH_BYTES, 2 * HASH_BYTES)
 """Of a key: for everybody, and for one caller."""
 
+STATES: Final = b"s"
+"""What the key of states begins with; that of their block follows."""
+
 log = structlog.get_logger("ferrum_rpc.engine")
 
 ABOUT: Final = Struct("<8s32sQ")
@@ -50,6 +55,7 @@ HEAD_BYTES: Final = ABOUT.size + 32
 """Behind that follows the keyed digest of it and of the content, and the content."""
 
 MAGIC: Final = b"ferrumk2"
+MAGIC_OF_STATES: Final = b"ferrums1"
 LEFT_BEHIND_S: Final = 3600.0
 """Seconds after which a half-written file is that of a killed process."""
 
@@ -66,20 +72,21 @@ ACTIONS: Final = {
 
 
 class BlockFiles:
-    """Blocks of ``block_bytes`` bytes in ``folder``, at most ``max_bytes`` in all: the least recently used are
-    evicted. Blocks of an earlier process are included. ``on_gone`` is called with the key of each evicted block.
-    ``hashed`` is a block's key.
+    """Blocks of ``block_bytes`` bytes in ``folder``, and states of up to ``state_bytes``, at most ``max_bytes`` in
+    all: the least recently used are evicted. Those of an earlier process are included. ``on_gone`` is called with the
+    key of each evicted block. ``hashed`` is a block's key, or that of states.
 
     Raises OSError if the folder cannot be made or listed, or is accessible to other users, and ValueError if
-    ``max_bytes`` is less than a block. Call it from one thread.
+    ``max_bytes`` is less than a block, or than states. Call it from one thread.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, block_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int, block_bytes: int, state_bytes: int = 0) -> None:
         self._max_bytes = max_bytes
-        self._size = HEAD_BYTES + block_bytes
-        if self._size > max_bytes:
-            raise ValueError(f"{max_bytes} bytes hold no block of {self._size}")
-        self._there: OrderedDict[bytes, None] = OrderedDict()  # the last used last
+        self._size, self._state_size = HEAD_BYTES + block_bytes, HEAD_BYTES + state_bytes
+        if (size := max(self._size, self._state_size)) > max_bytes:
+            raise ValueError(f"{max_bytes} bytes hold no block of {size}")
+        self._there: OrderedDict[bytes, int] = OrderedDict()  # bytes of each file; the last used last
+        self.held_bytes = 0
         self._own = set[bytes]()  # written here, while another process has the folder
         self._waiting: dict[bytes, Content] = {}
         self._lock = threading.Lock()  # of `_waiting`
@@ -104,18 +111,14 @@ class BlockFiles:
     def __contains__(self, hashed: bytes) -> bool:
         return hashed in self._there
 
-    @property
-    def held_bytes(self) -> int:
-        """Of all files."""
-        return len(self._there) * self._size
-
     def hashes(self) -> list[bytes]:
         """Of all blocks."""
-        return list(self._there)
+        return [each for each in self._there if len(each) in KEY_BYTES]
 
     def read(self, hashed: bytes) -> bytes | None:
-        """The content of a block, or None if it is not there, or not what was written."""
-        if hashed not in self._there:
+        """The content of a block, or of states, or None if it is not there, or not what was written."""
+        size = self._there.get(hashed)
+        if size is None:
             return None
         with self._lock:
             waiting = self._waiting.get(hashed)
@@ -124,11 +127,11 @@ class BlockFiles:
             return bytes(waiting())
         try:
             with open(self._folder.open(hashed.hex(), os.O_RDONLY), "rb") as file:
-                head, content = file.read(HEAD_BYTES), file.read(self._size)
+                head, content = file.read(HEAD_BYTES), file.read(size)
         except OSError as error:
             self._lost(hashed, error.strerror or str(error))
             return None
-        right = len(head) + len(content) == self._size and hmac.compare_digest(head, self._head(hashed, content))
+        right = len(head) + len(content) == size and hmac.compare_digest(head, self._head(hashed, content))
         if not right:
             self._lost(hashed, "its content is not what was written")
             return None
@@ -147,19 +150,35 @@ class BlockFiles:
             elif len(new) < capacity:
                 new[hashed] = block
         for hashed, content in zip(new, read(list(new.values())) if new else (), strict=True):
-            with self._lock:
-                self._waiting[hashed] = content
-            if not self._alone and not self._folder.has(hashed.hex()):
-                self._own.add(hashed)
-            self._jobs.put((hashed, content))
-            self._there[hashed] = None
-            self._trim()
+            self._queue(hashed, content, self._size)
+
+    def write_states(self, hashed: bytes, read: Callable[[], bytes]) -> None:
+        """Queue states, unless they are there; dropped if the disk is too slow. ``read`` is called if they are not."""
+        if hashed in self._there:
+            self._there.move_to_end(hashed)
+            return
+        with self._lock:
+            waiting = sum(map(self._there.__getitem__, self._waiting.keys() & self._there.keys()))
+        if not waiting or waiting + self._state_size <= WAITING_BYTES:
+            content = read()
+            self._queue(hashed, lambda: content, HEAD_BYTES + len(content))
 
     def end(
-        self, blocks: Iterable[tuple[int, bytes]], read: Callable[[Sequence[int]], Sequence[Content]], max_s: float
+        self,
+        blocks: Iterable[tuple[int, bytes]],
+        read: Callable[[Sequence[int]], Sequence[Content]],
+        max_s: float,
+        states: Iterable[tuple[bytes, Callable[[], bytes]]] = (),
     ) -> None:
-        """Write these too, within ``max_s`` seconds, and wait until all is written. Must be the last call."""
+        """Write these too, within ``max_s`` seconds, and wait until all is written. Must be the last call. Of
+        ``states`` the keys, and what reads them: they come first, for without them their blocks are not found."""
         last = time.monotonic() + max_s
+        for hashed, content in states:
+            while time.monotonic() < last:
+                self.write_states(hashed, content)
+                if hashed in self._there:
+                    break
+                time.sleep(PAUSE_S)
         for block, hashed in blocks:
             while time.monotonic() < last:
                 self.write([(block, hashed)], read)
@@ -171,16 +190,29 @@ class BlockFiles:
         self._ended = True
 
     def clear(self) -> None:
-        """Drop all blocks."""
+        """Drop all blocks, and all states."""
         self._take_over()
-        for hashed in self.hashes():
+        for hashed in list(self._there):
             self._drop(hashed)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _queue(self, hashed: bytes, content: Content, size: int) -> None:
+        with self._lock:
+            self._waiting[hashed] = content
+        if not self._alone and not self._folder.has(hashed.hex()):
+            self._own.add(hashed)
+        self._jobs.put((hashed, content))
+        self._there[hashed] = size
+        self.held_bytes += size
+        self._trim()
+
     def _head(self, hashed: bytes, content: Any) -> bytes:
         """The header of a file with this content."""
-        about, mac = ABOUT.pack(MAGIC, hashed, len(content)), self._mac.copy()
+        key, magic = hashed, MAGIC
+        if len(hashed) not in KEY_BYTES:
+            key, magic = hashed.removeprefix(STATES), MAGIC_OF_STATES
+        about, mac = ABOUT.pack(magic, key, len(content)), self._mac.copy()
         mac.update(about)
         mac.update(content)
         return about + mac.digest()
@@ -195,14 +227,18 @@ class BlockFiles:
 
     def _list(self) -> None:
         """Add unknown files of the folder, as less recently used than all known ones."""
-        found, others = list[tuple[float, bytes]](), list[tuple[float, bytes]]()
+        found, others = list[tuple[float, bytes, int]](), list[tuple[float, bytes, int]]()
         for name, status in self._folder.files():
             if name.endswith(".partial") and time.time() - status.st_mtime > LEFT_BEHIND_S:
                 self._folder.unlink(name)
                 continue
             with suppress(ValueError):
-                if len(hashed := bytes.fromhex(name)) in KEY_BYTES and hashed not in self._there:
-                    (found if status.st_size == self._size else others).append((status.st_mtime, hashed))
+                key = bytes.fromhex(name)
+                of_states = key.startswith(STATES) and len(key) - 1 in KEY_BYTES
+                if (of_states or len(key) in KEY_BYTES) and key not in self._there:
+                    size = status.st_size
+                    right = HEAD_BYTES < size <= self._state_size if of_states else size == self._size
+                    (found if right else others).append((status.st_mtime, key, size))
         if others:
             log.warning(
                 "cached_block_lost",
@@ -211,11 +247,12 @@ class BlockFiles:
                 reason="their files are of an earlier version, or have another length than what was written",
                 action="they are computed again",
             )
-        for _, hashed in sorted(found, reverse=True):
-            self._there[hashed] = None
+        for _, hashed, size in sorted(found, reverse=True):
+            self._there[hashed] = size
+            self.held_bytes += size
             self._there.move_to_end(hashed, last=False)
         if self._alone:
-            for _, hashed in others:
+            for _, hashed, _ in others:
                 self._folder.unlink(hashed.hex())
 
     def _lost(self, hashed: bytes, why: str) -> None:
@@ -230,11 +267,12 @@ class BlockFiles:
 
     def _drop(self, hashed: bytes) -> None:
         self._take_over()
-        self._there.pop(hashed, None)
+        self.held_bytes -= self._there.pop(hashed, 0)
         if self._alone or hashed in self._own:
             self._own.discard(hashed)
             self._jobs.put((hashed, None))
-        self.on_gone(hashed)
+        if len(hashed) in KEY_BYTES:
+            self.on_gone(hashed)
 
     def _work(self) -> None:
         """Write and remove files, in the order of the requests."""

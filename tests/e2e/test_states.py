@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,6 +89,18 @@ async def test_a_prompt_that_is_known_is_not_computed_again(served: Served) -> N
         await first.prefill(PROMPT)
         answer = await second.prefill([*PROMPT, 1, 2, 3], LAST)
         assert answer.cached_tokens == len(PROMPT) - 4 and near(answer.logits, [*PROMPT, 1, 2, 3])
+
+
+async def test_after_a_restart_a_prompt_is_computed_from_its_last_checkpoint_on(
+    config: ModelSettings, tmp_path: Path
+) -> None:
+    for cached in (0, len(PROMPT)):
+        async with (
+            serve_model(replace(config, kv_tier_dir=tmp_path)) as served,
+            ExecutorClient(served.target) as client,
+        ):
+            answer = await client.sequence().prefill([*PROMPT, 1], LAST)
+            assert answer.cached_tokens == cached and near(answer.logits, [*PROMPT, 1])
 
 
 async def test_without_a_slot_a_sequence_is_refused_and_the_next_one_comes(served: Served) -> None:

@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from ferrum_rpc.kv import tiers
-from ferrum_rpc.kv.tiers import ABOUT, HEAD_BYTES, BlockFiles
+from ferrum_rpc.kv.tiers import ABOUT, HEAD_BYTES, STATES, BlockFiles
 from ferrum_rpc.private_files import NotPrivateError, PrivateFolder
 
 SIZE = 64
@@ -317,3 +317,82 @@ def test_a_disk_that_fails_costs_the_blocks_alone(tmp_path, monkeypatch, code, a
     [told] = logs
     assert told["event"] == "kv_tier_write_failed" and told["action"].startswith(action)
     assert [files.read(hashed(number)) for number in range(3)] == [None] * 3
+
+
+# --- states beside blocks ---------------------------------------------------------------------------------------------
+
+
+def with_states(folder: Path, blocks: int = 100, state_bytes: int = 4 * SIZE) -> BlockFiles:
+    return BlockFiles(folder, blocks * WHOLE, SIZE, state_bytes)
+
+
+def states_of(number: int) -> bytes:
+    return STATES + hashed(number)
+
+
+def test_states_are_files_of_any_size_beside_their_blocks(tmp_path):
+    files, gone = with_states(tmp_path), list[bytes]()
+    files.on_gone = gone.append
+    sizes = {0: SIZE, 1: 4 * SIZE, 2: 1}
+    for number, size in sizes.items():
+        assert put(files, number)
+        files.write_states(states_of(number), partial(bytes, size))
+        assert files.read(states_of(number)) == bytes(size)
+    assert files.hashes() == [hashed(number) for number in sizes], "states are no blocks"
+    files.end([], contents, 10, [(states_of(3), lambda: b"last")])
+    after = with_states(tmp_path)
+    assert [after.read(states_of(number)) for number in range(5)] == [
+        *map(bytes, sizes.values()),
+        b"last",
+        None,
+    ]
+    assert [after.read(hashed(number)) for number in sizes] == [content(number) for number in sizes]
+    assert after.held_bytes == sum((tmp_path / each).stat().st_size for each in names(tmp_path))
+    after.on_gone = gone.append
+    after.clear()
+    assert (after.held_bytes, sorted(gone)) == (0, sorted(hashed(number) for number in sizes))
+    after.end([], contents, 10)
+    assert not names(tmp_path)
+
+
+def test_states_count_as_what_they_take_and_give_way_like_blocks(tmp_path):
+    files = with_states(tmp_path, blocks=4)
+    for number in range(3):
+        assert put(files, number)
+    files.write_states(states_of(0), partial(bytes, 3 * SIZE))
+    assert [hashed(number) in files for number in range(3)] == [False, True, True] and states_of(0) in files
+    files.write_states(states_of(0), lambda: pytest.fail("they are there"))
+    for number, there in ((3, True), (4, True), (5, False)):
+        assert put(files, number) and (states_of(0) in files) == there
+        assert files.held_bytes <= 4 * WHOLE
+    files.end([], contents, 10)
+    with pytest.raises(ValueError, match="hold no block"):
+        with_states(tmp_path, blocks=1)
+
+
+def test_states_are_not_taken_for_a_block_or_for_those_of_others(tmp_path):
+    files = with_states(tmp_path)
+    mine, block = hashed(1) + hashed(2), hashed(1)
+    files.write_states(STATES + mine, lambda: bytes(SIZE))
+    files.end([], contents, 10)
+    written = (tmp_path / (STATES + mine).hex()).read_bytes()
+    for other in (mine, STATES + hashed(1) + hashed(3), STATES + block):
+        (tmp_path / other.hex()).write_bytes(written)
+        (tmp_path / other.hex()).chmod(0o600)
+    after = with_states(tmp_path)
+    assert after.read(STATES + mine) == bytes(SIZE)
+    for other in (mine, STATES + hashed(1) + hashed(3), STATES + block):
+        assert other in after and after.read(other) is None and other not in after
+    after.end([], contents, 10)
+
+
+def test_states_wait_for_a_disk_that_is_too_slow_as_blocks_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiers, "WAITING_BYTES", 0)
+    files, go_on = with_states(tmp_path), threading.Event()
+    write = tiers._write
+    monkeypatch.setattr(tiers, "_write", lambda *about: go_on.wait(10) and write(*about))
+    for number in range(2):
+        files.write_states(states_of(number), lambda: bytes(SIZE))
+    assert [states_of(number) in files for number in range(2)] == [True, False]
+    go_on.set()
+    files.end([], contents, 10)

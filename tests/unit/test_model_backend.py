@@ -117,7 +117,7 @@ def test_models_with_a_state_are_refused_by_name(command, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("options", "what"),
-    [({"tensor_parallel": 2}, "by several ranks"), ({"kv_tier_dir": "/tier"}, "with --kv-tier-dir"), ({}, "on cuda")],
+    [({"tensor_parallel": 2}, "by several ranks"), ({}, "on cuda")],
 )
 def test_what_is_missing_for_states_is_refused_by_name(options, what, tmp_path):
     folder = make_checkpoint(tmp_path, "qwen3_5")

@@ -57,6 +57,7 @@ from ferrum_rpc.engine.ranks.leader import Ranks
 from ferrum_rpc.engine.ranks.links import assemble
 from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
 from ferrum_rpc.engine.ranks.world import ranks_here
+from ferrum_rpc.engine.state_images import numbers_bytes
 from ferrum_rpc.engine.states import States
 from ferrum_rpc.engine.step import Stage
 from ferrum_rpc.errors import InvalidRequest
@@ -339,11 +340,14 @@ def _adapters(
 def _tier(folder: Path, config: ModelSettings, info: ModelInfo, store: KvStore) -> BlockFiles:
     """The second tier, in a folder for the block format of this model."""
     what: tuple[object, ...] = info.fingerprint, info.kv_dtype, config.block_size, store.block_bytes
+    if info.states is not None:
+        what += (info.states,)
     if config.ranks > 1:  # a block has what each rank has, one after the other
         what += config.tensor_parallel, config.pipeline_parallel
     name = sha256(repr(what).encode()).hexdigest()
     try:
-        return BlockFiles(folder / name[:32], config.kv_tier_bytes, store.block_bytes)
+        states = 0 if info.states is None else info.state_bytes + numbers_bytes(info.states.layers)
+        return BlockFiles(folder / name[:32], config.kv_tier_bytes, store.block_bytes, states)
     except OSError as error:
         raise InvalidRequest(f"kv_tier_dir {folder}: {error.strerror or error}", field="kv_tier_dir") from error
     except ValueError as error:

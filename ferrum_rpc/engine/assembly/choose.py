@@ -289,7 +289,6 @@ def _check_recurrent(config: ModelSettings, spec: ModelSpec, device: torch.devic
     for asked, what in (
         (device.type != "cpu", f"on {device.type}"),
         (config.ranks > 1, "by several ranks"),
-        (config.kv_tier_dir is not None, "with --kv-tier-dir"),
     ):
         if asked:
             raise NotSupported(f"{spec.architecture} has recurrent layers, and is not served {what} yet", field="model")
