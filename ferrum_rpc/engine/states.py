@@ -60,8 +60,9 @@ class _Held:
 @dataclass(slots=True, eq=False)
 class _OpenSpan:
     """A reserved span: from ``source`` on, a slot or a checkpoint of this ``key``, to the slot ``into``, which was
-    ``taken`` for it unless it is the sequence's own. ``known``: the checkpoints of a fork's parent. ``cuts``: the
-    lengths at which states are to be ``kept``, in slots taken for that; None: there was none."""
+    ``taken`` for it unless it is the sequence's own; both are one slot where that of the checkpoint was the last.
+    ``known``: the checkpoints of a fork's parent. ``cuts``: the lengths at which states are to be ``kept``, in slots
+    taken for that; None: there was none."""
 
     source: RecurrentSlot
     into: int
@@ -184,9 +185,13 @@ class States:
                     _copy(opened.source, into, start)
                     opened.source = into
         except KvBlocksExhausted:
-            if opened.key:
-                self.pool.unpin(opened.key)
-            raise
+            if not opened.key:
+                raise
+            self.pool.unpin(opened.key)
+            slot = self.pool.take_over(opened.key)  # it counts as free: the span goes on in the last slot
+            if slot is None:
+                raise
+            opened.source, opened.into, opened.key = self.store.slots[slot], slot, b""
         if count > STEP_TOKENS:
             opened.cuts = self._cuts(start, reserved, publishes=publishes)
         self._open[sequence] = opened
@@ -370,11 +375,12 @@ class States:
         return to_file(packed(self.store.slots[slot]))
 
     def restore(self, key: bytes, content: bytes) -> bool:
-        """Have a checkpoint again. False: there is no slot for it besides that of the sequence that needs it."""
-        if self.pool.free < 2:
-            return False
+        """Have a checkpoint again. False: there is no slot for it."""
         image = from_file(content, self.store.slots[0])
-        slot = self.pool.take()
+        try:
+            slot = self.pool.take()
+        except KvBlocksExhausted:
+            return False
         self.store.slots[slot].load(image)
         self.pool.keep(key, slot)
         return True

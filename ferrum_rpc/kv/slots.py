@@ -80,6 +80,14 @@ class SlotPool:
         """The slot of a checkpoint that is there, which is one no more: it is the caller's."""
         return self._checkpoints.pop(key)
 
+    def take_over(self, key: bytes) -> int | None:
+        """As `remove`, for another content; None: a step reads the checkpoint."""
+        if key in self._pinned:
+            return None
+        if self.on_drop is not None:
+            self.on_drop(key, self._checkpoints[key])
+        return self._checkpoints.pop(key)
+
     def pin(self, key: bytes) -> None:
         """Do not drop a checkpoint until `unpin` was called as often."""
         self._pinned[key] = self._pinned.get(key, 0) + 1

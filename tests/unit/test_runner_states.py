@@ -377,6 +377,36 @@ def test_without_a_slot_a_sequence_is_refused_and_says_why(folder):
     assert [each.length for each in world.step(world.span(first.sequence, prompt(40)))] == [9 + 32 + 40]
 
 
+@pytest.mark.parametrize("tokens", [5, 60])
+def test_a_prompt_begins_in_the_slot_of_the_checkpoint_that_it_begins_at_if_it_is_the_last(
+    folder, usual_distances, tokens
+):
+    """The checkpoint counts as free, unless another span of the step reads it."""
+    known, others = prompt(60), [prompt(tokens, seed) for seed in (1, 2)]
+    for slots in (2, 3):
+        world = World(folder, slots=slots)
+        world.step(first := world.made(known))
+        assert world.runner.cache_state().free_slots == slots - 1 and world.runner.states.pool.checkpoints == 1
+        longer = [world.made(known + other) for other in others]
+        made, refused = world.step(*longer)
+        assert made.cached_tokens == 56 and refused.metadata["needed_slots"] == "1"
+        world.truncate(longer[0].sequence, 50)
+        world.release(first.sequence)
+        world.step(world.span(longer[0].sequence, [1, 2]))
+
+
+@pytest.mark.parametrize("tokens", [5, 60])
+def test_a_prompt_that_fails_in_the_slot_of_a_checkpoint_gives_it_back(folder, usual_distances, tokens):
+    world, known = World(folder, slots=2), prompt(60)
+    world.step(world.made(known))
+    span = world.made(known + prompt(tokens, seed=1))
+    with pytest.raises(StepFailed), world.failing("commit", 1):
+        world.step(span)
+    assert world.runner.cache_state().free_slots == 1 and world.runner.states.pool.checkpoints == 0
+    [made] = world.step(span)
+    assert made.cached_tokens == 0
+
+
 def test_of_a_step_s_spans_none_is_refused_for_the_checkpoints_of_another(folder):
     world = World(folder, slots=3)
     outcomes = world.step(*(world.made(prompt(60, seed)) for seed in range(3)))

@@ -99,6 +99,16 @@ def test_a_file_of_states_that_was_changed_is_a_miss(folder, tmp_path):
     world.end()
 
 
+def test_a_checkpoint_whose_slot_a_prompt_goes_on_in_is_kept(folder, tmp_path):
+    world = tiered(folder, tmp_path, slots=2)
+    first = fed(world, TOKENS, prefix=PREFIX)
+    [span] = [world.made([*TOKENS[:24], *prompt(5, seed=1)])]
+    assert [each.cached_tokens for each in world.step(span)] == [24]
+    world.release(first)
+    assert searched(world, [*TOKENS[:24], *prompt(5, seed=2)]) == 5
+    world.end()
+
+
 def test_blocks_come_back_to_a_checkpoint_that_stayed(folder, tmp_path):
     world = tiered(folder, tmp_path, slots=30, blocks=40)
     prompts = [prompt(100, seed) for seed in range(3)]
@@ -109,14 +119,13 @@ def test_blocks_come_back_to_a_checkpoint_that_stayed(folder, tmp_path):
     world.end()
 
 
-def test_without_slots_for_a_checkpoint_and_its_sequence_nothing_is_fetched(folder, tmp_path):
+def test_without_a_slot_nothing_is_fetched(folder, tmp_path):
     world = tiered(folder, tmp_path)
     fed(world, TOKENS, prefix=PREFIX)
     world.end()
     world = tiered(folder, tmp_path, slots=3)
     held = [fed(world, TOKENS[:5]) for _ in range(3)]
-    for _ in range(2):
-        assert world.do("fetch_prefix", 0, 0, np.array(TOKENS, np.int32), PREFIX) == 0
-        world.release(held.pop())
+    assert world.do("fetch_prefix", 0, 0, np.array(TOKENS, np.int32), PREFIX) == 0
+    world.release(held.pop())
     assert searched(world, TOKENS) == 4
     world.end()
