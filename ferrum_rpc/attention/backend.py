@@ -17,6 +17,7 @@ from torch import Tensor
 from ferrum_rpc.attention import triton_probe
 from ferrum_rpc.attention.eight_bits import MAX_MAGNITUDE
 from ferrum_rpc.attention.geometry import BatchGeometry
+from ferrum_rpc.attention.latent import LatentPagedAttention
 from ferrum_rpc.attention.native_paged import NativePagedAttention, probe
 from ferrum_rpc.attention.sinks import Sinks
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
@@ -139,4 +140,6 @@ def select_backend(
         reason += f"; whole prompts by {by} ({why})"
         made = partial(made, prompts=prompts)
     factory = NativePagedAttention if name == NATIVE else made
+    if any(spec.latent is not None for spec in specs):
+        return name, f"{reason}; a token has one row, which is key and value", partial(LatentPagedAttention, factory)
     return name, reason, partial(factory, dtype=dtype) if quantized else factory

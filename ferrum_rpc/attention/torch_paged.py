@@ -167,7 +167,7 @@ def scratch_bytes(spec: AttentionSpec, dtype: torch.dtype, slot_bytes: int, toke
     converted = 0 if slot_bytes == exact else seen * exact
     result = rows * spec.heads * spec.head_dim * dtype.itemsize
     if _fused(spec):
-        result += torch.get_num_threads() * _flash_bytes(spec.head_dim, dtype)
+        result += torch.get_num_threads() * flash_bytes(spec.head_dim, dtype)
     else:
         keys = context if spec.window is None else min(context, spec.window + rows)
         result += spec.heads * keys * (2 * rows + spec.head_dim) * max(4, dtype.itemsize)  # scores, weights, K or V
@@ -176,7 +176,7 @@ def scratch_bytes(spec: AttentionSpec, dtype: torch.dtype, slot_bytes: int, toke
     )  # values are converted in two steps
 
 
-def _flash_bytes(head_dim: int, dtype: torch.dtype) -> int:
+def flash_bytes(head_dim: int, dtype: torch.dtype) -> int:
     """What SDPA takes of a thread on a CPU (torch's FlashAttentionKernel.cpp): of a block of 64 queries by 512 keys the
     float32 scores, their maxima, sums and answers, and the weights in ``dtype`` if that is another one."""
     return 64 * (4 * (512 + 2 + head_dim) + (0 if dtype.itemsize >= 4 else 512 * dtype.itemsize))

@@ -7,10 +7,33 @@ from typing import Final, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """What a layer with latent attention keeps of a token: a row of ``rotated`` channels of a key, which all heads
+    share, and behind them a latent of ``rank`` numbers. Of the latent each head has ``plain`` more channels of its key,
+    and a value of ``value_dim``."""
+
+    rank: int
+    rotated: int
+    plain: int
+    value_dim: int
+
+    @property
+    def width(self) -> int:
+        """Of a row."""
+        return self.rotated + self.rank
+
+    @property
+    def key_dim(self) -> int:
+        """Of a head's key, and so of its query."""
+        return self.rotated + self.plain
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """The attention of one layer: head counts, ``head_dim``, softmax scale, sliding window (number of tokens that a
     query sees, including itself; None means all), logit soft cap (or None), and whether every head has a sink, a logit
-    that the softmax counts like a score without a value."""
+    that the softmax counts like a score without a value. ``latent``: the cache has one head, whose rows are keys and
+    values at once, and ``head_dim`` is their width."""
 
     heads: int
     kv_heads: int
@@ -19,6 +42,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    latent: LatentShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +84,10 @@ class StateTensors:
 class ModelInfo:
     """Properties of the loaded model. ``kv_bytes_per_token`` counts K and V of all layers, and is known once there is a
     cache; ``state_bytes`` are those of a sequence's recurrent states, and ``states`` their tensors, if they can be
-    moved. ``folder``: its path on the executor's machine; empty for a built-in model. ``fingerprint``: 32 bytes; models
-    with the same one compute the same K and V. ``tokenizer_sha256``: of the tokenizer of grammars; empty: there are
-    none."""
+    moved. ``latent``: the cache has one row per token and layer, of ``head_dim`` numbers, which is key and value;
+    GetInfo does not report this. ``folder``: its path on the executor's machine; empty for a built-in model.
+    ``fingerprint``: 32 bytes; models with the same one compute the same K and V. ``tokenizer_sha256``: of the tokenizer
+    of grammars; empty: there are none."""
 
     name: str
     architecture: str
@@ -79,6 +104,7 @@ class ModelInfo:
     kv_bytes_per_token: int = 0
     state_bytes: int = 0
     states: StateTensors | None = None
+    latent: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     folder: str = ""

@@ -25,9 +25,6 @@ from ferrum_rpc.sampling.transfer import Marker, to_device, to_host
 
 Int64Array = npt.NDArray[np.int64]
 
-KEY, VALUE = 0, 1
-"""Index of a buffer's second axis."""
-
 BlockContent = Callable[[], npt.NDArray[np.uint8]]
 """The content of a block, uint8 [block_bytes], on the host. A call waits until it is there, in any thread; raises the
 device's failure."""
@@ -35,12 +32,13 @@ device's failure."""
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """What a layer keeps per token: a key and a value of ``head_dim`` numbers for each of ``kv_heads`` heads. Bytes
-    include what an attention backend keeps in addition."""
+    """What a layer keeps per token: a key and a value of ``head_dim`` numbers for each of ``kv_heads`` heads; not
+    ``pairs``: a key, which is the value too. Bytes include what an attention backend keeps in addition."""
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    pairs: bool = True
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.head_dim < 1:
@@ -49,13 +47,13 @@ class CacheSpec:
     @property
     def slot_bytes(self) -> int:
         """Of a token's key and value."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return (1 + self.pairs) * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(slots=True, eq=False)
 class Saved:
-    """The former content of ``slots`` (int64 [n], on the store's device): of each buffer of the store [layers, 2, n,
-    kv_heads, head_dim]. ``number`` names it where ranks keep their own parts."""
+    """The former content of ``slots`` (int64 [n], on the store's device): of each buffer of the store [layers, 1 or 2,
+    n, kv_heads, head_dim]. ``number`` names it where ranks keep their own parts."""
 
     slots: Tensor
     content: list[Tensor]
@@ -64,7 +62,8 @@ class Saved:
 
 class KvStore:
     """``keys[l]`` and ``values[l]``: [num_blocks, block_size, kv_heads, head_dim] of layer ``l``, in the dtype of
-    ``layers[l]``. They are views of ``buffers``, one [layers, 2, num_blocks, ...] for each different spec.
+    ``layers[l]``. They are views of ``buffers``, one [layers, 2, num_blocks, ...] for each different spec; of one
+    without pairs [layers, 1, num_blocks, ...], and both are the same view.
 
     The memory is not initialised: on a CPU its pages are touched when they are first written, so that a large pool
     costs nothing until it is used. Nothing may read a slot that was not written.
@@ -76,16 +75,18 @@ class KvStore:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         by_spec = {
             spec: torch.empty(
-                (count, 2, num_blocks, block_size, spec.kv_heads, spec.head_dim), dtype=spec.dtype, device=device
+                (count, 1 + spec.pairs, num_blocks, block_size, spec.kv_heads, spec.head_dim),
+                dtype=spec.dtype,
+                device=device,
             )
             for spec, count in Counter(layers).items()
         }
         self.buffers = tuple(by_spec.values())
         self._slots = [buffer.flatten(2, 3) for buffer in self.buffers]
         unused = {spec: iter(buffer) for spec, buffer in by_spec.items()}
-        pairs = [next(unused[spec]) for spec in layers]
-        self.keys: list[Tensor] = [pair[KEY] for pair in pairs]
-        self.values: list[Tensor] = [pair[VALUE] for pair in pairs]
+        self._parts: list[Tensor] = [next(unused[spec]) for spec in layers]
+        self.keys: list[Tensor] = [parts[0] for parts in self._parts]
+        self.values: list[Tensor] = [parts[-1] for parts in self._parts]
         self._device = device
 
     def copy_blocks(self, pairs: Int64Array) -> None:
@@ -107,10 +108,10 @@ class KvStore:
 
     def read(self, slots: Int64Array, layer: int, width: int) -> tuple[npt.NDArray[np.uint8], ...]:
         """The bytes of ``slots`` (int64 [n]) in a layer, each uint8 [bytes], on the host: K and V, [n, kv_heads,
-        width], and if a row has more than ``width`` numbers, the rest of K and of V."""
+        width], and if a row has more than ``width`` numbers, the rest of K and of V. Without pairs K alone."""
         rows = []
-        for each in (self.keys, self.values):
-            of_layer = each[layer].flatten(0, 1)
+        for each in self._parts[layer]:
+            of_layer = each.flatten(0, 1)
             if of_layer.is_cpu:
                 rows.append(_bytes(of_layer)[slots])
             else:
@@ -123,9 +124,10 @@ class KvStore:
 
     def write(self, slots: Int64Array, layer: int, width: int, parts: Sequence[Any]) -> None:
         """Write what `read` returned, or other buffers of as many bytes, to ``slots`` (int64 [n]) in a layer."""
-        for index, each in enumerate((self.keys, self.values)):
-            rows = each[layer].flatten(0, 1)
-            content = [np.frombuffer(part, np.uint8).reshape(len(slots), rows.shape[1], -1) for part in parts[index::2]]
+        found = self._parts[layer]
+        for index, each in enumerate(found):
+            rows, own = each.flatten(0, 1), parts[index :: len(found)]
+            content = [np.frombuffer(part, np.uint8).reshape(len(slots), rows.shape[1], -1) for part in own]
             joined = content[0] if len(content) == 1 else np.concatenate(content, -1)
             if rows.is_cpu:
                 _bytes(rows)[slots] = joined

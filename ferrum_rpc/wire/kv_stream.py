@@ -57,6 +57,8 @@ class CacheLayout:
         Raises `NotSupported` for a cache that the contract cannot say."""
         if model.state_bytes and model.states is None:
             raise NotSupported("a cache with such states cannot be moved or parked")
+        if model.latent:
+            raise NotSupported("a cache of latents cannot be moved or parked")
         dtype = DTYPE_BY_NAME.get(model.kv_dtype)
         if dtype is None:
             raise NotSupported(f"a cache of {model.kv_dtype} cannot be moved")

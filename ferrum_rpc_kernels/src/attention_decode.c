@@ -25,7 +25,7 @@
 #if !defined(SPECIALIZED) /* tests compile fewer copies of the loops */
 #define SPECIALIZED 1
 #endif
-#define MAX_DIM 256
+#define MAX_DIM 1024
 #define CHUNK 512    /* positions of a unit */
 #define TILE_ROWS 16 /* query rows (tokens x group) of a unit and KV head */
 #define SMALL 65536  /* bytes of K and V below which waking threads costs more than they save */

@@ -216,7 +216,7 @@ def test_triton_is_not_for_a_cpu_unless_it_is_interpreted(monkeypatch):
     [
         (AttentionSpec(2, 1, 8, 0.3), torch.float16, "not float16"),
         (AttentionSpec(2, 1, 6, 0.3), torch.float32, "must be a multiple"),
-        (AttentionSpec(2, 1, 512, 0.3), torch.float32, "must be a multiple"),
+        (AttentionSpec(2, 1, 2048, 0.3), torch.float32, "must be a multiple"),
     ],
     ids=["dtype", "narrow heads", "wide heads"],
 )

@@ -18,6 +18,7 @@ DIFFERENT = [CacheSpec(*each) for each in ((2, 8, torch.bfloat16), (1, 24, torch
 
 
 LAYERS = {"alike": ALIKE, "different": DIFFERENT}
+LAYERS |= {"one row": [CacheSpec(1, 12, torch.bfloat16, pairs=False)] * 3}
 LAYERS |= {name: [CacheSpec(2, 12, dtype)] * 3 for name, dtype in (("int8", torch.int8), ("fp8", FP8))}
 
 
@@ -77,6 +78,15 @@ def test_every_layer_has_its_shape_and_dtype_and_a_place_of_its_own():
         assert all((tensor == number).all() for tensor in tensors)
     assert sum(buffer.nbytes for buffer in store.buffers) == 6 * 4 * 2 * (2 * 16 * 2 + 24 * 4)
     assert sum(spec.slot_bytes for spec in DIFFERENT) == 2 * (2 * 16 * 2 + 24 * 4)
+
+
+def test_a_row_that_is_key_and_value_is_there_once():
+    store = KvStore(LAYERS["one row"], 6, 4, CPU)
+    assert [buffer.shape for buffer in store.buffers] == [(3, 1, 6, 4, 1, 12)]
+    assert sum(spec.slot_bytes for spec in LAYERS["one row"]) == store.own_block_bytes // 4 == 3 * 12 * 2
+    for key, value in zip(store.keys, store.values, strict=True):
+        assert key.data_ptr() == value.data_ptr() and key.shape == value.shape
+    assert len(store.read(np.array([1, 2]), 0, 12)) == 1
 
 
 @pytest.mark.parametrize(("name", "layers", "sizes"), [("layers", [], (6, 4)), ("num_blocks", ALIKE, (0, 4))])

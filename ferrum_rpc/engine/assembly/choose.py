@@ -189,7 +189,9 @@ def cache_layers(layers: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: 
                     field="kv_dtype",
                 )
         dtype = ROUNDED[kv_dtype]
-    return [CacheSpec(spec.kv_heads, row_width(spec.head_dim, dtype), dtype) for spec in layers]
+    return [
+        CacheSpec(spec.kv_heads, row_width(spec.head_dim, dtype), dtype, pairs=spec.latent is None) for spec in layers
+    ]
 
 
 def _choose_device(requested: str, reasons: Reasons, elsewhere: bool) -> torch.device:
@@ -259,8 +261,7 @@ def _choose_checkpoint(
     if requested != HF:
         try:
             spec = read_spec(checkpoint)
-            if spec.recurrent_shapes:
-                _check_recurrent(config, spec, device)
+            _check_cache(config, spec, device)
         except UnknownKey:
             raise
         except NotSupported as error:
@@ -284,14 +285,19 @@ def _choose_checkpoint(
     return _choose_hf(config, checkpoint, described, device, reasons)
 
 
-def _check_recurrent(config: ModelSettings, spec: ModelSpec, device: torch.device) -> None:
-    """Raise NotSupported for what cannot be done yet with states."""
+def _check_cache(config: ModelSettings, spec: ModelSpec, device: torch.device) -> None:
+    """Raise NotSupported for what cannot be done yet with recurrent states, or with a cache of latents."""
+    latent = any(each.latent for each in spec.attention_specs)
+    if not spec.recurrent_shapes and not latent:
+        return
     for asked, what in (
         (device.type != "cpu", f"on {device.type}"),
         (config.ranks > 1, "by several ranks"),
+        (config.kv_dtype in ROUNDED and latent, f"with a cache in {config.kv_dtype}"),
     ):
         if asked:
-            raise NotSupported(f"{spec.architecture} has recurrent layers, and is not served {what} yet", field="model")
+            kind = "latent attention" if latent else "recurrent layers"
+            raise NotSupported(f"{spec.architecture} has {kind}, and is not served {what} yet", field="model")
 
 
 def _choose_dtype(
