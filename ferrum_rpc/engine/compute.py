@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
+from ferrum_rpc.attention.latent import LatentPagedAttention, Lifts
 from ferrum_rpc.attention.recurrent import RecurrentStep
 from ferrum_rpc.core import (
     Accept,
@@ -35,7 +36,7 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.device import check_device
 from ferrum_rpc.engine.memory import used_memory
-from ferrum_rpc.models.base import Attend, Model, NativeModel, RecurrentModel, StepAdapters, StepInputs
+from ferrum_rpc.models.base import Attend, LatentAttend, Model, NativeModel, RecurrentModel, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.masks import Masks
@@ -164,7 +165,15 @@ class Compute:
             attention.write(layer, slots, key, value)
             return attention.attend(layer, query, plan)
 
-        return attend
+        if not isinstance(attention, LatentPagedAttention):
+            return attend
+        over_latents = attention
+
+        def latent(layer: int, query: Tensor, row: Tensor, lifts: Lifts) -> Tensor:
+            over_latents.write(layer, slots, row, row)
+            return over_latents.attend_latent(layer, query, lifts, plan)
+
+        return LatentAttend(latent, attend)
 
     def adapters_at(self, adapted: Sequence[AdaptedRows], tokens: int) -> StepAdapters | None:
         """Of a step of so many tokens."""

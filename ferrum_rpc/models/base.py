@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.core import AttentionSpec, ModelInfo, RecurrentShape
+from ferrum_rpc.models.latent_rows import Lifts
 from ferrum_rpc.native import library
 
 if TYPE_CHECKING:
@@ -30,6 +31,19 @@ Recur = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 """``recur(layer, weight [channels, taps], channels [T, channels], log_decay [T, value_heads], beta [T, value_heads])``
 advances the states of the step's sequences by its tokens and returns what these read of them [T, value_heads,
 value_dim]. ``channels`` and the result are in the model's dtype, the others in float32 or wider."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentAttend:
+    """An `Attend` over a cache of latents. ``latent(layer, query [T, heads, key_dim], row [T, 1, width], lifts)``
+    stores the rows of the step's tokens and returns the attention output [T, heads, value_dim]; ``lifts`` make keys and
+    values of rows. A call attends to the rows themselves."""
+
+    latent: Callable[[int, Tensor, Tensor, Lifts], Tensor]
+    both: Attend
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.both(layer, query, key, value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,9 +20,11 @@ from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.distributed.group import Group
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.base import Attend, Recur, StepInputs
+from ferrum_rpc.models.expert_rows import ExpertRows, Router
 from ferrum_rpc.models.finite import is_finite
 from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
+from ferrum_rpc.models.latent_rows import LatentWeights, Lifts, of_own
 from ferrum_rpc.models.layers import Layer, MixedLayers, NativeLayers, PlainLayers, assemble
 from ferrum_rpc.models.layout import (
     EMBEDDED,
@@ -38,7 +40,10 @@ from ferrum_rpc.models.linear import Linear, LinearFactory, PlainLinear
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.lora_choice import select_loras
 from ferrum_rpc.models.native_linear import NativeLinear, PanelFactory, StoredFactory
+from ferrum_rpc.models.parts.experts import Experts
+from ferrum_rpc.models.parts.latent import LatentAttention
 from ferrum_rpc.models.parts.layer import LayerSpec
+from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.recurrent_rows import RecurrentWeights
 from ferrum_rpc.models.rotary import Rotary
 from ferrum_rpc.models.shard import WHOLE, Shard
@@ -128,6 +133,14 @@ class Decoder:
         """Matrices of layers of the checkpoint that are held as it stores them."""
         self._parameters: dict[str, Tensor] = {}
         self._linears: dict[str, Linear] = {}
+        self._apart = {
+            f"{LAYERS}{index}.{matrix.role}": layer
+            for index, layer in enumerate(spec.layers)
+            for matrix in layer.others()
+            if matrix.apart
+        }
+        self._lifts: dict[str, Lifts] = {}
+        self._routers: dict[str, Router] = {}
         self._embedding: Tensor | NativeLinear | None = None
         self._loaded: Loaded | None = None
         self._loras: Loras | None = None
@@ -191,6 +204,13 @@ class Decoder:
         """Once all of its tensors are there, a matrix is handed over and its plain copy dropped."""
         if module == EMBEDDED:
             self._seal_embedding()
+        elif module in self._apart:
+            weight, mixer = self._parameters.pop(f"{module}.weight"), self._apart[module].mixer
+            if module.endswith("router"):
+                self._routers[module] = Router(weight, self._linear)
+            else:
+                assert isinstance(mixer, LatentAttention)  # noqa: S101 - no other mixer has such a matrix
+                self._lifts[module] = Lifts(mixer, weight, of_own(self._linear))
         elif f"{module}.weight" in self._held or f"{module}.weight" in self._parameters:
             factory = self._head_linear if module == "head" else self._linear
             self._linears[module] = self._product(f"{module}.weight", f"{module}.bias", factory)
@@ -238,14 +258,41 @@ class Decoder:
         made: dict[LayerSpec, FusedOps] = {self.spec.layers[0]: self._ops}
         layers, slot = list[Layer](), 0
         for index, spec in enumerate(self.spec.layers):
-            if spec not in made:
-                made[spec] = self._ops.of(spec)
+            for each in (spec, *spec.rotated()):
+                if each not in made:
+                    made[each] = self._ops.of(each)
             prefix = f"layers.{index}."
             products = tuple(linears[prefix + matrix.role] for matrix in spec.matrices())
             norms = {norm.role: parameters[prefix + norm.role] for norm in spec.norms()}
             floats = {each.role: parameters[prefix + each.role] for each in spec.floats()}
-            recurrent = RecurrentWeights(**floats).laid_out() if floats else None
-            layers.append(Layer(spec, made[spec], products, slot, recurrent=recurrent, **norms))
+            recurrent = latent = experts = None
+            if isinstance(spec.mixer, Recurrent):
+                recurrent = RecurrentWeights(**floats).laid_out()
+            if isinstance(spec.mixer, LatentAttention):
+                queries, row = (made[each] for each in spec.rotated())
+                of_latents = norms.pop("latent_norm"), norms.pop("query_norm", None)
+                latent = LatentWeights(self._lifts[f"{prefix}lifts"], queries, row, *of_latents)
+            if isinstance(spec.mlp, Experts):
+                gate_ups, downs = (
+                    [linears[f"{prefix}{expert}.{role}"] for expert in range(spec.mlp.count)]
+                    for role in ("gate_up", "down")
+                )
+                router = self._routers[f"{prefix}router"]
+                experts = ExpertRows(spec.mlp, router, floats.get("choice"), gate_ups, downs)
+            mlp = len(spec.mixer.matrices())
+            layers.append(
+                Layer(
+                    spec,
+                    made[spec],
+                    products,
+                    slot,
+                    recurrent=recurrent,
+                    latent=latent,
+                    experts=experts,
+                    mlp=mlp,
+                    **norms,
+                )
+            )
             slot += len(products)
         assembled = assemble(layers, self._group)
         return Loaded(self._embedding, assembled, parameters.get("norm"), linears.get("head"))
@@ -346,6 +393,7 @@ class Decoder:
             parameters=parameter_count(spec),
             weight_dtype=dtype,
             kv_dtype=dtype,
+            latent=attention.latent is not None,
             eos_token_ids=spec.eos_token_ids,
             bos_token_id=spec.bos_token_id,
         )

@@ -52,6 +52,23 @@ class Rotation:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Latent attention, and experts from some layer on. ``scores``: as `Routing`. ``interleave``: there is the field
+    ``rope_interleave``. The others are defaults: ``dense`` of ``first_k_dense_replace``, ``experts``, ``shared`` and
+    ``inner`` of the sizes of experts, ``chosen`` of ``num_experts_per_tok`` (None: there is none), ``scale`` of
+    ``routed_scaling_factor``."""
+
+    scores: Literal["softmax", "sigmoid"]
+    interleave: bool
+    dense: int
+    experts: int
+    shared: int
+    inner: int
+    chosen: int | None
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """How one architecture reads its configuration.
 
@@ -68,6 +85,7 @@ class Family:
     - ``no_rope``: layers without a rotation: those of ``no_rope_layers``, or those without a window.
     - ``recurrent``: layers of ``layer_types`` "linear_attention" (without a list, all but every n-th) are Gated
       DeltaNet, and the output of attention has a gate.
+    - ``latent``: all layers have latent attention, which reads none of the fields above but the norms'.
     - ``multipliers``: the four of Granite. ``scaled_embedding``: by the root of the hidden size. ``query_scalar``,
       ``logit_scale``: the defaults of ``query_pre_attn_scalar`` and ``logit_scale``; None: the family has no such
       field. ``softcaps``: the fields of soft caps with their defaults.
@@ -103,6 +121,7 @@ class Family:
     gated: bool = True
     no_rope: Literal["listed", "windowless"] | None = None
     recurrent: bool = False
+    latent: Latent | None = None
     multipliers: bool = False
     scaled_embedding: bool = False
     query_scalar: float | None = None
@@ -121,6 +140,11 @@ _SANDWICH: Final = NormNames(
 _MISTRAL: Final = Family(
     ("mistral", "ministral"), qkv_bias=False, output_bias=False, windows="all", window=4096, kv_heads=8
 )
+_OF_EXPERTS: Final = frozenset(
+    ("aux_loss_alpha", "ep_size", "output_router_logits", "qk_head_dim", "router_aux_loss_coef", "seq_aux")
+)
+"""Of training, and what follows from other fields."""
+
 _GELU_TANH: Final = "gelu_pytorch_tanh"
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -277,6 +301,18 @@ FAMILIES: Final[dict[str, Family]] = {
             "mamba_ssm_dtype": ("float32",),
             "mlp_only_layers": ([],),
         },
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        ("deepseek_v2",),
+        latent=Latent("softmax", False, dense=0, experts=64, shared=2, inner=1407, chosen=None, scale=1.0),
+        irrelevant=_OF_EXPERTS | {"head_dim"},
+        neutral={"scoring_func": ("softmax",), "moe_layer_freq": (1,), "norm_topk_prob": (False,)},
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        ("deepseek_v3",),
+        latent=Latent("sigmoid", True, dense=3, experts=256, shared=1, inner=2048, chosen=8, scale=2.5),
+        irrelevant=_OF_EXPERTS | {"num_mtp_layers", "num_nextn_predict_layers"},
+        neutral={"scoring_func": ("sigmoid",), "moe_layer_freq": (1,), "topk_method": ("noaux_tc",)},
     ),
 }
 """By ``architectures[0]``."""

@@ -15,12 +15,16 @@ from typing import Final
 
 import torch
 
+from ferrum_rpc.models.expert_rows import Router
 from ferrum_rpc.models.fused_ops import FusedOps, NativeFusedOps, TorchFusedOps
+from ferrum_rpc.models.latent_rows import Lifts, of_own
 from ferrum_rpc.models.layout import EMBEDDED, HEAD, LAYERS, Held, HeldPart
 from ferrum_rpc.models.linear import LinearFactory
 from ferrum_rpc.models.native_linear import JOB_ROWS, SUM_BYTES, PanelFactory, QuantizedFactory, StoredFactory
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
+from ferrum_rpc.models.parts.experts import Experts
+from ferrum_rpc.models.parts.latent import LatentAttention
 from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
@@ -61,9 +65,13 @@ def weight_bytes(build: DecoderBuild) -> int:
     norms = [norm for layer in spec.layers for norm in layer.norms()]
     total = 0
     for index, layer in enumerate(spec.layers):
-        for each in layer.matrices():
+        for each in (*layer.matrices(), *(other for other in layer.others() if not other.apart)):
             held = build.held.get(f"{LAYERS}{index}.{each.role}.weight")
             total += _matrix_bytes(held, each.shape, linear, dtype, bias=each.bias)
+        if isinstance(layer.mixer, LatentAttention):
+            total += Lifts.nbytes(layer.mixer, of_own(linear), dtype)
+        if isinstance(layer.mlp, Experts):
+            total += Router.nbytes(layer.mlp, linear, dtype)
         total += sum(each.size for each in layer.floats()) * max(4, dtype.itemsize)
     table, tied = (spec.vocab_size, spec.hidden_size), spec.tied_embeddings and shard.last
     in_panels = tied and isinstance(build.head, PanelFactory)  # then the head is the embedding too
@@ -99,14 +107,15 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     ``recurring``: what the recurrence of a layer takes, its answer included."""
     spec, size = build.spec, build.dtype.itemsize
     layers = dict.fromkeys(spec.layers)
-    mixed = any(isinstance(each.mixer, Recurrent) or each.mixer.gated for each in layers)
+    mixed = any(not isinstance(each.mixer, Attention) or each.mixer.gated for each in layers)
     native = build.packed and isinstance(build.ops, NativeFusedOps) and not mixed
     hidden = spec.hidden_size
     rotary_dim = spec.attention.rotary_dim
     angles = 4 * (rotary_dim + rotary_dim // 2) * len(spec.ropes)
     kept, held, moments, buffers = 0, 2 * hidden * size, [0], 0  # held: hidden, delta
     if isinstance(build.linear, PanelFactory):
-        width = _grown(*(matrix.columns.size for layer in layers for matrix in layer.matrices()))
+        matrices = (matrix for layer in layers for matrix in (*layer.matrices(), *layer.others()))
+        width = _grown(*(matrix.columns.size for matrix in matrices))
         forms = {part.form for parts in build.held.values() for part in parts if part.form is not None}
         of_rows = [StoredFactory.row_bytes(width, form) for form in forms]
         if _holds_unstored(build):
@@ -129,12 +138,16 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
         if isinstance(layer.mixer, Attention):
             in_torch = isinstance(build.ops, TorchFusedOps)
             mixing += _attention_moments(layer.mixer, tokens, size, attending or 0, in_torch=in_torch)
+        elif isinstance(layer.mixer, LatentAttention):
+            mixing.append(_latent_moment(layer.mixer, tokens, size, attending or 0))
         else:
             mixing.append(_recurrent_moment(layer.mixer, tokens, size, recurring))
         moments.append(max(mixing) + tokens * (widths[before][1] if before else 0) * size)  # what that one found
         normed = hidden if layer.norm_names.before_mlp or layer.parallel else 0
         moments.append(tokens * ((normed + up + attended) * size + max(gated * size, up * passing)))
         moments.append(tokens * ((max(attended, gated) + attended) * size + hidden * passing))
+        if isinstance(layer.mlp, Experts):
+            moments.append(_expert_moment(layer.mlp, tokens, size) + tokens * attended * size)
     fp32 = 4 if build.packed or size >= 4 else 4 + size
     logits = rows * (hidden * size + spec.vocab_size * fp32) * build.shard.last
     rotation = hidden * size + angles + angles * 2 // 3  # hidden; angles, cosines, sines, and the cosines twice
@@ -149,12 +162,12 @@ def _holds_unstored(build: DecoderBuild) -> bool:
     return any(
         part.form is None
         for index, layer in enumerate(build.spec.layers)
-        for each in layer.matrices()
+        for each in (*layer.matrices(), *layer.others())
         for part in build.held.get(f"{LAYERS}{index}.{each.role}.weight", unstored)
     )
 
 
-def _widths(part: Attention | Recurrent | Dense) -> tuple[int, int]:
+def _widths(part: Attention | LatentAttention | Recurrent | Dense | Experts) -> tuple[int, int]:
     """Of the rows that its first product makes, and of those that its last one reads."""
     first, *_, last = part.matrices()
     return first.shape[0], last.shape[1]
@@ -192,6 +205,25 @@ def _recurrent_moment(mixer: Recurrent, tokens: int, size: int, recurring: int) 
     wide = max(4, size)
     norming = 2 * tokens * values * size + 3 * values * wide  # of a row it has three copies
     return tokens * (made * size + 2 * mixer.shape.value_heads * wide) + max(recurring, norming)
+
+
+def _latent_moment(mixer: LatentAttention, tokens: int, size: int, attending: int) -> int:
+    """Bytes of a layer while its latent attention computes: what the first product made; queries, and a copy of them or
+    what they are made of; the row that is cached, and its latent. ``attending``: of attention, with its answer."""
+    made, attended = _widths(mixer)
+    queries, wide = mixer.heads * mixer.shape.key_dim, max(4, size)
+    rotating = tokens * (2 * queries * wide + 3 * mixer.shape.width * wide)
+    return tokens * made * size + max(rotating, tokens * (queries + mixer.shape.width + attended) * size + attending)
+
+
+def _expert_moment(part: Experts, tokens: int, size: int) -> int:
+    """Bytes of a layer while its experts compute: the row, and that of the part that all rows have; for each of the
+    ``chosen`` the row and the answer; of one expert, which may have all rows, its products; and the sums."""
+    hidden, wide, chosen = part.hidden, max(4, size), part.routing.chosen
+    routing = tokens * part.count * 4 * wide + tokens * chosen * 4 * 8
+    expert = tokens * (3 * part.inner + hidden) * size
+    sums = 2 * tokens * hidden * wide
+    return tokens * (2 + 2 * chosen) * hidden * size + max(routing, expert, sums)
 
 
 def _rotating_in_torch(mixer: Attention, size: int) -> int:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.models.parts.attention import Attention
+from ferrum_rpc.models.parts.latent import LatentAttention
 from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.rotary import rotate
@@ -87,9 +88,10 @@ def split_heads(qkv: Tensor, mixer: Attention) -> Heads:
     return query, key, value
 
 
-def _heads(mixer: Attention | Recurrent) -> tuple[int, int, int, int, str | None]:
-    """Heads, KV heads, the channels of a head and those rotated, and how heads are normed; zeros without attention."""
-    if isinstance(mixer, Recurrent):
+def _heads(mixer: Attention | LatentAttention | Recurrent) -> tuple[int, int, int, int, str | None]:
+    """Heads, KV heads, the channels of a head and those rotated, and how heads are normed; zeros without attention, and
+    with a latent one, whose heads other layers rotate (`LayerSpec.rotated`)."""
+    if not isinstance(mixer, Attention):
         return 0, 0, 0, 0, None
     return mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.rotary_dim, mixer.qk_norm
 

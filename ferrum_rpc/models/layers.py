@@ -1,9 +1,9 @@
 """Decoder layers with their weights: products and what lies between them.
 
-`PlainLayers` calls each by itself, wherever it runs. `MixedLayers` does so with recurrent layers among them.
-`NativeLayers` runs all layers in one call where products and row operations are C kernels of ours (``layer.c``): one by
-one, calls and small tensors take a tenth of a step of the 0.6B shape at one row. It calls attention back in every
-layer, unless that is a C kernel too. It computes the bits of `PlainLayers`.
+`PlainLayers` calls each by itself, wherever it runs. `MixedLayers` does so with recurrent layers among them, with
+latent attention, or with experts. `NativeLayers` runs all layers in one call where products and row operations are C
+kernels of ours (``layer.c``): one by one, calls and small tensors take a tenth of a step of the 0.6B shape at one row.
+It calls attention back in every layer, unless that is a C kernel too. It computes the bits of `PlainLayers`.
 
 Of a model that is cut over ranks, these are a rank's part: some heads, and some of the MLP. Then what attention's and
 the MLP's last products make is summed over the group. Where all heads are normed together, so are their squares; such
@@ -23,11 +23,14 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.distributed.group import Group, GroupAborted
-from ferrum_rpc.models.base import Attend, CacheAttend, Recur, StepAdapters
+from ferrum_rpc.models.base import Attend, CacheAttend, LatentAttend, Recur, StepAdapters
+from ferrum_rpc.models.expert_rows import ExpertRows
 from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps, StoringOps, split_heads
+from ferrum_rpc.models.latent_rows import LatentWeights, cached_row, normed_query
 from ferrum_rpc.models.linear import Linear
 from ferrum_rpc.models.native_linear import NativeLinear
 from ferrum_rpc.models.parts.attention import Attention
+from ferrum_rpc.models.parts.latent import LatentAttention
 from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.recurrent_rows import RecurrentWeights, gated, gated_norm, recurrent_rows
@@ -40,8 +43,8 @@ Rotate = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Heads]
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     """One layer: ``products`` are those of `LayerSpec.matrices`, the first of which has the ``slot``. Its norms, where
-    there are any, as `FusedOps.add_norm` wants them; ``qk_norm`` as `FusedOps.heads`. ``recurrent``: what else a
-    recurrent layer has."""
+    there are any, as `FusedOps.add_norm` wants them; ``qk_norm`` as `FusedOps.heads`. ``recurrent``, ``latent``: what
+    else such a layer has. ``experts``: those of its MLP. ``mlp``: the place of the MLP's first product."""
 
     spec: LayerSpec
     ops: FusedOps
@@ -53,6 +56,9 @@ class Layer:
     after_mlp: Tensor | None = None
     qk_norm: Tensor | None = None
     recurrent: RecurrentWeights | None = None
+    latent: LatentWeights | None = None
+    experts: ExpertRows | None = None
+    mlp: int = 2
 
 
 class PlainLayers:
@@ -104,7 +110,7 @@ class PlainLayers:
     def _output_and_mlp(self, layer: Layer, hidden: Tensor, attended: Tensor, adapters: StepAdapters | None) -> Tensor:
         """Add what the mixer found ([T, heads, head_dim], or flat) to ``hidden``; the MLP's answer, yet to be added."""
         ops, group = layer.ops, self._group
-        output = _product(layer, 1, attended.flatten(1), adapters)
+        output = _product(layer, layer.mlp - 1, attended.flatten(1), adapters)
         if group is not None:
             group.all_reduce(output)
         if layer.after_mixer is not None:
@@ -115,8 +121,10 @@ class PlainLayers:
         else:
             normed = ops.add_norm(hidden, output, layer.before_mlp)
         del output  # no longer than it must be
-        gated = ops.gate(_product(layer, 2, normed, adapters))
-        delta = _product(layer, 3, gated, adapters)
+        gated = ops.gate(_product(layer, layer.mlp, normed, adapters))
+        delta = _product(layer, layer.mlp + 1, gated, adapters)
+        if layer.experts is not None:
+            delta = layer.experts.add(normed, delta, ops)
         if group is not None:
             group.all_reduce(delta)
         return delta if layer.after_mlp is None else ops.add_norm(delta, None, layer.after_mlp)
@@ -148,7 +156,7 @@ class StoringLayers(PlainLayers):
 
 
 class MixedLayers(PlainLayers):
-    """Layers with attention, which may be gated, and recurrent ones."""
+    """Layers with attention, which may be gated or latent, and recurrent ones."""
 
     def __init__(self, layers: Sequence[Layer], group: Group | None = None) -> None:
         super().__init__(layers, group)
@@ -174,6 +182,8 @@ class MixedLayers(PlainLayers):
             if layer.recurrent is not None:
                 assert recur is not None  # noqa: S101 - see above
                 mixed = self._recurrent(layer, place, hidden, delta, recur, adapters)
+            elif layer.latent is not None:
+                mixed = self._latent(layer, place, hidden, delta, cos, sin, attend, adapters)
             elif _attention(layer).gated:
                 mixed = self._gated(layer, place, hidden, delta, cos, sin, attend, adapters)
             else:
@@ -204,6 +214,30 @@ class MixedLayers(PlainLayers):
 
         attended = attend(place, *self._heads(layer, rotate, hidden, delta, cos, sin, adapters))
         return gated(attended, *gates)
+
+    @staticmethod
+    def _latent(  # noqa: PLR0917 - as `_heads`
+        layer: Layer,
+        place: int,
+        hidden: Tensor,
+        delta: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        adapters: StepAdapters | None,
+    ) -> Tensor:
+        """Add ``delta`` to ``hidden``; what attention finds for the sum in a cache of latents."""
+        mixer, weights, rope = layer.spec.mixer, layer.latent, layer.spec.rope
+        assert isinstance(mixer, LatentAttention) and weights is not None  # noqa: S101 - the caller knows
+        assert rope is not None and isinstance(attend, LatentAttend)  # noqa: S101 - such models have both
+        inputs = _product(layer, 0, layer.ops.add_norm(hidden, delta, layer.before_mixer), adapters)
+        row = cached_row(inputs, mixer, weights, cos[rope], sin[rope])
+        if weights.query_norm is None:
+            query = inputs[:, : mixer.heads * mixer.shape.key_dim].contiguous()
+        else:
+            query = _product(layer, 1, normed_query(inputs, weights), adapters)
+        rotated = weights.queries.heads(query, None, cos[rope], sin[rope])[0]
+        return attend.latent(place, rotated, row, weights.lifts)
 
     @staticmethod
     def _recurrent(  # noqa: PLR0917 - as `_heads`
@@ -354,9 +388,10 @@ def _bfloat16(address: int, elements: int) -> Tensor:
 
 
 def assemble(layers: Sequence[Layer], group: Group | None = None) -> PlainLayers:
-    """`MixedLayers` if a layer is recurrent or its attention gated; `NativeLayers` if every part is native,
-    `StoringLayers` if all operations can write to the cache. ``group``: the ranks over which the model is cut."""
-    if any(layer.recurrent is not None or _attention(layer).gated for layer in layers):
+    """`MixedLayers` if a layer is recurrent, has gated or latent attention, or experts; `NativeLayers` if every part is
+    native, `StoringLayers` if all operations can write to the cache. ``group``: the ranks over which the model is
+    cut."""
+    if any(map(_is_mixed, layers)):
         return MixedLayers(layers, group)
     # what lies between products must be each rank's own
     native = all(_is_native(layer) and (group is None or _attention(layer).qk_norm != "row") for layer in layers)
@@ -366,8 +401,15 @@ def assemble(layers: Sequence[Layer], group: Group | None = None) -> PlainLayers
     return StoringLayers(layers, group) if storing else PlainLayers(layers, group)
 
 
+def _is_mixed(layer: Layer) -> bool:
+    mixer = layer.spec.mixer
+    return not isinstance(mixer, Attention) or mixer.gated or layer.experts is not None
+
+
 def _is_native(layer: Layer) -> bool:
-    return isinstance(layer.ops, NativeFusedOps) and all(isinstance(each, NativeLinear) for each in layer.products)
+    own = isinstance(layer.ops, NativeFusedOps) and all(isinstance(each, NativeLinear) for each in layer.products)
+    lifted = layer.latent is None or layer.latent.lifts.native
+    return own and lifted and (layer.experts is None or layer.experts.native)
 
 
 def _weights(layer: Layer) -> library.LayerWeights:

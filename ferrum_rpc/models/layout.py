@@ -48,7 +48,7 @@ class TensorPlacement:
     ``local``: what the ``cut`` takes of it, or None, all. Where one row of a norm serves several heads, it becomes
     each of them. ``unit``: its rows, where a rotation pairs them. ``fp32``: it is held in float32; ``norm``: it is the
     weights of a norm. ``layer`` and ``slot``: of a layer's matrix, and its place among the matrices of all layers that
-    are here."""
+    are here. ``apart``: see `Matrix`."""
 
     parameter: str
     shape: Shape
@@ -61,6 +61,7 @@ class TensorPlacement:
     adaptable: bool = False
     layer: int = 0
     slot: int = 0
+    apart: bool = False
 
     @property
     def rows(self) -> int:
@@ -95,14 +96,16 @@ class TensorPlacement:
     def along(self, axis: int, tensor: Tensor) -> Tensor:
         """The rows (``axis`` 0) or columns that are here of a tensor that has those of the checkpoint's. Rows that a
         rotation pairs are reordered: the kernels pair channel i with i + half, so channels 0, 1, 2, 3 .. become 0, 2 ..
-        1, 3 .."""
+        1, 3 .. So are rows that are first here and not there (`Channels.behind`)."""
         if self.cut is not None and self.cut.axis == axis:
             parts = [tensor.narrow(axis, first, end - first) for first, end in self.cut.ranges]
             tensor = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
-        if axis or self.unit is None or not self.unit.pairs:
+        if axis or self.unit is None or not (self.unit.pairs or self.unit.behind):
             return tensor
-        units, pairs = tensor.view(-1, self.unit.width, *tensor.shape[1:]), self.unit.pairs
-        return torch.cat((units[:, :pairs:2], units[:, 1:pairs:2], units[:, pairs:]), 1).view(tensor.shape)
+        units, first = tensor.view(-1, self.unit.width, *tensor.shape[1:]), self.unit.behind
+        last = first + self.unit.pairs
+        paired = units[:, first:last:2], units[:, first + 1 : last : 2]
+        return torch.cat((*paired, units[:, last:], units[:, :first]), 1).view(tensor.shape)
 
 
 def layout(spec: ModelSpec, shard: Shard = WHOLE) -> dict[str, TensorPlacement]:
@@ -128,6 +131,8 @@ def layout(spec: ModelSpec, shard: Shard = WHOLE) -> dict[str, TensorPlacement]:
             )
         for matrix in spec.layers[source].matrices():
             table.update(_matrix(matrix, prefix, checkpoint, shard, layer, next(slots)))
+        for matrix in spec.layers[source].others():
+            table.update(_matrix(matrix, prefix, checkpoint, shard, layer, 0))
     return table
 
 
@@ -162,7 +167,7 @@ def held_parts(placements: Mapping[str, TensorPlacement], stored: Mapping[str, I
     are one part."""
     found: dict[str, list[HeldPart]] = {}
     for name, placement in sorted(placements.items(), key=lambda each: each[1].first):
-        if len(placement.shape) == 1:
+        if len(placement.shape) == 1 or placement.apart:
             continue
         form = stored[name].fitting(placement.columns()) if name in stored else None
         if form is not None and form.ordered and placement.cut is not None and placement.cut.axis == 1:
@@ -223,7 +228,7 @@ def _matrix(  # noqa: PLR0917
             cut, of_bias = Slice(1, (columns,)), Slice(0, ()) if shard.rank else None
         local = rows, columns[1] - columns[0]
         unit = held[0] if len(held) == 1 else None
-        place = partial(TensorPlacement, first=first, unit=unit, layer=layer, slot=slot)
+        place = partial(TensorPlacement, first=first, unit=unit, layer=layer, slot=slot, apart=matrix.apart)
         parameter, module = prefix + matrix.role, checkpoint + name
         yield (
             f"{module}.weight",

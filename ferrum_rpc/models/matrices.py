@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 class Channels(NamedTuple):
     """Rows or columns: ``units`` of ``width`` channels each, such as heads. Ranks share whole units. ``pairs``: the
-    checkpoint has so many first channels of each unit as the neighbours that a rotation pairs."""
+    checkpoint has so many first channels of each unit as the neighbours that a rotation pairs. ``behind``: it has so
+    many channels before those that are first here."""
 
     units: int
     width: int = 1
     pairs: int = 0
+    behind: int = 0
 
     @property
     def size(self) -> int:
@@ -41,7 +43,7 @@ class Cut(enum.Enum):
 class Matrix:
     """A product of a layer: x [.., columns] -> y [.., rows]. ``role``: what it is called within the layer. ``names``:
     the checkpoint's modules, one for each of ``rows``, or one that holds all of them. ``adaptable``: adapters may
-    change it."""
+    change it. ``apart``: the layer holds it in a form of its own, not as the model's other matrices."""
 
     role: str
     rows: tuple[Channels, ...]
@@ -50,6 +52,7 @@ class Matrix:
     bias: bool = False
     cut: Cut = Cut.NONE
     adaptable: bool = True
+    apart: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -34,6 +34,7 @@ class RopeSpec:
     """``original_context`` (llama3, yarn, longrope) is the context before scaling; ``attention_factor`` (yarn and
     longrope) multiplies cosines and sines. ``short_factors`` and ``long_factors`` (longrope) divide the frequencies of
     sequences up to that context and beyond: one of them is taken for all, by ``context``, the longest that is served.
+    ``score_scale`` (yarn) multiplies the scores of latent attention.
     ``partial`` is the part of a head that is rotated. Fields that a kind does not use keep their defaults."""
 
     kind: Kind = "default"
@@ -46,6 +47,7 @@ class RopeSpec:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    score_scale: float = 1.0
     partial: float = 1.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
@@ -197,6 +199,7 @@ def _yarn(rope: Fields, theta: float, original: int, max_context: int) -> RopeSp
         beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
         attention_factor=scaling,
+        score_scale=_yarn_mscale(factor, mscale_all) ** 2 if mscale_all else 1.0,
     )
 
 

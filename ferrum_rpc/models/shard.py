@@ -17,7 +17,7 @@ from typing import Final
 
 from ferrum_rpc.errors import NotSupported, counted
 from ferrum_rpc.models.matrices import Channels
-from ferrum_rpc.models.parts.attention import Attention
+from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.spec import ModelSpec
 
 VOCABULARY_STEP: Final = 64
@@ -93,7 +93,7 @@ class Shard:
             raise NotSupported(f"pipeline_parallel {self.stages}: {why}", field="pipeline_parallel")
         for stage in range(self.stages):
             own = replace(self, stage=stage).layers(layers)
-            if not any(isinstance(spec.layers[each].mixer, Attention) for each in own):
+            if all(isinstance(spec.layers[each].mixer, Recurrent) for each in own):
                 why = f"stage {stage} would have no layer with attention"
                 raise NotSupported(f"pipeline_parallel {self.stages}: {why}", field="pipeline_parallel")
 

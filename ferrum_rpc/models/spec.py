@@ -15,11 +15,13 @@ from dataclasses import dataclass, field, replace
 from ferrum_rpc.core import AttentionSpec, RecurrentShape
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, OF_MODEL, refuse_unread
-from ferrum_rpc.models.families import ACTIVATIONS, FAMILIES, Family
+from ferrum_rpc.models.families import ACTIVATIONS, FAMILIES, Family, Latent
 from ferrum_rpc.models.fields import Fields
+from ferrum_rpc.models.latent_config import read_experts, read_latent
 from ferrum_rpc.models.layer_kinds import read_kinds, read_recurrent
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
+from ferrum_rpc.models.parts.latent import LatentAttention
 from ferrum_rpc.models.parts.layer import LayerSpec, Norm
 from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.rope import RopeSpec, read_rope, read_ropes_of_windows
@@ -114,14 +116,14 @@ class ModelSpec:
         return spec
 
     @property
-    def attention(self) -> Attention:
+    def attention(self) -> Attention | LatentAttention:
         """The first layer's that has attention; each model and each stage has such a layer."""
-        return next(layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention))
+        return next(layer.mixer for layer in self.layers if not isinstance(layer.mixer, Recurrent))
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """One per layer with attention."""
-        return tuple(layer.mixer.spec for layer in self.layers if isinstance(layer.mixer, Attention))
+        return tuple(layer.mixer.spec for layer in self.layers if not isinstance(layer.mixer, Recurrent))
 
     @property
     def recurrent_shapes(self) -> tuple[RecurrentShape, ...]:
@@ -216,6 +218,8 @@ def _layers(
 ) -> tuple[tuple[LayerSpec, ...], tuple[RopeSpec, ...]]:
     """All layers, and the rotations that they name."""
     count = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    if family.latent is not None:
+        return _latent_layers(config, family, family.latent, count, hidden, max_context, norm)
     heads = config.integer("num_attention_heads")
     kv_heads = _kv_heads(config, family, heads)
     head_dim = _head_dim(config, family, hidden, heads)
@@ -240,15 +244,7 @@ def _layers(
         qk_norm=family.qk_norm,
         gated=family.recurrent,
     )
-    mlp = Dense(
-        hidden=hidden,
-        inner=config.integer("intermediate_size"),
-        activation=_activation(config, family),
-        names=family.names.gate_up,
-        down=family.names.down,
-        gated=family.gated,
-        bias=family.mlp_bias is not None and config.flag(family.mlp_bias, family.biased),
-    )
+    mlp = _mlp(config, family, hidden)
     layer = LayerSpec(
         mixer,
         mlp,
@@ -276,6 +272,27 @@ def _layers(
     if family.vary is not None:
         made = [family.vary(config, index, each) for index, each in enumerate(made)]
     return tuple(made), ropes
+
+
+def _mlp(config: Fields, family: Family, hidden: int) -> Dense:
+    return Dense(
+        hidden=hidden,
+        inner=config.integer("intermediate_size"),
+        activation=_activation(config, family),
+        names=family.names.gate_up,
+        down=family.names.down,
+        gated=family.gated,
+        bias=family.mlp_bias is not None and config.flag(family.mlp_bias, family.biased),
+    )
+
+
+def _latent_layers(  # noqa: PLR0917
+    config: Fields, family: Family, latent: Latent, count: int, hidden: int, max_context: int, norm: Norm
+) -> tuple[tuple[LayerSpec, ...], tuple[RopeSpec, ...]]:
+    rope = read_rope(config, family.rotation, max_context, config.integer("qk_rope_head_dim", 64))
+    mixer = read_latent(config, latent, hidden, rope.score_scale)
+    mlps = read_experts(config, latent, count, _mlp(config, family, hidden))
+    return tuple(LayerSpec(mixer, mlp, norm, family.norms) for mlp in mlps), (rope,)
 
 
 def _scales(config: Fields, family: Family, hidden: int) -> Scales:

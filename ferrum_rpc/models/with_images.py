@@ -38,7 +38,7 @@ OF_IMAGES: Final = frozenset(
 @dataclass(frozen=True, slots=True)
 class Roots:
     """Prefixes of tensors' names: of the decoder's body, of its head, of the parts for images, and of layers that draft
-    tokens."""
+    tokens (``{layers}``: how many others there are)."""
 
     body: str = "model."
     head: str = "lm_head."
@@ -135,7 +135,10 @@ WITH_IMAGES: Final[dict[str, WithImages]] = {
 }
 """By ``architectures[0]``."""
 
-WITH_DRAFTS: Final = {"Qwen3_5ForCausalLM": Roots(drafts=("mtp.",))}
+WITH_DRAFTS: Final = {
+    "Qwen3_5ForCausalLM": Roots(drafts=("mtp.",)),
+    "DeepseekV3ForCausalLM": Roots(drafts=("model.layers.{layers}.",)),
+}
 """Models of text alone whose checkpoints may have layers that draft tokens."""
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from ferrum_rpc.errors import ExecutorError
 from ferrum_rpc.models.spec import ModelSpec
-from tests.support.checkpoints import FAMILIES, RECURRENT, config_class, make_model
+from tests.support.checkpoints import CLASSES, LATENT, RECURRENT, config_class, make_model
 from tests.support.harness import Executor, Oracle, native
 
 ROUNDS = int(os.environ.get("FERRUM_CONFIG_ROUNDS", "40"))
@@ -45,6 +45,11 @@ OTHERWISE = {
     **{"max_position_embeddings": 64, "original_max_position_embeddings": 16},
     **{"linear_conv_kernel_dim": 3, "linear_key_head_dim": 24, "linear_value_head_dim": 40},
     **{"linear_num_key_heads": 4, "linear_num_value_heads": 6},
+    **{"kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 40},
+    **{"qk_head_dim": 99, "rope_interleave": False, "first_k_dense_replace": 2, "moe_intermediate_size": 48},
+    **{"n_group": 2, "topk_group": 3, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    **{"topk_method": "group_limited_greedy", "norm_topk_prob": False, "routed_scaling_factor": 0.7},
+    **{"output_router_logits": True, "num_mtp_layers": 2, "num_nextn_predict_layers": 2},
     "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
     **{"architectures": ["MambaForCausalLM"], "model_type": "gpt2", "transformers_version": "9.9.9"},
     **{"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0}, "problem_type": "regression"},
@@ -56,16 +61,13 @@ FORM = {"return_dict": True}
 """Keys that change the form of transformers' answer: the oracle keeps them."""
 
 
-ALL = FAMILIES | RECURRENT
-
-
 @functools.cache
 def keys_of(family):
     config = config_class(family)
     return {*config().to_dict(), *(field.name for field in dataclasses.fields(config))}
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", CLASSES)
 def test_every_key_of_transformers_is_tried(family):
     assert keys_of(family) <= OTHERWISE.keys()
 
@@ -82,16 +84,16 @@ def tried(family):
     return sorted(keys if family in FIRST else keys - set.union(*map(keys_of, FIRST)) | keys & SHARED)
 
 
-@pytest.mark.parametrize(("family", "key"), [(family, key) for family in ALL for key in tried(family)])
+@pytest.mark.parametrize(("family", "key"), [(family, key) for family in CLASSES for key in tried(family)])
 def test_another_value_gives_what_transformers_gives_or_is_refused_by_name(family, key):
     compare(family, [key])
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", CLASSES)
 def test_other_values_of_several_keys_at_once_too(family):
     rng = random.Random(f"{family} {ROUNDS}")
     keys = sorted(keys_of(family) - {"architectures", "model_type", "is_encoder_decoder"})
-    honoured = [compare(family, rng.sample(keys, rng.randint(2, 5))) for _ in range(-(-ROUNDS // len(ALL)))]
+    honoured = [compare(family, rng.sample(keys, rng.randint(2, 5))) for _ in range(-(-ROUNDS // len(CLASSES)))]
     assert any(honoured)
 
 
@@ -99,15 +101,18 @@ def test_other_values_of_several_keys_at_once_too(family):
 def usual(family):
     """A configuration that says nothing of single layers."""
     found = make_model(family, **WINDOWS.get(family, {})).config.to_dict()
-    found["architectures"] = [f"{ALL[family]}ForCausalLM"]
+    found["architectures"] = [f"{CLASSES[family]}ForCausalLM"]
     if family in RECURRENT:
         found["full_attention_interval"] = 2  # where no list says which layers are recurrent
-    return {name: value for name, value in found.items() if name not in {"layer_types", "no_rope_layers"}}
+    implied = {"layer_types", "no_rope_layers", *(("head_dim",) if family in LATENT else ())}
+    return {name: value for name, value in found.items() if name not in implied}
 
 
 def compare(family, keys):
     """Whether a configuration with other values of ``keys`` is honoured; fails where it is not, and is not refused by
     one of their names."""
+    if family in LATENT and "num_attention_heads" in keys:
+        keys = {*keys, "num_key_value_heads"}  # there are as many
     others = {key: OTHERWISE[key] for key in keys}
     data = copy.deepcopy(usual(family)) | others
     try:

@@ -17,7 +17,7 @@ from ferrum_rpc.models import families
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.shard import Shard
 from tests.numerics.ranks import BOTH, FOUR, TWO, on_ranks
-from tests.support.checkpoints import FAMILIES, RECURRENT, WITHOUT_TRANSFORMERS, make_checkpoint
+from tests.support.checkpoints import CLASSES, WITHOUT_TRANSFORMERS, make_checkpoint
 from tests.support.harness import (
     CPU,
     SPLITS,
@@ -73,7 +73,7 @@ SIXTEEN_BITS += ["starcoder2", "cohere2"]
 
 
 def test_every_family_is_in_the_tests():
-    compared = {f"{prefix}ForCausalLM" for prefix in (FAMILIES | RECURRENT).values()}
+    compared = {f"{prefix}ForCausalLM" for prefix in CLASSES.values()}
     assert compared | WITHOUT_TRANSFORMERS.keys() == {*families.FAMILIES}
     assert compared.isdisjoint(WITHOUT_TRANSFORMERS)
     assert all((ROOT / test).is_file() for test in WITHOUT_TRANSFORMERS.values())

@@ -30,7 +30,7 @@ from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
 from tests.numerics.ranks import on_ranks
 from tests.support.adapters import load_adapters, make_adapter, merge
-from tests.support.checkpoints import make_checkpoint, make_model, rewrite
+from tests.support.checkpoints import checkpoint_tensors, make_checkpoint, make_model, rewrite
 from tests.support.harness import CPU, Executor, Oracle, error, made_or_skip, native, rounded_model
 from tests.support.harness import TOKENS as RANK_TOKENS
 
@@ -111,9 +111,9 @@ def native_of(reference: Any, factory: Any, dtype: torch.dtype = torch.bfloat16)
     """A decoder whose products are our kernels'."""
     linear: LinearFactory = made_or_skip(factory)
     spec = ModelSpec.from_config(reference.config.to_dict() | {"architectures": [type(reference).__name__]})
-    decoder = Decoder(spec, dtype, CPU, linear)
+    decoder, state = Decoder(spec, dtype, CPU, linear), checkpoint_tensors(reference)
     for name in decoder.expected_tensors():
-        decoder.load(name, reference.state_dict()[name])
+        decoder.load(name, state[name])
     return decoder
 
 

@@ -52,6 +52,28 @@ RECURRENT_SHAPE: dict[str, Any] = {
 }
 """Of a model with recurrent layers: sizes that our kernels take, so that bits can be compared."""
 
+LATENT: dict[str, str] = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
+"""Families with latent attention and experts."""
+
+LATENT_SHAPE: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 24,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+"""Of a model with latent attention: sizes that our kernels take, but for the row that is cached."""
+
+CLASSES = FAMILIES | RECURRENT | LATENT
+
 WITHOUT_TRANSFORMERS: dict[str, str] = {}
 """Families that transformers lacks: the class, and the test (below the root) of its definition written in torch."""
 
@@ -95,6 +117,8 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
     },
+    "deepseek_v2": LATENT_SHAPE | {"q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v3": LATENT_SHAPE | {"q_lora_rank": 48},
 }
 
 
@@ -102,7 +126,7 @@ def config_class(family: str) -> Any:
     """The configuration of the family in transformers."""
     import transformers
 
-    name = (FAMILIES | RECURRENT)[family]
+    name = CLASSES[family]
     return getattr(transformers, f"{name}TextConfig" if family in {"gemma3", *RECURRENT} else f"{name}Config")
 
 
@@ -119,8 +143,8 @@ def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     else:
         options["rope_parameters"] = {"rope_theta": theta, **rope}
     config = config_class(family)(**options)
-    config._attn_implementation = "eager"
-    model = getattr(transformers, f"{(FAMILIES | RECURRENT)[family]}ForCausalLM")(config).eval()
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -137,8 +161,27 @@ def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
             elif "embed_tokens" in name:
                 weight.copy_(noise)
             else:
-                weight.copy_(noise * (1.5 if re.search("(q|k|qkv)_proj", name) else 1.0) / weight.shape[1] ** 0.5)
+                weight.copy_(noise * (1.5 if re.search("(q|k|qkv)_proj", name) else 1.0) / weight.shape[-1] ** 0.5)
+        for name, values in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                values.copy_(0.3 * torch.randn(values.shape, generator=generator))
     return model
+
+
+def checkpoint_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The weights of a transformers model by their names in checkpoints, where each expert has its own."""
+    found = dict[str, torch.Tensor]()
+    for name, tensor in model.state_dict().items():
+        path, _, last = name.rpartition(".experts.")
+        if not path:
+            found[name] = tensor
+            continue
+        for index, each in enumerate(tensor):
+            parts = each.chunk(2) if last == "gate_up_proj" else (each,)
+            names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+            for part, own in zip(names, parts, strict=True):
+                found[f"{path}.experts.{index}.{part}.weight"] = own
+    return found
 
 
 def make_checkpoint(

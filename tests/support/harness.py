@@ -25,7 +25,7 @@ from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.linear import select_linear
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.models.spec import ModelSpec
-from tests.support.checkpoints import make_model
+from tests.support.checkpoints import checkpoint_tensors, make_model
 from tests.support.poison import fill_journal, fill_slots
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def native(
     """The native decoder with the weights and the configuration of a transformers model."""
     spec = ModelSpec.from_config(reference.config.to_dict() | {"architectures": [type(reference).__name__]})
     decoder = Decoder(spec, dtype, device, select_linear(device, dtype, linear)[2])
-    state = reference.state_dict()
+    state = checkpoint_tensors(reference)
     for name in decoder.expected_tensors():
         decoder.load(name, state[name])
     return decoder

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ferrum_rpc import cli
-from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.client import Capability, ExecutorClient
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly import hf_source
 from ferrum_rpc.engine.assembly.build import build_runner
@@ -126,6 +126,23 @@ def test_what_is_missing_for_states_is_refused_by_name(options, what, tmp_path):
         choose(asked, elsewhere=not options)
 
 
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [({"kv_dtype": "int8"}, "with a cache in int8"), ({"tensor_parallel": 2}, "by several ranks"), ({}, "on cuda")],
+)
+def test_what_is_missing_for_latents_is_refused_by_name_or_left_to_transformers(options, what, tmp_path):
+    folder = make_checkpoint(tmp_path, "deepseek_v3")
+    said = f"DeepseekV3ForCausalLM has latent attention, and is not served {what} yet"
+    asked = settings(folder, **options) if options else replace(settings(folder), device="cuda")
+    with pytest.raises(NotSupported, match=f"^{said}"):
+        choose(replace(asked, model_backend="native"), elsewhere=not options)
+    if "int8" in what:
+        assert dict(choose(asked).reasons)["model=hf"] == f"native: {said}"
+    elif "ranks" in what:
+        with pytest.raises(NotSupported, match=r"DeepseekV3ForCausalLM, which transformers runs, .*ranks"):
+            choose(asked)
+
+
 def test_a_model_of_the_same_family_without_a_state_is_served_as_before(tmp_path):
     make_family_checkpoint(tmp_path, "qwen3_5_text")
     reasons = dict(choose(settings(tmp_path)).reasons)
@@ -179,7 +196,7 @@ HALF = {"quant_method": "compressed-tensors", "format": "int-quantized"}
 ODD: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "fewer KV heads than latents": ("deepseek_v2", {"num_key_value_heads": 2}, {}, "DeepseekV2.* be run .* must match"),
     "the same of MiniCPM": ("minicpm3", {"num_key_value_heads": 2}, {}, "MiniCPM3.* cannot be run"),
-    "values wider than keys": ("deepseek_v3", {"v_head_dim": 24}, {}, "keys and values .* wide"),
+    "values wider than keys": ("minicpm3", {"v_head_dim": 24}, {}, "keys and values .* wide"),
     "more experts than there are": ("qwen3_moe", {"num_experts_per_tok": 8}, {}, "k not in range"),
     "experts of an odd width": ("qwen3_moe", {"moe_intermediate_size": 3}, {}, ""),
     "a table of fewer rows than tokens": ("gemma4_text", FEW, {}, "128 tokens.* in .*per_layer, which has 50 rows"),
@@ -312,6 +329,24 @@ async def test_a_cache_of_uneven_layers_serves_and_does_not_move(tmp_path, capsy
             with pytest.raises(NotSupported, match="layers keep different numbers"):
                 await move
         await sequence.decode(4)
+
+
+async def test_a_cache_of_latents_is_shared_and_does_not_move(tmp_path, capsys):
+    folder = make_checkpoint(tmp_path / "model", "deepseek_v2")
+    assert run("plan", folder) == 0
+    assert f"{3 * 48 * 4} bytes" in capsys.readouterr().out
+    config = settings(folder, kv_tier_dir=tmp_path / "tier")
+    prompt = [*range(5, 40)]
+    async with serve_model(config, park_dir=tmp_path / "parked") as served, ExecutorClient(served.target) as client:
+        info = await client.info()
+        assert (info.model.kv_bytes_per_token, info.model.kv_heads, info.model.head_dim) == (576, 1, 48)
+        assert not {Capability.KV_TRANSFER, Capability.PARK} & info.capabilities
+        sequence, other = client.sequence(), client.sequence()
+        first, again = await sequence.prefill(prompt), await other.prefill(prompt)
+        assert again.cached_tokens == 32 and again.token == first.token
+        for move in (sequence.export_to(tmp_path / "file"), sequence.park()):
+            with pytest.raises(NotSupported):
+                await move
 
 
 async def test_a_hybrid_family_that_has_attention_alone_is_examined_and_served(tmp_path, capsys):

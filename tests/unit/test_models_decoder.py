@@ -8,7 +8,7 @@ import torch
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.layout import layout, parameter_count, parameter_shapes
 from ferrum_rpc.models.spec import ModelSpec
-from tests.support.checkpoints import FAMILIES, RECURRENT, make_model
+from tests.support.checkpoints import CLASSES, checkpoint_tensors, make_model
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def spec_of(model):
 @pytest.mark.parametrize(
     ("family", "fields"),
     [
-        *((family, fields) for family in FAMILIES | RECURRENT for fields in ({}, {"tie_word_embeddings": True})),
+        *((family, fields) for family in CLASSES for fields in ({}, {"tie_word_embeddings": True})),
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("qwen3", {"attention_bias": True}),
     ],
@@ -28,11 +28,12 @@ def spec_of(model):
 def test_the_layout_is_the_state_of_the_transformers_model(family, fields):
     model = make_model(family, **fields)
     spec = spec_of(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
     if spec.tied_embeddings:
         del shapes["lm_head.weight"]
     assert {name: placement.shape for name, placement in layout(spec).items()} == shapes
-    assert parameter_count(spec) == sum(weight.numel() for weight in model.parameters())
+    buffers = (each for name, each in model.named_buffers() if name in shapes)
+    assert parameter_count(spec) == sum(weight.numel() for weight in (*model.parameters(), *buffers))
 
 
 def test_placements_tile_their_parameters():

@@ -85,16 +85,17 @@ class Saboteur:
     def infiltrate(self, runner: TorchRunner) -> None:
         """Stand in the way of what the stages call."""
         attention, store, model = runner.attention, runner.store, runner.model
-        plan, attend = attention.plan, attention.attend
+        name = "attend_latent" if runner.info.latent else "attend"
+        plan, attend = attention.plan, getattr(attention, name)
         save, copy, write, logits = store.save, store.copy_blocks, attention.write, model.logits
 
         def planned(geometry: Any) -> Any:
             self("attention plan")
             return plan(geometry)
 
-        def attended(layer: int, query: torch.Tensor, plan: Any) -> torch.Tensor:
+        def attended(layer: int, *given: Any) -> torch.Tensor:
             self(f"attend {layer}")
-            return attend(layer, query, plan)
+            return attend(layer, *given)
 
         def saved(slots: torch.Tensor) -> Any:
             self("save")
@@ -113,7 +114,8 @@ class Saboteur:
             self("logits")
             return logits(hidden)
 
-        attention.plan, attention.attend = planned, attended
+        attention.plan = planned
+        setattr(attention, name, attended)
         attention.native_step = lambda plan: None  # in C nobody stands between storing and attending
         store.save, store.copy_blocks, attention.write = saved, copied, written
         model.logits = projected
@@ -416,6 +418,13 @@ def test_states_are_as_before_too(name, tmp_path_factory):
     folder = make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5", **sizes)
     cache = {"block_size": SIZE, "kv_blocks": 24, "state_slots": 9}
     run_scenario(SCENARIOS[name], ModelSettings(str(folder), device="cpu", dtype="float32", **cache))
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_latents_are_as_before_too(name, tmp_path_factory):
+    folder = make_checkpoint(tmp_path_factory.mktemp("deepseek"), "deepseek_v3", num_hidden_layers=LAYERS)
+    config = ModelSettings(str(folder), device="cpu", dtype="float32", block_size=SIZE, kv_blocks=24)
+    run_scenario(SCENARIOS[name], config)
 
 
 @pytest.mark.parametrize("name", LARGEST)

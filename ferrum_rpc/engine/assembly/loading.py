@@ -137,7 +137,8 @@ def _check_fit(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     entries = checkpoint.entries
     expected = {name: placement.shape for name, placement in layout(spec).items()}
     harmless = {head_name(spec)} if spec.tied_embeddings else set()
-    elsewhere = (*spec.roots.images, *spec.roots.drafts)
+    drafts = (each.format(layers=len(spec.layers)) for each in spec.roots.drafts)
+    elsewhere = (*spec.roots.images, *drafts)
     missing = [name for name in expected if name not in entries]
     extra = [
         name

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import torch
 
 from ferrum_rpc.attention.backend import NATIVE, TORCH
+from ferrum_rpc.attention.latent import scratch_bytes as latent_bytes
 from ferrum_rpc.attention.torch_paged import scratch_bytes
 from ferrum_rpc.config import SETTINGS, ModelSettings
 from ferrum_rpc.engine.assembly.choose import QUANTIZE_INT4, QUANTIZE_INT8, Choices, choose
@@ -227,7 +228,10 @@ def _activations(choices: Choices, tokens: int, sequences: int, context: int) ->
     facts, kept, passing = choices.facts, 0, 0
     if not facts.numbers:
         return 0
-    if choices.attention[0] == TORCH or (choices.attention[0] == NATIVE and not choices.attends_in_c):
+    if any(each.latent for each in facts.layers):
+        longest = min(tokens, context)
+        passing = max(latent_bytes(each, facts.dtype, longest, context) for each in set(facts.layers))
+    elif choices.attention[0] == TORCH or (choices.attention[0] == NATIVE and not choices.attends_in_c):
         longest = min(tokens, context)
         pairs = set(zip(facts.layers, choices.cache, strict=True))
         scratch = {

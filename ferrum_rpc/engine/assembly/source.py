@@ -28,6 +28,7 @@ from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.layout import LAYERS, layout
 from ferrum_rpc.models.lora import modules_of
 from ferrum_rpc.models.native_linear import ISAS, QuantizedFactory
+from ferrum_rpc.models.parts.experts import Experts
 from ferrum_rpc.models.with_images import adapted_roots
 from ferrum_rpc.native import library
 from ferrum_rpc.weights.checkpoint import Checkpoint
@@ -142,6 +143,7 @@ class DecoderCheckpoint(DecoderBuild):
             whole.vocab_size,
             modules_of(layout(replace(whole, roots=adapted_roots(whole.architecture)))),
             numbers=checkpoint.numbers,
+            estimated=any(isinstance(layer.mlp, Experts) for layer in self.spec.layers),
             quantized=",".join(checkpoint.encodings).lower() if self.quantize == AS_STORED else self.quantize,
             recurrent=self.spec.recurrent_shapes,
         )

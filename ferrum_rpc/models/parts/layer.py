@@ -8,6 +8,8 @@ from typing import Final, Literal
 from ferrum_rpc.models.matrices import Channels, Floats, Matrix, NormWeights
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
+from ferrum_rpc.models.parts.experts import Experts
+from ferrum_rpc.models.parts.latent import LatentAttention
 from ferrum_rpc.models.parts.recurrent import Recurrent
 
 
@@ -42,8 +44,8 @@ class LayerSpec:
     """``rope``: which of the model's rotations its heads have; None: none. ``parallel``: mixer and MLP read the same
     row. ``residual``: what is added to the hidden rows is multiplied with it."""
 
-    mixer: Attention | Recurrent
-    mlp: Dense
+    mixer: Attention | LatentAttention | Recurrent
+    mlp: Dense | Experts
     norm: Norm
     norm_names: NormNames
     rope: int | None = 0
@@ -55,6 +57,11 @@ class LayerSpec:
         layers (`layout.TensorPlacement.slot`)."""
         return (*self.mixer.matrices(), *self.mlp.matrices())
 
+    def others(self) -> tuple[Matrix, ...]:
+        """Matrices that adapters do not change, so that they need no place among those of all layers."""
+        mixing = self.mixer.others() if isinstance(self.mixer, LatentAttention) else ()
+        return (*mixing, *self.mlp.others()) if isinstance(self.mlp, Experts) else mixing
+
     def norms(self) -> tuple[NormWeights, ...]:
         """Those that there are."""
         names = ((role, getattr(self.norm_names, role)) for role in NORMS)
@@ -63,7 +70,16 @@ class LayerSpec:
 
     def floats(self) -> tuple[Floats, ...]:
         """What is neither a matrix nor a norm."""
-        return self.mixer.floats()
+        return (*self.mixer.floats(), *self.mlp.floats()) if isinstance(self.mlp, Experts) else self.mixer.floats()
+
+    def rotated(self) -> tuple[LayerSpec, ...]:
+        """The layers whose heads row operations rotate in its place: of latent attention those whose heads are the
+        queries, and whose only one is the row that is cached."""
+        mixer = self.mixer
+        if not isinstance(mixer, LatentAttention):
+            return (self,)
+        inner = replace(self.norm, eps=mixer.eps)
+        return tuple(replace(self, mixer=each, norm=inner) for each in (mixer.queries, mixer.row))
 
     def share(self, ranks: int) -> LayerSpec:
         """What each of so many ranks has."""

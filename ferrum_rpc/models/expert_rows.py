@@ -1,0 +1,118 @@
+"""Experts: which of them compute a row, and the sum of their answers.
+
+Rows are sorted by expert, so that each multiplies its rows at once. A row's answers are added in the order of its
+experts, in float32 (or wider), and rounded once with the part that computes every row. Sums and products are operations
+of their own, and no function of torch is used whose bits depend on a number's place in a tensor. So a row's bits do not
+depend on its neighbours where products do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ferrum_rpc.models.fused_ops import FusedOps
+from ferrum_rpc.models.linear import Linear, LinearFactory
+from ferrum_rpc.models.native_linear import NativeLinear, PairFactory, PanelFactory
+from ferrum_rpc.models.parts.experts import Experts, Routing
+
+
+class Router:
+    """Scores of experts before they are normed. The ``weight`` [experts, hidden] has the model's dtype, and its
+    products are float32 (or wider). ``factory``: that of the model's other matrices."""
+
+    def __init__(self, weight: Tensor, factory: LinearFactory) -> None:
+        self._product: NativeLinear | None = None
+        if isinstance(factory, PanelFactory):
+            self._product = PairFactory(factory.space)(weight, None)
+        else:
+            self._weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+    @staticmethod
+    def nbytes(part: Experts, factory: LinearFactory, dtype: torch.dtype) -> int:
+        """Bytes that it holds."""
+        if isinstance(factory, PanelFactory):
+            return PairFactory.nbytes(part.count, part.hidden, dtype)
+        return part.count * part.hidden * max(4, dtype.itemsize)
+
+    @property
+    def native(self) -> bool:
+        """Whether the product is our kernel's."""
+        return self._product is not None
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[T, experts] of ``rows`` [T, hidden]."""
+        if self._product is not None:
+            return self._product.fp32(rows)
+        return F.linear(rows.to(self._weight.dtype), self._weight)
+
+
+class ExpertRows:
+    """The experts of a layer: for each the products ``gate_ups`` and ``downs``. ``choice``: the biases of the choice
+    [experts], if there are any."""
+
+    def __init__(
+        self,
+        part: Experts,
+        router: Router,
+        choice: Tensor | None,
+        gate_ups: Sequence[Linear],
+        downs: Sequence[Linear],
+    ) -> None:
+        self._routing, self._router, self._choice = part.routing, router, choice
+        self._gate_ups, self._downs = gate_ups, downs
+
+    @property
+    def native(self) -> bool:
+        """Whether a row's bits do not depend on its neighbours."""
+        return self._router.native and all(isinstance(each, NativeLinear) for each in (*self._gate_ups, *self._downs))
+
+    def add(self, rows: Tensor, shared: Tensor, ops: FusedOps) -> Tensor:
+        """Their answers for ``rows`` [T, hidden], and ``shared`` [T, hidden], which every row has; the same shape."""
+        experts, weights = route(self._router(rows), self._routing, self._choice)
+        chosen = experts.shape[1]
+        order = experts.flatten().argsort(stable=True)
+        sorted_rows = rows.index_select(0, order // chosen)
+        answers, first = torch.empty_like(sorted_rows), 0
+        for expert, count in enumerate(experts.flatten().bincount(minlength=len(self._downs)).tolist()):
+            if count:
+                own = slice(first, first + count)
+                gated = ops.gate(self._gate_ups[expert](sorted_rows[own]))
+                answers[order[own]] = self._downs[expert](gated)
+                first += count
+        each = answers.view(len(rows), chosen, -1)
+        total = each[:, 0] * weights[:, :1]
+        for place in range(1, chosen):
+            total += each[:, place] * weights[:, place : place + 1]
+        return (total + shared).to(rows.dtype)
+
+
+def route(logits: Tensor, routing: Routing, choice: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Of each row of ``logits`` [T, experts] the experts that compute it, int64 [T, chosen] in ascending order, and
+    what their answers are multiplied with [T, chosen], in the dtype of the logits."""
+    if routing.scores == "softmax":
+        scores = logits.softmax(-1)
+    else:  # the sigmoid, computed row by row
+        scores = torch.stack((logits, torch.zeros_like(logits)), -1).softmax(-1)[..., 0]
+    preferred = scores if choice is None else scores + choice
+    if routing.groups > 1:
+        groups = preferred.view(len(logits), routing.groups, -1)
+        if routing.scores == "softmax":
+            best = groups.amax(-1)
+        else:
+            first, second = groups.topk(2, -1).values.unbind(-1)
+            best = first + second
+        closed = torch.ones_like(best, dtype=torch.bool)
+        closed.scatter_(1, best.topk(routing.open_groups, -1).indices, value=False)
+        preferred = groups.masked_fill(closed[..., None], -torch.inf).flatten(1)
+    experts = preferred.topk(routing.chosen, -1).indices.sort(-1).values
+    weights = scores.gather(1, experts)
+    if routing.normed:
+        total = weights[:, :1].clone()
+        for place in range(1, routing.chosen):
+            total += weights[:, place : place + 1]
+        weights = weights / (total + 1e-20)
+    return experts, weights * routing.scale
