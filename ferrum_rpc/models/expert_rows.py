@@ -46,7 +46,7 @@ class Router:
     def __call__(self, rows: Tensor) -> Tensor:
         """[T, experts] of ``rows`` [T, hidden]."""
         if self._product is not None:
-            return self._product.fp32(rows)
+            return self._product.exact(rows)
         return F.linear(rows.to(self._weight.dtype), self._weight)
 
 

@@ -29,10 +29,10 @@ def read_latent(config: Fields, family: Latent, hidden: int, score_scale: float)
         plain=config.integer("qk_nope_head_dim", 128, high=4096),
         value_dim=config.integer("v_head_dim", 128, high=4096),
     )
-    if shape.rotated % 2:
-        raise InvalidRequest(
-            f"qk_rope_head_dim {shape.rotated}: channels are rotated in pairs", field="qk_rope_head_dim"
-        )
+    sizes = {"qk_rope_head_dim": shape.rotated, "kv_lora_rank": shape.rank, "qk_nope_head_dim": shape.plain}
+    for name, size in sizes.items():
+        if size % 2:  # rotations pair channels, and our products of bfloat16 elements
+            raise InvalidRequest(f"{name} {size}: it must be even", field=name)
     if family.interleave and config.integer("head_dim", shape.rotated) != shape.rotated:
         raise NotSupported(f"head_dim is not qk_rope_head_dim {shape.rotated}", field="head_dim")
     query_rank = None

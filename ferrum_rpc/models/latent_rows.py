@@ -7,14 +7,15 @@ and answers. Each head's part for keys is held twice, for its columns are read i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ferrum_rpc.models.fused_ops import FusedOps
-from ferrum_rpc.models.linear import LinearFactory
-from ferrum_rpc.models.native_linear import NativeLinear, PairFactory, PanelFactory
+from ferrum_rpc.models.linear import Linear, LinearFactory
+from ferrum_rpc.models.native_linear import NativeHeads, NativeLinear, PairFactory, PanelFactory
 from ferrum_rpc.models.parts.latent import LatentAttention
 
 
@@ -28,6 +29,7 @@ class Lifts:
         self._keys = [factory(key, None) for key, _ in parts]
         self._values = [factory(value, None) for _, value in parts]
         self._queries = [factory(key.t().contiguous(), None) for key, _ in parts]
+        self._absorb, self._answer = _by_head(self._queries), _by_head(self._values)
 
     @staticmethod
     def nbytes(mixer: LatentAttention, factory: LinearFactory, dtype: torch.dtype) -> int:
@@ -45,15 +47,13 @@ class Lifts:
         rotated = self._shape.rotated
         made = query.new_empty((*query.shape[:2], self._shape.width))
         made[..., :rotated] = query[..., :rotated]
-        for head, product in enumerate(self._queries):
-            made[:, head, rotated:] = product(query[:, head, rotated:])
+        self._absorb(query[..., rotated:], made[..., rotated:])
         return made
 
     def answers(self, found: Tensor) -> Tensor:
         """[T, heads, value_dim] of sums of latents ``found`` [T, heads, rank]."""
         made = found.new_empty((*found.shape[:2], self._shape.value_dim))
-        for head, product in enumerate(self._values):
-            made[:, head] = product(found[:, head])
+        self._answer(found, made)
         return made
 
     def expand(self, rows: Tensor, first: int, keys: Tensor, values: Tensor) -> None:
@@ -93,6 +93,19 @@ def cached_row(inputs: Tensor, mixer: LatentAttention, weights: LatentWeights, c
     row = weights.row.heads(row, None, cos, sin)[0]
     row[:, 0, rotated:] = latent
     return row
+
+
+def _by_head(products: Sequence[Linear]) -> Callable[[Tensor, Tensor], None]:
+    """Writes to [T, heads, n] the products of [T, heads, k], of each head its own."""
+    native = [each for each in products if isinstance(each, NativeLinear)]
+    if len(native) == len(products):
+        return NativeHeads(native)
+
+    def one_by_one(x: Tensor, out: Tensor) -> None:
+        for head, product in enumerate(products):
+            out[:, head] = product(x[:, head])
+
+    return one_by_one
 
 
 def of_own(factory: LinearFactory) -> LinearFactory:

@@ -107,6 +107,10 @@ class NativeLinear:
     def fp32(self, x: Tensor) -> Tensor:
         return self._product(x, x.new_empty((*x.shape[:-1], self.width), dtype=torch.float32), 1)
 
+    def exact(self, x: Tensor) -> Tensor:
+        """The product as float32, which is not rounded to bfloat16 before."""
+        return self._product(x, x.new_empty((*x.shape[:-1], self.width), dtype=torch.float32), 2)
+
     def rows(self, ids: Tensor) -> Tensor:
         """bfloat16 [T, k]: rows of W, as ``ids`` int64 [T] name them. Of a product of one part."""
         panels, _ = self._held
@@ -161,6 +165,32 @@ class NativeLinear:
         if status:
             raise MemoryError("no memory for the matrix product's buffers")
         return out
+
+
+class NativeHeads:
+    """Small products of one part each, one of each head, in one call."""
+
+    def __init__(self, products: Sequence[NativeLinear]) -> None:
+        self._products, self._space = products, products[0].space
+        self._addresses = (ctypes.c_void_p * len(products))(*(each.address for each in products))
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Write to ``out`` [T, heads, n] the products of ``x`` [T, heads, k], both bfloat16 with a dense last axis."""
+        status = self._space.library.ferrum_linear_heads(
+            self._space.handle,
+            ctypes.addressof(self._addresses),
+            len(self._products),
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1),
+            len(x),
+            out.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+            torch.get_num_threads(),
+        )
+        if status:
+            raise MemoryError("no memory for the buffers of heads' products")
 
 
 class PanelFactory:

@@ -204,7 +204,7 @@ STRUCTS: Final = (
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep, RecurrentLayer, RecurrentJob),
     *(DecayRows, GatedRows),
 )
-ABI_VERSION: Final = 27
+ABI_VERSION: Final = 28
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -246,6 +246,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_linears_new": (_P,),
     "ferrum_linears_free": (None, _P),
     "ferrum_linear": (_I, _P, _P, *_ROWS, _P, _I, _I),
+    "ferrum_linear_heads": (_I, _P, _P, _I, _P, *(_L,) * 3, _P, _L, _L, _I),
     "ferrum_linear_largest": (_I, _P, _P, *_ROWS, _P, _I),
     "ferrum_quantize": (None, _P, _L, _I, _P, _P, _P, _P, _I),
     "ferrum_layers_new": (_P, _P, _P, _P),

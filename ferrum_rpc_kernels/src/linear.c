@@ -171,6 +171,8 @@ struct ferrum_linears {
     int32_t *starts;  /* the same */
     struct best *best; /* [threads][m] */
     size_t sums_size, unpacked_size, rows_size, scales_size, starts_size, best_size;
+    struct ferrum_linears *of_threads; /* for products that threads do not share */
+    int32_t count;
 };
 
 /* The floats in the vectors of this machine's kernel: 16 (AVX-512), 8 (AVX2) or 4 (portable C); 32 with AMX. */
@@ -192,7 +194,7 @@ struct ferrum_linears *ferrum_linears_new(void)
     return made;
 }
 
-void ferrum_linears_free(struct ferrum_linears *self)
+static void free_buffers(struct ferrum_linears *self)
 {
     free(self->sums);
     free(self->unpacked);
@@ -200,7 +202,31 @@ void ferrum_linears_free(struct ferrum_linears *self)
     free(self->scales);
     free(self->starts);
     free(self->best);
+}
+
+void ferrum_linears_free(struct ferrum_linears *self)
+{
+    for (int32_t i = 0; i < self->count; i++)
+        free_buffers(self->of_threads + i);
+    free(self->of_threads);
+    free_buffers(self);
     free(self);
+}
+
+/* Whether each of so many threads has buffers of its own, for products of the same kernels. */
+static int divide(struct ferrum_linears *self, int32_t threads)
+{
+    if (threads <= self->count)
+        return 1;
+    struct ferrum_linears *grown = realloc(self->of_threads, (size_t)threads * sizeof *grown);
+    if (!grown)
+        return 0;
+    for (; self->count < threads; self->count++) {
+        grown[self->count] = (struct ferrum_linears){0};
+        memcpy(grown[self->count].kernels, self->kernels, sizeof self->kernels);
+    }
+    self->of_threads = grown;
+    return 1;
 }
 
 struct product {
@@ -402,8 +428,9 @@ static int32_t run(struct ferrum_linears *self, const struct matrix *linear, con
     return threads;
 }
 
-/* out [count, width] = x [count, k] W^T + b: bfloat16, or floats of bfloat16 values where `wide`. Rows of x lie `x_stride`
- * elements apart, those of the output one after the other. 0, or -1 if memory for the buffers is short. */
+/* out [count, width] = x [count, k] W^T + b: bfloat16, floats of bfloat16 values where `wide` is 1, or floats as they were
+ * summed where it is 2. Rows of x lie `x_stride` elements apart, those of the output one after the other. 0, or -1 if
+ * memory for the buffers is short. */
 int32_t ferrum_linear(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                       int64_t count, char *out, int32_t wide, int32_t threads)
 {
@@ -412,6 +439,28 @@ int32_t ferrum_linear(struct ferrum_linears *self, const struct matrix *linear, 
         if (run(self, linear, x, x_stride, count, out, out_bytes, wide, threads) < 0)
             return -1;
     return 0;
+}
+
+/* Of each head's rows, out [count, n] = x [count, k] W^T, in bfloat16, by the head's own small matrix of one part. Elements
+ * lie `x_stride` and `out_stride` apart between two rows, and `x_head` and `out_head` between two heads. Threads take whole
+ * heads, so that they meet once. 0, or -1 if memory for the buffers is short. */
+int32_t ferrum_linear_heads(struct ferrum_linears *self, const struct matrix *const *linears, int32_t heads, const char *x,
+                            int64_t x_stride, int64_t x_head, int64_t count, char *out, int64_t out_stride,
+                            int64_t out_head, int32_t threads)
+{
+    if (!divide(self, threads))
+        return -1;
+    int arrived = 0, taken = 0, failed = 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        struct ferrum_linears *own = self->of_threads + __atomic_fetch_add(&arrived, 1, __ATOMIC_RELAXED);
+        int head;
+        while ((head = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < heads)
+            if (run(own, linears[head], x + head * x_head * 2, x_stride, count, out + head * out_head * 2,
+                    (size_t)out_stride * 2, 0, 1) < 0)
+                __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+    }
+    return failed ? -1 : 0;
 }
 
 /* ids [count]: of each row of a product of one part the column of its largest element, the first of several. */

@@ -31,6 +31,9 @@ struct ferrum_linears;
 
 int32_t ferrum_linear(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                       int64_t count, char *out, int32_t wide, int32_t threads);
+int32_t ferrum_linear_heads(struct ferrum_linears *self, const struct matrix *const *linears, int32_t heads, const char *x,
+                            int64_t x_stride, int64_t x_head, int64_t count, char *out, int64_t out_stride,
+                            int64_t out_head, int32_t threads);
 int32_t ferrum_linear_largest(struct ferrum_linears *self, const struct matrix *linear, const char *x, int64_t x_stride,
                               int64_t count, int64_t *ids, int32_t threads);
 

@@ -98,10 +98,16 @@ INLINE UV ISA(round_sums)(const float *sums, const float *bias, int left)
     return ISA(to_half)(x);
 }
 
-/* The sums of a row to an output row of `count` columns, of which `from` is the first: as bfloat16, or as floats of
- * such values where `wide`. */
+/* The sums of a row to an output row of `count` columns, of which `from` is the first: as bfloat16, as floats of such
+ * values where `wide` is 1, or as they are where it is 2. */
 static TARGET void ISA(round_row)(const float *sums, const float *bias, int from, int count, char *out, int wide)
 {
+    if (wide == 2) {
+        float *to = (float *)out + from;
+        for (int i = 0; i < count; i++)
+            to[i] = bias ? sums[i] + bias[from + i] : sums[i];
+        return;
+    }
     const size_t bytes = wide ? 4 : 2;
     for (int i = 0; i < count; i += LANES) {
         const UV half = ISA(round_sums)(sums + i, bias ? bias + from + i : NULL, count - i);

@@ -215,7 +215,7 @@ def test_a_checkpoint_is_loaded_by_the_names_of_transformers(family, tmp_path):
         ("deepseek_v3", {"topk_group": 5}, InvalidRequest, "topk_group 5 exceeds n_group 4"),
         ("deepseek_v3", {"num_experts_per_tok": 5}, InvalidRequest, "num_experts_per_tok 5 exceeds the 4 experts"),
         ("deepseek_v3", {"n_group": 8, "topk_group": 8}, InvalidRequest, "a group must have two experts"),
-        ("deepseek_v3", {"qk_rope_head_dim": 7}, InvalidRequest, "qk_rope_head_dim 7: channels are rotated in pairs"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, InvalidRequest, "qk_rope_head_dim 7: it must be even"),
     ],
 )
 def test_a_configuration_that_cannot_be_served_is_refused_by_name(family, change, kind, said):

@@ -14,6 +14,7 @@ from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.linear import PackedLinear, PlainLinear, select_linear, select_quantized
 from ferrum_rpc.models.native_linear import (
     ByteFactory,
+    NativeHeads,
     NativeLinear,
     NibbleFactory,
     PairFactory,
@@ -65,6 +66,10 @@ def test_a_native_product_is_the_exact_one_as_far_as_its_numbers_go(factory, sha
         assert answer.dtype == BF16 and answer.shape == (rows, n)
         assert error(answer, x, weight, bias) < {"native": 0.003, "int8": 0.012, "int4": 0.1}[factory.name]
         assert torch.equal(product.fp32(x), answer.float())
+        exact = product.exact(x)
+        assert torch.equal(exact.to(BF16), answer)
+        if factory.name == "native":
+            assert error(exact, x, weight, bias) < 1e-5
 
 
 def test_an_answer_depends_on_nothing_but_its_row(factory):
@@ -86,6 +91,21 @@ def test_rows_may_lie_apart_and_in_more_dimensions(factory):
     assert torch.equal(product(wide[:, 100:164]), product(wide[:, 100:164].contiguous()))
     cube = draw(2, 3, 64)
     assert torch.equal(product(cube), product(cube.view(6, 64)).view(2, 3, 48))
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (100, 192)], ids=str)
+def test_products_of_heads_have_the_bits_of_each_alone(isa, shape):
+    """On any number of threads, and where rows lie apart."""
+    (n, k), heads = shape, 5
+    made = made_or_skip(PairFactory)
+    products = [made(draw(n, k, seed=head), None) for head in range(heads)]
+    together = NativeHeads(products)
+    for rows, count in itertools.product((1, 7, 33), (1, 2, 7)):
+        x, out = draw(rows, heads, k + 6, seed=rows)[..., 6:], torch.zeros((rows, heads, n + 3), dtype=BF16)
+        with threads(count):
+            together(x, out[..., 3:])
+        assert torch.equal(out[..., 3:], torch.stack([each(x[:, head]) for head, each in enumerate(products)], 1))
+        assert not out[..., :3].any()
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

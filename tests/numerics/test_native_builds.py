@@ -49,7 +49,7 @@ EVERY_KERNEL = (
     "or (key_that_is_no and 20-None) or (soft and (avx2-ByteFactory-auto or avx512-Pair or amx-Pair)) "
     "or (c_draws and not 33000) or (each_alone and native) or product_of_any_size or stand_for "
     "or (single_tokens and amx and recurrent) or few_on_any "
-    "or (are_those_of_torch and not (portable-torch.float32 or avx2-torch.bfloat16))"
+    "or (are_those_of_torch and not (portable-torch.float32 or avx2-torch.bfloat16)) or products_of_heads"
 )
 """Every function of the library in every instruction set, few cells of each."""
 
