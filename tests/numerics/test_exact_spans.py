@@ -10,6 +10,7 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.models.identity import IdentityConfig, IdentityModel
 from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
+from tests.numerics.test_latent_models import exact as of_latents
 from tests.numerics.test_native_layers import decoder
 from tests.numerics.test_recurrent_models import exact, native_of
 from tests.support.harness import CPU, Executor, native, rounded_model
@@ -27,6 +28,9 @@ MODELS = {
     "recurrent, bfloat16": lambda: exact(PairFactory),
     "recurrent, int8": lambda: exact(ByteFactory),
     "recurrent, int4": lambda: exact(NibbleFactory),
+    "latent, bfloat16": lambda: of_latents(PairFactory),
+    "latent, int8": lambda: of_latents(ByteFactory),
+    "latent, int4": lambda: of_latents(NibbleFactory),
     "identity": lambda: IdentityModel(IdentityConfig(head_dim=32), CPU),
     "identity, positional": lambda: IdentityModel(IdentityConfig(head_dim=32, positional=True), CPU),
 }
@@ -61,7 +65,8 @@ def in_pieces(model, kv_dtype) -> list[torch.Tensor]:
 
 
 CACHES = dict(zip(MODELS, ["auto", "int8"] * len(MODELS), strict=False))
-"""Both kinds of caches meet every kind of products and of layers."""
+CACHES |= {name: "auto" for name in MODELS if name.startswith("latent")}
+"""Both kinds of caches meet every kind of products and of layers; latents have no other."""
 
 
 @pytest.mark.parametrize(("name", "kv_dtype"), CACHES.items())
@@ -75,7 +80,7 @@ def test_short_pieces_have_the_bits_of_single_tokens(name, kv_dtype, isa):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "deepseek_v3"])
 @pytest.mark.parametrize(("dtype", "linear"), [(torch.float32, "auto"), (torch.bfloat16, "plain")], ids=str)
 def test_nothing_is_promised_of_products_that_are_not_ours(family, dtype, linear):
     assert Executor(native(rounded_model(family, dtype), dtype, linear)).compute.exact_span_tokens == 0

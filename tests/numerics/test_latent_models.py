@@ -8,6 +8,7 @@ transformers: rounding sends a row to another expert now and then, in either imp
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,30 @@ from ferrum_rpc.engine.assembly.choose import cache_layers
 from ferrum_rpc.engine.assembly.loading import load_model
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.models.config_keys import UnknownKey
-from ferrum_rpc.models.expert_rows import route
+from ferrum_rpc.models.expert_rows import Router, route
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
+from ferrum_rpc.models.latent_rows import Lifts
+from ferrum_rpc.models.layout import held_parts, layout, parameter_count
+from ferrum_rpc.models.linear import PlainLinear
 from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
 from ferrum_rpc.models.parts.experts import Routing
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.models.stored_integers import IntegerFormat
 from tests.numerics.test_recurrent_models import native_of
 from tests.support.adapters import load_adapters, make_adapter, merge
-from tests.support.checkpoints import make_checkpoint, make_model, rewrite
-from tests.support.harness import CPU, Executor, Oracle, error, native, reference_logits, rounded_model, worst
+from tests.support.checkpoints import CLASSES, config_class, make_checkpoint, make_model, rewrite
+from tests.support.harness import (
+    CPU,
+    Executor,
+    Oracle,
+    error,
+    made_or_skip,
+    native,
+    reference_logits,
+    rounded_model,
+    worst,
+)
 
 TOKENS = np.random.default_rng(5).integers(0, 300, size=84)
 SPLITS = ([84], [1] * 7 + [40, 1, 3, 33], [32, 5, 1, 1, 13, 32])
@@ -56,6 +71,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense, wide values": ("deepseek_v3", {"first_k_dense_replace": 3, "v_head_dim": 56, "tie_word_embeddings": True}),
 }
 EVERY = pytest.mark.parametrize("case", CASES)
+
+
+ROUND = {"q_lora_rank": 64, "v_head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 128}
+"""Sizes that can be quantized."""
 
 
 def model(case: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
@@ -113,8 +132,7 @@ def test_float16_errs_at_most_twice_as_much_as_transformers():
 
 def test_quantized_products_are_near_what_they_quantize():
     """What lifts latents, and what scores experts, is not quantized."""
-    sizes = {"q_lora_rank": 64, "v_head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 128}
-    reference = model("V3", torch.bfloat16, **sizes)
+    reference = model("V3", torch.bfloat16, **ROUND)
     oracle = Oracle(reference, tokens=TOKENS)
     for factory, bound in ((ByteFactory, 0.1), (NibbleFactory, 0.5)):
         assert median(Executor(native_of(reference, factory)).run(TOKENS, SPLITS[1]), oracle.logits) <= bound
@@ -123,15 +141,15 @@ def test_quantized_products_are_near_what_they_quantize():
 # --- bits -------------------------------------------------------------------------------------------------------------
 
 
-def exact() -> Any:
-    decoder = native_of(model("V3", torch.bfloat16), PairFactory)
+def exact(factory: Any) -> Any:
+    decoder = native_of(model("V3", torch.bfloat16, **ROUND), factory)
     if select_fused_ops(decoder.spec, torch.bfloat16, CPU)[1].name != "native":
         pytest.skip("no kernel of ours runs here")
     return decoder
 
 
 def test_a_truncation_leaves_the_bits_of_never_having_fed_it():
-    decoder = exact()
+    decoder = exact(PairFactory)
     plain = Executor(decoder)
     assert plain.compute.exact_span_tokens == 32
     plain.step({0: TOKENS[:40], 1: TOKENS[20:60]})
@@ -153,6 +171,14 @@ def test_a_row_is_routed_alike_alone_and_beside_others(scores, experts):
     assert (together[0].diff(dim=1) > 0).all()
 
 
+@pytest.mark.parametrize("factory", [PairFactory, lambda: PlainLinear])
+def test_scores_of_experts_are_not_rounded(factory):
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = (torch.randn(shape, generator=generator).bfloat16() for shape in ((24, 128), (9, 128)))
+    expected = rows.double() @ weight.double().T
+    assert worst(Router(weight, made_or_skip(factory))(rows), expected) <= 1e-6
+
+
 # --- the rest of a model ----------------------------------------------------------------------------------------------
 
 
@@ -172,8 +198,16 @@ def test_heads_are_expanded_some_at_a_time(case, monkeypatch):
     tokens = np.random.default_rng(1).integers(0, 300, size=330)
     decoder, oracle = native(reference), Oracle(reference, tokens=tokens)
     monkeypatch.setattr("ferrum_rpc.attention.latent.EXPANDED_BYTES", EXPANDED_BYTES >> 8)
+    expand, together = Lifts.expand, set()
+
+    def counted(lifts: Lifts, rows: torch.Tensor, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        together.add((len(rows), len(keys)))
+        expand(lifts, rows, first, keys, values)
+
+    monkeypatch.setattr(Lifts, "expand", counted)
     ours = Executor(decoder).run(tokens, [40, 290])
     assert worst(ours, oracle.logits) <= 1e-5
+    assert together == {(40, 4), (330, 1)}
 
 
 ADAPTED = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "up_proj")
@@ -220,11 +254,75 @@ def test_a_checkpoint_is_loaded_by_the_names_of_transformers(family, tmp_path):
 )
 def test_a_configuration_that_cannot_be_served_is_refused_by_name(family, change, kind, said):
     config = make_model(family).config.to_dict()
-    architecture = {"architectures": [f"{'DeepseekV2' if family == 'deepseek_v2' else 'DeepseekV3'}ForCausalLM"]}
+    architecture = {"architectures": [f"{CLASSES[family]}ForCausalLM"]}
     ModelSpec.from_config(config | architecture)
     with pytest.raises(kind, match=said) as caught:
         ModelSpec.from_config(config | architecture | change)
     assert isinstance(caught.value, ExecutorError) and caught.value.field in change
+
+
+YARN_BY_40 = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "V2-Lite": {
+        **{"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": None},
+        **{"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27},
+        **{"num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2},
+        **{"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False},
+        **{"first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "vocab_size": 102400},
+        **{
+            "aux_loss_alpha": 0.001,
+            "seq_aux": True,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-06,
+            "bos_token_id": 100000,
+        },
+        "rope_scaling": YARN_BY_40 | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "V3": {
+        **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "q_lora_rank": 1536},
+        **{"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61},
+        **{"num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1},
+        **{"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "norm_topk_prob": True},
+        **{"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "vocab_size": 129280},
+        **{"num_nextn_predict_layers": 1, "rms_norm_eps": 1e-06, "bos_token_id": 0, "ep_size": 1},
+        "rope_scaling": YARN_BY_40 | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}
+"""What decides in the configurations that DeepSeek publishes."""
+SHARED = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1}
+SHARED |= {"max_position_embeddings": 163840, "rope_theta": 10000, "attention_bias": False, "hidden_act": "silu"}
+BILLIONS = {"V2-Lite": 15.7, "V3": 671.0}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_is_read(name):
+    spec = ModelSpec.from_config(PUBLISHED[name] | SHARED)
+    assert parameter_count(spec) / 1e9 == pytest.approx(BILLIONS[name], abs=0.05)
+    caches = cache_layers(spec.attention_specs, torch.bfloat16, "auto")
+    assert sum(each.slot_bytes for each in caches) == 1152 * len(spec.layers)
+    mscale = 0.1 * PUBLISHED[name]["rope_scaling"]["mscale_all_dim"] * math.log(40) + 1
+    assert spec.attention_specs[0].scale == pytest.approx(192**-0.5 * mscale**2)
+    assert spec.ropes[0].attention_factor == 1.0
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_an_absent_field_has_the_default_of_transformers(family):
+    data = config_class(family)(num_experts_per_tok=6 if family == "deepseek_v2" else 8).to_dict()
+    data |= {"architectures": [f"{CLASSES[family]}ForCausalLM"]}
+    expected = ModelSpec.from_config(data)
+    absent = {"num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size"}
+    absent |= {"max_position_embeddings", "architectures", *(("num_experts_per_tok",) if "v2" in family else ())}
+    for name in data.keys() - absent - {"bos_token_id", "eos_token_id"}:
+        assert ModelSpec.from_config({key: value for key, value in data.items() if key != name}) == expected, name
+
+
+def test_what_lifts_latents_and_what_scores_experts_is_never_held_as_integers():
+    placements = layout(native(model("V3")).spec)
+    form = IntegerFormat(8, 64)
+    held = held_parts(placements, dict.fromkeys(placements, form))
+    left = {each.parameter for each in placements.values() if len(each.shape) == 2} - held.keys()
+    assert {name.split(".")[2] for name in left if name.startswith("layers.")} == {"lifts", "router"}
+    assert "layers.1.7.down.weight" in held
 
 
 def test_what_ranks_cannot_share_is_refused_by_name():

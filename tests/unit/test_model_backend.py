@@ -24,6 +24,7 @@ from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.hf.describe import HfSpec, _is_window, describe
 from ferrum_rpc.weights.checkpoint import Checkpoint
+from ferrum_rpc.wire.kv_stream import CacheLayout
 from tests.support.checkpoints import configure, make_checkpoint, rewrite
 from tests.support.hf_families import make_family_checkpoint
 from tests.support.inside import module_of
@@ -347,6 +348,8 @@ async def test_a_cache_of_latents_is_shared_and_does_not_move(tmp_path, capsys):
         for move in (sequence.export_to(tmp_path / "file"), sequence.park()):
             with pytest.raises(NotSupported):
                 await move
+    with pytest.raises(NotSupported, match="a cache of latents cannot be moved"):
+        CacheLayout.of(replace(info.model, latent=True))
 
 
 async def test_a_hybrid_family_that_has_attention_alone_is_examined_and_served(tmp_path, capsys):
