@@ -292,6 +292,8 @@ static TARGET void ISA(run_unit)(const struct work *work, const struct unit *uni
         ISA(unit)(work, unit, head, head_end, scratch, 64, 0, 1);
     else if (dim == 64 && !wide)
         ISA(unit)(work, unit, head, head_end, scratch, 64, 0, 0);
+    else if (dim == 576 && !wide && !rounded) /* rows of latents */
+        ISA(unit)(work, unit, head, head_end, scratch, 576, 0, 0);
     else if (rounded)
         ISA(unit)(work, unit, head, head_end, scratch, dim, wide, 1);
     else if (wide)

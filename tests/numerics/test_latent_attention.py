@@ -19,7 +19,11 @@ from tests.support.harness import CPU
 from tests.support.poison import fill_slots
 
 SIZE, HEADS = 4, 3
-SHAPES = {"narrow values": LatentShape(32, 16, 16, 8), "wide values": LatentShape(48, 16, 8, 40)}
+SHAPES = {
+    "narrow values": LatentShape(32, 16, 16, 8),
+    "wide values": LatentShape(48, 16, 8, 40),
+    "DeepSeek's": LatentShape(512, 64, 128, 128),  # the kernel is compiled with its width
+}
 SPANS = {
     "decode": [(9, 1), (0, 1), (130, 1)],
     "short": [(0, SHORT), (40, 5), (7, 2)],
