@@ -127,6 +127,7 @@ class Decoder:
         self._shapes = parameter_shapes(self._layout.values())
         self._missing = set(self._layout)
         self._open = Counter(_module(placement.parameter) for placement in self._layout.values())
+        self._complete: list[str] = []
         self._held = held
         self._integers: dict[str, Integers] = {}
         self.as_stored = 0
@@ -177,7 +178,9 @@ class Decoder:
         else:
             self._fill(name, placement, tensor)
         self._missing.remove(name)
-        self._open[_module(key)] -= 1
+        self._open[module := _module(key)] -= 1
+        if not self._open[module]:
+            self._complete.append(module)
 
     def _fill(self, name: str, placement: TensorPlacement, tensor: Tensor) -> None:
         key = placement.parameter
@@ -194,9 +197,8 @@ class Decoder:
 
     def settle(self) -> None:
         """The second half: what is complete is packed, which takes as much memory again for a moment."""
-        for module in [each for each, tensors in self._open.items() if not tensors]:
-            del self._open[module]
-            self._seal(module)
+        while self._complete:
+            self._seal(self._complete.pop())
         if not self._missing and self._loaded is None:
             self._loaded = self._assemble()
 
