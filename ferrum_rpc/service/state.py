@@ -157,7 +157,7 @@ class ServerState:
         if model.tokenizer_sha256:
             self.capabilities = (*self.capabilities, CAPABILITY_GRAMMAR)
         if model.state_bytes or model.latent:
-            stays = model.latent or model.states is None
+            stays = model.state_bytes and model.states is None
             lacking = OF_MOVES if stays else {CAPABILITY_KV_TRANSPORT_NIXL}
             self.capabilities = tuple(each for each in self.capabilities if each not in lacking)
         self.limits = replace(self.limits, max_top_tokens=min(self.limits.max_top_tokens, model.vocab_size))

@@ -64,8 +64,8 @@ class Export(KvStream):
         handle, first = handle_from_proto(request.handle), request.first_token
         size = self._tokens_of_a_chunk(request.chunk_tokens)
         if request.transport:
-            if self._layout.states is not None:
-                raise NotSupported("a cache with states is moved in the stream only")
+            if self._layout.by_name:
+                raise NotSupported("a cache of other tensors than K and V is moved in the stream only")
             self._staging = StagedChunks(offered(state.nixl, request.transport), self._layout.chunk_bytes(size))
         await OperationCall(state, handle, self.record.account.caller, self._copy)
         length = handle.seq_len

@@ -29,6 +29,9 @@ FILE_MAGIC: Final = b"ferrum-rpc kv\x00\x00\x01"
 SIZE_BYTES: Final = 4
 
 PARTS: Final = ("keys", "values", "key_scales", "value_scales")
+ROWS: Final = "latents"
+"""What a chunk calls rows that are keys and values at once."""
+
 OF_K_AND_V: Final = ("layers", "kv_heads", "head_dim", "dtype")
 OF_CACHES: Final = ("model_fingerprint", *OF_K_AND_V, "adapter")
 """Fields of a layout that say which caches it is of, beside its tensors."""
@@ -40,8 +43,8 @@ ROUNDED: Final = (types_pb2.D_TYPE_I8, types_pb2.D_TYPE_F8_E4M3)
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """What every cache of a model is made of, or of a model with an adapter. ``layers``: those that keep K and V;
-    ``dtype``: one of the contract's. ``states``: what other layers keep of a sequence; then the contract has a list of
-    tensors."""
+    ``dtype``: one of the contract's. ``states``: what other layers keep of a sequence. ``latent``: a token has one row
+    in place of K and V. With either the contract has a list of tensors."""
 
     model_fingerprint: bytes
     layers: int
@@ -50,6 +53,7 @@ class CacheLayout:
     dtype: types_pb2.DType
     adapter: str = ""
     states: StateTensors | None = None
+    latent: bool = False
 
     @classmethod
     def of(cls, model: ModelInfo, adapter: str = "", fingerprint: bytes = b"") -> CacheLayout:
@@ -57,13 +61,13 @@ class CacheLayout:
         Raises `NotSupported` for a cache that the contract cannot say."""
         if model.state_bytes and model.states is None:
             raise NotSupported("a cache with such states cannot be moved or parked")
-        if model.latent:
-            raise NotSupported("a cache of latents cannot be moved or parked")
         dtype = DTYPE_BY_NAME.get(model.kv_dtype)
         if dtype is None:
             raise NotSupported(f"a cache of {model.kv_dtype} cannot be moved")
         fingerprint = fingerprint or model.fingerprint
-        layout = cls(fingerprint, model.layers, model.kv_heads, model.head_dim, dtype, adapter, model.states)
+        layout = cls(
+            fingerprint, model.layers, model.kv_heads, model.head_dim, dtype, adapter, model.states, model.latent
+        )
         if model.states is not None:
             layout = replace(layout, layers=model.layers - model.states.layers)
         if layout.chunk_bytes(1) * layout.layers != model.kv_bytes_per_token:
@@ -73,7 +77,14 @@ class CacheLayout:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the tensors of a chunk."""
+        if self.latent:
+            return (ROWS,)
         return PARTS if self.dtype in ROUNDED else PARTS[:2]
+
+    @property
+    def by_name(self) -> bool:
+        """Whether chunks name their tensors."""
+        return self.states is not None or self.latent
 
     def parts(self, tokens: int) -> Iterator[tuple[str, types_pb2.DType, tuple[int, ...], int]]:
         """Of each tensor of a chunk of so many tokens: its field, type, shape and bytes."""
@@ -97,13 +108,13 @@ class CacheLayout:
     def _fields(self) -> dict[str, Any]:
         """What says of a layout which caches it is of."""
         fields = {name: getattr(self, name) for name in OF_CACHES}
-        if self.states is None:
+        if not self.by_name:
             return {**fields, "tensors": []}
         tensors = [
             kv_transfer_pb2.KvTensor(name=name, dtype=dtype, shape=shape[1:], layers=self.layers)
             for name, dtype, shape, _ in self.parts(1)
         ]
-        for name, dtype, of_a_row in row_tensors(self.states):
+        for name, dtype, of_a_row in () if self.states is None else row_tensors(self.states):
             tensors.append(kv_transfer_pb2.KvTensor(name=name, dtype=dtype, shape=of_a_row))
         return {**fields, **dict.fromkeys(OF_K_AND_V, 0), "tensors": tensors}
 
@@ -167,7 +178,7 @@ def chunk_to_proto(  # noqa: PLR0917
         (name, dtype, shape, data.data)
         for (name, dtype, shape, _), data in zip(layout.parts(tokens), parts, strict=True)
     ]
-    return framed_chunk(layer, first_token, named, crc32c, by_name=layout.states is not None)
+    return framed_chunk(layer, first_token, named, crc32c, by_name=layout.by_name)
 
 
 def rows_to_proto(rows: StateRows, crc32c: int) -> bytes:
@@ -190,11 +201,11 @@ def remote_chunk_to_proto(  # noqa: PLR0917
 def chunk_from_proto(layout: CacheLayout, chunk: kv_transfer_pb2.KvChunk) -> tuple[int, tuple[bytes, ...]]:
     """How many tokens a chunk has, and its parts, which are empty where they are to be read from elsewhere. Raises
     `InvalidRequest` where they are not what the layout says."""
-    by_name, elsewhere = layout.states is not None, chunk.HasField("remote")
+    by_name, elsewhere = layout.by_name, chunk.HasField("remote")
     if by_name and [each.tensor for each in chunk.parts] != [*layout.names]:
         raise InvalidRequest(f"a chunk must have the parts {', '.join(layout.names)}", field="chunk.parts")
     if by_name and elsewhere:
-        raise InvalidRequest("the data of a cache with states must be in its chunks", field="chunk.remote")
+        raise InvalidRequest("the data of such a cache must be in its chunks", field="chunk.remote")
     tensors = [each.data for each in chunk.parts] if by_name else [getattr(chunk, name) for name in layout.names]
     tokens = tensors[0].shape[0] if tensors[0].shape else 0
     if not tokens:

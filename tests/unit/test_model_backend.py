@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ferrum_rpc import cli
-from ferrum_rpc.client import Capability, ExecutorClient
+from ferrum_rpc.client import Capability, ExecutorClient, FullLogits
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.assembly import hf_source
 from ferrum_rpc.engine.assembly.build import build_runner
@@ -24,7 +24,6 @@ from ferrum_rpc.engine.assembly.size import LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.hf.describe import HfSpec, _is_window, describe
 from ferrum_rpc.weights.checkpoint import Checkpoint
-from ferrum_rpc.wire.kv_stream import CacheLayout
 from tests.support.checkpoints import configure, make_checkpoint, rewrite
 from tests.support.hf_families import make_family_checkpoint
 from tests.support.inside import module_of
@@ -332,24 +331,28 @@ async def test_a_cache_of_uneven_layers_serves_and_does_not_move(tmp_path, capsy
         await sequence.decode(4)
 
 
-async def test_a_cache_of_latents_is_shared_and_does_not_move(tmp_path, capsys):
+async def test_a_cache_of_latents_is_shared_parked_and_moved(tmp_path, capsys):
     folder = make_checkpoint(tmp_path / "model", "deepseek_v2")
     assert run("plan", folder) == 0
     assert f"{3 * 48 * 4} bytes" in capsys.readouterr().out
     config = settings(folder, kv_tier_dir=tmp_path / "tier")
-    prompt = [*range(5, 40)]
+    prompt, file = [*range(5, 40)], tmp_path / "file"
     async with serve_model(config, park_dir=tmp_path / "parked") as served, ExecutorClient(served.target) as client:
         info = await client.info()
         assert (info.model.kv_bytes_per_token, info.model.kv_heads, info.model.head_dim) == (576, 1, 48)
-        assert not {Capability.KV_TRANSFER, Capability.PARK} & info.capabilities
+        assert {Capability.KV_TRANSFER, Capability.PARK} <= info.capabilities
+        assert Capability.KV_TRANSPORT_NIXL not in info.capabilities
         sequence, other = client.sequence(), client.sequence()
         first, again = await sequence.prefill(prompt), await other.prefill(prompt)
         assert again.cached_tokens == 32 and again.token == first.token
-        for move in (sequence.export_to(tmp_path / "file"), sequence.park()):
-            with pytest.raises(NotSupported):
-                await move
-    with pytest.raises(NotSupported, match="a cache of latents cannot be moved"):
-        CacheLayout.of(replace(info.model, latent=True))
+        await sequence.export_to(file)
+        logits = (await sequence.decode(7, FullLogits())).logits
+        await other.park()
+        assert (await other.decode(7, FullLogits())).logits == pytest.approx(logits, abs=1e-4)
+    async with serve_model(settings(folder)) as served, ExecutorClient(served.target) as client:
+        moved = client.sequence()
+        await moved.import_from(file)
+        assert ((await moved.decode(7, FullLogits())).logits == logits).all()
 
 
 async def test_a_hybrid_family_that_has_attention_alone_is_examined_and_served(tmp_path, capsys):
