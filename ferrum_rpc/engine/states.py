@@ -87,7 +87,7 @@ class States:
         self._key_at = key_at
         self._held: dict[int, _Held] = {}
         self._open: dict[int, _OpenSpan] = {}
-        self._copies: dict[int, MovedStates] = {}
+        self.copies: dict[int, MovedStates] = {}  # of exports that have not read theirs yet
         self._numbers = itertools.count()
         self._apart: int | None = None  # of the piece under way, and whether a fork needs it
         self._for_fork = False
@@ -312,7 +312,7 @@ class States:
 
     def release(self, sequence: int) -> None:
         """Forget a sequence, and the checkpoints that only it can find; or a copy."""
-        self._copies.pop(sequence, None)
+        self.copies.pop(sequence, None)
         held = self._held.pop(sequence, None)
         if held is not None:
             self.pool.give(held.slot)
@@ -323,12 +323,12 @@ class States:
 
     def copy(self, sequence: int, copy: int) -> None:
         """Keep a copy of what moves with ``sequence``, for `read` under the number ``copy``. It takes no slot."""
-        self._copies[copy] = self.read(sequence)
+        self.copies[copy] = self.read(sequence)
 
     def read(self, sequence: int) -> MovedStates:
         """What moves with ``sequence``: its states, if they can be used, and its last checkpoint. A copy's are returned
         once."""
-        copied = self._copies.pop(sequence, None)
+        copied = self.copies.pop(sequence, None)
         if copied is not None:
             return copied
         held = self._held[sequence]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.core import AttentionSpec, ModelInfo, RecurrentShape
-from ferrum_rpc.models.latent_rows import Lifts
+from ferrum_rpc.models.latent_rows import LatentLifts
 from ferrum_rpc.native import library
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class LatentAttend:
     stores the rows of the step's tokens and returns the attention output [T, heads, value_dim]; ``lifts`` make keys and
     values of rows. A call attends to the rows themselves."""
 
-    latent: Callable[[int, Tensor, Tensor, Lifts], Tensor]
+    latent: Callable[[int, Tensor, Tensor, LatentLifts], Tensor]
     both: Attend
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

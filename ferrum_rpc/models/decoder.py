@@ -20,11 +20,11 @@ from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.distributed.group import Group
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.models.base import Attend, Recur, StepInputs
-from ferrum_rpc.models.expert_rows import ExpertRows, Router
+from ferrum_rpc.models.expert_rows import ExpertRouter, ExpertRows
 from ferrum_rpc.models.finite import is_finite
 from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
-from ferrum_rpc.models.latent_rows import LatentWeights, Lifts, of_own
+from ferrum_rpc.models.latent_rows import LatentLifts, LatentWeights, of_own
 from ferrum_rpc.models.layers import Layer, MixedLayers, NativeLayers, PlainLayers, assemble
 from ferrum_rpc.models.layout import (
     EMBEDDED,
@@ -140,8 +140,8 @@ class Decoder:
             for matrix in layer.others()
             if matrix.apart
         }
-        self._lifts: dict[str, Lifts] = {}
-        self._routers: dict[str, Router] = {}
+        self._lifts: dict[str, LatentLifts] = {}
+        self._routers: dict[str, ExpertRouter] = {}
         self._embedding: Tensor | NativeLinear | None = None
         self._loaded: Loaded | None = None
         self._loras: Loras | None = None
@@ -209,10 +209,10 @@ class Decoder:
         elif module in self._apart:
             weight, mixer = self._parameters.pop(f"{module}.weight"), self._apart[module].mixer
             if module.endswith("router"):
-                self._routers[module] = Router(weight, self._linear)
+                self._routers[module] = ExpertRouter(weight, self._linear)
             else:
                 assert isinstance(mixer, LatentAttention)  # noqa: S101 - no other mixer has such a matrix
-                self._lifts[module] = Lifts(mixer, weight, of_own(self._linear))
+                self._lifts[module] = LatentLifts(mixer, weight, of_own(self._linear))
         elif f"{module}.weight" in self._held or f"{module}.weight" in self._parameters:
             factory = self._head_linear if module == "head" else self._linear
             self._linears[module] = self._product(f"{module}.weight", f"{module}.bias", factory)

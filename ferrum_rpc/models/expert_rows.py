@@ -20,7 +20,7 @@ from ferrum_rpc.models.native_linear import NativeLinear, PairFactory, PanelFact
 from ferrum_rpc.models.parts.experts import Experts, Routing
 
 
-class Router:
+class ExpertRouter:
     """Scores of experts before they are normed. The ``weight`` [experts, hidden] has the model's dtype, and its
     products are float32 (or wider). ``factory``: that of the model's other matrices."""
 
@@ -57,7 +57,7 @@ class ExpertRows:
     def __init__(
         self,
         part: Experts,
-        router: Router,
+        router: ExpertRouter,
         choice: Tensor | None,
         gate_ups: Sequence[Linear],
         downs: Sequence[Linear],

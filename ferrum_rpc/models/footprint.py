@@ -15,9 +15,9 @@ from typing import Final
 
 import torch
 
-from ferrum_rpc.models.expert_rows import Router
+from ferrum_rpc.models.expert_rows import ExpertRouter
 from ferrum_rpc.models.fused_ops import FusedOps, NativeFusedOps, TorchFusedOps
-from ferrum_rpc.models.latent_rows import Lifts, of_own
+from ferrum_rpc.models.latent_rows import LatentLifts, of_own
 from ferrum_rpc.models.layout import EMBEDDED, HEAD, LAYERS, Held, HeldPart
 from ferrum_rpc.models.linear import LinearFactory
 from ferrum_rpc.models.native_linear import JOB_ROWS, SUM_BYTES, PanelFactory, QuantizedFactory, StoredFactory
@@ -69,9 +69,9 @@ def weight_bytes(build: DecoderBuild) -> int:
             held = build.held.get(f"{LAYERS}{index}.{each.role}.weight")
             total += _matrix_bytes(held, each.shape, linear, dtype, bias=each.bias)
         if isinstance(layer.mixer, LatentAttention):
-            total += Lifts.nbytes(layer.mixer, of_own(linear), dtype)
+            total += LatentLifts.nbytes(layer.mixer, of_own(linear), dtype)
         if isinstance(layer.mlp, Experts):
-            total += Router.nbytes(layer.mlp, linear, dtype)
+            total += ExpertRouter.nbytes(layer.mlp, linear, dtype)
         total += sum(each.size for each in layer.floats()) * max(4, dtype.itemsize)
     table, tied = (spec.vocab_size, spec.hidden_size), spec.tied_embeddings and shard.last
     in_panels = tied and isinstance(build.head, PanelFactory)  # then the head is the embedding too

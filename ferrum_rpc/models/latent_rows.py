@@ -19,7 +19,7 @@ from ferrum_rpc.models.native_linear import NativeHeads, NativeLinear, PairFacto
 from ferrum_rpc.models.parts.latent import LatentAttention
 
 
-class Lifts:
+class LatentLifts:
     """The products of ``weight`` [heads * (plain + value_dim), rank], held by ``factory``."""
 
     def __init__(self, mixer: LatentAttention, weight: Tensor, factory: LinearFactory) -> None:
@@ -71,7 +71,7 @@ class LatentWeights(NamedTuple):
     """What a layer with latent attention has besides products. ``queries`` and ``row`` rotate (`LayerSpec.rotated`).
     ``latent_norm`` and ``query_norm`` are as `FusedOps.add_norm` wants them."""
 
-    lifts: Lifts
+    lifts: LatentLifts
     queries: FusedOps
     row: FusedOps
     latent_norm: Tensor

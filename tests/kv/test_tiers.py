@@ -389,8 +389,8 @@ def test_states_are_not_taken_for_a_block_or_for_those_of_others(tmp_path):
 def test_states_wait_for_a_disk_that_is_too_slow_as_blocks_do(tmp_path, monkeypatch):
     monkeypatch.setattr(tiers, "WAITING_BYTES", 0)
     files, go_on = with_states(tmp_path), threading.Event()
-    write = tiers._write
-    monkeypatch.setattr(tiers, "_write", lambda *about: go_on.wait(10) and write(*about))
+    rename = tiers.PrivateFolder.rename
+    monkeypatch.setattr(tiers.PrivateFolder, "rename", lambda *about: go_on.wait(10) and rename(*about))
     for number in range(2):
         files.write_states(states_of(number), lambda: bytes(SIZE))
     assert [states_of(number) in files for number in range(2)] == [True, False]

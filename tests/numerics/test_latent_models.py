@@ -21,9 +21,9 @@ from ferrum_rpc.engine.assembly.choose import cache_layers
 from ferrum_rpc.engine.assembly.loading import load_model
 from ferrum_rpc.errors import ExecutorError, InvalidRequest, NotSupported
 from ferrum_rpc.models.config_keys import UnknownKey
-from ferrum_rpc.models.expert_rows import Router, route
+from ferrum_rpc.models.expert_rows import ExpertRouter, route
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
-from ferrum_rpc.models.latent_rows import Lifts
+from ferrum_rpc.models.latent_rows import LatentLifts
 from ferrum_rpc.models.layout import held_parts, layout, parameter_count
 from ferrum_rpc.models.linear import PlainLinear
 from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
@@ -176,7 +176,7 @@ def test_scores_of_experts_are_not_rounded(factory):
     generator = torch.Generator().manual_seed(0)
     weight, rows = (torch.randn(shape, generator=generator).bfloat16() for shape in ((24, 128), (9, 128)))
     expected = rows.double() @ weight.double().T
-    assert worst(Router(weight, made_or_skip(factory))(rows), expected) <= 1e-6
+    assert worst(ExpertRouter(weight, made_or_skip(factory))(rows), expected) <= 1e-6
 
 
 # --- the rest of a model ----------------------------------------------------------------------------------------------
@@ -198,13 +198,13 @@ def test_heads_are_expanded_some_at_a_time(case, monkeypatch):
     tokens = np.random.default_rng(1).integers(0, 300, size=330)
     decoder, oracle = native(reference), Oracle(reference, tokens=tokens)
     monkeypatch.setattr("ferrum_rpc.attention.latent.EXPANDED_BYTES", EXPANDED_BYTES >> 8)
-    expand, together = Lifts.expand, set()
+    expand, together = LatentLifts.expand, set()
 
-    def counted(lifts: Lifts, rows: torch.Tensor, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def counted(lifts: LatentLifts, rows: torch.Tensor, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         together.add((len(rows), len(keys)))
         expand(lifts, rows, first, keys, values)
 
-    monkeypatch.setattr(Lifts, "expand", counted)
+    monkeypatch.setattr(LatentLifts, "expand", counted)
     ours = Executor(decoder).run(tokens, [40, 290])
     assert worst(ours, oracle.logits) <= 1e-5
     assert together == {(40, 4), (330, 1)}

@@ -103,7 +103,7 @@ def test_the_copy_of_an_export_is_of_the_moment_at_which_it_was_made(folder):
     world.do("begin_export", sequence, copy + 1)
     world.do("release", [copy, copy + 1])
     world.check()
-    assert not world.runner.states._copies
+    assert not world.runner.states.copies
 
 
 def test_an_import_that_is_given_up_gives_its_slot_back(folder):

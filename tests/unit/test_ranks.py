@@ -297,7 +297,9 @@ class RankedTwins(Twins):
             self.saboteur.infiltrate(self.runner)
         else:
             working: Any = self.world.followers[victim - 1].phase
-            its = SimpleNamespace(attention=working.compute.attention, store=working.kv, model=working.model)
+            its = SimpleNamespace(
+                attention=working.compute.attention, store=working.kv, model=working.model, info=self.runner.info
+            )
             self.saboteur.infiltrate(its)  # type: ignore[arg-type]
         self.lengths, self._fed = {}, 0
         for runner in (self.runner, self.twin):
