@@ -120,7 +120,7 @@ def beside(runner: TorchRunner, count: int, steps: int) -> tuple[float, float, f
         other.cut(DEEP)
         states.forget_checkpoints()
         while feeding.missing(again):
-            fed.append(milliseconds(partial(feeding.feed, again)) + milliseconds(partial(held.step, 1, LAST)))
+            fed.append(milliseconds(partial(feeding.feed, [again])) + milliseconds(partial(held.step, 1, LAST)))
         runner.forward(Step((again,)))
         other.length = DEEP + 1
         for tokens in (6, 1):  # so that its states contain more than is left next time

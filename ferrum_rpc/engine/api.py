@@ -70,8 +70,9 @@ class Feeding(Protocol):
     def missing(self, span: Span) -> int:
         """How many tokens must be fed again before ``span`` can run."""
 
-    def feed(self, span: Span) -> int:
-        """Feed a piece of them; returns how many are still missing. Raises `StepFailed` and `DeviceLost`."""
+    def feed(self, spans: Sequence[Span]) -> bool:
+        """Feed a piece of what is missing before ``spans`` can run together; whether to go on with that. Raises
+        `StepFailed` and `DeviceLost`."""
 
 
 class Runner(Operations, Protocol):

@@ -39,7 +39,7 @@ class Behind:
         """Feed a piece of the first; True if it needs no more, or there is no slot for it. Raises as `Feeding.feed`
         does."""
         work = self._waiting[0]
-        work.fed = not any(feeding.feed(span) for span in work.spans)
+        work.fed = not feeding.feed(work.spans)
         return work.fed
 
     def pop(self) -> Submission:

@@ -6,7 +6,7 @@ between steps, so a long way back delays others by a piece at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -44,16 +44,23 @@ class StateFeeding:
         # a span that starts behind the end is refused when it is reserved
         return missing if sequence is None or not missing or span.start <= self._kv.length(sequence) else 0
 
-    def feed(self, span: Span) -> int:
-        """Feed a piece of them; returns how many are still missing, or 0 if there is no slot for them: then the span
-        will be refused. Raises `StepFailed` and `DeviceLost`; then more may be missing, and nothing else changed."""
+    def feed(self, spans: Sequence[Span]) -> bool:
+        """Feed a piece of what is missing before ``spans`` can run together. False: nothing is missing now, or there is
+        no slot for it; then a span will be refused. Raises `StepFailed` and `DeviceLost`; then more may be missing, and
+        nothing else changed."""
+        missing = [span for span in spans if self.missing(span)]
+        whose = [(_whose(span), span.start) for span in spans]
+        self._states.keep_for([(sequence, start) for sequence, start in whose if sequence is not None])
+        return any(map(self._feed, missing)) and any(map(self.missing, missing))
+
+    def _feed(self, span: Span) -> bool:
+        """Feed a piece, unless there is no slot for it."""
         sequence, fork = _whose(span), span.parent is not None
-        if sequence is None or not self.missing(span):
-            return 0
+        assert sequence is not None  # noqa: S101 - something is missing
         try:
             piece = self._states.next_piece(sequence, span.start, fork=fork)
         except KvBlocksExhausted:
-            return 0
+            return False
         complete = False
         try:
             self._stage()
@@ -63,7 +70,7 @@ class StateFeeding:
             raise self._failed(error) from error
         finally:
             self._states.end_piece(sequence, piece, complete=complete)
-        return self.missing(span)
+        return True
 
     def _run(self, sequence: int, piece: RecurrentSpan, adapter: int) -> None:
         first, count, size = piece.start, piece.tokens, self._kv.block_size

@@ -13,7 +13,7 @@ the last block border of a prompt and where it leaves those that are in the pref
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -91,8 +91,21 @@ class States:
         self._numbers = itertools.count()
         self._apart: int | None = None  # of the piece under way, and whether a fork needs it
         self._for_fork = False
+        self._needed: frozenset[bytes] = frozenset()  # see `keep_for`
 
     # --- what must be fed again -------------------------------------------------------------------------------------
+
+    def keep_for(self, starts: Iterable[tuple[int, int]]) -> None:
+        """Spans will start from these sequences at these lengths: until the next call, the checkpoints from which they
+        start are the last to be dropped. Else each span's piece could drop what was fed for another one, for ever."""
+        keys = set[bytes]()
+        for sequence, length in starts:
+            held = self._held.get(sequence)
+            if held is not None and not (held.usable and self.store.slots[held.slot].reaches(length)):
+                at, key = self._nearest(held, length)
+                if key and at == length:
+                    keys.add(key)
+        self._needed = frozenset(keys)
 
     def missing(self, sequence: int, length: int) -> int:
         """How many tokens of ``sequence`` must be fed again before a step, or a fork of it, can start at ``length``."""
@@ -109,7 +122,7 @@ class States:
         """The next of those tokens, at most `PIECE_TOKENS`, as a span to be run without rows; `end_piece` follows. They
         advance the slot of the sequence. For a ``fork``, or while the sequence still has longer states, which a step
         that fails must find, they advance a slot apart, which becomes a checkpoint. Raises `KvBlocksExhausted` if there
-        is none for a fork; the sequence then takes its own."""
+        is none for a fork that no span needs; the sequence then takes its own."""
         held = self._held[sequence]
         slot = self.store.slots[held.slot]
         known, key = self._nearest(held, length)
@@ -123,7 +136,7 @@ class States:
         if self._apart is not None:
             source, slot = slot, self.store.slots[self._apart]
             if not (held.usable and known < source.length <= length):
-                source = slot if key and key == held.on_the_way else self._checkpoint(key)
+                source = slot if self._goes_on(held, key) else self._checkpoint(key)
         else:
             source = slot if held.usable and known <= slot.length <= length else self._checkpoint(key)
             held.usable = False  # until the piece is complete
@@ -131,14 +144,18 @@ class States:
             _copy(source, slot, source.length)
         return RecurrentSpan(slot, slot, slot.length, min(PIECE_TOKENS, length - slot.length))
 
+    def _goes_on(self, held: _Held, key: bytes) -> bool:
+        """Whether a piece continues the checkpoint that the piece before has left."""
+        return bool(key) and key == held.on_the_way and key not in self._needed
+
     def _slot_apart(self, held: _Held, key: bytes) -> int:
         """The slot of the checkpoint that the piece before has left, which this one continues, or another one."""
-        if key and key == held.on_the_way:
+        if self._goes_on(held, key):
             return self.pool.remove(key)
         if key:
             self.pool.pin(key)
         try:
-            return self.pool.take()
+            return self.pool.take(self._needed)
         finally:
             if key:
                 self.pool.unpin(key)
@@ -177,24 +194,34 @@ class States:
                 opened.into, opened.taken = held.slot, False
         if opened.key:
             self.pool.pin(opened.key)
-        try:
-            if opened.taken:
-                opened.into = self.pool.take()
-                if count <= STEP_TOKENS or span.parent is not None:  # a parent may be fed in the same step
-                    into = self.store.slots[opened.into]
-                    _copy(opened.source, into, start)
-                    opened.source = into
-        except KvBlocksExhausted:
-            if not opened.key:
-                raise
-            self.pool.unpin(opened.key)
-            slot = self.pool.take_over(opened.key)  # it counts as free: the span goes on in the last slot
-            if slot is None:
-                raise
-            opened.source, opened.into, opened.key = self.store.slots[slot], slot, b""
+        if opened.taken:
+            opened.into = self._take_into(opened)
+            into = self.store.slots[opened.into]
+            if opened.source is not into and (count <= STEP_TOKENS or span.parent is not None):
+                _copy(opened.source, into, start)  # a parent may be fed in the same step
+                opened.source = into
         if count > STEP_TOKENS:
             opened.cuts = self._cuts(start, reserved, publishes=publishes)
         self._open[sequence] = opened
+
+    def _take_into(self, opened: _OpenSpan) -> int:
+        """A slot for a span: that of the checkpoint from which it starts before that of one that another needs."""
+        try:
+            return self.pool.take(self._needed)
+        except KvBlocksExhausted:
+            if opened.key:
+                self.pool.unpin(opened.key)
+                slot = self.pool.take_over(opened.key)
+                if slot is not None:
+                    opened.source, opened.key = self.store.slots[slot], b""
+                    return slot
+                self.pool.pin(opened.key)
+        try:
+            return self.pool.take()
+        except KvBlocksExhausted:
+            if opened.key:
+                self.pool.unpin(opened.key)
+            raise
 
     def _cuts(self, start: int, reserved: Reservation, *, publishes: bool) -> list[int]:
         """The lengths behind the first tokens of a long span at which its states are kept."""

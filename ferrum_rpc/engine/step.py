@@ -202,9 +202,8 @@ class StepRunner:
                 behind = self._tokens_behind(step.spans[: len(step.stops)])
             self._make_way(step, behind)
         if self.feeding is not None:
-            for span in step.spans:
-                while self.feeding.feed(span):
-                    pass
+            while self.feeding.feed(step.spans):
+                pass
         refused, reservations, copied = self._reserve(step)
         if self._under_way and _short(refused):
             self._give_up(reservations)

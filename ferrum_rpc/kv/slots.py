@@ -10,7 +10,7 @@ This file must not know tokens, blocks or tensors. It belongs to the model threa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.pool import CacheCorrupt
@@ -39,10 +39,11 @@ class SlotPool:
         """How many there are."""
         return len(self._checkpoints)
 
-    def take(self) -> int:
-        """A slot without content. Raises `KvBlocksExhausted` (``needed_slots``, ``free_slots``) if all are held."""
+    def take(self, but: Container[bytes] = ()) -> int:
+        """A slot without content, and not one of the checkpoints ``but``. Raises `KvBlocksExhausted` (``needed_slots``,
+        ``free_slots``) if all are held."""
         if not self._free:
-            key = next((each for each in self._checkpoints if each not in self._pinned), None)
+            key = next((each for each in self._checkpoints if each not in self._pinned and each not in but), None)
             if key is None:
                 metadata = {"needed_slots": 1, "free_slots": 0}
                 raise KvBlocksExhausted(f"all {self.total} slots for recurrent states are held", metadata=metadata)

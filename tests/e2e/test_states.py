@@ -115,6 +115,17 @@ async def test_without_a_slot_a_sequence_is_refused_and_the_next_one_comes(serve
         await client.sequence().prefill([1])
 
 
+async def test_a_frame_of_deep_cuts_needs_no_slot_for_each(served: Served) -> None:
+    async with ExecutorClient(served.target) as client:
+        held = [client.sequence() for _ in range(SLOTS - 1)]
+        prompts = [[first, *PROMPT] for first in range(len(held))]
+        for each, prompt in zip(held, prompts, strict=True):
+            await each.prefill(prompt)
+        answers = (await client.forward([each.item([7], LAST, truncate_to=150) for each in held])).all_answers()
+        for answer, prompt in zip(answers, prompts, strict=True):
+            assert near(answer.logits, [*prompt[:150], 7]) and answer.recomputed_tokens >= 150
+
+
 @pytest.mark.parametrize("ends", ["cancel", "deadline", "fails"])
 async def test_a_call_that_ends_while_its_tokens_are_fed_again_changes_nothing(
     config: ModelSettings, ends: str

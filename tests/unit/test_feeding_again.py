@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -23,14 +23,13 @@ class Feeding:
     def missing(self, span: Span) -> int:
         return self.left.get(span.sequence, 0)
 
-    def feed(self, span: Span) -> int:
-        if not self.missing(span):
-            return 0
+    def feed(self, spans: Sequence[Span]) -> bool:
+        [span] = spans
         self.pieces += 1
         self.act(self.pieces)
         self.log.append(f"piece of {span.sequence}")
         self.left[span.sequence] -= 1
-        return self.left[span.sequence]
+        return self.left[span.sequence] > 0
 
 
 def made(left: dict[int, int]) -> tuple[Harness, Feeding, list[str]]:
@@ -125,7 +124,7 @@ async def test_a_device_that_is_lost_within_a_piece_ends_all() -> None:
 
 async def test_without_a_slot_it_goes_on_and_is_refused_by_the_step() -> None:
     harness, feeding, log = made({1: 3})
-    feeding.feed = lambda span: 0  # type: ignore[method-assign]
+    feeding.feed = lambda spans: False  # type: ignore[method-assign]
     _, done = harness.submit(span(1))
     harness.thread.start()
     await done

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ferrum_rpc.core import PREFIX, Accept, OutputSpec, Positions, Span, Step
+from ferrum_rpc.core import PREFIX, Accept, OutputSpec, Positions, Span, SpanResult, Step
 from ferrum_rpc.engine import states
 from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
@@ -36,6 +36,7 @@ from tests.support.state_world import (
     VOCABULARY,
     Bits,
     World,
+    fed,
     near,
     prompt,
 )
@@ -340,15 +341,29 @@ def test_tokens_are_fed_again_in_pieces_and_their_keys_and_values_stay(folder):
     world.runner.states.forget_checkpoints()
     span, left = world.span(made.sequence, [1]), []
     with world.runner.context():
-        while world.runner.feeding.missing(span):
-            left.append(world.runner.feeding.feed(span))
-    assert left == [50, 10, 0]
+        while world.runner.feeding.feed([span]):
+            left.append(world.runner.feeding.missing(span))
+    assert left == [50, 10] and not world.missing(made.sequence)
     [outcome] = world.step(span)
     assert outcome.recomputed_tokens == 90
     now = world.runner.store.save(world.runner.kv.slots(made.sequence, 0, 90)).content
     assert all(torch.equal(one, other) for one, other in zip(kept, now, strict=True))
     [again] = world.step(world.span(made.sequence, [2]))
     assert again.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("slots", [5, 7, 9])
+def test_deep_cuts_of_more_sequences_than_there_are_free_slots_are_fed_piece_by_piece(folder, monkeypatch, slots):
+    """What was fed for one of them is not dropped for another, or they would be fed for ever."""
+    monkeypatch.setattr(states, "PIECE_TOKENS", 16)
+    world = World(folder, slots=slots)
+    made = [fed(world, prompt(60, seed), [1]) for seed in range(4)]
+    cuts, pieces = [world.span(each, [1], 40) for each in made], 1
+    with world.runner.context():
+        while world.runner.feeding.feed(cuts):
+            pieces += 1
+    assert pieces <= len(made) * 3, "one at a time, each once"
+    assert all(isinstance(outcome, SpanResult) for outcome in world.step(*cuts))
 
 
 def test_a_piece_that_fails_is_fed_again(folder):
