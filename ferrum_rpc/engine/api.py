@@ -227,12 +227,14 @@ class Operation:
 @dataclass(slots=True)
 class EngineCounters:
     """Work done since the start, and runs that are under way. Written by the engine, read anywhere. ``tokens`` were
-    committed; of the ``searched_tokens`` among them the prefix cache had ``cached_tokens``."""
+    committed; of the ``searched_tokens`` among them the prefix cache had ``cached_tokens``. ``recomputed_tokens`` were
+    fed again for recurrent states, besides."""
 
     steps: int = 0
     tokens: int = 0
     searched_tokens: int = 0
     cached_tokens: int = 0
+    recomputed_tokens: int = 0
     rows: int = 0
     blocks_copied: int = 0
     forward_s: float = 0.0

@@ -445,7 +445,7 @@ class EngineLoop(ABC):
                 self.waiting_since = self.busy_since if self._under_way else 0.0
             self._overlap.finished(self.busy_since)
             self.cache = runner.cache_state()
-        ran = tokens = cached = rows = 0
+        ran = tokens = cached = recomputed = rows = 0
         spans = [each.span for each in going] if going else []
         for work in claimed:
             spans += work.spans
@@ -454,6 +454,7 @@ class EngineLoop(ABC):
                 ran += 1
                 tokens += len(span.tokens)
                 cached += outcome.cached_tokens
+                recomputed += outcome.recomputed_tokens
                 if (answer := outcome.rows) is not None:
                     rows += answer.count
         finished: Finished = []
@@ -465,6 +466,7 @@ class EngineLoop(ABC):
             counters.tokens += tokens
             counters.searched_tokens += result.tokens_searched
             counters.cached_tokens += cached
+            counters.recomputed_tokens += recomputed
             counters.rows += rows
             counters.blocks_copied += result.blocks_copied
             counters.forward_s += result.forward_s

@@ -111,6 +111,9 @@ class Metrics(Collector):
             "searched_tokens", "Of the step tokens, those looked up in the prefix cache.", engine.searched_tokens
         )
         yield _counter("cached_tokens", "Of the searched tokens, those found and not computed.", engine.cached_tokens)
+        yield _counter(
+            "recomputed_tokens", "Tokens fed again, because states had gone back too far.", engine.recomputed_tokens
+        )
         yield _counter("rows", "Rows that steps returned.", engine.rows)
         yield _counter("blocks_copied", "Blocks copied because they were shared.", engine.blocks_copied)
         yield _histogram("step_seconds", "Duration of a forward pass.", steps.seconds)

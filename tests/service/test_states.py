@@ -89,6 +89,7 @@ async def test_the_status_names_the_resource_that_is_short(served: Served, metad
 
 
 async def test_tokens_that_are_fed_again_are_told_also_in_a_recorded_answer(served: Served) -> None:
+    before = served.server.state.engine.counters.recomputed_tokens
     made = await served.prefill(PROMPT)
     assert made.output.recomputed_tokens == 0
     near = len(PROMPT) - FREE_TRUNCATION_TOKENS
@@ -99,6 +100,7 @@ async def test_tokens_that_are_fed_again_are_told_also_in_a_recorded_answer(serv
     assert (answer.output.recomputed_tokens, answer.output.replayed) == (11 - CHECKPOINT_TOKENS, False)
     again = await served.executor.Decode(deep)
     assert (again.output.recomputed_tokens, again.output.replayed) == (11 - CHECKPOINT_TOKENS, True)
+    assert served.server.state.engine.counters.recomputed_tokens == before + 11 - CHECKPOINT_TOKENS
     answer = await served.decode([6], answer.output.handle)
     assert answer.output.recomputed_tokens == 0
     await release(served, answer.output.handle)
