@@ -30,10 +30,9 @@ docs/models.md has the design, its figures and the alternatives.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -197,9 +196,9 @@ class RecurrentSlot:
         Raises ValueError, and changes nothing, if shapes do not fit or the journal has too few rows.
         """
         start = self.length if start is None else start
-        end = start + self._checked(inputs, weight)
+        end = start + self.checked(inputs, weight)
         if self.lanes:
-            return _step_together(layer, weight, inputs, [(self, start, 0, end - start)])
+            return step_together(layer, weight, inputs, [(self, start, 0, end - start)])
         self._make_room(start, end)
         weight = self._taps(weight)
         running = self.states[layer].clone()
@@ -230,7 +229,7 @@ class RecurrentSlot:
 
         Raises ValueError, and changes nothing, if shapes do not fit or lengths are not in order.
         """
-        tokens, start = self._checked(inputs, weight), self.length
+        tokens, start = self.checked(inputs, weight), self.length
         ends = [length - start for length, _ in keep] + [tokens if into is self else into.length - start]
         if ends[-1] != tokens or sorted({0, *ends}) != [0, *ends]:
             raise ValueError("the slot after a chunk must be longer by the tokens of the chunk, and those kept shorter")
@@ -340,8 +339,8 @@ class RecurrentSlot:
             self.restore_rows(first, start, kept)
             raise
 
-    def _checked(self, inputs: RecurrentInputs, weight: Tensor) -> int:
-        """The number of tokens."""
+    def checked(self, inputs: RecurrentInputs, weight: Tensor) -> int:
+        """The number of tokens. Raises ValueError if shapes do not fit."""
         tokens, heads, shape = len(inputs.channels), self.shape.value_heads, self.shape
         wanted = [(tokens, shape.channels), (tokens, heads), (tokens, heads), (shape.channels, shape.taps)]
         if [tuple(each.shape) for each in (*inputs, weight)] != wanted:
@@ -391,7 +390,7 @@ class RecurrentSlot:
         return library.RecurrentJob(*tensors, self.rows, self.folded[layer], self.floor, start, row, count)
 
 
-def _step_together(
+def step_together(
     layer: int, weight: Tensor, inputs: RecurrentInputs, parts: Sequence[tuple[RecurrentSlot, int, int, int]]
 ) -> Tensor:
     """`RecurrentSlot.step` of several slots in one call of C: each with its start, its first row of ``inputs`` and how
@@ -411,127 +410,3 @@ def rows_needed(shape: RecurrentShape, last: int, new: int) -> int:
     """Rows of a journal for a step of ``new`` tokens behind a committed one of ``last``: a row for each, and the inputs
     of the convolution before them."""
     return shape.taps - 1 + last + new
-
-
-class RecurrentStore:
-    """The tensors of all slots, and of one without tokens, ``empty``, that chunks of new sequences start from.
-
-    The memory is not initialised: on a CPU its pages are touched when they are first written. So a sequence that only
-    decodes takes little of its journal, which has place for steps of `STEP_TOKENS` tokens.
-    """
-
-    def __init__(
-        self,
-        shape: RecurrentShape,
-        layers: int,
-        slots: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        rows: int | None = None,
-    ) -> None:
-        """Slots of models in ``dtype``; ``rows``: of each journal (default: for any steps)."""
-        rows = rows_needed(shape, STEP_TOKENS, STEP_TOKENS) if rows is None else rows
-        wide, heads = torch.promote_types(dtype, torch.float32), shape.value_heads
-        options: dict[str, Any] = {"device": device}
-        states = torch.empty((slots, layers, heads, shape.key_dim, shape.value_dim), dtype=wide, **options)
-        channels = torch.empty((slots, layers, rows, shape.channels), dtype=dtype, **options)
-        gates = torch.empty((slots, layers, rows, 2, heads), dtype=wide, **options)
-        self.buffers = states, channels, gates
-        self.slots = [RecurrentSlot(shape, *each) for each in zip(*self.buffers, strict=True)]
-        fewest = rows_needed(shape, 1, 1)
-        wanted = [(each, each.shape[2:]) for each in (states, channels[:, :, :fewest], gates[:, :, :fewest])]
-        self.empty = RecurrentSlot(shape, *[each.new_zeros(one).expand(layers, *one) for each, one in wanted])
-
-
-def slot_bytes(shape: RecurrentShape, layers: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Bytes of the states of a slot of a `RecurrentStore`, and of its journal."""
-    store = RecurrentStore(shape, layers, 1, dtype=dtype, device=torch.device("meta"))
-    states, *journal = store.buffers
-    return states.nbytes, sum(each.nbytes for each in journal)
-
-
-class RecurrentSpan(NamedTuple):
-    """``tokens`` of a sequence of ``start`` tokens, whose ``slot`` reaches back to that. They lead to ``into``:
-    the same slot if there are at most `STEP_TOKENS`, and otherwise another one; see `RecurrentSlot.chunk`. It may be
-    the same there, too, if its content is not needed. ``keep``: where states are kept."""
-
-    slot: RecurrentSlot
-    into: RecurrentSlot
-    start: int
-    tokens: int
-    keep: Sequence[KeptAt] = ()
-
-
-class RecurrentStep:
-    """The recurrence of a step over several sequences: each has a slot, and the next of the step's packed rows.
-
-    A span of at most `STEP_TOKENS` tokens is computed token by token, a longer one in the chunked form. Call `recur`
-    once for each recurrent layer, then `commit`. A step that is not committed changes nothing that a caller can see,
-    once `undo` was called.
-    """
-
-    def __init__(self, spans: Sequence[RecurrentSpan]) -> None:
-        """Cuts the slots back to where the spans start. Raises ValueError if one cannot be."""
-        self._spans = spans
-        self._before = [(each.slot.length, each.slot.floor) for each in spans]
-        self._rows: list[tuple[int, int, tuple[Tensor, Tensor]] | None] = []
-        for slot, into, start, count, keep in spans:
-            saved = None
-            if start < slot.length and count <= STEP_TOKENS:
-                saved = start, slot.length, slot.save_rows(start, slot.length)
-            slot.truncate(start)
-            if into is not slot:
-                into.restart(start + count)
-            for length, kept in keep:
-                if kept is not None:
-                    kept.restart(length)
-            self._rows.append(saved)
-
-    def recur(self, layer: int, weight: Tensor, channels: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-        """Rows [T, value_heads, value_dim] of the ``layer``-th recurrent layer of `RecurrentInputs` of T packed rows;
-        ``weight`` [channels, taps]. Raises ValueError as `RecurrentSlot.step` does."""
-        first, inputs = self._spans[0].slot, RecurrentInputs(channels, log_decay, beta)
-        rows = first._checked(inputs, weight)
-        ends = [*itertools.accumulate(each.tokens for each in self._spans)]
-        if ends[-1] != rows:
-            raise ValueError(f"the step has {ends[-1]} tokens, and {rows} rows are given")
-        together, others = list[tuple[RecurrentSlot, int, int, int]](), []
-        for span, end in zip(self._spans, ends, strict=True):
-            if span.slot.lanes and span.tokens <= STEP_TOKENS:
-                together.append((span.slot, span.slot.length, end - span.tokens, span.tokens))
-            else:
-                others.append((span, slice(end - span.tokens, end)))
-        if together:
-            found = _step_together(layer, weight, inputs, together)
-        else:
-            found = channels.new_empty((rows, first.shape.value_heads, first.shape.value_dim))
-        for (slot, into, _, count, keep), own in others:
-            part = RecurrentInputs(*(each[own] for each in inputs))
-            if count <= STEP_TOKENS:
-                found[own] = slot.step(layer, weight, part)
-            else:
-                found[own] = slot.chunk(layer, weight, part, into, keep)
-        return found
-
-    def commit(self, left_out: Collection[int] = ()) -> None:
-        """Make the tokens part of their sequences: those of ``into`` from now on. Spans that are ``left_out``, by
-        index, are undone."""
-        for index, (slot, into, start, count, _) in enumerate(self._spans):
-            if index in left_out or (count > STEP_TOKENS and into is not slot):
-                self._undo(index)
-            elif count <= STEP_TOKENS:
-                slot.commit(count)
-            else:
-                slot.length = slot.floor = start + count
-
-    def undo(self) -> None:
-        """Nothing happened. Call it once the step has ended, instead of `commit`."""
-        for index in range(len(self._spans)):
-            self._undo(index)
-
-    def _undo(self, index: int) -> None:
-        slot, rows = self._spans[index].slot, self._rows[index]
-        slot.length, slot.floor = self._before[index]
-        if rows is not None:
-            slot.restore_rows(*rows)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ferrum_rpc.attention.backend import AttentionBackend, NativeAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
 from ferrum_rpc.attention.latent import LatentPagedAttention, Lifts
-from ferrum_rpc.attention.recurrent import RecurrentStep
+from ferrum_rpc.attention.recurrent_steps import RecurrentStep
 from ferrum_rpc.core import (
     Accept,
     Greedy,

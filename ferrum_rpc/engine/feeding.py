@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.recurrent import RecurrentSpan, RecurrentStep
+from ferrum_rpc.attention.recurrent_steps import RecurrentSpan, RecurrentStep
 from ferrum_rpc.core import OutputSpec, Positions, Span
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.states import States

@@ -17,14 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from ferrum_rpc.attention.recurrent import (
-    STEP_TOKENS,
-    RecurrentSlot,
-    RecurrentSpan,
-    RecurrentStep,
-    RecurrentStore,
-    SlotImage,
-)
+from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentSlot, SlotImage
+from ferrum_rpc.attention.recurrent_steps import RecurrentSpan, RecurrentStep, RecurrentStore
 from ferrum_rpc.core import MovedStates, Span
 from ferrum_rpc.engine.state_images import from_file, packed, to_file, unpacked
 from ferrum_rpc.errors import KvBlocksExhausted

@@ -37,7 +37,7 @@ import structlog
 import torch
 
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.recurrent import RecurrentStep
+from ferrum_rpc.attention.recurrent_steps import RecurrentStep
 from ferrum_rpc.core import (
     LATE,
     CacheState,

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ferrum_rpc.attention import native_recurrent
-from ferrum_rpc.attention.recurrent import RecurrentInputs, RecurrentSpan, RecurrentStep, rows_needed
+from ferrum_rpc.attention.recurrent import RecurrentInputs, rows_needed
+from ferrum_rpc.attention.recurrent_steps import RecurrentSpan, RecurrentStep
 from ferrum_rpc.core import RecurrentShape
 from ferrum_rpc.models.recurrent_rows import RecurrentWeights, gated, gated_norm, recurrent_rows
 from ferrum_rpc.native import library

@@ -30,18 +30,15 @@ from ferrum_rpc.attention.recurrent import (
     STEP_TOKENS,
     RecurrentInputs,
     RecurrentSlot,
-    RecurrentSpan,
-    RecurrentStep,
-    RecurrentStore,
     SlotImage,
     convolve,
     delta_chunks,
     delta_read,
     delta_update,
     rows_needed,
-    slot_bytes,
     split_heads,
 )
+from ferrum_rpc.attention.recurrent_steps import RecurrentSpan, RecurrentStep, RecurrentStore, slot_bytes
 from ferrum_rpc.core import RecurrentShape
 from ferrum_rpc.native import library
 from tests.support.harness import TorchInDouble

@@ -14,7 +14,8 @@ import torch
 
 from ferrum_rpc.attention.backend import select_backend
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentSlot, RecurrentSpan, RecurrentStep, RecurrentStore
+from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentSlot
+from ferrum_rpc.attention.recurrent_steps import RecurrentSpan, RecurrentStep, RecurrentStore
 from ferrum_rpc.core import OutputSpec, Positions, Span
 from ferrum_rpc.engine.assembly.choose import ROUNDED, cache_layers
 from ferrum_rpc.engine.compute import Compute

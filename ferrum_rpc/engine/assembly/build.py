@@ -17,7 +17,8 @@ import torch
 from torch.distributed import Store
 
 from ferrum_rpc.attention.backend import AttentionBackend
-from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentStore, slot_bytes
+from ferrum_rpc.attention.recurrent import STEP_TOKENS
+from ferrum_rpc.attention.recurrent_steps import RecurrentStore, slot_bytes
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import DeviceInfo, ModelInfo
 from ferrum_rpc.engine.adapters import Adapters

@@ -15,7 +15,8 @@ import torch
 from ferrum_rpc.attention.backend import NATIVE, TRITON, Factory, select_backend
 from ferrum_rpc.attention.eight_bits import FP8, SCALE_BYTES, row_width
 from ferrum_rpc.attention.native_paged import takes_long_spans
-from ferrum_rpc.attention.recurrent import STEP_TOKENS, slot_bytes
+from ferrum_rpc.attention.recurrent import STEP_TOKENS
+from ferrum_rpc.attention.recurrent_steps import slot_bytes
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.config import IDENTITY, ModelSettings
 from ferrum_rpc.core import NO_KERNELS, AttentionSpec, StateTensors

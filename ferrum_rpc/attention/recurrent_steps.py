@@ -1,0 +1,144 @@
+"""The slots of all sequences of a model with recurrent layers, and a step over several of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ferrum_rpc.attention.recurrent import (
+    STEP_TOKENS,
+    KeptAt,
+    RecurrentInputs,
+    RecurrentSlot,
+    rows_needed,
+    step_together,
+)
+from ferrum_rpc.core import RecurrentShape
+
+
+class RecurrentStore:
+    """The tensors of all slots, and of one without tokens, ``empty``, that chunks of new sequences start from.
+
+    The memory is not initialised: on a CPU its pages are touched when they are first written. So a sequence that only
+    decodes takes little of its journal, which has place for steps of `STEP_TOKENS` tokens.
+    """
+
+    def __init__(
+        self,
+        shape: RecurrentShape,
+        layers: int,
+        slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        rows: int | None = None,
+    ) -> None:
+        """Slots of models in ``dtype``; ``rows``: of each journal (default: for any steps)."""
+        rows = rows_needed(shape, STEP_TOKENS, STEP_TOKENS) if rows is None else rows
+        wide, heads = torch.promote_types(dtype, torch.float32), shape.value_heads
+        options: dict[str, Any] = {"device": device}
+        states = torch.empty((slots, layers, heads, shape.key_dim, shape.value_dim), dtype=wide, **options)
+        channels = torch.empty((slots, layers, rows, shape.channels), dtype=dtype, **options)
+        gates = torch.empty((slots, layers, rows, 2, heads), dtype=wide, **options)
+        self.buffers = states, channels, gates
+        self.slots = [RecurrentSlot(shape, *each) for each in zip(*self.buffers, strict=True)]
+        fewest = rows_needed(shape, 1, 1)
+        wanted = [(each, each.shape[2:]) for each in (states, channels[:, :, :fewest], gates[:, :, :fewest])]
+        self.empty = RecurrentSlot(shape, *[each.new_zeros(one).expand(layers, *one) for each, one in wanted])
+
+
+def slot_bytes(shape: RecurrentShape, layers: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of the states of a slot of a `RecurrentStore`, and of its journal."""
+    store = RecurrentStore(shape, layers, 1, dtype=dtype, device=torch.device("meta"))
+    states, *journal = store.buffers
+    return states.nbytes, sum(each.nbytes for each in journal)
+
+
+class RecurrentSpan(NamedTuple):
+    """``tokens`` of a sequence of ``start`` tokens, whose ``slot`` reaches back to that. They lead to ``into``:
+    the same slot if there are at most `STEP_TOKENS`, and otherwise another one; see `RecurrentSlot.chunk`. It may be
+    the same there, too, if its content is not needed. ``keep``: where states are kept."""
+
+    slot: RecurrentSlot
+    into: RecurrentSlot
+    start: int
+    tokens: int
+    keep: Sequence[KeptAt] = ()
+
+
+class RecurrentStep:
+    """The recurrence of a step over several sequences: each has a slot, and the next of the step's packed rows.
+
+    A span of at most `STEP_TOKENS` tokens is computed token by token, a longer one in the chunked form. Call `recur`
+    once for each recurrent layer, then `commit`. A step that is not committed changes nothing that a caller can see,
+    once `undo` was called.
+    """
+
+    def __init__(self, spans: Sequence[RecurrentSpan]) -> None:
+        """Cuts the slots back to where the spans start. Raises ValueError if one cannot be."""
+        self._spans = spans
+        self._before = [(each.slot.length, each.slot.floor) for each in spans]
+        self._rows: list[tuple[int, int, tuple[Tensor, Tensor]] | None] = []
+        for slot, into, start, count, keep in spans:
+            saved = None
+            if start < slot.length and count <= STEP_TOKENS:
+                saved = start, slot.length, slot.save_rows(start, slot.length)
+            slot.truncate(start)
+            if into is not slot:
+                into.restart(start + count)
+            for length, kept in keep:
+                if kept is not None:
+                    kept.restart(length)
+            self._rows.append(saved)
+
+    def recur(self, layer: int, weight: Tensor, channels: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        """Rows [T, value_heads, value_dim] of the ``layer``-th recurrent layer of `RecurrentInputs` of T packed rows;
+        ``weight`` [channels, taps]. Raises ValueError as `RecurrentSlot.step` does."""
+        first, inputs = self._spans[0].slot, RecurrentInputs(channels, log_decay, beta)
+        rows = first.checked(inputs, weight)
+        ends = [*itertools.accumulate(each.tokens for each in self._spans)]
+        if ends[-1] != rows:
+            raise ValueError(f"the step has {ends[-1]} tokens, and {rows} rows are given")
+        together, others = list[tuple[RecurrentSlot, int, int, int]](), []
+        for span, end in zip(self._spans, ends, strict=True):
+            if span.slot.lanes and span.tokens <= STEP_TOKENS:
+                together.append((span.slot, span.slot.length, end - span.tokens, span.tokens))
+            else:
+                others.append((span, slice(end - span.tokens, end)))
+        if together:
+            found = step_together(layer, weight, inputs, together)
+        else:
+            found = channels.new_empty((rows, first.shape.value_heads, first.shape.value_dim))
+        for (slot, into, _, count, keep), own in others:
+            part = RecurrentInputs(*(each[own] for each in inputs))
+            if count <= STEP_TOKENS:
+                found[own] = slot.step(layer, weight, part)
+            else:
+                found[own] = slot.chunk(layer, weight, part, into, keep)
+        return found
+
+    def commit(self, left_out: Collection[int] = ()) -> None:
+        """Make the tokens part of their sequences: those of ``into`` from now on. Spans that are ``left_out``, by
+        index, are undone."""
+        for index, (slot, into, start, count, _) in enumerate(self._spans):
+            if index in left_out or (count > STEP_TOKENS and into is not slot):
+                self._undo(index)
+            elif count <= STEP_TOKENS:
+                slot.commit(count)
+            else:
+                slot.length = slot.floor = start + count
+
+    def undo(self) -> None:
+        """Nothing happened. Call it once the step has ended, instead of `commit`."""
+        for index in range(len(self._spans)):
+            self._undo(index)
+
+    def _undo(self, index: int) -> None:
+        slot, rows = self._spans[index].slot, self._rows[index]
+        slot.length, slot.floor = self._before[index]
+        if rows is not None:
+            slot.restore_rows(*rows)
