@@ -9,10 +9,11 @@ they do not take.
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,11 +21,14 @@ from ferrum_rpc.core import RecurrentShape
 from ferrum_rpc.native import library
 
 DTYPES: Final = (torch.bfloat16, torch.float32)
-MOST_TAPS: Final = 64
-"""As in recurrent.h."""
-
 Inputs = tuple[Tensor, Tensor, Tensor]
 """`recurrent.RecurrentInputs`."""
+
+Jobs = npt.NDArray[np.int64]
+"""[jobs, 9]: a `library.RecurrentJob` in each row, whose fields all have 8 bytes."""
+
+FOLDED: Final = 4
+"""The column of how many tokens a state contains, which C brings up to date."""
 
 
 def lanes_of(shape: RecurrentShape, states: Tensor, channels: Tensor) -> int:
@@ -36,29 +40,28 @@ def lanes(shape: RecurrentShape, wide: torch.dtype, dtype: torch.dtype) -> int:
     """As `lanes_of`, on a CPU, of states in ``wide`` and rows in ``dtype``."""
     if wide != torch.float32 or dtype not in DTYPES:
         return 0
-    return library.row_lanes(math.gcd(shape.key_dim, shape.value_dim)) if shape.taps <= MOST_TAPS else 0
+    return library.recurrent_lanes(shape.key_dim, shape.value_dim, shape.taps)
 
 
-def address(tensor: Tensor, layer: int) -> int:
-    """Of ``tensor[layer]``."""
-    return tensor.data_ptr() + layer * tensor.stride(0) * tensor.element_size()
+def addresses(*tensors: Tensor) -> tuple[Jobs, Jobs]:
+    """Of the first elements of ``tensors``, and the bytes from one of their parts to the next."""
+    first, apart = ([each.data_ptr() for each in tensors], [each.stride(0) * each.element_size() for each in tensors])
+    return np.array(first, np.int64), np.array(apart, np.int64)
 
 
-def step(
-    shape: RecurrentShape, lanes: int, taps: Tensor, jobs: Sequence[library.RecurrentJob], inputs: Inputs
-) -> Tensor:
-    """Rows [T, value_heads, value_dim], defined where a job has them. States contain ``floor`` tokens then, and
-    journals have the new ones.
+def step(shape: RecurrentShape, lanes: int, taps: Tensor, jobs: Jobs, inputs: Inputs) -> Tensor:
+    """Rows [T, value_heads, value_dim], defined where a job has them. States contain ``floor`` tokens then, as
+    ``jobs`` (contiguous) say, and journals have the new ones.
 
     ``taps``: [taps, channels], float32 and contiguous. ``inputs``: channels in the type of the journals. A job without
     new rows must have tokens to fold, and none behind them.
 
     Raises MemoryError, and changes nothing, if memory is short.
     """
-    array = (library.RecurrentJob * len(jobs))(*jobs)
+    first = jobs.ctypes.data
 
     def run(layer: int) -> int:
-        status: int = library.load().ferrum_recurrent_step(layer, ctypes.addressof(array), len(jobs))
+        status: int = library.load().ferrum_recurrent_step(layer, first, len(jobs))
         return status
 
     return _rows(shape, lanes, taps, inputs, run)

@@ -34,13 +34,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.attention import native_recurrent
 from ferrum_rpc.core import RecurrentShape
-from ferrum_rpc.native import library
 
 STEP_TOKENS: Final = 32
 """The most tokens of a step in the token-by-token form, and so of a truncation that costs nothing."""
@@ -183,6 +183,7 @@ class RecurrentSlot:
         self.folded = [0] * len(states)
         self.rows = self._fewest = rows_needed(shape, 1, 1)
         self.lanes = native_recurrent.lanes_of(shape, states, channels)
+        self.addresses, self.apart = native_recurrent.addresses(states, channels, gates)
 
     # --- a step, layer by layer -------------------------------------------------------------------------------------
 
@@ -198,9 +199,13 @@ class RecurrentSlot:
         start = self.length if start is None else start
         end = start + self.checked(inputs, weight)
         if self.lanes:
-            return step_together(layer, weight, inputs, [(self, start, 0, end - start)])
-        self._make_room(start, end)
-        weight = self._taps(weight)
+            self.make_room(start, end)
+            jobs = self._jobs(layer, self.folded[layer], self.floor, start, end - start)
+            rows = step_together(self, weight, inputs, jobs)
+            self.folded[layer] = self.floor
+            return rows
+        self.make_room(start, end)
+        weight = self.taps(weight)
         running = self.states[layer].clone()
         if self.folded[layer] < self.floor:
             self._advance(running, layer, weight, range(self.folded[layer], self.floor))
@@ -233,7 +238,7 @@ class RecurrentSlot:
         ends = [length - start for length, _ in keep] + [tokens if into is self else into.length - start]
         if ends[-1] != tokens or sorted({0, *ends}) != [0, *ends]:
             raise ValueError("the slot after a chunk must be longer by the tokens of the chunk, and those kept shorter")
-        weight, before, first = self._taps(weight), self.shape.taps - 1, 0
+        weight, before, first = self.taps(weight), self.shape.taps - 1, 0
         running = self.states[layer].clone()
         self._advance(running, layer, weight, range(self.folded[layer], start))
         last = self.channels[layer, self._ring(start - before, start)]
@@ -319,7 +324,7 @@ class RecurrentSlot:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _make_room(self, start: int, end: int) -> None:
+    def make_room(self, start: int, end: int) -> None:
         """Use as many rows of the journal as a step of the tokens ``start .. end`` needs. Raises ValueError if there
         are too few, or if it cannot be a step."""
         if not start < end <= start + STEP_TOKENS or start < self.length:
@@ -347,7 +352,8 @@ class RecurrentSlot:
             raise ValueError(f"inputs and weight must have the shapes {wanted}")
         return tokens
 
-    def _taps(self, weight: Tensor) -> Tensor:
+    def taps(self, weight: Tensor) -> Tensor:
+        """[taps, channels] of ``weight`` [channels, taps], in the states' type."""
         return weight.to(self.states.dtype).T.contiguous()
 
     def _ring(self, first: int, last: int) -> list[int]:
@@ -365,10 +371,10 @@ class RecurrentSlot:
         """Update ``state`` with ``tokens`` of the journal, the next ones. ``found`` gets the output of each; only torch
         takes it."""
         if self.lanes and tokens:
-            job = self._job(layer, tokens.stop)
-            job.state, job.folded, job.floor = state.data_ptr(), tokens.start, tokens.stop
+            jobs = self._jobs(layer, tokens.start, tokens.stop, tokens.stop, 0)
+            jobs[0, 0] = state.data_ptr()
             none = RecurrentInputs(self.channels[layer, :0], *self.gates[layer, :0].unbind(1))
-            native_recurrent.step(self.shape, self.lanes, weight, [job], none)
+            native_recurrent.step(self.shape, self.lanes, weight, jobs, none)
             return
         for position in tokens:
             window = self.channels[layer, self._ring(position + 1 - self.shape.taps, position + 1)]
@@ -385,25 +391,18 @@ class RecurrentSlot:
         heads = split_heads(convolve(inputs.channels.to(state.dtype), weight), self.shape)
         return delta_chunks(state, heads, *inputs[1:])
 
-    def _job(self, layer: int, start: int, row: int = 0, count: int = 0) -> library.RecurrentJob:
-        tensors = (native_recurrent.address(each, layer) for each in (self.states, self.channels, self.gates))
-        return library.RecurrentJob(*tensors, self.rows, self.folded[layer], self.floor, start, row, count)
+    def _jobs(self, layer: int, folded: int, floor: int, start: int, count: int) -> native_recurrent.Jobs:
+        """The one of this slot, for ``count`` rows."""
+        at = self.addresses + layer * self.apart
+        return np.array([[*at.tolist(), self.rows, folded, floor, start, 0, count]], np.int64)
 
 
-def step_together(
-    layer: int, weight: Tensor, inputs: RecurrentInputs, parts: Sequence[tuple[RecurrentSlot, int, int, int]]
-) -> Tensor:
-    """`RecurrentSlot.step` of several slots in one call of C: each with its start, its first row of ``inputs`` and how
-    many it has. Rows that none has are undefined."""
-    for slot, start, _, count in parts:
-        slot._make_room(start, start + count)
-    first, dtype = parts[0][0], inputs.channels.dtype
-    inputs = inputs._replace(channels=inputs.channels.to(first.channels.dtype))
-    jobs = [slot._job(layer, *part) for slot, *part in parts]
-    found = native_recurrent.step(first.shape, first.lanes, first._taps(weight), jobs, inputs)
-    for slot, *_ in parts:
-        slot.folded[layer] = slot.floor
-    return found.to(dtype)
+def step_together(slot: RecurrentSlot, weight: Tensor, inputs: RecurrentInputs, jobs: native_recurrent.Jobs) -> Tensor:
+    """`RecurrentSlot.step` of the slots of ``jobs``, of which ``slot`` is one, in one call of C. Rows that none has are
+    undefined."""
+    dtype = inputs.channels.dtype
+    inputs = inputs._replace(channels=inputs.channels.to(slot.channels.dtype))
+    return native_recurrent.step(slot.shape, slot.lanes, slot.taps(weight), jobs, inputs).to(dtype)
 
 
 def rows_needed(shape: RecurrentShape, last: int, new: int) -> int:

@@ -6,9 +6,12 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ferrum_rpc.attention.native_recurrent import FOLDED
 from ferrum_rpc.attention.recurrent import (
     STEP_TOKENS,
     KeptAt,
@@ -94,26 +97,60 @@ class RecurrentStep:
                 if kept is not None:
                     kept.restart(length)
             self._rows.append(saved)
+        ends = [*itertools.accumulate(each.tokens for each in spans)]
+        self._tokens = ends[-1]
+        self._together = [
+            (span.slot, end - span.tokens, span.tokens)
+            for span, end in zip(spans, ends, strict=True)
+            if span.slot.lanes and span.tokens <= STEP_TOKENS
+        ]
+        """Slots that one call of C advances, with their first rows and how many they have."""
+        self._others = [
+            (span, slice(end - span.tokens, end))
+            for span, end in zip(spans, ends, strict=True)
+            if not span.slot.lanes or span.tokens > STEP_TOKENS
+        ]
+        self._jobs: npt.NDArray[np.int64] | None = None
+
+    def jobs(self) -> npt.NDArray[np.int64]:
+        """`native_recurrent.Jobs` of every layer, [layers, jobs, 9], of the slots that C advances."""
+        if self._jobs is None:
+            slots = [slot for slot, _, _ in self._together]
+            for slot, _, count in self._together:
+                slot.make_room(slot.length, slot.length + count)
+            layers = len(slots[0].folded)
+            self._jobs = made = np.empty((layers, len(slots), 9), np.int64)
+            made[:, :, :3] = np.array([slot.addresses for slot in slots])
+            made[:, :, :3] += np.arange(layers)[:, None, None] * np.array([slot.apart for slot in slots])
+            made[:, :, FOLDED] = np.array([slot.folded for slot in slots]).T
+            made[:, :, 3] = [slot.rows for slot in slots]
+            made[:, :, 5:] = [(slot.floor, slot.length, row, count) for slot, row, count in self._together]
+        return self._jobs
+
+    def advanced(self) -> None:
+        """C has advanced the slots of `jobs`, in some layers or in all."""
+        for (slot, _, _), folded in zip(self._together, self.jobs()[:, :, FOLDED].T.tolist(), strict=True):
+            slot.folded = folded
+
+    @property
+    def native(self) -> bool:
+        """Whether C can advance all slots."""
+        return not self._others
 
     def recur(self, layer: int, weight: Tensor, channels: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
         """Rows [T, value_heads, value_dim] of the ``layer``-th recurrent layer of `RecurrentInputs` of T packed rows;
         ``weight`` [channels, taps]. Raises ValueError as `RecurrentSlot.step` does."""
         first, inputs = self._spans[0].slot, RecurrentInputs(channels, log_decay, beta)
         rows = first.checked(inputs, weight)
-        ends = [*itertools.accumulate(each.tokens for each in self._spans)]
-        if ends[-1] != rows:
-            raise ValueError(f"the step has {ends[-1]} tokens, and {rows} rows are given")
-        together, others = list[tuple[RecurrentSlot, int, int, int]](), []
-        for span, end in zip(self._spans, ends, strict=True):
-            if span.slot.lanes and span.tokens <= STEP_TOKENS:
-                together.append((span.slot, span.slot.length, end - span.tokens, span.tokens))
-            else:
-                others.append((span, slice(end - span.tokens, end)))
-        if together:
-            found = step_together(layer, weight, inputs, together)
+        if self._tokens != rows:
+            raise ValueError(f"the step has {self._tokens} tokens, and {rows} rows are given")
+        if self._together:
+            found = step_together(self._together[0][0], weight, inputs, self.jobs()[layer])
+            for slot, _, _ in self._together:
+                slot.folded[layer] = slot.floor
         else:
             found = channels.new_empty((rows, first.shape.value_heads, first.shape.value_dim))
-        for (slot, into, _, count, keep), own in others:
+        for (slot, into, _, count, keep), own in self._others:
             part = RecurrentInputs(*(each[own] for each in inputs))
             if count <= STEP_TOKENS:
                 found[own] = slot.step(layer, weight, part)

@@ -36,7 +36,16 @@ from ferrum_rpc.core import (
 )
 from ferrum_rpc.device import check_device
 from ferrum_rpc.engine.memory import used_memory
-from ferrum_rpc.models.base import Attend, LatentAttend, Model, NativeModel, RecurrentModel, StepAdapters, StepInputs
+from ferrum_rpc.models.base import (
+    ONE_CALL_TOKENS,
+    Attend,
+    LatentAttend,
+    Model,
+    NativeModel,
+    RecurrentModel,
+    StepAdapters,
+    StepInputs,
+)
 from ferrum_rpc.models.lora import Loras
 from ferrum_rpc.sampling.accept import Draft
 from ferrum_rpc.sampling.masks import Masks
@@ -131,8 +140,18 @@ class Compute:
         packed, plan = packed_tokens(spans), self.attention.plan(geometry)
         tokens, positions, slots = self.to_device(packed, geometry.positions, geometry.slots)
         adapters = self.adapters_at(self.adapted_rows(spans), len(packed)) if self.loras else None
-        model = cast(RecurrentModel, self.model)
-        return model.forward(StepInputs(tokens, positions, adapters), self._attend(slots, plan), states.recur)
+        inputs = StepInputs(tokens, positions, adapters)
+        if states.native and len(packed) <= ONE_CALL_TOKENS and (in_c := self._in_c(plan, adapters)) is not None:
+            return in_c(inputs, states)
+        return cast(RecurrentModel, self.model).forward(inputs, self._attend(slots, plan), states.recur)
+
+    def _in_c(self, plan: Any, adapters: StepAdapters | None) -> Callable[..., Tensor] | None:
+        """The model's forward pass without ``attend``, if it can be one call."""
+        if self._native is None or (adapters is not None and adapters.address is None):
+            return None
+        model, attention = self._native
+        step = attention.native_step(plan)
+        return None if step is None else lambda inputs, recur=None: model.forward(inputs, step, recur)
 
     def run(
         self,
@@ -146,11 +165,8 @@ class Compute:
         inputs = self.to_device(packed, geometry.positions, geometry.slots)
         if behind is not None:
             behind.take(inputs[0])
-        if self._native is not None and (adapters is None or adapters.address is not None):
-            native_model, native_attention = self._native
-            step = native_attention.native_step(plan)
-            if step is not None:
-                return native_model.forward(StepInputs(inputs[0], inputs[1], adapters), step)
+        if (in_c := self._in_c(plan, adapters)) is not None:
+            return in_c(StepInputs(inputs[0], inputs[1], adapters))
         return self.run_layers(inputs, plan, adapters)
 
     def run_layers(self, inputs: Sequence[Tensor], plan: Any, adapters: StepAdapters | None = None) -> Tensor:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +24,10 @@ from ferrum_rpc.native import library
 if TYPE_CHECKING:
     from ferrum_rpc.native.triton_heads import CacheRows
 
+ONE_CALL_TOKENS: Final = 256
+"""Layers with states run in one call for at most so many tokens: C keeps its buffers, and for more the time between
+layers does not count (8 ms of a step of 32 sequences of Qwen3.5-0.8B, whatever their tokens)."""
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, query [T, heads, head_dim], key [T, kv_heads, head_dim], value [T, kv_heads, head_dim])`` stores K
 and V of the step's tokens and returns the attention output [T, heads, head_dim]. All in the model's dtype."""
@@ -31,6 +37,16 @@ Recur = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 """``recur(layer, weight [channels, taps], channels [T, channels], log_decay [T, value_heads], beta [T, value_heads])``
 advances the states of the step's sequences by its tokens and returns what these read of them [T, value_heads,
 value_dim]. ``channels`` and the result are in the model's dtype, the others in float32 or wider."""
+
+
+class RecurInC(Protocol):
+    """In place of `Recur`: what C needs to advance the states of all sequences of a step."""
+
+    def jobs(self) -> npt.NDArray[np.int64]:
+        """A ``struct recurrent_job`` (recurrent.h) in each row of [recurrent layers, sequences, 9]."""
+
+    def advanced(self) -> None:
+        """C has advanced them, in some layers or in all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +158,9 @@ class RecurrentModel(Model, Protocol):
 
 
 class NativeModel(Model, Protocol):
-    """A model that may be able to run its layers in C, attention included."""
+    """A model that may be able to run its layers in C, attention and recurrence included."""
 
-    def forward(self, inputs: StepInputs, attend: Attend | library.AttentionStep) -> Tensor:
-        """Attention may be in C where it is `native`: then a step is one call, with the same bits."""
+    def forward(
+        self, inputs: StepInputs, attend: Attend | library.AttentionStep, recur: Recur | RecurInC | None = None
+    ) -> Tensor:
+        """Both may be in C where it is `native`: then a step is one call, with the same bits."""

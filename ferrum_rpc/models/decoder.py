@@ -19,7 +19,7 @@ from torch import Tensor
 from ferrum_rpc.core import ModelInfo
 from ferrum_rpc.distributed.group import Group
 from ferrum_rpc.errors import InvalidRequest
-from ferrum_rpc.models.base import Attend, Recur, StepInputs
+from ferrum_rpc.models.base import Attend, Recur, RecurInC, StepInputs
 from ferrum_rpc.models.expert_rows import ExpertRouter, ExpertRows
 from ferrum_rpc.models.finite import is_finite
 from ferrum_rpc.models.fused_ops import FusedOps
@@ -269,7 +269,7 @@ class Decoder:
             floats = {each.role: parameters[prefix + each.role] for each in spec.floats()}
             recurrent = latent = experts = None
             if isinstance(spec.mixer, Recurrent):
-                recurrent = RecurrentWeights(**floats).laid_out()
+                recurrent = RecurrentWeights.of(**floats)
             if isinstance(spec.mixer, LatentAttention):
                 queries, row = (made[each] for each in spec.rotated())
                 of_latents = norms.pop("latent_norm"), norms.pop("query_norm", None)
@@ -307,7 +307,9 @@ class Decoder:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def forward(self, inputs: StepInputs, attend: Attend | library.AttentionStep, recur: Recur | None = None) -> Tensor:
+    def forward(
+        self, inputs: StepInputs, attend: Attend | library.AttentionStep, recur: Recur | RecurInC | None = None
+    ) -> Tensor:
         loaded = self._require()
         hidden = self._enter(loaded, inputs)
         layers = loaded.layers

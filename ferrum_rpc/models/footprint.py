@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 
+from ferrum_rpc.models.base import ONE_CALL_TOKENS
 from ferrum_rpc.models.expert_rows import ExpertRouter
 from ferrum_rpc.models.fused_ops import FusedOps, NativeFusedOps, TorchFusedOps
 from ferrum_rpc.models.latent_rows import LatentLifts, of_own
@@ -25,6 +26,7 @@ from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.parts.experts import Experts
 from ferrum_rpc.models.parts.latent import LatentAttention
+from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
@@ -107,8 +109,8 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     ``recurring``: what the recurrence of a layer takes, its answer included."""
     spec, size = build.spec, build.dtype.itemsize
     layers = dict.fromkeys(spec.layers)
-    mixed = any(not isinstance(each.mixer, Attention) or each.mixer.gated for each in layers)
-    native = build.packed and isinstance(build.ops, NativeFusedOps) and not mixed
+    mixed = any(map(_is_mixed, layers))
+    native = _runs_in_c(build) and not mixed  # else long spans run layer by layer
     hidden = spec.hidden_size
     rotary_dim = spec.attention.rotary_dim
     angles = 4 * (rotary_dim + rotary_dim // 2) * len(spec.ropes)
@@ -127,11 +129,8 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
         buffers = torch.get_num_threads() * (buffers + min(tokens, JOB_ROWS) * SUM_BYTES)
     passing = build.linear.passing(build.dtype)
     widths = {layer: (*_widths(layer.mixer), *_widths(layer.mlp)) for layer in layers}
-    if native:
-        kept += _grown(*(hidden + up + gated for _, _, up, gated in widths.values())) * size  # normed, and the MLP's
-        kept += _grown(*(qkv + attended for qkv, attended, _, _ in widths.values())) * size
-        if attending is not None:  # and its answer, which is copied
-            moments.append(max(attended for _, attended, _, _ in widths.values()) * tokens * size + attending)
+    if native and attending is not None:  # and its answer, which is copied
+        moments.append(max(attended for _, attended, _, _ in widths.values()) * tokens * size + attending)
     for before, layer in () if native else dict.fromkeys(zip((None, *spec.layers), spec.layers, strict=False)):
         made, attended, up, gated = widths[layer]
         mixing = [tokens * ((hidden + made) * size + made * passing)]  # normed, and what the first product makes
@@ -153,7 +152,30 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     rotation = hidden * size + angles + angles * 2 // 3  # hidden; angles, cosines, sines, and the cosines twice
     looked_up = tokens * hidden * LOOKED_UP * (EMBEDDED in build.held or isinstance(build.head, QuantizedFactory))
     peaks = looked_up, tokens * rotation, tokens * (held + angles) + max(moments), tokens * hidden * size + logits
-    return buffers + tokens * kept + max(peaks)
+    return buffers + one_call_bytes(build, tokens) + tokens * kept + max(peaks)
+
+
+def one_call_bytes(build: DecoderBuild, tokens: int) -> int:
+    """What C keeps of steps that run in one call: normed rows, the MLP's, and the mixer's; 0: none does."""
+    if not _runs_in_c(build):
+        return 0
+    layers, hidden = dict.fromkeys(build.spec.layers), build.spec.hidden_size
+    mixers = [(*_widths(each.mixer), _beside(each.mixer)) for each in layers]
+    row = _grown(*(hidden + sum(_widths(each.mlp)) for each in layers)) + _grown(*map(sum, mixers))
+    return min(tokens, ONE_CALL_TOKENS if any(map(_is_mixed, layers)) else tokens) * row * build.dtype.itemsize
+
+
+def _runs_in_c(build: DecoderBuild) -> bool:
+    """Whether layers can run in one call."""
+    if not build.packed or not isinstance(build.ops, NativeFusedOps):
+        return False
+    return not any(
+        isinstance(each.mixer, LatentAttention) or isinstance(each.mlp, Experts) for each in build.spec.layers
+    )
+
+
+def _is_mixed(layer: LayerSpec) -> bool:
+    return not isinstance(layer.mixer, Attention) or layer.mixer.gated
 
 
 def _holds_unstored(build: DecoderBuild) -> bool:
@@ -165,6 +187,15 @@ def _holds_unstored(build: DecoderBuild) -> bool:
         for each in (*layer.matrices(), *layer.others())
         for part in build.held.get(f"{LAYERS}{index}.{each.role}.weight", unstored)
     )
+
+
+def _beside(mixer: Attention | LatentAttention | Recurrent) -> int:
+    """Elements of what C makes of a row besides what a mixer's products read and make."""
+    if isinstance(mixer, Recurrent):
+        return 2 * 2 * mixer.shape.value_heads  # floats
+    if isinstance(mixer, Attention) and mixer.gated:
+        return (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim
+    return 0
 
 
 def _widths(part: Attention | LatentAttention | Recurrent | Dense | Experts) -> tuple[int, int]:

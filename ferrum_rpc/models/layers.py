@@ -2,8 +2,9 @@
 
 `PlainLayers` calls each by itself, wherever it runs. `MixedLayers` does so with recurrent layers among them, with
 latent attention, or with experts. `NativeLayers` runs all layers in one call where products and row operations are C
-kernels of ours (``layer.c``): one by one, calls and small tensors take a tenth of a step of the 0.6B shape at one row.
-It calls attention back in every layer, unless that is a C kernel too. It computes the bits of `PlainLayers`.
+kernels of ours (``layer.c``): one by one, calls and small tensors take a tenth of a step of the 0.6B shape at one row,
+and of the shape of Qwen3.5-0.8B. It calls attention back in every layer, unless that is a C kernel too. It computes the
+bits of the others. Latent attention and experts always run one by one, and long spans of recurrent layers.
 
 Of a model that is cut over ranks, these are a rank's part: some heads, and some of the MLP. Then what attention's and
 the MLP's last products make is summed over the group. Where all heads are normed together, so are their squares; such
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.distributed.group import Group, GroupAborted
-from ferrum_rpc.models.base import Attend, CacheAttend, LatentAttend, Recur, StepAdapters
+from ferrum_rpc.models.base import Attend, CacheAttend, LatentAttend, Recur, RecurInC, StepAdapters
 from ferrum_rpc.models.expert_rows import ExpertRows
 from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps, StoringOps, split_heads
 from ferrum_rpc.models.latent_rows import LatentWeights, cached_row, normed_query
@@ -173,14 +174,14 @@ class MixedLayers(PlainLayers):
         attend: Attend | library.AttentionStep,
         adapters: StepAdapters | None = None,
         *,
-        recur: Recur | None = None,
+        recur: Recur | RecurInC | None = None,
     ) -> Tensor | None:
         """``recur`` must be given if a layer is recurrent."""
         assert callable(attend)  # noqa: S101 - only `NativeLayers` take another
         delta = None
         for layer, place in zip(self._layers, self._places, strict=True):
             if layer.recurrent is not None:
-                assert recur is not None  # noqa: S101 - see above
+                assert callable(recur)  # noqa: S101 - see above
                 mixed = self._recurrent(layer, place, hidden, delta, recur, adapters)
             elif layer.latent is not None:
                 mixed = self._latent(layer, place, hidden, delta, cos, sin, attend, adapters)
@@ -283,15 +284,16 @@ def _norm_across_ranks(layer: Layer, qkv: Tensor, norm: Tensor, group: Group) ->
     heads.copy_(torch.cat([each * scale for each, scale in zip(parts, scales, strict=True)], 1).mul_(norm))
 
 
-class NativeLayers(PlainLayers):
+class NativeLayers(MixedLayers):
     """On a CPU in bfloat16, with native linears and row operations throughout: all layers in one call. Attention is
-    called back in every layer, or in C as well."""
-
-    rowwise = True
+    called back in every layer, or in C as well. Where layers are recurrent or gated, both must be in C."""
 
     def __init__(self, layers: Sequence[Layer], group: Group | None = None) -> None:
         super().__init__(layers, group)
-        self._weights = (library.LayerWeights * len(layers))(*map(_weights, layers))
+        self._mixed = any(map(_is_mixed, layers))
+        recurrent = [_recurrent_weights(layer) for layer in layers]
+        self._weights = (library.LayerWeights * len(layers))(*map(_weights, layers, self._places, recurrent))
+        self._kept = recurrent
         self._space = _native(layers[0].products[0]).space
         self._library = self._space.library
         self._attention = ctypes.cast(self._library.ferrum_attention_layer, ctypes.c_void_p).value
@@ -310,21 +312,27 @@ class NativeLayers(PlainLayers):
         sin: Tensor,
         attend: Attend | library.AttentionStep,
         adapters: StepAdapters | None = None,
+        *,
+        recur: Recur | RecurInC | None = None,
     ) -> Tensor | None:
-        """With attention in C ``adapters`` must have an address."""
+        """With attention in C ``adapters`` must have an address, and ``recur`` must be in C."""
         context: int | None = None
         if isinstance(attend, library.AttentionStep):
             context = ctypes.addressof(attend)
-        elif adapters is not None and adapters.address is None:
-            return super().forward(hidden, cos, sin, attend, adapters)
+        elif self._mixed or (adapters is not None and adapters.address is None):
+            return super().forward(hidden, cos, sin, attend, adapters, recur=recur)
         else:
             self._callbacks.attend = attend
         delta = torch.empty_like(hidden)
+        in_c = None if callable(recur) else recur
+        jobs = None if in_c is None else in_c.jobs()
         status = self._library.ferrum_layers_run(
             *self._held,
             self._callbacks.attention if context is None else self._attention,
             context,
             None if adapters is None else adapters.address,
+            None if jobs is None else jobs.ctypes.data,
+            0 if jobs is None else jobs.shape[1],
             hidden.data_ptr(),
             delta.data_ptr(),
             cos.data_ptr(),
@@ -332,6 +340,8 @@ class NativeLayers(PlainLayers):
             len(hidden),
             torch.get_num_threads(),
         )
+        if in_c is not None:
+            in_c.advanced()
         if status < 0:
             raise MemoryError("no memory for a layer's buffers")
         self._callbacks.attend = None  # what it holds is the step's
@@ -345,7 +355,7 @@ class _Callbacks:
     that sums, a function and its context."""
 
     def __init__(self, layers: Sequence[Layer], group: Group | None) -> None:
-        self._mixers = [_attention(layer) for layer in layers]
+        self._mixers = [layer.spec.mixer for layer in layers]
         self._group = group
         self._error: BaseException | None = None
         self.attend: Attend | None = None
@@ -358,6 +368,7 @@ class _Callbacks:
     def _attend(self, _context: int | None, layer: int, qkv: int, count: int, attended: int) -> int:
         try:
             mixer = self._mixers[layer]
+            assert isinstance(mixer, Attention)  # noqa: S101 - others are not called back
             rows = _bfloat16(qkv, count * (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim)
             assert self.attend is not None  # noqa: S101 - `forward` has set it
             answer = self.attend(layer, *split_heads(rows.view(count, -1), mixer))
@@ -388,15 +399,14 @@ def _bfloat16(address: int, elements: int) -> Tensor:
 
 
 def assemble(layers: Sequence[Layer], group: Group | None = None) -> PlainLayers:
-    """`MixedLayers` if a layer is recurrent, has gated or latent attention, or experts; `NativeLayers` if every part is
-    native, `StoringLayers` if all operations can write to the cache. ``group``: the ranks over which the model is
-    cut."""
+    """`NativeLayers` if every part is native and there are neither latents nor experts; `MixedLayers` if a layer is
+    recurrent, has gated or latent attention, or experts; `StoringLayers` if all operations can write to the cache.
+    ``group``: the ranks over which the model is cut."""
+    # what lies between products must be each rank's own
+    if layers and all(_is_native(each) and _runs_in_c(each) and not (group and _norms_rows(each)) for each in layers):
+        return NativeLayers(layers, group)
     if any(map(_is_mixed, layers)):
         return MixedLayers(layers, group)
-    # what lies between products must be each rank's own
-    native = all(_is_native(layer) and (group is None or _attention(layer).qk_norm != "row") for layer in layers)
-    if native and layers:
-        return NativeLayers(layers, group)
     storing = all(isinstance(layer.ops, StoringOps) for layer in layers)
     return StoringLayers(layers, group) if storing else PlainLayers(layers, group)
 
@@ -406,22 +416,48 @@ def _is_mixed(layer: Layer) -> bool:
     return not isinstance(mixer, Attention) or mixer.gated or layer.experts is not None
 
 
+def _runs_in_c(layer: Layer) -> bool:
+    """Whether ``layer.c`` knows its parts, which are native."""
+    if layer.latent is not None or layer.experts is not None:
+        return False
+    if layer.recurrent is not None:
+        return _recurrent_weights(layer) is not None
+    mixer = _attention(layer)
+    return not mixer.gated or library.row_lanes(mixer.head_dim) > 0
+
+
+def _norms_rows(layer: Layer) -> bool:
+    return isinstance(layer.spec.mixer, Attention) and layer.spec.mixer.qk_norm == "row"
+
+
 def _is_native(layer: Layer) -> bool:
     own = isinstance(layer.ops, NativeFusedOps) and all(isinstance(each, NativeLinear) for each in layer.products)
     lifted = layer.latent is None or layer.latent.lifts.native
     return own and lifted and (layer.experts is None or layer.experts.native)
 
 
-def _weights(layer: Layer) -> library.LayerWeights:
+def _recurrent_weights(layer: Layer) -> library.RecurrentWeightsStruct | None:
+    mixer = layer.spec.mixer
+    if layer.recurrent is None or not isinstance(mixer, Recurrent):
+        return None
+    return layer.recurrent.in_c(mixer.shape, layer.spec.norm.eps)
+
+
+def _weights(layer: Layer, place: int, recurrent: library.RecurrentWeightsStruct | None) -> library.LayerWeights:
     assert isinstance(layer.ops, NativeFusedOps)  # noqa: S101 - assemble looked
+    mixer = layer.spec.mixer
+    gate_lanes = library.row_lanes(mixer.head_dim) if isinstance(mixer, Attention) and mixer.gated else 0
     norms = layer.before_mixer, layer.after_mixer, layer.before_mlp, layer.after_mlp, layer.qk_norm
     return library.LayerWeights(
         (ctypes.c_void_p * len(layer.products))(*(_native(each).address for each in layer.products)),
         *(None if each is None else each.data_ptr() for each in norms),
+        None if recurrent is None else ctypes.addressof(recurrent),
         layer.slot,
         -1 if layer.spec.rope is None else layer.spec.rope,
         layer.ops.lanes,
         layer.spec.parallel,
+        place,
+        gate_lanes,
         layer.ops.kind,
     )
 

@@ -29,19 +29,31 @@ class RecurrentWeights(NamedTuple):
     """The floats of a `parts.recurrent.Recurrent`, float32 or wider.
 
     taps      [channels, 1, taps]: the convolution's weights
-    decay     [value_heads]: the logarithm of how fast a state decays
+    speed     [value_heads]: minus how fast a state decays
     shift     [value_heads]: added to what a token says of the decay
     out_norm  [value_dim]: the weights of the output's norm
     """
 
     taps: Tensor
-    decay: Tensor
+    speed: Tensor
     shift: Tensor
     out_norm: Tensor
 
-    def laid_out(self) -> RecurrentWeights:
-        """The same with the weights of one tap side by side, as the convolution reads them."""
-        return self._replace(taps=self.taps.transpose(0, 2).contiguous().transpose(0, 2))
+    @classmethod
+    def of(cls, taps: Tensor, decay: Tensor, shift: Tensor, out_norm: Tensor) -> RecurrentWeights:
+        """Of those of a checkpoint, where ``decay`` is the logarithm of the speed. The weights of one tap are side by
+        side then, as the convolution reads them."""
+        return cls(taps.transpose(0, 2).contiguous().transpose(0, 2), -decay.exp(), shift, out_norm)
+
+    def in_c(self, shape: RecurrentShape, eps: float) -> library.RecurrentWeightsStruct | None:
+        """For layers in C, of rows in bfloat16; None: these do not take such heads."""
+        step = library.recurrent_lanes(shape.key_dim, shape.value_dim, shape.taps)
+        gate = library.row_lanes(shape.value_dim)
+        if not step or not gate:
+            return None
+        addresses = (each.data_ptr() for each in self)
+        heads = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.taps
+        return library.RecurrentWeightsStruct(*addresses, *heads, step, library.row_lanes(LANES), gate, eps)
 
 
 class RecurrentRows(NamedTuple):
@@ -60,7 +72,7 @@ def recurrent_rows(inputs: Tensor, shape: RecurrentShape, weights: RecurrentWeig
     heads = shape.value_heads
     widths = [shape.channels, heads * shape.value_dim, heads, heads]
     channels, gate, written, decay = torch.split(inputs, widths, -1)
-    speed, wide = -weights.decay.exp(), weights.decay.dtype
+    speed, wide = weights.speed, weights.speed.dtype
     if lanes := _lanes(inputs, wide, LANES):
         log_decay, beta = speed.new_empty((2, len(inputs), heads))
         numbers = (each.data_ptr() for each in (written, decay, speed, weights.shift, log_decay, beta))

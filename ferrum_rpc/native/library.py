@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import math
 import re
 from pathlib import Path
 from typing import Any, Final
@@ -65,13 +66,26 @@ class MatrixStruct(ctypes.Structure):
     )
 
 
+class RecurrentWeightsStruct(ctypes.Structure):
+    """``struct recurrent_weights`` of layer.h. Pointers are to the tensors' elements."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "speed", "shift", "norm")),
+        *((name, ctypes.c_int32) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "taps")),
+        *((name, ctypes.c_int32) for name in ("step_lanes", "decay_lanes", "gate_lanes")),
+        ("eps", ctypes.c_float),
+    )
+
+
 class LayerWeights(ctypes.Structure):
-    """``struct layer_weights`` of layer.h. Pointers are to `MatrixStruct`, and to the tensors' elements."""
+    """``struct layer_weights`` of layer.h. Pointers are to `MatrixStruct`, to the tensors' elements, and to
+    `RecurrentWeightsStruct`."""
 
     _fields_ = (
         ("products", ctypes.c_void_p * 4),
         *((name, ctypes.c_void_p) for name in ("before_mixer", "after_mixer", "before_mlp", "after_mlp", "qk_norm")),
-        *((name, ctypes.c_int32) for name in ("slot", "rope", "lanes", "parallel")),
+        ("recurrent", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("slot", "rope", "lanes", "parallel", "place", "gate_lanes")),
         ("kind", RowKindStruct),
     )
 
@@ -200,11 +214,12 @@ class GatedRows(ctypes.Structure):
 
 
 STRUCTS: Final = (
-    *(SpanArrays, RowKindStruct, RowTask, MatrixStruct, LayerWeights, AttentionLayer, AttentionStep, Draw),
+    *(SpanArrays, RowKindStruct, RowTask, MatrixStruct, RecurrentWeightsStruct, LayerWeights, AttentionLayer),
+    *(AttentionStep, Draw),
     *(PenaltyStruct, RowMaskStruct, LimitsStruct, LoraPart, LoraChange, LoraStep, RecurrentLayer, RecurrentJob),
     *(DecayRows, GatedRows),
 )
-ABI_VERSION: Final = 28
+ABI_VERSION: Final = 29
 """As in abi.c, which exports it with the sizes of `STRUCTS`."""
 
 BUILD: Final = "install ferrum-rpc-kernels where a C compiler is (in a checkout: `make setup`)"
@@ -214,6 +229,9 @@ ADD_NORM, ROTATE, GATE = 0, 1, 2
 
 PAIRS, BYTES, NIBBLES, FACTORED = 0, 1, 2, 3
 """``enum kind`` of linear.h."""
+
+MOST_TAPS: Final = 64
+"""As in recurrent.h."""
 
 REDUCE: Final = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 """``reduce_rows`` of layer.c, as a callback into Python."""
@@ -251,7 +269,7 @@ FUNCTIONS: Final[dict[str, tuple[Any, ...]]] = {
     "ferrum_quantize": (None, _P, _L, _I, _P, _P, _P, _P, _I),
     "ferrum_layers_new": (_P, _P, _P, _P),
     "ferrum_layers_free": (None, _P),
-    "ferrum_layers_run": (_I, _P, _P, _I, *(_P,) * 7, _L, _I),
+    "ferrum_layers_run": (_I, _P, _P, _I, *(_P,) * 4, _I, *(_P,) * 4, _L, _I),
     "ferrum_lora_lanes": (_I,),
     "ferrum_lora": (None, _P, _I, _P, _L, _P, _I),
     "ferrum_recurrent_step": (_I, _P, _P, _I),
@@ -320,6 +338,11 @@ def is_built() -> bool:
     except OSError:
         return False
     return True
+
+
+def recurrent_lanes(key_dim: int, value_dim: int, taps: int) -> int:
+    """As `row_lanes`, of the states of recurrent layers with such heads and convolutions."""
+    return row_lanes(math.gcd(key_dim, value_dim)) if taps <= MOST_TAPS else 0
 
 
 def row_lanes(elements: int) -> int:

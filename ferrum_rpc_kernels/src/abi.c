@@ -14,7 +14,7 @@
 
 /* Raised with every change of a struct or a function that Python declares. */
 #ifndef FERRUM_ABI_VERSION
-#define FERRUM_ABI_VERSION 28
+#define FERRUM_ABI_VERSION 29
 #endif
 
 /* The version at 0, then the sizes of the structs in the order of `STRUCTS` there; -1 beyond. */
@@ -26,6 +26,7 @@ int32_t ferrum_abi(int32_t which)
         sizeof(struct row_kind),
         sizeof(struct row_task),
         sizeof(struct matrix),
+        sizeof(struct recurrent_weights),
         sizeof(struct layer_weights),
         sizeof(struct attention_layer),
         sizeof(struct attention_step),

@@ -28,6 +28,10 @@ struct recurrent_job {
     int64_t rows, folded, floor, start, row, count;
 };
 
+/* The jobs of a layer, whose states then contain up to `floor`, as they say. 0, or -1 if memory is short; then nothing has
+ * changed. */
+int32_t ferrum_recurrent_step(const struct recurrent_layer *layer, struct recurrent_job *jobs, int32_t count);
+
 static inline int channels_of(const struct recurrent_layer *layer)
 {
     return 2 * layer->key_heads * layer->key_dim + layer->value_heads * layer->value_dim;

@@ -27,4 +27,7 @@ struct gated_rows {
     float eps;
 };
 
+void ferrum_decay_rows(const struct decay_rows *rows);
+void ferrum_gated_rows(const struct gated_rows *rows);
+
 #endif

@@ -60,8 +60,7 @@ static void write_journal(const struct recurrent_layer *layer, const struct recu
     }
 }
 
-/* The jobs of one layer: 0, or -1 if memory is short; then nothing has changed. */
-int32_t ferrum_recurrent_step(const struct recurrent_layer *layer, const struct recurrent_job *jobs, int32_t count)
+int32_t ferrum_recurrent_step(const struct recurrent_layer *layer, struct recurrent_job *jobs, int32_t count)
 {
     const struct isa *isa = isa_of(layer->lanes);
     int64_t most = 0;
@@ -89,6 +88,8 @@ int32_t ferrum_recurrent_step(const struct recurrent_layer *layer, const struct 
         for (each = 0; each < count; each++)
             write_journal(layer, jobs + each);
     }
+    for (int i = 0; i < count; i++)
+        jobs[i].folded = jobs[i].floor;
     free(scratch);
     return 0;
 }

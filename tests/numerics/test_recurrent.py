@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,6 @@ from ferrum_rpc.attention.recurrent import (
 )
 from ferrum_rpc.attention.recurrent_steps import RecurrentSpan, RecurrentStep, RecurrentStore, slot_bytes
 from ferrum_rpc.core import RecurrentShape
-from ferrum_rpc.native import library
 from tests.support.harness import TorchInDouble
 from tests.support.poison import fill_journal
 
@@ -365,8 +365,8 @@ class PlainLoop:
         gates = torch.zeros(len(channels), 2, shape.value_heads)
         channels[1:] = window[:3]
         form, held = (shape, self.lanes, weight.T.contiguous()), [each.data_ptr() for each in (state, channels, gates)]
-        rows = native_recurrent.step(*form, [library.RecurrentJob(*held, len(channels), 0, 0, 0, 0, 1)], inputs)
-        native_recurrent.step(*form, [library.RecurrentJob(*held, len(channels), 0, 1, 1)], inputs)
+        rows = native_recurrent.step(*form, np.array([[*held, len(channels), 0, 0, 0, 0, 1]]), inputs)
+        native_recurrent.step(*form, np.array([[*held, len(channels), 0, 1, 1, 0, 0]]), inputs)
         return rows, state
 
     def _chunk(self, state, window, weight, inputs):

@@ -28,10 +28,11 @@ from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFact
 from ferrum_rpc.models.recurrent_rows import RecurrentWeights, gated, gated_norm, recurrent_rows
 from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.native import library
 from tests.numerics.ranks import on_ranks
 from tests.support.adapters import load_adapters, make_adapter, merge
 from tests.support.checkpoints import checkpoint_tensors, make_checkpoint, make_model, rewrite
-from tests.support.harness import CPU, Executor, Oracle, error, made_or_skip, native, rounded_model
+from tests.support.harness import CPU, Executor, Oracle, error, made_or_skip, native, rounded_model, threads
 from tests.support.harness import TOKENS as RANK_TOKENS
 
 TOKENS = np.random.default_rng(5).integers(0, 300, size=84)
@@ -132,11 +133,64 @@ WIDE = {"head_dim": 64}
 NATIVE = pytest.mark.parametrize("factory", [PairFactory, ByteFactory, NibbleFactory])
 
 
-def exact(factory: Any) -> Any:
-    decoder = native_of(model(torch.bfloat16, **WIDE), factory)
+def exact(factory: Any, **overrides: Any) -> Any:
+    decoder = native_of(model(torch.bfloat16, **WIDE | overrides), factory)
     if select_fused_ops(decoder.spec, torch.bfloat16, CPU)[1].name != "native":
         pytest.skip("no kernel of ours runs here")
     return decoder
+
+
+IN_ONE_CALL = ({0: 32, 1: 9}, {0: 1, 1: 1, 2: 4}, {2: 40, 0: 3}, {0: 5, 2: 1, 1: 32})
+"""Tokens of each sequence; in the third step, a chunk, layers run one by one."""
+
+
+@pytest.mark.parametrize("case", ["usual", "tied, biases", "as many key heads"])
+@NATIVE
+def test_layers_in_one_call_give_the_bits_of_layers_one_by_one(factory, case):
+    """With drafts that are rejected between the steps, on one thread and on two."""
+    decoder = exact(factory, **CASES[case])
+    if not decoder.native:
+        pytest.skip("heads are too narrow for the vectors of this machine")
+
+    def run(executor: Executor) -> tuple[list[torch.Tensor], int]:
+        attend, called = executor.backend.attend, []
+        executor.compute.attention.attend = lambda *each: (called.append(each[0]), attend(*each))[1]
+        rows = list[torch.Tensor]()
+        for step in IN_ONE_CALL:
+            lengths = {each: executor.lengths.get(each, 0) for each in step}
+            spans = {each: TOKENS[lengths[each] : lengths[each] + count] for each, count in step.items()}
+            rows += executor.step(spans, logits=False).values()
+            for each, count in step.items():
+                executor.truncate(each, lengths[each] + (max(1, count - 2) if count <= 32 else count))
+        return [*rows, *(each for slot in executor.slots.values() for each in slot.states)], len(called)
+
+    wanted, apart = run(Executor(decoder, native=False))
+    for count in (1, 2):
+        with threads(count):
+            found, called = run(Executor(decoder))
+        assert (apart, called) == (2 * len(IN_ONE_CALL), 2), "layers with attention, of the step with a chunk"
+        assert all(map(torch.equal, found, wanted))
+
+
+def test_a_call_that_fails_says_what_is_folded(monkeypatch):
+    decoder = exact(PairFactory)
+    executor = Executor(decoder)
+    twin = Executor(decoder)
+    for each in (executor, twin):
+        each.step({0: TOKENS[:5]})
+        each.step({0: TOKENS[5:10]})
+    run = library.load().ferrum_layers_run
+
+    def broken(handle: int, weights: int, _count: int, *others: Any) -> int:
+        run(handle, weights, 2, *others)  # half of them
+        return -1
+
+    monkeypatch.setattr(library.load(), "ferrum_layers_run", broken)
+    with pytest.raises(MemoryError):
+        executor.step({0: TOKENS[:32]})
+    assert executor.slots[0].folded == [5, 0], "the second one has not run"
+    monkeypatch.undo()
+    assert torch.equal(executor.step({0: TOKENS[10:42]})[0], twin.step({0: TOKENS[10:42]})[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
@@ -148,7 +202,7 @@ def test_rows_around_the_recurrence_have_the_same_bits_alone(dim, dtype):
     def draw(*size: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(size, generator=generator).to(kind)
 
-    weights = RecurrentWeights(draw(shape.channels, 1, 4), draw(5), draw(5), draw(dim))
+    weights = RecurrentWeights.of(draw(shape.channels, 1, 4), draw(5), draw(5), draw(dim))
     inputs = draw(61, shape.channels + 5 * dim + 2 * 5, kind=dtype)
     rows, singly = recurrent_rows(inputs, shape, weights), [recurrent_rows(row[None], shape, weights) for row in inputs]
     for name, found in rows._asdict().items():

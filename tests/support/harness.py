@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from ferrum_rpc.engine.assembly.choose import ROUNDED, cache_layers
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.kv.store import KvStore
-from ferrum_rpc.models.base import Attend, Model, StepInputs
+from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.decoder import Decoder
 from ferrum_rpc.models.linear import select_linear
 from ferrum_rpc.models.lora import Loras
@@ -157,26 +157,12 @@ def check_geometry(geometry):
         assert (geometry.slots[rows] == blocks * geometry.block_size + positions % geometry.block_size).all()
 
 
-class Recurring:
-    """A model with recurrent layers over the slots of a ``step``, for a `Compute`, which knows of none."""
-
-    step: RecurrentStep
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def forward(self, inputs: StepInputs, attend: Attend) -> torch.Tensor:
-        return cast(torch.Tensor, self._model.forward(inputs, attend, self.step.recur))
-
-    def slot(self) -> RecurrentSlot:
-        """Of a new sequence, for steps of any length."""
-        shape, *others = self._model.recurrent_shapes
-        store = RecurrentStore(shape, 1 + len(others), 1, dtype=self._model.dtype, device=self._model.device)
-        store.slots[0].clear()
-        return store.slots[0]
+def slot_of(model: Any) -> RecurrentSlot:
+    """Of a new sequence of a model with recurrent layers, for steps of any length."""
+    shape, *others = model.recurrent_shapes
+    store = RecurrentStore(shape, 1 + len(others), 1, dtype=model.dtype, device=model.device)
+    store.slots[0].clear()
+    return store.slots[0]
 
 
 class Executor:
@@ -209,8 +195,8 @@ class Executor:
         if not native:
             plain = ("plan", "write", "attend", "exact_span_tokens")
             backend = SimpleNamespace(**{name: getattr(backend, name) for name in plain})
-        self.recurring = Recurring(model) if getattr(model, "recurrent_shapes", ()) else None
-        self.compute = Compute(model if self.recurring is None else cast(Model, self.recurring), backend, loras)
+        self.recurring = bool(getattr(model, "recurrent_shapes", ()))
+        self.compute = Compute(model, backend, loras)
         self.adapters = adapters or {}
         self._free = list(1 + np.random.default_rng(seed).permutation(blocks - 1))
         self.tables: dict[int, np.ndarray] = {}
@@ -243,19 +229,20 @@ class Executor:
             )
             for sequence, tokens in spans.items()
         ]
-        if self.recurring is not None:
-            states, after = [], {}
-            for sequence, tokens in spans.items():
-                slot = fill_journal(self.slots.setdefault(sequence, self.recurring.slot()))
-                after[sequence] = into = slot if len(tokens) <= STEP_TOKENS else self.recurring.slot()
-                states.append(RecurrentSpan(slot, into, slot.length, len(tokens)))
-            self.recurring.step = RecurrentStep(states)
+        states, after = list[RecurrentSpan](), dict[int, RecurrentSlot]()
+        for sequence, tokens in spans.items() if self.recurring else ():
+            slot = fill_journal(self.slots.get(sequence) or slot_of(self.model))
+            after[sequence] = into = slot if len(tokens) <= STEP_TOKENS else slot_of(self.model)
+            states.append(RecurrentSpan(slot, into, slot.length, len(tokens)))
         with torch.inference_mode():
-            hidden = self.compute.forward(packed, geometry)
+            if self.recurring:
+                step = RecurrentStep(states)
+                hidden = self.compute.forward_states(packed, geometry, step)
+                step.commit()
+            else:
+                hidden = self.compute.forward(packed, geometry)
             rows = (self.model.logits(hidden) if logits else hidden).cpu()
-        if self.recurring is not None:
-            self.recurring.step.commit()
-            self.slots |= after
+        self.slots |= after
         for sequence, tokens in spans.items():
             self.lengths[sequence] += len(tokens)
         bounds = geometry.query_start
@@ -263,7 +250,7 @@ class Executor:
 
     def truncate(self, sequence: int, length: int) -> None:
         """Cut a sequence back to ``length``, within its last step."""
-        if self.recurring is not None:
+        if self.recurring:
             self.slots[sequence].truncate(length)
         self.lengths[sequence] = length
 

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from ferrum_rpc import cli
+from ferrum_rpc.attention.recurrent import STEP_TOKENS
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import FullLogits, OutputSpec, Positions, RowDType, Span, Step
 from ferrum_rpc.engine.assembly import build
@@ -27,6 +28,7 @@ from ferrum_rpc.engine.assembly.choose import choose
 from ferrum_rpc.engine.assembly.plan import MemoryPlan
 from ferrum_rpc.engine.assembly.size import CPU_MOST, PROCESS_BYTES, LargestStep, make_plan
 from ferrum_rpc.errors import InvalidRequest
+from ferrum_rpc.models.base import ONE_CALL_TOKENS
 from ferrum_rpc.models.linear import LinearFactory, PackedLinear, PlainLinear
 from ferrum_rpc.models.native_linear import ByteFactory, NibbleFactory, PairFactory
 from ferrum_rpc.native import cpu
@@ -197,6 +199,10 @@ def test_a_step_takes_what_was_planned(tmp_path, monkeypatch, family, kind, atte
         with runner.context():
             runner.forward(Step((Span(1, prompt[:tokens], 0, output, create=True),)))
             runner.forward(Step((Span(1, prompt[tokens:], tokens, output),)))
+            if family == "qwen3_5":  # and of spans that are fed token by token, in one call
+                each, count = STEP_TOKENS, ONE_CALL_TOKENS // STEP_TOKENS
+                made = [Span(2 + n, prompt[:each], 0, OutputSpec(Positions.NONE), create=True) for n in range(count)]
+                runner.forward(Step(tuple(made)))
 
     runner = build_runner(config)
     left, most = of_torch(lambda: steps(runner))

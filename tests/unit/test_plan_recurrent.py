@@ -13,7 +13,7 @@ from ferrum_rpc.attention import native_recurrent
 from ferrum_rpc.attention.recurrent_scratch import kernel_bytes
 from ferrum_rpc.engine.assembly.source import DecoderCheckpoint
 from ferrum_rpc.models.decoder import Decoder
-from ferrum_rpc.models.footprint import activation_bytes
+from ferrum_rpc.models.footprint import activation_bytes, one_call_bytes
 from ferrum_rpc.models.fused_ops import TorchFusedOps
 from ferrum_rpc.models.fused_ops_choice import select_fused_ops
 from ferrum_rpc.models.linear import LinearFactory, PackedLinear, PlainLinear
@@ -81,7 +81,7 @@ class Measured(Executor):
                 shape = model.recurrent_shapes[0]
                 return torch.zeros(len(channels), shape.value_heads, shape.value_dim, dtype=channels.dtype)
 
-            chosen = recurred if scratch else recur
+            chosen = recurred if scratch else recur if callable(recur) else recur.recur
             self.found = measure(lambda: rows.append(forward(inputs, attended, chosen)) or rows[0])
             return rows[0]
 
@@ -145,10 +145,12 @@ def check(kind: str, shape: str, counts: list[int], *, least: float, scratch: in
         executor = Measured(decoder, measure, scratch)
         executor.step({each: tokens[:count] for each, count in enumerate(counts)}, logits=False)
         checkpoint = DecoderCheckpoint(spec, spec, WHOLE, dtype, linear, linear, ops, nothing)
-        if not scratch:
-            return executor.found, checkpoint.activation_bytes(sum(counts), 0, None)
+        if not scratch:  # of these steps layers run one by one
+            planned = checkpoint.activation_bytes(sum(counts), 0, None)
+            return executor.found, planned - one_call_bytes(checkpoint, sum(counts))
         result = sum(counts) * heads.value_heads * heads.value_dim * dtype.itemsize
-        return executor.found, activation_bytes(checkpoint, sum(counts), 0, scratch, result)
+        planned = activation_bytes(checkpoint, sum(counts), 0, scratch, result)
+        return executor.found, planned - one_call_bytes(checkpoint, sum(counts))
 
     heads = spec.recurrent_shapes[0]
     lanes = 0 if scratch else native_recurrent.lanes(heads, torch.float32, dtype)
