@@ -21,8 +21,9 @@ from ferrum_rpc.models.parts.experts import Experts, Routing
 
 
 class ExpertRouter:
-    """Scores of experts before they are normed. The ``weight`` [experts, hidden] has the model's dtype, and its
-    products are float32 (or wider). ``factory``: that of the model's other matrices."""
+    """Scores of experts before they are normed, and the gate of the part that computes every row before its sigmoid,
+    if that has one. The ``weight`` [experts (+ 1), hidden] has the model's dtype, and its products are float32 (or
+    wider). ``factory``: that of the model's other matrices."""
 
     def __init__(self, weight: Tensor, factory: LinearFactory) -> None:
         self._product: NativeLinear | None = None
@@ -34,9 +35,10 @@ class ExpertRouter:
     @staticmethod
     def nbytes(part: Experts, factory: LinearFactory, dtype: torch.dtype) -> int:
         """Bytes that it holds."""
+        rows, width = part.router().shape
         if isinstance(factory, PanelFactory):
-            return PairFactory.nbytes(part.count, part.hidden, dtype)
-        return part.count * part.hidden * max(4, dtype.itemsize)
+            return PairFactory.nbytes(rows, width, dtype)
+        return rows * width * max(4, dtype.itemsize)
 
     @property
     def native(self) -> bool:
@@ -44,7 +46,7 @@ class ExpertRouter:
         return self._product is not None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """[T, experts] of ``rows`` [T, hidden]."""
+        """[T, experts (+ 1)] of ``rows`` [T, hidden]."""
         if self._product is not None:
             return self._product.exact(rows)
         return F.linear(rows.to(self._weight.dtype), self._weight)
@@ -63,6 +65,7 @@ class ExpertRows:
         downs: Sequence[Linear],
     ) -> None:
         self._routing, self._router, self._choice = part.routing, router, choice
+        self._gated = part.shared_gate is not None
         self._gate_ups, self._downs = gate_ups, downs
 
     @property
@@ -72,7 +75,8 @@ class ExpertRows:
 
     def add(self, rows: Tensor, shared: Tensor, ops: FusedOps) -> Tensor:
         """Their answers for ``rows`` [T, hidden], and ``shared`` [T, hidden], which every row has; the same shape."""
-        experts, weights = route(self._router(rows), self._routing, self._choice)
+        scores, gate = self._router(rows).tensor_split([len(self._downs)], 1)
+        experts, weights = route(scores, self._routing, self._choice)
         chosen = experts.shape[1]
         order = experts.flatten().argsort(stable=True)
         sorted_rows = rows.index_select(0, order // chosen)
@@ -87,16 +91,14 @@ class ExpertRows:
         total = each[:, 0] * weights[:, :1]
         for place in range(1, chosen):
             total += each[:, place] * weights[:, place : place + 1]
-        return (total + shared).to(rows.dtype)
+        total += shared * _sigmoid(gate) if self._gated else shared
+        return total.to(rows.dtype)
 
 
 def route(logits: Tensor, routing: Routing, choice: Tensor | None) -> tuple[Tensor, Tensor]:
     """Of each row of ``logits`` [T, experts] the experts that compute it, int64 [T, chosen] in ascending order, and
     what their answers are multiplied with [T, chosen], in the dtype of the logits."""
-    if routing.scores == "softmax":
-        scores = logits.softmax(-1)
-    else:  # the sigmoid, computed row by row
-        scores = torch.stack((logits, torch.zeros_like(logits)), -1).softmax(-1)[..., 0]
+    scores = logits.softmax(-1) if routing.scores == "softmax" else _sigmoid(logits)
     preferred = scores if choice is None else scores + choice
     if routing.groups > 1:
         groups = preferred.view(len(logits), routing.groups, -1)
@@ -116,3 +118,8 @@ def route(logits: Tensor, routing: Routing, choice: Tensor | None) -> tuple[Tens
             total += weights[:, place : place + 1]
         weights = weights / (total + 1e-20)
     return experts, weights * routing.scale
+
+
+def _sigmoid(rows: Tensor) -> Tensor:
+    """Of each number by itself: bits of `torch.sigmoid` depend on its place."""
+    return torch.stack((rows, torch.zeros_like(rows)), -1).softmax(-1)[..., 0]

@@ -6,7 +6,7 @@ Every default and detail follows the source of transformers 5.23.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from ferrum_rpc.models.fields import Fields
@@ -53,19 +53,35 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Latent attention, and experts from some layer on. ``scores``: as `Routing`. ``interleave``: there is the field
-    ``rope_interleave``. The others are defaults: ``dense`` of ``first_k_dense_replace``, ``experts``, ``shared`` and
-    ``inner`` of the sizes of experts, ``chosen`` of ``num_experts_per_tok`` (None: there is none), ``scale`` of
+    """Latent attention. ``interleave``: there is the field ``rope_interleave``."""
+
+    interleave: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSeekExperts:
+    """Experts from some layer on. ``scores``: as `Routing`. The others are defaults: ``dense`` of
+    ``first_k_dense_replace``, ``count``, ``shared`` and ``inner`` of ``n_routed_experts``, ``n_shared_experts`` and
+    ``moe_intermediate_size``, ``chosen`` of ``num_experts_per_tok`` (None: there is none), ``scale`` of
     ``routed_scaling_factor``."""
 
     scores: Literal["softmax", "sigmoid"]
-    interleave: bool
     dense: int
-    experts: int
+    count: int
     shared: int
     inner: int
     chosen: int | None
     scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class QwenExperts:
+    """Experts beside a part whose answer has a gate. ``count`` and ``chosen``: the defaults of ``num_experts`` and
+    ``num_experts_per_tok``. ``fixed``: all layers have experts, whose weights are normed; else fields say so."""
+
+    count: int
+    chosen: int
+    fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +93,16 @@ class Family:
     - ``windows``: "none"; "all" layers; all but every ``pattern``-th ("pattern"; ``pattern_field`` may name another);
       with ``use_sliding_window``, those from ``max_window_layers`` on ("some") or those without a rotation ("no_rope").
       ``listed``: ``layer_types`` takes precedence. ``window``: the default of ``sliding_window``.
-    - ``kv_heads``, ``head_dim``, ``tied``: the defaults of these fields.
+    - ``kv_heads``, ``head_dim``, ``inner``, ``tied``: the defaults of these fields; ``inner`` of ``intermediate_size``.
     - ``norm``: without its ``eps``, which is the name of its field and the default. ``qk_norm``: of each head of query
       and key, or of the whole row.
     - ``activation``: as ``eps``; ``gelu_is_tanh``: its ``gelu`` means the tanh form. ``gated``: the MLP has a gate.
       ``parallel``: attention and MLP read the same row.
     - ``no_rope``: layers without a rotation: those of ``no_rope_layers``, or those without a window.
     - ``recurrent``: layers of ``layer_types`` "linear_attention" (without a list, all but every n-th) are Gated
-      DeltaNet, and the output of attention has a gate.
+      DeltaNet, and the output of attention has a gate. Their first matrices are stored by "parts" or by key "heads".
     - ``latent``: all layers have latent attention, which reads none of the fields above but the norms'.
+    - ``experts``: which layers have experts. None: all are dense.
     - ``multipliers``: the four of Granite. ``scaled_embedding``: by the root of the hidden size. ``query_scalar``,
       ``logit_scale``: the defaults of ``query_pre_attn_scalar`` and ``logit_scale``; None: the family has no such
       field. ``softcaps``: the fields of soft caps with their defaults.
@@ -111,6 +128,7 @@ class Family:
     pattern_field: str | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
+    inner: int | None = None
     tied: bool = False
     norm: Norm = field(default_factory=Norm)
     eps: tuple[str, float] = ("rms_norm_eps", 1e-6)
@@ -120,8 +138,9 @@ class Family:
     parallel: bool = False
     gated: bool = True
     no_rope: Literal["listed", "windowless"] | None = None
-    recurrent: bool = False
+    recurrent: Literal["parts", "heads"] | None = None
     latent: Latent | None = None
+    experts: DeepSeekExperts | QwenExperts | None = None
     multipliers: bool = False
     scaled_embedding: bool = False
     query_scalar: float | None = None
@@ -141,9 +160,41 @@ _MISTRAL: Final = Family(
     ("mistral", "ministral"), qkv_bias=False, output_bias=False, windows="all", window=4096, kv_heads=8
 )
 _OF_EXPERTS: Final = frozenset(
-    ("aux_loss_alpha", "ep_size", "output_router_logits", "qk_head_dim", "router_aux_loss_coef", "seq_aux")
+    (
+        *("aux_loss_alpha", "ep_size", "output_router_logits", "qk_head_dim", "router_aux_loss_coef", "seq_aux"),
+        "intermediate_size",
+    )
 )
-"""Of training, and what follows from other fields."""
+"""Of training; what follows from other fields; and the size of dense layers, which is read if there are any."""
+
+_QWEN_NEXT: Final = Family(
+    ("qwen3_next",),
+    rotation=Rotation(partial=0.25),
+    kv_heads=2,
+    head_dim=256,
+    inner=5632,
+    norm=Norm(offset=True),
+    qk_norm="head",
+    recurrent="heads",
+    experts=QwenExperts(count=512, chosen=10),
+    irrelevant=_OF_EXPERTS | {"full_attention_interval"},
+)
+_QWEN_35: Final = replace(
+    _QWEN_NEXT,
+    model_types=("qwen3_5_text",),
+    rotation=Rotation(partial=0.25, irrelevant=frozenset(("mrope_section", "mrope_interleaved"))),
+    kv_heads=4,
+    inner=None,
+    recurrent="parts",
+    experts=None,
+    irrelevant=frozenset(("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")),
+    neutral={
+        "attn_output_gate": (True,),
+        "output_gate_type": ("swish",),
+        "mamba_ssm_dtype": ("float32",),
+        "mlp_only_layers": ([],),
+    },
+)
 
 _GELU_TANH: Final = "gelu_pytorch_tanh"
 
@@ -286,31 +337,27 @@ FAMILIES: Final[dict[str, Family]] = {
             "use_qk_norm": (False,),
         },
     ),
-    "Qwen3_5ForCausalLM": Family(
-        ("qwen3_5_text",),
-        rotation=Rotation(partial=0.25, irrelevant=frozenset(("mrope_section", "mrope_interleaved"))),
-        kv_heads=4,
-        head_dim=256,
-        norm=Norm(offset=True),
-        qk_norm="head",
-        recurrent=True,
-        irrelevant=frozenset(("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")),
-        neutral={
-            "attn_output_gate": (True,),
-            "output_gate_type": ("swish",),
-            "mamba_ssm_dtype": ("float32",),
-            "mlp_only_layers": ([],),
-        },
+    "Qwen3NextForCausalLM": _QWEN_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN_35,
+    "Qwen3_5MoeForCausalLM": replace(
+        _QWEN_35,
+        model_types=("qwen3_5_moe_text",),
+        kv_heads=2,
+        experts=QwenExperts(count=256, chosen=8, fixed=True),
+        irrelevant=_QWEN_35.irrelevant | _OF_EXPERTS,
+        neutral={**_QWEN_35.neutral, "decoder_sparse_step": (1,), "norm_topk_prob": (True,)},
     ),
     "DeepseekV2ForCausalLM": Family(
         ("deepseek_v2",),
-        latent=Latent("softmax", False, dense=0, experts=64, shared=2, inner=1407, chosen=None, scale=1.0),
+        latent=Latent(interleave=False),
+        experts=DeepSeekExperts("softmax", dense=0, count=64, shared=2, inner=1407, chosen=None, scale=1.0),
         irrelevant=_OF_EXPERTS | {"head_dim"},
         neutral={"scoring_func": ("softmax",), "moe_layer_freq": (1,), "norm_topk_prob": (False,)},
     ),
     "DeepseekV3ForCausalLM": Family(
         ("deepseek_v3",),
-        latent=Latent("sigmoid", True, dense=3, experts=256, shared=1, inner=2048, chosen=8, scale=2.5),
+        latent=Latent(interleave=True),
+        experts=DeepSeekExperts("sigmoid", dense=3, count=256, shared=1, inner=2048, chosen=8, scale=2.5),
         irrelevant=_OF_EXPERTS | {"num_mtp_layers", "num_nextn_predict_layers"},
         neutral={"scoring_func": ("sigmoid",), "moe_layer_freq": (1,), "topk_method": ("noaux_tc",)},
     ),

@@ -160,7 +160,7 @@ class NativeFusedOps:
         self._library = library.load()
         self._mixer, self._gated = mixer, mlp.gated
         self._dtype = dtype
-        widths = math.gcd(mixer.hidden, mlp.inner, rotary_dim // 2, head_dim // 2)
+        widths = math.gcd(mixer.hidden, *mlp.widths, rotary_dim // 2, head_dim // 2)
         self.lanes = self._library.ferrum_rows_lanes(widths if lanes is None else math.gcd(widths, lanes))
         if not self.lanes or lanes not in (None, self.lanes):
             raise OSError(f"rows of {widths} must be multiples of a vector of this machine")

@@ -48,7 +48,8 @@ class TensorPlacement:
     ``local``: what the ``cut`` takes of it, or None, all. Where one row of a norm serves several heads, it becomes
     each of them. ``unit``: its rows, where a rotation pairs them. ``fp32``: it is held in float32; ``norm``: it is the
     weights of a norm. ``layer`` and ``slot``: of a layer's matrix, and its place among the matrices of all layers that
-    are here. ``apart``: see `Matrix`."""
+    are here. ``apart``: see `Matrix`. ``turns``: its rows are units of these widths in turn, and those of one kind are
+    side by side here."""
 
     parameter: str
     shape: Shape
@@ -62,6 +63,7 @@ class TensorPlacement:
     layer: int = 0
     slot: int = 0
     apart: bool = False
+    turns: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -96,10 +98,14 @@ class TensorPlacement:
     def along(self, axis: int, tensor: Tensor) -> Tensor:
         """The rows (``axis`` 0) or columns that are here of a tensor that has those of the checkpoint's. Rows that a
         rotation pairs are reordered: the kernels pair channel i with i + half, so channels 0, 1, 2, 3 .. become 0, 2 ..
-        1, 3 .. So are rows that are first here and not there (`Channels.behind`)."""
+        1, 3 .. So are rows that are first here and not there (`Channels.behind`), and those of several kinds that take
+        turns."""
         if self.cut is not None and self.cut.axis == axis:
             parts = [tensor.narrow(axis, first, end - first) for first, end in self.cut.ranges]
             tensor = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+        if axis == 0 and self.turns:
+            units = tensor.view(-1, sum(self.turns), *tensor.shape[1:])
+            return torch.cat([each.flatten(0, 1) for each in units.split_with_sizes(self.turns, 1)])
         if axis or self.unit is None or not (self.unit.pairs or self.unit.behind):
             return tensor
         units, first = tensor.view(-1, self.unit.width, *tensor.shape[1:]), self.unit.behind
@@ -228,7 +234,10 @@ def _matrix(  # noqa: PLR0917
             cut, of_bias = Slice(1, (columns,)), Slice(0, ()) if shard.rank else None
         local = rows, columns[1] - columns[0]
         unit = held[0] if len(held) == 1 else None
-        place = partial(TensorPlacement, first=first, unit=unit, layer=layer, slot=slot, apart=matrix.apart)
+        turns = tuple(channels.width for channels in held) if matrix.interleaved else ()
+        place = partial(
+            TensorPlacement, first=first, unit=unit, layer=layer, slot=slot, apart=matrix.apart, turns=turns
+        )
         parameter, module = prefix + matrix.role, checkpoint + name
         yield (
             f"{module}.weight",

@@ -11,6 +11,7 @@ import enum
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 
@@ -42,8 +43,9 @@ class Cut(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A product of a layer: x [.., columns] -> y [.., rows]. ``role``: what it is called within the layer. ``names``:
-    the checkpoint's modules, one for each of ``rows``, or one that holds all of them. ``adaptable``: adapters may
-    change it. ``apart``: the layer holds it in a form of its own, not as the model's other matrices."""
+    the checkpoint's modules, one for each of ``rows``, or one that holds all of them; or with ``interleaved`` so many
+    of them each, which must have equally many units, one unit of each in turn. ``adaptable``: adapters may change it.
+    ``apart``: the layer holds it in a form of its own, not as the model's other matrices."""
 
     role: str
     rows: tuple[Channels, ...]
@@ -53,6 +55,7 @@ class Matrix:
     cut: Cut = Cut.NONE
     adaptable: bool = True
     apart: bool = False
+    interleaved: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -61,8 +64,9 @@ class Matrix:
 
     def modules(self) -> Iterator[tuple[str, tuple[Channels, ...]]]:
         """The checkpoint's modules with their rows."""
-        rows = [self.rows] if len(self.names) == 1 else [(each,) for each in self.rows]
-        return zip(self.names, rows, strict=True)
+        counts = self.interleaved or ((len(self.rows),) if len(self.names) == 1 else (1,) * len(self.rows))
+        bounds = pairwise(accumulate(counts, initial=0))
+        return zip(self.names, [self.rows[first:last] for first, last in bounds], strict=True)
 
 
 @dataclass(frozen=True, slots=True)

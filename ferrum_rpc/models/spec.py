@@ -15,17 +15,19 @@ from dataclasses import dataclass, field, replace
 from ferrum_rpc.core import AttentionSpec, RecurrentShape
 from ferrum_rpc.errors import InvalidRequest, NotSupported
 from ferrum_rpc.models.config_keys import IRRELEVANT, NEUTRAL, OF_MODEL, refuse_unread
+from ferrum_rpc.models.expert_config import read_experts
 from ferrum_rpc.models.families import ACTIVATIONS, FAMILIES, Family, Latent
 from ferrum_rpc.models.fields import Fields
-from ferrum_rpc.models.latent_config import read_experts, read_latent
+from ferrum_rpc.models.latent_config import read_latent
 from ferrum_rpc.models.layer_kinds import read_kinds, read_recurrent
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
+from ferrum_rpc.models.parts.experts import Experts
 from ferrum_rpc.models.parts.latent import LatentAttention
 from ferrum_rpc.models.parts.layer import LayerSpec, Norm
 from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.rope import RopeSpec, read_rope, read_ropes_of_windows
-from ferrum_rpc.models.with_images import PLAIN, TEXTS, WITH_IMAGES, Roots, text_part
+from ferrum_rpc.models.with_images import PLAIN, WITH_IMAGES, Roots, text_part
 
 MAX_LAYERS = 4096
 """Maximum number of layers: more is a broken file."""
@@ -139,7 +141,7 @@ class ModelSpec:
 
 def _family(config: Fields) -> tuple[str, Family, Fields]:
     """Returns the class, how its decoder reads its configuration, and the decoder's configuration."""
-    supported = ", ".join(name for name in (*FAMILIES, *WITH_IMAGES) if not _is_recurrent(name))
+    supported = ", ".join((*FAMILIES, *WITH_IMAGES))
     names, model_type = config.texts("architectures"), config.text("model_type", "")
     if names:
         if names[0] in WITH_IMAGES:
@@ -164,13 +166,6 @@ def _family(config: Fields) -> tuple[str, Family, Fields]:
             f"model_type: {model_type[:80]!r} is not supported; supported: {supported}", field="model_type"
         )
     raise InvalidRequest("architectures is missing; it must name the model's class", field="architectures")
-
-
-def _is_recurrent(architecture: str) -> bool:
-    """Whether models of it have recurrent layers, and so are not served yet."""
-    if architecture in WITH_IMAGES:
-        return any(FAMILIES[TEXTS[text].name].recurrent for text in WITH_IMAGES[architecture].texts)
-    return FAMILIES[architecture].recurrent
 
 
 def _of_text(architecture: str, config: Fields) -> tuple[str, Family, Fields]:
@@ -242,12 +237,12 @@ def _layers(
         bias=biased if family.qkv_bias is None else family.qkv_bias,
         output_bias=biased if family.output_bias is None else family.output_bias,
         qk_norm=family.qk_norm,
-        gated=family.recurrent,
+        gated=family.recurrent is not None,
     )
-    mlp = _mlp(config, family, hidden)
+    mlps = _mlps(config, family, hidden, count)
     layer = LayerSpec(
         mixer,
-        mlp,
+        mlps[0],
         norm,
         family.norms,
         parallel=family.parallel,
@@ -257,14 +252,15 @@ def _layers(
         replace(
             layer,
             mixer=replace(mixer, window=window),
+            mlp=mlp,
             rope=None if unrotated else int(len(ropes) > 1 and window is not None),
         )
-        for window, unrotated in zip(windows, no_rope, strict=True)
+        for mlp, window, unrotated in zip(mlps, windows, no_rope, strict=True)
     ]
-    if family.recurrent:
-        recurrent = Recurrent(hidden, _recurrent_shape(config))
-        if mlp.activation != "silu":  # its convolution has the same
-            raise NotSupported(f"hidden_act must be silu, not {mlp.activation}", field="hidden_act")
+    if family.recurrent is not None:
+        recurrent = Recurrent(hidden, _recurrent_shape(config), by_heads=family.recurrent == "heads")
+        if (activation := mlps[0].activation) != "silu":  # its convolution has the same
+            raise NotSupported(f"hidden_act must be silu, not {activation}", field="hidden_act")
         kinds = read_recurrent(config, count)
         made = [
             replace(each, mixer=recurrent, rope=None) if kind else each for each, kind in zip(made, kinds, strict=True)
@@ -274,16 +270,24 @@ def _layers(
     return tuple(made), ropes
 
 
-def _mlp(config: Fields, family: Family, hidden: int) -> Dense:
-    return Dense(
+def _mlps(config: Fields, family: Family, hidden: int, layers: int) -> tuple[Dense | Experts, ...]:
+    """Of each layer."""
+    activation = _activation(config, family)
+    experts: tuple[Experts | None, ...] = (None,) * layers
+    if family.experts is not None:
+        experts = read_experts(config, family.experts, hidden, activation, layers)
+    if None not in experts:
+        return tuple(each for each in experts if each is not None)
+    dense = Dense(
         hidden=hidden,
-        inner=config.integer("intermediate_size"),
-        activation=_activation(config, family),
+        inner=config.integer("intermediate_size", *([] if family.inner is None else [family.inner])),
+        activation=activation,
         names=family.names.gate_up,
         down=family.names.down,
         gated=family.gated,
         bias=family.mlp_bias is not None and config.flag(family.mlp_bias, family.biased),
     )
+    return tuple(dense if each is None else each for each in experts)
 
 
 def _latent_layers(  # noqa: PLR0917
@@ -291,7 +295,7 @@ def _latent_layers(  # noqa: PLR0917
 ) -> tuple[tuple[LayerSpec, ...], tuple[RopeSpec, ...]]:
     rope = read_rope(config, family.rotation, max_context, config.integer("qk_rope_head_dim", 64))
     mixer = read_latent(config, latent, hidden, rope.score_scale)
-    mlps = read_experts(config, latent, count, _mlp(config, family, hidden))
+    mlps = _mlps(config, family, hidden, count)
     return tuple(LayerSpec(mixer, mlp, norm, family.norms) for mlp in mlps), (rope,)
 
 

@@ -109,6 +109,16 @@ TEXTS: Final[dict[str, TextPart]] = {
             "max_position_embeddings": 32_768,
         },
     ),
+    "qwen3_5_moe_text": TextPart(
+        "Qwen3_5MoeForCausalLM",
+        {
+            "vocab_size": 248_320,
+            "hidden_size": 2048,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 32_768,
+        },
+    ),
 }
 """By the ``model_type`` of the section."""
 
@@ -123,20 +133,22 @@ class WithImages:
     roots: tuple[Roots, ...] = ROOTS
 
 
+_QWEN_35: Final = (Roots("model.language_model.", "lm_head.", ("model.visual.",), ("mtp.",)),)
+
 WITH_IMAGES: Final[dict[str, WithImages]] = {
     "Gemma3ForConditionalGeneration": WithImages("gemma3", ("gemma3_text",)),
     "Mistral3ForConditionalGeneration": WithImages("mistral3", ("mistral",)),
     "LlavaForConditionalGeneration": WithImages("llava", ("llama", "mistral")),
-    "Qwen3_5ForConditionalGeneration": WithImages(
-        "qwen3_5",
-        ("qwen3_5_text",),
-        (Roots("model.language_model.", "lm_head.", ("model.visual.",), ("mtp.",)),),
-    ),
+    "Qwen3_5ForConditionalGeneration": WithImages("qwen3_5", ("qwen3_5_text",), _QWEN_35),
+    "Qwen3_5MoeForConditionalGeneration": WithImages("qwen3_5_moe", ("qwen3_5_moe_text",), _QWEN_35),
 }
 """By ``architectures[0]``."""
 
+_DRAFTS: Final = Roots(drafts=("mtp.",))
 WITH_DRAFTS: Final = {
-    "Qwen3_5ForCausalLM": Roots(drafts=("mtp.",)),
+    "Qwen3NextForCausalLM": _DRAFTS,
+    "Qwen3_5ForCausalLM": _DRAFTS,
+    "Qwen3_5MoeForCausalLM": _DRAFTS,
     "DeepseekV3ForCausalLM": Roots(drafts=("model.layers.{layers}.",)),
 }
 """Models of text alone whose checkpoints may have layers that draft tokens."""

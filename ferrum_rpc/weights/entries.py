@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,13 +32,15 @@ CHUNK: Final = 1 << 20
 class TensorEntry:
     """A tensor's dtype and shape, and the path of its file. ``offset``: where its bytes begin, in a file that is read
     without a library. With an ``encoding``, ``dtype`` is what the matrix counts as where a dtype to compute in is
-    chosen, and ``file`` has its largest part."""
+    chosen, and ``file`` has its largest part. ``piece``: what it
+    is of a larger tensor of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path
     offset: int | None = None
     encoding: Encoding | None = None
+    piece: TensorPiece | None = None
 
     @property
     def nbytes(self) -> int:
@@ -46,6 +48,15 @@ class TensorEntry:
         if self.encoding is not None:
             return sum(entry.nbytes for _, entry in self.encoding.parts.values())
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TensorPiece(NamedTuple):
+    """Rows ``first`` to ``last`` of the matrix number ``matrix`` of the stored tensor ``name`` [matrices, rows, ..]."""
+
+    name: str
+    matrix: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,11 @@ class MappedFile:
             if self._mapped > MAPPED_BYTES:
                 self._opened, self._mapped = None, 0
         try:
-            tensor: Tensor = opened.get_tensor(name)
+            if entry.piece is None:
+                tensor: Tensor = opened.get_tensor(name)
+            else:
+                whole, matrix, first, last = entry.piece
+                tensor = opened.get_slice(whole)[matrix, first:last]
         except SafetensorError as error:
             raise broken(self._file, f"tensor {name[:120]!r} cannot be read: {str(error)[:200]!r}") from None
         if (tensor.dtype, tensor.shape) != (entry.dtype, entry.shape):

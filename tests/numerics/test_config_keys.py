@@ -49,6 +49,8 @@ OTHERWISE = {
     **{"qk_head_dim": 99, "rope_interleave": False, "first_k_dense_replace": 2, "moe_intermediate_size": 48},
     **{"n_group": 2, "topk_group": 3, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 2},
     **{"topk_method": "group_limited_greedy", "norm_topk_prob": False, "routed_scaling_factor": 0.7},
+    **{"num_experts": 5, "shared_expert_intermediate_size": 48, "router_aux_loss_coef": 0.5},
+    **{"decoder_sparse_step": 2, "mlp_only_layers": [0]},
     **{"output_router_logits": True, "num_mtp_layers": 2, "num_nextn_predict_layers": 2},
     "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
     **{"architectures": ["MambaForCausalLM"], "model_type": "gpt2", "transformers_version": "9.9.9"},

@@ -36,8 +36,16 @@ FAMILIES: dict[str, str] = {
     "cohere2": "Cohere2",
 }
 
-RECURRENT: dict[str, str] = {"qwen3_5": "Qwen3_5"}
-"""Families with recurrent layers."""
+RECURRENT: dict[str, str] = {"qwen3_5": "Qwen3_5", "qwen3_next": "Qwen3Next", "qwen3_5_moe": "Qwen3_5Moe"}
+"""Families with recurrent layers, all but the first with experts."""
+
+EXPERTS_SHAPE: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
+"""Of layers with experts."""
 
 RECURRENT_SHAPE: dict[str, Any] = {
     "hidden_size": 128,
@@ -51,6 +59,16 @@ RECURRENT_SHAPE: dict[str, Any] = {
     "linear_value_head_dim": 32,
 }
 """Of a model with recurrent layers: sizes that our kernels take, so that bits can be compared."""
+
+RECURRENT_HEADS: dict[str, Any] = {
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+"""Of a tiny model with recurrent layers."""
 
 LATENT: dict[str, str] = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
 """Families with latent attention and experts."""
@@ -109,14 +127,9 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2},
     "glm4": {"head_dim": 16},
     "cohere2": {"sliding_window": 9, "sliding_window_pattern": 2},
-    "qwen3_5": {
-        "head_dim": 16,
-        "full_attention_interval": 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
+    "qwen3_5": RECURRENT_HEADS,
+    "qwen3_next": RECURRENT_HEADS | EXPERTS_SHAPE,
+    "qwen3_5_moe": RECURRENT_HEADS | EXPERTS_SHAPE,
     "deepseek_v2": LATENT_SHAPE | {"q_lora_rank": None, "topk_method": "greedy"},
     "deepseek_v3": LATENT_SHAPE | {"q_lora_rank": 48},
 }
@@ -127,7 +140,8 @@ def config_class(family: str) -> Any:
     import transformers
 
     name = CLASSES[family]
-    return getattr(transformers, f"{name}TextConfig" if family in {"gemma3", *RECURRENT} else f"{name}Config")
+    with_images = family in {"gemma3", "qwen3_5", "qwen3_5_moe"}
+    return getattr(transformers, f"{name}TextConfig" if with_images else f"{name}Config")
 
 
 def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:

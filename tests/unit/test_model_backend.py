@@ -106,8 +106,8 @@ def test_what_neither_serves_has_both_reasons(folder):
 @pytest.mark.parametrize("command", ["plan", "doctor"])
 def test_models_with_a_state_are_refused_by_name(command, tmp_path, capsys):
     state = "it keeps a state in addition to keys and values"
-    make_family_checkpoint(tmp_path, "qwen3_next", layer_types=["linear_attention", "full_attention"])
-    ours = "architectures: 'Qwen3NextForCausalLM' is not supported"
+    make_family_checkpoint(tmp_path, "jamba", attn_layer_period=2, attn_layer_offset=1)
+    ours = "architectures: 'JambaForCausalLM' is not supported"
     for backend, said in (("auto", f"^{ours}.*; nor through transformers: .*{state}"), ("native", ours), ("hf", state)):
         for serve in (choose, build_runner):
             with pytest.raises(NotSupported, match=said):

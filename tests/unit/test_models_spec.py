@@ -14,6 +14,7 @@ from ferrum_rpc.models.families import FAMILIES
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.spec import ModelSpec
+from ferrum_rpc.models.with_images import WITH_IMAGES
 from tests.support.checkpoints import FAMILIES as TEST_FAMILIES
 from tests.support.checkpoints import make_model
 
@@ -142,8 +143,7 @@ def refused(config, error, field):
 
 def test_unknown_architectures_are_refused_with_the_list_of_known_ones():
     message = refused(LLAMA | {"architectures": ["MambaForCausalLM"]}, NotSupported, "architectures")
-    assert [name for name in FAMILIES if name not in message] == ["Qwen3_5ForCausalLM"]  # it is not served yet
-    assert "Gemma3ForConditionalGeneration" in message and "Qwen3_5For" not in message
+    assert [name for name in (*FAMILIES, *WITH_IMAGES) if name not in message] == []
     refused(without(LLAMA, "architectures") | {"model_type": "mamba"}, NotSupported, "model_type")
     refused(without(LLAMA, "architectures", "model_type"), InvalidRequest, "architectures")
 
@@ -476,19 +476,12 @@ def test_qwen_35_has_recurrent_layers_and_gated_attention():
         ({"linear_key_head_dim": 0}, InvalidRequest, "linear_key_head_dim"),
         ({"linear_value_head_dim": 1 << 20}, InvalidRequest, "linear_value_head_dim"),
         ({"rope_parameters": {"rope_theta": 1e7, "sections": 3}}, NotSupported, "rope_parameters.sections"),
-        ({"model_type": "qwen3_next"}, NotSupported, "model_type"),
+        ({"model_type": "qwen3_next"}, InvalidRequest, "model_type"),
     ],
     ids=str,
 )
 def test_what_qwen_35_is_refused_for(fields, error, field):
     refused(QWEN35_TEXT | {"architectures": ["Qwen3_5ForCausalLM"]} | fields, error, field)
-
-
-@pytest.mark.parametrize(
-    "name", ["Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"]
-)
-def test_its_relatives_with_experts_are_refused_by_name(name):
-    assert name in refused(QWEN35_TEXT | {"architectures": [name]}, NotSupported, "architectures")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -507,7 +500,7 @@ def test_errors_do_not_repeat_a_megabyte():
     ):
         with pytest.raises(ExecutorError) as caught:
             ModelSpec.from_config(LLAMA | fields)
-        assert len(caught.value.message) < 600
+        assert len(caught.value.message) < 1000
 
 
 def test_every_key_that_is_not_known_is_named_at_once() -> None:

@@ -21,7 +21,7 @@ from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.config import IDENTITY, ModelSettings
 from ferrum_rpc.core import NO_KERNELS, AttentionSpec, StateTensors
 from ferrum_rpc.engine.assembly.hf_source import HfCheckpoint, describe_checkpoint
-from ferrum_rpc.engine.assembly.loading import Progress, choose_dtype, read_spec, stored_parts
+from ferrum_rpc.engine.assembly.loading import Progress, choose_dtype, read_spec, stored_parts, with_single_experts
 from ferrum_rpc.engine.assembly.source import (
     AS_STORED,
     QUANTIZE_NONE,
@@ -261,7 +261,8 @@ def _choose_checkpoint(
     requested = config.model_backend
     if requested != HF:
         try:
-            spec = read_spec(checkpoint)
+            ours = with_single_experts(checkpoint)
+            spec = read_spec(ours)
             _check_cache(config, spec, device)
         except UnknownKey:
             raise
@@ -273,7 +274,7 @@ def _choose_checkpoint(
             reason = "requested" if requested == BACKEND_NATIVE else "the faster backend"
             alone = "; images are not served" if spec.roots.images else ""
             reasons.append((f"model={BACKEND_NATIVE}", reason + alone))
-            return _choose_decoder(config, checkpoint, spec, device, reasons, elsewhere=elsewhere, rank=rank)
+            return _choose_decoder(config, ours, spec, device, reasons, elsewhere=elsewhere, rank=rank)
     try:
         described = describe_checkpoint(checkpoint)
     except (InvalidRequest, NotSupported) as error:

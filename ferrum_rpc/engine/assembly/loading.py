@@ -16,6 +16,7 @@ import torch
 
 from ferrum_rpc.errors import InvalidRequest, NotSupported, listed
 from ferrum_rpc.models.decoder import SINGLE, Decoder, ParallelContext
+from ferrum_rpc.models.expert_config import MAX_EXPERTS
 from ferrum_rpc.models.fields import Fields
 from ferrum_rpc.models.fused_ops import FusedOps
 from ferrum_rpc.models.layout import EMBEDDING, NOTHING_HELD, Held, embedding_name, head_name, held_parts, layout
@@ -26,6 +27,7 @@ from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.with_images import roots
 from ferrum_rpc.native import cpu
 from ferrum_rpc.weights.checkpoint import GENERATION_CONFIG, Checkpoint
+from ferrum_rpc.weights.joined_experts import single_experts
 
 Progress = Callable[[int, int], None]
 """``progress(bytes read, bytes in total)``, after every tensor."""
@@ -60,7 +62,7 @@ def load_model(
     ``held``: the matrices that stay as they are stored (`stored_parts`). Raises what `read_spec` does, and
     InvalidRequest for weights that are not finite.
     """
-    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
+    checkpoint = source if isinstance(source, Checkpoint) else with_single_experts(Checkpoint.open(source))
     linear = linear or select_linear(device, dtype)[2]
     decoder = Decoder(
         spec or read_spec(checkpoint), dtype, device, linear, ops, head=head, parallel=parallel, held=held
@@ -75,6 +77,11 @@ def load_model(
         if progress is not None:
             progress(done, total)
     return decoder
+
+
+def with_single_experts(checkpoint: Checkpoint) -> Checkpoint:
+    """With a tensor for each matrix of an expert, as a decoder expects them."""
+    return replace(checkpoint, entries=single_experts(checkpoint.entries, MAX_EXPERTS))
 
 
 def stored_parts(checkpoint: Checkpoint, spec: ModelSpec, shard: Shard, bits: Collection[int] = (4, 8)) -> Held:

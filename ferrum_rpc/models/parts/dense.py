@@ -28,6 +28,11 @@ class Dense:
             Matrix("down", (hidden,), inner, (self.down,), self.bias, Cut.COLUMNS),
         )
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the rows that the activation makes."""
+        return (self.inner,)
+
     def share(self, ranks: int) -> Dense:
         """What each of so many ranks has."""
         return replace(self, inner=self.inner // ranks)

@@ -1,6 +1,6 @@
 """Experts: an MLP of many parts, some of which compute a row, beside a part that computes every row.
 
-The checkpoint's names are those of DeepSeek V2 and V3.
+The checkpoint's names are those that the experts of DeepSeek V2 and V3, Qwen3-Next and Qwen3.5 have in common.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """``count`` experts of ``inner`` channels, with gates. The part that computes every row is as ``shared`` of
-    them."""
+    """``count`` experts of ``inner`` channels, with gates. The part that computes every row has ``shared`` channels;
+    ``shared_name`` is its module. ``shared_gate``: the module of one row of weights; the answer of that part is
+    multiplied with the sigmoid of its product."""
 
     hidden: int
     inner: int
@@ -38,27 +39,41 @@ class Experts:
     count: int
     shared: int
     routing: Routing
+    shared_name: str = "mlp.shared_experts"
+    shared_gate: str | None = None
     gated: bool = True
 
     def matrices(self) -> tuple[Matrix, Matrix]:
         """Of the part that computes every row."""
-        return self._pair("", "mlp.shared_experts", self.shared * self.inner, adaptable=True)
+        return self._pair("", self.shared_name, self.shared, adaptable=True)
 
     def others(self) -> tuple[Matrix, ...]:
-        """What scores experts, and their matrices."""
+        """The router, and the matrices of experts."""
         experts = [
             each
             for index in range(self.count)
             for each in self._pair(f"{index}.", f"mlp.experts.{index}", self.inner, adaptable=False)
         ]
-        scores = Channels(self.count), Channels(self.hidden)
-        return (Matrix("router", scores[:1], scores[1], ("mlp.gate",), adaptable=False, apart=True), *experts)
+        return self.router(), *experts
+
+    def router(self) -> Matrix:
+        """What scores experts, and makes the gate of the part that computes every row."""
+        heights, names = [self.count], ["mlp.gate"]
+        if self.shared_gate is not None:
+            heights, names = [*heights, 1], [*names, self.shared_gate]
+        rows = tuple(map(Channels, heights))
+        return Matrix("router", rows, Channels(self.hidden), tuple(names), adaptable=False, apart=True)
 
     def floats(self) -> tuple[Floats, ...]:
         """The biases of the choice."""
         if not self.routing.biased:
             return ()
         return (Floats("choice", "mlp.gate.e_score_correction_bias", (self.count,)),)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the rows that the activation makes."""
+        return self.inner, self.shared
 
     def share(self, ranks: int) -> Experts:
         """Itself: ``ranks`` is 1 (`obstacle`)."""

@@ -1,6 +1,6 @@
 """Gated DeltaNet, a recurrent layer: a state of fixed size in place of keys and values. The mixer of a layer.
 
-The checkpoint's names are those of Qwen3.5.
+The checkpoint's names are those of Qwen3-Next and Qwen3.5.
 """
 
 from __future__ import annotations
@@ -13,21 +13,30 @@ from ferrum_rpc.models.matrices import Channels, Floats, Matrix, NormWeights
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """``shape``: its heads and its convolution, and so what a sequence keeps of it."""
+    """``shape``: its heads and its convolution, and so what a sequence keeps of it. ``by_heads``: the checkpoint has
+    what is made of the hidden row by key heads, as Qwen3-Next does, not part by part."""
 
     hidden: int
     shape: RecurrentShape
+    by_heads: bool = False
 
     def matrices(self) -> tuple[Matrix, Matrix]:
         """The inputs of the convolution, the gate of the output, and two numbers of each value head: how much of a
         token is written, and how much the state decays; the output back to hidden rows."""
+        values = Channels(self.shape.value_heads, self.shape.value_dim)
+        return self._inputs(), Matrix("output", (Channels(self.hidden),), values, ("linear_attn.out_proj",))
+
+    def _inputs(self) -> Matrix:
         shape, hidden = self.shape, Channels(self.hidden)
-        heads, values = Channels(shape.value_heads), Channels(shape.value_heads, shape.value_dim)
-        names = tuple(f"linear_attn.in_proj_{each}" for each in ("qkv", "z", "b", "a"))
-        return (
-            Matrix("inputs", (Channels(shape.channels), values, heads, heads), hidden, names),
-            Matrix("output", (hidden,), values, ("linear_attn.out_proj",)),
-        )
+        prefix, by_parts = "linear_attn.in_proj_", ("qkv", "z", "b", "a")
+        if not self.by_heads:
+            heads, values = Channels(shape.value_heads), Channels(shape.value_heads, shape.value_dim)
+            names = tuple(prefix + each for each in by_parts)
+            return Matrix("inputs", (Channels(shape.channels), values, heads, heads), hidden, names)
+        keys, sharing = Channels(shape.key_heads, shape.key_dim), shape.value_heads // shape.key_heads
+        values, numbers = Channels(shape.key_heads, sharing * shape.value_dim), Channels(shape.key_heads, sharing)
+        rows, names = (keys, keys, values, values, numbers, numbers), (f"{prefix}qkvz", f"{prefix}ba")
+        return Matrix("inputs", rows, hidden, names, interleaved=(4, 2))
 
     def norms(self) -> tuple[NormWeights, ...]:
         """None: the one of its output has other weights than a model's norms (`floats`)."""
