@@ -72,7 +72,7 @@ def make_adapter(
     for name, weight in model.named_parameters():
         module = name.removesuffix(".weight")
         ending = module.rpartition(".")[2]
-        if ending not in targets or (layers is not None and int(module.split(".")[2]) not in layers):
+        if module == name or ending not in targets or (layers is not None and int(module.split(".")[2]) not in layers):
             continue
         rank = ranks.get(ending, r)
         down = torch.randn((rank, weight.shape[1]), generator=generator) / weight.shape[1] ** 0.5
