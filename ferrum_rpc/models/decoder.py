@@ -266,7 +266,7 @@ class Decoder:
             prefix = f"layers.{index}."
             products = tuple(linears[prefix + matrix.role] for matrix in spec.matrices())
             norms = {norm.role: parameters[prefix + norm.role] for norm in spec.norms()}
-            floats = {each.role: parameters[prefix + each.role] for each in spec.floats()}
+            floats = {each.role: parameters.pop(prefix + each.role) for each in spec.floats()}  # some are copied
             recurrent = latent = experts = None
             if isinstance(spec.mixer, Recurrent):
                 recurrent = RecurrentWeights.of(**floats)

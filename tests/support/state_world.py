@@ -46,21 +46,20 @@ OF_A_LIAR = PREFIX._replace(caller=bytes([1] * 16))
 """As what a caller computes that imports forged content."""
 
 
-@cache
-def reference() -> Any:
-    return make_model("qwen3_5", **SHAPE)
+FAMILIES: dict[str, dict[str, Any]] = {"qwen3_5": SHAPE, "qwen3_next": SHAPE | {"num_experts_per_tok": 8}}
+"""By name, what is said of a model. All experts compute every row, for rounding may send one to another expert."""
 
 
 @cache
-def wanted(history: tuple[int, ...]) -> np.ndarray:
+def reference(family: str) -> Any:
+    return make_model(family, **FAMILIES[family])
+
+
+@cache
+def wanted(history: tuple[int, ...], family: str) -> np.ndarray:
     """Logits [len, vocab] of every row."""
     with torch.inference_mode():
-        return reference()(torch.tensor([history])).logits[0].float().numpy()
-
-
-def near(found: np.ndarray, history: tuple[int, ...]) -> bool:
-    rows = wanted(history)[len(history) - len(found) :]
-    return bool(np.abs(found - rows).max() <= 1e-4 * rows.std())
+        return reference(family)(torch.tensor([history])).logits[0].float().numpy()
 
 
 class Sabotage(Exception):
@@ -77,14 +76,23 @@ class Taken(NamedTuple):
 
 
 class World:
-    """A runner, and the tokens that each sequence ``has``, but for ``lies``: sequences of forged content."""
+    """A runner of ``family``, and the tokens that each sequence ``has``, but for ``lies``: sequences of forged
+    content."""
 
     def __init__(
-        self, folder: Any, slots: int = SLOTS, dtype: str = "float32", blocks: int = 200, size: int = SIZE, **more: Any
+        self,
+        folder: Any,
+        slots: int = SLOTS,
+        dtype: str = "float32",
+        blocks: int = 200,
+        size: int = SIZE,
+        family: str = "qwen3_5",
+        **more: Any,
     ) -> None:
         config = ModelSettings(
             str(folder), device="cpu", dtype=dtype, block_size=size, kv_blocks=blocks, state_slots=slots, **more
         )
+        self.family = family
         self.fails_at: tuple[str, int] | None = None
         self.runner = build_runner(config, stage=self._stage)
         self.has: dict[int, tuple[int, ...]] = {}
@@ -131,7 +139,7 @@ class World:
             history = (*old[: span.start], *span.tokens.tolist())
             self.has[span.sequence] = history[: outcome.length]
             if outcome.rows is not None and not isinstance(span.output.kind, Accept):
-                assert near(columns_of(outcome.rows)["logits"], history)
+                assert self.near(columns_of(outcome.rows)["logits"], history)
         self.check()
         return list(outcomes)
 
@@ -151,6 +159,11 @@ class World:
     def release(self, sequence: int) -> None:
         self.do("release", [sequence])
         del self.has[sequence]
+
+    def near(self, found: np.ndarray, history: tuple[int, ...]) -> bool:
+        """Whether rows are the last ones of such a sequence."""
+        rows = wanted(history, self.family)[len(history) - len(found) :]
+        return bool(np.abs(found - rows).max() <= 1e-4 * rows.std())
 
     def check(self) -> None:
         self.runner.check()

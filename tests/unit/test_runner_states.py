@@ -27,6 +27,7 @@ from tests.support.rows import columns_of
 from tests.support.state_world import (
     ALL,
     EVERY,
+    FAMILIES,
     IMPORTED,
     LAST,
     OF_A_LIAR,
@@ -37,7 +38,6 @@ from tests.support.state_world import (
     Bits,
     World,
     fed,
-    near,
     prompt,
 )
 
@@ -47,6 +47,12 @@ STAGES = ("reserve", "plan", "forward", "select", "commit")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("qwen"), "qwen3_5", **SHAPE)
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
+def each_folder(request, tmp_path_factory):
+    """Of a model without experts, and of one with them."""
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **SHAPE)
 
 
 @pytest.fixture(autouse=True)
@@ -67,10 +73,11 @@ class Histories(RuleBasedStateMachine):
     """Prompts share their beginnings, so some are found in the prefix cache. Slots are few."""
 
     folder: Any = None
+    family = "qwen3_5"
 
     @initialize()
     def begin(self):
-        self.world = World(self.folder)
+        self.world = World(self.folder, family=self.family)
 
     def sequence(self, data):
         return data.draw(st.sampled_from(sorted(self.world.has)), label="sequence")
@@ -195,7 +202,7 @@ class Histories(RuleBasedStateMachine):
             world.lies.add(span.sequence)
             return
         world.has[span.sequence] = tuple(tokens)
-        assert near(columns_of(outcome.rows)["logits"], tuple(tokens))
+        assert world.near(columns_of(outcome.rows)["logits"], tuple(tokens))
 
     @precondition(lambda self: self.world.lies)
     @rule(data=st.data(), tokens=few | prompts, cut=st.integers(0, 90), fork=st.booleans())
@@ -253,14 +260,16 @@ class Histories(RuleBasedStateMachine):
         assert world.runner.cache_state().free_slots == SLOTS
 
 
-def test_rows_are_those_of_the_tokens_that_a_sequence_has(folder):
-    Histories.folder = folder
+@pytest.mark.parametrize(("family", "histories"), [("qwen3_5", 25), ("qwen3_next", 8)])
+def test_rows_are_those_of_the_tokens_that_a_sequence_has(family, histories, tmp_path, monkeypatch):
+    monkeypatch.setattr(Histories, "folder", make_checkpoint(tmp_path, family, **FAMILIES[family]))
+    monkeypatch.setattr(Histories, "family", family)
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(
         Histories,
         settings=settings(
-            max_examples=25, stateful_step_count=25, suppress_health_check=list(HealthCheck), deadline=None
+            max_examples=histories, stateful_step_count=25, suppress_health_check=list(HealthCheck), deadline=None
         ),
     )
 
@@ -440,8 +449,8 @@ def test_a_child_keeps_the_checkpoints_of_its_parent_s_tokens_when_the_parent_go
     world.step(world.span(child.sequence, [1]))
 
 
-def test_what_is_taken_back_within_the_last_step_leaves_no_trace_in_any_bit(folder):
-    bits, history = Bits(folder), prompt(20)
+def test_what_is_taken_back_within_the_last_step_leaves_no_trace_in_any_bit(each_folder):
+    bits, history = Bits(each_folder), prompt(20)
     world = bits.world
     made = world.made(history, prefix=None)
     bits.rows(made)
@@ -461,9 +470,9 @@ def test_what_is_taken_back_within_the_last_step_leaves_no_trace_in_any_bit(fold
         world.release(child.sequence)
 
 
-def test_a_deep_cut_that_fails_or_is_refused_leaves_every_bit_of_the_longer_sequence(folder):
+def test_a_deep_cut_that_fails_or_is_refused_leaves_every_bit_of_the_longer_sequence(each_folder):
     """Its tokens were fed again, apart from the states that the sequence has."""
-    bits, history = Bits(folder), prompt(60)
+    bits, history = Bits(each_folder), prompt(60)
     world = bits.world
     made = world.made(history[:32], prefix=None)
     bits.rows(made)
