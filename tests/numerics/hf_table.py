@@ -34,7 +34,7 @@ from ferrum_rpc.models.hf.describe import describe
 from ferrum_rpc.models.spec import ModelSpec
 from tests.numerics.test_hf_families import feed, plain_logits, settings
 from tests.support.harness import error
-from tests.support.hf_families import FAMILIES, HEADS, NATIVE, TINY, UNSAFE, make_family, model_type
+from tests.support.hf_families import FAMILIES, HEADS, NATIVE, STATES, TINY, UNSAFE, make_family, model_type
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TINY_HEAD = HEADS["head_dim"]
@@ -80,8 +80,9 @@ class Speed(NamedTuple):
 
 def measure(family: str) -> Measured:
     """Through our runner, and by transformers."""
-    model = make_family(family)
-    backend = "native" if family in NATIVE else "hf"
+    model = make_family(family, **STATES.get(family, {}))
+    alone = family in NATIVE or family in STATES
+    backend = "native" if alone else "hf"
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         exact = error(feed(build_runner(settings(folder, model_backend=backend))), plain_logits(model).double())
@@ -94,7 +95,7 @@ def measure(family: str) -> Measured:
         rounded = feed(build_runner(settings(folder, dtype="bfloat16", model_backend=backend)))
     with suppress(ExecutorError):
         ModelSpec.from_config(model.config.to_dict() | {"architectures": [type(model).__name__]})
-        backend = backend if family in NATIVE else "native, hf"
+        backend = backend if alone else "native, hf"
     errors = exact, usual_error(rounded, truth), usual_error(theirs, truth)
     return Measured(type(model).__name__, backend, *errors, features(model))
 
@@ -107,6 +108,7 @@ def features(model: Any) -> str:
     rotations = list(rope.values()) if rope and all(isinstance(each, dict) for each in rope.values()) else [rope]
     window = getattr(config, "sliding_window", None) or getattr(config, "local_attention", None)
     found = {
+        "recurrent layers": "linear_attention" in kinds,
         "windows": bool(window) and "sliding_attention" in (kinds or {"sliding_attention"}),
         "full layers among them": {"sliding_attention", "full_attention"} <= kinds,
         "sinks": any("sinks" in name for name in names),
@@ -125,7 +127,7 @@ def features(model: Any) -> str:
 
 def measure_speed(family: str) -> Speed:
     """Of all sides in turn. Of models of text and images the text part is a family of its own in the table."""
-    told = {**FAMILIES.get(family, {})}
+    told = (FAMILIES | STATES).get(family, {})
     wide = {name: value for name, value in WIDE.items() if name not in told}
     if "kv_lora_rank" in told:
         wide = {name: value for name, value in wide.items() if "heads" not in name}
@@ -133,7 +135,7 @@ def measure_speed(family: str) -> Speed:
         wide["head_dim"] = 64
     if "vocab_size_per_layer_input" in told:
         del wide["vocab_size"]
-    model = make_family(family, **wide).to(torch.bfloat16)
+    model = make_family(family, **STATES.get(family, {}) | wide).to(torch.bfloat16)
     prompt = torch.arange(BATCH * PROMPT).view(BATCH, PROMPT) % model.config.vocab_size
     sides: dict[str, Callable[[int], object]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -183,7 +185,7 @@ def table(before: str, wanted: list[str]) -> str:
         "| native against hf | ours against transformers | what its model has |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for family in (*FAMILIES, *NATIVE):
+    for family in (*FAMILIES, *STATES, *NATIVE):
         if family in kept and family not in wanted:
             lines.append(kept[family])
             continue
@@ -191,10 +193,12 @@ def table(before: str, wanted: list[str]) -> str:
         print(family, *found, f"{found.rounded / found.theirs:.2f}", flush=True)
         figures = f"{found.exact:.0e} | {found.rounded:.1e} | {found.theirs:.1e}"
         speed: object = " | "
-        if family in FAMILIES and "text_config" not in FAMILIES[family]:
+        if family in STATES or (family in FAMILIES and "text_config" not in FAMILIES[family]):
             print(speed := measure_speed(family), flush=True)
         lines.append(f"| {family} | {found.architecture} | {found.backend} | {figures} | {speed} | {found.features} |")
     for family, (overrides, _) in UNSAFE.items():
+        if family in STATES:
+            continue
         try:
             describe({**TINY, **overrides, "model_type": model_type(family)})
         except NotSupported as refusal:

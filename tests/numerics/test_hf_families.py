@@ -21,7 +21,7 @@ from ferrum_rpc.models.hf.describe import describe
 from tests.support.adapters import ALL as ALL_PROJECTIONS
 from tests.support.adapters import make_adapter, merge
 from tests.support.harness import error
-from tests.support.hf_families import ATTENTION_ALONE, FAMILIES, NATIVE, TINY, UNSAFE, make_family, model_type
+from tests.support.hf_families import ATTENTION_ALONE, FAMILIES, NATIVE, STATES, TINY, UNSAFE, make_family, model_type
 from tests.support.rows import answered
 
 TOKENS = np.random.default_rng(3).integers(3, TINY["vocab_size"], size=(3, 20)).astype(np.int32)
@@ -134,7 +134,7 @@ def test_a_family_that_would_be_wrong_is_refused(family):
 
 def test_the_page_has_a_row_for_every_family():
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
-    assert [each for each in (*FAMILIES, *NATIVE, *UNSAFE) if f"\n| {each} | " not in page] == []
+    assert [each for each in (*FAMILIES, *STATES, *NATIVE, *UNSAFE) if f"\n| {each} | " not in page] == []
 
 
 # --- scalings that depend on a length ---------------------------------------------------------------------------------

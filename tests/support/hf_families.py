@@ -135,6 +135,21 @@ ATTENTION_ALONE: dict[str, dict[str, Any]] = {
 }
 """Hybrid families, of models that have none of the layers with a state."""
 
+RECURRENT = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+STATES: dict[str, dict[str, Any]] = {
+    "qwen3_next": RECURRENT | MOE | {"shared_expert_intermediate_size": 24},
+    "qwen3_5_text": RECURRENT,
+    "qwen3_5_moe_text": RECURRENT | MOE | {"shared_expert_intermediate_size": 24},
+}
+"""Those with recurrent layers, which only the native decoder serves."""
+
 NATIVE: dict[str, dict[str, Any]] = {
     "mistral3": {
         "text_config": TINY | HEADS | {"model_type": "mistral", "sliding_window": None},

@@ -86,6 +86,7 @@ class World:
         dtype: str = "float32",
         blocks: int = 200,
         size: int = SIZE,
+        *,
         family: str = "qwen3_5",
         **more: Any,
     ) -> None:

@@ -78,6 +78,7 @@ def allocated() -> int:
 
 def of_torch(work: Callable[[], Any]) -> tuple[int, int]:
     """Bytes of torch's tensors that ``work`` leaves, and the most that it had at a time."""
+    gc.collect()  # what an earlier test left must not be freed meanwhile
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         held = work()
     now = most = 0
