@@ -33,7 +33,7 @@ from ferrum_rpc.weights.checkpoint import Checkpoint
 from tests.numerics.test_latent_models import median
 from tests.numerics.test_recurrent_models import SECTIONS, SPLITS, TOKENS, YARN, native_of, with_rejected_drafts
 from tests.support.adapters import load_adapters, make_adapter, merge
-from tests.support.checkpoints import CLASSES, make_checkpoint, make_model, rewrite
+from tests.support.checkpoints import CLASSES, config_class, make_checkpoint, make_model, rewrite
 from tests.support.harness import (
     CPU,
     Executor,
@@ -210,6 +210,7 @@ def fingerprint(folder: Path) -> bytes:
         (lambda whole: whole.mT.contiguous(), r"misshapen .*experts.0.gate_proj.weight \[48, 64\], exp"),
         (lambda whole: whole[:, :-1].contiguous(), "unexpected .*experts.gate_up_proj"),
         (lambda whole: whole.flatten(0, 1), "unexpected .*experts.gate_up_proj"),
+        (lambda whole: torch.zeros(5000, 2, 1), "unexpected .*experts.gate_up_proj"),
     ],
 )
 def test_experts_in_one_tensor_that_do_not_fit_are_refused(change, said, tmp_path):
@@ -358,6 +359,15 @@ def test_a_published_configuration_is_read(name):
     assert spec.recurrent_shapes == (RecurrentShape(16, 32, 128, 128, 4),) * (len(spec.layers) * 3 // 4)
     assert all(isinstance(layer.mlp, Experts) and layer.mlp.routing.normed for layer in spec.layers)
     assert spec.attention.gated and spec.attention.rotary_dim == 64 and spec.ropes[0].theta == 1e7 and spec.norm.offset
+
+
+@FAMILIES
+def test_an_absent_field_has_the_default_of_transformers(family):
+    data = config_class(family)().to_dict() | {"architectures": [f"{CLASSES[family]}ForCausalLM"]}
+    expected = ModelSpec.from_config(data)
+    required = {"num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings"}
+    for name in data.keys() - required - {"architectures"}:
+        assert ModelSpec.from_config({key: value for key, value in data.items() if key != name}) == expected, name
 
 
 def test_dense_layers_and_those_with_experts_are_where_the_configuration_says():
