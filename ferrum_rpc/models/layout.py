@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ferrum_rpc.models.matrices import Channels, Cut, Matrix, NormWeights
+from ferrum_rpc.models.matrices import Channels, Cut, Floats, Matrix, NormWeights
 from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.stored_integers import SUPER_GROUP, IntegerFormat, Integers
@@ -132,9 +132,7 @@ def layout(spec: ModelSpec, shard: Shard = WHOLE) -> dict[str, TensorPlacement]:
         for norm in spec.layers[source].norms():
             table.update(_norm(norm, prefix, checkpoint, shard))
         for floats in spec.layers[source].floats():
-            table[checkpoint + floats.name] = TensorPlacement(
-                prefix + floats.role, floats.shape, 0, floats.shape, fp32=True
-            )
+            table[checkpoint + floats.name] = _floats(floats, prefix, shard)
         for matrix in spec.layers[source].matrices():
             table.update(_matrix(matrix, prefix, checkpoint, shard, layer, next(slots)))
         for matrix in spec.layers[source].others():
@@ -216,6 +214,25 @@ def _norm(norm: NormWeights, prefix: str, checkpoint: str, shard: Shard) -> Iter
         first += local[0]
 
 
+def _floats(floats: Floats, prefix: str, shard: Shard) -> TensorPlacement:
+    parameter, shape = prefix + floats.role, floats.shape
+    if shard.ranks == 1 or not floats.rows:
+        return TensorPlacement(parameter, shape, 0, shape, fp32=True)
+    ranges = _ranges(floats.rows, shard)
+    local = sum(last - first for first, last in ranges), *shape[1:]
+    return TensorPlacement(parameter, shape, 0, local, Slice(0, ranges), fp32=True)
+
+
+def _ranges(rows: Iterable[Channels], shard: Shard) -> Ranges:
+    """What a rank has of rows of each kind, one kind behind the other."""
+    ranges, height = [], 0
+    for channels in rows:
+        low, high = shard.share(channels)
+        ranges.append((height + low, height + high))
+        height += channels.size
+    return tuple(ranges)
+
+
 def _matrix(  # noqa: PLR0917
     matrix: Matrix, prefix: str, checkpoint: str, shard: Shard, layer: int, slot: int
 ) -> Iterator[tuple[str, TensorPlacement]]:
@@ -223,13 +240,10 @@ def _matrix(  # noqa: PLR0917
     width, first = matrix.columns.size, 0
     columns = shard.share(matrix.columns) if by_columns else (0, width)
     for name, held in matrix.modules():
-        height, ranges = 0, []
-        for channels in held:
-            low, high = shard.share(channels) if by_rows else (0, channels.size)
-            ranges.append((height + low, height + high))
-            height += channels.size
+        height = sum(channels.size for channels in held)
+        ranges = _ranges(held, shard) if by_rows else ((0, height),)
         rows = sum(high - low for low, high in ranges)
-        cut = of_bias = Slice(0, tuple(ranges)) if by_rows else None
+        cut = of_bias = Slice(0, ranges) if by_rows else None
         if by_columns:
             cut, of_bias = Slice(1, (columns,)), Slice(0, ()) if shard.rank else None
         local = rows, columns[1] - columns[0]

@@ -43,9 +43,9 @@ class Cut(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A product of a layer: x [.., columns] -> y [.., rows]. ``role``: what it is called within the layer. ``names``:
-    the checkpoint's modules, one for each of ``rows``, or one that holds all of them; or with ``interleaved`` so many
-    of them each, which must have equally many units, one unit of each in turn. ``adaptable``: adapters may change it.
-    ``apart``: the layer holds it in a form of its own, not as the model's other matrices."""
+    the checkpoint's modules, one for each of ``rows``, or the first holds so many as are left over by the others; or with
+    ``interleaved`` so many of them each, which must have equally many units, one unit of each in turn. ``adaptable``:
+    adapters may change it. ``apart``: the layer holds it in a form of its own, not as the model's other matrices."""
 
     role: str
     rows: tuple[Channels, ...]
@@ -64,7 +64,8 @@ class Matrix:
 
     def modules(self) -> Iterator[tuple[str, tuple[Channels, ...]]]:
         """The checkpoint's modules with their rows."""
-        counts = self.interleaved or ((len(self.rows),) if len(self.names) == 1 else (1,) * len(self.rows))
+        others = len(self.names) - 1
+        counts = self.interleaved or (len(self.rows) - others, *(1,) * others)
         bounds = pairwise(accumulate(counts, initial=0))
         return zip(self.names, [self.rows[first:last] for first, last in bounds], strict=True)
 
@@ -87,11 +88,13 @@ class NormWeights:
 
 class Floats(NamedTuple):
     """Numbers that are neither a matrix nor the weights of a model's norm, held in float32 as the checkpoint has them.
-    ``name``: the checkpoint's tensor. All ranks have them whole."""
+    ``name``: the checkpoint's tensor. ``rows``: what its first axis consists of, which ranks share; nothing: all ranks
+    have it whole."""
 
     role: str
     name: str
     shape: tuple[int, ...]
+    rows: tuple[Channels, ...] = ()
 
     @property
     def size(self) -> int:

@@ -15,6 +15,7 @@ from ferrum_rpc.models.linear import select_linear
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
 from tests.support.adapters import load_adapters
+from tests.support.checkpoints import checkpoint_tensors
 from tests.support.harness import CPU, TOKENS, Executor
 
 TWO = Shard(0, 2)
@@ -41,7 +42,7 @@ def context_of(number: int, whole: Shard, store: Store) -> ParallelContext:
 def decoder_of(reference: Any, context: ParallelContext, dtype: torch.dtype, linear: Any = None) -> Decoder:
     """The decoder of a rank. ``linear``: makes what holds its weights, if not as usual."""
     spec = ModelSpec.from_config(reference.config.to_dict() | {"architectures": [type(reference).__name__]})
-    factory, state = select_linear(CPU, dtype)[2] if linear is None else linear(), reference.state_dict()
+    factory, state = select_linear(CPU, dtype)[2] if linear is None else linear(), checkpoint_tensors(reference)
     decoder = Decoder(spec, dtype, CPU, factory, parallel=context)
     for name in decoder.expected_tensors():
         decoder.load(name, state[name])

@@ -9,6 +9,7 @@ transformers: rounding sends a row to another expert now and then, in either imp
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from ferrum_rpc.models.parts.experts import Routing
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.models.stored_integers import IntegerFormat
+from tests.numerics.ranks import BOTH, FOUR, TWO, on_ranks
 from tests.numerics.test_recurrent_models import native_of
 from tests.support.adapters import load_adapters, make_adapter, merge
 from tests.support.checkpoints import CLASSES, config_class, make_checkpoint, make_model, rewrite
@@ -45,6 +47,7 @@ from tests.support.harness import (
     rounded_model,
     worst,
 )
+from tests.support.harness import TOKENS as RANK_TOKENS
 
 TOKENS = np.random.default_rng(5).integers(0, 300, size=84)
 SPLITS = ([84], [1] * 7 + [40, 1, 3, 33], [32, 5, 1, 1, 13, 32])
@@ -325,6 +328,43 @@ def test_what_lifts_latents_and_what_scores_experts_is_never_held_as_integers():
     assert "layers.1.7.down.weight" in held
 
 
-def test_what_ranks_cannot_share_is_refused_by_name():
-    with pytest.raises(NotSupported, match="latent attention cannot be shared yet; of this model it can be 1"):
-        Shard(0, 2).of(native(model("V3")).spec)
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [TWO, FOUR, BOTH], ids=["2", "4", "2 x 2"])
+@EVERY
+def test_ranks_share_heads_and_experts(case, whole):
+    reference = model(case, vocab_size=500)
+    assert worst(on_ranks(reference, whole), Oracle(reference).logits) <= 1e-5
+
+
+def test_ranks_share_heads_and_experts_in_bfloat16():
+    reference = model("V3", torch.bfloat16, vocab_size=500)
+    oracle = Oracle(reference)
+    theirs = median(reference_logits(reference, RANK_TOKENS, torch.bfloat16), oracle.logits)
+    ours = on_ranks(reference, TWO, torch.bfloat16, linear=partial(made_or_skip, PairFactory))
+    assert median(ours, oracle.logits) <= 2 * theirs
+
+
+@pytest.mark.parametrize("case", ["queries of the hidden row", "V3"])
+def test_ranks_share_adapters(case, tmp_path):
+    reference = model(case, vocab_size=500)
+    targets = ADAPTED if case == "V3" else ("q_proj", *ADAPTED[2:])
+    folder = make_adapter(tmp_path / "one", reference, targets=targets, r=3)
+    ours, plain = on_ranks(reference, TWO, adapters=tmp_path), Oracle(reference)
+    merged = Oracle(merge(reference, folder))
+    assert error(plain.logits, merged.logits) > 0.01
+    assert worst(ours, merged.logits) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "num_attention_heads 3 must be a multiple of it"),
+        ({"moe_intermediate_size": 33}, "moe_intermediate_size 33 must be a multiple of it"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_by_name(changes, words):
+    with pytest.raises(NotSupported, match=f"tensor_parallel 2: {words}; of this model it can be 1") as caught:
+        Shard(0, 2).of(native(model("V3", **changes)).spec)
+    assert caught.value.field == "tensor_parallel"

@@ -8,6 +8,7 @@ bits of a row depend on its sequence alone where products and row operations are
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ferrum_rpc.models.recurrent_rows import RecurrentWeights, gated, gated_norm
 from ferrum_rpc.models.shard import WHOLE, Shard
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import library
-from tests.numerics.ranks import on_ranks
+from tests.numerics.ranks import FOUR, TWO, on_ranks
 from tests.support.adapters import load_adapters, make_adapter, merge
 from tests.support.checkpoints import checkpoint_tensors, make_checkpoint, make_model, rewrite
 from tests.support.harness import CPU, Executor, Oracle, error, made_or_skip, native, rounded_model, threads
@@ -126,6 +127,8 @@ def test_quantized_products_are_near_what_they_quantize():
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------
+
+PAIRS = partial(made_or_skip, PairFactory)
 
 WIDE = {"head_dim": 64}
 """Rows of which our kernels are."""
@@ -375,13 +378,47 @@ def test_stages_have_their_own_states(second, dtype):
     Oracle(reference, dtype, RANK_TOKENS).check(on_ranks(reference, Shard(0, 1, 0, 2), dtype))
 
 
-def test_what_ranks_cannot_share_is_refused_by_name():
-    spec = native(model()).spec
-    with pytest.raises(
-        NotSupported, match="recurrent layers cannot be shared yet; of this model it can be 1"
-    ) as caught:
-        Shard(0, 2).of(spec)
+@pytest.mark.parametrize("whole", [TWO, FOUR], ids=["2", "4"])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_share_the_heads(case, whole):
+    """Also where several have the same key head."""
+    reference = model(vocab_size=500, **CASES[case])
+    assert error(on_ranks(reference, whole), Oracle(reference, tokens=RANK_TOKENS).logits) <= 3e-6
+
+
+def test_ranks_share_the_heads_in_bfloat16():
+    reference = model(torch.bfloat16, vocab_size=500, **WIDE)
+    Oracle(reference, torch.bfloat16, RANK_TOKENS).check(on_ranks(reference, TWO, torch.bfloat16, linear=PAIRS))
+
+
+def test_ranks_share_adapters(tmp_path):
+    reference = model(vocab_size=500)
+    folder = make_adapter(tmp_path / "one", reference, targets=ADAPTED, r=3)
+    ours, plain = on_ranks(reference, TWO, adapters=tmp_path), Oracle(reference)
+    merged = Oracle(merge(reference, folder))
+    assert error(plain.logits, merged.logits) > 0.01
+    assert error(ours, merged.logits) <= 3e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "words"),
+    [
+        ({}, 3, "linear_num_value_heads 4 must be a multiple of it; of this model it can be 1, 2, 4$"),
+        (
+            {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
+            2,
+            "linear_num_key_heads 3 must be a multiple of it, or the other way round; of this model it can be 1$",
+        ),
+        ({"linear_num_value_heads": 8}, 8, "num_attention_heads 4 must be a multiple of it; .* 1, 2, 4$"),
+    ],
+)
+def test_heads_that_ranks_cannot_share_are_refused_by_name(changes, ranks, words):
+    with pytest.raises(NotSupported, match=f"tensor_parallel {ranks}: {words}") as caught:
+        Shard(0, ranks).of(native(model(vocab_size=500, **changes)).spec)
     assert caught.value.field == "tensor_parallel"
+
+
+def test_a_stage_without_attention_is_refused_by_name():
     spec = ModelSpec.from_config(make_model("qwen3_5", **SHAPE | {"full_attention_interval": 4}).config.to_dict())
     with pytest.raises(NotSupported, match="stage 0 would have no layer with attention") as caught:
         Shard(0, 1, 0, 2).of(spec)

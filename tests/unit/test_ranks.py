@@ -255,10 +255,20 @@ def test_what_a_rank_reports_of_itself_is_known_until_it_is_lost():
     ranks.close()
 
 
-def test_a_rank_has_its_part_only():
-    """Every number of a checkpoint is on one rank, but for norms, and heads that are fewer than ranks."""
-    model = make_model("qwen3", num_key_value_heads=2, num_attention_heads=4, vocab_size=400)
-    spec = ModelSpec.from_config(model.config.to_dict())
+WHOLE = ("norm", "q_a_proj", "kv_a_proj", "mlp.gate.")
+"""What each rank has of a layer."""
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen3", {}), ("qwen3_5", {"linear_num_key_heads": 4}), ("deepseek_v2", {}), ("deepseek_v3", {})],
+)
+def test_a_rank_has_its_part_only(family, changes):
+    """Every number of a checkpoint is on one rank, but for norms, what is made of a whole row, and heads that are fewer
+    than ranks."""
+    model = make_model(family, vocab_size=400, **changes)
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    spec = ModelSpec.from_config(config)
     whole = layout(spec)
     for ranks, stages in ((2, 1), (4, 1), (2, 2)):
         seen = {name: np.zeros(placement.shape, int) for name, placement in whole.items()}
@@ -273,7 +283,7 @@ def test_a_rank_has_its_part_only():
                 seen[name] += rows
         for name, counts in seen.items():
             once = 1
-            if "norm" in name:
+            if any(each in name for each in WHOLE):
                 once = ranks
             elif ".k_proj" in name or ".v_proj" in name:
                 once = max(1, ranks // 2)

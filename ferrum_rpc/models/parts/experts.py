@@ -1,14 +1,16 @@
 """Experts: an MLP of many parts, some of which compute a row, beside a part that computes every row.
 
-The checkpoint's names are those that the experts of DeepSeek V2 and V3, Qwen3-Next and Qwen3.5 have in common.
+The checkpoint's names are those that the experts of DeepSeek V2 and V3, Qwen3-Next and Qwen3.5 have in common. Ranks
+share the channels of every expert, so each adds what its part of the same experts finds, in the same order. What scores
+experts is whole on each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from ferrum_rpc.models.matrices import Channels, Floats, Matrix
+from ferrum_rpc.models.matrices import Channels, Cut, Floats, Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +78,20 @@ class Experts:
         return self.inner, self.shared
 
     def share(self, ranks: int) -> Experts:
-        """Itself: ``ranks`` is 1 (`obstacle`)."""
-        return self
+        """What each of so many ranks has."""
+        return replace(self, inner=self.inner // ranks, shared=self.shared // ranks)
 
     def obstacle(self, ranks: int) -> str:
         """Why so many ranks cannot share it; empty if they can."""
-        return "its experts cannot be shared yet" if ranks > 1 else ""
+        if self.inner % ranks:
+            return f"moe_intermediate_size {self.inner} must be a multiple of it"
+        return f"its shared experts' {self.shared} channels must be a multiple of it" if self.shared % ranks else ""
 
     def _pair(self, role: str, name: str, inner: int, *, adaptable: bool) -> tuple[Matrix, Matrix]:
         """Gate and up side by side; down."""
         hidden, width = Channels(self.hidden), Channels(inner)
         names = f"{name}.gate_proj", f"{name}.up_proj"
         return (
-            Matrix(f"{role}gate_up", (width, width), hidden, names, adaptable=adaptable),
-            Matrix(f"{role}down", (hidden,), width, (f"{name}.down_proj",), adaptable=adaptable),
+            Matrix(f"{role}gate_up", (width, width), hidden, names, cut=Cut.ROWS, adaptable=adaptable),
+            Matrix(f"{role}down", (hidden,), width, (f"{name}.down_proj",), cut=Cut.COLUMNS, adaptable=adaptable),
         )

@@ -1,14 +1,17 @@
 """Latent attention (MLA) over a paged cache of latents, as in DeepSeek V2 and V3: the mixer of a layer.
 
 The checkpoint has a head's rotated channels behind its others. Here they are first, as row operations rotate them.
+
+Ranks share the heads. Each has the whole of what latents, and the rows of queries with a low rank, are made of, and so
+the whole cache.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ferrum_rpc.core import AttentionSpec, LatentShape
-from ferrum_rpc.models.matrices import Channels, Floats, Matrix, NormWeights
+from ferrum_rpc.models.matrices import Channels, Cut, Floats, Matrix, NormWeights
 from ferrum_rpc.models.parts.attention import Attention
 
 
@@ -33,13 +36,13 @@ class LatentAttention:
         query = Channels(self.heads, shape.key_dim, pairs, shape.plain)
         row = Channels(1, shape.width, pairs, shape.rank)
         attended, cached = Channels(self.heads, shape.value_dim), "self_attn.kv_a_proj_with_mqa"
-        output = Matrix("output", (hidden,), attended, ("self_attn.o_proj",))
-        if self.query_rank is None:
-            return Matrix("inputs", (query, row), hidden, ("self_attn.q_proj", cached)), output
+        output = Matrix("output", (hidden,), attended, ("self_attn.o_proj",), cut=Cut.COLUMNS)
+        if self.query_rank is None:  # of the row, which is one unit, each rank has all
+            return Matrix("inputs", (query, row), hidden, ("self_attn.q_proj", cached), cut=Cut.ROWS), output
         first = Channels(self.query_rank)
         return (
             Matrix("inputs", (first, row), hidden, ("self_attn.q_a_proj", cached)),
-            Matrix("query", (query,), first, ("self_attn.q_b_proj",)),
+            Matrix("query", (query,), first, ("self_attn.q_b_proj",), cut=Cut.ROWS),
             output,
         )
 
@@ -47,7 +50,8 @@ class LatentAttention:
         """What makes keys and values of latents: of each head the plain channels of its key, then its value."""
         shape = self.shape
         heads, latent = Channels(self.heads, shape.plain + shape.value_dim), Channels(shape.rank)
-        return (Matrix("lifts", (heads,), latent, ("self_attn.kv_b_proj",), adaptable=False, apart=True),)
+        names = ("self_attn.kv_b_proj",)
+        return (Matrix("lifts", (heads,), latent, names, cut=Cut.ROWS, adaptable=False, apart=True),)
 
     def norms(self) -> tuple[NormWeights, ...]:
         """Of latents, and of what queries are made of."""
@@ -61,12 +65,12 @@ class LatentAttention:
         return ()
 
     def share(self, ranks: int) -> LatentAttention:
-        """Itself: ``ranks`` is 1 (`obstacle`)."""
-        return self
+        """What each of so many ranks has."""
+        return replace(self, heads=self.heads // ranks)
 
     def obstacle(self, ranks: int) -> str:
         """Why so many ranks cannot share it; empty if they can."""
-        return "the heads of its latent attention cannot be shared yet" if ranks > 1 else ""
+        return f"num_attention_heads {self.heads} must be a multiple of it" if self.heads % ranks else ""
 
     @property
     def spec(self) -> AttentionSpec:
