@@ -153,6 +153,7 @@ class SlotImage:
     """[layers, rows, channels]; the last row is that of token ``length - 1``"""
     gates: Tensor
     """[layers, rows, 2, value_heads]: ``log_decay`` and ``beta``"""
+    least: int = 0
 
 
 KeptAt = tuple[int, "RecurrentSlot | None"]
@@ -165,9 +166,11 @@ class RecurrentSlot:
 
     The journal is a ring; token p is in row ``p % rows``. `rows_needed` says how many a step needs.
 
+    number   its place in a `RecurrentStore`
     length   tokens of the sequence, as callers see it
     floor    the length before the last committed step; a truncation goes no deeper for free
     folded   for each layer, the tokens that its state contains: at most ``floor``
+    least    what a step that failed may have folded, here or on another rank: no truncation goes below it
     rows     of the journal in use; a step takes more of those that are there, if it needs them
     states   [layers, value_heads, key_dim, value_dim]
     channels [layers, all rows, channels] in the model's type
@@ -179,7 +182,8 @@ class RecurrentSlot:
         """The tensors need no content; call `clear`, `restart` or `load` before the first step."""
         self.shape = shape
         self.states, self.channels, self.gates = states, channels, gates
-        self.length = self.floor = 0
+        self.number = -1
+        self.length = self.floor = self.least = 0
         self.folded = [0] * len(states)
         self.rows = self._fewest = rows_needed(shape, 1, 1)
         self.lanes = native_recurrent.lanes_of(shape, states, channels)
@@ -264,7 +268,7 @@ class RecurrentSlot:
 
     def reaches(self, length: int) -> bool:
         """Whether `truncate` can go back to ``length``."""
-        return max(self.folded) <= length <= self.length
+        return max(self.least, *self.folded) <= length <= self.length
 
     def truncate(self, length: int) -> None:
         """Cut the sequence back to ``length``: to any within the last committed step, and deeper as long as no state
@@ -273,7 +277,8 @@ class RecurrentSlot:
         Raises ValueError if a checkpoint is needed.
         """
         if not self.reaches(length):
-            raise ValueError(f"a truncation to {length} needs a checkpoint: {max(self.folded)} tokens are folded")
+            folded = max(self.least, *self.folded)
+            raise ValueError(f"a truncation to {length} needs a checkpoint: {folded} tokens are folded")
         self.length, self.floor = length, min(self.floor, length)
 
     def clear(self) -> None:
@@ -285,7 +290,7 @@ class RecurrentSlot:
 
     def restart(self, length: int) -> None:
         """Make it a slot for ``length`` tokens whose states `chunk` will bring."""
-        self.length = self.floor = length
+        self.length = self.floor = self.least = length
         self.folded = [length] * len(self.folded)
         self.rows = self._fewest
 
@@ -309,6 +314,7 @@ class RecurrentSlot:
             self.states if shared else self.states.clone(),
             self.channels[:, ring],
             self.gates[:, ring],
+            self.least,
         )
 
     def load(self, image: SlotImage) -> None:
@@ -317,6 +323,7 @@ class RecurrentSlot:
         if kept > there:
             raise ValueError(f"the journal has {there} rows, and the image {kept}")
         self.length, self.floor, self.folded = image.length, image.floor, list(image.folded)
+        self.least = image.least
         self.rows = max(self._fewest, kept)
         ring = self._ring(image.length - kept, image.length)
         self.states.copy_(image.states)

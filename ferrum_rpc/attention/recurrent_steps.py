@@ -49,9 +49,24 @@ class RecurrentStore:
         gates = torch.empty((slots, layers, rows, 2, heads), dtype=wide, **options)
         self.buffers = states, channels, gates
         self.slots = [RecurrentSlot(shape, *each) for each in zip(*self.buffers, strict=True)]
+        for number, slot in enumerate(self.slots):
+            slot.number = number
         fewest = rows_needed(shape, 1, 1)
         wanted = [(each, each.shape[2:]) for each in (states, channels[:, :, :fewest], gates[:, :, :fewest])]
         self.empty = RecurrentSlot(shape, *[each.new_zeros(one).expand(layers, *one) for each, one in wanted])
+
+    def copy(self, source: RecurrentSlot, into: RecurrentSlot, length: int) -> None:
+        """Give ``into`` the content of ``source`` cut to ``length``."""
+        into.load(source.image(shared=True))
+        into.truncate(length)
+
+    def begin(self, spans: Sequence[RecurrentSpan]) -> RecurrentStep:
+        """A step over these slots. Raises ValueError as `RecurrentStep` does."""
+        return RecurrentStep(spans)
+
+    def undo(self, step: RecurrentStep) -> None:
+        """Undo a step that has ended and is not committed."""
+        step.undo()
 
 
 def slot_bytes(shape: RecurrentShape, layers: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -83,8 +98,11 @@ class RecurrentStep:
 
     def __init__(self, spans: Sequence[RecurrentSpan]) -> None:
         """Cuts the slots back to where the spans start. Raises ValueError if one cannot be."""
-        self._spans = spans
-        self._before = [(each.slot.length, each.slot.floor) for each in spans]
+        self.spans = spans
+        self.number = 0
+        """By which ranks name it."""
+        self.before = [(each.slot.length, each.slot.floor) for each in spans]
+        """The length and the floor of each span's slot."""
         self._rows: list[tuple[int, int, tuple[Tensor, Tensor]] | None] = []
         for slot, into, start, count, keep in spans:
             saved = None
@@ -140,7 +158,7 @@ class RecurrentStep:
     def recur(self, layer: int, weight: Tensor, channels: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
         """Rows [T, value_heads, value_dim] of the ``layer``-th recurrent layer of `RecurrentInputs` of T packed rows;
         ``weight`` [channels, taps]. Raises ValueError as `RecurrentSlot.step` does."""
-        first, inputs = self._spans[0].slot, RecurrentInputs(channels, log_decay, beta)
+        first, inputs = self.spans[0].slot, RecurrentInputs(channels, log_decay, beta)
         rows = first.checked(inputs, weight)
         if self._tokens != rows:
             raise ValueError(f"the step has {self._tokens} tokens, and {rows} rows are given")
@@ -161,7 +179,7 @@ class RecurrentStep:
     def commit(self, left_out: Collection[int] = ()) -> None:
         """Make the tokens part of their sequences: those of ``into`` from now on. Spans that are ``left_out``, by
         index, are undone."""
-        for index, (slot, into, start, count, _) in enumerate(self._spans):
+        for index, (slot, into, start, count, _) in enumerate(self.spans):
             if index in left_out or (count > STEP_TOKENS and into is not slot):
                 self._undo(index)
             elif count <= STEP_TOKENS:
@@ -171,11 +189,13 @@ class RecurrentStep:
 
     def undo(self) -> None:
         """Nothing happened. Call it once the step has ended, instead of `commit`."""
-        for index in range(len(self._spans)):
+        for index, (slot, _, _, count, _) in enumerate(self.spans):
+            if count <= STEP_TOKENS:
+                slot.least = max(slot.least, slot.floor)
             self._undo(index)
 
     def _undo(self, index: int) -> None:
-        slot, rows = self._spans[index].slot, self._rows[index]
-        slot.length, slot.floor = self._before[index]
+        slot, rows = self.spans[index].slot, self._rows[index]
+        slot.length, slot.floor = self.before[index]
         if rows is not None:
             slot.restore_rows(*rows)

@@ -126,24 +126,20 @@ class Compute:
         guarantee."""
         return self.attention.exact_span_tokens if self.model.rowwise else 0
 
-    def forward(self, spans: Sequence[Span], geometry: BatchGeometry, behind: TokensBehind | None = None) -> Tensor:
+    def forward(
+        self,
+        spans: Sequence[Span],
+        geometry: BatchGeometry,
+        behind: TokensBehind | None = None,
+        states: RecurrentStep | None = None,
+    ) -> Tensor:
         """Write K and V of the spans' tokens; hidden rows [T, hidden]. ``behind``: the tokens of the first spans; those
-        that they have stand for nothing then."""
+        that they have stand for nothing then. ``states``: those of the spans, which a `RecurrentModel` advances."""
         packed = packed_tokens(spans)
         if behind is not None:
             packed[: len(behind.rows)] = behind.rows
         adapters = self.adapters_at(self.adapted_rows(spans), len(packed)) if self.loras else None
-        return self.run(packed, geometry, adapters, behind)
-
-    def forward_states(self, spans: Sequence[Span], geometry: BatchGeometry, states: RecurrentStep) -> Tensor:
-        """As `forward`, of a `RecurrentModel`; also advances the ``states`` of the spans."""
-        packed, plan = packed_tokens(spans), self.attention.plan(geometry)
-        tokens, positions, slots = self.to_device(packed, geometry.positions, geometry.slots)
-        adapters = self.adapters_at(self.adapted_rows(spans), len(packed)) if self.loras else None
-        inputs = StepInputs(tokens, positions, adapters)
-        if states.native and len(packed) <= ONE_CALL_TOKENS and (in_c := self._in_c(plan, adapters)) is not None:
-            return in_c(inputs, states)
-        return cast(RecurrentModel, self.model).forward(inputs, self._attend(slots, plan), states.recur)
+        return self.run(packed, geometry, adapters, behind, states)
 
     def _in_c(self, plan: Any, adapters: StepAdapters | None) -> Callable[..., Tensor] | None:
         """The model's forward pass without ``attend``, if it can be one call."""
@@ -159,12 +155,19 @@ class Compute:
         geometry: BatchGeometry,
         adapters: StepAdapters | None = None,
         behind: TokensBehind | None = None,
+        states: RecurrentStep | None = None,
     ) -> Tensor:
         """As `forward`, of ``packed`` token ids [T], the first of which are the rows of those ``behind``."""
         plan = self.attention.plan(geometry)
         inputs = self.to_device(packed, geometry.positions, geometry.slots)
         if behind is not None:
             behind.take(inputs[0])
+        if states is not None:
+            tokens, positions, slots = inputs
+            step = StepInputs(tokens, positions, adapters)
+            if states.native and len(packed) <= ONE_CALL_TOKENS and (in_c := self._in_c(plan, adapters)) is not None:
+                return in_c(step, states)
+            return cast(RecurrentModel, self.model).forward(step, self._attend(slots, plan), states.recur)
         if (in_c := self._in_c(plan, adapters)) is not None:
             return in_c(StepInputs(inputs[0], inputs[1], adapters))
         return self.run_layers(inputs, plan, adapters)

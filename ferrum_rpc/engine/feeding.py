@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from ferrum_rpc.attention.geometry import BatchGeometry
-from ferrum_rpc.attention.recurrent_steps import RecurrentSpan, RecurrentStep
+from ferrum_rpc.attention.recurrent_steps import RecurrentSpan
 from ferrum_rpc.core import OutputSpec, Positions, Span
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.states import States
@@ -77,9 +77,9 @@ class StateFeeding:
         tokens = self._kv.tokens(sequence)[first : first + count].copy()
         geometry = BatchGeometry.build(size, [first], [count], [self._kv.table(sequence)])
         to_null_block = np.arange(count, dtype=np.int64) % size
-        step = RecurrentStep([piece])
+        step = self._states.store.begin([piece])
         span = Span(sequence, tokens, first, NO_ROWS, adapter=adapter)
-        self._compute.forward_states([span], geometry._replace(slots=to_null_block), step)
+        self._compute.forward([span], geometry._replace(slots=to_null_block), states=step)
         step.commit()
 
 

@@ -135,7 +135,7 @@ class States:
             source = slot if held.usable and known <= slot.length <= length else self._checkpoint(key)
             held.usable = False  # until the piece is complete
         if source is not slot:
-            _copy(source, slot, source.length)
+            self.store.copy(source, slot, source.length)
         return RecurrentSpan(slot, slot, slot.length, min(PIECE_TOKENS, length - slot.length))
 
     def _goes_on(self, held: _Held, key: bytes) -> bool:
@@ -192,7 +192,7 @@ class States:
             opened.into = self._take_into(opened)
             into = self.store.slots[opened.into]
             if opened.source is not into and (count <= STEP_TOKENS or span.parent is not None):
-                _copy(opened.source, into, start)  # a parent may be fed in the same step
+                self.store.copy(opened.source, into, start)  # a parent may be fed in the same step
                 opened.source = into
         if count > STEP_TOKENS:
             opened.cuts = self._cuts(start, reserved, publishes=publishes)
@@ -238,7 +238,7 @@ class States:
                     opened.kept[length] = None
             keep = [(length, None if slot is None else slots[slot]) for length, slot in opened.kept.items()]
             spans.append(RecurrentSpan(opened.source, slots[opened.into], opened.start, opened.count, keep))
-        return RecurrentStep(spans)
+        return self.store.begin(spans)
 
     def commit(self, sequence: int, length: int) -> int:
         """The step that a reserved span was in is committed, and the sequence has ``length`` tokens now. Returns how
@@ -311,7 +311,7 @@ class States:
                 kept = self.pool.take()
             except KvBlocksExhausted:
                 return
-            _copy(slot, self.store.slots[kept], at)
+            self.store.copy(slot, self.store.slots[kept], at)
             self._keep(held, self._key_at(sequence, at), at, kept)
 
     # --- between steps ----------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ class States:
         made = _Held(self.pool.take(), usable=False)
         made.checkpoints = {length: key for length, key in held.checkpoints.items() if length <= at}
         if held.usable and (slot.reaches(at) or slot.length < at):
-            _copy(slot, self.store.slots[made.slot], min(at, slot.length))
+            self.store.copy(slot, self.store.slots[made.slot], min(at, slot.length))
             made.usable = True
         self._held[child] = made
 
@@ -456,9 +456,3 @@ class States:
         self.pool.keep(key, slot)
         held.checkpoints[length] = key
         return key
-
-
-def _copy(source: RecurrentSlot, into: RecurrentSlot, length: int) -> None:
-    """The content of ``source`` cut to ``length``."""
-    into.load(source.image(shared=True))
-    into.truncate(length)

@@ -516,10 +516,9 @@ class StepRunner:
     def _forward(
         self, pending: Pending, spans: Sequence[Span], geometry: BatchGeometry, behind: TokensBehind | None
     ) -> torch.Tensor:
-        if self.states is None:
-            return self.compute.forward(spans, geometry, behind)
-        pending.states = self.states.begin([each.sequence for each in spans])
-        return self.compute.forward_states(spans, geometry, pending.states)
+        if self.states is not None:
+            pending.states = self.states.begin([each.sequence for each in spans])
+        return self.compute.forward(spans, geometry, behind, pending.states)
 
     def _leave_out(self, pending: Pending, began: float) -> None:
         """Leave spans out of a step that has not begun on the device, if their masks are late."""
@@ -576,8 +575,8 @@ class StepRunner:
                 self.compute.recover()
                 if pending.saved is not None:
                     self.store.restore(pending.saved)
-                if pending.states is not None:
-                    pending.states.undo()
+                if pending.states is not None and self.states is not None:
+                    self.states.store.undo(pending.states)
             except DEVICE_ERRORS as gone:
                 error = gone
             except Exception as failed:  # the cache has changed, so no call may be answered as if it had not

@@ -56,7 +56,8 @@ from ferrum_rpc.engine.ranks.adapters import RankedAdapters
 from ferrum_rpc.engine.ranks.compute import RankedCompute, RankedStore
 from ferrum_rpc.engine.ranks.leader import Ranks
 from ferrum_rpc.engine.ranks.links import assemble
-from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache
+from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache, make_slots
+from ferrum_rpc.engine.ranks.states import RankedSlots
 from ferrum_rpc.engine.ranks.world import ranks_here
 from ferrum_rpc.engine.state_images import numbers_bytes
 from ferrum_rpc.engine.states import States
@@ -230,7 +231,7 @@ def _describe(choices: Choices, model: Model) -> ModelInfo:
         model.info(config.name or facts.name),
         max_context=choices.max_context,
         kv_bytes_per_token=choices.slot_bytes_of_all,
-        state_bytes=choices.state_bytes,
+        state_bytes=choices.state_bytes_of_all,
         states=choices.state_tensors,
         fingerprint=choices.source.fingerprint(),
     )
@@ -273,30 +274,30 @@ def _make_cache(
     make: Callable[..., KvStore] = KvStore
     if sharing:
         shard, heads = sharing.setup.shard, info.kv_heads
-        make = partial(RankedStore, ranks=sharing.ranks, shard=shard, count=info.layers, kv_heads=heads)
+        make = partial(RankedStore, ranks=sharing.ranks, shard=shard, count=info.layers, kv_heads=heads, slots=slots)
     try:
         store, attention = make_cache(choices, model, blocks + 1, config.block_size, make)
-        states = _make_states(choices, slots, reasons) if slots else None
+        states = make_slots(choices, slots, partial(RankedSlots, ranks=sharing.ranks) if sharing else RecurrentStore)
     except RuntimeError as error:  # torch has no narrower class for "out of memory" on a CPU
         raise InvalidRequest(
             f"a KV cache of {blocks} blocks{f' and {slots} slots' if slots else ''} does not fit the memory; "
             "lower --kv-memory or --kv-blocks",
             field="kv_memory",
         ) from error
+    if states is not None:
+        reasons.append(_say_slots(choices, slots))
     if device.type == "cpu":
         for buffer in (*store.buffers, *(states.buffers[:1] if states else ())):
             library.prefer_huge_pages(buffer)
     return blocks, states, store, attention
 
 
-def _make_states(choices: Choices, slots: int, reasons: Reasons) -> RecurrentStore:
-    """The tensors of so many slots."""
+def _say_slots(choices: Choices, slots: int) -> tuple[str, str]:
     layers, dtype = choices.facts.recurrent, choices.facts.dtype
     states, journal = slot_bytes(layers[0], len(layers), dtype)
     parts = f"{mib(states)} of states and up to {mib(journal)} of journal each"
     reason = "requested" if choices.config.state_slots is not None else "half of the cache's memory"
-    reasons.append((f"state_slots={slots} ({mib(slots * choices.state_bytes)})", f"{reason}; {parts}"))
-    return RecurrentStore(layers[0], len(layers), slots, dtype=dtype, device=choices.device)
+    return f"state_slots={slots} ({mib(slots * choices.state_bytes)})", f"{reason}; {parts}"
 
 
 def _say_ranks(config: ModelSettings, sharing: Sharing) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from ferrum_rpc.attention.recurrent import STEP_TOKENS
 from ferrum_rpc.attention.recurrent_steps import slot_bytes
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.config import IDENTITY, ModelSettings
-from ferrum_rpc.core import NO_KERNELS, AttentionSpec, StateTensors
+from ferrum_rpc.core import NO_KERNELS, AttentionSpec, RecurrentShape, StateTensors
 from ferrum_rpc.engine.assembly.hf_source import HfCheckpoint, describe_checkpoint
 from ferrum_rpc.engine.assembly.loading import Progress, choose_dtype, read_spec, stored_parts, with_single_experts
 from ferrum_rpc.engine.assembly.source import (
@@ -96,14 +96,18 @@ class Choices:
     @property
     def state_bytes(self) -> int:
         """Bytes of a slot: the states of a sequence and their journal."""
-        layers = self.facts.recurrent
-        return sum(slot_bytes(layers[0], len(layers), self.facts.dtype)) if layers else 0
+        return _slot_bytes(self.facts.recurrent, self.facts.dtype)
+
+    @property
+    def state_bytes_of_all(self) -> int:
+        """As `state_bytes`, of all ranks, each head once."""
+        return _slot_bytes(self.facts.all_recurrent, self.facts.dtype)
 
     @property
     def state_tensors(self) -> StateTensors | None:
-        """What such a slot is made of; None: the model keeps no states."""
+        """What such a slot is made of; None: the model keeps no states, or ranks share them, so that they stay."""
         layers, dtype = self.facts.recurrent, self.facts.dtype
-        if not layers:
+        if not layers or self.config.ranks > 1:
             return None
         own, wide = (str(each).removeprefix("torch.") for each in (dtype, torch.promote_types(dtype, torch.float32)))
         return StateTensors(layers[0], len(layers), own, wide, STEP_TOKENS)
@@ -120,6 +124,10 @@ class Choices:
         facts = self.facts
         known = not facts.estimated and self.attention[0] == NATIVE
         return known and takes_long_spans(facts.dtype, facts.layers[0].head_dim)
+
+
+def _slot_bytes(layers: Sequence[RecurrentShape], dtype: torch.dtype) -> int:
+    return sum(slot_bytes(layers[0], len(layers), dtype)) if layers else 0
 
 
 def choose(
@@ -294,7 +302,8 @@ def _check_cache(config: ModelSettings, spec: ModelSpec, device: torch.device) -
         return
     for asked, what in (
         (device.type != "cpu", f"on {device.type}"),
-        (config.ranks > 1, "by several ranks"),
+        (config.pipeline_parallel > 1 and not latent, "by stages of a pipeline"),
+        (config.ranks > 1 and config.kv_tier_dir is not None and not latent, "by ranks with a second tier"),
         (config.kv_dtype in ROUNDED and latent, f"with a cache in {config.kv_dtype}"),
     ):
         if asked:

@@ -54,7 +54,7 @@ class ModelFacts(NamedTuple):
     ``vocab_size``: that of all ranks. ``modules``: the matrices that adapters can change, by name, with their sizes
     [out, in]. ``copied``: layers that attend over an earlier layer's keys and values, and keep a copy. ``numbers``: how
     many weights the checkpoint has; 0: there is none. ``estimated``: `ModelSource.activation_bytes` is an estimate.
-    ``recurrent``: the recurrent layers of this rank.
+    ``recurrent``: the recurrent layers of this rank, ``all_recurrent`` those of all ranks.
     ``quantized``: how weights are held that are quantized in memory: int8, int4, or what the checkpoint stores (gptq;
     q4_k,q6_k); none."""
 
@@ -71,6 +71,7 @@ class ModelFacts(NamedTuple):
     estimated: bool = False
     quantized: str = "none"
     recurrent: tuple[RecurrentShape, ...] = ()
+    all_recurrent: tuple[RecurrentShape, ...] = ()
 
 
 class ModelSource(Protocol):
@@ -146,6 +147,7 @@ class DecoderCheckpoint(DecoderBuild):
             estimated=any(isinstance(layer.mlp, Experts) for layer in self.spec.layers),
             quantized=",".join(checkpoint.encodings).lower() if self.quantize == AS_STORED else self.quantize,
             recurrent=self.spec.recurrent_shapes,
+            all_recurrent=whole.recurrent_shapes,
         )
 
     def weight_bytes(self) -> int:

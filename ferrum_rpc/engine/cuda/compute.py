@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ferrum_rpc.attention.backend import StagedAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
+from ferrum_rpc.attention.recurrent_steps import RecurrentStep
 from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.engine.compute import Compute, TokensBehind
 from ferrum_rpc.engine.cuda.graphs import STEP_INPUTS, Graphs
@@ -48,8 +49,10 @@ class StagedCompute(Compute):
         geometry: BatchGeometry,
         adapters: StepAdapters | None = None,
         behind: TokensBehind | None = None,
+        states: RecurrentStep | None = None,
     ) -> Tensor:
         """The rows are valid until the next step."""
+        assert states is None  # noqa: S101 - `choose` has refused models with states
         if self.graphs is not None:
             hidden = self.graphs.forward(packed, geometry, adapters, None if behind is None else behind.take)
             if hidden is not None:

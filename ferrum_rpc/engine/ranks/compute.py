@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
+from ferrum_rpc.attention.recurrent_steps import RecurrentStep
 from ferrum_rpc.core import RankState, Rows, Sample, Span
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.compute import Compute, CountsOf, TokensBehind, packed_tokens
 from ferrum_rpc.engine.cuda.select import record_on_ranks
 from ferrum_rpc.engine.ranks.leader import LOOK_EVERY_S, Answer, Ranks
 from ferrum_rpc.engine.ranks.setup import Groups
+from ferrum_rpc.engine.ranks.states import numbers_of
 from ferrum_rpc.errors import DeviceLost, ExecutorError
 from ferrum_rpc.kv.store import BlockContent, CacheSpec, KvStore, Saved
 from ferrum_rpc.models.base import StepAdapters
@@ -78,19 +80,25 @@ class RankedCompute(Compute):
             raise
         self._ranks.collect(others)
 
-    def forward(self, spans: Sequence[Span], geometry: BatchGeometry, behind: TokensBehind | None = None) -> Tensor:
+    def forward(
+        self,
+        spans: Sequence[Span],
+        geometry: BatchGeometry,
+        behind: TokensBehind | None = None,
+        states: RecurrentStep | None = None,
+    ) -> Tensor:
         """Also sends which rows are requested, which saves a second message. No tokens are ``behind``: the other ranks
         receive theirs from the host."""
         packed, adapted = packed_tokens(spans), self.adapted_rows(spans)
         requests, wanted, drafts = self.requests(spans, self._counts_of)
         requests = [*map(_seeded, requests)]
         self._wanted = requests, wanted, drafts
+        step = packed, geometry, requests, adapted, None if states is None else numbers_of(states)
         if self.late and requests:
-            step = packed, geometry, requests, adapted
             [self._answer] = self._ranks.order("step", *step, answering=(self._first_of_last_stage,))
         else:
-            self._ranks.send("step", packed, geometry, requests, adapted)
-        return self.run(packed, geometry, self.adapters_at(adapted, len(packed)))
+            self._ranks.send("step", *step)
+        return self.run(packed, geometry, self.adapters_at(adapted, len(packed)), states=states)
 
     def run(
         self,
@@ -98,8 +106,9 @@ class RankedCompute(Compute):
         geometry: BatchGeometry,
         adapters: StepAdapters | None = None,
         behind: TokensBehind | None = None,
+        states: RecurrentStep | None = None,
     ) -> Tensor:
-        return self._own.run(packed, geometry, adapters, behind)
+        return self._own.run(packed, geometry, adapters, behind, states)
 
     def select(self, spans: Sequence[Span], hidden: Tensor, counts_of: CountsOf) -> tuple[list[Rows | None], list[int]]:
         requests, wanted, drafts = self._wanted
@@ -193,7 +202,8 @@ class RemoteRows(Marker):
 class RankedStore(KvStore):
     """Rank 0's part of the cache. Operations on blocks run on all ranks, and reads combine all ranks: a layer's heads
     in their order, as of a single rank, and a block's bytes rank by rank. ``layers`` of all stages have
-    the same spec; there are ``count`` of them, and ``kv_heads`` heads on all ranks together."""
+    the same spec; there are ``count`` of them, and ``kv_heads`` heads on all ranks together. ``slots``: those for
+    recurrent states that each rank has besides."""
 
     def __init__(
         self,
@@ -206,12 +216,13 @@ class RankedStore(KvStore):
         shard: Shard,
         count: int,
         kv_heads: int,
+        slots: int = 0,
     ) -> None:
         super().__init__(layers, num_blocks, block_size, device)
         self._ranks, self._shard, self._kv_heads = ranks, shard, kv_heads
         self._stages = [Shard(0, shard.ranks, stage, shard.stages).layers(count) for stage in range(shard.stages)]
         self._numbers = 0
-        self._block_bytes = [self.own_block_bytes, *ranks.ask("equip", num_blocks, block_size)]
+        self._block_bytes = [self.own_block_bytes, *ranks.ask("equip", num_blocks, block_size, slots)]
 
     def copy_blocks(self, pairs: Int64Array) -> None:
         self._ranks.send("cache", "copy_blocks", pairs)

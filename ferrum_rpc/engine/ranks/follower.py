@@ -32,8 +32,9 @@ from ferrum_rpc.engine.cuda.select import record_on_ranks, stage_compute
 from ferrum_rpc.engine.memory import used_memory
 from ferrum_rpc.engine.ranks.messages import ABORT, END, END_S, HEARTBEAT_S
 from ferrum_rpc.engine.ranks.placing import cuda_devices
-from ferrum_rpc.engine.ranks.setup import CUDA, Groups, Setup, make_cache
-from ferrum_rpc.errors import ExecutorError, StepFailed
+from ferrum_rpc.engine.ranks.setup import CUDA, Groups, Setup, make_cache, make_slots
+from ferrum_rpc.engine.ranks.states import FollowingSlots, StepNumbers
+from ferrum_rpc.errors import DeviceLost, ExecutorError, StepFailed
 from ferrum_rpc.kv.store import Saved
 from ferrum_rpc.models.base import Model
 from ferrum_rpc.models.lora import AdaptableModel
@@ -42,8 +43,9 @@ from ferrum_rpc.sampling.rows import RowRequest
 Stage = Callable[[str], None]
 
 
-AFTER_FAILURE: Final = ("halt", "renew", "adapter")
-"""Requests that a rank carries out even after a failure. Those for adapters are independent of steps."""
+AFTER_FAILURE: Final = ("halt", "renew", "adapter", "states")
+"""Requests that a rank carries out even after a failure. Those for adapters are independent of steps, and those for
+states are of slots whose content the failed step did not change."""
 
 
 class Follower:
@@ -90,7 +92,7 @@ class Follower:
         else:
             try:
                 answer = getattr(self.phase, method)(*arguments)
-            except torch.AcceleratorError:  # every later call would fail too: rank 0 notices that this process ends
+            except (torch.AcceleratorError, DeviceLost):  # what follows would be wrong: rank 0 notices that this ends
                 raise
             except Exception as error:
                 clear_frames(error)  # the answer refers to them, and this frame to the answer
@@ -181,15 +183,15 @@ class WithWeights(Phase):
     groups: Groups
     model: Model
 
-    def equip(self, blocks: int, block_size: int) -> Phase:
-        """Make the cache. Returns the bytes of a block."""
-        return Working(self, blocks, block_size)
+    def equip(self, blocks: int, block_size: int, slots: int) -> Phase:
+        """Make the cache, with ``slots`` for recurrent states. Returns the bytes of a block."""
+        return Working(self, blocks, block_size, slots)
 
 
 class Working(Phase):
     """It computes its part of each step."""
 
-    def __init__(self, loaded: WithWeights, blocks: int, block_size: int) -> None:
+    def __init__(self, loaded: WithWeights, blocks: int, block_size: int, slots: int) -> None:
         self._follower, self._setup, self._groups = loaded.follower, loaded.setup, loaded.groups
         self._reach = loaded.follower.reach
         self.model = loaded.model
@@ -197,6 +199,8 @@ class Working(Phase):
         part = self._groups.part(self._setup, self.model.info("").vocab_size)
         self.compute = stage_compute(self.model, attention, part=part)
         self.facts = self.kv.block_bytes
+        made = make_slots(loaded.choices, slots)
+        self.slots = None if made is None else FollowingSlots(made)
         self._adapters: Adapters | None = None
         self._saved: dict[int, Saved] = {}
 
@@ -242,12 +246,14 @@ class Working(Phase):
         geometry: BatchGeometry,
         requests: Sequence[RowRequest],
         adapted: Sequence[AdaptedRows],
+        numbers: StepNumbers | None,
     ) -> list[Rows] | None:
         """Compute its part of a step and of the requested rows. Returns the rows if its stage has them."""
         rows = None
         self._reach("plan")
+        states = self.slots.begin(numbers) if self.slots is not None and numbers is not None else None
         self._reach("forward")
-        hidden = self.compute.run(packed, geometry, self.compute.adapters_at(adapted, len(packed)))
+        hidden = self.compute.run(packed, geometry, self.compute.adapters_at(adapted, len(packed)), states=states)
         if requests and self._setup.shard.last:
             self._reach("select")
             rows = self.compute.rows(hidden, requests)
@@ -269,6 +275,14 @@ class Working(Phase):
         """See `KvStore.restore`; does nothing if the step had not arrived yet."""
         if (saved := self._saved.pop(number, None)) is not None:
             self.kv.restore(saved)
+
+    def states(self, method: str, *arguments: Any) -> None:
+        """Do what a method of `FollowingSlots` does. Raises DeviceLost if it fails, for rank 0 relies on the content of
+        the slots."""
+        try:
+            getattr(self.slots, method)(*arguments)
+        except Exception as error:
+            raise DeviceLost(f"a slot for recurrent states could not be changed ({type(error).__name__})") from error
 
     def cache(self, method: str, *arguments: Any) -> Any:
         """Do what a method of `KvStore` does."""

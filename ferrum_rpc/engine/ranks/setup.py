@@ -11,6 +11,7 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from ferrum_rpc.attention.backend import AttentionBackend
+from ferrum_rpc.attention.recurrent_steps import RecurrentStore
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.distributed import shared_memory
 from ferrum_rpc.distributed.gloo import LOOPBACK, GlooGroup
@@ -158,3 +159,13 @@ def make_cache(
     store = make(choices.cache, blocks, block_size, choices.device)
     _, factory = choices.attention
     return store, factory(model.attention_specs, store.keys, store.values, sinks=model.sinks)
+
+
+def make_slots(
+    choices: Choices, slots: int, make: Callable[..., RecurrentStore] = RecurrentStore
+) -> RecurrentStore | None:
+    """So many slots for the states of its recurrent layers; None: there are no such layers."""
+    layers = choices.facts.recurrent
+    if not layers:
+        return None
+    return make(layers[0], len(layers), slots, dtype=choices.facts.dtype, device=choices.device)
