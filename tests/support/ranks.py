@@ -22,6 +22,8 @@ from ferrum_rpc.engine.ranks.follower import Follower
 from ferrum_rpc.engine.ranks.leader import Ranks, RemoteRank
 from ferrum_rpc.engine.ranks.links import machine, set_up
 from ferrum_rpc.engine.ranks.setup import Setup
+from tests.support.kv_world import owned_slots
+from tests.support.poison import fill_slots, poison
 from tests.support.rows import answered
 
 Stage = Callable[[str], None]
@@ -55,6 +57,17 @@ class World:
         made = set_up(settings, members, "", FileStore(self._place))
         self.ranks = made[0]
         return made
+
+    def poison(self) -> None:
+        """Fill what nobody owns of the blocks of all ranks with NaN."""
+        poison(self.runner)
+        self.ranks.ask(
+            "cache", "read", np.zeros(1, np.int64), 0, self.runner.info.head_dim
+        )  # all that was told is done
+        free = torch.from_numpy(~owned_slots(self.runner.kv))
+        with torch.inference_mode():
+            for follower in self.followers:
+                fill_slots(follower.phase.kv, free)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """End all; raises where a rank does not end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
 from tests.support.checkpoints import make_model
+from tests.support.poison import poison
+from tests.support.ranks import World as Ranked
 from tests.support.rows import columns_of
 
 SIZE, EVERY, PIECE, SLOTS = 4, 24, 40, 7
@@ -77,7 +79,7 @@ class Taken(NamedTuple):
 
 class World:
     """A runner of ``family``, and the tokens that each sequence ``has``, but for ``lies``: sequences of forged
-    content."""
+    content. Several ranks are threads; then `close` it."""
 
     def __init__(
         self,
@@ -94,22 +96,44 @@ class World:
             str(folder), device="cpu", dtype=dtype, block_size=size, kv_blocks=blocks, state_slots=slots, **more
         )
         self.family = family
-        self.fails_at: tuple[str, int] | None = None
-        self.runner = build_runner(config, stage=self._stage)
+        self.fails_at: tuple[int, str, int] | None = None
+        self.ranked: Ranked | None = None
+        if config.ranks > 1:
+            stages = {rank: partial(self._stage, rank) for rank in range(config.ranks)}
+            self.ranked = Ranked(config, stages[0], stages)
+            self.runner = self.ranked.runner
+            phases: list[Any] = [each.phase for each in self.ranked.followers]
+            with torch.inference_mode():  # what is not copied there is noticed
+                for buffer in (each for phase in phases for each in phase.slots.store.buffers):
+                    buffer.fill_(math.nan)
+        else:
+            self.runner = build_runner(config, stage=partial(self._stage, 0))
         self.has: dict[int, tuple[int, ...]] = {}
         self.lies = set[int]()
         self.numbers = count(1)
 
-    def _stage(self, stage: str) -> None:
-        if self.fails_at is not None and self.fails_at[0] == stage:
-            left = self.fails_at[1] - 1
-            self.fails_at = (stage, left) if left else None
+    def _stage(self, rank: int, stage: str) -> None:
+        if self.fails_at is not None and self.fails_at[:2] == (rank, stage):
+            left = self.fails_at[2] - 1
+            self.fails_at = (rank, stage, left) if left else None
             if not left:
                 raise Sabotage
 
+    def close(self) -> None:
+        """End its ranks."""
+        if self.ranked is not None:
+            self.ranked.close()
+
+    def poison(self) -> None:
+        """Fill what nobody owns with NaN."""
+        if self.ranked is not None:
+            self.ranked.poison()
+        else:
+            poison(self.runner)
+
     @contextmanager
-    def failing(self, stage: str, nth: int) -> Iterator[None]:
-        self.fails_at = stage, nth
+    def failing(self, stage: str, nth: int, rank: int = 0) -> Iterator[None]:
+        self.fails_at = rank, stage, nth
         try:
             yield
         finally:
@@ -244,8 +268,8 @@ def computed(world: World, tokens: list[int], prefix: PrefixUse = PREFIX) -> int
 class Bits:
     """The rows of one sequence, whose tokens are fed in steps of up to 32, in bfloat16 over our products."""
 
-    def __init__(self, folder: Any) -> None:
-        self.world = World(folder, dtype="bfloat16")
+    def __init__(self, folder: Any, **more: Any) -> None:
+        self.world = World(folder, dtype="bfloat16", **more)
         if not self.world.runner.device.exact_span_tokens:
             pytest.skip("rows of short spans need not have the bits of single decodes here")
 

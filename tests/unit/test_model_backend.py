@@ -117,7 +117,11 @@ def test_models_with_a_state_are_refused_by_name(command, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("options", "what"),
-    [({"tensor_parallel": 2}, "by several ranks"), ({}, "on cuda")],
+    [
+        ({"pipeline_parallel": 2}, "in stages of a pipeline"),
+        ({"tensor_parallel": 2, "kv_tier_dir": Path("tier")}, "by several ranks with --kv-tier-dir"),
+        ({}, "on cuda"),
+    ],
 )
 def test_what_is_missing_for_states_is_refused_by_name(options, what, tmp_path):
     folder = make_checkpoint(tmp_path, "qwen3_5")
@@ -128,7 +132,7 @@ def test_what_is_missing_for_states_is_refused_by_name(options, what, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "what"),
-    [({"kv_dtype": "int8"}, "with a cache in int8"), ({"tensor_parallel": 2}, "by several ranks"), ({}, "on cuda")],
+    [({"kv_dtype": "int8"}, "with a cache in int8"), ({}, "on cuda")],
 )
 def test_what_is_missing_for_latents_is_refused_by_name_or_left_to_transformers(options, what, tmp_path):
     folder = make_checkpoint(tmp_path, "deepseek_v3")
@@ -138,9 +142,6 @@ def test_what_is_missing_for_latents_is_refused_by_name_or_left_to_transformers(
         choose(replace(asked, model_backend="native"), elsewhere=not options)
     if "int8" in what:
         assert dict(choose(asked).reasons)["model=hf"] == f"native: {said}"
-    elif "ranks" in what:
-        with pytest.raises(NotSupported, match=r"DeepseekV3ForCausalLM, which transformers runs, .*ranks"):
-            choose(asked)
 
 
 def test_a_model_of_the_same_family_without_a_state_is_served_as_before(tmp_path):

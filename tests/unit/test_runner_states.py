@@ -8,6 +8,7 @@ that never had what was taken back.
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from ferrum_rpc.engine import states
 from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
 from tests.support.checkpoints import make_checkpoint
-from tests.support.poison import poison
 from tests.support.rows import columns_of
 from tests.support.state_world import (
     ALL,
@@ -70,14 +70,16 @@ prompts = st.tuples(st.integers(0, 1), st.integers(1, 90), st.integers(0, VOCABU
 
 
 class Histories(RuleBasedStateMachine):
-    """Prompts share their beginnings, so some are found in the prefix cache. Slots are few."""
+    """Prompts share their beginnings, so some are found in the prefix cache. Slots are few. States of several ``ranks``
+    do not move."""
 
     folder: Any = None
     family = "qwen3_5"
+    ranks = 1
 
     @initialize()
     def begin(self):
-        self.world = World(self.folder, family=self.family)
+        self.world = World(self.folder, family=self.family, tensor_parallel=self.ranks)
 
     def sequence(self, data):
         return data.draw(st.sampled_from(sorted(self.world.has)), label="sequence")
@@ -153,11 +155,12 @@ class Histories(RuleBasedStateMachine):
         data=st.data(), tokens=few | prompts, stage=st.sampled_from(STAGES), nth=st.integers(1, 2), again=st.booleans()
     )
     def fail(self, data, tokens, stage, nth, again):
+        rank = data.draw(st.integers(0, self.ranks - 1), label="rank")
         world, sequence = self.world, self.sequence(data)
         spans = [world.span(sequence, tokens, self.lengths(data, sequence)), world.made(tokens)]
         before = dict(world.has)
         try:
-            with world.failing(stage, nth):
+            with world.failing(stage, nth, rank):
                 world.step(*spans)
         except StepFailed:
             assert world.has == before
@@ -165,7 +168,7 @@ class Histories(RuleBasedStateMachine):
             if again:
                 world.step(*spans)
 
-    @precondition(lambda self: self.world.has)
+    @precondition(lambda self: self.world.has and self.ranks == 1)
     @rule(data=st.data(), use=st.sampled_from([None, PREFIX, IMPORTED]), stays=st.booleans())
     def move(self, data, use, stays):
         """An export and an import, or with the sequence gone between, as if it was parked."""
@@ -185,6 +188,7 @@ class Histories(RuleBasedStateMachine):
             assert "needed_blocks" in error.metadata or not state.free_slots
             assert self.world.runner.cache_state().free_blocks == state.free_blocks
 
+    @precondition(lambda self: self.ranks == 1)
     @rule(tokens=prompts, at=st.integers(0, 90), journal=st.booleans())
     def forge(self, tokens, at, journal):
         """A caller imports what is not a number anywhere: nobody else may have anything of it."""
@@ -240,7 +244,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def poison(self):
-        poison(self.world.runner)
+        self.world.poison()
 
     @invariant()
     def slots_are_accounted_for(self):
@@ -258,12 +262,16 @@ class Histories(RuleBasedStateMachine):
             world.step(world.span(sequence, [1, 2], output=ALL))
             world.release(sequence)
         assert world.runner.cache_state().free_slots == SLOTS
+        world.close()
 
 
-@pytest.mark.parametrize(("family", "histories"), [("qwen3_5", 25), ("qwen3_next", 8)])
-def test_rows_are_those_of_the_tokens_that_a_sequence_has(family, histories, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "ranks", "histories"), [("qwen3_5", 1, 25), ("qwen3_5", 2, 12), ("qwen3_next", 1, 8)]
+)
+def test_rows_are_those_of_the_tokens_that_a_sequence_has(family, ranks, histories, tmp_path, monkeypatch):
     monkeypatch.setattr(Histories, "folder", make_checkpoint(tmp_path, family, **FAMILIES[family]))
     monkeypatch.setattr(Histories, "family", family)
+    monkeypatch.setattr(Histories, "ranks", ranks)
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(
@@ -450,7 +458,16 @@ def test_a_child_keeps_the_checkpoints_of_its_parent_s_tokens_when_the_parent_go
 
 
 def test_what_is_taken_back_within_the_last_step_leaves_no_trace_in_any_bit(each_folder):
-    bits, history = Bits(each_folder), prompt(20)
+    check_bits(Bits(each_folder), prompt(20), 0)
+
+
+def test_what_is_taken_back_leaves_no_trace_on_two_ranks(folder):
+    bits = Bits(folder, tensor_parallel=2)
+    with closing(bits.world):
+        check_bits(bits, prompt(20), 1)
+
+
+def check_bits(bits: Bits, history: list[int], victim: int) -> None:
     world = bits.world
     made = world.made(history, prefix=None)
     bits.rows(made)
@@ -463,6 +480,8 @@ def test_what_is_taken_back_within_the_last_step_leaves_no_trace_in_any_bit(each
         assert own == bits.alone([*history, 2])
         assert of_child == bits.alone([*history, 4])
         with pytest.raises(StepFailed), world.failing("commit", 1):
+            bits.rows(world.span(made.sequence, [1, 3], len(history)))
+        with pytest.raises(StepFailed), world.failing("forward", 1, victim):
             bits.rows(world.span(made.sequence, [1, 3], len(history)))
         history.append(2)
         assert bits.rows(world.span(made.sequence, [5, 0])) == [bits.alone([*history, 5, 0])]

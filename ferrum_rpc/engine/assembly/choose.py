@@ -302,8 +302,8 @@ def _check_cache(config: ModelSettings, spec: ModelSpec, device: torch.device) -
         return
     for asked, what in (
         (device.type != "cpu", f"on {device.type}"),
-        (config.pipeline_parallel > 1 and not latent, "by stages of a pipeline"),
-        (config.ranks > 1 and config.kv_tier_dir is not None and not latent, "by ranks with a second tier"),
+        (config.pipeline_parallel > 1 and not latent, "in stages of a pipeline"),
+        (config.ranks > 1 and config.kv_tier_dir is not None and not latent, "by several ranks with --kv-tier-dir"),
         (config.kv_dtype in ROUNDED and latent, f"with a cache in {config.kv_dtype}"),
     ):
         if asked:

@@ -20,6 +20,7 @@ class OtherRanks(NamedTuple):
     weights_bytes: int = 0
     fixed_bytes: int = 0
     kv_bytes_per_token: int = 0
+    state_bytes: int = 0
 
 
 NO_OTHERS: Final = OtherRanks()
@@ -96,6 +97,7 @@ class MemoryPlan:
     def all_bytes(self) -> int:
         """Bytes of all ranks that use this memory."""
         cache = (self.kv_blocks + 1) * self.block_size * self.others.kv_bytes_per_token
+        cache += self.state_slots * self.others.state_bytes
         return self.total_bytes + self.others.weights_bytes + self.others.fixed_bytes + cache
 
     @property

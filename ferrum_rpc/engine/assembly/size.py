@@ -205,6 +205,7 @@ def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory:
             weights_bytes=sum(count * size for _, count, size in of_others),
             fixed_bytes=sum(count * (PROCESS_BYTES + adapters + _activations(each, *step)) for each, count in others),
             kv_bytes_per_token=sum(count * each.slot_bytes for each, count in others),
+            state_bytes=sum(count * each.state_bytes for each, count in others),
         ),
         kv_copied_bytes_per_token=choices.copied_bytes,
         state_slots=slots,

@@ -68,20 +68,20 @@ class FollowingSlots:
     """The slots of another rank, over its ``store``."""
 
     def __init__(self, store: RecurrentStore) -> None:
-        self._store = store
+        self.store = store
         self._step: RecurrentStep | None = None
 
     def copy(self, source: SlotNumbers, into: int, length: int) -> None:
         """See `RecurrentStore.copy`."""
-        self._store.copy(self._slot(source), self._store.slots[into], length)
+        self.store.copy(self._slot(source), self.store.slots[into], length)
 
     def begin(self, numbers: StepNumbers) -> RecurrentStep:
         """The same step over its own slots."""
-        slots, spans = self._store.slots, list[RecurrentSpan]()
+        slots, spans = self.store.slots, list[RecurrentSpan]()
         for source, into, start, tokens, keep in numbers.spans:
             kept = [(length, None if each is None else slots[each]) for length, each in keep]
             spans.append(RecurrentSpan(self._slot(source), slots[into], start, tokens, kept))
-        self._step = step = self._store.begin(spans)
+        self._step = step = self.store.begin(spans)
         step.number = numbers.number
         return step
 
@@ -89,11 +89,11 @@ class FollowingSlots:
         """Undo a step; does nothing if it had not arrived yet."""
         step, self._step = self._step, None
         if step is not None and step.number == number:
-            self._store.undo(step)
+            self.store.undo(step)
 
     def _slot(self, numbers: SlotNumbers) -> RecurrentSlot:
         if numbers.number < 0:
-            return self._store.empty
-        slot = self._store.slots[numbers.number]
+            return self.store.empty
+        slot = self.store.slots[numbers.number]
         slot.length, slot.floor = numbers.length, numbers.floor
         return slot
