@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from itertools import product
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
@@ -35,13 +36,14 @@ async def r29_a_ranks_death_is_known(size: Size) -> Figures:
     wrong: list[str] = []
     unanswered = left = calls = 0
     with TemporaryDirectory() as folder:
-        make_checkpoint(folder, "qwen3")
+        models = [make_checkpoint(Path(folder) / each, each) for each in ("qwen3", "qwen3_5", "deepseek_v3")]
         for number in range(size.rank_deaths):
             how, busy, transport, prefix = WAYS[number % len(WAYS)]
             if prefix:
                 prefix += (str(free_port()),)
+            model = models[(number + number // len(WAYS)) % len(models)]
             flags = ("--tensor-parallel", "2", "--rank-transport", transport, "--dtype", "float32")
-            async with dialled(*flags, model=folder, kv_blocks=256, prefix=prefix) as (server, raw):
+            async with dialled(*flags, model=model, kv_blocks=256, prefix=prefix) as (server, raw):
                 joined = await server.event("rank_joined")
                 watcher = Watcher(raw.health)
                 await watcher.until(SERVING)

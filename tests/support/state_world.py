@@ -64,6 +64,11 @@ def wanted(history: tuple[int, ...], family: str) -> np.ndarray:
         return reference(family)(torch.tensor([history])).logits[0].float().numpy()
 
 
+def settings_of(folder: Any, **more: Any) -> ModelSettings:
+    usual = {"dtype": "float32", "block_size": SIZE, "kv_blocks": 200}
+    return ModelSettings(str(folder), device="cpu", **usual | more)
+
+
 class Sabotage(Exception):
     pass
 
@@ -92,10 +97,8 @@ class World:
         family: str = "qwen3_5",
         **more: Any,
     ) -> None:
-        config = ModelSettings(
-            str(folder), device="cpu", dtype=dtype, block_size=size, kv_blocks=blocks, state_slots=slots, **more
-        )
         self.family = family
+        config = settings_of(folder, dtype=dtype, block_size=size, kv_blocks=blocks, state_slots=slots, **more)
         self.fails_at: tuple[int, str, int] | None = None
         self.ranked: Ranked | None = None
         if config.ranks > 1:
