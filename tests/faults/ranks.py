@@ -36,7 +36,7 @@ async def r29_a_ranks_death_is_known(size: Size) -> Figures:
     wrong: list[str] = []
     unanswered = left = calls = 0
     with TemporaryDirectory() as folder:
-        models = [make_checkpoint(Path(folder) / each, each) for each in ("qwen3", "qwen3_5", "deepseek_v3")]
+        models = [str(make_checkpoint(Path(folder) / each, each)) for each in ("qwen3", "qwen3_5", "deepseek_v3")]
         for number in range(size.rank_deaths):
             how, busy, transport, prefix = WAYS[number % len(WAYS)]
             if prefix:
