@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from ferrum_rpc.client import ExecutorClient
+from ferrum_rpc.client import Capability, ExecutorClient, Greedy, OutputSpec, Positions
 from ferrum_rpc.engine.ranks.links import CUT_S
+from ferrum_rpc.errors import NotSupported
 from tests.support.checkpoints import make_checkpoint
 from tests.support.clients import text
 from tests.support.exposition import fetch, series, value
@@ -188,6 +189,43 @@ async def test_ranks_of_two_machines_write_the_text_of_one_and_notice_a_cut(chec
         assert await first.ended() == 1
         assert time.monotonic() - began < PROMPTLY_S
         await other.ended(2 * CUT_S)
+
+
+async def life(client: ExecutorClient) -> list[list[int]]:
+    """Texts of a sequence that is cut within its last step and deeper, of a fork, and of a prompt that is known."""
+    prompt, output = [each * each % 290 for each in range(1, 90)], OutputSpec(Positions.LAST, Greedy())
+    found = [await text(client, prompt, 8)]
+    async with client.sequence() as sequence:
+        for tokens, back in ((prompt, 0), (prompt[:5], 3), (prompt[:4], 40), ([7], 0)):
+            answer = await sequence.prefill(tokens, output)
+            found.append([int(each) for each in answer.tokens])
+            await sequence.truncate(sequence.length - back)
+        [child] = await sequence.fork(1)
+        found.append([each async for each in child.generate([5], max_tokens=8)])
+        found.append([each async for each in sequence.generate([6], max_tokens=8)])
+    return [*found, *[await text(client, [*prompt, 1], 8) for _ in range(2)]]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+async def test_states_and_latents_of_two_ranks_give_the_texts_of_one(tmp_path: Path, family: str) -> None:
+    folder = make_checkpoint(tmp_path / family, family)
+    async with AsyncExitStack() as stack:
+        many = serve(folder, "--tensor-parallel", "2"), serve(folder)
+        servers = [await stack.enter_async_context(running(*each)) for each in many]
+        targets = [(await each.event("ready"))["target"] for each in servers]
+        two, one = [await stack.enter_async_context(ExecutorClient(each)) for each in targets]
+        assert await life(two) == await life(one)
+        infos = [await each.info() for each in (two, one)]
+        assert infos[0].model.state_bytes == infos[1].model.state_bytes
+        moves = Capability.KV_TRANSFER in infos[0].capabilities
+        assert moves == (family == "deepseek_v3") and Capability.KV_TRANSFER in infos[1].capabilities
+        async with two.sequence() as sequence:
+            await sequence.prefill([1, 2, 3])
+            if moves:
+                await sequence.export_to(tmp_path / "cache")
+            else:
+                with pytest.raises(NotSupported):
+                    await sequence.export_to(tmp_path / "cache")
 
 
 def resident_bytes(pid: int) -> int:
