@@ -52,7 +52,7 @@ from tests.support.checkpoints import make_checkpoint, make_model
 from tests.support.inside import in_flight, ranks_of, sequences
 from tests.support.ranks import World
 from tests.support.rows import answered
-from tests.unit.test_runner_transactions import LARGEST, SCENARIOS, SIZE, Saboteur, Twins, same_outcomes
+from tests.unit.test_runner_transactions import LARGEST, SCENARIOS, SILENT, SIZE, Saboteur, Twins, same_outcomes
 
 LAYERS = 4
 ALL = FullLogits()
@@ -383,6 +383,17 @@ def test_a_failure_on_any_rank_leaves_all_as_before(checkpoints, family, cut, vi
             raised = twins.fail(step, point)
             assert type(raised) is StepFailed, point
         twins.step(*step.spans, atomic=step.atomic)
+        twins.finish()
+
+
+@pytest.mark.parametrize("point", ["write 0", "attend 1"])
+def test_a_step_without_rows_fails_where_a_later_stage_fails(checkpoint, point):
+    """It is not committed before all stages have computed it."""
+    with closing(RankedTwins(settings_of(checkpoint, CUTS["pipeline"]), 1)) as twins:
+        twins.step(twins.span(1, 5))
+        step = Step((twins.span(1, 6, output=SILENT), twins.span(2, 7, output=SILENT)))
+        assert type(twins.fail(step, point)) is StepFailed
+        twins.step(*step.spans)
         twins.finish()
 
 

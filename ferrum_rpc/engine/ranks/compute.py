@@ -94,7 +94,7 @@ class RankedCompute(Compute):
         requests = [*map(_seeded, requests)]
         self._wanted = requests, wanted, drafts
         step = packed, geometry, requests, adapted, None if states is None else numbers_of(states)
-        if self.late and requests:
+        if self.late:  # without rows, too: a later stage may fail
             [self._answer] = self._ranks.order("step", *step, answering=(self._first_of_last_stage,))
         else:
             self._ranks.send("step", *step)
@@ -113,7 +113,7 @@ class RankedCompute(Compute):
     def select(self, spans: Sequence[Span], hidden: Tensor, counts_of: CountsOf) -> tuple[list[Rows | None], list[int]]:
         requests, wanted, drafts = self._wanted
         rows: list[Rows | None] = [None] * len(spans)
-        if requests and self.late:
+        if self.late:
             self._awaited = RemoteRows(self._ranks, self._answer, wanted, rows)
         elif requests:
             for index, answer in zip(wanted, self._own.rows(hidden, requests), strict=True):
@@ -182,7 +182,7 @@ class GroupMark(Marker):
 
 
 class RemoteRows(Marker):
-    """The ``wanted`` rows of a step, received from the last stage."""
+    """The end of a step in the last stage, and its ``wanted`` rows, received from there."""
 
     __slots__ = ("_answer", "_ranks", "_rows", "_wanted")
 
@@ -195,7 +195,7 @@ class RemoteRows(Marker):
 
     def wait(self) -> None:
         [answers] = self._ranks.collect([self._answer])
-        for index, answer in zip(self._wanted, answers, strict=True):
+        for index, answer in zip(self._wanted, answers or (), strict=True):
             self._rows[index] = answer
 
 
