@@ -254,9 +254,9 @@ def test_the_first_steps_run_on_all_ranks_before_anything_is_recorded(checkpoint
     ran: list[tuple[StagedCompute, int]] = []
     run = StagedCompute.run
 
-    def seen(self: StagedCompute, packed: Any, *others: Any) -> torch.Tensor:
+    def seen(self: StagedCompute, packed: Any, *others: Any, **options: Any) -> torch.Tensor:
         ran.append((self, len(packed)))
-        return run(self, packed, *others)
+        return run(self, packed, *others, **options)
 
     def record(*of: Any) -> None:
         assert len(ran) >= 2 * len(DECODES)
