@@ -43,9 +43,9 @@ class Cut(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """A product of a layer: x [.., columns] -> y [.., rows]. ``role``: what it is called within the layer. ``names``:
-    the checkpoint's modules, one for each of ``rows``, or the first holds so many as are left over by the others; or with
-    ``interleaved`` so many of them each, which must have equally many units, one unit of each in turn. ``adaptable``:
-    adapters may change it. ``apart``: the layer holds it in a form of its own, not as the model's other matrices."""
+    the checkpoint's modules, one for each of ``rows``, or the first holds so many as are left over by the others; with
+    ``interleaved`` so many each, which must have equally many units, one unit of each in turn. ``adaptable``: adapters
+    may change it. ``apart``: the layer holds it in a form of its own, not as the model's other matrices."""
 
     role: str
     rows: tuple[Channels, ...]

@@ -237,7 +237,7 @@ class Executor:
         with torch.inference_mode():
             if self.recurring:
                 step = RecurrentStep(states)
-                hidden = self.compute.forward_states(packed, geometry, step)
+                hidden = self.compute.forward(packed, geometry, states=step)
                 step.commit()
             else:
                 hidden = self.compute.forward(packed, geometry)
