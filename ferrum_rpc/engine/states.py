@@ -452,6 +452,8 @@ class States:
     def _keep(self, held: _Held, key: bytes, length: int, slot: int) -> bytes:
         if not key:  # never that of other tokens, which the sequence had before: forks may still have them
             key = next(self._numbers).to_bytes(8, "little")
+            if len(held.own) > self.pool.total:  # a sequence may go back ever so often, and slots are few
+                held.own = [each for each in held.own if each in self.pool]
             held.own.append(key)
         self.pool.keep(key, slot)
         held.checkpoints[length] = key

@@ -8,6 +8,7 @@ that never had what was taken back.
 
 from __future__ import annotations
 
+import tracemalloc
 from contextlib import closing
 from typing import Any
 
@@ -455,6 +456,27 @@ def test_a_child_keeps_the_checkpoints_of_its_parent_s_tokens_when_the_parent_go
     world.truncate(child.sequence, 60)
     assert world.missing(child.sequence) == 12
     world.step(world.span(child.sequence, [1]))
+
+
+def test_what_a_sequence_remembers_does_not_grow_with_the_times_that_it_went_back(folder):
+    """Each time leaves a checkpoint of its own, which is dropped for the next ones."""
+    world = World(folder, slots=3)
+    sequence = fed(world, prompt(6), [1], [2])
+
+    def remembered(times: int) -> int:
+        for each in range(times):
+            world.step(world.span(sequence, [1], 3 + each % 2))
+            for token in (2, 5, 4, 0):
+                world.step(world.span(sequence, [token]))
+        found = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, states.__file__)])
+        return sum(each.size for each in found.statistics("filename"))
+
+    tracemalloc.start()
+    try:
+        few = remembered(10)
+        assert remembered(40) <= few + 1000
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_taken_back_within_the_last_step_leaves_no_trace_in_any_bit(each_folder):
