@@ -20,10 +20,11 @@ from ferrum_rpc.service.lifecycle import Drain, Sweeper
 from ferrum_rpc.service.session import Session
 from ferrum_rpc.service.supervisor import STUCK_AFTER, BackgroundTask
 from tests.faults.figures import Figures, at_least, exactly
+from tests.faults.models import IDENTITY, Model
 from tests.faults.sizes import Size
 from tests.support.failing import Injected, failing
 from tests.support.raw_session import raw_session
-from tests.support.serving import Served, serve_identity
+from tests.support.serving import Served, serve_model
 from tests.support.waiting import until
 from tests.support.wiring import decode, item, prefill, release
 
@@ -134,21 +135,21 @@ LOOPS: Final[dict[str, tuple[BackgroundTask, Callable[[Served], Awaitable[bool]]
 }
 
 
-async def survives(name: str) -> tuple[bool, bool]:
+async def survives(name: str, model: Model) -> tuple[bool, bool]:
     """Inject one: whether the loop did its work again, and whether the failure was counted."""
     task, inject = LOOPS[name]
-    async with serve_identity() as served:
+    async with serve_model(model.config(block_size=4, kv_blocks=256)) as served:
         survived = await inject(served)
         counted = served.server.state.supervisor.failures[task] > 0
     return survived, counted
 
 
-async def r26_a_background_task_never_dies_silently(size: Size) -> Figures:
+async def r26_a_background_task_never_dies_silently(size: Size, model: Model = IDENTITY) -> Figures:
     """An exception in every loop, in a server of its own each."""
     dead, silent, tried = [], [], 0
     for _ in range(size.background_rounds):
         for name in LOOPS:
-            survived, counted = await survives(name)
+            survived, counted = await survives(name, model)
             tried += 1
             if not survived:
                 dead.append(name)

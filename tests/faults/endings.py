@@ -10,14 +10,16 @@ from typing import Any, Final
 
 import grpc
 
-from ferrum_rpc.executor.v1 import forward_pb2, session_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, kv_transfer_pb2, session_pb2, types_pb2
 from ferrum_rpc.scheduler import Scheduler, TextRequest, TokenStream
 from tests.support.process import dial, program
 from tests.support.raw_session import raw_session
 from tests.support.serving import Gate, Served
+from tests.support.transfers import as_import, exported, header
 from tests.support.waiting import until
 from tests.support.wiring import decode, item, prefill, release
 
+kt = kv_transfer_pb2
 LATE_S: Final = 0.15
 TEXT_TOKENS: Final = 30
 TOKENS: Final = [1, 2, 3, 4, 5]
@@ -136,6 +138,66 @@ async def batch_all_or_nothing(world: World) -> None:
 
 def _frame(count: int = 2, *, bad: int = 0) -> session_pb2.SessionForward:
     return session_pb2.SessionForward(items=_items(count, bad=bad))
+
+
+async def _behind(world: World) -> types_pb2.KvHandle:
+    """A sequence that is truncated by more than its last step: recurrent states must be fed again."""
+    handle = await decode(world.served, [6], await prefill(world.served, TOKENS))
+    return (await world.served.truncate(handle, 3)).handle
+
+
+for name, end, options in (("cancelled", _cancel, {}), ("late", _wait, {"timeout": LATE_S})):
+
+    async def run(world: World, end=end, options=options) -> None:
+        handle = await _behind(world)
+        await world.in_the_step(lambda: world.served.decode([6], handle, **options), end)
+        await release(world.served, handle)
+
+    run.__name__ = f"unary_{name}_while_states_are_fed_again"
+    ending(run)
+
+
+@ending
+async def released_behind_its_length(world: World) -> None:
+    handle = await _behind(world)
+    [child] = (await world.served.fork(handle)).handles
+    await release(world.served, handle, await decode(world.served, [6], child))
+
+
+@ending
+async def export_left(world: World) -> None:
+    handle = await prefill(world.served, TOKENS)
+    export = world.served.transfer.ExportKv(kt.ExportKvRequest(handle=handle, chunk_tokens=1))
+    await export.read()
+    export.cancel()
+    await release(world.served, handle)
+
+
+@ending
+async def import_left(world: World) -> None:
+    handle = await prefill(world.served, TOKENS)
+    frames = await exported(world.served, handle)
+    await release(world.served, handle)
+    call = world.served.transfer.ImportKv()
+    lease = (await world.served.acquire()).lease_id
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        for frame in (header(frames[0].layout, uuid.uuid4().hex, lease_id=lease), *as_import(frames[:-1])):
+            await call.write(frame)
+    call.cancel()
+    await world.noticed()
+    await world.served.revoke(lease)
+
+
+@ending
+async def parked_and_released(world: World) -> None:
+    handle = (await world.served.park(await prefill(world.served, TOKENS))).handle
+    await release(world.served, handle)
+
+
+@ending
+async def parked_and_back(world: World) -> None:
+    handle = (await world.served.park(await _behind(world))).handle
+    await release(world.served, await decode(world.served, [6], handle))
 
 
 @ending

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from ferrum_rpc.client import ExecutorClient, ExecutorError, Greedy, Sample
 from ferrum_rpc.scheduler import STEPS_IN_FLIGHT, RequestEnd, Scheduler, TextRequest
 from tests.faults.figures import Figure, Figures, at_least, exactly
+from tests.faults.models import DEMO, IDENTITY, Model
 from tests.faults.random_histories import Counts, Seen, differences, histories
 from tests.faults.session_histories import RECONNECT, session_histories
 from tests.faults.sizes import Size
@@ -35,12 +36,16 @@ MORE_WEATHER: Final = 5
 PACKET_LOSS: Final = 5
 TEXT_TOKENS: Final = 32
 TEXTS_AT_ONCE: Final = 16
+LONGEST: Final = 40
+LONGEST_EXACT: Final = 32
+"""Tokens of a prompt; of one that has the same bits however it is divided, where states of longer ones do not."""
+
 CHOICES: Final = 3
 TOKENS_OF_A_PROMPT: Final = TEXT_TOKENS * (3 + CHOICES) // 4
 
 
 async def fed(server: ServerProcess) -> tuple[int, int, int]:
-    """Tokens fed, sequences that live, blocks that are not free."""
+    """Tokens fed, sequences that live, blocks and slots that are not free."""
     async with dial(server.target) as client:
         return (await client.status()).counters.tokens, *await client.held()
 
@@ -54,18 +59,19 @@ def unlike(what: str, quiet: list[Any], noisy: list[Any]) -> Figure:
     return exactly(f"{what} unlike those of the fault-free run", different, 0)
 
 
-async def r2_exactly_once(size: Size) -> Figures:
+async def r2_exactly_once(size: Size, model: Model = IDENTITY) -> Figures:
     """Through a proxy that delays, and resets connections."""
-    flags = ("--replay-bytes", "64MiB", "--max-sequences", "256")
-    async with serving("--identity-positional", *flags) as server, proxied(server.target) as proxy:
+    flags = (*model.flags(), "--replay-bytes", "64MiB", "--max-sequences", "256")
+    async with serving(*flags, model=model.path) as server, proxied(server.target) as proxy:
         figures, facts = await _compare(server, proxy.target, size.calls_under_loss, partial(_in_weather, proxy))
         facts["connections lost"] = proxy.lost_connections
     return Figures("A step is applied exactly once", *figures, _enough(facts), facts=facts)
 
 
-async def r2_in_sessions(size: Size) -> Figures:
+async def r2_in_sessions(size: Size, model: Model = IDENTITY) -> Figures:
     """By the client over a session, through the same proxy: the client resends by itself."""
-    async with serving("--identity-positional", "--replay-bytes", "64MiB") as server, proxied(server.target) as proxy:
+    flags = (*model.flags(), "--replay-bytes", "64MiB")
+    async with serving(*flags, model=model.path) as server, proxied(server.target) as proxy:
         at_first, *_ = await fed(server)
         quiet, _ = await session_histories(server.target, size.calls_in_sessions)
         between, *_ = await fed(server)
@@ -85,13 +91,14 @@ async def r2_in_sessions(size: Size) -> Figures:
     return Figures("A step is applied exactly once, by the client in a session", *figures, facts=facts)
 
 
-async def r2_by_a_scheduler(size: Size) -> Figures:
+async def r2_by_a_scheduler(size: Size, model: Model = DEMO) -> Figures:
     """Texts of a scheduler, through the same proxy."""
-    flags = ("--dtype", "float32", "--replay-bytes", "64MiB")
-    async with serving(*flags, model="demo") as server, proxied(server.target) as proxy:
+    flags = (*model.flags(), "--replay-bytes", "64MiB")
+    longest = LONGEST_EXACT if model.recurrent else LONGEST
+    async with serving(*flags, model=model.path) as server, proxied(server.target) as proxy:
         prompts = max(1, size.calls_in_sessions // TOKENS_OF_A_PROMPT)
-        quiet = await _texts(server.target, prompts)
-        rounds = await _in_weather(proxy, lambda: _texts(proxy.target, prompts), resets=0.02)
+        quiet = await _texts(server.target, prompts, longest)
+        rounds = await _in_weather(proxy, lambda: _texts(proxy.target, prompts, longest), resets=0.02)
         quiet, noisy = quiet * len(rounds), [text for texts in rounds for text in texts]
         _, sequences, blocks = await fed(server)
         facts: dict[str, Any] = {
@@ -108,7 +115,7 @@ async def r2_by_a_scheduler(size: Size) -> Figures:
     return Figures("A step is applied exactly once, by a scheduler", *figures, facts=facts)
 
 
-async def _texts(target: str, prompts: int) -> list[tuple[RequestEnd | None, list[int]]]:
+async def _texts(target: str, prompts: int, longest: int) -> list[tuple[RequestEnd | None, list[int]]]:
     """How each text ended and its tokens: greedy ones, seeded ones, ones by grammars, and several of one prompt."""
     slots = asyncio.Semaphore(TEXTS_AT_ONCE)
     connect = partial(
@@ -118,7 +125,7 @@ async def _texts(target: str, prompts: int) -> list[tuple[RequestEnd | None, lis
         grammars = [await scheduler.register_grammar(*each) for each in SOURCES.items()]
 
         async def write(number: int) -> list[tuple[RequestEnd | None, list[int]]]:
-            prompt = random.Random(number).choices(range(97, 123), k=1 + number % 40)
+            prompt = random.Random(number).choices(range(97, 123), k=1 + number % longest)
             seeded = Sample(1.0, seed=number)
             grammar = grammars[number // 4 % len(grammars)]
             constrained = Sample(1.0, seed=number, grammar=grammar, grammar_from=len(prompt))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from ferrum_rpc.client import TRY_LATER, ExecutorClient, GrammarKind, Greedy
@@ -22,10 +24,11 @@ from ferrum_rpc.service.handles import TOMBSTONES
 from ferrum_rpc.service.replay import PLAIN_BYTES, RECORDS
 from tests.faults.endings import ENDINGS, World
 from tests.faults.figures import Figures, at_least, at_most, exactly
+from tests.faults.models import IDENTITY, Model
 from tests.faults.sizes import GRAMMAR_NOISE_BYTES, TEXT_BYTES, Size
 from tests.support.process import Dialled, ServerProcess, dialled, runs, serving
 from tests.support.raw_session import raw_session
-from tests.support.serving import Gate, serve_identity
+from tests.support.serving import Gate, serve_model
 from tests.support.tokens import token_file
 from tests.support.waiting import until
 from tests.support.wiring import decode, item, prefill, refusal, release
@@ -59,13 +62,16 @@ GRAMMAR_BYTES: Final = 64 << 10
 """Of the text of a grammar, nearly all of it a comment: more than a text by it may leave."""
 
 
-async def r15_nothing_leaks(size: Size) -> Figures:
-    """Every ending in turn: afterwards no sequence, no block, no lease, no session and no queued work is left."""
+async def r15_nothing_leaks(size: Size, model: Model = IDENTITY) -> Figures:
+    """Every ending in turn: afterwards no sequence, no block, no slot, no lease, no session and no queued work is
+    left."""
     gate = Gate()
     left: Counter[str] = Counter()
-    async with serve_identity(
-        stage=gate, kv_blocks=64, lease_ttl_s=SHORT_LEASE_S, min_lease_ttl_s=SHORT_LEASE_S
-    ) as served:
+    config = model.config(block_size=4, kv_blocks=64)
+    times = {"lease_ttl_s": SHORT_LEASE_S, "min_lease_ttl_s": SHORT_LEASE_S}
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        served = await stack.enter_async_context(serve_model(config, stage=gate, park_dir=folder, **times))
         world = World(served, gate)
         state = served.server.state
         for _ in range(size.endings):
@@ -78,7 +84,9 @@ async def r15_nothing_leaks(size: Size) -> Figures:
                     await served.reset()
             await served.check()
         created, released = state.counters.sequences_created, state.counters.sequences_released
-    grown, warm = await _growth(size.leak_calls, whole_lives=size.leak_whole_lives)
+    # what is remembered of whole lives is the same for every model; what a sequence has of states grows while it lives
+    whole_lives = size.leak_whole_lives and not model.recurrent
+    grown, warm = await _growth(model, size.leak_calls, whole_lives=whole_lives, fresh=size.leak_whole_lives)
     bound = max(NOISE_BYTES, round(LEAK_PER_100_000 * size.leak_calls / 100_000))
     return Figures(
         "Nothing leaks",
@@ -179,7 +187,9 @@ def _clean(state: Any) -> bool:
     pressure = state.pressure()
     return (
         pressure.sequences == 0
+        and state.parked.sequences == 0
         and pressure.free_blocks == pressure.total_blocks
+        and pressure.free_slots == pressure.total_slots
         and pressure.queued_items == 0
         and len(state.leases) == 0
         and state.sessions == 0
@@ -187,13 +197,15 @@ def _clean(state: Any) -> bool:
     )
 
 
-async def _growth(calls: int, *, whole_lives: bool) -> tuple[int, int]:
+async def _growth(model: Model, calls: int, *, whole_lives: bool, fresh: bool) -> tuple[int, int]:
     """Bytes by which a server process grew over so many calls after warm-up, and its size after warm-up. With
     ``whole_lives`` calls create and release sequences, and what is bounded by design (recorded answers, tombstones) is
     filled first; else they are calls on sequences that live from before the warm-up on: each has its most recorded
     answers by then, 21 KB of them."""
-    flags = ("--replay-bytes", "64KiB", "--max-sequences", "512", "--max-batch-items", str(FILL_BATCH))
-    async with dialled(*flags, kv_blocks=1024, fresh=whole_lives) as (server, client):
+    slots = {"state_slots": 2 * FILL_BATCH} if model.recurrent else {}
+    flags = (*model.flags(**slots), "--replay-bytes", "64KiB", "--max-sequences", str(2 * FILL_BATCH))
+    flags += ("--max-batch-items", str(FILL_BATCH))
+    async with dialled(*flags, model=model.path, kv_blocks=1024, fresh=fresh) as (server, client):
         if whole_lives:
             await _fill(client)
             await _whole_lives(client, WARM_LIVES * CALLS_OF_A_LIFE)
@@ -232,15 +244,18 @@ async def _whole_lives(client: Dialled, count: int) -> None:
 
 
 async def _long_lives(client: Dialled, handles: list[Any], count: int) -> list[Any]:
-    """Good and bad calls on these sequences, and their handles afterwards."""
+    """Good and bad calls on these sequences, and their handles afterwards. Each third step truncates by the two before:
+    states are then fed again."""
     run, left = uuid.uuid4().hex, count
 
     async def worker(handle: Any) -> Any:
         nonlocal left
-        while left > 0:
+        for number in itertools.count():
+            if left <= 0:
+                return handle
             left -= 2
-            handle = await _step(client, handle, f"{run}:{left}", truncate_to=4)
-        return handle
+            back = {} if number % 3 else {"truncate_to": 4}
+            handle = await _step(client, handle, f"{run}:{left}", **back)
 
     return await asyncio.gather(*[worker(handle) for handle in handles])
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Final
 
 from tests.faults.figures import Promise, number
+from tests.faults.models import with_recurrent_states
 
 
 def of(files: str) -> tuple[Promise, ...]:
@@ -19,15 +20,22 @@ def of(files: str) -> tuple[Promise, ...]:
     return tuple(found)
 
 
+def again(files: str) -> tuple[Promise, ...]:
+    """The promises `of` these, with recurrent states."""
+    return tuple(map(with_recurrent_states, of(files)))
+
+
 IN_PROCESS: Final = of("""
     any_bytes background bad_items deadlines error_contract frame_order handles imports leaks.r15_nothing_leaks prefixes
     retries security states
-""")
+""") + again("background leaks.r15_nothing_leaks")
 """Servers of the test's process can be held to these."""
 
 OF_PROCESSES: Final = of("""
     crash_points dead_peers drain exactly_once.r2_exactly_once exactly_once.r2_in_sessions
     exactly_once.r2_by_a_scheduler fleet health hung one_port orphans ranks rebuilds restart transfers
+""") + again("""
+    exactly_once.r2_exactly_once exactly_once.r2_in_sessions exactly_once.r2_by_a_scheduler transfers
 """)
 """These need a server process to kill, stop and drain."""
 

@@ -16,24 +16,28 @@ from ferrum_rpc.executor.v1 import kv_transfer_pb2, types_pb2
 from ferrum_rpc.wire.status import error_from_rpc
 from tests.faults.any_bytes import CALLERS_OWN
 from tests.faults.figures import Figures, at_least, exactly
+from tests.faults.models import IDENTITY, Model
 from tests.faults.sizes import Size
-from tests.support.identity_oracle import unlike
 from tests.support.process import Dialled, ServerProcess, dial, dialled
-from tests.support.transfers import BYPASS, as_import, exported, header, imported
+from tests.support.transfers import BYPASS, as_import, chunks_of, exported, header, imported
 from tests.support.waiting import PATIENCE_S
 from tests.support.wiring import full, prefill, refusal, release
 
 kt = kv_transfer_pb2
 TOKENS: Final = 61
+STEP: Final = 5
+"""Tokens of a sequence's last step, some of which are truncated where it goes on."""
 CHUNK: Final = 4
 BLOCKS: Final = 64
-FLAGS: Final = ("--identity-positional", "--block-size", "4")
+SLOTS: Final = 8
 
 
 class Tally:
-    """What happened over all rounds."""
+    """What happened over all rounds with a ``model``. ``chunks``: those of a stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.chunks = 0
         self.wrong: list[str] = []
         self.leaked: list[str] = []
         self.refused = Counter[str]()
@@ -54,32 +58,38 @@ class Tally:
         if error is not None and error.message != CALLERS_OWN:
             self.unexplained += error.reason is Reason.TRANSPORT
 
+    def victim(self, engine: str) -> AbstractAsyncContextManager[tuple[ServerProcess, Dialled]]:
+        slots = {"state_slots": SLOTS} if self.model.recurrent else {}
+        flags = self.model.flags(dtype="float32", block_size=4, **slots)
+        return dialled(*flags, "--engine", engine, model=self.model.path, kv_blocks=BLOCKS)
+
     async def row(self, client: Dialled, handle: types_pb2.KvHandle, tokens: list[int]) -> None:
-        """The next row is that of these tokens; then the sequence is released."""
-        answer = await client.decode([7], handle, output=full())
+        """The next row, behind a truncation within the last step or none, is that of these tokens, and nothing was fed
+        again for it; then the sequence is released."""
+        kept = len(tokens) - self.rows % STEP
+        answer = await client.decode([7], handle, output=full(), truncate_to=kept)
         self.rows += 1
-        if unlike(answer.row_blocks, [([*tokens, 7], len(tokens))]):
-            self.wrong.append(f"the row behind {len(tokens)} tokens")
+        if self.model.unlike(answer.row_blocks, [([*tokens[:kept], 7], kept)]) or answer.output.recomputed_tokens:
+            self.wrong.append(f"the row behind {kept} tokens")
         await release(client, answer.output.handle)
 
     async def empty(self, client: Dialled, what: str) -> None:
         """Nothing is held, but for what ends by itself when its stream has: that is waited for."""
         if any(held := await client.released(PATIENCE_S)):
-            self.leaked.append(f"{what}: {held[1]} blocks")
+            self.leaked.append(f"{what}: {held[1]} blocks and slots")
 
 
-def victim(engine: str) -> AbstractAsyncContextManager[tuple[ServerProcess, Dialled]]:
-    return dialled(*FLAGS, "--engine", engine, kv_blocks=BLOCKS)
-
-
-async def r28_a_transfer_is_whole_or_nothing(size: Size, seed: int = 0) -> Figures:
+async def r28_a_transfer_is_whole_or_nothing(size: Size, model: Model = IDENTITY, seed: int = 0) -> Figures:
     """Kill the source, and the target, in the middle of a transfer, as often as the size says; then break streams
     behind their header, refuse streams that are still being sent, flip bits of chunks, and fill the pool of the
     target."""
-    dice, tally = random.Random(seed), Tally()
+    dice, tally = random.Random(seed), Tally(model)
     async with AsyncExitStack() as stack:
-        _, source = await stack.enter_async_context(victim("thread"))
-        server, target = await stack.enter_async_context(victim("thread"))
+        _, source = await stack.enter_async_context(tally.victim("thread"))
+        server, target = await stack.enter_async_context(tally.victim("thread"))
+        handle = await _fed(source, _tokens(dice))
+        tally.chunks = len(chunks_of(await exported(source, handle, chunk_tokens=CHUNK)))
+        await release(source, handle)
         for number in range(size.transfer_kills):
             engine = ("thread", "process")[number % 10 == 4]
             await asyncio.gather(
@@ -118,26 +128,32 @@ def _tokens(dice: random.Random) -> list[int]:
     return [dice.randrange(256) for _ in range(TOKENS)]
 
 
+async def _fed(client: Dialled, tokens: list[int]) -> types_pb2.KvHandle:
+    """A sequence of these tokens, the last of which a step has fed."""
+    handle = await prefill(client, tokens[:-STEP], create=BYPASS)
+    return await prefill(client, tokens[-STEP:], handle=handle)
+
+
 async def _source_dies(  # noqa: PLR0917 - as its siblings
     other: Dialled, target: Dialled, engine: str, goes_on: bool, dice: random.Random, tally: Tally
 ) -> None:
     """What came of it stays, and another source of the same tokens goes on; or its lease is given up."""
     tokens, request_id = _tokens(dice), f"{dice.getrandbits(64):x}"
     lease = (await target.acquire()).lease_id
-    async with victim(engine) as (server, source):
-        handle = await prefill(source, tokens, create=BYPASS)
+    async with tally.victim(engine) as (server, source):
+        handle = await _fed(source, tokens)
         export = source.transfer.ExportKv(kt.ExportKvRequest(handle=handle, chunk_tokens=CHUNK))
         layout = (await export.read()).layout
         stream = target.transfer.ImportKv()
         await stream.write(header(layout, request_id, lease_id=lease))
-        for _ in range(dice.randrange(2 * (TOKENS // CHUNK))):
+        for _ in range(dice.randrange(tally.chunks)):
             await stream.write(as_import([await export.read()])[0])
         await server.kill()
         tally.kills["source"] += 1
         await stream.done_writing()
         came = (await stream).next_token
     if goes_on:
-        handle = await prefill(other, tokens, create=BYPASS)
+        handle = await _fed(other, tokens)
         rest = as_import(await exported(other, handle, chunk_tokens=CHUNK, first_token=came))
         await release(other, handle)
         answer = await imported(target, header(layout, request_id, lease_id=lease), *rest)
@@ -149,12 +165,12 @@ async def _source_dies(  # noqa: PLR0917 - as its siblings
 async def _target_dies(source: Dialled, engine: str, dice: random.Random, tally: Tally) -> None:
     """The source is as it was, and may go elsewhere."""
     tokens = _tokens(dice)
-    handle = await prefill(source, tokens, create=BYPASS)
-    async with victim(engine) as (server, target):
+    handle = await _fed(source, tokens)
+    async with tally.victim(engine) as (server, target):
         export = source.transfer.ExportKv(kt.ExportKvRequest(handle=handle, chunk_tokens=CHUNK))
         stream = target.transfer.ImportKv()
         await stream.write(header((await export.read()).layout, "dies"))
-        for _ in range(dice.randrange(2 * (TOKENS // CHUNK))):
+        for _ in range(dice.randrange(tally.chunks)):
             await stream.write(as_import([await export.read()])[0])
         await server.kill()
         tally.kills["target"] += 1
@@ -172,7 +188,7 @@ async def _half_open(  # noqa: PLR0917
     source: Dialled, target: Dialled, address: str, count: int, dice: random.Random, tally: Tally
 ) -> None:
     """Imports that break at any moment before anything of them was kept."""
-    handle = await prefill(source, _tokens(dice), create=BYPASS)
+    handle = await _fed(source, _tokens(dice))
     [first, *_] = await exported(source, handle, chunk_tokens=CHUNK)
     await release(source, handle)
 
@@ -210,7 +226,7 @@ async def _refused_early(target: Dialled, count: int, tally: Tally) -> None:
 async def _bits_flip(source: Dialled, target: Dialled, flips: int, dice: random.Random, tally: Tally) -> None:
     """One bit of all that follows the header. Where the sequence comes to be all the same, it is the right one."""
     tokens = _tokens(dice)
-    handle = await prefill(source, tokens, create=BYPASS)
+    handle = await _fed(source, tokens)
     frames = await exported(source, handle, chunk_tokens=CHUNK)
     layout, whole = frames[0].layout, [each.SerializeToString() for each in as_import(frames)]
     raw: Any = target.channel.stream_unary(
@@ -242,15 +258,18 @@ async def _bits_flip(source: Dialled, target: Dialled, flips: int, dice: random.
 
 
 async def _no_room(source: Dialled, target: Dialled, dice: random.Random, tally: Tally) -> None:
-    """A full pool refuses the import before anything moves, and takes it when there is room."""
+    """Where blocks or slots are missing an import is refused before anything moves, and taken when there is room."""
     tokens = _tokens(dice)
-    handle = await prefill(source, tokens, create=BYPASS)
+    handle = await _fed(source, tokens)
     frames = await exported(source, handle, chunk_tokens=CHUNK)
-    hog = await prefill(target, [1] * (4 * BLOCKS - 8), create=BYPASS)
     sent = [header(frames[0].layout, "no room"), *as_import(frames)]
-    await tally.must_be_refused(imported(target, *sent), "a full pool took an import")
-    await release(target, hog)
-    await tally.empty(target, "target, after a refusal")
+    slots = (await target.status()).pressure.total_slots
+    for lengths in ([4 * BLOCKS - 8], [1] * slots):
+        hogs = [await prefill(target, [1] * length, create=BYPASS) for length in lengths]
+        if hogs:
+            await tally.must_be_refused(imported(target, *sent), "a full pool took an import")
+        await release(target, *hogs)
+        await tally.empty(target, "target, after a refusal")
     await tally.row(target, (await imported(target, *sent)).handle, tokens)
     await tally.row(source, handle, tokens)
     await tally.empty(target, "target, in the end")

@@ -276,9 +276,9 @@ class Dialled(Calls):
         self.health: Any = health_pb2_grpc.HealthStub(channel)
 
     async def held(self) -> tuple[int, int]:
-        """Sequences that live, and blocks that are not free."""
-        pressure = (await self.status()).pressure
-        return pressure.sequences, pressure.total_blocks - pressure.free_blocks
+        """Sequences that live; blocks, and slots of states, that are not free."""
+        now = (await self.status()).pressure
+        return now.sequences, now.total_blocks - now.free_blocks + now.total_slots - now.free_slots
 
     async def released(self, patience_s: float) -> tuple[int, int]:
         """Wait until nothing is held; what still is."""

@@ -74,7 +74,7 @@ class Served(Calls):
         }
 
         def compare(runner: TorchRunner) -> None:
-            runner.kv.check()
+            runner.check()
             state = runner.kv.state()
             assert state.sequences == len(records)
             for sequence, length in records.items():
