@@ -22,11 +22,12 @@ from ferrum_rpc.client import DeviceLost, ExecutorClient, ExecutorError, ResendP
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.failpoints import OF_THE_DEVICE, Action, Failpoint, Failpoints, parse_failpoints
 from tests.faults.figures import Figures, at_least, exactly
+from tests.faults.models import DEMO, IDENTITY, Model
 from tests.faults.scripted_client import ATTEMPTS, Counts, Gone, Held, ScriptedClient
 from tests.faults.sizes import Size
 from tests.support.grammars import END, SOURCES, encode
 from tests.support.process import Dialled, ServerProcess, dial, dialled, serving
-from tests.support.serving import serve_identity
+from tests.support.serving import serve_model
 
 ROLLED_BACK: Final = (Action.ERROR, Action.OOM)
 FATAL: Final = (Action.CRASH, Action.DEVICE_LOST)
@@ -38,10 +39,13 @@ answers are lost of steps that did not fail. A move reaches a fork, an export an
 spacing for all of them, every attempt would fail at one of the three in turn."""
 
 PROMPT: Final = encode("The register of ")
+CHUNK: Final = 32
+"""Tokens, of a text that goes on elsewhere too: states of longer ones have other bits."""
+LONGEST_TEXT: Final = 100
+"""Tokens: random weights write without an end."""
 GRAMMAR_TEXTS: Final = 6
 GRAMMAR_ROUNDS: Final = 4
 """Rounds for which there is one server that writes texts by grammars."""
-GRAMMAR_FLAGS: Final = ("--dtype", "float32", "--kv-blocks", "128")
 GRAMMAR_FAULTS: Final = ";".join(
     f"{point}={action}@p0.02"
     for point in Failpoint
@@ -56,7 +60,8 @@ SURVIVED: Final = frozenset(
 """What may refuse a call that is then made again; the last one a release, which has a tenth of a second."""
 
 Start = Callable[[str, Counts], AbstractAsyncContextManager[Dialled]]
-FLAGS: Final = ("--identity-positional", "--block-size", "4", "--kv-blocks", "64")
+CACHE: Final = {"dtype": "float32", "block_size": 4}
+BLOCKS: Final = 64
 
 
 def actions(point: Failpoint) -> list[Action]:
@@ -65,22 +70,25 @@ def actions(point: Failpoint) -> list[Action]:
     return [each for each in every if point is not Failpoint.BEFORE_REPLY or each not in OF_THE_DEVICE]
 
 
-async def r16_a_crash_is_survivable(size: Size, seed: int = 0) -> Figures:
+async def r16_a_crash_is_survivable(size: Size, model: Model = IDENTITY, seed: int = 0) -> Figures:
     """Errors and out of memory on one server; crashes and lost devices on a server each. The chains run side by side:
     what takes time is the start of so many processes. One in five has its engine in another, which imports torch."""
     counts = Counts()
-    points = [point for _ in range(size.crash_rounds) for point in Failpoint]
+    dice = random.Random(seed)
+    fatal = dice.sample(sorted(Failpoint), size.crash_points)
+    points = [point for _ in range(size.crash_rounds) for point in fatal]
     servers = -(-size.crash_rounds // GRAMMAR_ROUNDS)
-    apart = set(random.Random(seed).sample(range(len(points)), -(-len(points) // 5)))
+    apart = set(dice.sample(range(len(points)), round(len(points) / 5)))
     threads, processes = ([each for at, each in enumerate(points) if (at in apart) is its] for its in (False, True))
     await asyncio.gather(
-        _fail_and_go_on(size.crash_rounds, seed, counts),
-        _die_and_restart(partial(_process, "thread"), Action.CRASH, threads, seed, counts),
-        _die_and_restart(partial(_process, "process"), Action.CRASH, processes, seed + 1, counts),
-        _die_and_restart(_in_process, Action.DEVICE_LOST, points, seed, counts),
-        _by_grammars(servers, seed, counts),
+        _fail_and_go_on(model, size.crash_rounds, seed, counts),
+        _die_and_restart(model, partial(_process, model, "thread"), Action.CRASH, threads, seed, counts),
+        _die_and_restart(model, partial(_process, model, "process"), Action.CRASH, processes, seed + 1, counts),
+        _die_and_restart(model, partial(_in_process, model), Action.DEVICE_LOST, points, seed, counts),
+        _by_grammars(model if model.recurrent else DEMO, servers, seed, counts),
     )
-    expected = {(point.value, action.value) for point in Failpoint for action in actions(point)}
+    every = [(point, action) for point in Failpoint for action in actions(point)]
+    expected = {(point.value, action.value) for point, action in every if action in ROLLED_BACK or point in fatal}
     short = [pair for pair in expected if counts.fired[pair] < size.crash_rounds]
     return Figures(
         "A crash at any point is survivable",
@@ -105,7 +113,7 @@ async def r16_a_crash_is_survivable(size: Size, seed: int = 0) -> Figures:
     )
 
 
-async def _fail_and_go_on(rounds: int, seed: int, counts: Counts) -> None:
+async def _fail_and_go_on(model: Model, rounds: int, seed: int, counts: Counts) -> None:
     """One server, at which every point fails with every action that is rolled back, once a round."""
     rules = [
         f"{point}={action}@{2 + SPACING.get(point, 3) * (n * len(ROLLED_BACK) + index)}"
@@ -114,13 +122,15 @@ async def _fail_and_go_on(rounds: int, seed: int, counts: Counts) -> None:
         if action in actions(point)
         for n in range(rounds)
     ]
-    async with dialled(*FLAGS, "--failpoints", ";".join(rules)) as (server, client):
+    flags = (*model.flags(**CACHE), "--failpoints", ";".join(rules))
+    async with dialled(*flags, model=model.path, kv_blocks=BLOCKS) as (server, client):
         scheduler = ScriptedClient(
             client,
             [],
             random.Random(seed),
             counts,
             lambda: [each["blocks"] for each in server.events if each.get("event") == "blocks_freed_late"],
+            model,
         )
         for _ in range(VERSES * rounds):
             await scheduler.script()
@@ -130,14 +140,16 @@ async def _fail_and_go_on(rounds: int, seed: int, counts: Counts) -> None:
         counts.count_fired(server)
 
 
-async def _die_and_restart(start: Start, action: Action, points: list[Failpoint], seed: int, counts: Counts) -> None:
+async def _die_and_restart(  # noqa: PLR0917
+    model: Model, start: Start, action: Action, points: list[Failpoint], seed: int, counts: Counts
+) -> None:
     """A server for every point, which dies there; the next one gets the scheduler with its old handles."""
     dice = random.Random(f"{seed} {action}")
     held: list[Held] = []
     for point in [*(each for each in points if action in actions(each)), None]:
         rule = "" if point is None else f"{point}={action}@{dice.randint(1, 4)}"
         async with start(rule, counts) as client:
-            scheduler = ScriptedClient(client, held, dice, counts)
+            scheduler = ScriptedClient(client, held, dice, counts, model=model)
             try:
                 await scheduler.recover()
                 for _ in range(1 if point is None else VERSES):
@@ -147,11 +159,11 @@ async def _die_and_restart(start: Start, action: Action, points: list[Failpoint]
                     counts.wrong.append(f"{action}: a server without failpoints died")
 
 
-async def _by_grammars(servers: int, seed: int, counts: Counts) -> None:
+async def _by_grammars(model: Model, servers: int, seed: int, counts: Counts) -> None:
     """Texts by grammars at so many servers, each of which fails and crashes. A text goes on at the next one. It is the
     text of a server at which nothing happens."""
     dice, calls = random.Random(f"{seed} by grammars"), itertools.count(1)
-    async with _with_grammars() as (_, client, outputs):
+    async with _with_grammars(model) as (_, client, outputs):
         expected = [await _text(client.sequence(), each, [], _at_once) for each in outputs]
     order, text = itertools.cycle(range(GRAMMAR_TEXTS)), list[int]()
     number = next(order)
@@ -164,7 +176,7 @@ async def _by_grammars(servers: int, seed: int, counts: Counts) -> None:
     for _ in range(servers):
         crash = f"{Failpoint.AFTER_FORWARD}={Action.CRASH}@{dice.randint(60, 120)}"
         rules = f"{crash};{GRAMMAR_FAULTS}"  # in this order: no other fault of that hit may come before the crash
-        async with _with_grammars("--failpoints", rules) as (server, client, outputs):
+        async with _with_grammars(model, "--failpoints", rules) as (server, client, outputs):
 
             async def surely(call: Callable[[], Awaitable[Any]], server: ServerProcess = server) -> Any:
                 for _ in range(ATTEMPTS):
@@ -191,11 +203,13 @@ async def _by_grammars(servers: int, seed: int, counts: Counts) -> None:
 
 
 @asynccontextmanager
-async def _with_grammars(*flags: str) -> AsyncIterator[tuple[ServerProcess, ExecutorClient, list[Sample]]]:
+async def _with_grammars(
+    model: Model, *flags: str
+) -> AsyncIterator[tuple[ServerProcess, ExecutorClient, list[Sample]]]:
     """A server, a client of it, and the outputs of the texts."""
     resend = ResendPolicy(times=1, backoff_s=0.01)
     async with (
-        serving(*GRAMMAR_FLAGS, *flags, model="demo") as server,
+        serving(*model.flags(), *flags, model=model.path, kv_blocks=128) as server,
         ExecutorClient(server.target, resend=resend, release_timeout_s=0.1) as client,
     ):
         grammars = [await client.register_grammar(*each) for each in SOURCES.items()]
@@ -208,8 +222,8 @@ async def _text(
 ) -> list[int]:
     """Write the rest of ``text``, by steps, some of which are truncated and made again; returns it."""
     fed = [*PROMPT, *text]
-    while not text or text[-1] != END:
-        text.append((await surely(lambda fed=fed: sequence.prefill(fed, output))).token)
+    while len(text) < LONGEST_TEXT and (not text or text[-1] != END):
+        text.append((await surely(lambda fed=fed: sequence.prefill(fed, output, chunk=CHUNK))).token)
         fed = text[-1:]
         if len(text) % 5 == 0:
             await surely(lambda length=sequence.length: sequence.truncate(length - 1))
@@ -231,10 +245,10 @@ async def _kill_a_grammar(server: ServerProcess, dice: random.Random, counts: Co
 
 
 @asynccontextmanager
-async def _process(engine: str, rule: str, counts: Counts) -> AsyncIterator[Dialled]:
+async def _process(model: Model, engine: str, rule: str, counts: Counts) -> AsyncIterator[Dialled]:
     """A process that SIGKILL may end; or its engine's, whose death is the server's orderly end."""
-    flags = ("--engine", engine, *(("--failpoints", rule) if rule else ()))
-    async with serving(*FLAGS, *flags) as server:
+    flags = (*model.flags(**CACHE), "--engine", engine, *(("--failpoints", rule) if rule else ()))
+    async with serving(*flags, model=model.path, kv_blocks=BLOCKS) as server:
         async with dial(server.target) as client:
             yield client
         killed = -signal.SIGKILL if engine == "thread" or rule.startswith(Failpoint.BEFORE_REPLY) else 1
@@ -244,10 +258,10 @@ async def _process(engine: str, rule: str, counts: Counts) -> AsyncIterator[Dial
 
 
 @asynccontextmanager
-async def _in_process(rule: str, counts: Counts) -> AsyncIterator[Dialled]:
+async def _in_process(model: Model, rule: str, counts: Counts) -> AsyncIterator[Dialled]:
     """A server of this process, whose model thread may end; R19 has a process that loses its device."""
     failpoints = Failpoints(parse_failpoints(rule))
-    async with serve_identity(positional=True, kv_blocks=64, failpoints=failpoints) as served:
+    async with serve_model(model.config(**CACHE, kv_blocks=BLOCKS), failpoints=failpoints) as served:
         yield Dialled(served.channel)
         if rule and served.server.health.serving:
             counts.wrong.append(f"{rule}: the health service says that it serves")

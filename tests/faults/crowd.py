@@ -20,6 +20,7 @@ from typing import Any, Final
 from ferrum_rpc.client import ExecutorClient, GrammarKind, Sample
 from ferrum_rpc.scheduler import STEPS_IN_FLIGHT, Scheduler, TextRequest
 from tests.faults.figures import Figure, Figures, at_most, milliseconds, quantile
+from tests.faults.models import Model
 from tests.faults.sizes import Size
 from tests.support.grammars import SOURCES, encode
 from tests.support.process import Dialled, dial, dialled, next_line, program
@@ -31,6 +32,7 @@ CALLERS: Final = 64
 SESSIONS: Final = 8
 DEPTH: Final = 4
 """Steps in flight of a session."""
+DEEP: Final = 12
 TEXTS: Final = 48
 """Of a scheduler at a time, more than it may have runs."""
 PROMPT: Final = encode("In the beginning God created the heaven and the earth. ") * 8
@@ -40,11 +42,11 @@ HEALTH_S: Final = 0.05
 PAUSE_S: Final = 0.005
 
 
-async def r23_no_caller_starves_another(size: Size) -> Figures:
+async def r23_no_caller_starves_another(size: Size, model: Model | None = None) -> Figures:
     """An outsider on a connection of its own: alongside unary callers on one connection and sessions on theirs, and
     alongside a scheduler with long prompts, runs and grammars."""
-    many = await _outsider(size, "identity", CALLERS, SESSIONS, 0)
-    texts = await _outsider(size, "demo", 0, 0, TEXTS)
+    many = await _outsider(size, model or Model({"path": "identity"}), CALLERS, SESSIONS, 0)
+    texts = await _outsider(size, model or Model({"path": "demo"}), 0, 0, TEXTS)
     figures: list[Figure] = []
     facts: dict[str, object] = {"callers": CALLERS, "sessions": f"{SESSIONS} of {DEPTH} steps in flight"}
     for where, step, (alone, waits, report) in (
@@ -73,10 +75,10 @@ Waits = dict[str, list[float]]
 
 
 async def _outsider(
-    size: Size, model: str, callers: int, sessions: int, texts: int
+    size: Size, model: Model, callers: int, sessions: int, texts: int
 ) -> tuple[Waits, Waits, dict[str, float]]:
     """Seconds of an outsider's calls, alone and alongside a crowd, and what the crowd reports of its own."""
-    async with dialled(model=model) as (server, client):
+    async with dialled(*model.flags(), model=model.path) as (server, client):
         handle = await prefill(client, [1, 2, 3, 4])
 
         async def a_decode() -> None:
@@ -125,11 +127,12 @@ class Crowd:
         self.over = False
 
     async def caller(self, client: Dialled) -> None:
-        """One that calls, on a sequence of its own."""
+        """One that calls, on a sequence of its own, whose truncations are deep: recurrent states must be fed again."""
         handle = await prefill(client, [1, 2, 3, 4])
         while not self.over:
             at = time.perf_counter()
-            handle = await decode(client, [1], handle, truncate_to=4)
+            back = {} if handle.seq_len < DEEP else {"truncate_to": 4}
+            handle = await decode(client, [1], handle, **back)
             self.calls.append(time.perf_counter() - at)
 
     async def session(self, target: str) -> None:

@@ -10,7 +10,9 @@ from typing import Any, Final
 
 import grpc
 
+from ferrum_rpc.executor.v1 import kv_transfer_pb2
 from tests.faults.figures import Figure, Figures, at_most, quantile
+from tests.faults.models import Model
 from tests.faults.sizes import Size
 from tests.faults.slow_bodies import SlowBodies
 from tests.support.process import Dialled, ServerProcess, dial, dialled
@@ -18,8 +20,10 @@ from tests.support.tokens import bearer, token_file
 from tests.support.waiting import until
 from tests.support.wiring import field, item, pb
 
+kt = kv_transfer_pb2
 MIB: Final = 1 << 20
-SERVICE: Final = "/ferrum_rpc.executor.v1.ModelExecutor/"
+PACKAGE: Final = "/ferrum_rpc.executor.v1."
+SERVICE: Final = PACKAGE + "ModelExecutor/"
 SESSION: Final = SERVICE + "Session"
 HEALTH: Final = "/grpc.health.v1.Health/Check"
 ALICE: Final = "a-token-of-alice"
@@ -44,7 +48,13 @@ STREAMS: Final = 16
 def messages() -> dict[str, tuple[str, bytes]]:
     """Messages of just under the limit of 1 MiB that unfold into as much as they can, and their methods."""
     room = MIB - 64
-    return {
+    chunk = kt.KvChunk(parts=[kt.KvPart()] * (room // 2 - 8))
+    layout = kt.ImportKvHeader(layout=kt.KvLayout(tensors=[kt.KvTensor()] * (room // 2 - 16)))
+    moved = {
+        "parts of a chunk": kt.ImportKvRequest(chunk=chunk),
+        "tensors of a layout": kt.ImportKvRequest(header=layout),
+    }
+    calls = {
         "empty items": ("BatchPrefill", b"\x0a\x00" * (room // 2)),
         "unknown fields": ("GetStatus", b"\x78\x00" * (room // 2)),
         "token ids": ("Prefill", field(1, field(3, b"\x01" * (room - 16)))),
@@ -59,6 +69,9 @@ def messages() -> dict[str, tuple[str, bytes]]:
         ),
         "noise": ("UnifiedForward", b"\xff" * room),
     }
+    return {name: (f"ModelExecutor/{method}", data) for name, (method, data) in calls.items()} | {
+        name: ("KvTransfer/ImportKv", message.SerializeToString()) for name, message in moved.items()
+    }
 
 
 def _named(**output: Any) -> bytes:
@@ -66,12 +79,14 @@ def _named(**output: Any) -> bytes:
     return pb.PrefillRequest(item=item([1], output=output)).SerializeToString()
 
 
-async def r30_no_caller_stops_the_server(size: Size) -> Figures:
+async def r30_no_caller_stops_the_server(size: Size, model: Model | None = None) -> Figures:
     """A token's holder sends what unfolds; then nobody in particular sends bodies without an end."""
     figures: list[Figure] = []
     facts: dict[str, object] = {}
+    model = model or Model({"path": "demo"})
     with token_file(f"alice {ALICE}", "bob a-token-of-bob") as tokens:
-        async with dialled("--tokens", str(tokens), model="demo", fresh=size.absolute) as (server, prober):
+        flags = (*model.flags(), "--tokens", str(tokens))
+        async with dialled(*flags, model=model.path, fresh=size.absolute) as (server, prober):
             for _ in range(WARM_ROUNDS):  # the allocator keeps 32 MiB of what was freed
                 cold = server.rss_bytes()
                 async with unfinished(server, HEALTH) as ended:
@@ -81,7 +96,7 @@ async def r30_no_caller_stops_the_server(size: Size) -> Figures:
             trial = Trial(server, size, {"a health check": prober.health_check})
             await trial.alone()
             for name, (method, data) in messages().items():
-                beside = sending(server, size.hostile_messages, SERVICE + method, data)
+                beside = sending(server, size.hostile_messages, PACKAGE + method, data)
                 figures += await trial.of(name, beside, len(data))
             for name, hostile in (
                 ("bodies that do not end, without a token", unfinished(server, SERVICE + "BatchPrefill")),

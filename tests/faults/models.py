@@ -18,7 +18,7 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.native import cpu
 from ferrum_rpc.wire.rows import float_rows, rows_from_proto
 from tests.faults.figures import Figures, Promise
-from tests.faults.sizes import Size
+from tests.faults.sizes import AGAIN, CI, Size, scaled
 from tests.support.checkpoints import RECURRENT_SHAPE, make_checkpoint, make_model
 from tests.support.grammars import MODEL, VOCABULARY
 from tests.support.identity_oracle import TOLERANCE, OracleConfig, identity_logits
@@ -107,7 +107,7 @@ def with_recurrent_states(promise: Callable[..., Awaitable[Figures]]) -> Promise
 
     @wraps(promise)
     async def again(size: Size) -> Figures:
-        figures = await promise(size, model=recurrent())
+        figures = await promise(scaled(size, AGAIN) if size is CI else size, model=recurrent())
         figures.title += ", with recurrent states"
         return figures
 

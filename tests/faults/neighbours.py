@@ -22,6 +22,7 @@ from ferrum_rpc.wire.info import SCHEMA_REVISION
 from ferrum_rpc.wire.status import error_from_rpc
 from tests.faults.crowd import TEXTS, crowded
 from tests.faults.figures import Figures, at_least, at_most, exactly, milliseconds, quantile
+from tests.faults.models import Model
 from tests.faults.sizes import Size
 from tests.support.process import Dialled, ServerProcess, dial, serving
 from tests.support.tokens import token_file
@@ -45,6 +46,8 @@ FEW_TOKENS: Final = 2
 """Of a run of the other."""
 LEASES: Final = 32
 BLOCKS: Final = 4096
+SLOTS: Final = 2048
+"""Of which the large tenant has fewer than its share, as of sequences."""
 STEP_TOKENS: Final = 64
 """Of a step, of which schedulers' prompts fill what their runs leave."""
 SCHEDULERS: Final = 8
@@ -143,18 +146,19 @@ async def until_refused(ask: Callable[[], Awaitable[Any]]) -> list[Any]:
 
 
 @asynccontextmanager
-async def _with_tenants(*flags: str, model: str = "identity") -> AsyncIterator[ServerProcess]:
+async def _with_tenants(model: Model, *flags: str) -> AsyncIterator[ServerProcess]:
     """A server whose steps take `STEP_MS`, with two tenants."""
+    flags = (*model.flags(**({"state_slots": SLOTS} if model.recurrent else {})), *flags)
     flags += ("--failpoints", f"before_forward=delay:{STEP_MS}", "--max-batch-items", str(TOGETHER))
     with token_file("large secret-large", "small secret-small") as tokens:
-        async with serving(*flags, "--tokens", str(tokens), model=model, kv_blocks=BLOCKS) as server:
+        async with serving(*flags, "--tokens", str(tokens), model=model.path, kv_blocks=BLOCKS) as server:
             yield server
 
 
-async def _beside_schedulers(count: int) -> tuple[list[float], list[float]]:
+async def _beside_schedulers(model: Model, count: int) -> tuple[list[float], list[float]]:
     """Seconds of the small one's steps, alone and alongside schedulers of the large one with more texts than fit."""
     flags = ("--max-running", str(RUNNING), "--max-batch-tokens", str(STEP_TOKENS))
-    async with _with_tenants(*flags, model="demo-draft") as server, dial(server.target) as client:
+    async with _with_tenants(model, *flags) as server, dial(server.target) as client:
         small = Tenant(client, "small")
         [own, *_] = await small.sequences(1)
         alone, own = await small.latencies(count, own)
@@ -164,14 +168,14 @@ async def _beside_schedulers(count: int) -> tuple[list[float], list[float]]:
     return alone, beside
 
 
-async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
+async def r30_a_neighbour_takes_its_share_alone(size: Size, model: Model | None = None) -> Figures:
     """Hold everything, fill the queue, and ask for little beside it."""
     flags = ("--max-queued-items", str(QUEUE), "--max-sequences", str(4 * QUEUE), "--max-leases", str(LEASES))
     flags += ("--max-sessions", str(LEASES), "--replay-bytes", str(REPLAY_BYTES), "--max-running", str(RUNNING))
     alone: list[float] = []
     beside: list[float] = []
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(_with_tenants(*flags))
+        server = await stack.enter_async_context(_with_tenants(model or Model({"path": "identity"}), *flags))
         large, small = [
             Tenant(await stack.enter_async_context(dial(server.target)), name) for name in ("large", "small")
         ]
@@ -215,7 +219,7 @@ async def r30_a_neighbour_takes_its_share_alone(size: Size) -> Figures:
         for each in (*sessions, *opened):
             with suppress(AttributeError):
                 each.cancel()
-    texts_alone, beside_texts = await _beside_schedulers(size.neighbour_runs)
+    texts_alone, beside_texts = await _beside_schedulers(model or Model({"path": "demo-draft"}), size.neighbour_runs)
     blocks = len(held) * 256 + len(many) + len(runners)
     ratio, ratio_of_runs, ratio_of_texts = [
         quantile(one, 0.99) / max(quantile(other, 0.99), size.p99_floor_s)

@@ -28,20 +28,21 @@ def again(files: str) -> tuple[Promise, ...]:
 IN_PROCESS: Final = of("""
     any_bytes background bad_items deadlines error_contract frame_order handles imports leaks.r15_nothing_leaks prefixes
     retries security states
-""") + again("background leaks.r15_nothing_leaks")
+""") + again("background leaks.r15_nothing_leaks prefixes")
 """Servers of the test's process can be held to these."""
 
 OF_PROCESSES: Final = of("""
     crash_points dead_peers drain exactly_once.r2_exactly_once exactly_once.r2_in_sessions
     exactly_once.r2_by_a_scheduler fleet health hung one_port orphans ranks rebuilds restart transfers
 """) + again("""
-    exactly_once.r2_exactly_once exactly_once.r2_in_sessions exactly_once.r2_by_a_scheduler transfers
+    crash_points exactly_once.r2_exactly_once exactly_once.r2_in_sessions exactly_once.r2_by_a_scheduler rebuilds
+    transfers
 """)
 """These need a server process to kill, stop and drain."""
 
 UNDER_LOAD: Final = of("""
     abuse adapters contents crowd grammars hostile leaks.r15_grammars_come_and_go neighbours overload unread
-""")
+""") + again("crowd hostile neighbours")
 """About what a server process takes of the machine, and about neighbours."""
 
 OF_FRONTS: Final = of("front_callers fronts")

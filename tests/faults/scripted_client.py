@@ -18,7 +18,7 @@ import grpc
 from ferrum_rpc.errors import ExecutorError, Reason
 from ferrum_rpc.executor.v1 import output_pb2, types_pb2
 from ferrum_rpc.wire.status import error_from_rpc, error_from_status
-from tests.support.identity_oracle import unlike
+from tests.faults.models import IDENTITY, Model
 from tests.support.process import Dialled, ServerProcess
 from tests.support.transfers import as_import, exported, header, imported
 from tests.support.waiting import until
@@ -68,14 +68,16 @@ class ScriptedClient:
     """Runs the script on one server; ``held`` are the sequences that it owns, from a dead server perhaps. ``late``
     gives the blocks of every free that failed at first and succeeded when the server retried it, oldest first."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917
         self,
         client: Dialled,
         held: list[Held],
         dice: random.Random,
         counts: Counts,
         late: Callable[[], list[int]] = list,
+        model: Model = IDENTITY,
     ) -> None:
+        self._model = model
         self._client = client
         self._held = held
         self._dice = dice
@@ -117,7 +119,7 @@ class ScriptedClient:
         await self.feed({3: self._tokens(1)})
         await self.release_all()
         if any(held := await self._client.released(FREED_WITHIN_S)):
-            self._counts.wrong.append(f"after a script {held[0]} sequences, {held[1]} blocks")
+            self._counts.wrong.append(f"after a script {held[0]} sequences, {held[1]} blocks and slots")
 
     async def create(self, tokens: Sequence[int]) -> Held:
         request = pb.PrefillRequest(item=item(tokens, output=full(positions=ALL), request_id=self._id()))
@@ -254,7 +256,7 @@ class ScriptedClient:
     def _compare(self, response: Any, expected: list[tuple[list[int], int]]) -> None:
         """The rows are those of the tokens from a position on, sequence by sequence."""
         self._counts.rows += sum(len(tokens) - start for tokens, start in expected)
-        if unlike(response.row_blocks, expected):
+        if self._model.unlike(response.row_blocks, expected):
             self._counts.wrong.append(f"rows of {[len(tokens) for tokens, _ in expected]} tokens are not the oracle's")
 
     def _tokens(self, count: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 
@@ -67,6 +67,8 @@ class Size:
     """R11, R12: rounds of every wrong way to come in."""
     crash_rounds: int = counts(1, 100)
     """R16: rounds over all failpoints and actions."""
+    crash_points: int = counts(11, 11)
+    """R16: failpoints at which servers die."""
     second_servers: int = counts(1, 20)
     """R18: attempts to bind a port that is taken."""
     hangs: int = counts(1, 20)
@@ -128,6 +130,20 @@ class Size:
 CI, FULL = (
     Size(name, **{each.name: each.metadata[name] for each in fields(Size) if each.metadata}) for name in ("ci", "full")
 )
+
+
+def scaled(size: Size, share: float) -> Size:
+    """A size with that share of its counts, at least one each; seconds and shares stay."""
+    counts: dict[str, Any] = {
+        field.name: max(1, round(value * share))
+        for field in fields(size)
+        if isinstance(value := getattr(size, field.name), int) and not isinstance(value, bool)
+    }
+    return replace(size, name=f"{size.name} x {share:g}", **counts)
+
+
+AGAIN: Final = 0.5
+"""Share of the size of CI for a promise that is tried once more with another model."""
 
 GRAMMAR_NOISE_BYTES: Final = 4 << 20
 """R15: what a process moves by that computes a model's steps of ever new sizes: measured, 2.5 MB for 50 texts."""

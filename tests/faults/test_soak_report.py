@@ -11,7 +11,7 @@ import pytest
 from tests.faults import soak
 from tests.faults.figures import Figure, Figures, Promise, at_least, at_most, exactly, hold, number, quantile
 from tests.faults.promises import PROMISES
-from tests.faults.sizes import CI, FULL, Size
+from tests.faults.sizes import CI, FULL, Size, scaled
 from tests.support.netns import NoNetwork
 
 
@@ -75,7 +75,7 @@ def test_the_report_has_a_row_for_every_figure_and_says_which_is_broken(
 
 
 def test_a_share_of_the_counts_is_at_least_one_and_leaves_seconds_alone() -> None:
-    small = soak.scaled(FULL, 0.001)
+    small = scaled(FULL, 0.001)
     assert (small.handles, small.drains, small.lease_s) == (1_000, 1, FULL.lease_s)
     assert small.leak_whole_lives is FULL.leak_whole_lives
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ferrum_rpc.wire.rows import float_rows, rows_from_proto
-
 TOLERANCE = 1e-5
 """Of the float32 model, absolute."""
 
@@ -52,12 +50,3 @@ def identity_logits(tokens: Sequence[int], positions: Sequence[int] | None = Non
             for d in range(config.head_dim):
                 out[r, (head * config.head_dim + d) % config.vocab_size] += o[d]
     return out
-
-
-def unlike(row_blocks, expected: Sequence[tuple[Sequence[int], int]]) -> bool:
-    """Whether the logits of an answer are others than those of each of these tokens, from a position on; of a model
-    whose rows depend on positions."""
-    found = np.concatenate([float_rows(block["logits"]) for block in rows_from_proto(row_blocks)])
-    config = OracleConfig(positional=True)
-    wanted = np.concatenate([identity_logits(each, range(start, len(each)), config) for each, start in expected])
-    return found.shape != wanted.shape or bool(np.abs(found - wanted).max() > TOLERANCE)
