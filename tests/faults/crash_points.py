@@ -78,7 +78,7 @@ async def r16_a_crash_is_survivable(size: Size, model: Model = IDENTITY, seed: i
     fatal = dice.sample(sorted(Failpoint), size.crash_points)
     points = [point for _ in range(size.crash_rounds) for point in fatal]
     servers = -(-size.crash_rounds // GRAMMAR_ROUNDS)
-    apart = set(dice.sample(range(len(points)), round(len(points) / 5)))
+    apart = set(dice.sample(range(len(points)), len(points) // 5))
     threads, processes = ([each for at, each in enumerate(points) if (at in apart) is its] for its in (False, True))
     await asyncio.gather(
         _fail_and_go_on(model, size.crash_rounds, seed, counts),

@@ -18,7 +18,7 @@ from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.native import cpu
 from ferrum_rpc.wire.rows import float_rows, rows_from_proto
 from tests.faults.figures import Figures, Promise
-from tests.faults.sizes import AGAIN, CI, Size, scaled
+from tests.faults.sizes import AGAIN, CI, Size
 from tests.support.checkpoints import RECURRENT_SHAPE, make_checkpoint, make_model
 from tests.support.grammars import MODEL, VOCABULARY
 from tests.support.identity_oracle import TOLERANCE, OracleConfig, identity_logits
@@ -29,6 +29,8 @@ EXACT: Final = "bfloat16" if cpu.flags() & {"avx2"} else "float32"
 
 SLOTS: Final = 128
 """More than any promise holds sequences at a time that does not say so."""
+
+WITH_STATES: Final = "_with_recurrent_states"
 
 Oracle = Callable[[Sequence[int]], np.ndarray]
 
@@ -107,9 +109,9 @@ def with_recurrent_states(promise: Callable[..., Awaitable[Figures]]) -> Promise
 
     @wraps(promise)
     async def again(size: Size) -> Figures:
-        figures = await promise(scaled(size, AGAIN) if size is CI else size, model=recurrent())
+        figures = await promise(AGAIN if size is CI else size, model=recurrent())
         figures.title += ", with recurrent states"
         return figures
 
-    again.__name__ += "_with_recurrent_states"
+    again.__name__ += WITH_STATES
     return again

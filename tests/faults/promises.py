@@ -42,14 +42,15 @@ OF_PROCESSES: Final = of("""
 
 UNDER_LOAD: Final = of("""
     abuse adapters contents crowd grammars hostile leaks.r15_grammars_come_and_go neighbours overload unread
-""") + again("crowd hostile neighbours")
+""") + again("hostile")
 """About what a server process takes of the machine, and about neighbours."""
 
 OF_FRONTS: Final = of("front_callers fronts")
 """With a front between client and executor."""
 
-OTHERS: Final = of("exactly_once.r2_under_packet_loss weights")
-"""The first needs root. The others run tests of other folders, with more rounds."""
+OTHERS: Final = of("exactly_once.r2_under_packet_loss weights") + again("crowd neighbours")
+"""The first needs root, `weights` runs tests of other folders with more rounds, and the last two, at full size alone,
+have most of their time from crowds that are the same for every model."""
 
 
 PROMISES: Final = tuple(

@@ -142,8 +142,8 @@ def scaled(size: Size, share: float) -> Size:
     return replace(size, name=f"{size.name} x {share:g}", **counts)
 
 
-AGAIN: Final = 0.5
-"""Share of the size of CI for a promise that is tried once more with another model."""
+AGAIN: Final = replace(scaled(CI, 0.25), shared_prompts=CI.shared_prompts, timed_prompts=CI.timed_prompts)
+"""Of a promise that is tried once more in CI, with another model."""
 
 GRAMMAR_NOISE_BYTES: Final = 4 << 20
 """R15: what a process moves by that computes a model's steps of ever new sizes: measured, 2.5 MB for 50 texts."""
