@@ -139,8 +139,8 @@ async def _source_dies(  # noqa: PLR0917 - as its siblings
 ) -> None:
     """What came of it stays, and another source of the same tokens goes on; or its lease is given up."""
     tokens, request_id = _tokens(dice), f"{dice.getrandbits(64):x}"
-    lease = (await target.acquire()).lease_id
     async with tally.victim(engine) as (server, source):
+        lease = (await target.acquire()).lease_id  # only now: a process may take longer to start than a lease lasts
         handle = await _fed(source, tokens)
         export = source.transfer.ExportKv(kt.ExportKvRequest(handle=handle, chunk_tokens=CHUNK))
         layout = (await export.read()).layout
