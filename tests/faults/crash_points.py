@@ -75,7 +75,7 @@ async def r16_a_crash_is_survivable(size: Size, model: Model = IDENTITY, seed: i
     what takes time is the start of so many processes. One in five has its engine in another, which imports torch."""
     counts = Counts()
     dice = random.Random(seed)
-    fatal = dice.sample(sorted(Failpoint), size.crash_points)
+    fatal = dice.sample(sorted(Failpoint), round(size.crash_share * len(Failpoint)))
     points = [point for _ in range(size.crash_rounds) for point in fatal]
     servers = -(-size.crash_rounds // GRAMMAR_ROUNDS)
     apart = set(dice.sample(range(len(points)), len(points) // 5))

@@ -67,8 +67,8 @@ class Size:
     """R11, R12: rounds of every wrong way to come in."""
     crash_rounds: int = counts(1, 100)
     """R16: rounds over all failpoints and actions."""
-    crash_points: int = counts(11, 11)
-    """R16: failpoints at which servers die."""
+    crash_share: float = counts(1.0, 1.0)
+    """R16: share of the failpoints at which servers die."""
     second_servers: int = counts(1, 20)
     """R18: attempts to bind a port that is taken."""
     hangs: int = counts(1, 20)
@@ -142,7 +142,9 @@ def scaled(size: Size, share: float) -> Size:
     return replace(size, name=f"{size.name} x {share:g}", **counts)
 
 
-AGAIN: Final = replace(scaled(CI, 0.25), shared_prompts=CI.shared_prompts, timed_prompts=CI.timed_prompts)
+AGAIN: Final = replace(
+    scaled(CI, 0.25), crash_share=0.25, shared_prompts=CI.shared_prompts, timed_prompts=CI.timed_prompts
+)
 """Of a promise that is tried once more in CI, with another model."""
 
 GRAMMAR_NOISE_BYTES: Final = 4 << 20
