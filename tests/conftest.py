@@ -57,3 +57,12 @@ def logs_are_made_and_not_shown() -> Iterator[None]:
     """As `quiet_logs`."""
     with quiet_logs():
         yield
+
+
+@pytest.fixture(autouse=True)
+def one_compute_thread_remains() -> Iterator[None]:
+    """A benchmark or a program that a test runs in this process sets its own number of threads. Beside three other
+    workers on two cores, two threads that spin take five times the processor time, in every test that follows."""
+    yield
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
