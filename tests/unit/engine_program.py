@@ -1,4 +1,4 @@
-"""An engine process for tests: a runner of nothing that does what its setup says. Started by `test_engine_process`."""
+"""A runner of nothing for tests, which does what its spans ask for; as a program, the engine process that has it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ferrum_rpc.core import CacheState, RowBlock, RowKind, Rows, SpanOutcome, Sp
 from ferrum_rpc.engine.process.child import work
 from ferrum_rpc.errors import DeviceLost, ExecutorError, InvalidRequest, KvBlocksExhausted, StepFailed
 
-WAIT, FAIL, DIE, LOSE, LARGE, REFUSE, SPIN, COMPILE = range(900, 908)
+WAIT, FAIL, DIE, LOSE, LARGE, REFUSE, SPIN, COMPILE, BREAK, EXIT = range(900, 910)
 """What the first token of a span asks for."""
 
 COUNT = 1000
@@ -47,7 +47,7 @@ class TokenRunner:
     follows = False
     in_stages = False
     constraints = None
-    feeding = None
+    feeding: Any = None
     on_device = True
 
     def close(self) -> None:
@@ -56,21 +56,26 @@ class TokenRunner:
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def wait(self) -> None:
+        """At the gate."""
+        self._gate.with_suffix(".reached").write_bytes(b"x")  # a pipe as well: returns once somebody reads
+        self._gate.read_bytes()
+
     def begin(self, step: Step) -> StepResult:
         groups = [(group.start, group.stop) for group in step.atomic]
         self._seen.append(([span.sequence for span in step.spans], groups))
         asked = {int(span.tokens[0]) for span in step.spans}
         if WAIT in asked:
-            self._gate.with_suffix(".reached").write_bytes(b"x")  # a pipe as well: returns once somebody reads
-            self._gate.read_bytes()
+            self.wait()
         if COMPILE in asked:  # a program of that name, which waits at the gate
             subprocess.run([self._gate.with_name("ptxas"), self._gate], stdout=subprocess.DEVNULL, check=True)
         if FAIL in asked:
             raise StepFailed("as asked")
         if DIE in asked:
             os.kill(os.getpid(), signal.SIGKILL)
-        if LOSE in asked:
-            raise DeviceLost("as asked")
+        for token, error in ((LOSE, DeviceLost), (BREAK, ValueError), (EXIT, SystemExit)):
+            if token in asked:
+                raise error("as asked")
         first = np.array([span.tokens[0] for span in step.spans], dtype=np.uint32)
         block = RowBlock.of(RowKind.TOKENS, first + (first >= COUNT))
         outcomes: list[SpanOutcome] = []

@@ -1,5 +1,5 @@
-"""The engine in a process of its own, with a runner of nothing: what holds for the thread holds for it, and its death
-is an answer."""
+"""Both engines, with a runner of nothing: what holds for the thread holds for a process of its own, whose death is an
+answer. What their loop does is in test_loop_overlap.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from ferrum_rpc.engine.channel import Messages
 from ferrum_rpc.engine.commands import Command
 from ferrum_rpc.engine.liveness import Liveness, runs_compiler
 from ferrum_rpc.engine.process.parent import EngineDied, EngineProcess, Program
+from ferrum_rpc.engine.thread import ModelThread
 from ferrum_rpc.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -40,9 +42,26 @@ from ferrum_rpc.errors import (
     StepFailed,
 )
 from tests.support.waiting import until
-from tests.unit.engine_program import COMPILE, COUNT, DIE, FAIL, LARGE, LARGE_SHAPE, LOSE, REFUSE, SPIN, WAIT
+from tests.unit.engine_program import (
+    BREAK,
+    COMPILE,
+    COUNT,
+    DIE,
+    EXIT,
+    FAIL,
+    LARGE,
+    LARGE_SHAPE,
+    LOSE,
+    REFUSE,
+    SPIN,
+    WAIT,
+    TokenRunner,
+    build,
+)
 
 PROGRAM = str(Path(__file__).with_name("engine_program.py"))
+THREAD, PROCESS = "thread", "process"
+BOTH = pytest.mark.parametrize("kind", [THREAD, PROCESS])
 
 
 def span(sequence: int, token: int = 5, tokens: int = 1, **more: Any) -> Span:
@@ -51,17 +70,24 @@ def span(sequence: int, token: int = 5, tokens: int = 1, **more: Any) -> Span:
 
 
 class Harness:
-    """An engine, and the two pipes of its gate."""
+    """An engine, and the two pipes of its gate. ``runner``: of a thread."""
 
-    def __init__(self, folder: Path, items: int = 8, tokens: int = 64, **more: Any) -> None:
+    def __init__(self, folder: Path, kind: str = PROCESS, items: int = 8, tokens: int = 64, **more: Any) -> None:
         self.gate = folder / "gate"
         os.mkfifo(self.gate)
         os.mkfifo(self.gate.with_suffix(".reached"))
         self.failures: list[BaseException] = []
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.timings: list[Any] = []
-        self.engine = EngineProcess(
-            Program((sys.executable, PROGRAM), more.pop("setup", str(self.gate))),
+        setup = more.pop("setup", str(self.gate))
+        program = Program((sys.executable, PROGRAM), setup)
+        self.runner: TokenRunner | None = None if kind == PROCESS or not setup else build(setup)
+        made: Any = (
+            partial(EngineProcess, program)
+            if kind == PROCESS
+            else partial(ModelThread, lambda: self.runner or build(setup))
+        )
+        self.engine = made(
             loop=asyncio.get_running_loop(),
             max_step_items=items,
             max_step_tokens=tokens,
@@ -88,8 +114,11 @@ class Harness:
     async def held(self, *spans: Span) -> tuple[Submission, asyncio.Future[Any]]:
         """As `submit`; returns when their step stands at the gate."""
         submitted = self.submit(*spans)
-        await asyncio.to_thread(self.gate.with_suffix(".reached").read_bytes)
+        await self.reached()
         return submitted
+
+    async def reached(self) -> None:
+        await asyncio.to_thread(self.gate.with_suffix(".reached").read_bytes)
 
     async def open(self) -> None:
         await asyncio.to_thread(self.gate.write_bytes, b"x")
@@ -102,8 +131,8 @@ async def only(done: asyncio.Future[Any]) -> Any:
 
 
 @asynccontextmanager
-async def harness(folder: Path, **more: Any) -> AsyncIterator[Harness]:
-    made = Harness(folder, **more)
+async def harness(folder: Path, kind: str = PROCESS, **more: Any) -> AsyncIterator[Harness]:
+    made = Harness(folder, kind, **more)
     made.engine.start()
     try:
         yield made
@@ -111,8 +140,9 @@ async def harness(folder: Path, **more: Any) -> AsyncIterator[Harness]:
         await made.engine.stop()
 
 
-async def test_submissions_that_wait_become_one_step_within_its_budget(tmp_path):
-    made = Harness(tmp_path, items=3, tokens=10)
+@BOTH
+async def test_submissions_that_wait_become_one_step_within_its_budget(kind, tmp_path):
+    made = Harness(tmp_path, kind, items=3, tokens=10)
     waiting = [made.submit(span(index)) for index in range(3)] + [made.submit(span(9, tokens=9))]
     assert (made.engine.queued_items, made.engine.queued_tokens) == (4, 12)
     made.engine.start()
@@ -134,8 +164,9 @@ async def test_submissions_that_wait_become_one_step_within_its_budget(tmp_path)
     assert await made.engine.stop()
 
 
-async def test_a_submission_is_never_split_and_atomic_groups_are_its_spans(tmp_path):
-    async with harness(tmp_path, items=4) as made:
+@BOTH
+async def test_a_submission_is_never_split_and_atomic_groups_are_its_spans(kind, tmp_path):
+    async with harness(tmp_path, kind, items=4) as made:
         _, held = await made.held(span(0, WAIT))
         _, first = made.submit(span(1))
         _, group = made.submit(span(2), span(3, REFUSE), all_or_nothing=True)
@@ -147,8 +178,9 @@ async def test_a_submission_is_never_split_and_atomic_groups_are_its_spans(tmp_p
         assert await made.do("seen") == [([0], []), ([1, 2, 3], [(1, 3)])]
 
 
-async def test_cancelled_before_the_claim_never_runs_and_after_it_completes(tmp_path):
-    async with harness(tmp_path) as made:
+@BOTH
+async def test_cancelled_before_the_claim_never_runs_and_after_it_completes(kind, tmp_path):
+    async with harness(tmp_path, kind) as made:
         running, ran = await made.held(span(1, WAIT))
         queued, never = made.submit(span(2))
         operation: asyncio.Future[object] = asyncio.get_running_loop().create_future()
@@ -183,15 +215,17 @@ async def test_every_piece_of_work_gives_its_place_back(tmp_path):
         assert made.engine.queued_items == 0
 
 
-async def test_a_deadline_that_has_passed_is_answered_without_a_step(tmp_path):
-    async with harness(tmp_path) as made:
+@BOTH
+async def test_a_deadline_that_has_passed_is_answered_without_a_step(kind, tmp_path):
+    async with harness(tmp_path, kind) as made:
         (outcome,), timing = await made.submit(span(1), deadline=0.0)[1]
         assert isinstance(outcome, DeadlineExceeded) and timing is None
         assert await made.do("seen") == []
 
 
-async def test_failures_and_refusals_are_answers_and_the_process_lives(tmp_path):
-    async with harness(tmp_path) as made:
+@BOTH
+async def test_failures_and_refusals_are_answers_and_the_engine_lives(kind, tmp_path):
+    async with harness(tmp_path, kind) as made:
         assert isinstance(await made.outcome(span(1, FAIL)), StepFailed)
         refusal = await made.do("refuse")
         assert isinstance(refusal, InvalidRequest) and refusal.field == "x"
@@ -199,9 +233,18 @@ async def test_failures_and_refusals_are_answers_and_the_process_lives(tmp_path)
         assert not made.failures
 
 
-@pytest.mark.parametrize("token", [DIE, LOSE])
-async def test_its_death_answers_the_running_the_queued_and_the_later(token, tmp_path):
-    async with harness(tmp_path, items=1) as made:
+@pytest.mark.parametrize(
+    ("kind", "token", "told"),
+    [
+        (PROCESS, DIE, EngineDied),
+        (PROCESS, LOSE, DeviceLost),
+        (THREAD, LOSE, DeviceLost),
+        (THREAD, BREAK, ValueError),
+        (THREAD, EXIT, SystemExit),
+    ],
+)
+async def test_its_end_answers_the_running_the_queued_and_the_later(kind, token, told, tmp_path):
+    async with harness(tmp_path, kind, items=1) as made:
         _, held = await made.held(span(0, WAIT))
         waiting = [made.submit(span(index, token))[1] for index in range(3)]
         await made.open()
@@ -211,31 +254,39 @@ async def test_its_death_answers_the_running_the_queued_and_the_later(token, tmp
         assert isinstance(await made.outcome(span(9)), DeviceLost)
         assert isinstance(await made.do("seen"), DeviceLost)
         (failure,) = made.failures
-        assert isinstance(failure, EngineDied if token == DIE else DeviceLost)
-        assert made.engine.hang_reason(0.0) == "it has ended"
+        assert type(failure) is told
+        await until(lambda: made.engine.hang_reason(0.0) == "it has ended")
         assert made.engine.queued_items == 0
+        assert made.runner is None or made.runner.seen() == [([0], []), ([0], [])]
 
 
 @pytest.mark.parametrize(
-    ("bug", "told"), [("bug", ValueError("as asked")), ("foreign_bug", RuntimeError("Foreign: as asked"))]
+    ("kind", "bug", "told"),
+    [
+        (THREAD, "bug", ValueError("as asked")),
+        (PROCESS, "bug", ValueError("as asked")),
+        (PROCESS, "foreign_bug", RuntimeError("Foreign: as asked")),
+    ],
 )
-async def test_a_bug_in_an_operation_ends_it_and_says_what_it_was(bug, told, tmp_path):
-    async with harness(tmp_path) as made:
+async def test_a_bug_in_an_operation_ends_it_and_says_what_it_was(kind, bug, told, tmp_path):
+    async with harness(tmp_path, kind) as made:
         assert isinstance(await made.do(bug), DeviceLost)
         assert isinstance(await made.outcome(span(1)), DeviceLost)
         (failure,) = made.failures
         assert repr(failure) == repr(told)
 
 
-async def test_a_build_that_fails_is_told_and_nobody_waits_for_ever(tmp_path):
-    async with harness(tmp_path, setup="") as made:
+@BOTH
+async def test_a_build_that_fails_is_told_and_nobody_waits_for_ever(kind, tmp_path):
+    async with harness(tmp_path, kind, setup="") as made:
         assert isinstance(await made.outcome(span(1)), DeviceLost)
         (failure,) = made.failures
         assert isinstance(failure, ExecutorError) and str(failure) == "no such model"
 
 
-async def test_stop_finishes_what_is_queued_and_refuses_what_comes_later(tmp_path):
-    async with harness(tmp_path, items=1) as made:
+@BOTH
+async def test_stop_finishes_what_is_queued_and_refuses_what_comes_later(kind, tmp_path):
+    async with harness(tmp_path, kind, items=1) as made:
         waiting = [made.submit(span(index))[1] for index in range(3)]
         assert await made.engine.stop()
         for done in waiting:
@@ -260,6 +311,34 @@ async def test_one_that_hangs_is_told_and_killed_at_the_end(fed, liveness, says,
         assert says in str(made.engine.hang_reason(time.monotonic()))
         assert not await made.engine.stop()
         assert isinstance(await only(done), Draining)
+
+
+async def test_a_thread_that_hangs_is_told_from_one_that_waits_for_work_and_left_behind_at_the_end(tmp_path):
+    async with harness(tmp_path, THREAD, liveness=Liveness(stall_timeout_s=1.0)) as made:
+        with pytest.raises(TimeoutError):  # idle for longer than the stall timeout
+            await until(lambda: made.engine.hang_reason(time.monotonic()) is not None, 1.5)
+        _, done = await made.held(span(1, WAIT))
+        try:
+            await until(lambda: made.engine.hang_reason(time.monotonic()) is not None)
+            assert not await made.engine.stop()
+        finally:
+            await made.open()
+        assert isinstance(await only(done), SpanResult)
+        assert await made.engine.stop()
+        assert made.engine.hang_reason(time.monotonic()) == "it has ended"
+
+
+async def test_a_step_that_waits_for_a_compiler_of_its_process_is_no_hang(tmp_path, monkeypatch):
+    asked = list[int]()
+    monkeypatch.setattr(liveness, "runs_compiler", lambda process: asked.append(process) or True)
+    async with harness(tmp_path, THREAD, liveness=Liveness(stall_timeout_s=0.5)) as made:
+        _, done = await made.held(span(1, WAIT))
+        try:
+            await until(lambda: made.engine.hang_reason(time.monotonic()) is not None or bool(asked))
+            assert made.engine.hang_reason(time.monotonic()) is None and set(asked) == {os.getpid()}
+        finally:
+            await made.open()
+        await done
 
 
 async def test_a_step_that_waits_for_a_compiler_is_waited_for_at_the_end(tmp_path, monkeypatch):
@@ -376,8 +455,9 @@ def tokens_of(outcome: Any) -> list[int]:
     return rows.block["token_ids"][rows.first : rows.first + rows.count].tolist()
 
 
-async def test_a_run_goes_on_by_itself_and_passes_its_tokens_on(tmp_path):
-    async with harness(tmp_path) as made:
+@BOTH
+async def test_a_run_goes_on_by_itself_and_passes_its_tokens_on(kind, tmp_path):
+    async with harness(tmp_path, kind) as made:
         chosen: list[Any] = []
         spans = span(1), span(2, COUNT, run=Run(4)), span(3, 1500, run=Run(9, (1503,)))
         _, done = made.submit(*spans, on_tokens=chosen.extend)
@@ -393,8 +473,9 @@ async def test_a_run_goes_on_by_itself_and_passes_its_tokens_on(tmp_path):
         assert [len(waits) for _, waits in made.timings] == [1, 0, 0, 0]
 
 
-async def test_a_run_is_cut_where_it_stands(tmp_path):
-    async with harness(tmp_path) as made:
+@BOTH
+async def test_a_run_is_cut_where_it_stands(kind, tmp_path):
+    async with harness(tmp_path, kind) as made:
         first, done = await made.held(span(1, WAIT), span(2, COUNT, run=Run(30)), span(3, COUNT, run=Run(3)))
         assert not made.engine.cancel(first)
         made.engine.interrupt(first, 1, Cancelled("as asked"))
@@ -411,8 +492,9 @@ def behind(sequence: int, start: int, most: int) -> Span:
     return Span(sequence, np.zeros(1, np.int32), start, OutputSpec(), run=Run(most))
 
 
-async def test_a_run_begins_in_the_step_after_the_one_that_it_follows(tmp_path):
-    async with harness(tmp_path) as made:
+@BOTH
+async def test_a_run_begins_in_the_step_after_the_one_that_it_follows(kind, tmp_path):
+    async with harness(tmp_path, kind) as made:
         order: list[str] = []
         first, done = await made.held(span(1, COUNT, run=Run(2)), span(2, WAIT))
         done.add_done_callback(lambda _: order.append("done"))
