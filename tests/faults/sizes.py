@@ -142,9 +142,7 @@ def scaled(size: Size, share: float) -> Size:
     return replace(size, name=f"{size.name} x {share:g}", **counts)
 
 
-AGAIN: Final = replace(
-    scaled(CI, 0.25), crash_share=0.25, shared_prompts=CI.shared_prompts, timed_prompts=CI.timed_prompts
-)
+AGAIN: Final = replace(scaled(CI, 0.25), crash_share=0.25, shared_prompts=16, timed_prompts=CI.timed_prompts)
 """Of a promise that is tried once more in CI, with another model."""
 
 GRAMMAR_NOISE_BYTES: Final = 4 << 20
