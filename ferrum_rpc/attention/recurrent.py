@@ -30,7 +30,7 @@ docs/models.md has the design, its figures and the alternatives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -172,6 +172,7 @@ class RecurrentSlot:
     folded   for each layer, the tokens that its state contains: at most ``floor``
     least    what a step that failed may have folded, here or on another rank: no truncation goes below it
     rows     of the journal in use; a step takes more of those that are there, if it needs them
+    before_change  is called once, before a step, or anything else but a truncation, changes what the slot has
     states   [layers, value_heads, key_dim, value_dim]
     channels [layers, all rows, channels] in the model's type
     gates    [layers, all rows, 2, value_heads] in the states' type
@@ -186,6 +187,7 @@ class RecurrentSlot:
         self.length = self.floor = self.least = 0
         self.folded = [0] * len(states)
         self.rows = self._fewest = rows_needed(shape, 1, 1)
+        self.before_change: list[Callable[[], object]] = []
         self.lanes = native_recurrent.lanes_of(shape, states, channels)
         self.addresses, self.apart = native_recurrent.addresses(states, channels, gates)
 
@@ -290,9 +292,28 @@ class RecurrentSlot:
 
     def restart(self, length: int) -> None:
         """Make it a slot for ``length`` tokens whose states `chunk` will bring."""
-        self.length = self.floor = self.least = length
-        self.folded = [length] * len(self.folded)
-        self.rows = self._fewest
+        self.become(length, length, [length] * len(self.folded))
+
+    def become(self, length: int, floor: int, folded: Sequence[int]) -> None:
+        """Make it a slot of these lengths, whose states, and the rows of whose journal, are written then. Raises
+        ValueError if the journal has too few rows for them."""
+        needed, there = length - min(folded) + self.shape.taps - 1, self.channels.shape[1]
+        if needed > there:
+            raise ValueError(f"the journal has {there} rows, and {needed} are needed")
+        self.leave()
+        self.length, self.floor, self.folded = length, floor, list(folded)
+        self.least = max(folded)
+        self.rows = max(self._fewest, needed)
+
+    def leave(self) -> None:
+        """What it has is about to change."""
+        while self.before_change:
+            self.before_change[-1]()
+            self.before_change.pop()
+
+    def kept(self) -> list[int]:
+        """The rows of the journal that the sequence needs, in the order of tokens; the last is that of the last one."""
+        return self._ring(min(self.folded) - self.shape.taps + 1, self.length)
 
     def save_rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """The rows of the tokens ``start .. end``, for `restore_rows`."""
@@ -306,7 +327,7 @@ class RecurrentSlot:
 
     def image(self, *, shared: bool = False) -> SlotImage:
         """What the sequence needs, in no more rows than it needs. A copy, unless the states are to be ``shared``."""
-        ring = self._ring(min(self.folded) - self.shape.taps + 1, self.length)
+        ring = self.kept()
         return SlotImage(
             self.length,
             self.floor,
@@ -319,13 +340,9 @@ class RecurrentSlot:
 
     def load(self, image: SlotImage) -> None:
         """Take over the content of ``image``. Raises ValueError if the journal has too few rows for it."""
-        kept, there = image.channels.shape[1], self.channels.shape[1]
-        if kept > there:
-            raise ValueError(f"the journal has {there} rows, and the image {kept}")
-        self.length, self.floor, self.folded = image.length, image.floor, list(image.folded)
+        self.become(image.length, image.floor, image.folded)
         self.least = image.least
-        self.rows = max(self._fewest, kept)
-        ring = self._ring(image.length - kept, image.length)
+        ring = self.kept()
         self.states.copy_(image.states)
         self.channels[:, ring], self.gates[:, ring] = image.channels, image.gates
 

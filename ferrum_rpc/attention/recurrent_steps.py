@@ -111,6 +111,8 @@ class RecurrentStep:
             slot.truncate(start)
             if into is not slot:
                 into.restart(start + count)
+            else:
+                into.leave()
             for length, kept in keep:
                 if kept is not None:
                     kept.restart(length)

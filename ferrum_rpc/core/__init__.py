@@ -45,7 +45,7 @@ from ferrum_rpc.core.outputs import (
     TopTokens,
 )
 from ferrum_rpc.core.rows import RowBlock, RowKind, Rows
-from ferrum_rpc.core.states import MovedStates, StateImage
+from ferrum_rpc.core.states import STATE_TENSORS, MovedStates, StateLengths, StateRows
 from ferrum_rpc.core.steps import (
     LATE,
     PREFIX,
@@ -75,6 +75,7 @@ __all__ = [
     "MAX_STOP_TOKENS",
     "NO_KERNELS",
     "PREFIX",
+    "STATE_TENSORS",
     "Accept",
     "AdapterFacts",
     "AttentionSpec",
@@ -118,7 +119,8 @@ __all__ = [
     "Span",
     "SpanOutcome",
     "SpanResult",
-    "StateImage",
+    "StateLengths",
+    "StateRows",
     "StateTensors",
     "Step",
     "StepResult",

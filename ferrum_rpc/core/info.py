@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from ferrum_rpc.core.states import StateLengths
+
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
@@ -74,10 +76,16 @@ class StateTensors:
     wide_dtype: str
     step_tokens: int
 
-    def rows(self, length: int, folded: int) -> int:
-        """Rows of a layer's journal in an image: of the tokens from ``folded``, the fewest of a layer, to ``length``,
-        and the inputs of the convolution before them."""
-        return length - folded + self.shape.taps - 1
+    def rows(self, lengths: StateLengths) -> int:
+        """Rows of a layer's journal that move: of the tokens that not every state contains, and the inputs of the
+        convolution before them."""
+        return lengths.length - min(lengths.folded) + self.shape.taps - 1
+
+    def row_count(self, tensor: str, lengths: StateLengths) -> int:
+        """All rows of one of `STATE_TENSORS`; see `StateRows`. Of ``lengths`` it is the same for all."""
+        if tensor == "lengths":
+            return 2 + self.layers
+        return self.layers * (self.shape.value_heads if tensor == "states" else self.rows(lengths))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
 import numpy as np
 import numpy.typing as npt
 
-from ferrum_rpc.core import AdapterFacts, BlockChange, Grammar, MovedStates, PrefixUse, TokenArray
+from ferrum_rpc.core import AdapterFacts, BlockChange, Grammar, MovedStates, PrefixUse, StateRows, TokenArray
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -78,12 +78,20 @@ class Operations(Protocol):
         """The position from which on its content is imported; None: it was computed."""
 
     def begin_export(self, sequence: int, copy: int) -> None:
-        """Make ``copy`` of ``sequence``, to be read. It shares its blocks, has a copy of its states, and takes no
-        slot."""
+        """Make ``copy`` of ``sequence``, to be read. It shares its blocks, and has its states as `hold_states` does."""
 
-    def read_states(self, sequence: int) -> MovedStates:
-        """What moves of the recurrent states of ``sequence``: one operation reads all of it. A copy's are returned
-        once."""
+    def hold_states(self, sequence: int, number: int) -> None:
+        """Keep what moves of the recurrent states of ``sequence`` as it is now, under ``number``, until `close_states`
+        or a release of that number. It takes no slot; it is copied where a step changes it."""
+
+    def close_states(self, number: int) -> None:
+        """They are not read any more."""
+
+    def state_lengths(self, number: int) -> MovedStates:
+        """The lengths of states that are held."""
+
+    def read_states(self, number: int, rows: Sequence[StateRows]) -> list[npt.NDArray[np.uint8]]:
+        """Some rows of states that are held, uint8 [bytes] each."""
 
     def read_kv(
         self, sequence: int, start: int, end: int, layers: Sequence[int]
@@ -98,9 +106,13 @@ class Operations(Protocol):
     def write_kv(self, sequence: int, start: int, end: int, layer: int, parts: Sequence[Any]) -> None:
         """Write the cache of the positions ``start .. end`` of an import: what `read_kv` returned of the layer."""
 
+    def write_states(self, sequence: int, moved: MovedStates, pieces: Sequence[tuple[StateRows, Any]]) -> None:
+        """Write rows of the states of an import, each with what `read_states` returned. ``moved``: lengths of the
+        images that they are of. A checkpoint may be dropped, and then the import has none."""
+
     def commit_import(self, sequence: int, moved: MovedStates = ...) -> int:
-        """All of its cache was written, and ``moved`` has its states, if the model keeps any: it is a sequence like
-        others. Returns its length."""
+        """All of its cache was written, and all rows of the states ``moved``, if the model keeps any: it is a sequence
+        like others. Returns its length."""
 
 
 class Command(Generic[Result]):

@@ -23,6 +23,7 @@ from ferrum_rpc.core import (
     ModelInfo,
     MovedStates,
     PrefixUse,
+    StateRows,
     TokenArray,
 )
 from ferrum_rpc.device import check_device
@@ -227,14 +228,26 @@ class TorchRunner(StepRunner):
             self.kv.fork(sequence, copy)
             if self.states is not None:
                 try:
-                    self.states.copy(sequence, copy)
+                    self.states.hold(sequence, copy)
                 except BaseException:
                     self.kv.release(copy, publish=False)
                     raise
 
-    def read_states(self, sequence: int) -> MovedStates:
+    def hold_states(self, sequence: int, number: int) -> None:
         with self._operation("export", stage="export"):
-            return MovedStates() if self.states is None else self.states.read(sequence)
+            self._known_states.hold(sequence, number)
+
+    def close_states(self, number: int) -> None:
+        with self._operation("export", settle=False):
+            self._known_states.close(number)
+
+    def state_lengths(self, number: int) -> MovedStates:
+        with self._operation("export", settle=False):
+            return self._known_states.lengths(number)
+
+    def read_states(self, number: int, rows: Sequence[StateRows]) -> list[npt.NDArray[np.uint8]]:
+        with self._operation("export", stage="export"):
+            return self._known_states.read(number, rows)
 
     def read_kv(
         self, sequence: int, start: int, end: int, layers: Sequence[int]
@@ -263,15 +276,26 @@ class TorchRunner(StepRunner):
                 raise KvMisuse(f"position {start} is in a block of the prefix cache")
             self.store.write(self.kv.slots(sequence, start, end), layer, self.info.head_dim, parts)
 
+    def write_states(self, sequence: int, moved: MovedStates, pieces: Sequence[tuple[StateRows, Any]]) -> None:
+        with self._operation("import", stage="import"):
+            found = self._imports[sequence][0].cached
+            for rows, data in pieces:
+                self._known_states.write(sequence, found, moved, rows, data)
+
     def commit_import(self, sequence: int, moved: MovedStates = NO_STATES) -> int:
         with self._operation("import", stage="import"):
-            images = None if self.states is None else self.states.unpacked(moved)
             taken, tokens = self._imports[sequence]
             length = self.kv.commit(taken, tokens)
             del self._imports[sequence]
-            if self.states is not None and images is not None:
-                self.states.commit_import(sequence, taken.cached, *images)
+            if self.states is not None:
+                self.states.commit_import(sequence, taken.cached, moved)
         return length
+
+    @property
+    def _known_states(self) -> States:
+        if self.states is None:
+            raise NotSupported("the model keeps no states")
+        return self.states
 
     @contextmanager
     def _operation(self, name: str, *, stage: str = "", settle: bool = True) -> Iterator[None]:

@@ -13,14 +13,15 @@ the last block border of a prompt and where it leaves those that are in the pref
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
-from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentSlot, SlotImage
+from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentSlot
 from ferrum_rpc.attention.recurrent_steps import RecurrentSpan, RecurrentStep, RecurrentStore
-from ferrum_rpc.core import MovedStates, Span
-from ferrum_rpc.engine.state_images import from_file, packed, to_file, unpacked
+from ferrum_rpc.core import MovedStates, Span, StateRows
+from ferrum_rpc.engine.state_images import Content, SlotSnapshot, from_file, to_file, write_rows
 from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.slots import SlotPool
@@ -40,7 +41,8 @@ class _Held:
     """What a sequence has: its ``slot``, whose content is ``usable`` or has to be replaced, and its ``checkpoints`` by
     length; those of ``own`` only it and its forks find. ``recomputed`` tokens were fed again since its last step, the
     last of them apart, up to the checkpoint ``on_the_way``.
-    ``prompt_end``: how far a prompt is fed, and its last checkpoint, which the next chunk replaces."""
+    ``prompt_end``: how far a prompt is fed, and its last checkpoint, which the next chunk replaces. ``arriving``: the
+    checkpoint of an import, whose content is not complete."""
 
     slot: int
     usable: bool = True
@@ -49,6 +51,7 @@ class _Held:
     recomputed: int = 0
     on_the_way: bytes = b""
     prompt_end: tuple[int, bytes] | None = None
+    arriving: bytes = b""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +72,13 @@ class _OpenSpan:
     known: dict[int, bytes] = field(default_factory=dict)
 
 
+class _Leaving(NamedTuple):
+    """What moves with a sequence; see `MovedStates`."""
+
+    slot: SlotSnapshot | None
+    checkpoint: SlotSnapshot | None
+
+
 class States:
     """The states of all sequences over the slots of ``store``. ``key_at``: see `KeyAt`; ``block_size``: that of the
     cache, between whose blocks prefixes end."""
@@ -81,7 +91,7 @@ class States:
         self._key_at = key_at
         self._held: dict[int, _Held] = {}
         self._open: dict[int, _OpenSpan] = {}
-        self.copies: dict[int, MovedStates] = {}  # of exports that have not read theirs yet
+        self._leaving: dict[int, _Leaving] = {}
         self._numbers = itertools.count()
         self._apart: int | None = None  # of the piece under way, and whether a fork needs it
         self._for_fork = False
@@ -333,7 +343,7 @@ class States:
 
     def release(self, sequence: int) -> None:
         """Forget a sequence, and the checkpoints that only it can find; or a copy."""
-        self.copies.pop(sequence, None)
+        self.close(sequence)
         held = self._held.pop(sequence, None)
         if held is not None:
             self.pool.give(held.slot)
@@ -342,21 +352,28 @@ class States:
 
     # --- states that move -------------------------------------------------------------------------------------------
 
-    def copy(self, sequence: int, copy: int) -> None:
-        """Keep a copy of what moves with ``sequence``, for `read` under the number ``copy``. It takes no slot."""
-        self.copies[copy] = self.read(sequence)
-
-    def read(self, sequence: int) -> MovedStates:
-        """What moves with ``sequence``: its states, if they can be used, and its last checkpoint. A copy's are returned
-        once."""
-        copied = self.copies.pop(sequence, None)
-        if copied is not None:
-            return copied
+    def hold(self, sequence: int, number: int) -> None:
+        """Keep what moves with ``sequence`` as it is now, for `read` of ``number``, until `close` or `release`: its
+        states, if they can be used, and its last checkpoint. It takes no slot."""
         held = self._held[sequence]
-        slot = self.store.slots[held.slot]
         _, key = self._nearest(held, max(held.checkpoints, default=0))
-        checkpoint = packed(self._checkpoint(key)) if key else None
-        return MovedStates(packed(slot) if held.usable else None, checkpoint)
+        slot = SlotSnapshot(self.store.slots[held.slot]) if held.usable else None
+        self._leaving[number] = _Leaving(slot, SlotSnapshot(self._checkpoint(key)) if key else None)
+
+    def lengths(self, number: int) -> MovedStates:
+        """Of what is held under ``number``."""
+        slot, checkpoint = (None if each is None else each.lengths for each in self._leaving[number])
+        return MovedStates(slot, checkpoint)
+
+    def read(self, number: int, rows: Sequence[StateRows]) -> list[Content]:
+        """Some of what is held under ``number``."""
+        return [getattr(self._leaving[number], each.image).read(each) for each in rows]
+
+    def close(self, number: int) -> None:
+        """What is held under ``number``, if anything is, is not read any more."""
+        for each in self._leaving.pop(number, ()):
+            if each is not None:
+                each.close()
 
     def begin_import(self, sequence: int, length: int, key: bytes) -> None:
         """Take the slot of a sequence that comes from elsewhere. Raises `KvBlocksExhausted`. The prefix cache has its
@@ -367,42 +384,62 @@ class States:
             known[length] = key
         self._held[sequence] = _Held(self.pool.take(), usable=False, checkpoints=known)
 
-    def unpacked(self, moved: MovedStates) -> tuple[SlotImage | None, SlotImage | None]:
-        """What slots can load of it. Raises ValueError if it is another model's."""
-        slot, checkpoint = (None if each is None else unpacked(each, self.store.slots[0]) for each in moved)
-        return slot, checkpoint
+    def write(self, sequence: int, found: int, moved: MovedStates, rows: StateRows, data: Content | bytes) -> None:
+        """Write rows of an import whose images have the lengths ``moved``. Others have the first ``found`` tokens too.
+        Those of a checkpoint that is not needed, or has no slot any more, are dropped; its slot counts as free. Raises
+        ValueError if they are another model's."""
+        held, lengths = self._held[sequence], getattr(moved, rows.image)
+        slot = self.store.slots[held.slot]
+        if rows.image == "checkpoint":
+            if rows.tensor == "states" and not rows.first:
+                self._await_checkpoint(held, found, lengths.length)
+            if held.arriving not in self.pool:
+                return
+            slot = self._checkpoint(held.arriving)
+        write_rows(slot, lengths, rows, data)
 
-    def commit_import(self, sequence: int, found: int, slot: SlotImage | None, checkpoint: SlotImage | None) -> None:
-        """The sequence is one like others, with these states. Without a slot for it, the checkpoint is dropped. Others
-        have the first ``found`` tokens too: a checkpoint of those is for this sequence alone."""
+    def _await_checkpoint(self, held: _Held, found: int, at: int) -> None:
+        """Have a slot for a checkpoint that comes, unless there is a better one, or no slot."""
+        self.pool.drop(held.arriving)
+        held.arriving = b""
+        if self._nearest(held, found)[0] < at:
+            with suppress(KvBlocksExhausted):
+                held.arriving = self._keep_own(held, self.pool.take())
+
+    def commit_import(self, sequence: int, found: int, moved: MovedStates) -> None:
+        """All rows of ``moved`` are written: the sequence is one like others. Of tokens that others have, a checkpoint
+        is for this sequence alone."""
         held = self._held[sequence]
-        if slot is not None:
-            self.store.slots[held.slot].load(slot)
-            held.usable = True
-        if checkpoint is None or self._nearest(held, found)[0] >= (at := checkpoint.length):
+        held.usable = moved.slot is not None
+        key, held.arriving = held.arriving, b""
+        if key not in self.pool:
             return
-        try:
-            kept = self.pool.take()
-        except KvBlocksExhausted:
+        if moved.checkpoint is None:
+            self.pool.drop(key)
             return
-        self.store.slots[kept].load(checkpoint)
-        key = self._key_at(sequence, at) if at > found and at % self._block_size == 0 else b""
-        self._keep(held, key, at, kept)
+        at = moved.checkpoint.length
+        public = self._key_at(sequence, at) if at > found and at % self._block_size == 0 else b""
+        if public:
+            self.pool.keep(public, self.pool.remove(key))
+        held.checkpoints[at] = public or key
 
     # --- checkpoints on disk ----------------------------------------------------------------------------------------
 
     def content_of(self, slot: int) -> bytes:
         """The checkpoint in a slot, for `restore`."""
-        return to_file(packed(self.store.slots[slot]))
+        return to_file(self.store.slots[slot])
 
     def restore(self, key: bytes, content: bytes) -> bool:
         """Have a checkpoint again. False: there is no slot for it."""
-        image = from_file(content, self.store.slots[0])
         try:
             slot = self.pool.take()
         except KvBlocksExhausted:
             return False
-        self.store.slots[slot].load(image)
+        try:
+            from_file(content, self.store.slots[slot])
+        except BaseException:
+            self.pool.give(slot)
+            raise
         self.pool.keep(key, slot)
         return True
 
@@ -450,11 +487,19 @@ class States:
         return self.store.slots[self.pool.find(key)] if key else self.store.empty
 
     def _keep(self, held: _Held, key: bytes, length: int, slot: int) -> bytes:
-        if not key:  # never that of other tokens, which the sequence had before: forks may still have them
-            key = next(self._numbers).to_bytes(8, "little")
-            if len(held.own) > self.pool.total:  # a sequence may go back ever so often, and slots are few
-                held.own = [each for each in held.own if each in self.pool]
-            held.own.append(key)
-        self.pool.keep(key, slot)
+        if key:
+            self.pool.keep(key, slot)
+        else:
+            key = self._keep_own(held, slot)
         held.checkpoints[length] = key
+        return key
+
+    def _keep_own(self, held: _Held, slot: int) -> bytes:
+        """A slot becomes a checkpoint that others do not find. Its key is new, and never that of other tokens, which
+        the sequence had before: forks may still have them."""
+        key = next(self._numbers).to_bytes(8, "little")
+        if len(held.own) > self.pool.total:  # a sequence may go back ever so often, and slots are few
+            held.own = [each for each in held.own if each in self.pool]
+        held.own.append(key)
+        self.pool.keep(key, slot)
         return key

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 
 import grpc
 
-from ferrum_rpc.core import MovedStates, PrefixUse, TokenArray
+from ferrum_rpc.core import MovedStates, PrefixUse, StateRows, TokenArray
 from ferrum_rpc.engine.api import Operation
 from ferrum_rpc.engine.commands import Command, Operations, Result
 from ferrum_rpc.errors import Cancelled, ExecutorError, InternalError, InvalidRequest, KvCorrupt
@@ -33,14 +33,14 @@ from ferrum_rpc.wire.kv_stream import (
     remote_chunk_to_proto,
     rows_to_proto,
 )
-from ferrum_rpc.wire.state_stream import StateReceiver, StateRows, rows_of
+from ferrum_rpc.wire.state_stream import StateReceiver, rows_of
 from ferrum_rpc.wire.tensor import is_finite
 
 CHUNK_BYTES: Final = 512 << 10
 """Of the tensors of a chunk: a message of the default limit has room for one."""
 
 READ_BYTES: Final = 2 << 20
-"""What one operation reads of a cache, about: a step waits for it."""
+"""What one operation reads of a cache, or writes of its states, about: a step waits for it."""
 
 INLINE_BYTES: Final = 64 << 10
 """Checksums of more are computed in a thread."""
@@ -107,18 +107,25 @@ class KvStream:
         if self.foreign:
             self.record.touch()
 
-    async def _read_states(self) -> MovedStates:
-        """What moves besides the tokens' chunks."""
+    async def _rows(self, held: int, size: int) -> list[StateRows]:
+        """What moves of the states that are held under this number, besides the chunks of ``size`` tokens."""
         if self._layout.states is None:
-            return MovedStates()
-        return await self._ask(Command(Operations.read_states, self.record.sequence))
+            return []
+        moved = await self._ask(Command(Operations.state_lengths, held))
+        return [*rows_of(self._layout.states, moved, self._layout.chunk_bytes(size))]
 
-    async def _frames(
-        self, first: int, length: int, size: int, moved: MovedStates, staging: StagedChunks | None = None
+    async def _frames(  # noqa: PLR0917
+        self,
+        first: int,
+        length: int,
+        size: int,
+        held: int,
+        rows: Sequence[StateRows],
+        staging: StagedChunks | None = None,
     ) -> AsyncIterator[tuple[int, list[bytes]]]:
-        """The chunks of the tokens ``first .. length``, of ``size`` tokens each, the rows of ``moved``, and the
-        trailer: as many frames at a time as are read by one operation, with the first token of those chunks. With
-        ``staging`` one at a time: their data wait there, and the trailer until all of it has been read."""
+        """The chunks of the tokens ``first .. length``, of ``size`` tokens each, those ``rows`` of the states that are
+        ``held``, and the trailer: as many frames at a time as are read by one operation, with the first token of those
+        chunks. With ``staging`` one at a time: their data wait there, and the trailer until all of it has been read."""
         layout, number, digest = self._layout, self.record.sequence, sha256() if self.foreign else None
         for start in range(first, length, size):
             end = min(start + size, length)
@@ -134,10 +141,10 @@ class KvStream:
                     crc32c = await _off_loop(found, _summed, digest, parts)
                     remote = await staging.put(parts)
                     yield start, [remote_chunk_to_proto(layout, each, start, end - start, remote, crc32c)]
-        if layout.states is not None:
-            for rows in grouped(rows_of(layout.states, moved, layout.chunk_bytes(size))):
-                self._moved(found := sum(len(each.data) for each in rows))
-                yield length, await _off_loop(found, _of_rows, digest, rows)
+        for group in _grouped(layout, rows):
+            read = await self._ask(Command(Operations.read_states, held, group))
+            self._moved(found := sum(map(len, read)))
+            yield length, await _off_loop(found, _of_rows, layout, digest, group, read)
         if staging is not None:
             await staging.emptied()
         trailer = pb.KvTrailer(sha256=b"" if digest is None else digest.digest())
@@ -177,7 +184,7 @@ class KvReceiver(KvStream):
         and is right, so the stream can be committed. Raises `InvalidRequest`, `KvCorrupt` and `NotSupported`."""
         digest, before = sha256() if self.foreign else None, self.next_token
         group: tuple[int, int] | None = None  # the tokens of the chunks that come, layer by layer
-        layer = 0
+        layer, rows = 0, list[tuple[StateRows, bytes]]()  # those that are not written yet
         states = None if self._layout.states is None else StateReceiver(self._layout.states, len(self._tokens))
         while (frame := await read()) is not grpc.aio.EOF:
             kind = frame.WhichOneof("frame")
@@ -191,6 +198,7 @@ class KvReceiver(KvStream):
                     )
                 if states is not None:
                     self.moved = states.end()
+                    await self._write_rows(states.moved, rows)
                 return True
             if kind == "source" and reader is not None and group is None:
                 reader.connect(frame.source)
@@ -201,7 +209,7 @@ class KvReceiver(KvStream):
                 if layer or self.next_token < len(self._tokens):
                     message = "states must come behind all tokens"
                     raise InvalidRequest(message, field="chunk", metadata={"next_token": self.next_token})
-                await self._receive_rows(frame.chunk, states, digest)
+                await self._receive_rows(frame.chunk, states, digest, rows)
                 continue
             group = await self._receive_chunk(frame.chunk, layer, group, digest, reader)
             layer += 1
@@ -240,14 +248,26 @@ class KvReceiver(KvStream):
         """Whether a chunk is not one of tokens."""
         return bool(chunk.parts) and chunk.parts[0].tensor not in self._layout.names
 
-    async def _receive_rows(self, chunk: pb.KvChunk, states: StateReceiver, digest: Any) -> None:
-        """Check rows of a tensor of the sequence, and keep them until the trailer comes."""
-        tensor, data = states.take(chunk)
+    async def _receive_rows(
+        self, chunk: pb.KvChunk, states: StateReceiver, digest: Any, waiting: list[tuple[StateRows, bytes]]
+    ) -> None:
+        """Check rows of a tensor of the sequence, and write them with those ``waiting`` once they are many."""
+        rows, tensor, data = states.take(chunk)
         self._moved(len(data))
         if digest is not None:
             where, kinds = f"{tensor.name} from row {chunk.first_row} on", [(tensor.name, tensor.dtype)]
             await self._check(digest, kinds, (data,), chunk, where, {"tensor": tensor.name})
+        if rows.tensor != "lengths":
+            waiting.append((rows, data))
         self._touch()
+        if sum(len(each) for _, each in waiting) >= READ_BYTES:
+            await self._write_rows(states.moved, waiting)
+
+    async def _write_rows(self, moved: MovedStates, waiting: list[tuple[StateRows, bytes]]) -> None:
+        """Write rows of images of these lengths."""
+        if waiting:
+            await self._ask(Command(Operations.write_states, self.record.sequence, moved, [*waiting]))
+            waiting.clear()
 
     async def _check(  # noqa: PLR0917
         self,
@@ -311,22 +331,27 @@ def _chunks(  # noqa: PLR0917
     ]
 
 
-def grouped(rows: Iterable[StateRows]) -> Iterator[list[StateRows]]:
+def _grouped(layout: CacheLayout, rows: Iterable[StateRows]) -> Iterator[list[StateRows]]:
     """The same in lists of about `READ_BYTES`."""
     group, size = list[StateRows](), 0
     for each in rows:
-        if group and size + len(each.data) > READ_BYTES:
+        more = layout.row_bytes(each)
+        if group and size + more > READ_BYTES:
             yield group
             group, size = [], 0
         group.append(each)
-        size += len(each.data)
+        size += more
     if group:
         yield group
 
 
-def _of_rows(digest: Any, rows: Sequence[StateRows]) -> list[bytes]:
+def _of_rows(layout: CacheLayout, digest: Any, rows: Sequence[StateRows], pieces: Sequence[Any]) -> list[bytes]:
     """The frames of rows of states. They go into the digest."""
-    return [rows_to_proto(each, _summed(digest, (each.data,))) for each in rows]
+    tensors = layout.state_tensors
+    return [
+        rows_to_proto(tensors[each.name], each.first, data, _summed(digest, (data,)))
+        for each, data in zip(rows, pieces, strict=True)
+    ]
 
 
 def _checked(digest: Any, kinds: Sequence[tuple[str, Any]], parts: Sequence[bytes]) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -21,7 +22,8 @@ import structlog
 from google.protobuf.message import DecodeError
 from grpc.aio import EOF
 
-from ferrum_rpc.core import Caller, HandleRef, MovedStates
+from ferrum_rpc.core import Caller, HandleRef, StateRows
+from ferrum_rpc.engine.api import Operation
 from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import (
     Cancelled,
@@ -43,7 +45,6 @@ from ferrum_rpc.service.state import ServerState
 from ferrum_rpc.service.supervisor import BackgroundTask
 from ferrum_rpc.service.transaction import FAILED
 from ferrum_rpc.wire.kv_stream import CacheLayout
-from ferrum_rpc.wire.state_stream import rows_of
 
 log = structlog.get_logger("ferrum_rpc.parking")
 
@@ -130,28 +131,14 @@ class Park(KvStream):
                     state.supervisor.attempt(state.release, [record], record.pending_end)
 
     async def _park(self) -> int:
-        state, layout, record = self._state, self._layout, self.record
-        length, files, account = record.length, state.parked, record.account
+        state, record = self._state, self.record
         self._check()
-        if length < 1:
+        if record.length < 1:
             raise InvalidRequest("the sequence is empty; there is nothing to park", field="handle")
-        size, moved = self._tokens_of_a_chunk(), await self._read_states()
-        chunks = layout.layers * -(-length // size)
-        max_size = layout.layers * layout.chunk_bytes(length) + CHUNK_OVERHEAD * (chunks + 2) + 5 * length
-        if layout.states is not None:
-            rows = [len(each.data) for each in rows_of(layout.states, moved, layout.chunk_bytes(size))]
-            max_size += sum(rows) + CHUNK_OVERHEAD * len(rows)
-        path = files.allocate(account, max_size)
-        try:
-            parked = await self._write(path, size, moved)
-            self._check()
-        except BaseException:
-            files.free(account, max_size)
-            files.delete(path)
-            raise
-        files.keep(record, parked, max_size)
+        parked, max_size = await self._store()
+        state.parked.keep(record, parked, max_size)
         state.quotas.settle(record)
-        if record.held_to <= length:
+        if record.held_to <= record.length:
             record.held_to = 0  # used up
         state.counters.sequences_parked += 1
         number, record.sequence = record.sequence, state.handles.number()
@@ -162,7 +149,31 @@ class Park(KvStream):
             raise result
         return int(result)
 
-    async def _write(self, path: Path, size: int, moved: MovedStates) -> Parked:
+    async def _store(self) -> tuple[Parked, int]:
+        """Make its file. Returns that, and how many bytes it was allowed."""
+        state, layout, account, length = self._state, self._layout, self.record.account, self.record.length
+        files, size, held = state.parked, self._tokens_of_a_chunk(), state.handles.number()
+        try:
+            if layout.states is not None:
+                await self._ask(Command(Operations.hold_states, self.record.sequence, held))
+            rows = await self._rows(held, size)
+            chunks = layout.layers * -(-length // size) + len(rows)
+            max_size = layout.layers * layout.chunk_bytes(length) + CHUNK_OVERHEAD * (chunks + 2) + 5 * length
+            max_size += sum([layout.row_bytes(each) for each in rows])
+            path = files.allocate(account, max_size)
+            try:
+                parked = await self._write(path, size, held, rows)
+                self._check()
+            except BaseException:
+                files.free(account, max_size)
+                files.delete(path)
+                raise
+        finally:
+            if layout.states is not None:
+                state.engine.submit(Operation(Command(Operations.close_states, held), lambda _: None))
+        return parked, max_size
+
+    async def _write(self, path: Path, size: int, held: int, rows: Sequence[StateRows]) -> Parked:
         """Write the file: the frames of an export."""
         layout, record, block_size = self._layout, self.record, self._state.engine.cache.block_size
         self._check()
@@ -174,7 +185,7 @@ class Park(KvStream):
         try:
             with closing(await asyncio.to_thread(self._state.parked.create, path)) as file:
                 await asyncio.to_thread(file.append, [first])
-                async for start, frames in self._frames(0, record.length, size, moved):
+                async for start, frames in self._frames(0, record.length, size, held, rows):
                     self._check()
                     starts.setdefault(start, file.tell())
                     await asyncio.to_thread(file.append, frames)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Final
 
-from ferrum_rpc.core import Caller, CreateOptions, HandleRef, MovedStates, TokenArray
+from ferrum_rpc.core import Caller, CreateOptions, HandleRef, TokenArray
 from ferrum_rpc.engine.commands import Command, Operations
 from ferrum_rpc.errors import (
     Cancelled,
@@ -76,13 +76,13 @@ class Export(KvStream):
                 metadata={"seq_len": length},
             )
         tokens = await self._ask(Command(Operations.token_ids, self.record.sequence))
-        moved = MovedStates() if request.layout_only else await self._read_states()
+        rows = await self._rows(self.record.sequence, size)
         yield pb.ExportKvResponse(layout=self._layout.to_proto(tokens, state.engine.cache.block_size))
         if request.layout_only:
             return
         if self._staging is not None:
             yield pb.ExportKvResponse(source=self._staging.source)
-        async for _, frames in self._frames(first, length, size, moved, self._staging):
+        async for _, frames in self._frames(first, length, size, self.record.sequence, rows, self._staging):
             for frame in frames:
                 yield frame
         state.counters.sequences_exported += first < length

@@ -14,13 +14,13 @@ from typing import Any, BinaryIO, ClassVar, Final
 
 import numpy as np
 
-from ferrum_rpc.core import CreateOptions, ModelInfo, StateTensors, TokenArray
+from ferrum_rpc.core import CreateOptions, ModelInfo, StateRows, StateTensors, TokenArray
 from ferrum_rpc.core.check import check_vocabulary
 from ferrum_rpc.errors import InvalidRequest, KvCorrupt, LayoutMismatch, NotSupported
 from ferrum_rpc.executor.v1 import kv_transfer_pb2, types_pb2
 from ferrum_rpc.wire.framing import framed_chunk
 from ferrum_rpc.wire.items import options_from_proto
-from ferrum_rpc.wire.state_stream import StateRows, row_tensors
+from ferrum_rpc.wire.state_stream import RowTensor, row_tensors
 from ferrum_rpc.wire.tensor import DTYPE_BY_NAME, NUMPY_BY_DTYPE, is_finite
 
 FILE_MAGIC: Final = b"ferrum-rpc kv\x00\x00\x01"
@@ -86,6 +86,11 @@ class CacheLayout:
         """Whether chunks name their tensors."""
         return self.states is not None or self.latent
 
+    @property
+    def state_tensors(self) -> dict[str, RowTensor]:
+        """Tensors of the whole sequence, by name."""
+        return {} if self.states is None else row_tensors(self.states)
+
     def parts(self, tokens: int) -> Iterator[tuple[str, types_pb2.DType, tuple[int, ...], int]]:
         """Of each tensor of a chunk of so many tokens: its field, type, shape and bytes."""
         shape: tuple[int, ...] = (tokens, self.kv_heads, self.head_dim)
@@ -93,6 +98,10 @@ class CacheLayout:
             dtype = self.dtype if index < 2 else types_pb2.D_TYPE_F32
             extents = shape if index < 2 else shape[:2]
             yield name, dtype, extents, math.prod(extents) * NUMPY_BY_DTYPE[dtype].itemsize
+
+    def row_bytes(self, rows: StateRows) -> int:
+        """Bytes of rows of one of them."""
+        return rows.rows * self.state_tensors[rows.name].row_bytes
 
     def chunk_bytes(self, tokens: int) -> int:
         """Bytes of the tensors of a chunk."""
@@ -114,7 +123,7 @@ class CacheLayout:
             kv_transfer_pb2.KvTensor(name=name, dtype=dtype, shape=shape[1:], layers=self.layers)
             for name, dtype, shape, _ in self.parts(1)
         ]
-        for name, dtype, of_a_row in () if self.states is None else row_tensors(self.states):
+        for name, dtype, of_a_row in self.state_tensors.values():
             tensors.append(kv_transfer_pb2.KvTensor(name=name, dtype=dtype, shape=of_a_row))
         return {**fields, **dict.fromkeys(OF_K_AND_V, 0), "tensors": tensors}
 
@@ -181,11 +190,10 @@ def chunk_to_proto(  # noqa: PLR0917
     return framed_chunk(layer, first_token, named, crc32c, by_name=layout.by_name)
 
 
-def rows_to_proto(rows: StateRows, crc32c: int) -> bytes:
-    """The frame of an export with rows of a tensor of the sequence."""
-    tensor = rows.tensor
-    named = [(tensor.name, tensor.dtype, (rows.rows, *tensor.shape), rows.data)]
-    return framed_chunk(0, 0, named, crc32c, by_name=True, first_row=rows.first)
+def rows_to_proto(tensor: RowTensor, first: int, data: Any, crc32c: int) -> bytes:
+    """The frame of an export with rows of a tensor of the sequence, from the ``first`` on. ``data``: uint8 [bytes]."""
+    named = [(tensor.name, tensor.dtype, (len(data) // tensor.row_bytes, *tensor.shape), data.data)]
+    return framed_chunk(0, 0, named, crc32c, by_name=True, first_row=first)
 
 
 def remote_chunk_to_proto(  # noqa: PLR0917

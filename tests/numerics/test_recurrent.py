@@ -782,7 +782,7 @@ def test_a_chunk_of_another_length_and_an_image_without_place_are_refused():
     slot = after_two_steps(stack)
     with pytest.raises(ValueError, match="longer by the tokens"):
         stack.chunk(slot, (1,) * 40, after_chunk(slot, 41))
-    with pytest.raises(ValueError, match="7 rows, and the image 8"):
+    with pytest.raises(ValueError, match="7 rows, and 8 are needed"):
         from_image(slot.image(), 7)
     for length in (-1, 6):
         with pytest.raises(ValueError, match="needs a checkpoint"):

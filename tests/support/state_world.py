@@ -23,11 +23,13 @@ from ferrum_rpc.core import (
     Positions,
     PrefixUse,
     Span,
-    StateImage,
+    StateLengths,
+    StateRows,
     Step,
 )
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.errors import ExecutorError, KvBlocksExhausted
+from ferrum_rpc.wire.state_stream import rows_of
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
 from tests.support.checkpoints import make_model
 from tests.support.poison import poison
@@ -37,6 +39,9 @@ from tests.support.rows import columns_of
 SIZE, EVERY, PIECE, SLOTS = 4, 24, 40, 7
 LAYERS = 2
 """That attend."""
+
+PIECE_BYTES = 3000
+"""States move in pieces of so much, which end within layers."""
 
 LAST = OutputSpec(Positions.LAST, FullLogits())
 ALL = OutputSpec(Positions.ALL, FullLogits())
@@ -74,10 +79,11 @@ class Sabotage(Exception):
 
 
 class Taken(NamedTuple):
-    """A sequence that left: ``parts`` are its keys and values by layer."""
+    """A sequence that left: ``pieces`` are those of its ``states``, ``parts`` its keys and values by layer."""
 
     tokens: np.ndarray
     states: MovedStates
+    pieces: list[tuple[StateRows, Any]]
     parts: list[tuple[np.ndarray, ...]]
     lies: bool = False
 
@@ -205,10 +211,16 @@ class World:
         """What an export of a sequence has."""
         copy = next(self.numbers)
         self.do("begin_export", sequence, copy)
-        tokens, states = self.do("token_ids", copy), self.do("read_states", copy)
+        tokens, states = self.do("token_ids", copy), self.do("state_lengths", copy)
+        pieces = self.pieces(copy, states)
         parts = self.do("read_kv", copy, 0, len(tokens), range(LAYERS))
         self.do("release", [copy])
-        return Taken(tokens, states, parts)
+        return Taken(tokens, states, pieces, parts)
+
+    def pieces(self, number: int, states: MovedStates) -> list[tuple[StateRows, Any]]:
+        """All rows of states of these lengths that are held under ``number``."""
+        rows = [each for each in rows_of(self.runner.info.states, states, PIECE_BYTES) if each.tensor != "lengths"]
+        return [(each, self.do("read_states", number, [each])[0]) for each in rows]
 
     def bring(self, taken: Taken, prefix: PrefixUse | None) -> int:
         """Make a sequence of that. Raises `KvBlocksExhausted`; then nothing has changed."""
@@ -217,6 +229,8 @@ class World:
         for layer, parts in enumerate(taken.parts) if first < len(tokens) else ():
             missing = [each[len(each) // len(tokens) * first :] for each in parts]
             self.do("write_kv", sequence, first, len(tokens), layer, missing)
+        for piece in taken.pieces:
+            self.do("write_states", sequence, taken.states, [piece])
         assert self.do("commit_import", sequence, taken.states) == len(tokens)
         if taken.lies:
             self.lies.add(sequence)
@@ -234,18 +248,23 @@ class World:
         def content(*extents: int, size: int = 4) -> bytes:
             return b"\xff" * (math.prod(extents) * size)
 
-        def image(length: int, floor: int, folded: int) -> StateImage:
-            rows = made.layers, made.rows(length, folded)
-            states = content(made.layers, shape.value_heads, shape.key_dim, shape.value_dim)
-            parts = states, content(*rows, shape.channels), content(*rows, 2, shape.value_heads)
-            return StateImage(length, floor, (folded,) * made.layers, *parts)
+        def lengths(length: int, floor: int, folded: int) -> StateLengths:
+            return StateLengths(length, floor, (folded,) * made.layers)
 
         floor = max(0, length - made.step_tokens) if journal else length
-        states = image(length, floor, max(0, floor - made.step_tokens) if journal else length)
+        states = lengths(length, floor, max(0, floor - made.step_tokens) if journal else length)
         at = min(at, length) // SIZE * SIZE
-        checkpoint = image(at, at, max(0, at - made.step_tokens) if journal else at) if at else None
+        checkpoint = lengths(at, at, max(0, at - made.step_tokens) if journal else at) if at else None
         parts = [tuple([np.frombuffer(content(length, 64), np.uint8)] * 2)] * LAYERS
-        return Taken(tokens, MovedStates(states, checkpoint), parts, lies=True)
+        sizes = {
+            "states": (shape.key_dim, shape.value_dim),
+            "channels": (shape.channels,),
+            "gates": (2, shape.value_heads),
+        }
+        moved = MovedStates(states, checkpoint)
+        rows = [each for each in rows_of(made, moved, PIECE_BYTES) if each.tensor != "lengths"]
+        pieces = [(each, content(each.rows, *sizes[each.tensor])) for each in rows]
+        return Taken(tokens, moved, pieces, parts, lies=True)
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:

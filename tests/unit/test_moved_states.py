@@ -3,15 +3,19 @@ again, bits are those of a sequence that stayed, and nobody else finds what was 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
-from ferrum_rpc.core import PREFIX, Span, Step
+from ferrum_rpc.core import PREFIX, MovedStates, Span, StateRows, Step
 from ferrum_rpc.engine import states
 from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
 from tests.support.checkpoints import make_checkpoint
-from tests.support.state_world import EVERY, IMPORTED, LAST, OF_A_LIAR, SIZE, Bits, World, computed, fed, prompt
+from tests.support.state_world import EVERY, IMPORTED, LAST, OF_A_LIAR, SIZE, SLOTS, Bits, World, computed, fed, prompt
 
 TOKENS = prompt(100)
 
@@ -93,43 +97,169 @@ def test_an_export_takes_no_slot_and_an_import_without_one_leaves_nothing(folder
     assert world.missing(comes) == 0 and world.runner.cache_state().free_slots == 0
 
 
-def test_the_copy_of_an_export_is_of_the_moment_at_which_it_was_made(folder):
+def give_away(world: World, sequence: int) -> None:
+    """All slots are used anew, by forks, by prompts, and by an import."""
+    other = World.taken(world, sequence)
+    world.release(sequence)
+    for seed in range(SLOTS - 1):
+        fed(world, prompt(60, seed=9 + seed))
+    world.bring(other, None)
+
+
+CHANGES: dict[str, Callable[[World, int], object]] = {
+    "a step": lambda world, sequence: world.step(world.span(sequence, [3, 4, 5])),
+    "a chunk and a step": lambda world, sequence: [
+        world.step(world.span(sequence, tokens)) for tokens in (TOKENS[:40], [1], [2])
+    ],
+    "a deep cut": lambda world, sequence: world.step(world.span(sequence, [3], 26)),
+    "a cut to nothing": lambda world, sequence: [
+        world.truncate(sequence, 0),
+        *(world.step(world.span(sequence, [each])) for each in (3, 4)),
+    ],
+    "other sequences": give_away,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("cut", [0, 1], ids=["whole", "cut"])
+def test_an_export_reads_the_states_of_the_moment_at_which_it_began(folder, change, cut):
     world = World(folder)
-    sequence, copy = fed(world, TOKENS[:30], [1, 2]), 99
+    sequence = fed(world, TOKENS[:30], [1, 2, 3])
+    world.truncate(sequence, 33 - cut)
+    now, later = 98, 99
+    for number in (now, later):
+        world.do("hold_states", sequence, number)
+    lengths = world.do("state_lengths", later)
+    assert lengths == world.do("state_lengths", now) and None not in lengths
+    wanted = world.pieces(now, lengths)
+    world.do("close_states", now)
+    first, half = wanted[: len(wanted) // 2], len(wanted) // 2
+    assert same(first, world.pieces(later, lengths)[:half])
+    CHANGES[change](world, sequence)
+    assert world.do("state_lengths", later) == lengths
+    assert same(wanted, world.pieces(later, lengths))
+    world.do("close_states", later)
+    assert not any(each.before_change for each in world.runner.states.store.slots)
+    world.check()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether these are the same rows, bit for bit."""
+    return [(rows, data.tobytes()) for rows, data in one] == [(rows, data.tobytes()) for rows, data in other]
+
+
+def test_an_export_that_ends_leaves_no_copy_of_states(folder):
+    world = World(folder)
+    sequence, copy = fed(world, TOKENS[:30]), 99
     world.do("begin_export", sequence, copy)
-    wanted = world.do("read_states", sequence)
-    world.step(world.span(sequence, [3, 4, 5]))
-    assert world.do("read_states", copy) == wanted
-    world.do("begin_export", sequence, copy + 1)
-    world.do("release", [copy, copy + 1])
+    world.do("release", [copy])
+    with pytest.raises(StepFailed):
+        world.do("state_lengths", copy)
+    assert not any(each.before_change for each in world.runner.states.store.slots)
     world.check()
-    assert not world.runner.states.copies
 
 
-def test_an_import_that_is_given_up_gives_its_slot_back(folder):
+@torch.inference_mode()
+def test_an_export_copies_a_slot_that_a_step_changes_and_no_other(folder):
     world = World(folder)
+    sequence, number, [rows] = fed(world, TOKENS[:30], [1, 2]), 99, [StateRows("slot", "states", 0, 1)]
+    world.do("hold_states", sequence, number)
+    [slot] = [each for each in world.runner.states.store.slots if each.length == 32 and each.before_change]
+    for value in (1.0, 2.0):
+        slot.states[0, 0] = value
+        assert (world.do("read_states", number, [rows])[0].view(np.float32) == value).all(), "it is the slot's"
+    world.step(world.made(TOKENS[:9]))
+    assert slot.before_change
+    world.do("forward", Step((world.span(sequence, [3]),)))
+    assert not slot.before_change
+    slot.states[0, 0] = 3.0
+    assert (world.do("read_states", number, [rows])[0].view(np.float32) == 2.0).all(), "it is a copy"
+
+
+@pytest.mark.parametrize("slots", [2, 7], ids=["no slot for the checkpoint", "slots"])
+def test_an_import_is_given_up_after_any_piece_and_leaves_nothing(folder, slots):
+    here, world = World(folder), World(folder, slots=slots)
+    taken, tokens = here.taken(fed(here, TOKENS[:60], [1, 2])), np.array([*TOKENS[:60], 1, 2], np.int32)
+    held = [fed(world, TOKENS[:9], prefix=None)] if slots == 2 else []
     before = world.runner.cache_state()
-    assert world.do("begin_import", 99, np.array(TOKENS, np.int32), 0, PREFIX) == 0
-    assert world.runner.cache_state().free_slots == before.free_slots - 1
-    world.do("release", [99])
-    assert world.runner.cache_state() == before
-    world.check()
+    for count in range(0, len(taken.pieces) + 1, 3):
+        world.do("begin_import", sequence := 99 + count, tokens, 0, PREFIX)
+        world.do("write_states", sequence, taken.states, taken.pieces[:count])
+        state = world.runner.cache_state()
+        assert (state.free_slots, state.total_slots) == (before.free_slots - 1, slots), "a checkpoint counts as free"
+        world.runner.check()
+        world.do("release", [sequence])
+        assert world.runner.cache_state() == before and not world.runner.states.pool.checkpoints
+        world.check()
+    comes = world.bring(taken, None)
+    assert world.missing(comes) == 0
+    world.step(world.span(comes, [1]), *(world.span(each, [2]) for each in held))
+
+
+def test_a_checkpoint_that_arrives_gives_its_slot_to_a_sequence_and_is_not_half_loaded(folder):
+    here, world = World(folder), World(folder, slots=2)
+    taken = here.taken(fed(here, TOKENS))
+    first = next(place for place, (rows, _) in enumerate(taken.pieces) if rows.image == "checkpoint")
+    for taken_by_others in (False, True):
+        world.do("begin_import", sequence := next(world.numbers), taken.tokens, 0, None)
+        for layer, parts in enumerate(taken.parts):
+            world.do("write_kv", sequence, 0, 100, layer, parts)
+        world.do("write_states", sequence, taken.states, taken.pieces[: first + 1])
+        assert world.runner.states.pool.checkpoints == 1
+        other = fed(world, [1, 2]) if taken_by_others else None
+        world.do("write_states", sequence, taken.states, taken.pieces[first + 1 :])
+        world.do("commit_import", sequence, taken.states)
+        world.has[sequence] = (*TOKENS,)
+        world.check()
+        if other is not None:
+            world.step(world.span(other, [3]))
+            world.release(other)
+        world.truncate(sequence, 98)
+        assert world.missing(sequence) == (98 if taken_by_others else 2)
+        world.step(world.span(sequence, [1]))
+        world.release(sequence)
+
+
+@pytest.mark.parametrize("then", ["all", "a checkpoint", "nothing"])
+def test_states_of_a_stream_that_broke_are_not_those_of_the_next_one(folder, then):
+    """The first one has brought all of it, and its trailer was not right."""
+    here, world = World(folder), World(folder)
+    taken, other = here.taken(fed(here, TOKENS)), here.taken(fed(here, prompt(100, seed=5)))
+    world.do("begin_import", sequence := next(world.numbers), taken.tokens, 0, None)
+    for layer, parts in enumerate(taken.parts):
+        world.do("write_kv", sequence, 0, 100, layer, parts)
+    world.do("write_states", sequence, other.states, other.pieces)
+    images = {"all": ("slot", "checkpoint"), "a checkpoint": ("checkpoint",), "nothing": ()}[then]
+    states = MovedStates(**{each: getattr(taken.states, each) for each in images})
+    world.do("write_states", sequence, states, [each for each in taken.pieces if each[0].image in images])
+    world.do("commit_import", sequence, states)
+    world.has[sequence] = (*TOKENS,)
+    assert world.missing(sequence) == {"all": 0, "a checkpoint": 4, "nothing": 100}[then]
+    world.step(world.span(sequence, [1]))
+    world.truncate(sequence, 97)
+    world.step(world.span(sequence, [2]))
+    world.release(sequence)
+    assert world.runner.cache_state().free_slots == SLOTS
+    assert not [key for key, _ in world.runner.states.pool.items() if len(key) == 8]
 
 
 def test_states_of_another_shape_are_refused_and_the_import_can_go_on(folder):
     world = World(folder)
     sequence = fed(world, TOKENS[:30], [1, 2])
     taken = world.taken(sequence)
-    slot = taken.states.slot
-    for wrong in (
-        slot._replace(states=slot.states[:-4]),
-        slot._replace(gates=slot.gates + bytes(16)),
-        slot._replace(folded=slot.folded[:1]),
-        slot._replace(folded=(-99, 0)),
+    slot, [(rows, data), *_] = taken.states.slot, taken.pieces
+    for wrong, more in (
+        (slot, data[:-4]),
+        (slot, np.append(data, data[:4])),
+        (slot._replace(folded=slot.folded[:1]), data),
+        (slot._replace(folded=(-99, 0)), data),
     ):
         with pytest.raises(StepFailed):
-            world.bring(taken._replace(states=taken.states._replace(slot=wrong)), None)
-        world.do("commit_import", next(world.numbers) - 1, taken.states)
+            world.bring(taken._replace(states=MovedStates(wrong), pieces=[(rows, more)]), None)
+        comes = next(world.numbers) - 1
+        for piece in taken.pieces:
+            world.do("write_states", comes, taken.states, [piece])
+        world.do("commit_import", comes, taken.states)
     world.runner.check()
 
 
@@ -189,6 +319,7 @@ def test_a_checkpoint_of_tokens_that_others_have_is_not_theirs(folder):
     world.runner.states.forget_checkpoints()
     for layer, parts in enumerate(taken.parts):
         world.do("write_kv", sequence, first, 100, layer, [each[len(each) // 100 * first :] for each in parts])
+    world.do("write_states", sequence, taken.states, taken.pieces)
     world.do("commit_import", sequence, taken.states)
     assert computed(world, [*TOKENS[:72], 1]) == 72 + 1
 

@@ -7,40 +7,49 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrum_rpc.core import MovedStates, RecurrentShape, StateImage, StateTensors
+from ferrum_rpc.core import MovedStates, RecurrentShape, StateTensors
+from ferrum_rpc.core import StateLengths as Lengths
 from ferrum_rpc.errors import InvalidRequest
 from ferrum_rpc.executor.v1 import kv_transfer_pb2
 from ferrum_rpc.wire.kv_stream import rows_to_proto
-from ferrum_rpc.wire.state_stream import StateReceiver, rows_of
+from ferrum_rpc.wire.state_stream import StateReceiver, row_tensors, rows_of
 
 STATES = StateTensors(RecurrentShape(1, 2, 3, 5), 2, "bfloat16", "float32", 32)
 LENGTH = 200
 
 
-def image(length: int, floor: int, folded: tuple[int, ...]) -> StateImage:
-    """One whose bytes fit its lengths."""
-    dice, rows = np.random.default_rng(length), max(0, STATES.rows(length, min(folded)))
-    sizes = 2 * 2 * 3 * 5 * 4, 2 * rows * STATES.shape.channels * 2, 2 * rows * 2 * 2 * 4
-    return StateImage(length, floor, folded, *(dice.bytes(size) for size in sizes))
+TENSORS = row_tensors(STATES)
 
 
 def chunks(moved: MovedStates, most: int = 64) -> list[kv_transfer_pb2.KvChunk]:
-    return [
-        kv_transfer_pb2.ExportKvResponse.FromString(rows_to_proto(each, 7)).chunk
-        for each in rows_of(STATES, moved, most)
-    ]
+    """Of images of these lengths; what else they have is random."""
+    dice, found = np.random.default_rng(0), []
+    for each in rows_of(STATES, moved, most):
+        tensor, [length, floor, folded] = TENSORS[each.name], getattr(moved, each.image)
+        data = np.frombuffer(dice.bytes(each.rows * tensor.row_bytes), np.uint8)
+        if each.tensor == "lengths":
+            data = np.array([length, floor, *folded][each.first : each.first + each.rows], "<u4").view(np.uint8)
+        frame = rows_to_proto(tensor, each.first, data, 7)
+        found.append(kv_transfer_pb2.ExportKvResponse.FromString(frame).chunk)
+    return found
 
 
 def received(sent: list[kv_transfer_pb2.KvChunk]) -> MovedStates:
-    receiver = StateReceiver(STATES, LENGTH)
+    """The lengths; rows are those that were sent, in their order."""
+    receiver, came = StateReceiver(STATES, LENGTH), []
     for each in sent:
-        receiver.take(each)
-    return receiver.end()
+        rows, tensor, data = receiver.take(each)
+        came.append((tensor.name, rows.first, rows.rows, data))
+        assert rows.name == tensor.name and len(data) == rows.rows * tensor.row_bytes
+    moved = receiver.end()
+    parts = [(each.parts[0].tensor, each.first_row, each.parts[0].data) for each in sent]
+    assert came == [(name, first, part.shape[0], part.data) for name, first, part in parts]
+    return moved
 
 
 @pytest.mark.parametrize("most", [1, 64, 1 << 20])
 def test_what_was_sent_arrives(most: int) -> None:
-    one, other, early = image(200, 190, (190, 170)), image(192, 192, (192, 192)), image(2, 1, (0, 0))
+    one, other, early = Lengths(200, 190, (190, 170)), Lengths(192, 192, (192, 192)), Lengths(2, 1, (0, 0))
     for moved in (MovedStates(one, other), MovedStates(None, early), MovedStates(early), MovedStates()):
         sent = chunks(moved, most)
         assert received(sent) == moved
@@ -63,13 +72,13 @@ def test_what_was_sent_arrives(most: int) -> None:
     ],
 )
 def test_lengths_that_no_slot_can_have_are_refused_before_any_row(lengths: Any) -> None:
-    [first, *_] = chunks(MovedStates(image(*lengths)), 1 << 20)
+    [first, *_] = chunks(MovedStates(Lengths(*lengths)), 1 << 20)
     with pytest.raises(InvalidRequest, match="lengths"):
         received([first])
 
 
 def test_the_deepest_lengths_that_a_slot_can_have_are_taken() -> None:
-    deepest = MovedStates(image(200, 168, (136, 168)), image(200, 168, (168, 136)))
+    deepest = MovedStates(Lengths(200, 168, (136, 168)), Lengths(200, 168, (168, 136)))
     assert received(chunks(deepest)) == deepest
 
 
@@ -81,11 +90,11 @@ def test_rows_of_another_shape_or_type_are_refused() -> None:
             lambda data: setattr(data, "dtype", 5),
             lambda data: setattr(data, "data", data.data[:-1]),
         ):
-            sent = chunks(MovedStates(image(200, 190, (190, 170))), 1 << 20)
+            sent = chunks(MovedStates(Lengths(200, 190, (190, 170))), 1 << 20)
             change(sent[index].parts[0].data)
             with pytest.raises(InvalidRequest):
                 received(sent)
-    sent = chunks(MovedStates(image(200, 190, (190, 170))), 1 << 20)
+    sent = chunks(MovedStates(Lengths(200, 190, (190, 170))), 1 << 20)
     sent[1].parts[0].data.shape[:] = [4, 5, 3]
     with pytest.raises(InvalidRequest, match="shape"):
         received(sent)
