@@ -15,8 +15,9 @@ from ferrum_rpc.client import Capability, ExecutorClient, FullLogits, OutputSpec
 from ferrum_rpc.client.client import connection_of
 from ferrum_rpc.client.retry import Deadline
 from ferrum_rpc.config import ModelSettings
-from ferrum_rpc.errors import KvBlocksExhausted, KvCorrupt, LayoutMismatch, NotSupported, Reason
+from ferrum_rpc.errors import KvBlocksExhausted, KvCorrupt, LayoutMismatch, NotSupported, Reason, StepFailed
 from ferrum_rpc.executor.v1 import info_pb2, kv_transfer_pb2
+from ferrum_rpc.service import kv_stream
 from tests.support.checkpoints import RECURRENT_SHAPE, make_checkpoint
 from tests.support.nixl import Fabric
 from tests.support.serving import Served, serve_identity, serve_model
@@ -61,6 +62,7 @@ async def there(two: There, request: pytest.FixtureRequest) -> AsyncIterator[The
         await served.reset()
         await served.check()
         assert served.runner.cache_state().free_slots == SLOTS
+        assert not any(each.before_change for each in served.runner.states.store.slots), "states are held for nobody"
         assert not served.server.state.unnamed
 
 
@@ -127,6 +129,65 @@ async def test_without_a_slot_nothing_comes_and_a_parked_sequence_stays(there: T
     await leaves.move_to(moved := target.sequence())
     await moved.release()
     await parks.release()
+
+
+async def test_states_move_in_pieces_and_those_of_an_export_are_of_its_beginning(
+    there: There, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _, other, _ = there
+    piece, sizes = 8 << 10, dict[str, list[int]]()
+    monkeypatch.setattr(kv_stream, "READ_BYTES", piece)
+    read, write = one.runner.read_states, other.runner.write_states
+
+    def reading(number: int, rows: Any) -> Any:
+        found = read(number, rows)
+        sizes.setdefault("read", []).append(sum(map(len, found)))
+        return found
+
+    def writing(sequence: int, moved: Any, pieces: Any) -> None:
+        sizes.setdefault("written", []).append(sum(len(data) for _, data in pieces))
+        write(sequence, moved, pieces)
+
+    monkeypatch.setattr(one.runner, "read_states", reading)
+    monkeypatch.setattr(other.runner, "write_states", writing)
+    handle = await prefill(one, PROMPT)
+    export = aiter(one.transfer.ExportKv(kt.ExportKvRequest(handle=handle, chunk_tokens=10)))
+    frames = [await anext(export)]
+    wanted = await row(one, handle)  # a step behind the beginning, before all was read or after
+    frames += [frame async for frame in export]
+    answer = await imported(other, header(frames[0].layout), *brought(chunks_of(frames)))
+    assert await row(other, answer.handle) == wanted
+    for each in ("read", "written"):
+        assert sum(sizes[each]) > 8 * piece and max(sizes[each]) < 2 * piece, each
+    await release(other, answer.handle)
+
+
+async def test_a_piece_that_fails_ends_a_park_an_export_and_an_import_and_the_next_one_is_whole(
+    there: There, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, source, other, target = there
+    stays, parks, leaves = [await fed(source) for _ in range(3)]
+
+    def fails(*_: Any) -> None:
+        raise StepFailed("broken")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(one.runner, "read_states", fails)
+        with pytest.raises(StepFailed):
+            await parks.park()
+        with pytest.raises(StepFailed):
+            await leaves.export_to(tmp_path / "file")
+    with monkeypatch.context() as broken:
+        broken.setattr(other.runner, "write_states", fails)
+        with pytest.raises(StepFailed):
+            await leaves.move_to(target.sequence())
+    await parks.park()
+    await leaves.move_to(moved := target.sequence())
+    wanted = await goes_on(stays)
+    for each in (parks, moved):
+        assert await goes_on(each) == wanted
+    for each in (stays, parks, moved):
+        await each.release()
 
 
 async def test_another_kind_of_cache_and_another_transport_are_refused(there: There, tmp_path: Path) -> None:

@@ -479,6 +479,28 @@ def test_what_a_sequence_remembers_does_not_grow_with_the_times_that_it_went_bac
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("how", ["a step", "a truncation", "a fork", "a fork in a step"])
+def test_checkpoints_of_tokens_that_were_replaced_are_not_those_of_the_new_ones(folder, how):
+    """The prompt's end is a checkpoint, where small steps keep none."""
+    world, other = World(folder, slots=12), prompt(60, seed=5)
+    sequence, first = fed(world, prompt(62), prefix=PREFIX), other[:30]
+    if how == "a step":
+        world.step(world.span(sequence, first, 30))
+    elif how == "a fork in a step":
+        world.step(child := world.fork(sequence, first, 30))
+        sequence = child.sequence
+    else:
+        if how == "a fork":
+            world.do("fork", sequence, [child := next(world.numbers)], 30)
+            world.has[child], sequence = world.has[sequence], child
+        world.truncate(sequence, 30)
+        world.step(world.span(sequence, first))
+    for tokens in (other[30:], [1], [2]):
+        world.step(world.span(sequence, tokens))
+    world.truncate(sequence, 61)
+    world.step(world.span(sequence, [3]))
+
+
 def test_what_is_taken_back_within_the_last_step_leaves_no_trace_in_any_bit(each_folder):
     check_bits(Bits(each_folder), prompt(20), 0)
 
