@@ -1,14 +1,15 @@
 """What recurrent states cost: verification with rejected drafts beside the same without, truncation, memory, and what a
-sequence that is fed again does to the steps of others. One runner in this process.
+sequence that is fed again, or moves, does to the steps of others. One runner in this process.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -17,10 +18,15 @@ from benchmarks.cases import checkpoint
 from benchmarks.memory import resident
 from benchmarks.record import Benchmark, Record
 from benchmarks.table import target
+from ferrum_rpc.attention.recurrent import STEP_TOKENS
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import Greedy, OutputSpec, Positions, Span, Step
 from ferrum_rpc.engine.assembly.build import build_runner
 from ferrum_rpc.engine.operations import TorchRunner
+from ferrum_rpc.service.kv_stream import READ_BYTES
+from ferrum_rpc.wire.state_stream import rows_of
+
+Result = TypeVar("Result")
 
 SHAPE: Final = "qwen3.5-0.8b"
 QUICK: Final = "qwen3.5-tiny"
@@ -130,6 +136,66 @@ def beside(runner: TorchRunner, count: int, steps: int) -> tuple[float, float, f
     return float(np.quantile(fed, 0.99)), float(np.quantile(alone, 0.99)), float(np.median(alone))
 
 
+class Move:
+    """Exports and imports of a sequence with as long a journal as there is, an operation between two ``steps`` of
+    others. ``waits``: milliseconds of each operation; ``between``: of each with the step behind it."""
+
+    def __init__(self, runner: TorchRunner, step: Callable[[], object]) -> None:
+        self._runner, self._step = runner, step
+        self._source, self._numbers = Sequences(runner, 1, DEEP, first=6_000), itertools.count(7_000)
+        for _ in range(2):
+            self._source.step(STEP_TOKENS, LAST)
+        self.waits, self.between = list[float](), list[float]()
+
+    def _do(self, operation: Callable[..., Result], *arguments: Any) -> Result:
+        found: list[Result] = []
+        self.waits.append(milliseconds(lambda: found.append(operation(*arguments))))
+        self.between.append(self.waits[-1] + milliseconds(self._step))
+        return found[0]
+
+    def run(self) -> None:
+        """One export and one import, of the states and without keys and values."""
+        runner, copy, came = self._runner, next(self._numbers), next(self._numbers)
+        assert runner.info.states is not None
+        self._do(runner.begin_export, self._source.numbers[0], copy)
+        tokens, moved = runner.token_ids(copy), runner.state_lengths(copy)
+        every = rows_of(runner.info.states, moved, READ_BYTES)
+        pieces = [(each, self._do(runner.read_states, copy, [each])[0]) for each in every]
+        self._do(runner.release, [copy])
+        self._do(runner.begin_import, came, tokens, 0, None)
+        for rows, data in pieces:
+            if rows.tensor != "lengths":
+                self._do(runner.write_states, came, moved, [(rows, data)])
+        self._do(runner.commit_import, came, moved)
+        self._do(runner.release, [came])
+
+    def release(self) -> None:
+        self._source.release()
+
+
+def moved(runner: TorchRunner, count: int, rounds: int) -> dict[str, Any]:
+    """What an export and an import do to the decode steps of many."""
+    held = Sequences(runner, count, 256)
+    held.step(1, LAST)
+    move, alone = Move(runner, partial(held.step, 1, LAST)), list[float]()
+    for _ in range(rounds):
+        alone += [milliseconds(partial(held.step, 1, LAST)) for _ in range(16)]
+        move.run()
+        held.cut(257)
+    for each in (held, move):
+        each.release()
+    p99 = [float(np.quantile(each, 0.99)) for each in (alone, move.between)]
+    return {
+        "sequences": count,
+        "operations": len(move.waits) // rounds,
+        "an operation, ms": round(float(np.median(move.waits)), 2),
+        "p99 of operations, ms": round(float(np.quantile(move.waits, 0.99)), 2),
+        "p99 of steps alone, ms": round(p99[0], 2),
+        "p99 beside an export and an import, ms": round(p99[1], 2),
+        "ratio": round(p99[1] / p99[0], 3),
+    }
+
+
 def counts(quick: bool) -> Sequence[int]:
     """Of sequences in a step."""
     return (1, 2) if quick else (1, 8, 32)
@@ -145,6 +211,7 @@ async def run(options: argparse.Namespace) -> Record:
     with runner.context():
         states = held_by(runner, 2 if options.quick else 16)
         points = [verified(runner, count, options.rounds) for count in counts(options.quick)]
+        moves = moved(runner, counts(options.quick)[-1], min(options.rounds, 4))
         fed, alone, median = beside(runner, counts(options.quick)[-1], 16 if options.quick else 64)
     most = max(each["ratio"] for each in points)
     cut = max(each["a truncation, ms"] for each in points)
@@ -163,9 +230,11 @@ async def run(options: argparse.Namespace) -> Record:
             target("a truncation within the last step, ms", cut, 1.0, least=False),
             target("states that a decoding sequence holds", round(states, 3), 1.1, least=False),
             target("p99 beside a sequence that is fed again, of alone", neighbours["ratio"], 2.0, least=False),
+            target("p99 beside an export and an import of states, of alone", moves["ratio"], 1.2, least=False),
         ],
     )
     record.put("neighbours", [neighbours])
+    record.put("moves", [moves])
     return record
 
 
