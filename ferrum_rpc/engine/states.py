@@ -190,7 +190,7 @@ class States:
         elif span.create and span.parent is not None:
             parent = self._held[span.parent]  # it may be fed in the same step, and then have other checkpoints
             opened.source, opened.key = self._source(parent, start)
-            opened.known = {at: key for at, key in parent.checkpoints.items() if at <= start}
+            opened.known = dict(parent.checkpoints)
         elif held is not None:
             opened.source, opened.key = self._source(held, start)
             own = self.store.slots[held.slot]

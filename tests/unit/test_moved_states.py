@@ -15,7 +15,20 @@ from ferrum_rpc.engine import states
 from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
 from tests.support.checkpoints import make_checkpoint
-from tests.support.state_world import EVERY, IMPORTED, LAST, OF_A_LIAR, SIZE, SLOTS, Bits, World, computed, fed, prompt
+from tests.support.state_world import (
+    ALL,
+    EVERY,
+    IMPORTED,
+    LAST,
+    OF_A_LIAR,
+    SIZE,
+    SLOTS,
+    Bits,
+    World,
+    computed,
+    fed,
+    prompt,
+)
 
 TOKENS = prompt(100)
 
@@ -55,6 +68,23 @@ def test_a_sequence_that_moves_has_the_bits_of_one_that_stays_at_every_length(fo
         here.world.truncate(stays, kept + 1)
         lengths.add((length + step) % 4)
     assert lengths == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("forks", [False, True], ids=["a truncation", "a fork"])
+def test_no_checkpoint_of_more_tokens_moves(folder, forks):
+    """Before the sequence is fed again."""
+    here, there = World(folder), World(folder)
+    sequence = fed(here, TOKENS)
+    if forks:
+        here.do("fork", sequence, [child := next(here.numbers)], 50)
+        here.has[child], sequence = tuple(TOKENS[:50]), child
+    else:
+        here.truncate(sequence, 50)
+    taken = here.taken(sequence)
+    assert taken.states.slot is None and taken.states.checkpoint.length == 48
+    comes = there.bring(taken, None)
+    assert there.missing(comes) == 2
+    there.step(there.span(comes, [1]))
 
 
 def test_a_prompt_moves_with_its_last_checkpoint(folder):
@@ -295,6 +325,17 @@ def test_what_follows_an_import_is_its_caller_s_until_the_sequence_is_empty(fold
     world.truncate(comes, 0)
     world.step(world.span(comes, other := prompt(90, seed=3)))
     assert computed(world, other) <= SIZE
+
+
+def test_an_import_that_is_emptied_has_nothing_of_what_came(folder):
+    """Its states reach back to the beginning, and are no numbers."""
+    world = World(folder)
+    comes = world.bring(world.forged(TOKENS[:20], 0, journal=True), None)
+    world.lies.remove(comes)
+    world.has[comes] = ()
+    world.truncate(comes, 0)
+    assert world.missing(comes) == 0
+    world.step(world.span(comes, [1, 2, 3], output=ALL))
 
 
 def test_a_state_that_goes_back_to_tokens_of_others_is_not_theirs(folder):
