@@ -507,6 +507,24 @@ def test_a_failure_at_any_passage_ends_or_spares_a_run_whole(passage):
     assert runner.cache_state().free_blocks == runner.kv.total_blocks
 
 
+@pytest.mark.parametrize("passage", range(15))
+def test_a_step_that_fails_behind_a_stop_id_does_not_end_the_run_twice(passage):
+    passages = itertools.count()
+
+    def stage(name: str) -> None:
+        if next(passages) == passage:
+            raise Sabotage(name)
+
+    runner, recorded, span, other = late_runner(CONFIG, stage), Recorded(), begun(1, Run(8), KINDS[3]), begun(2, Run(8))
+    chosen = alone(span, 8)
+    loop = play(runner, recorded.submission(span._replace(run=Run(8, (chosen[0],))), other))
+    assert loop.counters.running == 0
+    if not isinstance(recorded.answer[0][0], StepFailed):
+        assert recorded.run(0) == (RunEnd.STOP_ID, chosen[:1])
+        end, tokens = recorded.run(1)
+        assert tokens == alone(other, 8)[: len(tokens)] and (end is RunEnd.MAX_TOKENS) == (len(tokens) == 8)
+
+
 @pytest.mark.parametrize("waiting", [True, False])
 def test_a_submission_that_waits_for_the_end_of_a_run_loses_no_step(waiting):
     """It begins with the very next step, which therefore begins when its token is known."""

@@ -262,7 +262,9 @@ def test_states_of_a_stream_that_broke_are_not_those_of_the_next_one(folder, the
     images = {"all": ("slot", "checkpoint"), "a checkpoint": ("checkpoint",), "nothing": ()}[then]
     states = MovedStates(**{each: getattr(taken.states, each) for each in images})
     world.do("write_states", sequence, states, [each for each in taken.pieces if each[0].image in images])
+    assert world.runner.states.pool.checkpoints == 1
     world.do("commit_import", sequence, states)
+    assert world.runner.states.pool.checkpoints == (then != "nothing")
     world.has[sequence] = (*TOKENS,)
     assert world.missing(sequence) == {"all": 0, "a checkpoint": 4, "nothing": 100}[then]
     world.step(world.span(sequence, [1]))
@@ -348,6 +350,15 @@ def test_a_state_that_goes_back_to_tokens_of_others_is_not_theirs(folder):
     world.do("truncate", comes, 72)
     world.do("forward", Step((Span(comes, np.array(prompt(40), np.int32), 72, LAST),)))
     assert computed(world, [*TOKENS[:72], 1]) == 72 - 48 + 1
+
+
+def test_a_checkpoint_that_is_known_takes_no_slot_again(folder):
+    here, there = World(folder), World(folder, slots=30)
+    taken = here.taken(fed(here, TOKENS))
+    fed(there, TOKENS, prefix=PREFIX)
+    before = there.runner.states.pool.checkpoints
+    there.bring(taken, PREFIX)
+    assert there.runner.states.pool.checkpoints == before
 
 
 def test_a_checkpoint_of_tokens_that_others_have_is_not_theirs(folder):
