@@ -88,6 +88,8 @@ class TorchRunner(StepRunner):
     def fork(self, parent: int, children: Sequence[int], at: int | None) -> int:
         made: list[int] = []
         with self._operation("fork"):
+            if self.states is not None:
+                self.states.pool.require(len(children))
             try:
                 for child in children:
                     if self._stage is not None:

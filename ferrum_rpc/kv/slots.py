@@ -53,6 +53,12 @@ class SlotPool:
             return slot
         return self._free.pop()
 
+    def require(self, slots: int) -> None:
+        """Raise `KvBlocksExhausted` unless `take` could return so many. No checkpoint is dropped."""
+        if slots > self.free:
+            metadata = {"needed_slots": slots, "free_slots": self.free}
+            raise KvBlocksExhausted(f"{self.free} slots for recurrent states are free, of {slots}", metadata=metadata)
+
     def give(self, slot: int) -> None:
         """A slot is not needed any more."""
         self._free.append(slot)

@@ -252,7 +252,13 @@ class KvReceiver(KvStream):
         self, chunk: pb.KvChunk, states: StateReceiver, digest: Any, waiting: list[tuple[StateRows, bytes]]
     ) -> None:
         """Check rows of a tensor of the sequence, and write them with those ``waiting`` once they are many."""
-        rows, tensor, data = states.take(chunk)
+        try:
+            rows, tensor, data = states.take(chunk)
+        except InvalidRequest:
+            if digest is not None:  # damaged on its way, it is not its caller's fault
+                found = _summed(sha256(), [part.data.data for part in chunk.parts])
+                self._compare(found, chunk, f"row {chunk.first_row} on", {})
+            raise
         self._moved(len(data))
         if digest is not None:
             where, kinds = f"{tensor.name} from row {chunk.first_row} on", [(tensor.name, tensor.dtype)]
@@ -281,18 +287,21 @@ class KvReceiver(KvStream):
         """Raise `KvCorrupt` unless a chunk is what was sent, and can be used. ``kinds``: names and types of its
         ``parts``; ``about``: what metadata say of ``where`` they belong."""
         found, not_finite = await _off_loop(sum(map(len, parts)), _checked, digest, kinds, parts)
-        if found != chunk.crc32c:
-            raise KvCorrupt(
-                f"the checksum of {where} is not that of its bytes",
-                metadata={"next_token": self.next_token, **about},
-                field="chunk.crc32c",
-            )
+        self._compare(found, chunk, where, about)
         if not_finite:
             raise KvCorrupt(
                 f"{not_finite} of {where} are not finite: sending them again does not help, prefill the sequence here; "
                 "nothing of it was kept",
                 metadata={"not_finite": not_finite, **about},
                 field=f"chunk.{not_finite}",
+            )
+
+    def _compare(self, found: int, chunk: pb.KvChunk, where: str, about: dict[str, Any]) -> None:
+        if found != chunk.crc32c:
+            raise KvCorrupt(
+                f"the checksum of {where} is not that of its bytes",
+                metadata={"next_token": self.next_token, **about},
+                field="chunk.crc32c",
             )
 
     async def _read(self, reader: ChunkReader | None, remote: pb.KvRemote, tokens: int) -> tuple[bytes, ...]:

@@ -318,6 +318,7 @@ WRONG: dict[str, tuple[Any, Reason]] = {
     "huge lengths": (changed("slot.lengths", lengths(2**32 - 1, 2**32 - 1)), Reason.INVALID_REQUEST),
     "not a number": (changed("slot.states", lambda c: data(c, b"\xff" * 4)), Reason.KV_CORRUPT),
     "an infinity": (changed("checkpoint.gates", lambda c: data(c, b"\0\0\x80\x7f")), Reason.KV_CORRUPT),
+    "lengths of another checksum": (changed("slot.lengths", lengths(101, 101), seal=False), Reason.KV_CORRUPT),
     "another checksum": (changed("slot.gates", lambda c: data(c, b"\1"), seal=False), Reason.KV_CORRUPT),
 }
 

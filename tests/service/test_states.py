@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -11,8 +12,10 @@ from google.rpc import error_details_pb2, status_pb2
 
 from ferrum_rpc.client import Capability, ExecutorClient, KvBlocksExhausted
 from ferrum_rpc.core import Caller
+from ferrum_rpc.engine.api import Submission
 from ferrum_rpc.errors import Reason
 from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, kv_transfer_pb2, types_pb2
+from ferrum_rpc.service import control
 from ferrum_rpc.service.records import Resource
 from ferrum_rpc.wire.status import STATUS_METADATA_KEY
 from tests.support.clients import BOTH_WAYS
@@ -104,6 +107,24 @@ async def test_tokens_that_are_fed_again_are_told_also_in_a_recorded_answer(serv
     answer = await served.decode([6], answer.output.handle)
     assert answer.output.recomputed_tokens == 0
     await release(served, answer.output.handle)
+
+
+async def test_a_warm_up_leaves_half_of_the_free_slots(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor may be served already, also while it starts."""
+    free, spans = served.server.state.pressure().free_slots, list[int]()
+    submit = served.server.state.engine.submit
+
+    def counted(work: Any) -> Any:
+        if isinstance(work, Submission):
+            spans.append(len(work.spans))
+        return submit(work)
+
+    monkeypatch.setattr(served.server.state.engine, "submit", counted)
+    assert await control.warm_up(served.server.state, batch_size=100) == 2
+    assert spans == [free // 2] * 2
+    held = [await prefill(served, [1, 2, 3]) for _ in range(free)]
+    assert await control.warm_up(served.server.state) == 0
+    await release(served, *held)
 
 
 async def test_a_run_has_those_of_its_first_step(served: Served) -> None:

@@ -133,7 +133,7 @@ class Histories(RuleBasedStateMachine):
         try:
             world.do("fork", parent, made, at)
         except KvBlocksExhausted as error:
-            assert error.metadata["needed_slots"] == "1"
+            assert error.metadata["needed_slots"] == str(children)
         else:
             world.has |= dict.fromkeys(made, world.has[parent][:at])
 
@@ -396,6 +396,16 @@ def test_a_piece_that_fails_is_fed_again(folder):
             world.step(world.span(made.sequence, [1]))
         assert world.runner.kv.length(made.sequence) == 90
     world.step(world.span(made.sequence, [1]))
+
+
+def test_a_fork_that_is_refused_drops_no_checkpoint(folder):
+    world = World(folder, slots=4)
+    [sequence] = [fed(world, prompt(60), prefix=PREFIX)]
+    before, free = world.runner.states.pool.items(), world.runner.cache_state().free_slots
+    with pytest.raises(KvBlocksExhausted) as refused:
+        world.do("fork", sequence, [next(world.numbers) for _ in range(5)], 60)
+    assert refused.value.metadata == {"needed_slots": "5", "free_slots": str(free)}
+    assert before and world.runner.states.pool.items() == before
 
 
 def test_without_a_slot_a_sequence_is_refused_and_says_why(folder):
