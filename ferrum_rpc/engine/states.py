@@ -316,7 +316,7 @@ class States:
         """A step of few tokens keeps the states `checkpoint_tokens` apart, if there is a slot for them."""
         at = length // self.checkpoint_tokens * self.checkpoint_tokens
         slot = self.store.slots[held.slot]
-        if at > start and slot.reaches(at):
+        if at > start:
             try:
                 kept = self.pool.take()
             except KvBlocksExhausted:

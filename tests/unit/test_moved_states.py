@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ferrum_rpc.core import PREFIX, MovedStates, Span, StateRows, Step
+from ferrum_rpc.core import PREFIX, Accept, MovedStates, OutputSpec, Positions, Span, StateRows, Step
 from ferrum_rpc.engine import states
 from ferrum_rpc.errors import KvBlocksExhausted, StepFailed
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
@@ -68,6 +68,18 @@ def test_a_sequence_that_moves_has_the_bits_of_one_that_stays_at_every_length(fo
         here.world.truncate(stays, kept + 1)
         lengths.add((length + step) % 4)
     assert lengths == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(("known", "drafts"), [(10, 5), (60, 50)], ids=["a few", "a chunk"])
+def test_states_of_rejected_drafts_do_not_move(folder, known, drafts):
+    here, there, accepts = World(folder), World(folder), OutputSpec(Positions.ALL, Accept())
+    sequence = fed(here, TOKENS[:known])
+    [outcome] = here.step(here.span(sequence, prompt(drafts, seed=1), output=accepts))
+    assert known < outcome.length < known + drafts - 1
+    taken = here.taken(sequence)
+    assert all(each is None or each.length <= outcome.length for each in taken.states)
+    comes = there.bring(taken, None)
+    there.step(there.span(comes, [1]))
 
 
 @pytest.mark.parametrize("forks", [False, True], ids=["a truncation", "a fork"])

@@ -8,6 +8,7 @@ that never had what was taken back.
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from contextlib import closing
 from typing import Any
@@ -37,6 +38,7 @@ from tests.support.state_world import (
     SLOTS,
     VOCABULARY,
     Bits,
+    Sabotage,
     World,
     fed,
     prompt,
@@ -386,16 +388,91 @@ def test_deep_cuts_of_more_sequences_than_there_are_free_slots_are_fed_piece_by_
     assert all(isinstance(outcome, SpanResult) for outcome in world.step(*cuts))
 
 
-def test_a_piece_that_fails_is_fed_again(folder):
+@pytest.mark.parametrize("apart", [False, True], ids=["in its slot", "in another one"])
+@pytest.mark.parametrize("behind", [False, True], ids=["before its layers", "behind them"])
+def test_a_piece_that_fails_is_fed_again(folder, monkeypatch, apart, behind):
     world = World(folder)
-    made = world.made(prompt(100), prefix=None)
-    world.step(made)
-    world.truncate(made.sequence, 90)
+    sequence = fed(world, prompt(100))
+    if not apart:
+        world.truncate(sequence, 90)
+    length, compute = len(world.has[sequence]), world.runner.compute
     for nth in (1, 2):
-        with pytest.raises(StepFailed), world.failing("forward", nth):
-            world.step(world.span(made.sequence, [1]))
-        assert world.runner.kv.length(made.sequence) == 90
-    world.step(world.span(made.sequence, [1]))
+        run, passages = compute.forward, itertools.count(1)
+
+        def fails(*step: Any, run: Any = run, passages: Any = passages, nth: int = nth, **more: Any) -> Any:
+            rows = run(*step, **more)
+            if behind and next(passages) == nth:
+                raise Sabotage
+            return rows
+
+        with monkeypatch.context() as broken:
+            broken.setattr(compute, "forward", fails)
+            with pytest.raises(StepFailed), world.failing("plan" if behind else "forward", 0 if behind else nth):
+                world.step(world.span(sequence, [1], 90))
+        assert world.runner.kv.length(sequence) == length
+        world.check()
+    world.step(world.span(sequence, [1], 90))
+
+
+@pytest.mark.parametrize("known", [0, 10, 60])
+def test_a_chunk_of_drafts_that_are_rejected_leaves_the_states_to_be_fed_again(folder, known):
+    world, accepts = World(folder), OutputSpec(Positions.ALL, Accept())
+    if known:
+        span = world.span(fed(world, prompt(known)), prompt(50, seed=1), output=accepts)
+    else:
+        span = world.made(prompt(50), accepts, prefix=None)
+    [outcome] = world.step(span)
+    assert known < outcome.length < known + 50
+    assert world.missing(span.sequence) > 0
+    world.step(world.span(span.sequence, [1, 2], output=ALL))
+    world.step(world.span(span.sequence, [3]))
+
+
+@pytest.mark.parametrize(
+    ("steps", "use", "checkpoints", "then"),
+    [
+        ([prompt(48), [1, 2], (48, prompt(40, seed=2))], None, 3, (54, 6)),
+        ([[1, 2], (0, prompt(40))], None, 1, (23, 23)),
+        ([prompt(73), prompt(40, seed=1)], PREFIX, 5, (75, 3)),
+        ([prompt(20), [1, 2, 3, 4], [1], [2]], None, 1, (25, 0)),
+    ],
+    ids=["a chunk from where one is due", "a chunk from nothing", "a prompt that ends where one is due", "steps"],
+)
+def test_checkpoints_are_those_that_are_due_and_no_others(folder, steps, use, checkpoints, then):
+    """``then``: a length, and what is missing behind a truncation to it."""
+    world = World(folder, slots=20)
+    sequence = fed(world, steps[0], prefix=use)
+    for each in steps[1:]:
+        start, tokens = each if isinstance(each, tuple) else (None, each)
+        world.step(world.span(sequence, tokens, start))
+    assert world.runner.states.pool.checkpoints == checkpoints
+    world.truncate(sequence, then[0])
+    assert world.missing(sequence) == then[1]
+    world.step(world.span(sequence, [1]))
+
+
+def test_a_prompt_s_last_checkpoint_stays_when_another_chunk_does_not_continue_it(folder):
+    world = World(folder, slots=20)
+    fed(world, prompt(62), [1, 2, 3], prompt(40, seed=1), prefix=PREFIX)
+    assert computed(world, world.made(prompt(62))) == [2]
+
+
+def test_the_checkpoint_at_which_a_prompt_was_found_is_its_sequence_s_too(folder):
+    world = World(folder, slots=20)
+    fed(world, prompt(62), prefix=PREFIX)
+    [outcome] = world.step(span := world.made(prompt(62) + prompt(40, seed=1)))
+    assert outcome.cached_tokens == 60
+    world.truncate(span.sequence, 61)
+    assert world.missing(span.sequence) == 1
+
+
+def test_what_is_fed_again_for_a_fork_is_not_the_parent_s(folder):
+    world = World(folder)
+    parent = fed(world, prompt(100))
+    [outcome] = world.step(world.fork(parent, [1], 90))
+    assert outcome.recomputed_tokens == 0
+    [outcome] = world.step(world.span(parent, [1]))
+    assert outcome.recomputed_tokens == 0
 
 
 def test_a_fork_that_is_refused_drops_no_checkpoint(folder):
