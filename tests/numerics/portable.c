@@ -29,7 +29,6 @@ int32_t ferrum_rows_lanes(int32_t elements);
 struct ferrum_decode *ferrum_decode_new(const char *name, int32_t head_dim);
 const char *ferrum_decode_name(const struct ferrum_decode *self);
 void ferrum_decode_free(struct ferrum_decode *self);
-int32_t ferrum_recurrent_step(const struct recurrent_layer *layer, const struct recurrent_job *jobs, int32_t count);
 int32_t ferrum_recurrent_chunk(const struct recurrent_layer *layer, int64_t tokens, float *state);
 void ferrum_decay_rows(const struct decay_rows *rows);
 void ferrum_gated_rows(const struct gated_rows *rows);
@@ -167,7 +166,7 @@ static void run_recurrent(int wide)
                                           .log_decay = log_decay, .beta = beta, .output = out, .key_heads = KV_HEADS,
                                           .value_heads = HEADS, .key_dim = DIM, .value_dim = DIM, .taps = taps,
                                           .wide = wide, .lanes = 4, .threads = 1};
-    const struct recurrent_job first = {.state = state, .channels = journal, .gates = journal_gates, .rows = rows, .count = 5};
+    struct recurrent_job first = {.state = state, .channels = journal, .gates = journal_gates, .rows = rows, .count = 5};
     struct recurrent_job second = first;
     second.floor = second.start = second.row = 5;
     second.count = 1;
