@@ -99,6 +99,18 @@ def test_no_checkpoint_of_more_tokens_moves(folder, forks):
     there.step(there.span(comes, [1]))
 
 
+def test_states_of_a_fork_move_as_they_are_for_its_tokens(folder):
+    here, there = World(folder), World(folder)
+    parent, child = fed(here, TOKENS[:30], [1, 2, 3]), next(here.numbers)
+    here.do("fork", parent, [child], 31)
+    here.has[child] = here.has[parent][:31]
+    taken = here.taken(child)
+    assert taken.states.slot.length == 31
+    comes = there.bring(taken, None)
+    assert there.missing(comes) == 0
+    there.step(there.span(comes, [4]))
+
+
 def test_a_prompt_moves_with_its_last_checkpoint(folder):
     here, there = World(folder), World(folder)
     stays = fed(here, TOKENS)

@@ -395,6 +395,7 @@ def test_a_piece_that_fails_is_fed_again(folder, monkeypatch, apart, behind):
     sequence = fed(world, prompt(100))
     if not apart:
         world.truncate(sequence, 90)
+        world.runner.states.forget_checkpoints()
     length, compute = len(world.has[sequence]), world.runner.compute
     for nth in (1, 2):
         run, passages = compute.forward, itertools.count(1)
@@ -432,11 +433,18 @@ def test_a_chunk_of_drafts_that_are_rejected_leaves_the_states_to_be_fed_again(f
     ("steps", "use", "checkpoints", "then"),
     [
         ([prompt(48), [1, 2], (48, prompt(40, seed=2))], None, 3, (54, 6)),
+        ([prompt(100), (48, prompt(40, seed=2))], None, 5, (54, 6)),
         ([[1, 2], (0, prompt(40))], None, 1, (23, 23)),
         ([prompt(73), prompt(40, seed=1)], PREFIX, 5, (75, 3)),
         ([prompt(20), [1, 2, 3, 4], [1], [2]], None, 1, (25, 0)),
     ],
-    ids=["a chunk from where one is due", "a chunk from nothing", "a prompt that ends where one is due", "steps"],
+    ids=[
+        "a chunk from where one is due",
+        "a chunk from one",
+        "a chunk from nothing",
+        "a prompt that ends where one is due",
+        "steps",
+    ],
 )
 def test_checkpoints_are_those_that_are_due_and_no_others(folder, steps, use, checkpoints, then):
     """``then``: a length, and what is missing behind a truncation to it."""
@@ -449,6 +457,44 @@ def test_checkpoints_are_those_that_are_due_and_no_others(folder, steps, use, ch
     world.truncate(sequence, then[0])
     assert world.missing(sequence) == then[1]
     world.step(world.span(sequence, [1]))
+
+
+def test_a_copy_that_fails_leaves_the_states_to_be_fed_again(folder, monkeypatch):
+    """Without a slot apart the states of a deep cut take the place of the longer ones."""
+
+    def fails(source: Any, into: Any, length: int) -> None:
+        into.states.fill_(torch.nan)
+        raise Sabotage
+
+    world = World(folder, slots=2)
+    fed(world, [1])
+    sequence = fed(world, prompt(60))
+    with monkeypatch.context() as broken:
+        broken.setattr(world.runner.states.store, "copy", fails)
+        with pytest.raises(Sabotage):
+            world.step(world.span(sequence, [1], 40))
+    world.step(world.span(sequence, [1], 60))
+
+
+def test_a_prompt_that_fails_gives_back_the_slots_of_its_checkpoints(folder):
+    world = World(folder)
+    with pytest.raises(StepFailed), world.failing("select", 1):
+        world.step(world.made(prompt(60)))
+    world.check()
+    assert world.runner.cache_state().free_slots == SLOTS and not world.runner.states.pool.checkpoints
+
+
+def test_a_fork_has_what_was_fed_again_of_its_parent(folder):
+    world = World(folder)
+    parent, child = fed(world, prompt(100)), next(world.numbers)
+    world.truncate(parent, 90)
+    world.runner.states.forget_checkpoints()
+    with world.runner.context():
+        world.runner.feeding.feed([world.span(parent, [1])])
+    world.do("fork", parent, [child], 90)
+    world.has[child] = world.has[parent]
+    assert world.missing(child) == 90 - PIECE
+    world.step(world.span(child, [1]))
 
 
 def test_a_prompt_s_last_checkpoint_stays_when_another_chunk_does_not_continue_it(folder):
