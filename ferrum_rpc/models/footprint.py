@@ -26,7 +26,6 @@ from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.dense import Dense
 from ferrum_rpc.models.parts.experts import Experts
 from ferrum_rpc.models.parts.latent import LatentAttention
-from ferrum_rpc.models.parts.layer import LayerSpec
 from ferrum_rpc.models.parts.recurrent import Recurrent
 from ferrum_rpc.models.shard import Shard
 from ferrum_rpc.models.spec import ModelSpec
@@ -109,8 +108,7 @@ def activation_bytes(build: DecoderBuild, tokens: int, rows: int, attending: int
     ``recurring``: what the recurrence of a layer takes, its answer included."""
     spec, size = build.spec, build.dtype.itemsize
     layers = dict.fromkeys(spec.layers)
-    mixed = any(map(_is_mixed, layers))
-    native = _runs_in_c(build) and not mixed  # else long spans run layer by layer
+    native = _runs_in_c(build) and all(each.plain for each in layers)  # else long spans run layer by layer
     hidden = spec.hidden_size
     rotary_dim = spec.attention.rotary_dim
     angles = 4 * (rotary_dim + rotary_dim // 2) * len(spec.ropes)
@@ -162,20 +160,12 @@ def one_call_bytes(build: DecoderBuild, tokens: int) -> int:
     layers, hidden = dict.fromkeys(build.spec.layers), build.spec.hidden_size
     mixers = [(*_widths(each.mixer), _beside(each.mixer)) for each in layers]
     row = _grown(*(hidden + sum(_widths(each.mlp)) for each in layers)) + _grown(*map(sum, mixers))
-    return min(tokens, ONE_CALL_TOKENS if any(map(_is_mixed, layers)) else tokens) * row * build.dtype.itemsize
+    return min(tokens, tokens if all(each.plain for each in layers) else ONE_CALL_TOKENS) * row * build.dtype.itemsize
 
 
 def _runs_in_c(build: DecoderBuild) -> bool:
     """Whether layers can run in one call."""
-    if not build.packed or not isinstance(build.ops, NativeFusedOps):
-        return False
-    return not any(
-        isinstance(each.mixer, LatentAttention) or isinstance(each.mlp, Experts) for each in build.spec.layers
-    )
-
-
-def _is_mixed(layer: LayerSpec) -> bool:
-    return not isinstance(layer.mixer, Attention) or layer.mixer.gated
+    return build.packed and isinstance(build.ops, NativeFusedOps) and all(each.in_c for each in build.spec.layers)
 
 
 def _holds_unstored(build: DecoderBuild) -> bool:

@@ -290,7 +290,7 @@ class NativeLayers(MixedLayers):
 
     def __init__(self, layers: Sequence[Layer], group: Group | None = None) -> None:
         super().__init__(layers, group)
-        self._mixed = any(map(_is_mixed, layers))
+        self._plain = all(layer.spec.plain for layer in layers)
         recurrent = [_recurrent_weights(layer) for layer in layers]
         self._weights = (library.LayerWeights * len(layers))(*map(_weights, layers, self._places, recurrent))
         self._kept = recurrent
@@ -319,7 +319,7 @@ class NativeLayers(MixedLayers):
         context: int | None = None
         if isinstance(attend, library.AttentionStep):
             context = ctypes.addressof(attend)
-        elif self._mixed or (adapters is not None and adapters.address is None):
+        elif not self._plain or (adapters is not None and adapters.address is None):
             return super().forward(hidden, cos, sin, attend, adapters, recur=recur)
         else:
             self._callbacks.attend = attend
@@ -405,20 +405,15 @@ def assemble(layers: Sequence[Layer], group: Group | None = None) -> PlainLayers
     # what lies between products must be each rank's own
     if layers and all(_is_native(each) and _runs_in_c(each) and not (group and _norms_rows(each)) for each in layers):
         return NativeLayers(layers, group)
-    if any(map(_is_mixed, layers)):
+    if not all(layer.spec.plain for layer in layers):
         return MixedLayers(layers, group)
     storing = all(isinstance(layer.ops, StoringOps) for layer in layers)
     return StoringLayers(layers, group) if storing else PlainLayers(layers, group)
 
 
-def _is_mixed(layer: Layer) -> bool:
-    mixer = layer.spec.mixer
-    return not isinstance(mixer, Attention) or mixer.gated or layer.experts is not None
-
-
 def _runs_in_c(layer: Layer) -> bool:
-    """Whether ``layer.c`` knows its parts, which are native."""
-    if layer.latent is not None or layer.experts is not None:
+    """Whether ``layer.c`` knows its parts, which are native, and takes their heads."""
+    if not layer.spec.in_c:
         return False
     if layer.recurrent is not None:
         return _recurrent_weights(layer) is not None

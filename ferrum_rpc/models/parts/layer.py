@@ -52,6 +52,16 @@ class LayerSpec:
     parallel: bool = False
     residual: float = 1.0
 
+    @property
+    def plain(self) -> bool:
+        """Whether it has attention without gates, and a dense MLP."""
+        return isinstance(self.mixer, Attention) and not self.mixer.gated and isinstance(self.mlp, Dense)
+
+    @property
+    def in_c(self) -> bool:
+        """Whether ``layer.c`` knows its parts."""
+        return not isinstance(self.mixer, LatentAttention) and isinstance(self.mlp, Dense)
+
     def matrices(self) -> tuple[Matrix, ...]:
         """In the order in which a step needs them. The adapters of a matrix are found by its place among those of all
         layers (`layout.TensorPlacement.slot`)."""
