@@ -84,8 +84,9 @@ async def test_a_refused_item_leaves_the_account_as_it_was() -> None:
     """Within the quota, and not within the pool."""
     async with serve_identity(kv_blocks=9, block_size=4, max_blocks_per_caller=50) as served:
         handle = await prefill(served, [1] * 16)
-        reserving = served.prefill([1] * 4, create={"reserve_tokens": 40})
-        for call in (served.prefill([1] * 30, handle), served.prefill([1] * 40), reserving):
+        reserving: dict[str, Any] = {"create": {"reserve_tokens": 40}}
+        for tokens, options in ((30, {"handle": handle}), (40, {}), (4, reserving)):
+            call = served.prefill([1] * tokens, **options)  # only now: a call begins when it is made
             await refused(call, Reason.KV_BLOCKS_EXHAUSTED)
             assert held(served, ANYBODY) == (1, 4)
         await served.check()
