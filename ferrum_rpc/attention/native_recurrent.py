@@ -30,6 +30,9 @@ Jobs = npt.NDArray[np.int64]
 FOLDED: Final = 4
 """The column of how many tokens a state contains, which C brings up to date."""
 
+FLOOR: Final = 5
+"""The column of how many it contains after the step."""
+
 
 def lanes_of(shape: RecurrentShape, states: Tensor, channels: Tensor) -> int:
     """Floats in the vectors that the kernels have for such states and rows; 0: torch must compute."""

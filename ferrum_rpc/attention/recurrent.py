@@ -156,6 +156,11 @@ class SlotImage:
     least: int = 0
 
 
+StepKernel = Callable[[RecurrentShape, Tensor, Tensor, RecurrentInputs], Tensor]
+"""``kernel(shape, taps [taps, channels], jobs int64 [jobs, 9], inputs)`` advances the slots of ``jobs``, a
+`native_recurrent.Jobs` on the device, by rows of ``inputs``: rows [T, value_heads, value_dim], defined where a job has
+them."""
+
 KeptAt = tuple[int, "RecurrentSlot | None"]
 """A length at which the states of a chunk are kept, in a slot that `RecurrentSlot.restart` has set to it; None: they
 are not, but the chunked form begins anew there as if they were."""
@@ -177,16 +182,24 @@ class RecurrentSlot:
     channels [layers, all rows, channels] in the model's type
     gates    [layers, all rows, 2, value_heads] in the states' type
     lanes    of the vectors of the C kernels that compute its steps and chunks; 0: torch does
+    kernel   what computes its steps on a GPU, if anything does
     """
 
-    def __init__(self, shape: RecurrentShape, states: Tensor, channels: Tensor, gates: Tensor) -> None:
+    def __init__(
+        self,
+        shape: RecurrentShape,
+        states: Tensor,
+        channels: Tensor,
+        gates: Tensor,
+        kernel: StepKernel | None = None,
+    ) -> None:
         """The tensors need no content; call `clear`, `restart` or `load` before the first step."""
-        self.shape = shape
+        self.shape, self.kernel = shape, kernel
         self.states, self.channels, self.gates = states, channels, gates
         self.number = -1
         self.length = self.floor = self.least = 0
         self.folded = [0] * len(states)
-        self.rows = self._fewest = rows_needed(shape, 1, 1)
+        self.rows = self._fewest = rows_needed(shape, 1, 1) if kernel is None else channels.shape[1]
         self.before_change: list[Callable[[], object]] = []
         self.lanes = native_recurrent.lanes_of(shape, states, channels)
         self.addresses, self.apart = native_recurrent.addresses(states, channels, gates)
@@ -394,11 +407,14 @@ class RecurrentSlot:
     ) -> None:
         """Update ``state`` with ``tokens`` of the journal, the next ones. ``found`` gets the output of each; only torch
         takes it."""
-        if self.lanes and tokens:
+        if (self.lanes or (self.kernel is not None and found is None)) and tokens:
             jobs = self._jobs(layer, tokens.start, tokens.stop, tokens.stop, 0)
             jobs[0, 0] = state.data_ptr()
             none = RecurrentInputs(self.channels[layer, :0], *self.gates[layer, :0].unbind(1))
-            native_recurrent.step(self.shape, self.lanes, weight, jobs, none)
+            if self.kernel is not None:
+                self.kernel(self.shape, weight, torch.from_numpy(jobs).to(state.device), none)
+            else:
+                native_recurrent.step(self.shape, self.lanes, weight, jobs, none)
             return
         for position in tokens:
             window = self.channels[layer, self._ring(position + 1 - self.shape.taps, position + 1)]
@@ -421,11 +437,16 @@ class RecurrentSlot:
         return np.array([[*at.tolist(), self.rows, folded, floor, start, 0, count]], np.int64)
 
 
-def step_together(slot: RecurrentSlot, weight: Tensor, inputs: RecurrentInputs, jobs: native_recurrent.Jobs) -> Tensor:
-    """`RecurrentSlot.step` of the slots of ``jobs``, of which ``slot`` is one, in one call of C. Rows that none has are
-    undefined."""
+def step_together(
+    slot: RecurrentSlot, weight: Tensor, inputs: RecurrentInputs, jobs: native_recurrent.Jobs | Tensor
+) -> Tensor:
+    """`RecurrentSlot.step` of the slots of ``jobs``, of which ``slot`` is one, in one call of C, or by the kernel that
+    they have, for which the jobs are on the device. Rows that none has are undefined."""
     dtype = inputs.channels.dtype
     inputs = inputs._replace(channels=inputs.channels.to(slot.channels.dtype))
+    if isinstance(jobs, Tensor):
+        assert slot.kernel is not None  # noqa: S101 - see above
+        return slot.kernel(slot.shape, slot.taps(weight), jobs, inputs).to(dtype)
     return native_recurrent.step(slot.shape, slot.lanes, slot.taps(weight), jobs, inputs).to(dtype)
 
 

@@ -11,12 +11,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ferrum_rpc.attention.native_recurrent import FOLDED
+from ferrum_rpc.attention.native_recurrent import FLOOR, FOLDED
 from ferrum_rpc.attention.recurrent import (
     STEP_TOKENS,
     KeptAt,
     RecurrentInputs,
     RecurrentSlot,
+    StepKernel,
     rows_needed,
     step_together,
 )
@@ -39,8 +40,10 @@ class RecurrentStore:
         dtype: torch.dtype,
         device: torch.device,
         rows: int | None = None,
+        kernel: StepKernel | None = None,
     ) -> None:
-        """Slots of models in ``dtype``; ``rows``: of each journal (default: for any steps)."""
+        """Slots of models in ``dtype``; ``rows``: of each journal (default: for any steps). ``kernel``: what computes
+        steps on a GPU."""
         rows = rows_needed(shape, STEP_TOKENS, STEP_TOKENS) if rows is None else rows
         wide, heads = torch.promote_types(dtype, torch.float32), shape.value_heads
         options: dict[str, Any] = {"device": device}
@@ -48,7 +51,7 @@ class RecurrentStore:
         channels = torch.empty((slots, layers, rows, shape.channels), dtype=dtype, **options)
         gates = torch.empty((slots, layers, rows, 2, heads), dtype=wide, **options)
         self.buffers = states, channels, gates
-        self.slots = [RecurrentSlot(shape, *each) for each in zip(*self.buffers, strict=True)]
+        self.slots = [RecurrentSlot(shape, *each, kernel) for each in zip(*self.buffers, strict=True)]
         for number, slot in enumerate(self.slots):
             slot.number = number
         fewest = rows_needed(shape, 1, 1)
@@ -122,18 +125,19 @@ class RecurrentStep:
         self._together = [
             (span.slot, end - span.tokens, span.tokens)
             for span, end in zip(spans, ends, strict=True)
-            if span.slot.lanes and span.tokens <= STEP_TOKENS
+            if _joins(span)
         ]
-        """Slots that one call of C advances, with their first rows and how many they have."""
+        """Slots that one call of C advances, or one of their kernel, with their first rows and how many they have."""
         self._others = [
             (span, slice(end - span.tokens, end))
             for span, end in zip(spans, ends, strict=True)
-            if not span.slot.lanes or span.tokens > STEP_TOKENS
+            if not _joins(span)
         ]
         self._jobs: npt.NDArray[np.int64] | None = None
+        self._sent: Tensor | None = None
 
     def jobs(self) -> npt.NDArray[np.int64]:
-        """`native_recurrent.Jobs` of every layer, [layers, jobs, 9], of the slots that C advances."""
+        """`native_recurrent.Jobs` of every layer, [layers, jobs, 9], of the slots that are advanced together."""
         if self._jobs is None:
             slots = [slot for slot, _, _ in self._together]
             for slot, _, count in self._together:
@@ -152,9 +156,29 @@ class RecurrentStep:
         for (slot, _, _), folded in zip(self._together, self.jobs()[:, :, FOLDED].T.tolist(), strict=True):
             slot.folded = folded
 
+    def sent(self, jobs: Tensor) -> None:
+        """The `jobs` are on the device, where the kernel of the slots reads them."""
+        self._sent = jobs
+
+    def replayed(self) -> None:
+        """A graph has advanced all slots, in all layers."""
+        jobs = self.jobs()
+        jobs[:, :, FOLDED] = jobs[:, :, FLOOR]
+        self.advanced()
+
     @property
     def native(self) -> bool:
         """Whether C can advance all slots."""
+        return not self._others and not self.queued
+
+    @property
+    def queued(self) -> bool:
+        """Whether a kernel on the device advances some slots together."""
+        return bool(self._together) and self._together[0][0].kernel is not None
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all slots are advanced together."""
         return not self._others
 
     def recur(self, layer: int, weight: Tensor, channels: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
@@ -165,7 +189,10 @@ class RecurrentStep:
         if self._tokens != rows:
             raise ValueError(f"the step has {self._tokens} tokens, and {rows} rows are given")
         if self._together:
-            found = step_together(self._together[0][0], weight, inputs, self.jobs()[layer])
+            if self.queued and self._sent is None:
+                self.sent(torch.from_numpy(self.jobs()).to(channels.device))
+            jobs = self.jobs() if self._sent is None else self._sent
+            found = step_together(self._together[0][0], weight, inputs, jobs[layer])
             for slot, _, _ in self._together:
                 slot.folded[layer] = slot.floor
         else:
@@ -201,3 +228,8 @@ class RecurrentStep:
         slot.length, slot.floor = self.before[index]
         if rows is not None:
             slot.restore_rows(*rows)
+
+
+def _joins(span: RecurrentSpan) -> bool:
+    """Whether the slot is advanced together with others."""
+    return span.tokens <= STEP_TOKENS and bool(span.slot.lanes or span.slot.kernel is not None)

@@ -1,7 +1,8 @@
 """What a recurrent layer computes of its rows before and after the recurrence, and the gate of attention's output.
 
-The functions of torch round a number by its place in a tensor, vectors of numbers unlike the rest, so that a row's bits
-would depend on the rows beside it. So torch computes each row by itself, which takes long for a prompt. On a CPU a C
+On a CPU the functions of torch round a number by its place in a tensor, vectors of numbers unlike the rest, so that a
+row's bits would depend on the rows beside it. So torch computes each row by itself there, which takes long for a
+prompt, and on other devices all at once. On a CPU a C
 kernel (``recurrent_rows.c``) computes every number alike, wherever it is. Everything is float32 (or wider), and rounded
 once.
 """
@@ -79,8 +80,11 @@ def recurrent_rows(inputs: Tensor, shape: RecurrentShape, weights: RecurrentWeig
         rows = library.DecayRows(*numbers, *_rows(written), heads, inputs.dtype == torch.float32, lanes)
         library.load().ferrum_decay_rows(ctypes.addressof(rows))
         return RecurrentRows(channels, gate, log_decay, beta)
-    log_decay = torch.stack([speed * F.softplus(row.to(wide) + weights.shift) for row in decay])
-    return RecurrentRows(channels, gate, log_decay, torch.stack([row.to(wide).sigmoid() for row in written]))
+    if inputs.device.type != "cpu":
+        return RecurrentRows(channels, gate, *_gates(written, decay, weights))
+    each = [_gates(*row, weights) for row in zip(written, decay, strict=True)]
+    log_decay, beta = map(torch.stack, zip(*each, strict=True))
+    return RecurrentRows(channels, gate, log_decay, beta)
 
 
 def gated_norm(found: Tensor, gate: Tensor, weights: RecurrentWeights, eps: float) -> Tensor:
@@ -89,21 +93,34 @@ def gated_norm(found: Tensor, gate: Tensor, weights: RecurrentWeights, eps: floa
     norm = weights.out_norm
     if lanes := _lanes(found, norm.dtype, found.shape[2]):
         return _gate_heads(found, gate.view(found.shape), lanes, norm, eps).flatten(1)
-    made = torch.empty_like(gate)
-    for row, heads, factors in zip(made, found, gate, strict=True):
-        normed = F.rms_norm(heads.to(norm.dtype), norm.shape, norm, eps)
-        row.copy_(normed.flatten() * F.silu(factors.to(norm.dtype)))
-    return made
+    if found.device.type != "cpu":
+        return _normed(found, gate, norm, eps)
+    return torch.stack([_normed(*row, norm, eps) for row in zip(found, gate, strict=True)])
 
 
 def gated(attended: Tensor, gate: Tensor) -> Tensor:
     """``attended`` times the sigmoid of ``gate``, both [T, heads, head_dim]."""
     if lanes := _lanes(attended, torch.float32, attended.shape[2]):
         return _gate_heads(attended, gate, lanes)
-    wide, made = torch.promote_types(attended.dtype, torch.float32), torch.empty_like(attended)
-    for row, heads, factors in zip(made, attended, gate, strict=True):
-        row.copy_(heads.to(wide) * factors.to(wide).sigmoid())
-    return made
+    if attended.device.type != "cpu":
+        return _opened(attended, gate)
+    return torch.stack([_opened(*row) for row in zip(attended, gate, strict=True)])
+
+
+def _gates(written: Tensor, decay: Tensor, weights: RecurrentWeights) -> tuple[Tensor, Tensor]:
+    """The logarithm of the decay, and beta, of one row or of all."""
+    wide = weights.speed.dtype
+    return weights.speed * F.softplus(decay.to(wide) + weights.shift), written.to(wide).sigmoid()
+
+
+def _normed(found: Tensor, gate: Tensor, norm: Tensor, eps: float) -> Tensor:
+    normed = F.rms_norm(found.to(norm.dtype), norm.shape, norm, eps)
+    return (normed.flatten(-2) * F.silu(gate.to(norm.dtype))).to(gate.dtype)
+
+
+def _opened(attended: Tensor, gate: Tensor) -> Tensor:
+    wide = torch.promote_types(attended.dtype, torch.float32)
+    return (attended.to(wide) * gate.to(wide).sigmoid()).to(attended.dtype)
 
 
 def _lanes(rows: Tensor, wide: torch.dtype, elements: int) -> int:

@@ -1,0 +1,118 @@
+"""The kernel of recurrent steps: near the form of torch in float64, over journals that wrap, truncations and padding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ferrum_rpc.attention import triton_recurrent
+from ferrum_rpc.attention.recurrent import RecurrentInputs, RecurrentSlot
+from ferrum_rpc.attention.recurrent_steps import RecurrentSpan, RecurrentStep, RecurrentStore
+from ferrum_rpc.core import RecurrentShape
+
+SHAPES = [
+    RecurrentShape(1, 1, 4, 4, taps=2),
+    RecurrentShape(2, 4, 12, 20),
+    RecurrentShape(1, 3, 24, 8, taps=5),
+    RecurrentShape(2, 4, 128, 64),
+]
+LAYERS = 2
+
+
+def inputs_of(shape: RecurrentShape, count: int, dtype: torch.dtype, seed: int) -> RecurrentInputs:
+    random = torch.Generator().manual_seed(seed)
+    channels, decay, beta = (
+        torch.randn((count, width), generator=random) for width in (shape.channels, *[shape.value_heads] * 2)
+    )
+    return RecurrentInputs(channels.to(dtype), -decay.abs() * 0.2, beta.sigmoid())
+
+
+def store_of(shape: RecurrentShape, slots: int, dtype: torch.dtype, device: torch.device) -> RecurrentStore:
+    kernel = triton_recurrent.step if dtype != torch.float64 else None
+    made = RecurrentStore(shape, LAYERS, slots, dtype=dtype, device=device, kernel=kernel)
+    for slot in made.slots:
+        slot.lanes = 0
+        for each in (slot.channels, slot.gates):
+            each.fill_(torch.nan)
+        slot.clear()
+    return made
+
+
+def step_of(slots: list[RecurrentSlot], counts: tuple[int, ...]) -> RecurrentStep:
+    return RecurrentStep([RecurrentSpan(each, each, each.length, n) for each, n in zip(slots, counts, strict=True)])
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> bool:
+    return bool((found.cpu().double() - wanted).norm() <= bound * wanted.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_steps_are_those_of_torch(device, shape, dtype):
+    """Of one token and of several, some of which are truncated, beside others; channels are those of a wider tensor."""
+    weight = torch.randn((shape.channels, shape.taps), generator=torch.Generator().manual_seed(9))
+    kernel = store_of(shape, 3, dtype, device)
+    exact = store_of(shape, 3, torch.float64, torch.device("cpu"))
+    for number, (counts, kept) in enumerate([((3, 1, 5), 5), ((1, 5, 1), 1), ((5, 32, 4), 2), ((1, 1, 1), 1)] * 2):
+        inputs = inputs_of(shape, sum(counts), dtype, number)
+        wide = torch.cat((inputs.channels, torch.full((len(inputs.channels), 3), torch.nan, dtype=dtype)), 1).to(device)
+        step, wanted = step_of(kernel.slots, counts), step_of(exact.slots, counts)
+        for layer in range(LAYERS):
+            gates = [each.to(device) for each in inputs[1:]]
+            rows = step.recur(layer, weight.to(device), wide[:, : shape.channels], *gates)
+            doubled = wanted.recur(layer, weight.double(), *(each.double() for each in inputs))
+            assert rows.dtype == dtype
+            assert near(rows, doubled, 4e-6 if dtype == torch.float32 else 4e-3), (number, layer)
+        step.commit()
+        wanted.commit()
+        for slot, other in zip(kernel.slots, exact.slots, strict=True):
+            assert slot.folded == other.folded
+            slot.truncate(length := max(slot.floor, slot.length - 5 + kept))
+            other.truncate(length)
+    assert any(max(slot.folded) for slot in kernel.slots)
+    for slot, other in zip(kernel.slots, exact.slots, strict=True):
+        assert near(slot.states, other.states, 4e-6)
+
+
+def test_a_chunk_catches_up_with_the_journal(device):
+    """The tokens of the journal by the kernel, the chunk by torch."""
+    shape, counts = SHAPES[1], (3, 40)
+    weight = torch.randn((shape.channels, shape.taps), generator=torch.Generator().manual_seed(9))
+    kernel = store_of(shape, 2, torch.float32, device)
+    exact = store_of(shape, 2, torch.float64, torch.device("cpu"))
+    for number, count in enumerate(counts):
+        inputs, rows = inputs_of(shape, count, torch.float32, number), []
+        for store in (kernel, exact):
+            source, into = store.slots[0], store.slots[int(count > 32)]
+            step = RecurrentStep([RecurrentSpan(source, into, source.length, count)])
+            own = [each.to(source.states.device) for each in inputs]
+            own[1:] = [each.to(source.states.dtype) for each in own[1:]]
+            rows += [step.recur(each, weight.to(own[0].device, source.states.dtype), *own) for each in range(LAYERS)]
+            step.commit()
+        assert all(near(found, wanted.cpu().double(), 1e-5) for found, wanted in zip(rows[:2], rows[2:], strict=True))
+    assert near(kernel.slots[1].states, exact.slots[1].states, 1e-5)
+
+
+def test_padding_and_layers_that_have_folded_already_do_nothing(device):
+    """A job of zeros, as a graph has them; and a step that is repeated because it failed behind a layer."""
+    shape = SHAPES[1]
+    weight = torch.randn((shape.taps, shape.channels), generator=torch.Generator().manual_seed(9)).to(device)
+    store = store_of(shape, 2, torch.float32, device)
+    for number in range(3):
+        step = step_of(store.slots, (2, 2))
+        inputs = RecurrentInputs(*(each.to(device) for each in inputs_of(shape, 4, torch.float32, number)))
+        jobs = np.zeros((LAYERS, 4, 9), np.int64)
+        jobs[:, :2] = step.jobs()
+        sent = torch.from_numpy(jobs).to(device)
+        first = [triton_recurrent.step(shape, weight, each, inputs) for each in sent]
+        folded = [each.states.clone() for each in store.slots]
+        jobs[:, :2, 4] = jobs[:, :2, 5]
+        again = [triton_recurrent.step(shape, weight, each, inputs) for each in torch.from_numpy(jobs).to(device)]
+        assert all(torch.equal(*each) for each in zip(first, again, strict=True))
+        assert all(torch.equal(*each) for each in zip(folded, [each.states for each in store.slots], strict=True))
+        step.replayed()
+        step.commit()
+    assert [slot.folded for slot in store.slots] == [[4, 4]] * 2
