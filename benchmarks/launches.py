@@ -114,7 +114,7 @@ def make_runner(
         return (lambda: None), run()
 
     sizes = {"max_sequences": batch, "blocks_per_sequence": blocks_each, "block_size": BLOCK_SIZE}
-    _, compute = select_compute(model, attention, graphs=graphs, capture=capture, loras=loras, **sizes)
+    _, compute = select_compute(model, attention, graphs=graphs, capture=capture, loras=loras, states=None, **sizes)
     compute.follows = depth > 1
     kv = KvManager(blocks, BLOCK_SIZE)
     device = DeviceInfo("cuda", "none", 0, 1, attention.name, ())

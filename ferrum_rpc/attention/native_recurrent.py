@@ -27,6 +27,8 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 Jobs = npt.NDArray[np.int64]
 """[jobs, 9]: a `library.RecurrentJob` in each row, whose fields all have 8 bytes."""
 
+JOB_INTEGERS: Final = 9
+
 FOLDED: Final = 4
 """The column of how many tokens a state contains, which C brings up to date."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,13 +50,15 @@ class RecurrentStore:
         states = torch.empty((slots, layers, heads, shape.key_dim, shape.value_dim), dtype=wide, **options)
         channels = torch.empty((slots, layers, rows, shape.channels), dtype=dtype, **options)
         gates = torch.empty((slots, layers, rows, 2, heads), dtype=wide, **options)
-        self.buffers = states, channels, gates
-        self.slots = [RecurrentSlot(shape, *each, kernel) for each in zip(*self.buffers, strict=True)]
+        self.buffers, self.kernel = (states, channels, gates), kernel
+        parts = zip(states, channels, gates, strict=True)
+        self.slots = [RecurrentSlot(shape, one, row, gate, kernel) for one, row, gate in parts]
         for number, slot in enumerate(self.slots):
             slot.number = number
         fewest = rows_needed(shape, 1, 1)
         wanted = [(each, each.shape[2:]) for each in (states, channels[:, :, :fewest], gates[:, :, :fewest])]
-        self.empty = RecurrentSlot(shape, *[each.new_zeros(one).expand(layers, *one) for each, one in wanted])
+        state, row, gate = (each.new_zeros(one).expand(layers, *one) for each, one in wanted)
+        self.empty = RecurrentSlot(shape, state, row, gate)
 
     def copy(self, source: RecurrentSlot, into: RecurrentSlot, length: int) -> None:
         """Give ``into`` the content of ``source`` cut to ``length``."""
@@ -66,6 +68,26 @@ class RecurrentStore:
     def begin(self, spans: Sequence[RecurrentSpan]) -> RecurrentStep:
         """A step over these slots. Raises ValueError as `RecurrentStep` does."""
         return RecurrentStep(spans)
+
+    def begin_anew(self, counts: Sequence[int]) -> RecurrentStep:
+        """A step of sequences of so many tokens that nobody wants, in the first slots, which nobody has."""
+        spans = list[RecurrentSpan]()
+        for slot, count in zip(self.slots, counts, strict=False):
+            slot.clear()
+            source = slot if count <= STEP_TOKENS else self.empty
+            spans.append(RecurrentSpan(source, slot, 0, count))
+        return RecurrentStep(spans)
+
+    def recur(self, jobs: Tensor) -> Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """What advances the slots that ``jobs`` [layers, jobs, 9] name when it runs, on the device: by the kernel, in a
+        graph."""
+        first, kernel = self.slots[0], self.kernel
+        assert kernel is not None  # noqa: S101 - see above
+
+        def recur(layer: int, weight: Tensor, channels: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+            return kernel(first.shape, first.taps(weight), jobs[layer], RecurrentInputs(channels, log_decay, beta))
+
+        return recur
 
     def undo(self, step: RecurrentStep) -> None:
         """Undo a step that has ended and is not committed."""
@@ -123,15 +145,11 @@ class RecurrentStep:
         ends = [*itertools.accumulate(each.tokens for each in spans)]
         self._tokens = ends[-1]
         self._together = [
-            (span.slot, end - span.tokens, span.tokens)
-            for span, end in zip(spans, ends, strict=True)
-            if _joins(span)
+            (span.slot, end - span.tokens, span.tokens) for span, end in zip(spans, ends, strict=True) if _joins(span)
         ]
         """Slots that one call of C advances, or one of their kernel, with their first rows and how many they have."""
         self._others = [
-            (span, slice(end - span.tokens, end))
-            for span, end in zip(spans, ends, strict=True)
-            if not _joins(span)
+            (span, slice(end - span.tokens, end)) for span, end in zip(spans, ends, strict=True) if not _joins(span)
         ]
         self._jobs: npt.NDArray[np.int64] | None = None
         self._sent: Tensor | None = None

@@ -33,6 +33,7 @@ from ferrum_rpc.wire.state_stream import rows_of
 from tests.support.checkpoints import RECURRENT_SHAPE as SHAPE
 from tests.support.checkpoints import make_model
 from tests.support.poison import poison
+from tests.support.queued import as_on_a_gpu
 from tests.support.ranks import World as Ranked
 from tests.support.rows import columns_of
 
@@ -101,8 +102,10 @@ class World:
         size: int = SIZE,
         *,
         family: str = "qwen3_5",
+        queued: bool = False,
         **more: Any,
     ) -> None:
+        """``queued``: steps run as on a GPU, see `as_on_a_gpu`."""
         self.family = family
         config = settings_of(folder, dtype=dtype, block_size=size, kv_blocks=blocks, state_slots=slots, **more)
         self.fails_at: tuple[int, str, int] | None = None
@@ -116,7 +119,10 @@ class World:
                 for buffer in (each for phase in phases for each in phase.slots.store.buffers):
                     buffer.fill_(math.nan)
         else:
-            self.runner = build_runner(config, stage=partial(self._stage, 0))
+            stage = partial(self._stage, 0)
+            self.runner = build_runner(config, stage=stage)
+            if queued:
+                self.runner, self.capture = as_on_a_gpu(self.runner, stage)
         self.has: dict[int, tuple[int, ...]] = {}
         self.lies = set[int]()
         self.numbers = count(1)

@@ -125,9 +125,9 @@ def test_the_largest_step_runs_over_two_blocks(monkeypatch, tmp_path):
     found: dict[str, Any] = {}
     run, rows = Compute.run, Compute.rows
 
-    def see_run(self: Any, packed: Any, geometry: Any, adapters: Any = None) -> Tensor:
+    def see_run(self: Any, packed: Any, geometry: Any, adapters: Any = None, **more: Any) -> Tensor:
         found.update(tokens=geometry.tokens, last=geometry.lengths.tolist(), used=set(geometry.blocks.tolist()))
-        return run(self, packed, geometry, adapters)
+        return run(self, packed, geometry, adapters, **more)
 
     def see_rows(self: Any, hidden: Tensor, requests: Any) -> Any:
         found.update(rows=len(requests), kinds={each.kind.top_p for each in requests})
@@ -162,7 +162,7 @@ def test_the_cache_gets_what_the_measured_step_leaves(monkeypatch, tmp_path, kv_
     )
     peak, free, asked = 50 << 20, 700 << 20, list[LargestStep]()
     monkeypatch.setattr(build, "step_bytes", lambda *_: StepBytes(3 << 20, 2 << 20, CUDA_RESERVE))
-    monkeypatch.setattr(build, "measure_step", lambda _, __, largest: asked.append(largest) or peak)
+    monkeypatch.setattr(build, "measure_step", lambda _, __, largest, *___: asked.append(largest) or peak)
     monkeypatch.setattr(build, "free_memory", lambda _: free)
     runner = build_runner(config, largest=LargestStep(512, 8))
     taken = runner.kv.total_blocks * 16 * runner.info.kv_bytes_per_token

@@ -79,10 +79,11 @@ class Histories(RuleBasedStateMachine):
     folder: Any = None
     family = "qwen3_5"
     ranks = 1
+    queued = False
 
     @initialize()
     def begin(self):
-        self.world = World(self.folder, family=self.family, tensor_parallel=self.ranks)
+        self.world = World(self.folder, family=self.family, queued=self.queued, tensor_parallel=self.ranks)
 
     def sequence(self, data):
         return data.draw(st.sampled_from(sorted(self.world.has)), label="sequence")
@@ -271,12 +272,16 @@ class Histories(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "histories"), [("qwen3_5", 1, 25), ("qwen3_5", 2, 12), ("qwen3_next", 1, 8)]
+    ("options", "histories"),
+    [({}, 25), ({"ranks": 2}, 12), ({"family": "qwen3_next"}, 8), ({"queued": True}, 12)],
+    ids=lambda each: "-".join(each) if isinstance(each, dict) else str(each),
 )
-def test_rows_are_those_of_the_tokens_that_a_sequence_has(family, ranks, histories, tmp_path, monkeypatch):
+def test_rows_are_those_of_the_tokens_that_a_sequence_has(options, histories, tmp_path, monkeypatch):
+    options = {"family": "qwen3_5", **options}
+    family = options["family"]
     monkeypatch.setattr(Histories, "folder", make_checkpoint(tmp_path, family, **FAMILIES[family]))
-    monkeypatch.setattr(Histories, "family", family)
-    monkeypatch.setattr(Histories, "ranks", ranks)
+    for name, value in options.items():
+        monkeypatch.setattr(Histories, name, value)
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(
@@ -285,6 +290,31 @@ def test_rows_are_those_of_the_tokens_that_a_sequence_has(family, ranks, histori
             max_examples=histories, stateful_step_count=25, suppress_health_check=list(HealthCheck), deadline=None
         ),
     )
+
+
+def test_steps_that_are_staged_and_replayed_have_the_bits_of_others(folder):
+    """Decode, verify with rejected drafts and chunks. A step of spans of unlike lengths is not replayed."""
+    worlds = staged, _ = World(folder, queued=True), World(folder, attention="torch")
+    prompts = [prompt(30 + 20 * seed, seed) for seed in range(3)]
+    first, second, third = ({fed(world, each) for world in worlds}.pop() for each in prompts)
+    capture = staged.capture
+
+    def rows_of(world: World, counts: dict[int, int]) -> list[np.ndarray]:
+        outcomes = world.step(*(world.span(each, [each + 1] * count, output=ALL) for each, count in counts.items()))
+        return [columns_of(each.rows)["logits"] for each in outcomes]
+
+    for count in (1, 4, 1, 3):
+        for chosen in ((first, second, third), (second,), (third, first), (second, third)):
+            replays = capture.replays
+            one, other = (rows_of(world, dict.fromkeys(chosen, count)) for world in worlds)
+            assert all((mine == theirs).all() for mine, theirs in zip(one, other, strict=True))
+            assert capture.replays == replays + 1
+            for world in worlds if count > 1 else ():
+                world.truncate(chosen[0], len(world.has[chosen[0]]) - count + 1)
+    replays = capture.replays
+    one, other = (rows_of(world, {first: 1, second: 2}) for world in worlds)
+    assert all((mine == theirs).all() for mine, theirs in zip(one, other, strict=True))
+    assert capture.replays == replays
 
 
 # --- promises, one by one ---------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ferrum_rpc.engine.adapters import Adapters
 from ferrum_rpc.engine.assembly.check import rounding_error
 from ferrum_rpc.engine.assembly.choose import ROUNDED, Choices, choose
 from ferrum_rpc.engine.assembly.loading import Progress
-from ferrum_rpc.engine.assembly.measure import measure_step
+from ferrum_rpc.engine.assembly.measure import largest_counts, measure_step
 from ferrum_rpc.engine.assembly.plan import announce, mib
 from ferrum_rpc.engine.assembly.size import (
     LargestStep,
@@ -172,8 +172,9 @@ def _assemble(
             block_size=config.block_size,
             verify_tokens=config.verify_tokens,
             loras=loras,
+            states=slots,
         )
-        overlap, depth = select_depth(compute, config.overlap)
+        overlap, depth = select_depth(compute, config.overlap, states=states is not None)
         reasons += choice, overlap
     reasons += [(f"sampling={compute.sampler.name}", compute.sampler.reason)] if cuda else []
     return TorchRunner(
@@ -265,8 +266,9 @@ def _make_cache(
     step = step_bytes(choices, largest)
     if step.total and not sharing and config.kv_blocks is None and config.kv_memory is None:
         _, attention = make_cache(choices, model, 2, config.block_size)
-        step = step.at_least(measure_step(choices, stage_compute(model, attention), largest))
-        del attention
+        states = make_slots(choices, len(largest_counts(info.max_context, largest)))
+        step = step.at_least(measure_step(choices, stage_compute(model, attention), largest, states))
+        del attention, states
     left = max(0, free_memory(device) // (sharing.setup.sharers if sharing else 1) - adapter_bytes(config))
     slots = size_states(config, choices.state_bytes, left)
     blocks, reason = size_cache(config, block_bytes, info.max_context, left, step, states=slots * choices.state_bytes)

@@ -15,7 +15,8 @@ import torch
 from ferrum_rpc.attention.backend import NATIVE, TRITON, Factory, select_backend
 from ferrum_rpc.attention.eight_bits import FP8, SCALE_BYTES, row_width
 from ferrum_rpc.attention.native_paged import takes_long_spans
-from ferrum_rpc.attention.recurrent import STEP_TOKENS
+from ferrum_rpc.attention.recurrent import STEP_TOKENS, StepKernel
+from ferrum_rpc.attention.recurrent_choice import select_recurrence
 from ferrum_rpc.attention.recurrent_steps import slot_bytes
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
 from ferrum_rpc.config import IDENTITY, ModelSettings
@@ -66,7 +67,8 @@ FP8_CAPABILITY: Final = (8, 9)
 class Choices:
     """What ``config`` means on this machine. ``facts`` are those of ``source``. ``cache``: what each attention layer
     keeps per token. ``max_context``: the model's, or less if less is set. ``attention``: the backend's name and its
-    factory. ``elsewhere``: the device is not in this machine. ``reasons``: choice -> reason."""
+    factory. ``elsewhere``: the device is not in this machine. ``kernel``: what advances the states of recurrent layers
+    on a GPU. ``reasons``: choice -> reason."""
 
     config: ModelSettings
     device: torch.device
@@ -76,6 +78,7 @@ class Choices:
     max_context: int
     attention: tuple[str, Factory]
     elsewhere: bool
+    kernel: StepKernel | None
     reasons: tuple[tuple[str, str], ...]
 
     def load(self, progress: Progress | None = None, parallel: ParallelContext = SINGLE) -> tuple[Model, Reasons]:
@@ -164,8 +167,13 @@ def choose(
         cached = ROUNDED.get(config.kv_dtype)
         name, reason, factory = select_backend(device, facts.layers, facts.dtype, config.attention, cached)
     reasons.append((f"attention={name}", reason))
+    kernel: StepKernel | None = None
+    if facts.recurrent and device.type != "cpu" and not elsewhere:
+        by, reason, kernel = select_recurrence(facts.recurrent[0], facts.dtype, device)
+        reasons.append((f"recurrence={by}", reason))
     cache = cache_layers(facts.layers, facts.dtype, config.kv_dtype)
-    chosen = Choices(config, device, source, facts, cache, max_context, (name, factory), elsewhere, tuple(reasons))
+    attention = name, factory
+    chosen = Choices(config, device, source, facts, cache, max_context, attention, elsewhere, kernel, tuple(reasons))
     if not facts.copied:
         return chosen
     share = f"{len(facts.copied)} of {len(cache)} layers attend over keys and values of a layer before them"
@@ -301,7 +309,7 @@ def _check_cache(config: ModelSettings, spec: ModelSpec, device: torch.device) -
     if not spec.recurrent_shapes and not latent:
         return
     for asked, what in (
-        (device.type != "cpu", f"on {device.type}"),
+        (device.type != "cpu" and config.ranks > 1, f"by several ranks on {device.type}"),
         (config.pipeline_parallel > 1 and not latent, "in stages of a pipeline"),
         (config.ranks > 1 and config.kv_tier_dir is not None and not latent, "by several ranks with --kv-tier-dir"),
         (config.kv_dtype in ROUNDED and latent, f"with a cache in {config.kv_dtype}"),

@@ -11,7 +11,7 @@ and by then the rows that are wanted of it have been queued before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from ferrum_rpc.attention.recurrent_steps import RecurrentStep
 from ferrum_rpc.attention.staging import Layout, Staging
 from ferrum_rpc.engine.compute import Compute, TokensBehind
 from ferrum_rpc.engine.cuda.graphs import STEP_INPUTS, Graphs
-from ferrum_rpc.models.base import CacheAttend, Model, StepAdapters, StepInputs
+from ferrum_rpc.models.base import CacheAttend, Model, Recur, RecurrentModel, StepAdapters, StepInputs
 from ferrum_rpc.models.lora import Loras, StagedAdapters
 from ferrum_rpc.sampling.transfer import to_device
 from ferrum_rpc.sampling.vocab_parallel import VocabShard
@@ -52,14 +52,14 @@ class StagedCompute(Compute):
         states: RecurrentStep | None = None,
     ) -> Tensor:
         """The rows are valid until the next step."""
-        assert states is None  # noqa: S101 - `choose` has refused models with states
         if self.graphs is not None:
-            hidden = self.graphs.forward(packed, geometry, adapters, None if behind is None else behind.take)
+            hidden = self.graphs.forward(packed, geometry, adapters, None if behind is None else behind.take, states)
             if hidden is not None:
                 return hidden
         capacity, planned = self.staged.draft(geometry)
         adapted = adapters.arrays(recorded=False) if isinstance(adapters, StagedAdapters) else ()
-        inputs = [packed, geometry.positions, geometry.slots, *adapted]
+        jobs = (states.jobs().ravel(),) if states is not None and states.queued else ()
+        inputs = [packed, geometry.positions, geometry.slots, *jobs, *adapted]
         layout = Layout(
             (*((np.int64, len(each)) for each in inputs), *((np.int32, size) for size in capacity.sizes)),
         )
@@ -67,13 +67,18 @@ class StagedCompute(Compute):
         self._staging.send(layout, [*inputs, *planned])
         if behind is not None:
             behind.take(sections[0])
+        if states is not None and jobs:
+            states.sent(sections[STEP_INPUTS].view(states.jobs().shape))
         if isinstance(adapters, StagedAdapters):
-            adapters = adapters.bind(sections[STEP_INPUTS : len(inputs)])
+            adapters = adapters.bind(sections[STEP_INPUTS + len(jobs) : len(inputs)])
         plan = self.staged.bind(capacity, sections[len(inputs) :])
-        return self.run_layers(sections[:STEP_INPUTS], plan, adapters)
+        return self.run_layers(sections[:STEP_INPUTS], plan, adapters, None if states is None else states.recur)
 
-    def run_layers(self, inputs: Sequence[Tensor], plan: Any, adapters: StepAdapters | None = None) -> Tensor:
-        """As `Compute.run_layers`; the model may write K and V itself."""
+    def run_layers(
+        self, inputs: Sequence[Tensor], plan: Any, adapters: StepAdapters | None = None, recur: Recur | None = None
+    ) -> Tensor:
+        """As `Compute.run_layers`; the model may write K and V itself. ``recur``: what advances the states of a
+        `RecurrentModel`."""
         attention = self.staged
         tokens, positions, slots = inputs
 
@@ -85,7 +90,10 @@ class StagedCompute(Compute):
             return attention.attend_new(layer, query, key, value, plan)
 
         attend = CacheAttend(lambda layer: attention.rows(layer, slots), stored, both)
-        return self.model.forward(StepInputs(tokens, positions, adapters), attend)
+        step = StepInputs(tokens, positions, adapters)
+        if recur is not None:
+            return cast(RecurrentModel, self.model).forward(step, attend, recur)
+        return self.model.forward(step, attend)
 
     def forget_graphs(self) -> None:
         self.graphs = None

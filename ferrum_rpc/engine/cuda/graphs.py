@@ -36,9 +36,11 @@ from torch import Tensor
 
 from ferrum_rpc.attention.backend import StagedAttention
 from ferrum_rpc.attention.geometry import BatchGeometry, Int64Array
+from ferrum_rpc.attention.native_recurrent import JOB_INTEGERS
+from ferrum_rpc.attention.recurrent_steps import RecurrentStep, RecurrentStore
 from ferrum_rpc.attention.staging import Integers, Layout, Staging
 from ferrum_rpc.device import check_device
-from ferrum_rpc.models.base import StepAdapters
+from ferrum_rpc.models.base import Recur, StepAdapters
 from ferrum_rpc.models.lora import Loras, StagedAdapters
 
 MAX_SPANS: Final = 256
@@ -54,8 +56,8 @@ rounds up. Estimated."""
 STEP_INPUTS: Final = 3
 """Sections of a step's integers before those of the attention's plan: token ids, positions, slots."""
 
-Run = Callable[[Sequence[Tensor], Any, StepAdapters | None], Tensor]
-"""``run((token ids, positions, slots), plan, adapters)``: hidden rows, all on the device."""
+Run = Callable[[Sequence[Tensor], Any, StepAdapters | None, Recur | None], Tensor]
+"""``run((token ids, positions, slots), plan, adapters, recur)``: hidden rows, all on the device."""
 
 Replay = Callable[[], None]
 
@@ -185,9 +187,12 @@ class Graphs:
         blocks_per_span: int,
         verify_tokens: int = 0,
         loras: Loras | None = None,
+        states: RecurrentStore | None = None,
         on_failure: Callable[[GraphShape, Exception], None] = lambda shape, error: None,
     ) -> None:
         self.closed: str | None = None
+        self._states = states
+        self._recurrent = 0 if states is None else len(states.slots[0].folded)
         self._run, self._attention, self._capture = run, attention, capture
         self._buckets = {1: buckets(max_spans)}
         self._buckets |= dict.fromkeys(range(2, verify_tokens + 1), buckets(min(max_spans, MAX_VERIFY_SPANS)))
@@ -216,11 +221,13 @@ class Graphs:
         geometry: BatchGeometry,
         adapters: StepAdapters | None = None,
         change: Callable[[Tensor], object] | None = None,
+        states: RecurrentStep | None = None,
     ) -> Tensor | None:
         """Hidden rows [T, hidden] of a step by replaying its shape, or None where it has none. They are valid until the
-        next step. ``change`` is called with the token ids on the device before the layers run."""
+        next step. ``change`` is called with the token ids on the device before the layers run. ``states``: those of the
+        spans."""
         shape = self.shape(geometry)
-        if shape is None:
+        if shape is None or (states is not None and not states.uniform):
             return None
         if adapters is not None:
             shape = shape._replace(adapters=True)
@@ -231,10 +238,13 @@ class Graphs:
         except ValueError:  # a sequence longer than what was reserved
             return None
         adapted = adapters.arrays(recorded=True) if isinstance(adapters, StagedAdapters) else ()
-        self._staging.send(graph.layout, [token_ids, geometry.positions, geometry.slots, *adapted, *planned])
+        jobs = () if states is None else (self._padded(states, shape.spans),)
+        self._staging.send(graph.layout, [token_ids, geometry.positions, geometry.slots, *jobs, *adapted, *planned])
         if change is not None:
             change(graph.token_ids)
         graph.replay()
+        if states is not None:
+            states.replayed()
         return graph.output[: geometry.tokens]
 
     def shape(self, geometry: BatchGeometry) -> GraphShape | None:
@@ -251,15 +261,18 @@ class Graphs:
         """Capture a shape. False if that failed."""
         capacity, layout, adapters = self._layout(shape)
         sections = self._staging.open(layout)
-        behind = len(sections) - len(capacity.sizes)
+        first, behind = STEP_INPUTS + (self._states is not None), len(sections) - len(capacity.sizes)
         plan = self._attention.bind(capacity, sections[behind:])
         # a capture runs the step: over nothing but padding, and never over what an earlier step left here
         nothing: Int64Array = np.zeros(0, dtype=np.int64)
         self._staging.send(layout, [nothing] * len(sections))
 
         def run() -> Tensor:
-            bound = None if adapters is None else adapters.bind(sections[STEP_INPUTS:behind])
-            return self._run(sections[:STEP_INPUTS], plan, bound)
+            bound = None if adapters is None else adapters.bind(sections[first:behind])
+            recur = None
+            if self._states is not None:
+                recur = self._states.recur(sections[STEP_INPUTS].view(self._recurrent, shape.spans, JOB_INTEGERS))
+            return self._run(sections[:STEP_INPUTS], plan, bound, recur)
 
         try:
             replay, output = self._capture(run)
@@ -272,6 +285,14 @@ class Graphs:
         self._graphs[shape] = Graph(capacity, layout, sections[0], replay, output)
         return True
 
+    @staticmethod
+    def _padded(states: RecurrentStep, spans: int) -> Int64Array:
+        """The jobs of all layers, and jobs of zeros, which do nothing, up to the spans of a graph."""
+        jobs = states.jobs()
+        padded = np.zeros((len(jobs), spans, JOB_INTEGERS), np.int64)
+        padded[:, : jobs.shape[1]] = jobs
+        return padded.ravel()
+
     def _shapes(self) -> Iterator[GraphShape]:
         """All that are to be captured, the largest first; those with adapters last."""
         for adapters in (False,) if self._loras is None or self._loras.reserve(1) is None else (False, True):
@@ -282,6 +303,8 @@ class Graphs:
         capacity = self._attention.reserve(shape.spans, shape.tokens, shape.spans * self._blocks)
         rows, adapters = shape.spans * shape.tokens, None
         inputs = [rows] * STEP_INPUTS
+        if self._states is not None:
+            inputs.append(self._recurrent * shape.spans * JOB_INTEGERS)
         if shape.adapters and self._loras is not None and (adapters := self._loras.reserve(rows)) is not None:
             inputs += map(len, adapters.arrays(recorded=True))
         layout = Layout((*((np.int64, size) for size in inputs), *((np.int32, size) for size in capacity.sizes)))

@@ -11,6 +11,7 @@ import structlog
 import torch
 
 from ferrum_rpc.attention.backend import AttentionBackend, StagedAttention
+from ferrum_rpc.attention.recurrent_steps import RecurrentStore
 from ferrum_rpc.distributed.group import GroupAborted
 from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.cuda.compute import StagedCompute
@@ -47,16 +48,17 @@ def select_compute(
     verify_tokens: int = 0,
     capture: Capture | None = None,
     loras: Loras | None = None,
+    states: RecurrentStore | None = None,
 ) -> tuple[tuple[str, str], Compute]:
-    """``(choice, compute)``; the choice is a name and its reason.
+    """``(choice, compute)``; the choice is a name and its reason. ``states``: those of a model with recurrent layers.
 
     ``graphs`` is ``auto`` or ``off``. The first steps run here, and graphs are captured, which takes seconds for a
     large model. ``verify_tokens``: see `Graphs`; ``capture``: by default CUDA's. Raises `torch.AcceleratorError` if the
     device is lost.
     """
     compute = stage_compute(model, attention, loras)
-    run_first_steps(compute, block_size, blocks_per_sequence, loras)
-    if (why := obstacle(compute, graphs)) is not None or not isinstance(compute, StagedCompute):
+    run_first_steps(compute, block_size, blocks_per_sequence, loras, states)
+    if (why := obstacle(compute, graphs, states)) is not None or not isinstance(compute, StagedCompute):
         return (f"cuda_graphs={OFF}", why or ""), compute
     compute.graphs = Graphs(
         compute.run_layers,
@@ -67,6 +69,7 @@ def select_compute(
         blocks_per_span=blocks_per_sequence,
         verify_tokens=verify_tokens,
         loras=loras,
+        states=states,
         on_failure=_warn,
     )
     compute.graphs.record()
@@ -83,12 +86,14 @@ def stage_compute(
     return StagedCompute(model, attention, loras, part)
 
 
-def obstacle(compute: Compute, graphs: str) -> str | None:
+def obstacle(compute: Compute, graphs: str, states: RecurrentStore | None = None) -> str | None:
     """The reason why nothing can be captured, or None."""
     if not isinstance(compute, StagedCompute):
         return f"plans of attention={compute.attention.name} have no fixed size"
     if graphs == OFF:
         return "requested"
+    if states is not None and states.kernel is None:
+        return "torch advances the states of each sequence by itself"
     return "the layers of transformers may wait for the device" if compute.model.waits else None
 
 
@@ -111,10 +116,13 @@ def record_on_ranks(compute: Compute, max_sequences: int, blocks_per_sequence: i
     compute.graphs.record()
 
 
-def select_depth(compute: Compute, overlap: str) -> tuple[tuple[str, str], int]:
-    """``(choice, steps that may be under way at once)``. ``overlap``: ``auto`` or ``off``."""
+def select_depth(compute: Compute, overlap: str, *, states: bool = False) -> tuple[tuple[str, str], int]:
+    """``(choice, steps that may be under way at once)``. ``overlap``: ``auto`` or ``off``; ``states``: whether the
+    model keeps any."""
     if not compute.late:
         return (f"overlap={OFF}", f"with attention={compute.attention.name} the host waits within a step"), 1
+    if states:
+        return (f"overlap={OFF}", "a step begins from the states that the one before it has left"), 1
     if overlap == OFF:
         return (f"overlap={OFF}", "requested"), 1
     return ("overlap=2", "a step is begun while the device computes the one before it"), 2

@@ -168,4 +168,5 @@ def make_slots(
     layers = choices.facts.recurrent
     if not layers:
         return None
-    return make(layers[0], len(layers), slots, dtype=choices.facts.dtype, device=choices.device)
+    dtype, device = choices.facts.dtype, choices.device
+    return make(layers[0], len(layers), slots, dtype=dtype, device=device, kernel=choices.kernel)
