@@ -71,8 +71,8 @@ def wanted(history: tuple[int, ...], family: str) -> np.ndarray:
 
 
 def settings_of(folder: Any, **more: Any) -> ModelSettings:
-    usual = {"dtype": "float32", "block_size": SIZE, "kv_blocks": 200}
-    return ModelSettings(str(folder), device="cpu", **usual | more)
+    usual = {"dtype": "float32", "block_size": SIZE, "kv_blocks": 200, "device": "cpu"}
+    return ModelSettings(str(folder), **usual | more)
 
 
 class Sabotage(Exception):

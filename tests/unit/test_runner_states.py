@@ -18,7 +18,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from ferrum_rpc.core import PREFIX, Accept, OutputSpec, Positions, Span, SpanResult, Step
 from ferrum_rpc.engine import states
@@ -80,10 +87,13 @@ class Histories(RuleBasedStateMachine):
     family = "qwen3_5"
     ranks = 1
     queued = False
+    device = "cpu"
 
     @initialize()
     def begin(self):
-        self.world = World(self.folder, family=self.family, queued=self.queued, tensor_parallel=self.ranks)
+        self.world = World(
+            self.folder, family=self.family, queued=self.queued, device=self.device, tensor_parallel=self.ranks
+        )
 
     def sequence(self, data):
         return data.draw(st.sampled_from(sorted(self.world.has)), label="sequence")
@@ -282,8 +292,11 @@ def test_rows_are_those_of_the_tokens_that_a_sequence_has(options, histories, tm
     monkeypatch.setattr(Histories, "folder", make_checkpoint(tmp_path, family, **FAMILIES[family]))
     for name, value in options.items():
         monkeypatch.setattr(Histories, name, value)
-    from hypothesis.stateful import run_state_machine_as_test
+    run_histories(histories)
 
+
+def run_histories(histories: int) -> None:
+    """So many of `Histories`, as it is set."""
     run_state_machine_as_test(
         Histories,
         settings=settings(
