@@ -1,7 +1,8 @@
-"""Where the microseconds of a step go on the device, by torch's profiler: a step of first light.
+"""Where the microseconds of a step go on the device, by torch's profiler: two steps of first light.
 
-20 replayed decode steps of 1 and of 64 sequences, and one prompt of 8,192 tokens, of the 8B shape: a table of kernels
-each, and how much of the time between the first and the last kernel the device had nothing to do.
+20 replayed decode steps of 1 and of 64 sequences, and one prompt of 8,192 tokens, of the 8B shape and of a model with
+recurrent states: a table of kernels each, and how much of the time between the first and the last kernel the device had
+nothing to do.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from ferrum_rpc.logs import configure_logging
 
 STEPS: Final = 20
 ROWS: Final = 25
+CONTEXT: Final = 16384
+"""The longest of a sequence."""
+
 GREEDY: Final = OutputSpec(Positions.LAST, Greedy())
 
 
@@ -56,13 +60,13 @@ def profiled(runner: TorchRunner, name: str, steps: Sequence[Sequence[Span]], *,
     return {"kernels_us": round(busy, 1), "step_us": round(whole, 1), "by_kernel": kernels}
 
 
-def measure(*, rehearse: bool) -> dict[str, Any]:
-    """The three tables."""
-    shape, device = "tiny" if rehearse else "qwen3-8b", "cpu" if rehearse else "cuda"
+def measure(shape: str, *, rehearse: bool) -> dict[str, Any]:
+    """The three tables of a ``shape``."""
+    device = "cpu" if rehearse else "cuda"
     batches = {"b1 @1024": (1, 16 if rehearse else 1024), "b64 @2048": (3, 16) if rehearse else (64, 2048)}
     prompt = 64 if rehearse else 8192
     blocks = max(batch * (-(-context // BLOCK_SIZE) + 2) for batch, context in batches.values()) + prompt // BLOCK_SIZE
-    made: dict[str, Any] = {"device": device, "dtype": "bfloat16", "kv_blocks": blocks + 64}
+    made: dict[str, Any] = {"device": device, "dtype": "bfloat16", "kv_blocks": blocks + 64, "max_context": CONTEXT}
     runner = build_runner(ModelSettings(str(checkpoint(shape)), block_size=BLOCK_SIZE, **made))
     print(*(f"{name}: {why}" for name, why in runner.device.choices), sep="\n")
     found, cuda = dict[str, Any](), not rehearse
@@ -92,4 +96,10 @@ def measure(*, rehearse: bool) -> dict[str, Any]:
 def kernels(*, rehearse: bool) -> None:
     """Measure and print."""
     configure_logging(level="warning")
-    tell(measure(rehearse=rehearse))
+    tell(measure("tiny" if rehearse else "qwen3-8b", rehearse=rehearse))
+
+
+def states(*, rehearse: bool) -> None:
+    """As `kernels`, of a model with recurrent states."""
+    configure_logging(level="warning")
+    tell(measure("qwen3.5-tiny" if rehearse else "qwen3.5-0.8b", rehearse=rehearse))
