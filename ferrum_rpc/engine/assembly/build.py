@@ -270,7 +270,7 @@ def _make_cache(
         step = step.at_least(measure_step(choices, stage_compute(model, attention), largest, states))
         del attention, states
     left = max(0, free_memory(device) // (sharing.setup.sharers if sharing else 1) - adapter_bytes(config))
-    slots = size_states(config, choices.state_bytes, left)
+    slots = size_states(config, choices.state_bytes, left, step)
     blocks, reason = size_cache(config, block_bytes, info.max_context, left, step, states=slots * choices.state_bytes)
     reasons.append((f"kv_blocks={blocks} ({mib(blocks * block_bytes)})", reason))
     make: Callable[..., KvStore] = KvStore

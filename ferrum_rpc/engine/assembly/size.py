@@ -84,14 +84,14 @@ def step_bytes(choices: Choices, largest: LargestStep) -> StepBytes:
     return StepBytes(activations, _sampling(choices, largest), CUDA_RESERVE)
 
 
-def size_states(config: ModelSettings, slot_bytes: int, left: int) -> int:
-    """The slots for states of ``slot_bytes`` each, if the weights leave ``left`` bytes. Raises InvalidRequest if there
-    is no room for two: one for a sequence, and one for its next chunk."""
+def size_states(config: ModelSettings, slot_bytes: int, left: int, step: StepBytes) -> int:
+    """The slots for states of ``slot_bytes`` each, if the weights leave ``left`` bytes; ``step``: see `step_bytes`.
+    Raises InvalidRequest if there is no room for two: one for a sequence, and one for its next chunk."""
     if not slot_bytes:
         return 0
     if config.state_slots is not None:
         return config.state_slots
-    budget = min(int(left * CPU_SHARE), CPU_MOST) if config.kv_memory is None else config.kv_memory
+    budget = _budget(config, left, step)
     slots = min(budget // 2 // slot_bytes, 2 * config.max_sequences)
     if slots < LEAST_SLOTS:
         raise InvalidRequest(
@@ -109,10 +109,10 @@ def size_cache(
     `step_bytes`; ``states``: bytes of all slots. Raises InvalidRequest if there is room for no block."""
     if config.kv_blocks is not None:
         return config.kv_blocks, "requested"
+    budget = _budget(config, left, step)
     if config.kv_memory is not None:
-        budget, reason = config.kv_memory, "requested"
+        reason = "requested"
     elif step.total:
-        budget = int(max(0, left - step.total) * CUDA_SHARE)
         known = "measured" if step.measured else "computed"
         parts = f"{mib(step.activations)} of activations ({known}), {mib(step.sampling)} of sampling"
         reason = f"{CUDA_SHARE:.0%} of what weights and the largest step leave of the device memory; "
@@ -124,7 +124,6 @@ def size_cache(
                 field="max_batch_tokens",
             )
     else:
-        budget = min(int(left * CPU_SHARE), CPU_MOST)
         reason = f"{CPU_SHARE:.0%} of the free memory, at most {CPU_MOST >> 30} GiB"
     if states:
         budget, reason = max(0, budget - states), f"{reason}, less the states"
@@ -140,6 +139,13 @@ def size_cache(
             field="kv_memory",
         )
     return blocks, reason
+
+
+def _budget(config: ModelSettings, left: int, step: StepBytes) -> int:
+    """Bytes of blocks and slots."""
+    if config.kv_memory is not None:
+        return config.kv_memory
+    return int(max(0, left - step.total) * CUDA_SHARE) if step.total else min(int(left * CPU_SHARE), CPU_MOST)
 
 
 def adapter_bytes(config: ModelSettings) -> int:
@@ -172,7 +178,7 @@ def _plan(choices: Choices, config: ModelSettings, largest: LargestStep, memory:
     reserved = step_bytes(choices, largest)
     slots = 0
     try:
-        slots = size_states(config, choices.state_bytes, left)
+        slots = size_states(config, choices.state_bytes, left, reserved)
         states = slots * choices.state_bytes
         blocks, reason = size_cache(config, block_bytes, choices.max_context, left, reserved, states=states)
     except InvalidRequest as error:
