@@ -156,10 +156,18 @@ class SlotImage:
     least: int = 0
 
 
-StepKernel = Callable[[RecurrentShape, Tensor, Tensor, RecurrentInputs], Tensor]
-"""``kernel(shape, taps [taps, channels], jobs int64 [jobs, 9], inputs)`` advances the slots of ``jobs``, a
-`native_recurrent.Jobs` on the device, by rows of ``inputs``: rows [T, value_heads, value_dim], defined where a job has
-them."""
+class RecurrentKernels(NamedTuple):
+    """What computes on a GPU, in the type of the channels.
+
+    ``step(shape, taps [taps, channels], jobs int64 [jobs, 9], inputs)`` advances the slots of ``jobs``, a
+    `native_recurrent.Jobs` on the device, by rows of ``inputs``: rows [T, value_heads, value_dim], defined where a job
+    has them. ``chunk(shape, taps, inputs, state)``: `delta_chunks` of the convolved inputs, whose channels begin with
+    those of the tokens before.
+    """
+
+    step: Callable[[RecurrentShape, Tensor, Tensor, RecurrentInputs], Tensor]
+    chunk: Callable[[RecurrentShape, Tensor, RecurrentInputs, Tensor], Tensor]
+
 
 KeptAt = tuple[int, "RecurrentSlot | None"]
 """A length at which the states of a chunk are kept, in a slot that `RecurrentSlot.restart` has set to it; None: they
@@ -182,7 +190,7 @@ class RecurrentSlot:
     channels [layers, all rows, channels] in the model's type
     gates    [layers, all rows, 2, value_heads] in the states' type
     lanes    of the vectors of the C kernels that compute its steps and chunks; 0: torch does
-    kernel   what computes its steps on a GPU, if anything does
+    kernels  what computes its steps and chunks on a GPU, if anything does
     """
 
     def __init__(
@@ -191,15 +199,15 @@ class RecurrentSlot:
         states: Tensor,
         channels: Tensor,
         gates: Tensor,
-        kernel: StepKernel | None = None,
+        kernels: RecurrentKernels | None = None,
     ) -> None:
         """The tensors need no content; call `clear`, `restart` or `load` before the first step."""
-        self.shape, self.kernel = shape, kernel
+        self.shape, self.kernels = shape, kernels
         self.states, self.channels, self.gates = states, channels, gates
         self.number = -1
         self.length = self.floor = self.least = 0
         self.folded = [0] * len(states)
-        self.rows = self._fewest = rows_needed(shape, 1, 1) if kernel is None else channels.shape[1]
+        self.rows = self._fewest = rows_needed(shape, 1, 1) if kernels is None else channels.shape[1]
         self.before_change: list[Callable[[], object]] = []
         self.lanes = native_recurrent.lanes_of(shape, states, channels)
         self.addresses, self.apart = native_recurrent.addresses(states, channels, gates)
@@ -407,12 +415,12 @@ class RecurrentSlot:
     ) -> None:
         """Update ``state`` with ``tokens`` of the journal, the next ones. ``found`` gets the output of each; only torch
         takes it."""
-        if (self.lanes or (self.kernel is not None and found is None)) and tokens:
+        if (self.lanes or (self.kernels is not None and found is None)) and tokens:
             jobs = self._jobs(layer, tokens.start, tokens.stop, tokens.stop, 0)
             jobs[0, 0] = state.data_ptr()
             none = RecurrentInputs(self.channels[layer, :0], *self.gates[layer, :0].unbind(1))
-            if self.kernel is not None:
-                self.kernel(self.shape, weight, torch.from_numpy(jobs).to(state.device), none)
+            if self.kernels is not None:
+                self.kernels.step(self.shape, weight, torch.from_numpy(jobs).to(state.device), none)
             else:
                 native_recurrent.step(self.shape, self.lanes, weight, jobs, none)
             return
@@ -426,6 +434,8 @@ class RecurrentSlot:
 
     def _chunked(self, state: Tensor, weight: Tensor, inputs: RecurrentInputs) -> Tensor:
         """Update ``state`` with the tokens of ``inputs``, whose channels begin with the rows of those before them."""
+        if self.kernels is not None:
+            return self.kernels.chunk(self.shape, weight, inputs, state)
         if self.lanes:
             return native_recurrent.chunk(self.shape, self.lanes, weight, inputs, state)
         heads = split_heads(convolve(inputs.channels.to(state.dtype), weight), self.shape)
@@ -445,8 +455,8 @@ def step_together(
     dtype = inputs.channels.dtype
     inputs = inputs._replace(channels=inputs.channels.to(slot.channels.dtype))
     if isinstance(jobs, Tensor):
-        assert slot.kernel is not None  # noqa: S101 - see above
-        return slot.kernel(slot.shape, slot.taps(weight), jobs, inputs).to(dtype)
+        assert slot.kernels is not None  # noqa: S101 - see above
+        return slot.kernels.step(slot.shape, slot.taps(weight), jobs, inputs).to(dtype)
     return native_recurrent.step(slot.shape, slot.lanes, slot.taps(weight), jobs, inputs).to(dtype)
 
 

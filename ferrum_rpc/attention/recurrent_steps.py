@@ -16,8 +16,8 @@ from ferrum_rpc.attention.recurrent import (
     STEP_TOKENS,
     KeptAt,
     RecurrentInputs,
+    RecurrentKernels,
     RecurrentSlot,
-    StepKernel,
     rows_needed,
     step_together,
 )
@@ -40,19 +40,19 @@ class RecurrentStore:
         dtype: torch.dtype,
         device: torch.device,
         rows: int | None = None,
-        kernel: StepKernel | None = None,
+        kernels: RecurrentKernels | None = None,
     ) -> None:
-        """Slots of models in ``dtype``; ``rows``: of each journal (default: for any steps). ``kernel``: what computes
-        steps on a GPU."""
+        """Slots of models in ``dtype``; ``rows``: of each journal (default: for any steps). ``kernels``: what
+        computes on a GPU."""
         rows = rows_needed(shape, STEP_TOKENS, STEP_TOKENS) if rows is None else rows
         wide, heads = torch.promote_types(dtype, torch.float32), shape.value_heads
         options: dict[str, Any] = {"device": device}
         states = torch.empty((slots, layers, heads, shape.key_dim, shape.value_dim), dtype=wide, **options)
         channels = torch.empty((slots, layers, rows, shape.channels), dtype=dtype, **options)
         gates = torch.empty((slots, layers, rows, 2, heads), dtype=wide, **options)
-        self.buffers, self.kernel = (states, channels, gates), kernel
+        self.buffers, self.kernels = (states, channels, gates), kernels
         parts = zip(states, channels, gates, strict=True)
-        self.slots = [RecurrentSlot(shape, one, row, gate, kernel) for one, row, gate in parts]
+        self.slots = [RecurrentSlot(shape, one, row, gate, kernels) for one, row, gate in parts]
         for number, slot in enumerate(self.slots):
             slot.number = number
         fewest = rows_needed(shape, 1, 1)
@@ -81,11 +81,13 @@ class RecurrentStore:
     def recur(self, jobs: Tensor) -> Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]:
         """What advances the slots that ``jobs`` [layers, jobs, 9] name when it runs, on the device: by the kernel, in a
         graph."""
-        first, kernel = self.slots[0], self.kernel
-        assert kernel is not None  # noqa: S101 - see above
+        first, kernels = self.slots[0], self.kernels
+        assert kernels is not None  # noqa: S101 - see above
 
         def recur(layer: int, weight: Tensor, channels: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-            return kernel(first.shape, first.taps(weight), jobs[layer], RecurrentInputs(channels, log_decay, beta))
+            return kernels.step(
+                first.shape, first.taps(weight), jobs[layer], RecurrentInputs(channels, log_decay, beta)
+            )
 
         return recur
 
@@ -192,7 +194,7 @@ class RecurrentStep:
     @property
     def queued(self) -> bool:
         """Whether a kernel on the device advances some slots together."""
-        return bool(self._together) and self._together[0][0].kernel is not None
+        return bool(self._together) and self._together[0][0].kernels is not None
 
     @property
     def uniform(self) -> bool:
@@ -250,4 +252,4 @@ class RecurrentStep:
 
 def _joins(span: RecurrentSpan) -> bool:
     """Whether the slot is advanced together with others."""
-    return span.tokens <= STEP_TOKENS and bool(span.slot.lanes or span.slot.kernel is not None)
+    return span.tokens <= STEP_TOKENS and bool(span.slot.lanes or span.slot.kernels is not None)

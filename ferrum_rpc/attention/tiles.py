@@ -146,6 +146,7 @@ class BandMask:
     """Additive masks [rows, keys] of causal attention, aligned at the lower right, with an optional window.
 
     Whether row i sees key j depends on ``j - i`` only, so every mask is a view of one matrix. It grows geometrically.
+    On a GPU a mask is a copy: SDPA reads 16 bytes at once wherever the rows of a view begin.
     """
 
     def __init__(self, pattern: MaskPattern, device: torch.device) -> None:
@@ -158,7 +159,8 @@ class BandMask:
         if self._base.shape[1] < columns:
             self._grow(max(columns, 2 * self._base.shape[1]))
         first = self._base.shape[1] - columns
-        return self._base[:rows, first : first + keys]
+        mask = self._base[:rows, first : first + keys]
+        return mask if mask.device.type == "cpu" else mask.contiguous()
 
     def _grow(self, columns: int) -> None:
         """In place: a matrix of booleans beside it would be the largest tensor of a long context's first step."""

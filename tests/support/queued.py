@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ferrum_rpc.attention import native_recurrent
-from ferrum_rpc.attention.recurrent import RecurrentInputs
+from ferrum_rpc.attention.recurrent import RecurrentInputs, RecurrentKernels
 from ferrum_rpc.attention.recurrent_steps import RecurrentStore
 from ferrum_rpc.core import RecurrentShape
 from ferrum_rpc.engine.cuda.select import select_compute
@@ -23,13 +23,19 @@ MAX_SPANS = 4
 
 
 def in_c(shape: RecurrentShape, taps: Tensor, jobs: Tensor, inputs: RecurrentInputs) -> Tensor:
-    """A `StepKernel`."""
+    """`RecurrentKernels.step`."""
     lanes = native_recurrent.lanes(shape, taps.dtype, inputs.channels.dtype)
     known = jobs.numpy().copy()  # C says in its jobs what it has folded, and a kernel of a GPU does not
     known = known[known[:, 0] != 0]  # C does not take jobs that do nothing
     if not len(known):
         return inputs.channels.new_empty((len(inputs.channels), shape.value_heads, shape.value_dim))
     return native_recurrent.step(shape, lanes, taps, known, inputs)
+
+
+def chunk_in_c(shape: RecurrentShape, taps: Tensor, inputs: RecurrentInputs, state: Tensor) -> Tensor:
+    """`RecurrentKernels.chunk`."""
+    lanes = native_recurrent.lanes(shape, taps.dtype, inputs.channels.dtype)
+    return native_recurrent.chunk(shape, lanes, taps, inputs, state)
 
 
 def as_on_a_gpu(plain: TorchRunner, stage: Any) -> tuple[TorchRunner, Rerun]:
@@ -42,7 +48,7 @@ def as_on_a_gpu(plain: TorchRunner, stage: Any) -> tuple[TorchRunner, Rerun]:
         plain.states.pool.total,
         dtype=model.dtype,
         device=model.device,
-        kernel=in_c,
+        kernels=RecurrentKernels(in_c, chunk_in_c),
     )
     capture, size, blocks = Rerun(), plain.kv.block_size, plain.kv.total_blocks
     options: Any = {"graphs": "auto", "max_sequences": MAX_SPANS, "verify_tokens": VERIFY_TOKENS, "states": slots}

@@ -15,7 +15,7 @@ import torch
 from ferrum_rpc.attention.backend import NATIVE, TRITON, Factory, select_backend
 from ferrum_rpc.attention.eight_bits import FP8, SCALE_BYTES, row_width
 from ferrum_rpc.attention.native_paged import takes_long_spans
-from ferrum_rpc.attention.recurrent import STEP_TOKENS, StepKernel
+from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentKernels
 from ferrum_rpc.attention.recurrent_choice import select_recurrence
 from ferrum_rpc.attention.recurrent_steps import slot_bytes
 from ferrum_rpc.attention.torch_paged import TorchPagedAttention
@@ -67,8 +67,8 @@ FP8_CAPABILITY: Final = (8, 9)
 class Choices:
     """What ``config`` means on this machine. ``facts`` are those of ``source``. ``cache``: what each attention layer
     keeps per token. ``max_context``: the model's, or less if less is set. ``attention``: the backend's name and its
-    factory. ``elsewhere``: the device is not in this machine. ``kernel``: what advances the states of recurrent layers
-    on a GPU. ``reasons``: choice -> reason."""
+    factory. ``elsewhere``: the device is not in this machine. ``kernels``: what advances the states of recurrent
+    layers on a GPU. ``reasons``: choice -> reason."""
 
     config: ModelSettings
     device: torch.device
@@ -78,7 +78,7 @@ class Choices:
     max_context: int
     attention: tuple[str, Factory]
     elsewhere: bool
-    kernel: StepKernel | None
+    kernels: RecurrentKernels | None
     reasons: tuple[tuple[str, str], ...]
 
     def load(self, progress: Progress | None = None, parallel: ParallelContext = SINGLE) -> tuple[Model, Reasons]:
@@ -167,13 +167,13 @@ def choose(
         cached = ROUNDED.get(config.kv_dtype)
         name, reason, factory = select_backend(device, facts.layers, facts.dtype, config.attention, cached)
     reasons.append((f"attention={name}", reason))
-    kernel: StepKernel | None = None
+    kernels: RecurrentKernels | None = None
     if facts.recurrent and device.type != "cpu" and not elsewhere:
-        by, reason, kernel = select_recurrence(facts.recurrent[0], facts.dtype, device)
+        by, reason, kernels = select_recurrence(facts.recurrent[0], facts.dtype, device)
         reasons.append((f"recurrence={by}", reason))
     cache = cache_layers(facts.layers, facts.dtype, config.kv_dtype)
     attention = name, factory
-    chosen = Choices(config, device, source, facts, cache, max_context, attention, elsewhere, kernel, tuple(reasons))
+    chosen = Choices(config, device, source, facts, cache, max_context, attention, elsewhere, kernels, tuple(reasons))
     if not facts.copied:
         return chosen
     share = f"{len(facts.copied)} of {len(cache)} layers attend over keys and values of a layer before them"

@@ -92,7 +92,7 @@ def obstacle(compute: Compute, graphs: str, states: RecurrentStore | None = None
         return f"plans of attention={compute.attention.name} have no fixed size"
     if graphs == OFF:
         return "requested"
-    if states is not None and states.kernel is None:
+    if states is not None and states.kernels is None:
         return "torch advances the states of each sequence by itself"
     return "the layers of transformers may wait for the device" if compute.model.waits else None
 

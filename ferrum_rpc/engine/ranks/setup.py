@@ -169,4 +169,4 @@ def make_slots(
     if not layers:
         return None
     dtype, device = choices.facts.dtype, choices.device
-    return make(layers[0], len(layers), slots, dtype=dtype, device=device, kernel=choices.kernel)
+    return make(layers[0], len(layers), slots, dtype=dtype, device=device, kernels=choices.kernels)
