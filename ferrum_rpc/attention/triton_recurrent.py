@@ -25,6 +25,8 @@ from ferrum_rpc.core import RecurrentShape
 COLUMNS = 32
 """Columns of a head's state that a program has."""
 
+WARPS = 4
+
 JOURNALED = 1024
 """Channels of a program that writes the journal."""
 
@@ -63,9 +65,11 @@ def step(shape: RecurrentShape, taps: Tensor, jobs: Tensor, inputs: tuple[Tensor
         KEY_DIM=shape.key_dim,
         VALUE_DIM=shape.value_dim,
         TAPS=shape.taps,
+        WINDOW=triton.next_power_of_2(shape.taps),
         CHANNELS=shape.channels,
         KEYS=triton.next_power_of_2(shape.key_dim),
         COLUMNS=columns,
+        num_warps=WARPS,
     )
     journal_kernel[len(jobs), triton.cdiv(shape.channels, JOURNALED)](
         jobs,
@@ -96,6 +100,7 @@ def step_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     TAPS: tl.constexpr,
+    WINDOW: tl.constexpr,
     CHANNELS: tl.constexpr,
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -120,19 +125,25 @@ def step_kernel(
         of_query = (head // GROUP) * KEY_DIM + key
         of_key = KEY_HEADS * KEY_DIM + of_query
         of_value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
+        tap = tl.arange(0, WINDOW)
+        in_tap = (tap < TAPS)[:, None]
+        keys_held, values_held = in_tap & in_key[None, :], in_tap & in_value[None, :]
+        weights = taps + (tap * CHANNELS)[:, None]
+        query_weights = tl.load(weights + of_query[None, :], mask=keys_held, other=0.0)
+        key_weights = tl.load(weights + of_key[None, :], mask=keys_held, other=0.0)
+        value_weights = tl.load(weights + of_value[None, :], mask=values_held, other=0.0)
         for position in range(folded, end):
-            query = tl.zeros([KEYS], tl.float32)
-            keys = tl.zeros([KEYS], tl.float32)
-            value = tl.zeros([COLUMNS], tl.float32)
-            for tap in tl.static_range(TAPS):
-                at = position - (TAPS - 1) + tap
-                new = at >= start
-                old = journal + ((at % rows + rows) % rows) * CHANNELS
-                own = channels + (first + at - start) * stride
-                weight = taps + tap * CHANNELS
-                query += _input(own, old, weight, of_query, in_key, new)
-                keys += _input(own, old, weight, of_key, in_key, new)
-                value += _input(own, old, weight, of_value, in_value, new)
+            at = position - (TAPS - 1) + tap
+            own = (channels + (first + at - start) * stride).to(tl.int64)
+            old = (journal + ((at % rows + rows) % rows) * CHANNELS).to(tl.int64)
+            row = tl.where(at >= start, own, old).to(tl.pointer_type(channels.dtype.element_ty))[:, None]
+            query = tl.sum(
+                tl.load(row + of_query[None, :], mask=keys_held, other=0.0).to(tl.float32) * query_weights, 0
+            )
+            keys = tl.sum(tl.load(row + of_key[None, :], mask=keys_held, other=0.0).to(tl.float32) * key_weights, 0)
+            value = tl.sum(
+                tl.load(row + of_value[None, :], mask=values_held, other=0.0).to(tl.float32) * value_weights, 0
+            )
             query, keys, value = query * tl.sigmoid(query), keys * tl.sigmoid(keys), value * tl.sigmoid(value)
             query = query / tl.sqrt(tl.sum(query * query, 0) + EPSILON) / tl.sqrt(tl.full([], KEY_DIM, tl.float32))
             keys = keys / tl.sqrt(tl.sum(keys * keys, 0) + EPSILON)
@@ -146,19 +157,8 @@ def step_kernel(
             answer = tl.sum(state * keys[:, None], 0)
             state = state + keys[:, None] * ((value - answer) * written)[None, :]
             tl.store(states, state, mask=held & (position == floor - 1))
-            row = found + here * VALUE_DIM + column
             read = tl.sum(state * query[:, None], 0)
-            tl.store(row, read.to(found.dtype.element_ty), mask=in_value & new)
-
-
-@triton.jit
-def _input(
-    own: tl.tensor, old: tl.tensor, weight: tl.tensor, channel: tl.tensor, held: tl.tensor, new: tl.tensor
-) -> tl.tensor:
-    """A row's channels times their weights: the row is one of the step's own if it is ``new``, else the journal's."""
-    row = tl.load(own + channel, mask=held & new, other=0.0).to(tl.float32)
-    row += tl.load(old + channel, mask=held & ~new, other=0.0).to(tl.float32)
-    return row * tl.load(weight + channel, mask=held, other=0.0)
+            tl.store(found + here * VALUE_DIM + column, read.to(found.dtype.element_ty), mask=in_value & new)
 
 
 @triton.jit

@@ -81,6 +81,18 @@ class StoringOps(FusedOps, Protocol):
         """As `heads`, whose key and value are also written ``into`` a cache."""
 
 
+@runtime_checkable
+class GatingOps(FusedOps, Protocol):
+    """Operations that have the gates of recurrent layers and of gated attention too; see `recurrent_rows`, which does
+    without."""
+
+    def decays(self, written: Tensor, decay: Tensor, speed: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """``speed * softplus(decay + shift)`` and the sigmoid of ``written``, both [T, heads] in float32."""
+
+    def gate_heads(self, heads: Tensor, gates: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        """``heads`` [T, heads, n] times the sigmoid of ``gates``; with a ``norm`` [n] normed, and times their SiLU."""
+
+
 def split_heads(qkv: Tensor, mixer: Attention) -> Heads:
     """Query, key and value as views of ``qkv``, which is dense."""
     heads = (mixer.heads, mixer.kv_heads, mixer.kv_heads)

@@ -6,7 +6,7 @@ agree with torch in a small step before they are used. This file can be imported
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Final
@@ -14,9 +14,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ferrum_rpc.models.fused_ops import NATIVE, FusedOps, NativeFusedOps, StoringOps, TorchFusedOps
+from ferrum_rpc.models.fused_ops import NATIVE, FusedOps, GatingOps, NativeFusedOps, StoringOps, TorchFusedOps
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.layer import LayerSpec
+from ferrum_rpc.models.parts.recurrent import Recurrent
+from ferrum_rpc.models.recurrent_rows import RecurrentWeights, gated, gated_norm, recurrent_rows
 from ferrum_rpc.models.spec import ModelSpec
 from ferrum_rpc.native import cpu
 from ferrum_rpc.selection import BackendCandidate, Unsuited, select
@@ -101,6 +103,18 @@ def _small(layer: LayerSpec) -> LayerSpec:
     return replace(layer, mixer=replace(mixer, heads=heads, kv_heads=kv_heads, window=None))
 
 
+def _recurrent_answers(
+    mixer: Recurrent, gating: GatingOps | None, draw: Callable[..., Tensor], eps: float
+) -> Sequence[Tensor]:
+    shape, wide = mixer.shape, {"kind": torch.float32}
+    heads = shape.value_heads
+    taps, speed, shift = (draw(*size, **wide) for size in ((1, 1, 1), (heads,), (heads,)))
+    weights = RecurrentWeights(taps, speed, shift, draw(shape.value_dim, **wide))
+    rows = recurrent_rows(draw(3, shape.channels + heads * shape.value_dim + 2 * heads), shape, weights, gating)
+    found = draw(3, heads, shape.value_dim)
+    return rows.log_decay, rows.beta, gated_norm(found, rows.gate, weights, eps, gating)
+
+
 def _answers(ops: FusedOps, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     mixer, mlp = layer.mixer, layer.mlp
@@ -116,8 +130,14 @@ def _answers(ops: FusedOps, layer: LayerSpec, dtype: torch.dtype, device: torch.
         ops.add_norm(hidden.clone(), delta, None),
         ops.gate(draw(3, (1 + mlp.gated) * mlp.inner)),
     ]
+    gating = ops if isinstance(ops, GatingOps) else None
+    if isinstance(mixer, Recurrent):
+        answers += _recurrent_answers(mixer, gating, draw, layer.norm.eps)
     if not isinstance(mixer, Attention):
         return [answer.float() for answer in answers]
+    if mixer.gated:
+        attended, gates = (draw(3, mixer.heads, mixer.head_dim) for _ in range(2))
+        answers.append(gated(attended, gates, gating))
     rotating = mixer.heads + mixer.kv_heads
     qkv = draw(3, (rotating + mixer.kv_heads) * mixer.head_dim)
     norm = draw(rotating, mixer.head_dim, kind=torch.float32) if mixer.qk_norm else None

@@ -26,7 +26,7 @@ from torch import Tensor
 from ferrum_rpc.distributed.group import Group, GroupAborted
 from ferrum_rpc.models.base import Attend, CacheAttend, LatentAttend, Recur, RecurInC, StepAdapters
 from ferrum_rpc.models.expert_rows import ExpertRows
-from ferrum_rpc.models.fused_ops import FusedOps, Heads, NativeFusedOps, StoringOps, split_heads
+from ferrum_rpc.models.fused_ops import FusedOps, GatingOps, Heads, NativeFusedOps, StoringOps, split_heads
 from ferrum_rpc.models.latent_rows import LatentWeights, cached_row, normed_query
 from ferrum_rpc.models.linear import Linear
 from ferrum_rpc.models.native_linear import NativeLinear
@@ -214,7 +214,7 @@ class MixedLayers(PlainLayers):
             return layer.ops.heads(torch.cat((query.flatten(1), others), 1), norm, cos, sin)
 
         attended = attend(place, *self._heads(layer, rotate, hidden, delta, cos, sin, adapters))
-        return gated(attended, *gates)
+        return gated(attended, gates[0], _gating(layer))
 
     @staticmethod
     def _latent(  # noqa: PLR0917 - as `_heads`
@@ -254,9 +254,13 @@ class MixedLayers(PlainLayers):
         mixer, weights = layer.spec.mixer, layer.recurrent
         assert isinstance(mixer, Recurrent) and weights is not None  # noqa: S101 - the caller knows
         inputs = _product(layer, 0, layer.ops.add_norm(hidden, delta, layer.before_mixer), adapters)
-        rows = recurrent_rows(inputs, mixer.shape, weights)
+        rows = recurrent_rows(inputs, mixer.shape, weights, _gating(layer))
         found = recur(place, weights.taps[:, 0], rows.channels, rows.log_decay, rows.beta)
-        return gated_norm(found, rows.gate, weights, layer.spec.norm.eps)
+        return gated_norm(found, rows.gate, weights, layer.spec.norm.eps, _gating(layer))
+
+
+def _gating(layer: Layer) -> GatingOps | None:
+    return layer.ops if isinstance(layer.ops, GatingOps) else None
 
 
 def _product(layer: Layer, index: int, x: Tensor, adapters: StepAdapters | None) -> Tensor:

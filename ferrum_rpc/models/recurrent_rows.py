@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrum_rpc.core import RecurrentShape
+from ferrum_rpc.models.fused_ops import GatingOps
 from ferrum_rpc.native import library
 
 DTYPES: Final = (torch.bfloat16, torch.float32)
@@ -68,12 +69,17 @@ class RecurrentRows(NamedTuple):
     beta: Tensor
 
 
-def recurrent_rows(inputs: Tensor, shape: RecurrentShape, weights: RecurrentWeights) -> RecurrentRows:
-    """The parts of ``inputs`` [T, all side by side]."""
+def recurrent_rows(
+    inputs: Tensor, shape: RecurrentShape, weights: RecurrentWeights, ops: GatingOps | None = None
+) -> RecurrentRows:
+    """The parts of ``inputs`` [T, all side by side]. ``ops``, here and below: what computes on a GPU, if anything of
+    ours does."""
     heads = shape.value_heads
     widths = [shape.channels, heads * shape.value_dim, heads, heads]
     channels, gate, written, decay = torch.split(inputs, widths, -1)
     speed, wide = weights.speed, weights.speed.dtype
+    if ops is not None:
+        return RecurrentRows(channels, gate, *ops.decays(written, decay, speed, weights.shift))
     if lanes := _lanes(inputs, wide, LANES):
         log_decay, beta = speed.new_empty((2, len(inputs), heads))
         numbers = (each.data_ptr() for each in (written, decay, speed, weights.shift, log_decay, beta))
@@ -87,10 +93,14 @@ def recurrent_rows(inputs: Tensor, shape: RecurrentShape, weights: RecurrentWeig
     return RecurrentRows(channels, gate, log_decay, beta)
 
 
-def gated_norm(found: Tensor, gate: Tensor, weights: RecurrentWeights, eps: float) -> Tensor:
+def gated_norm(
+    found: Tensor, gate: Tensor, weights: RecurrentWeights, eps: float, ops: GatingOps | None = None
+) -> Tensor:
     """[T, value_heads * value_dim] of what the recurrence ``found`` [T, value_heads, value_dim]: each head over its
     root mean square, times the norm's weights and the SiLU of the gate."""
     norm = weights.out_norm
+    if ops is not None:
+        return ops.gate_heads(found, gate.view(found.shape), norm, eps).flatten(1)
     if lanes := _lanes(found, norm.dtype, found.shape[2]):
         return _gate_heads(found, gate.view(found.shape), lanes, norm, eps).flatten(1)
     if found.device.type != "cpu":
@@ -98,8 +108,10 @@ def gated_norm(found: Tensor, gate: Tensor, weights: RecurrentWeights, eps: floa
     return torch.stack([_normed(*row, norm, eps) for row in zip(found, gate, strict=True)])
 
 
-def gated(attended: Tensor, gate: Tensor) -> Tensor:
+def gated(attended: Tensor, gate: Tensor, ops: GatingOps | None = None) -> Tensor:
     """``attended`` times the sigmoid of ``gate``, both [T, heads, head_dim]."""
+    if ops is not None:
+        return ops.gate_heads(attended, gate)
     if lanes := _lanes(attended, torch.float32, attended.shape[2]):
         return _gate_heads(attended, gate, lanes)
     if attended.device.type != "cpu":

@@ -22,6 +22,7 @@ from torch import Tensor
 from ferrum_rpc.models.fused_ops import NATIVE, Heads, split_heads
 from ferrum_rpc.models.parts.attention import Attention
 from ferrum_rpc.models.parts.layer import LayerSpec
+from ferrum_rpc.models.triton_gates import decays, gate_heads
 from ferrum_rpc.native.triton_heads import CacheRows, HeadNorm, place_heads
 
 GATES_AT_ONCE = 1024
@@ -29,7 +30,8 @@ GATES_AT_ONCE = 1024
 
 
 class TritonFusedOps:
-    """A `StoringOps` for rows on a CUDA device, in any dtype up to float32, with the activations of `NATIVE`."""
+    """A `StoringOps`, and a `GatingOps`, for rows on a CUDA device, in any dtype up to float32, with the activations of
+    `NATIVE`."""
 
     name = "triton"
 
@@ -74,6 +76,9 @@ class TritonFusedOps:
         head_norm = None if norm is None else HeadNorm(norm, self._norm.eps, self._mixer.qk_norm == "row")
         place_heads(*heads, head_norm, None if cos is None or sin is None else (cos, sin), into)
         return heads
+
+    decays = staticmethod(decays)
+    gate_heads = staticmethod(gate_heads)
 
     def gate(self, gate_up: Tensor) -> Tensor:
         mlp = self._mlp

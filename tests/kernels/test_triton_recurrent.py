@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -12,6 +13,7 @@ from ferrum_rpc.attention import triton_recurrent, triton_recurrent_chunk
 from ferrum_rpc.attention.recurrent import RecurrentInputs, RecurrentKernels, RecurrentSlot
 from ferrum_rpc.attention.recurrent_steps import RecurrentSpan, RecurrentStep, RecurrentStore
 from ferrum_rpc.core import RecurrentShape
+from ferrum_rpc.models.triton_gates import decays, gate_heads
 
 SHAPES = [
     RecurrentShape(1, 1, 4, 4, taps=2),
@@ -126,3 +128,21 @@ def test_padding_and_layers_that_have_folded_already_do_nothing(device):
         step.replayed()
         step.commit()
     assert [slot.folded for slot in store.slots] == [[2, 2]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_are_those_of_torch(device, dtype):
+    """Of parts of wider rows, whose numbers are large, too."""
+    random = torch.Generator().manual_seed(3)
+    rows = (8 * torch.randn((19, 300), generator=random)).to(dtype)
+    speed, shift = torch.randn((2, 11), generator=random)
+    norm, heads = torch.randn(20, generator=random), torch.randn((19, 11, 20), generator=random).to(dtype)
+    gates = rows[:, 30:250].unflatten(1, (11, 20))
+    found = decays(*(each.to(device) for each in (rows[:, :11], rows[:, 11:22], speed, shift)))
+    exact = speed * F.softplus(rows[:, 11:22].double() + shift), rows[:, :11].double().sigmoid()
+    assert all(near(mine, wanted, 1e-6) for mine, wanted in zip(found, exact, strict=True))
+    bound = 1e-6 if dtype == torch.float32 else 3e-3
+    opened, plain = rows.to(device)[:, 30:250].unflatten(1, (11, 20)), heads.double()
+    assert near(gate_heads(heads.to(device), opened), plain * gates.double().sigmoid(), bound)
+    normed = plain * torch.rsqrt(plain.square().mean(-1, keepdim=True) + 1e-3) * norm
+    assert near(gate_heads(heads.to(device), opened, norm.to(device), 1e-3), normed * F.silu(gates.double()), bound)
