@@ -100,7 +100,8 @@ class Benchmark:
         options.benchmark = self.name
         name = "-".join(filter(None, (self.name, options.variant)))
         label = machine.label(machine.hardware())
-        own = CACHE / f"{name}-quick.json" if options.quick else machine.RESULTS / (self.file or f"{name}-{label}.json")
+        usual = f"{name}-{label}.json" if options.variant or not self.file else self.file
+        own = CACHE / f"{name}-quick.json" if options.quick else machine.RESULTS / usual
         options.out = options.out or own
         return options
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import BLOCK_SIZE, GPU_CELLS, QUICK_CELLS
+from benchmarks.cases import BLOCK_SIZE, GPU_CELLS, QUICK_CELLS, SHAPES
 from benchmarks.compare import Played, Round, alternate, ratio, result_of, rounds_of
 from benchmarks.engines.grpc import Client
 from benchmarks.engines.inprocess import INSIDE, Inside
@@ -40,6 +40,8 @@ from ferrum_rpc.logs import configure_logging
 PARTS: Final = ("cells", "attention")
 PEER_KERNELS: Final = ("sdpa", "varlen_attn")
 STATIC: Final = "transformers static, compiled"
+EAGER: Final = "transformers eager"
+SHAPE: Final = "qwen3-8b"
 LLAMA: Final = AttentionSpec(32, 8, 128, 128**-0.5)
 BOTH_BYTES: Final = 100 << 30
 """Two servers of the 8B shape, of 15.3 GiB of weights and 19.0 of cache each, with contexts and all else: 74 GiB."""
@@ -84,10 +86,12 @@ async def cells(here: Contest, device: str) -> None:
         if options.quick:  # a compiler would take a minute
             return
         torch.cuda.empty_cache()
-        kind = PeerKind(STATIC, "hf", {"cache": "static", "device": device})
-        peer = await here.open(stack, STATIC, PeerProcess.open(kind, folder, threads, here.spec.vocab_size))
+        name, cache = (STATIC, "static") if here.model == SHAPE else (EAGER, "dynamic")  # states have no static cache
+        kind = PeerKind(name, "hf", {"cache": cache, "device": device})
+        peer = await here.open(stack, name, PeerProcess.open(kind, folder, threads, here.spec.vocab_size))
         if peer is not None:
-            await here.play([cell for cell in options.cells if cell.batch == 1], {REFERENCE: session, STATIC: peer})
+            mine = [cell for cell in options.cells if cell.batch == 1 or name == EAGER]
+            await here.play(mine, {REFERENCE: session, name: peer})
 
 
 async def one_at_a_time(here: Contest, device: str) -> None:
@@ -291,7 +295,8 @@ async def run(options: argparse.Namespace) -> Record:
     options.cells = QUICK_CELLS if options.quick else GPU_CELLS
     options.command = options.command.replace("benchmarks gpu", "benchmarks.gpu")
     options.benchmark += ", rehearsed" * options.quick
-    here = Contest(options, "qwen3-8b", device)
+    options.model = "tiny" if options.quick else options.model
+    here = Contest(options, device=device)
     record, values = here.record, here.record.values
     gpu = device if options.quick else f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     values["settings"]["gpu"] = gpu
@@ -313,7 +318,7 @@ async def run(options: argparse.Namespace) -> Record:
             except Exception as error:
                 traceback.print_exc()
                 failed.append(f"{part}: {type(error).__name__}: {error}"[:300])
-    if not options.quick:
+    if here.model == SHAPE:
         values["targets"] = targets(values)
         failed += [
             f"{each['what']}: {number(each['value'])}, not ≥ {each['bound']:g}"
@@ -330,8 +335,10 @@ BENCHMARK: Final = Benchmark(
     run,
     (
         Option("--only", list(PARTS), "parts", choices=PARTS),
+        Option("--model", SHAPE, "a shape of benchmarks/shapes.json", choices=[*SHAPES]),
         Option("--figures", False, "also print the results as a line for first light"),
     ),
+    variant=lambda options: "" if options.model == SHAPE else str(options.model),
     round_s=2.0,
     file="gpu-check.json",
 )
