@@ -32,7 +32,7 @@ from ferrum_rpc.engine.compute import Compute
 from ferrum_rpc.engine.grammars.constraints import Constraints
 from ferrum_rpc.engine.states import States
 from ferrum_rpc.engine.step import DEVICE_ERRORS, Stage, StepRunner
-from ferrum_rpc.errors import DeviceLost, ExecutorError, KvBlocksExhausted, NotSupported, StepFailed
+from ferrum_rpc.errors import DeviceLost, ExecutorError, NotSupported, StepFailed
 from ferrum_rpc.kv.manager import KvManager
 from ferrum_rpc.kv.sequence import KvMisuse, Reservation
 from ferrum_rpc.kv.store import KvStore
@@ -264,7 +264,7 @@ class TorchRunner(StepRunner):
             if self.states is not None:
                 try:
                     self.states.begin_import(sequence, taken.cached, taken.checkpoint)
-                except KvBlocksExhausted:
+                except BaseException:
                     self.kv.rollback(taken)
                     raise
             if self._tier is not None:

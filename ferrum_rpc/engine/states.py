@@ -183,7 +183,7 @@ class States:
         ``free_slots``); nothing changed then. ``publishes``: whether others may find the sequence's checkpoints."""
         sequence, start = span.sequence, span.start + reserved.cached
         count, held = reserved.end - start, self._held.get(sequence)
-        opened = _OpenSpan(self.store.empty, -1, start, count, taken=True)
+        opened = _OpenSpan(self.store.empty, -1, start, count, taken=False)
         if reserved.cached:
             opened.key = reserved.checkpoint
             opened.source = self._checkpoint(opened.key)
@@ -195,37 +195,38 @@ class States:
             opened.source, opened.key = self._source(held, start)
             own = self.store.slots[held.slot]
             if count <= STEP_TOKENS and opened.source is own:
-                opened.into, opened.taken = held.slot, False
+                opened.into = held.slot
         if opened.key:
             self.pool.pin(opened.key)
-        if opened.taken:
-            opened.into = self._take_into(opened)
-            into = self.store.slots[opened.into]
-            if opened.source is not into and (count <= STEP_TOKENS or span.parent is not None):
-                self.store.copy(opened.source, into, start)  # a parent may be fed in the same step
-                opened.source = into
         if count > STEP_TOKENS:
             opened.cuts = self._cuts(start, reserved, publishes=publishes)
         self._open[sequence] = opened
+        try:
+            if opened.into < 0:
+                opened.into, opened.taken = self._take_into(opened), True
+                into = self.store.slots[opened.into]
+                if opened.source is not into and (count <= STEP_TOKENS or span.parent is not None):
+                    self.store.copy(opened.source, into, start)  # a parent may be fed in the same step
+                    opened.source = into
+        except BaseException:
+            self.rollback(sequence)
+            raise
 
     def _take_into(self, opened: _OpenSpan) -> int:
         """A slot for a span: that of the checkpoint from which it starts before that of one that another needs."""
         try:
             return self.pool.take(self._needed)
         except KvBlocksExhausted:
-            if opened.key:
-                self.pool.unpin(opened.key)
-                slot = self.pool.take_over(opened.key)
+            if key := opened.key:
+                opened.key = b""
+                self.pool.unpin(key)
+                slot = self.pool.take_over(key)
                 if slot is not None:
-                    opened.source, opened.key = self.store.slots[slot], b""
+                    opened.source = self.store.slots[slot]
                     return slot
-                self.pool.pin(opened.key)
-        try:
-            return self.pool.take()
-        except KvBlocksExhausted:
-            if opened.key:
-                self.pool.unpin(opened.key)
-            raise
+                self.pool.pin(key)
+                opened.key = key
+        return self.pool.take()
 
     def _cuts(self, start: int, reserved: Reservation, *, publishes: bool) -> list[int]:
         """The lengths behind the first tokens of a long span at which its states are kept."""
@@ -337,7 +338,11 @@ class States:
         made = _Held(self.pool.take(), usable=False)
         made.checkpoints = {length: key for length, key in held.checkpoints.items() if length <= at}
         if held.usable and (slot.reaches(at) or slot.length < at):
-            self.store.copy(slot, self.store.slots[made.slot], min(at, slot.length))
+            try:
+                self.store.copy(slot, self.store.slots[made.slot], min(at, slot.length))
+            except BaseException:
+                self.pool.give(made.slot)
+                raise
             made.usable = True
         self._held[child] = made
 

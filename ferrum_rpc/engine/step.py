@@ -394,10 +394,10 @@ class StepRunner:
     # --- states of recurrent layers ---------------------------------------------------------------------------------
 
     def _reserve_states(self, states: States, span: Span, reserved: Reservation) -> None:
-        """The slots of a span whose blocks are reserved; these are given back if there are none."""
+        """The slots of a span whose blocks are reserved; these are given back if there are none, or a copy fails."""
         try:
             states.reserve(span, reserved, publishes=self.kv.publishes(span.sequence))
-        except KvBlocksExhausted:
+        except BaseException:
             self.kv.rollback(reserved)
             raise
 

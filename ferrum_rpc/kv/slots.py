@@ -47,10 +47,9 @@ class SlotPool:
             if key is None:
                 metadata = {"needed_slots": 1, "free_slots": 0}
                 raise KvBlocksExhausted(f"all {self.total} slots for recurrent states are held", metadata=metadata)
-            slot = self._checkpoints.pop(key)
             if self.on_drop is not None:
-                self.on_drop(key, slot)
-            return slot
+                self.on_drop(key, self._checkpoints[key])
+            return self._checkpoints.pop(key)
         return self._free.pop()
 
     def require(self, slots: int) -> None:

@@ -51,6 +51,7 @@ from tests.support.state_world import (
     prompt,
 )
 
+BEGINS = ("a prompt that is found", "a fork in a step", "a fork")
 STAGES = ("reserve", "plan", "forward", "select", "commit")
 
 
@@ -517,6 +518,52 @@ def test_a_copy_that_fails_leaves_the_states_to_be_fed_again(folder, monkeypatch
         with pytest.raises(Sabotage):
             world.step(world.span(sequence, [1], 40))
     world.step(world.span(sequence, [1], 60))
+
+
+@pytest.mark.parametrize(
+    ("what", "how"),
+    [
+        *itertools.product(("a copy", "a checkpoint that is saved"), BEGINS),
+        ("a checkpoint that is saved", "an import"),
+    ],
+)
+def test_memory_that_a_slot_lacks_takes_neither_slots_nor_blocks(folder, monkeypatch, how, what):
+    """The checkpoint that is saved is another one, and at last the one that the prompt begins at."""
+    world, history = World(folder, slots=4), prompt(60)
+    sequence = fed(world, history, prefix=PREFIX)
+    pool, kv, taken = world.runner.states.pool, world.runner.kv, world.taken(sequence)
+
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    def state() -> tuple[Any, ...]:
+        return world.runner.cache_state(), kv.length(sequence)
+
+    def begin() -> None:
+        if how == "a prompt that is found":
+            [outcome] = world.step(world.made([*history[:57], 1], prefix=PREFIX))
+            assert outcome.cached_tokens == 56
+        elif how == "a fork in a step":
+            world.step(world.fork(sequence, [1], 60))
+        elif how == "an import":
+            world.bring(taken, PREFIX)
+        else:
+            world.do("fork", sequence, [child := next(world.numbers)], 60)
+            world.has[child] = world.has[sequence]
+
+    for live in range(1, 3 if what == "a copy" else 4):
+        before = state()
+        with monkeypatch.context() as broken:
+            if what == "a copy":
+                broken.setattr(world.runner.states.store, "copy", fails)
+            else:
+                broken.setattr(pool, "on_drop", fails)
+            with pytest.raises(StepFailed):
+                begin()
+        assert state() == before
+        world.check()
+        begin()
+        assert world.runner.cache_state().free_slots == 4 - live - 1
 
 
 def test_a_prompt_that_fails_gives_back_the_slots_of_its_checkpoints(folder):
