@@ -28,6 +28,7 @@ from ferrum_rpc.errors import (
     KvCorrupt,
     NotSupported,
     SequenceBusy,
+    StepFailed,
 )
 from ferrum_rpc.executor.v1 import kv_transfer_pb2 as pb
 from ferrum_rpc.service.admission import check_length, prefix_use
@@ -186,13 +187,16 @@ class Import(KvReceiver):
     @contextmanager
     def stream(self) -> Iterator[None]:
         """A stream is on it. One that fails before anything of it was kept ends it, and so do values that are not
-        finite."""
+        finite. So does a failed operation where the import holds one of the few slots for states, which otherwise is
+        held for a caller that may never try again."""
         self.record.origin = self
         try:
             with self.metered():
                 yield
         except BaseException as error:
-            if isinstance(error, KvCorrupt) and error.not_finite:
+            if (isinstance(error, KvCorrupt) and error.not_finite) or (
+                isinstance(error, StepFailed) and self._layout.states is not None
+            ):
                 self._cut(error)
             elif not self._in_engine and self.next_token == self._cached:
                 self._cut(Cancelled(NOTHING_KEPT))

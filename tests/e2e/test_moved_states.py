@@ -3,6 +3,7 @@ come from another executor, from a file or from a disk; and streams that are not
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,36 @@ async def test_a_piece_that_fails_ends_a_park_an_export_and_an_import_and_the_ne
     for each in (parks, moved):
         assert await goes_on(each) == wanted
     for each in (stays, parks, moved):
+        await each.release()
+
+
+@pytest.mark.parametrize(("operation", "nth"), [("write_kv", 5), ("write_states", 2), ("commit_import", 1)])
+async def test_an_import_that_the_engine_fails_gives_back_its_slot_and_the_same_call_begins_anew(
+    there: There, monkeypatch: pytest.MonkeyPatch, operation: str, nth: int
+) -> None:
+    _, source, other, target = there
+    stays, leaves, moved = await fed(source), await fed(source), target.sequence()
+    before, run, calls = other.runner.cache_state(), getattr(other.runner, operation), itertools.count(1)
+
+    def fails(*arguments: Any) -> Any:
+        if next(calls) == nth:
+            raise StepFailed("broken")
+        return run(*arguments)
+
+    async def few(*_: Any) -> int:
+        return 10
+
+    with monkeypatch.context() as broken:
+        broken.setattr(kv_stream, "READ_BYTES", 8 << 10)
+        broken.setattr(transfer, "chunk_tokens", few)
+        broken.setattr(other.runner, operation, fails)
+        with pytest.raises(StepFailed):
+            await leaves.move_to(moved)
+    await target.status()  # behind what was freed
+    assert other.runner.cache_state() == before and not other.server.state.unnamed
+    await leaves.move_to(moved)
+    assert await goes_on(moved) == await goes_on(stays)
+    for each in (stays, moved):
         await each.release()
 
 
