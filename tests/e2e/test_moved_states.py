@@ -197,6 +197,7 @@ async def test_an_import_that_the_engine_fails_gives_back_its_slot_and_the_same_
 ) -> None:
     _, source, other, target = there
     stays, leaves, moved = await fed(source), await fed(source), target.sequence()
+    await other.check()  # behind what the test before has released
     before, run, calls = other.runner.cache_state(), getattr(other.runner, operation), itertools.count(1)
 
     def fails(*arguments: Any) -> Any:
@@ -213,7 +214,7 @@ async def test_an_import_that_the_engine_fails_gives_back_its_slot_and_the_same_
         broken.setattr(other.runner, operation, fails)
         with pytest.raises(StepFailed):
             await leaves.move_to(moved)
-    await target.status()  # behind what was freed
+    await other.check()
     assert other.runner.cache_state() == before and not other.server.state.unnamed
     await leaves.move_to(moved)
     assert await goes_on(moved) == await goes_on(stays)
