@@ -494,6 +494,9 @@ class States:
     def _keep(self, held: _Held, key: bytes, length: int, slot: int) -> bytes:
         if key:
             self.pool.keep(key, slot)
+        elif (there := held.checkpoints.get(length, b"")) in self.pool:  # it is of the same tokens
+            self.pool.give(slot)
+            key = there
         else:
             key = self._keep_own(held, slot)
         held.checkpoints[length] = key

@@ -481,6 +481,8 @@ def test_a_chunk_of_drafts_that_are_rejected_leaves_the_states_to_be_fed_again(f
         ([[1, 2], (0, prompt(40))], None, 1, (23, 23)),
         ([prompt(73), prompt(40, seed=1)], PREFIX, 5, (75, 3)),
         ([prompt(20), [1, 2, 3, 4], [1], [2]], None, 1, (25, 0)),
+        ([prompt(20), [1, 2, 3, 4], prompt(40, seed=2)], None, 2, (54, 6)),
+        ([prompt(20), [1, 2, 3, 4], prompt(40, seed=2)], PREFIX, 3, (61, 1)),
     ],
     ids=[
         "a chunk from where one is due",
@@ -488,6 +490,8 @@ def test_a_chunk_of_drafts_that_are_rejected_leaves_the_states_to_be_fed_again(f
         "a chunk from nothing",
         "a prompt that ends where one is due",
         "steps",
+        "a chunk from one that steps have left",
+        "a published chunk from one that steps have left",
     ],
 )
 def test_checkpoints_are_those_that_are_due_and_no_others(folder, steps, use, checkpoints, then):
