@@ -1,8 +1,12 @@
-"""Rows of slots as bytes, and back: states leave this process or come from elsewhere, a piece between two steps."""
+"""Rows of slots as bytes, and back: states leave this process or come from elsewhere, a piece between two steps.
+
+`SlotImages` is how `engine.states` does that. With several ranks, `engine.ranks.images` takes its place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -10,13 +14,25 @@ import torch
 from torch import Tensor
 
 from ferrum_rpc.attention.recurrent import RecurrentSlot
-from ferrum_rpc.core import STATE_TENSORS, StateLengths, StateRows
+from ferrum_rpc.core import STATE_TENSORS, StateLengths, StateRows, StateTensors
 
 Content = npt.NDArray[np.uint8]
 """[bytes]"""
 
 
-class SlotSnapshot:
+class Snapshot(Protocol):
+    """What a slot had, for a reader that takes it later, in pieces."""
+
+    lengths: StateLengths
+
+    def read(self, rows: StateRows) -> Content:
+        """A copy of those rows."""
+
+    def close(self) -> None:
+        """It is not read any more."""
+
+
+class SlotSnapshot(Snapshot):
     """What ``slot`` has now, for a reader that takes it later, in pieces. It shares the slot's tensors, and copies them
     when they are about to change. So it takes no slot, and no copy of a slot that stays as it is."""
 
@@ -27,7 +43,6 @@ class SlotSnapshot:
         slot.before_change.append(self._copy)
 
     def read(self, rows: StateRows) -> Content:
-        """A copy of those rows."""
         first, last = rows.first, rows.first + rows.rows
         if rows.tensor == "lengths":
             length, floor, folded = self.lengths
@@ -40,7 +55,6 @@ class SlotSnapshot:
         return found.flatten().view(torch.uint8).numpy()
 
     def close(self) -> None:
-        """It is not read any more."""
         if self._copy in self._slot.before_change:
             self._slot.before_change.remove(self._copy)
 
@@ -71,33 +85,53 @@ def write_rows(slot: RecurrentSlot, lengths: StateLengths, rows: StateRows, data
 
 
 def numbers_bytes(layers: int) -> int:
-    """Of what `to_file` has besides tensors."""
+    """Of what `SlotImages.to_file` has besides tensors."""
     return 4 * (2 + layers)
 
 
-def to_file(slot: RecurrentSlot) -> bytes:
-    """An image as one piece of bytes, for `from_file`."""
-    snapshot = SlotSnapshot(slot)
-    try:
-        return b"".join([snapshot.read(each).data for each in _all_rows(slot, snapshot.lengths)])
-    finally:
-        snapshot.close()
+class SlotImages:
+    """Images of slots whose states have these ``tensors``."""
 
+    def __init__(self, tensors: StateTensors) -> None:
+        self.tensors = tensors
+        own, wide = (getattr(torch, each).itemsize for each in (tensors.dtype, tensors.wide_dtype))
+        shape = tensors.shape
+        self.row_bytes = {
+            "states": shape.key_dim * shape.value_dim * wide,
+            "channels": shape.channels * own,
+            "gates": 2 * shape.value_heads * wide,
+        }
+        """Bytes of a row of `StateRows`."""
 
-def from_file(content: bytes, slot: RecurrentSlot) -> None:
-    """Make ``slot`` what `to_file` had. Raises ValueError if it is not of the slot's shapes."""
-    length, floor, *folded = np.frombuffer(content, "<u4", 2 + len(slot.folded)).tolist()
-    lengths, at = StateLengths(length, floor, tuple(folded)), numbers_bytes(len(folded))
-    for rows in _all_rows(slot, lengths)[1:]:
-        size = rows.rows * getattr(slot, rows.tensor)[0, 0].nbytes
-        write_rows(slot, lengths, rows, content[at : at + size])
-        at += size
+    def snapshot(self, slot: RecurrentSlot) -> Snapshot | None:
+        """What ``slot`` has now. None: no image can have it."""
+        return SlotSnapshot(slot)
 
+    def write(self, slot: RecurrentSlot, lengths: StateLengths, rows: StateRows, data: Content | bytes) -> None:
+        """See `write_rows`."""
+        write_rows(slot, lengths, rows, data)
 
-def _all_rows(slot: RecurrentSlot, lengths: StateLengths) -> list[StateRows]:
-    layers, journal = len(slot.folded), lengths.length - min(lengths.folded) + slot.shape.taps - 1
-    counts = 2 + layers, layers * slot.shape.value_heads, layers * journal, layers * journal
-    return [StateRows("", name, 0, count) for name, count in zip(STATE_TENSORS, counts, strict=True)]
+    def to_file(self, slot: RecurrentSlot) -> bytes | None:
+        """An image as one piece of bytes, for `from_file`. None: see `snapshot`."""
+        snapshot = self.snapshot(slot)
+        if snapshot is None:
+            return None
+        try:
+            return b"".join([snapshot.read(each).data for each in self._all_rows(snapshot.lengths)])
+        finally:
+            snapshot.close()
+
+    def from_file(self, content: bytes, slot: RecurrentSlot) -> None:
+        """Make ``slot`` what `to_file` had. Raises ValueError if it is not of the slot's shapes."""
+        length, floor, *folded = np.frombuffer(content, "<u4", 2 + self.tensors.layers).tolist()
+        lengths, at = StateLengths(length, floor, tuple(folded)), numbers_bytes(len(folded))
+        for rows in self._all_rows(lengths)[1:]:
+            size = rows.rows * self.row_bytes[rows.tensor]
+            self.write(slot, lengths, rows, content[at : at + size])
+            at += size
+
+    def _all_rows(self, lengths: StateLengths) -> list[StateRows]:
+        return [StateRows("", name, 0, self.tensors.row_count(name, lengths)) for name in STATE_TENSORS]
 
 
 def _places(journal: Sequence[int], tensor: Tensor, first: int, last: int) -> list[int]:

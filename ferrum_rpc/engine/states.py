@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from ferrum_rpc.attention.recurrent import STEP_TOKENS, RecurrentSlot
 from ferrum_rpc.attention.recurrent_steps import RecurrentSpan, RecurrentStep, RecurrentStore
 from ferrum_rpc.core import MovedStates, Span, StateRows
-from ferrum_rpc.engine.state_images import Content, SlotSnapshot, from_file, to_file, write_rows
+from ferrum_rpc.engine.state_images import Content, SlotImages, Snapshot
 from ferrum_rpc.errors import KvBlocksExhausted
 from ferrum_rpc.kv.sequence import Reservation
 from ferrum_rpc.kv.slots import SlotPool
@@ -75,16 +75,17 @@ class _OpenSpan:
 class _Leaving(NamedTuple):
     """What moves with a sequence; see `MovedStates`."""
 
-    slot: SlotSnapshot | None
-    checkpoint: SlotSnapshot | None
+    slot: Snapshot | None
+    checkpoint: Snapshot | None
 
 
 class States:
-    """The states of all sequences over the slots of ``store``. ``key_at``: see `KeyAt`; ``block_size``: that of the
-    cache, between whose blocks prefixes end."""
+    """The states of all sequences over the slots of ``store``, which leave and arrive as ``images``. ``key_at``: see
+    `KeyAt`; ``block_size``: that of the cache, between whose blocks prefixes end."""
 
-    def __init__(self, store: RecurrentStore, block_size: int, key_at: KeyAt) -> None:
+    def __init__(self, store: RecurrentStore, images: SlotImages, block_size: int, key_at: KeyAt) -> None:
         self.store = store
+        self._images = images
         self.pool = SlotPool(len(store.slots))
         self.checkpoint_tokens = max(1, CHECKPOINT_TOKENS // block_size) * block_size
         self._block_size = block_size
@@ -362,8 +363,14 @@ class States:
         states, if they can be used, and its last checkpoint. It takes no slot."""
         held = self._held[sequence]
         _, key = self._nearest(held, max(held.checkpoints, default=0))
-        slot = SlotSnapshot(self.store.slots[held.slot]) if held.usable else None
-        self._leaving[number] = _Leaving(slot, SlotSnapshot(self._checkpoint(key)) if key else None)
+        slot = self._images.snapshot(self.store.slots[held.slot]) if held.usable else None
+        try:
+            checkpoint = self._images.snapshot(self._checkpoint(key)) if key else None
+        except BaseException:
+            if slot is not None:
+                slot.close()
+            raise
+        self._leaving[number] = _Leaving(slot, checkpoint)
 
     def lengths(self, number: int) -> MovedStates:
         """Of what is held under ``number``."""
@@ -401,7 +408,7 @@ class States:
             if held.arriving not in self.pool:
                 return
             slot = self._checkpoint(held.arriving)
-        write_rows(slot, lengths, rows, data)
+        self._images.write(slot, lengths, rows, data)
 
     def _await_checkpoint(self, held: _Held, found: int, at: int) -> None:
         """Have a slot for a checkpoint that comes, unless there is a better one, or no slot."""
@@ -430,9 +437,9 @@ class States:
 
     # --- checkpoints on disk ----------------------------------------------------------------------------------------
 
-    def content_of(self, slot: int) -> bytes:
-        """The checkpoint in a slot, for `restore`."""
-        return to_file(self.store.slots[slot])
+    def content_of(self, slot: int) -> bytes | None:
+        """The checkpoint in a slot, for `restore`. None: no file can have it."""
+        return self._images.to_file(self.store.slots[slot])
 
     def restore(self, key: bytes, content: bytes) -> bool:
         """Have a checkpoint again. False: there is no slot for it."""
@@ -441,7 +448,7 @@ class States:
         except KvBlocksExhausted:
             return False
         try:
-            from_file(content, self.store.slots[slot])
+            self._images.from_file(content, self.store.slots[slot])
         except BaseException:
             self.pool.give(slot)
             raise

@@ -543,7 +543,7 @@ class StepRunner:
         if self._tier is not None and self.states is not None and len(key) in KEY_BYTES:
             self._tier.write_states(STATES + key, partial(self.states.content_of, slot))
 
-    def _kept_states(self) -> list[tuple[bytes, Callable[[], bytes]]]:
+    def _kept_states(self) -> list[tuple[bytes, Callable[[], bytes | None]]]:
         """All checkpoints that others may find, with what reads them, those used last first."""
         if self.states is None:
             return []

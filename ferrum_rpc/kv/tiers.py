@@ -152,32 +152,33 @@ class BlockFiles:
         for hashed, content in zip(new, read(list(new.values())) if new else (), strict=True):
             self._queue(hashed, content, self._size)
 
-    def write_states(self, hashed: bytes, read: Callable[[], bytes]) -> None:
-        """Queue states, unless they are there; dropped if the disk is too slow. ``read`` is called if they are not."""
+    def write_states(self, hashed: bytes, read: Callable[[], bytes | None]) -> bool:
+        """Queue states, unless they are there. ``read`` is called if they are not; None: there is nothing to write.
+        False: they are dropped, because the disk is too slow."""
         if hashed in self._there:
             self._there.move_to_end(hashed)
-            return
+            return True
         with self._lock:
             waiting = sum(map(self._there.__getitem__, self._waiting.keys() & self._there.keys()))
-        if not waiting or waiting + self._state_size <= WAITING_BYTES:
-            content = read()
+        if waiting and waiting + self._state_size > WAITING_BYTES:
+            return False
+        content = read()
+        if content is not None:
             self._queue(hashed, lambda: content, HEAD_BYTES + len(content))
+        return True
 
     def end(
         self,
         blocks: Iterable[tuple[int, bytes]],
         read: Callable[[Sequence[int]], Sequence[Content]],
         max_s: float,
-        states: Iterable[tuple[bytes, Callable[[], bytes]]] = (),
+        states: Iterable[tuple[bytes, Callable[[], bytes | None]]] = (),
     ) -> None:
         """Write these too, within ``max_s`` seconds, and wait until all is written. Must be the last call. Of
         ``states`` the keys, and what reads them: they come first, for without them their blocks are not found."""
         last = time.monotonic() + max_s
         for hashed, content in states:
-            while time.monotonic() < last:
-                self.write_states(hashed, content)
-                if hashed in self._there:
-                    break
+            while time.monotonic() < last and not self.write_states(hashed, content):
                 time.sleep(PAUSE_S)
         for block, hashed in blocks:
             while time.monotonic() < last:

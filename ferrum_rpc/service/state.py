@@ -24,7 +24,6 @@ from ferrum_rpc.errors import DeviceLost, Draining, ExecutorError, SequencesExha
 from ferrum_rpc.executor.v1.info_pb2 import (
     CAPABILITY_ADAPTERS,
     CAPABILITY_GRAMMAR,
-    CAPABILITY_KV_TRANSFER,
     CAPABILITY_KV_TRANSPORT_NIXL,
     CAPABILITY_PARK,
 )
@@ -54,9 +53,6 @@ from ferrum_rpc.service.supervisor import Supervisor
 from ferrum_rpc.wire.info import CAPABILITIES
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
-
-OF_MOVES: Final = {CAPABILITY_KV_TRANSFER, CAPABILITY_KV_TRANSPORT_NIXL, CAPABILITY_PARK}
-"""What is not offered of a model with a cache that cannot be moved."""
 
 RETRY_ELSEWHERE_S: Final = 1.0
 """What a refusal while starting or draining suggests to wait."""
@@ -132,7 +128,7 @@ class ServerState:
             *((CAPABILITY_PARK,) if self.parked.offered else ()),
             *((CAPABILITY_KV_TRANSPORT_NIXL,) if nixl is not None else ()),
         )
-        """What GetInfo says, and an item may need. GRAMMAR is added with the model, and `OF_MOVES` removed."""
+        """What GetInfo says, and an item may need. With the model GRAMMAR is added, or KV_TRANSPORT_NIXL removed."""
         self.sessions = 0
         self.watchers = 0
         self.unnamed: dict[SequenceRecord, None] = {}
@@ -157,9 +153,7 @@ class ServerState:
         if model.tokenizer_sha256:
             self.capabilities = (*self.capabilities, CAPABILITY_GRAMMAR)
         if model.state_bytes or model.latent:
-            stays = model.state_bytes and model.states is None
-            lacking = OF_MOVES if stays else {CAPABILITY_KV_TRANSPORT_NIXL}
-            self.capabilities = tuple(each for each in self.capabilities if each not in lacking)
+            self.capabilities = tuple(each for each in self.capabilities if each != CAPABILITY_KV_TRANSPORT_NIXL)
         self.limits = replace(self.limits, max_top_tokens=min(self.limits.max_top_tokens, model.vocab_size))
         cache = self.engine.cache
         self.quotas.cache(cache.total_blocks, cache.block_size, cache.total_slots)

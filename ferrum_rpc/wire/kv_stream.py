@@ -59,8 +59,6 @@ class CacheLayout:
     def of(cls, model: ModelInfo, adapter: str = "", fingerprint: bytes = b"") -> CacheLayout:
         """That of the model that is loaded, with an adapter where there is one, and then with its ``fingerprint``.
         Raises `NotSupported` for a cache that the contract cannot say."""
-        if model.state_bytes and model.states is None:
-            raise NotSupported("recurrent states that several ranks share cannot be moved or parked")
         dtype = DTYPE_BY_NAME.get(model.kv_dtype)
         if dtype is None:
             raise NotSupported(f"a cache of {model.kv_dtype} cannot be moved")

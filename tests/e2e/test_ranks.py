@@ -9,21 +9,29 @@ import socket
 import sys
 import time
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from torch.distributed import TCPStore
 
 from ferrum_rpc.client import Capability, ExecutorClient, Greedy, OutputSpec, Positions
+from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.engine.ranks.links import CUT_S
-from ferrum_rpc.errors import NotSupported
-from tests.support.checkpoints import make_checkpoint
+from ferrum_rpc.executor.v1 import kv_transfer_pb2
+from tests.e2e.test_moved_states import ALL, LAST, PROMPT, fed, goes_on
+from tests.support.checkpoints import RECURRENT_SHAPE, make_checkpoint
 from tests.support.clients import text
 from tests.support.exposition import fetch, series, value
 from tests.support.netns import missing, network
 from tests.support.process import ServerProcess, environment, free_port, running, runs
+from tests.support.serving import serve_model
+from tests.support.transfers import brought, chunks_of, exported, header, imported
 from tests.support.waiting import until
+from tests.support.wiring import prefill, release
 
 PROMPTLY_S = 30.0
 """Much less than the 120 s that ranks wait for each other. It takes a second on an idle machine, and took 12 on one
@@ -217,15 +225,81 @@ async def test_states_and_latents_of_two_ranks_give_the_texts_of_one(tmp_path: P
         assert await life(two) == await life(one)
         infos = [await each.info() for each in (two, one)]
         assert infos[0].model.state_bytes == infos[1].model.state_bytes
-        moves = Capability.KV_TRANSFER in infos[0].capabilities
-        assert moves == (family == "deepseek_v3") and Capability.KV_TRANSFER in infos[1].capabilities
+        assert all(Capability.KV_TRANSFER in each.capabilities for each in infos)
         async with two.sequence() as sequence:
             await sequence.prefill([1, 2, 3])
-            if moves:
-                await sequence.export_to(tmp_path / "cache")
-            else:
-                with pytest.raises(NotSupported):
-                    await sequence.export_to(tmp_path / "cache")
+            await sequence.export_to(tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def with_states(tmp_path_factory: pytest.TempPathFactory) -> ModelSettings:
+    folder = make_checkpoint(tmp_path_factory.mktemp("qwen3_5"), "qwen3_5", **RECURRENT_SHAPE)
+    cache: dict[str, Any] = {"block_size": 4, "kv_blocks": 200, "state_slots": 6}
+    return ModelSettings(str(folder), device="cpu", dtype="bfloat16", **cache)
+
+
+async def test_sequences_with_states_move_between_two_ranks_and_one(with_states: ModelSettings, tmp_path: Path) -> None:
+    """What left two ranks and came back has the bits of what stayed. Rows of one rank are equal within rounding."""
+    ranks = replace(with_states, tensor_parallel=2)
+    async with (
+        serve_model(ranks, park_dir=tmp_path / "parked") as two,
+        serve_model(with_states) as one,
+        ExecutorClient(two.target) as source,
+        ExecutorClient(one.target) as target,
+    ):
+        assert {Capability.KV_TRANSFER, Capability.PARK} <= (await source.info()).capabilities
+        stays, parks, leaves = [await fed(source) for _ in range(3)]
+        for each in (stays, parks, leaves):
+            await each.truncate(each.length - 2)
+            await each.verify([0, 5], ALL)
+        back, filed, passing, there = source.sequence(), source.sequence(), target.sequence(), target.sequence()
+        await leaves.export_to(tmp_path / "file")
+        await leaves.move_to(passing)
+        await passing.move_to(back)
+        await filed.import_from(tmp_path / "file")
+        await parks.park()
+        await there.import_from(tmp_path / "file")
+        wanted = await goes_on(stays)
+        for each in (back, filed, parks):
+            assert await goes_on(each) == wanted
+        rows = [np.frombuffer(each, np.float32) for each in (wanted, await goes_on(there))]
+        np.testing.assert_allclose(rows[1], rows[0], atol=0.1)
+        for each in (stays, back, filed, parks, there):
+            await each.truncate(98)
+        answers = [await each.decode(4, LAST) for each in (stays, back, filed, parks, there)]
+        for each in answers[1:]:
+            assert each.recomputed_tokens == 2, "from the checkpoint on, which moved"
+            np.testing.assert_allclose(each.logits, answers[0].logits, atol=0.1)
+        await source.release([stays, back, filed, parks])
+        await target.release([there])
+        for served in (one, two):
+            await served.check()
+            assert served.runner.cache_state().free_slots == with_states.state_slots
+
+
+async def test_an_import_to_two_ranks_that_is_cut_off_and_given_up_leaves_no_slot_taken(
+    with_states: ModelSettings,
+) -> None:
+    async with serve_model(replace(with_states, tensor_parallel=2)) as served:
+        frames = await exported(served, handle := await prefill(served, PROMPT))
+        await release(served, handle)
+        free = served.runner.cache_state().free_slots
+        sent = [header(frames[0].layout), *brought(chunks_of(frames))]
+        for count in range(1, len(sent), 3):
+            call = served.transfer.ImportKv()
+            sent[0].header.request_id = f"cut off {count}"
+            for frame in sent[:count]:
+                await call.write(frame)
+            await until(lambda: served.runner.cache_state().free_slots < free)
+            call.cancel()
+            given_up = kv_transfer_pb2.ImportKvHeader(request_id=sent[0].header.request_id, abandon=True)
+            await imported(served, kv_transfer_pb2.ImportKvRequest(header=given_up))
+            assert served.runner.cache_state().free_slots == free
+        sent[0].header.request_id = "whole"
+        answer = await imported(served, *sent)
+        await release(served, answer.handle)
+        await served.reset()
+        await served.check()
 
 
 def resident_bytes(pid: int) -> int:

@@ -355,6 +355,13 @@ def test_states_are_files_of_any_size_beside_their_blocks(tmp_path):
     assert not names(tmp_path)
 
 
+def test_states_that_no_file_can_have_are_not_waited_for(tmp_path):
+    files = with_states(tmp_path)
+    assert files.write_states(states_of(0), lambda: None)
+    files.end([], contents, 3600, [(states_of(0), lambda: None), (states_of(1), lambda: b"last")])
+    assert [states_of(number) in files for number in range(2)] == [False, True]
+
+
 def test_states_count_as_what_they_take_and_give_way_like_blocks(tmp_path):
     files = with_states(tmp_path, blocks=4)
     for number in range(3):

@@ -14,6 +14,7 @@ from ferrum_rpc.attention.recurrent_steps import RecurrentStore
 from ferrum_rpc.core import RecurrentShape
 from ferrum_rpc.engine.cuda.select import select_compute
 from ferrum_rpc.engine.operations import TorchRunner
+from ferrum_rpc.engine.state_images import SlotImages
 from ferrum_rpc.engine.states import States
 from tests.support.fixtures import PlannedTorch
 from tests.support.rerun import Rerun
@@ -56,6 +57,7 @@ def as_on_a_gpu(plain: TorchRunner, stage: Any) -> tuple[TorchRunner, Rerun]:
     with plain.context():
         attention: Any = PlannedTorch(model.attention_specs, plain.store.keys, plain.store.values)
         _, compute = select_compute(model, attention, capture=capture, **options)
-    states = States(slots, size, plain.kv.checkpoint_key)
+    assert plain.info.states is not None
+    states = States(slots, SlotImages(plain.info.states), size, plain.kv.checkpoint_key)
     given: Any = {"info": plain.info, "device": plain.device, "stage": stage, "compute": compute, "states": states}
     return TorchRunner(model, plain.kv, plain.store, attention, **given), capture

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from ferrum_rpc.attention.recurrent import RecurrentSlot
 from ferrum_rpc.config import ModelSettings
 from ferrum_rpc.core import (
     PREFIX,
@@ -54,13 +55,21 @@ OF_A_LIAR = PREFIX._replace(caller=bytes([1] * 16))
 """As what a caller computes that imports forged content."""
 
 
-FAMILIES: dict[str, dict[str, Any]] = {"qwen3_5": SHAPE, "qwen3_next": SHAPE | {"num_experts_per_tok": 8}}
-"""By name, what is said of a model. All experts compute every row, for rounding may send one to another expert."""
+FOUR: dict[str, Any] = {"vocab_size": 400, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""What four ranks can share."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5": SHAPE,
+    "qwen3_next": SHAPE | {"num_experts_per_tok": 8},
+    **{f"qwen3_5, {heads} key heads": SHAPE | FOUR | {"linear_num_key_heads": heads} for heads in (2, 4)},
+}
+"""By name, what is said of a model; the name begins with its family. All experts compute every row, for rounding may
+send one to another expert."""
 
 
 @cache
 def reference(family: str) -> Any:
-    return make_model(family, **FAMILIES[family])
+    return make_model(family.partition(",")[0], **FAMILIES[family])
 
 
 @cache
@@ -133,6 +142,15 @@ class World:
             self.fails_at = (rank, stage, left) if left else None
             if not left:
                 raise Sabotage
+
+    def slots(self) -> list[RecurrentSlot]:
+        """Those of all ranks, which have done all that they were sent."""
+        stores = [self.runner.states.store]
+        if self.ranked is not None:
+            self.ranked.ranks.ask("halt")
+            phases: list[Any] = [each.phase for each in self.ranked.followers]
+            stores += [each.slots.store for each in phases]
+        return [slot for store in stores for slot in store.slots]
 
     def close(self) -> None:
         """End its ranks."""

@@ -125,7 +125,7 @@ TABLE = {
     "engine.ranks": Floor(
         "config core errors kv.store models attention sampling sampling.transfer distributed "
         "distributed.group engine.memory engine.channel engine.compute engine.cuda engine.assembly engine.adapters "
-        "engine.ranks.world",
+        "engine.ranks.world engine.state_images",
         "numpy torch structlog",
     ),
     "engine.assembly.build": Floor(

@@ -4,6 +4,7 @@ again, bits are those of a sequence that stayed, and nobody else finds what was 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,16 @@ def small_distances(monkeypatch):
     monkeypatch.setattr(states, "CHECKPOINT_TOKENS", EVERY)
 
 
-def test_a_sequence_that_moves_has_the_bits_of_one_that_stays_at_every_length(folder):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sequence_that_moves_has_the_bits_of_one_that_stays_at_every_length(folder, ranks):
     """Also after a truncation to any length within the last step."""
-    here, there, dice = Bits(folder), Bits(folder), np.random.default_rng(5)
+    here, there = (Bits(folder, tensor_parallel=ranks) for _ in range(2))
+    with closing(here.world), closing(there.world):
+        check_moves(here, there)
+
+
+def check_moves(here: Bits, there: Bits) -> None:
+    dice = np.random.default_rng(5)
     made = here.world.made([1], prefix=None)
     here.rows(made)
     stays, lengths = made.sequence, set()
@@ -176,8 +184,13 @@ CHANGES: dict[str, Callable[[World, int], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("cut", [0, 1], ids=["whole", "cut"])
-def test_an_export_reads_the_states_of_the_moment_at_which_it_began(folder, change, cut):
-    world = World(folder)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_export_reads_the_states_of_the_moment_at_which_it_began(folder, change, cut, ranks):
+    with closing(World(folder, tensor_parallel=ranks)) as world:
+        check_moment(world, cut, CHANGES[change])
+
+
+def check_moment(world: World, cut: int, change: Callable[[World, int], object]) -> None:
     sequence = fed(world, TOKENS[:30], [1, 2, 3])
     world.truncate(sequence, 33 - cut)
     now, later = 98, 99
@@ -189,11 +202,11 @@ def test_an_export_reads_the_states_of_the_moment_at_which_it_began(folder, chan
     world.do("close_states", now)
     first, half = wanted[: len(wanted) // 2], len(wanted) // 2
     assert same(first, world.pieces(later, lengths)[:half])
-    CHANGES[change](world, sequence)
+    change(world, sequence)
     assert world.do("state_lengths", later) == lengths
     assert same(wanted, world.pieces(later, lengths))
     world.do("close_states", later)
-    assert not any(each.before_change for each in world.runner.states.store.slots)
+    assert not any(each.before_change for each in world.slots())
     world.check()
 
 

@@ -81,8 +81,7 @@ prompts = st.tuples(st.integers(0, 1), st.integers(1, 90), st.integers(0, VOCABU
 
 
 class Histories(RuleBasedStateMachine):
-    """Prompts share their beginnings, so some are found in the prefix cache. Slots are few. States of several ``ranks``
-    do not move."""
+    """Prompts share their beginnings, so some are found in the prefix cache. Slots are few."""
 
     folder: Any = None
     family = "qwen3_5"
@@ -183,7 +182,7 @@ class Histories(RuleBasedStateMachine):
             if again:
                 world.step(*spans)
 
-    @precondition(lambda self: self.world.has and self.ranks == 1)
+    @precondition(lambda self: self.world.has)
     @rule(data=st.data(), use=st.sampled_from([None, PREFIX, IMPORTED]), stays=st.booleans())
     def move(self, data, use, stays):
         """An export and an import, or with the sequence gone between, as if it was parked."""
@@ -203,7 +202,6 @@ class Histories(RuleBasedStateMachine):
             assert "needed_blocks" in error.metadata or not state.free_slots
             assert self.world.runner.cache_state().free_blocks == state.free_blocks
 
-    @precondition(lambda self: self.ranks == 1)
     @rule(tokens=prompts, at=st.integers(0, 90), journal=st.booleans())
     def forge(self, tokens, at, journal):
         """A caller imports what is not a number anywhere: nobody else may have anything of it."""

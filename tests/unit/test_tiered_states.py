@@ -36,23 +36,27 @@ def searched(world: World, tokens: list[int], prefix=PREFIX) -> int:
     return computed(world, tokens, prefix)
 
 
-def test_after_a_restart_a_prompt_is_computed_from_its_last_checkpoint_on(folder, tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_a_restart_a_prompt_is_computed_from_its_last_checkpoint_on(folder, tmp_path, ranks):
     """All checkpoints and blocks that others may find are written at the end."""
-    world = tiered(folder, tmp_path, slots=30)
+    world = tiered(folder, tmp_path, slots=30, tensor_parallel=ranks)
     fed(world, TOKENS, prefix=PREFIX)
     fed(world, prompt(100, seed=4))
     world.end()
-    world = tiered(folder, tmp_path, slots=30)
+    world.close()
+    world = tiered(folder, tmp_path, slots=30, tensor_parallel=ranks)
     assert searched(world, [*TOKENS, 1]) == 5
     assert world.runner.states.pool.checkpoints == 1
     assert searched(world, [*TOKENS[:80], 1, 2]) == 80 + 2 - 72
     assert searched(world, prompt(100, seed=4)) == 100
     assert searched(world, TOKENS, PREFIX._replace(salt=b"other")) == 100
     world.end()
+    world.close()
 
 
-def test_a_checkpoint_that_gave_way_comes_back(folder, tmp_path):
-    world = tiered(folder, tmp_path, slots=6)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_that_gave_way_comes_back(folder, tmp_path, ranks):
+    world = tiered(folder, tmp_path, slots=6, tensor_parallel=ranks)
     prompts = [prompt(100, seed) for seed in range(4)]
     for each in prompts:
         assert computed(world, each) == 100
@@ -64,6 +68,7 @@ def test_a_checkpoint_that_gave_way_comes_back(folder, tmp_path):
     world.do("forget_prefixes")
     assert searched(world, TOKENS) == 100
     world.end()
+    world.close()
 
 
 def test_what_a_caller_imported_is_found_by_it_alone_after_a_restart(folder, tmp_path):

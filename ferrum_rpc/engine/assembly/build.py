@@ -54,12 +54,13 @@ from ferrum_rpc.engine.memory import free_memory, total_memory
 from ferrum_rpc.engine.operations import TorchRunner
 from ferrum_rpc.engine.ranks.adapters import RankedAdapters
 from ferrum_rpc.engine.ranks.compute import RankedCompute, RankedStore
+from ferrum_rpc.engine.ranks.images import RankedImages
 from ferrum_rpc.engine.ranks.leader import Ranks
 from ferrum_rpc.engine.ranks.links import assemble
 from ferrum_rpc.engine.ranks.setup import Groups, Setup, make_cache, make_slots
 from ferrum_rpc.engine.ranks.states import RankedSlots
 from ferrum_rpc.engine.ranks.world import ranks_here
-from ferrum_rpc.engine.state_images import numbers_bytes
+from ferrum_rpc.engine.state_images import SlotImages, numbers_bytes
 from ferrum_rpc.engine.states import States
 from ferrum_rpc.engine.step import Stage
 from ferrum_rpc.errors import InvalidRequest
@@ -151,7 +152,12 @@ def _assemble(
     if config.adapter_dir is not None:
         loras, adapters = _adapters(config, model, info.fingerprint, reasons, sharing)
     kv = KvManager(blocks + 1, config.block_size, config.block_order, info.fingerprint)
-    states = None if slots is None else States(slots, config.block_size, kv.checkpoint_key)
+    states = None
+    if slots is not None and info.states is not None:
+        images = SlotImages(info.states)
+        if sharing:
+            images = RankedImages(info.states, ranks=sharing.ranks, shard=sharing.setup.shard)
+        states = States(slots, images, config.block_size, kv.checkpoint_key)
     info, pool = _grammars(choices, info, reasons)
     compute, depth = Compute(model, attention, loras), 1
     blocks_per_sequence = min(blocks, -(-info.max_context // config.block_size))

@@ -108,9 +108,9 @@ class Choices:
 
     @property
     def state_tensors(self) -> StateTensors | None:
-        """What such a slot is made of; None: the model keeps no states, or ranks share them, so that they stay."""
-        layers, dtype = self.facts.recurrent, self.facts.dtype
-        if not layers or self.config.ranks > 1:
+        """What such a slot is made of, on all ranks together; None: the model keeps no states."""
+        layers, dtype = self.facts.all_recurrent, self.facts.dtype
+        if not layers:
             return None
         own, wide = (str(each).removeprefix("torch.") for each in (dtype, torch.promote_types(dtype, torch.float32)))
         return StateTensors(layers[0], len(layers), own, wide, STEP_TOKENS)
@@ -311,7 +311,6 @@ def _check_cache(config: ModelSettings, spec: ModelSpec, device: torch.device) -
     for asked, what in (
         (device.type != "cpu" and config.ranks > 1, f"by several ranks on {device.type}"),
         (config.pipeline_parallel > 1 and not latent, "in stages of a pipeline"),
-        (config.ranks > 1 and config.kv_tier_dir is not None and not latent, "by several ranks with --kv-tier-dir"),
         (config.kv_dtype in ROUNDED and latent, f"with a cache in {config.kv_dtype}"),
     ):
         if asked:

@@ -30,6 +30,7 @@ from ferrum_rpc.engine.channel import Channel
 from ferrum_rpc.engine.compute import AdaptedRows, clear_frames
 from ferrum_rpc.engine.cuda.select import record_on_ranks, stage_compute
 from ferrum_rpc.engine.memory import used_memory
+from ferrum_rpc.engine.ranks.images import FollowingImages
 from ferrum_rpc.engine.ranks.messages import ABORT, END, END_S, HEARTBEAT_S
 from ferrum_rpc.engine.ranks.placing import cuda_devices
 from ferrum_rpc.engine.ranks.setup import CUDA, Groups, Setup, make_cache, make_slots
@@ -43,9 +44,9 @@ from ferrum_rpc.sampling.rows import RowRequest
 Stage = Callable[[str], None]
 
 
-AFTER_FAILURE: Final = ("halt", "renew", "adapter", "states")
+AFTER_FAILURE: Final = ("halt", "renew", "adapter", "states", "images")
 """Requests that a rank carries out even after a failure. Those for adapters are independent of steps, and those for
-states are of slots whose content the failed step did not change."""
+states and their images are of slots whose content the failed step did not change."""
 
 
 class Follower:
@@ -201,6 +202,7 @@ class Working(Phase):
         self.facts = self.kv.block_bytes
         made = make_slots(loaded.choices, slots)
         self.slots = None if made is None else FollowingSlots(made)
+        self._images = None if self.slots is None else FollowingImages(self.slots)
         self._adapters: Adapters | None = None
         self._saved: dict[int, Saved] = {}
 
@@ -283,6 +285,17 @@ class Working(Phase):
             getattr(self.slots, method)(*arguments)
         except Exception as error:
             raise DeviceLost(f"a slot for recurrent states could not be changed ({type(error).__name__})") from error
+
+    def images(self, method: str, *arguments: Any) -> Any:
+        """Do what a method of `FollowingImages` does. Its error is an answer and does not fail a step."""
+        try:
+            if method != "close":
+                self._reach("images")
+            return getattr(self._images, method)(*arguments)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            return StepFailed(f"states could not be moved ({type(error).__name__}); nothing changed")
 
     def cache(self, method: str, *arguments: Any) -> Any:
         """Do what a method of `KvStore` does."""

@@ -73,14 +73,14 @@ class FollowingSlots:
 
     def copy(self, source: SlotNumbers, into: int, length: int) -> None:
         """See `RecurrentStore.copy`."""
-        self.store.copy(self._slot(source), self.store.slots[into], length)
+        self.store.copy(self.slot(source), self.store.slots[into], length)
 
     def begin(self, numbers: StepNumbers) -> RecurrentStep:
         """The same step over its own slots."""
         slots, spans = self.store.slots, list[RecurrentSpan]()
         for source, into, start, tokens, keep in numbers.spans:
             kept = [(length, None if each is None else slots[each]) for length, each in keep]
-            spans.append(RecurrentSpan(self._slot(source), slots[into], start, tokens, kept))
+            spans.append(RecurrentSpan(self.slot(source), slots[into], start, tokens, kept))
         self._step = step = self.store.begin(spans)
         step.number = numbers.number
         return step
@@ -91,7 +91,8 @@ class FollowingSlots:
         if step is not None and step.number == number:
             self.store.undo(step)
 
-    def _slot(self, numbers: SlotNumbers) -> RecurrentSlot:
+    def slot(self, numbers: SlotNumbers) -> RecurrentSlot:
+        """The slot, of these lengths."""
         if numbers.number < 0:
             return self.store.empty
         slot = self.store.slots[numbers.number]

@@ -33,7 +33,7 @@ class Recurrent:
         if not self.by_heads:
             heads, values = Channels(shape.value_heads), Channels(shape.value_heads, shape.value_dim)
             names = tuple(prefix + each for each in by_parts)
-            return Matrix("inputs", (*self._convolved(), values, heads, heads), hidden, names, cut=Cut.ROWS)
+            return Matrix("inputs", (*convolved(shape), values, heads, heads), hidden, names, cut=Cut.ROWS)
         keys, sharing = Channels(shape.key_heads, shape.key_dim), shape.value_heads // shape.key_heads
         values, numbers = Channels(shape.key_heads, sharing * shape.value_dim), Channels(shape.key_heads, sharing)
         rows, names = (keys, keys, values, values, numbers, numbers), (f"{prefix}qkvz", f"{prefix}ba")
@@ -48,7 +48,7 @@ class Recurrent:
         shape, heads = self.shape, (self.shape.value_heads,)
         rows = (Channels(shape.value_heads),)
         return (
-            Floats("taps", "linear_attn.conv1d.weight", (shape.channels, 1, shape.taps), self._convolved()),
+            Floats("taps", "linear_attn.conv1d.weight", (shape.channels, 1, shape.taps), convolved(shape)),
             Floats("decay", "linear_attn.A_log", heads, rows),
             Floats("shift", "linear_attn.dt_bias", heads, rows),
             Floats("out_norm", "linear_attn.norm.weight", (shape.value_dim,)),
@@ -71,8 +71,8 @@ class Recurrent:
             return f"linear_num_key_heads {shape.key_heads} must be a multiple of it, or the other way round"
         return ""
 
-    def _convolved(self) -> tuple[Channels, Channels, Channels]:
-        """Query, key and value."""
-        shape = self.shape
-        keys = Channels(shape.key_heads, shape.key_dim)
-        return keys, keys, Channels(shape.value_heads, shape.value_dim)
+
+def convolved(shape: RecurrentShape) -> tuple[Channels, Channels, Channels]:
+    """The channels of the convolution: query, key and value."""
+    keys = Channels(shape.key_heads, shape.key_dim)
+    return keys, keys, Channels(shape.value_heads, shape.value_dim)
