@@ -213,6 +213,21 @@ class States:
             self.rollback(sequence)
             raise
 
+    def refusal(self, group: Iterable[Span]) -> KvBlocksExhausted:
+        """Of spans that are to run together, when `reserve` has refused one of them and the others are not rolled back
+        yet. ``free_slots`` are those that they could have."""
+        had = needed = 0
+        for span in group:
+            opened, held = self._open.get(span.sequence), self._held.get(span.sequence)
+            if opened is not None:
+                had += opened.taken
+            else:
+                few = len(span.tokens) <= STEP_TOKENS
+                needed += held is None or not (few and held.usable and self.store.slots[held.slot].reaches(span.start))
+        metadata = {"needed_slots": had + needed, "free_slots": had}
+        message = f"{had} slots for recurrent states are free, of {had + needed} that the items need together"
+        return KvBlocksExhausted(message, metadata=metadata)
+
     def _take_into(self, opened: _OpenSpan) -> int:
         """A slot for a span: that of the checkpoint from which it starts before that of one that another needs."""
         try:

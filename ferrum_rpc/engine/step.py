@@ -375,6 +375,8 @@ class StepRunner:
                         copied = True
                 except ExecutorError as error:
                     group = next((each for each in step.atomic if index in each), range(index, index + 1))
+                    if states is not None and len(group) > 1 and "needed_slots" in error.metadata:
+                        error = states.refusal([step.spans[each] for each in group])
                     error.position = index - group.start
                     for member in group:
                         refused[member] = error

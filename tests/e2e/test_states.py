@@ -112,6 +112,10 @@ async def test_without_a_slot_a_sequence_is_refused_and_the_next_one_comes(serve
             await client.sequence().prefill([1])
         assert refused.value.metadata == {"needed_slots": "1", "free_slots": "0"}
         await held[0].release()
+        frame = [held[1].item([4]), *(client.sequence().item([1, 2]) for _ in range(3))]
+        with pytest.raises(KvBlocksExhausted) as refused:
+            await client.forward(frame, all_or_nothing=True)
+        assert {"needed_slots": "3", "free_slots": "1"}.items() <= refused.value.metadata.items()
         await client.sequence().prefill([1])
 
 

@@ -637,6 +637,36 @@ def test_without_a_slot_a_sequence_is_refused_and_says_why(folder):
     assert [each.length for each in world.step(world.span(first.sequence, prompt(40)))] == [9 + 32 + 40]
 
 
+@pytest.mark.parametrize("slots", [3, 4, 5])
+def test_a_group_that_is_refused_says_how_many_slots_it_needs_and_how_many_it_could_have(folder, slots):
+    """Two creations, a fork and a chunk need one each, and a step of few tokens none."""
+    world = World(folder, slots=slots)
+    first, second = fed(world, prompt(9)), fed(world, prompt(9))
+    group = [
+        world.made(prompt(5)),
+        world.span(first, [1]),
+        world.made(prompt(40)),
+        world.fork(second, [2], 9),
+        world.span(second, prompt(40)),
+    ]
+    alone, before = world.made(prompt(9, seed=1)), world.runner.cache_state()
+    *refused, made = world.do("forward", Step((*group, alone), (range(5),))).outcomes
+    [error] = set(refused)
+    assert error.metadata == {"needed_slots": "4", "free_slots": str(slots - 2)}
+    assert error.position == {3: 0, 4: 2, 5: 4}[slots]
+    assert isinstance(made, SpanResult) and world.runner.cache_state().free_slots == before.free_slots - 1
+    world.do("release", [alone.sequence])
+    if slots == 5:
+        assert all(isinstance(each, SpanResult) for each in world.step(*group[:-1])), "without the chunk"
+
+
+def test_a_group_that_lacks_blocks_does_not_name_slots(folder):
+    world = World(folder, blocks=20)
+    group = [world.made(prompt(9)), world.made(prompt(90))]
+    one, other = world.do("forward", Step(tuple(group), (range(2),))).outcomes
+    assert one is other and "needed_blocks" in one.metadata and "needed_slots" not in one.metadata
+
+
 @pytest.mark.parametrize("tokens", [5, 60])
 def test_a_prompt_begins_in_the_slot_of_the_checkpoint_that_it_begins_at_if_it_is_the_last(
     folder, usual_distances, tokens
