@@ -229,16 +229,27 @@ def test_a_rank_that_fails_to_move_states_fails_that_operation_alone(folder, ran
         world.step(world.span(comes, [3]), world.span(sequence, [3]))
 
 
+def test_where_a_rank_has_no_snapshot_the_others_keep_none(cuttable):
+    with closing(World(**cuttable, tensor_parallel=4)) as world:
+        sequence = fed(world, TOKENS[:20], [1, 2])
+        refused = pytest.raises(StepFailed, match="rank 2 on thread 2: states could not be moved")
+        with refused, world.failing("images", 1, 2):
+            world.taken(sequence)
+        assert not any(each.before_change for each in world.slots())
+        world.taken(sequence)
+
+
 def test_an_import_that_does_not_fit_changes_no_rank(folder):
     with closing(World(folder, tensor_parallel=2)) as world:
         taken = world.taken(fed(world, TOKENS[:30], [1, 2]))
-        slot, [(rows, data), *_] = taken.states.slot, taken.pieces
-        for wrong, more in (
-            (slot, data[:-4]),
-            (slot, np.append(data, data[:4])),
-            (slot._replace(folded=slot.folded[:1]), data),
-            (slot._replace(folded=(-99, 0)), data),
-        ):
+        slot, firsts = taken.states.slot, {rows.tensor: (rows, data) for rows, data in reversed(taken.pieces)}
+        assert list(firsts) == ["gates", "channels", "states"]
+        wrongs = [
+            (slot, rows, more) for rows, data in firsts.values() for more in (data[:-4], np.append(data, data[:4]))
+        ]
+        rows, data = firsts["states"]
+        wrongs += [(slot._replace(folded=folded), rows, data) for folded in (slot.folded[:1], (-99, 0))]
+        for wrong, rows, more in wrongs:
             states_of = taken.states._replace(slot=wrong)
             with pytest.raises(StepFailed):
                 world.bring(taken._replace(states=states_of, pieces=[(rows, more)]), None)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,17 +26,16 @@ from ferrum_rpc.models.shard import Shard
 
 
 class RowsOfRanks:
-    """How so many ``ranks`` share rows of these ``tensors``: heads of states, and columns of all others."""
+    """How so many ``ranks`` share rows of these ``tensors``: whole rows of states, and of all others some columns."""
 
     def __init__(self, tensors: StateTensors, ranks: int) -> None:
         shape = tensors.shape
         self._heads, self._each = shape.value_heads, shape.value_heads // ranks
-        gates = np.arange(2 * shape.value_heads).reshape(2, ranks, -1)
-        self._columns = {
-            "channels": [_columns(convolved(shape), Shard(rank, ranks)) for rank in range(ranks)],
-            "gates": [gates[:, rank].ravel() for rank in range(ranks)],
-        }
-        self._width = {"states": 1, "channels": shape.channels, "gates": 2 * shape.value_heads}
+        gates = Channels(shape.value_heads), Channels(shape.value_heads)
+        parts: dict[str, tuple[Channels, ...]] = {"channels": convolved(shape), "gates": gates}
+        shards = [Shard(rank, ranks) for rank in range(ranks)]
+        self._columns = {name: [_columns(each, shard) for shard in shards] for name, each in parts.items()}
+        self._width = {name: sum(each.size for each in rows) for name, rows in parts.items()}
 
     def of(self, rank: int, rows: StateRows) -> StateRows:
         """Those of them of which the rank has a part, as rows of its own."""
@@ -47,37 +45,50 @@ class RowsOfRanks:
         return rows._replace(first=first, rows=last - first)
 
     def cut(self, rank: int, rows: StateRows, content: Content) -> bytes:
-        """The rank's part. Raises ValueError if ``content`` is not of so many rows."""
-        part: Content = content.reshape(rows.rows, self._width[rows.tensor], -1)[self._part(rank, rows)]
+        """The rank's part of their ``content``."""
+        whole = content.reshape(rows.rows, -1)
+        if rows.tensor == "states":
+            part: Content = whole[self._own_heads(rank, rows)]
+        else:
+            part = np.concatenate([whole[:, each] for each in self._bytes(rank, rows.tensor, whole.shape[1])], 1)
         return part.tobytes()
 
     def join(self, rows: StateRows, row_bytes: int, parts: Mapping[int, Content]) -> Content:
         """The rows, of the ``parts`` of the ranks that have any. Where ranks have the same, the last one's count."""
-        width = self._width[rows.tensor]
-        joined = np.empty((rows.rows, width, row_bytes // width), np.uint8)
+        joined = np.empty((rows.rows, row_bytes), np.uint8)
         for rank, part in parts.items():
-            places = self._part(rank, rows)
-            joined[places] = part.reshape(joined[places].shape)
+            if rows.tensor == "states":
+                joined[self._own_heads(rank, rows)] = part.reshape(-1, row_bytes)
+                continue
+            own, behind = part.reshape(rows.rows, -1), 0
+            for place in self._bytes(rank, rows.tensor, row_bytes):
+                count = place.stop - place.start
+                joined[:, place] = own[:, behind : behind + count]
+                behind += count
         return joined.reshape(-1)
 
-    def _part(self, rank: int, rows: StateRows) -> Any:
-        if rows.tensor != "states":
-            return slice(None), self._columns[rows.tensor][rank]
-        return np.arange(rows.first, rows.first + rows.rows) % self._heads // self._each == rank
+    def _own_heads(self, rank: int, rows: StateRows) -> npt.NDArray[np.bool_]:
+        own: npt.NDArray[np.bool_] = np.arange(rows.first, rows.first + rows.rows) % self._heads // self._each == rank
+        return own
+
+    def _bytes(self, rank: int, tensor: str, row_bytes: int) -> list[slice]:
+        """Of a row of the whole model, what the rank has, in its own order."""
+        size = row_bytes // self._width[tensor]
+        return [slice(first * size, end * size) for first, end in self._columns[tensor][rank]]
 
     def _heads_before(self, rank: int, row: int) -> int:
         layer, head = divmod(row, self._heads)
         return layer * self._each + min(max(head - rank * self._each, 0), self._each)
 
 
-def _columns(parts: Sequence[Channels], shard: Shard) -> npt.NDArray[np.intp]:
-    """Which channels a rank has, in its own order."""
-    columns, behind = list[int](), 0
+def _columns(parts: Sequence[Channels], shard: Shard) -> list[tuple[int, int]]:
+    """Which columns a rank has of parts that lie side by side, in its own order: the first ones, and the ends."""
+    columns, behind = list[tuple[int, int]](), 0
     for part in parts:
         first, end = shard.share(part)
-        columns += range(behind + first, behind + end)
+        columns.append((behind + first, behind + end))
         behind += part.size
-    return np.array(columns)
+    return columns
 
 
 class RankedSnapshot(Snapshot):
@@ -108,7 +119,11 @@ class RankedImages(SlotImages):
 
     def snapshot(self, slot: RecurrentSlot) -> Snapshot | None:
         number = next(self._numbers)
-        others = self._ranks.ask("images", "hold", number, SlotNumbers(slot.number, slot.length, slot.floor))
+        try:
+            others = self._ranks.ask("images", "hold", number, SlotNumbers(slot.number, slot.length, slot.floor))
+        except BaseException:
+            self.close(number)  # others than the rank that failed have one
+            raise
         made = RankedSnapshot(SlotSnapshot(slot), number, self)
         if all(each == made.lengths for each in others):
             return made
@@ -131,6 +146,8 @@ class RankedImages(SlotImages):
 
     def write(self, slot: RecurrentSlot, lengths: StateLengths, rows: StateRows, data: Content | bytes) -> None:
         content, answers = np.frombuffer(data, np.uint8), list[Answer]()
+        if len(content) != (size := rows.rows * self.row_bytes[rows.tensor]):
+            raise ValueError(f"{rows.rows} rows of {rows.tensor} have {size} bytes, not {len(content)}")
         for rank, part in self._parts(rows).items():
             own = self._rows.cut(rank, rows, content)
             if rank:
