@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ferrum_rpc.core import RecurrentShape
 
-COLUMNS = 32
+COLUMNS = 64
 """Columns of a head's state that a program has."""
 
-WARPS = 4
+WARPS = 8
 
 JOURNALED = 1024
 """Channels of a program that writes the journal."""
@@ -137,15 +137,11 @@ def step_kernel(
             own = (channels + (first + at - start) * stride).to(tl.int64)
             old = (journal + ((at % rows + rows) % rows) * CHANNELS).to(tl.int64)
             row = tl.where(at >= start, own, old).to(tl.pointer_type(channels.dtype.element_ty))[:, None]
-            query = tl.sum(
-                tl.load(row + of_query[None, :], mask=keys_held, other=0.0).to(tl.float32) * query_weights, 0
-            )
             keys = tl.sum(tl.load(row + of_key[None, :], mask=keys_held, other=0.0).to(tl.float32) * key_weights, 0)
             value = tl.sum(
                 tl.load(row + of_value[None, :], mask=values_held, other=0.0).to(tl.float32) * value_weights, 0
             )
-            query, keys, value = query * tl.sigmoid(query), keys * tl.sigmoid(keys), value * tl.sigmoid(value)
-            query = query / tl.sqrt(tl.sum(query * query, 0) + EPSILON) / tl.sqrt(tl.full([], KEY_DIM, tl.float32))
+            keys, value = keys * tl.sigmoid(keys), value * tl.sigmoid(value)
             keys = keys / tl.sqrt(tl.sum(keys * keys, 0) + EPSILON)
             new = position >= start
             here = (first + position - start) * VALUE_HEADS + head
@@ -156,9 +152,15 @@ def step_kernel(
             state = state * tl.exp(decay)
             answer = tl.sum(state * keys[:, None], 0)
             state = state + keys[:, None] * ((value - answer) * written)[None, :]
-            tl.store(states, state, mask=held & (position == floor - 1))
-            read = tl.sum(state * query[:, None], 0)
-            tl.store(found + here * VALUE_DIM + column, read.to(found.dtype.element_ty), mask=in_value & new)
+            if position == floor - 1:
+                tl.store(states, state, mask=held)
+            if new:
+                asked = tl.load(row + of_query[None, :], mask=keys_held, other=0.0).to(tl.float32) * query_weights
+                query = tl.sum(asked, 0)
+                query = query * tl.sigmoid(query)
+                query = query / tl.sqrt((tl.sum(query * query, 0) + EPSILON) * KEY_DIM)
+                read = tl.sum(state * query[:, None], 0)
+                tl.store(found + here * VALUE_DIM + column, read.to(found.dtype.element_ty), mask=in_value)
 
 
 @triton.jit

@@ -15,6 +15,8 @@ float32 holds where tokens repeat. This file imports triton.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -25,8 +27,11 @@ from ferrum_rpc.core import RecurrentShape
 TOKENS = 64
 """Of a block."""
 
-COLUMNS = 32
+COLUMNS = 16
 """Columns of a head's state that a program has."""
+
+TWO_STAGES = 200 << 10
+"""Bytes of shared memory with which a program loads a block while it computes the one before."""
 
 LEAST = 16
 """The least side of a product of matrices."""
@@ -68,13 +73,22 @@ def chunk(shape: RecurrentShape, taps: Tensor, inputs: tuple[Tensor, Tensor, Ten
     }
     prepare_kernel[blocks, heads](
         taps, channels, channels.stride(0), log_decay, beta, query, key, erased, written, total, tokens,
-        TAPS=shape.taps, CHANNELS=shape.channels, VALUES=values, **sizes, num_warps=8,
+        TAPS=shape.taps, CHANNELS=shape.channels, VALUES=values, **sizes, num_warps=2,
     )  # fmt: skip
     chunk_kernel[heads, triton.cdiv(shape.value_dim, columns)](
         query, key, erased, written, total, state, found, tokens,
-        COLUMNS=columns, **sizes, num_warps=4, num_stages=1,
+        COLUMNS=columns, **sizes, num_warps=4, num_stages=stages(state.device),
     )  # fmt: skip
     return found
+
+
+@functools.cache
+def stages(device: torch.device) -> int:
+    """Blocks that a program has in shared memory at once: that of a block takes half of `TWO_STAGES`."""
+    if device.type != "cuda":
+        return 1
+    there: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return 1 + (there >= TWO_STAGES)
 
 
 @triton.jit

@@ -57,8 +57,8 @@ def test_families_on_the_device_against_float64(tmp_path, family, dtype, graphs)
     expected = reference_logits(reference, TOKENS, torch.float64).numpy()
     own = distances(reference_logits(reference, TOKENS, dtype).numpy(), expected)
     name = str(dtype).removeprefix("torch.")
-    config = ModelSettings(str(path), device="cuda", dtype=name, kv_blocks=128, block_size=4, cuda_graphs=graphs)
-    runner = build_runner(config)
+    options = {"kv_blocks": 128, "block_size": 4, "max_sequences": 4, "cuda_graphs": graphs}
+    runner = build_runner(ModelSettings(str(path), device="cuda", dtype=name, **options))
     chosen = [choice for choice, _ in runner.device.choices]
     assert "model=native" in chosen
     if family in RECURRENT:
@@ -77,7 +77,7 @@ def test_families_on_the_device_against_float64(tmp_path, family, dtype, graphs)
 
 
 @pytest.mark.parametrize(
-    ("options", "histories"), [({}, 20), ({"family": "qwen3_next"}, 6)], ids=["qwen3_5", "qwen3_next"]
+    ("options", "histories"), [({}, 8), ({"family": "qwen3_next"}, 3)], ids=["qwen3_5", "qwen3_next"]
 )
 def test_any_history_has_right_rows_on_the_device(options, histories, tmp_path, monkeypatch):
     monkeypatch.setattr(states, "CHECKPOINT_TOKENS", EVERY)
@@ -98,7 +98,7 @@ def test_several_ranks_on_gpus_are_refused_by_name(tmp_path):
 def test_decodes_of_many_sequences_are_replayed_and_equal_those_of_one(tmp_path):
     """A sequence among others has the rows of the sequence alone, up to the rounding of products."""
     path = make_checkpoint(tmp_path, "qwen3_5", **RECURRENT_SHAPE)
-    config = ModelSettings(str(path), device="cuda", dtype="float32", kv_blocks=512, block_size=4, state_slots=40)
+    config = ModelSettings(str(path), device="cuda", dtype="float32", kv_blocks=512, block_size=4, max_sequences=32)
     runner = build_runner(config)
     alone = [rows(runner, 1, TOKENS[:40], 0), *(rows(runner, 1, [TOKENS[at]], at) for at in range(40, 60))]
     many = range(10, 30)

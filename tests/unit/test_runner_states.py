@@ -92,7 +92,12 @@ class Histories(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.world = World(
-            self.folder, family=self.family, queued=self.queued, device=self.device, tensor_parallel=self.ranks
+            self.folder,
+            family=self.family,
+            queued=self.queued,
+            device=self.device,
+            tensor_parallel=self.ranks,
+            max_sequences=16,
         )
 
     def sequence(self, data):
