@@ -87,7 +87,7 @@ def stages(device: torch.device) -> int:
     """Blocks that a program has in shared memory at once: that of a block takes half of `TWO_STAGES`."""
     if device.type != "cuda":
         return 1
-    there: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    there: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
     return 1 + (there >= TWO_STAGES)
 
 
