@@ -12,7 +12,7 @@ as padding must. This file imports triton.
 
 # triton has no types, and its language is not Python's
 # mypy: disable-error-code="untyped-decorator"
-# ruff: noqa: PLR0917
+# ruff: noqa: PLR0915, PLR0917
 
 from __future__ import annotations
 
