@@ -266,7 +266,8 @@ class World:
     def forged(self, tokens: Any, at: int, *, journal: bool) -> Taken:
         """An export whose content is nowhere a number, with a checkpoint at a length of at most ``at`` tokens; with a
         ``journal`` for all tokens that it may have, or none."""
-        made, tokens = self.runner.info.states, np.asarray(tokens, np.int32)
+        info, tokens = self.runner.info, np.asarray(tokens, np.int32)
+        made, width = info.states, info.kv_heads * info.head_dim
         shape, length = made.shape, len(tokens)
 
         def content(*extents: int, size: int = 4) -> bytes:
@@ -279,7 +280,7 @@ class World:
         states = lengths(length, floor, max(0, floor - made.step_tokens) if journal else length)
         at = min(at, length) // SIZE * SIZE
         checkpoint = lengths(at, at, max(0, at - made.step_tokens) if journal else at) if at else None
-        parts = [tuple([np.frombuffer(content(length, 64), np.uint8)] * 2)] * LAYERS
+        parts = [tuple([np.frombuffer(content(length, width), np.uint8)] * 2)] * LAYERS
         sizes = {
             "states": (shape.key_dim, shape.value_dim),
             "channels": (shape.channels,),

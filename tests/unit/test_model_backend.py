@@ -119,27 +119,29 @@ def test_models_with_a_state_are_refused_by_name(command, tmp_path, capsys):
     ("options", "what"),
     [
         ({"pipeline_parallel": 2}, "in stages of a pipeline"),
-        ({"tensor_parallel": 2, "kv_tier_dir": Path("tier")}, "by several ranks with --kv-tier-dir"),
-        ({}, "on cuda"),
+        ({"tensor_parallel": 2, "device": "cuda"}, "by several ranks on cuda"),
     ],
 )
 def test_what_is_missing_for_states_is_refused_by_name(options, what, tmp_path):
     folder = make_checkpoint(tmp_path, "qwen3_5")
-    asked = settings(folder, **options) if options else replace(settings(folder), device="cuda")
+    asked = replace(settings(folder), **options)
     with pytest.raises(NotSupported, match=f"^Qwen3_5ForCausalLM has recurrent layers, and is not served {what} yet"):
-        choose(asked, elsewhere=not options)
+        choose(asked, elsewhere=asked.device == "cuda")
 
 
 @pytest.mark.parametrize(
     ("options", "what"),
-    [({"kv_dtype": "int8"}, "with a cache in int8"), ({}, "on cuda")],
+    [
+        ({"kv_dtype": "int8"}, "with a cache in int8"),
+        ({"tensor_parallel": 2, "device": "cuda"}, "by several ranks on cuda"),
+    ],
 )
 def test_what_is_missing_for_latents_is_refused_by_name_or_left_to_transformers(options, what, tmp_path):
     folder = make_checkpoint(tmp_path, "deepseek_v3")
     said = f"DeepseekV3ForCausalLM has latent attention, and is not served {what} yet"
-    asked = settings(folder, **options) if options else replace(settings(folder), device="cuda")
+    asked = replace(settings(folder), **options)
     with pytest.raises(NotSupported, match=f"^{said}"):
-        choose(replace(asked, model_backend="native"), elsewhere=not options)
+        choose(replace(asked, model_backend="native"), elsewhere=asked.device == "cuda")
     if "int8" in what:
         assert dict(choose(asked).reasons)["model=hf"] == f"native: {said}"
 
