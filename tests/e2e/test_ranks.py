@@ -302,5 +302,18 @@ async def test_an_import_to_two_ranks_that_is_cut_off_and_given_up_leaves_no_slo
         await served.check()
 
 
+async def test_two_ranks_find_their_states_on_disk_after_a_restart(with_states: ModelSettings, tmp_path: Path) -> None:
+    command = serve(Path(with_states.path), "--tensor-parallel", "2", "--kv-tier-dir", str(tmp_path / "tier"))
+    answers = []
+    for _ in range(2):
+        async with running(*command) as process, ExecutorClient((await process.event("ready"))["target"]) as client:
+            async with client.sequence() as sequence:
+                answers.append(await sequence.prefill(PROMPT, LAST))
+            process.signal(signal.SIGTERM)
+            assert await process.ended() == 0
+    assert [each.cached_tokens for each in answers] == [0, 96]
+    np.testing.assert_allclose(answers[1].logits, answers[0].logits, atol=1e-4 * answers[0].logits.std())
+
+
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
