@@ -10,11 +10,11 @@ import pytest
 import pytest_asyncio
 from google.rpc import error_details_pb2, status_pb2
 
-from ferrum_rpc.client import Capability, ExecutorClient, KvBlocksExhausted
+from ferrum_rpc.client import ExecutorClient, KvBlocksExhausted
 from ferrum_rpc.core import Caller
 from ferrum_rpc.engine.api import Submission
 from ferrum_rpc.errors import Reason
-from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, kv_transfer_pb2, types_pb2
+from ferrum_rpc.executor.v1 import forward_pb2, info_pb2, types_pb2
 from ferrum_rpc.service import control
 from ferrum_rpc.service.records import Resource
 from ferrum_rpc.wire.status import STATUS_METADATA_KEY
@@ -135,14 +135,6 @@ async def test_a_run_has_those_of_its_first_step(served: Served) -> None:
     await release(served, answer.output.handle)
 
 
-async def test_caches_with_states_do_not_move(served: Served) -> None:
-    capabilities = (await served.executor.GetInfo(pb.GetInfoRequest())).capabilities
-    assert not {info_pb2.CAPABILITY_KV_TRANSFER, info_pb2.CAPABILITY_PARK} & set(capabilities)
-    handle = await prefill(served, PROMPT)
-    await refused(served.transfer.ExportKv(kv_transfer_pb2.ExportKvRequest(handle=handle)).read(), Reason.NOT_SUPPORTED)
-    await release(served, handle)
-
-
 async def test_one_of_several_callers_has_a_share_of_the_slots() -> None:
     async with serve_identity(made=with_states(6), tokens=("alice a", "bob b")) as served:
         quotas = served.server.state.quotas
@@ -166,7 +158,6 @@ async def test_the_client_has_slots_and_what_was_fed_again(served: Served, sessi
         assert answer.recomputed_tokens == 0 and "recomputed" not in repr(answer)
         [answer] = (await client.forward([sequence.item([5], truncate_to=3)])).all_answers()
         assert answer.recomputed_tokens == 3 and "recomputed_tokens=3" in repr(answer)
-        assert Capability.KV_TRANSFER not in (await client.info()).capabilities
 
 
 @BOTH_WAYS
