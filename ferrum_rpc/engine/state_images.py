@@ -52,7 +52,7 @@ class SlotSnapshot(Snapshot):
             found = tensor.flatten(0, 1)[first:last].clone()
         else:
             found = tensor.flatten(0, 1)[_places(self._journal, tensor, first, last)]
-        return found.flatten().view(torch.uint8).numpy()
+        return found.flatten().view(torch.uint8).cpu().numpy()
 
     def close(self) -> None:
         if self._copy in self._slot.before_change:
@@ -144,4 +144,4 @@ def _tensor_of(data: Content | bytes, like: Tensor) -> Tensor:
     content = np.frombuffer(data, np.uint8)
     if not content.flags.writeable:  # torch wants memory that it may write
         content = content.copy()
-    return torch.from_numpy(content).view(like.dtype)
+    return torch.from_numpy(content).view(like.dtype).to(like.device)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -299,12 +300,16 @@ def test_rows_are_those_of_the_tokens_that_a_sequence_has(options, histories, tm
     run_histories(histories)
 
 
-def run_histories(histories: int) -> None:
+def run_histories(histories: int, phases: Sequence[Phase] = tuple(Phase)) -> None:
     """So many of `Histories`, as it is set."""
     run_state_machine_as_test(
         Histories,
         settings=settings(
-            max_examples=histories, stateful_step_count=25, suppress_health_check=list(HealthCheck), deadline=None
+            max_examples=histories,
+            stateful_step_count=25,
+            suppress_health_check=list(HealthCheck),
+            deadline=None,
+            phases=phases,
         ),
     )
 
